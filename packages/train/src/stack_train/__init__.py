@@ -1,0 +1,1 @@
+"""Trains language models: models, data, optimizers, objectives, checkpoints."""

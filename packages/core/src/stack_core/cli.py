@@ -1,0 +1,72 @@
+"""The `stack` command: subcommands come from plugins and are imported only when they run."""
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import cyclopts
+
+from stack_core.errors import ConfigError, StackError
+from stack_core.plugins import plugins, registries
+
+__all__ = ["main", "overrides_from"]
+
+USER_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs `stack`; exits with 0, with 2 after a `StackError` or wrong usage, with 130 after an unhandled Ctrl-C."""
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        app = _app()
+        if tokens and not tokens[0].startswith("-"):
+            registries.commands[tokens[0]]  # raises UnknownName, which names the package to install
+        app(tokens, exit_on_error=False, print_error=False)
+    except cyclopts.CycloptsError as error:
+        _fail(f"{error}\nRun `stack {' '.join(tokens[:1])} --help`." if tokens else str(error), USER_ERROR)
+    except StackError as error:
+        _fail(str(error), USER_ERROR)
+    except KeyboardInterrupt:
+        _fail("Interrupted.", 130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(141)
+
+
+def overrides_from(tokens: Sequence[str]) -> list[str]:
+    """Turns `--model.layers 6 --trainer.steps=300` into ["model.layers=6", "trainer.steps=300"].
+
+    Raises:
+      ConfigError: a token is no option, or an option has no value.
+    """
+    overrides: list[str] = []
+    remaining = list(tokens)
+    while remaining:
+        token = remaining.pop(0)
+        if not token.startswith("--"):
+            raise ConfigError(f"Unexpected argument {token!r}; overrides have the form --section.key VALUE.")
+        name, equals, value = token.removeprefix("--").partition("=")
+        if not equals and not remaining:
+            raise ConfigError(f"Override {token!r} has no value; write {token} VALUE.")
+        overrides.append(f"{name}={value if equals else remaining.pop(0)}")
+    return overrides
+
+
+def _app() -> cyclopts.App:
+    app = cyclopts.App(
+        name="stack",
+        help="Train, quantize, align, serve and profile models on JAX.",
+        version=lambda: version("stack-core"),
+        result_action="return_value",
+    )
+    for entry in registries.commands.entries():
+        app.command(entry.target, name=entry.name, help=entry.details.get("help", ""))
+    for report in plugins.reports():
+        if report.status == "failed":
+            print(f"stack: plugin {report.name!r} is left out: {report.problems[0]} See `stack plugins`.", file=sys.stderr)
+    return app
+
+
+def _fail(message: str, status: int) -> None:
+    print(f"stack: error: {message}", file=sys.stderr)
+    sys.exit(status)

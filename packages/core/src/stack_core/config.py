@@ -1,0 +1,232 @@
+"""Frozen configs: read from YAML and dotted overrides, checked whole, written back as they were resolved.
+
+A config is a class decorated with `@config`; parents hold their children whole. A field may be *selected*: its mapping
+names an entry of a registry, which brings the class of the rest. A class with a `Sections` field takes the top-level
+sections that installed packages register.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+import pydantic
+import pydantic.dataclasses
+import yaml
+
+from stack_core.errors import ConfigError, nearest
+from stack_core.registry import Registry
+
+__all__ = ["Sections", "apply_overrides", "config", "differences", "load_yaml", "parse", "selected", "to_mapping", "to_yaml"]
+
+C = TypeVar("C")
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field, pydantic.Field))
+def config(cls: type[C]) -> type[C]:
+    """Makes a frozen keyword-only config class; unknown keys and wrong types are errors."""
+    settings = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    return pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=settings)(cls)  # pyrefly: ignore
+
+
+@dataclass(frozen=True)
+class _Selection:
+    registry: Registry[Any]
+    key: str
+
+
+@dataclass(frozen=True)
+class _SectionsMark:
+    registry: Registry[Any]
+
+
+def selected(registry: Registry[Any], key: str) -> Any:
+    """The annotation of a field whose mapping names, under `key`, an entry of `registry`.
+
+    The entry is a config class, or an object whose `config_class` is one; that class has a field `key` as well.
+    """
+    return Annotated[Any, _Selection(registry, key)]
+
+
+def Sections(registry: Registry[Any]) -> Any:  # noqa: N802, it is used as a type
+    """The annotation of the field that collects sections by name; each class comes from `registry`."""
+    return Annotated[Mapping[str, Any], _SectionsMark(registry)]
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key written twice, which YAML would resolve silently to the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        repeated = next((key for index, key in enumerate(keys) if key in keys[:index]), None)
+        if repeated is not None:
+            raise ConfigError(f"Key {repeated!r} is written twice{node.start_mark}. Keep one of them.")
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """Reads a mapping from a YAML file.
+
+    Raises:
+      ConfigError: the file is missing or unreadable, is not YAML, or holds something else than a mapping.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Cannot read config {str(path)!r}: {error}") from error
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, name: str) -> dict[str, Any]:
+    """Reads a mapping from YAML text; `name` is where it came from, for messages."""
+    try:
+        mapping = yaml.load(text, _StrictLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"Config {name!r} is not valid YAML: {error}") from error
+    if mapping is None:
+        return {}
+    if not isinstance(mapping, dict):
+        raise ConfigError(f"Config {name!r} holds a {type(mapping).__name__}; a mapping of sections was expected.")
+    return mapping
+
+
+def apply_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns `mapping` with each "section.key=value" set; the value is read as YAML.
+
+    Raises:
+      ConfigError: an override has no "=", or its path leads through something that is no section.
+    """
+    result = _copy(mapping)
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not all(path.split(".")):
+            raise ConfigError(f"Override {override!r} is not of the form section.key=value.")
+        *parents, leaf = path.split(".")
+        section = result
+        for parent in parents:
+            section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"Override {override!r}: {parent!r} is the value {section!r}, not a section.")
+        section[leaf] = _override_value(override, text)
+    return result
+
+
+def parse(cls: type[C], mapping: Mapping[str, Any], *, path: str = "") -> C:
+    """Builds `cls` from a mapping.
+
+    Args:
+      path: dotted prefix of the mapping in the whole config, for messages.
+
+    Raises:
+      ConfigError: an unknown key, a value of the wrong type, or a missing one; names the dotted path.
+      UnknownName: a selected name that no plugin registers.
+    """
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"{path or 'The config'} is {mapping!r}; a mapping with keys of {cls.__name__} was expected.")
+    hints = typing.get_type_hints(cls, include_extras=True)
+    names = [field.name for field in dataclasses.fields(cls)]  # pyrefly: ignore
+    sections_field = next((name for name in names if _mark(hints[name], _SectionsMark)), None)
+    values: dict[str, Any] = {}
+    sections: dict[str, Any] = {}
+    for key, value in mapping.items():
+        where = f"{path}.{key}" if path else str(key)
+        if key in names and key != sections_field:
+            values[key] = _parse_field(hints[key], value, where)
+        elif sections_field:
+            sections[key] = _parse_section(hints[sections_field], key, value, names)
+        else:
+            raise ConfigError(f"Unknown key {where!r}.{nearest(str(key), names)} {cls.__name__} has: {', '.join(names)}.")
+    if sections_field:
+        values[sections_field] = sections
+    try:
+        return cls(**values)
+    except pydantic.ValidationError as error:
+        raise ConfigError(_explain(error, path)) from error
+
+
+def to_mapping(value: Any) -> Any:
+    """Returns plain dicts, lists and scalars; every field is written, defaults included."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hints = typing.get_type_hints(type(value), include_extras=True)
+        result: dict[str, Any] = {}
+        for field in dataclasses.fields(value):
+            plain = to_mapping(getattr(value, field.name))
+            result.update(plain if _mark(hints[field.name], _SectionsMark) else {field.name: plain})
+        return result
+    if isinstance(value, Mapping):
+        return {key: to_mapping(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_mapping(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def to_yaml(value: Any) -> str:
+    """Returns the resolved config as YAML that `parse` reads back to an equal config."""
+    return yaml.safe_dump(to_mapping(value), sort_keys=False, allow_unicode=True)
+
+
+def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
+    """Lists "path: ours, not theirs" for every leaf in which two plain mappings differ."""
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        keys = [*ours, *(key for key in theirs if key not in ours)]
+        prefix = f"{path}." if path else ""
+        return [line for key in keys for line in differences(ours.get(key), theirs.get(key), f"{prefix}{key}")]
+    return [] if ours == theirs else [f"{path}: {ours!r}, not {theirs!r}"]
+
+
+def _copy(value: Any) -> Any:
+    return {key: _copy(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def _override_value(override: str, text: str) -> Any:
+    try:
+        return yaml.load(text, _StrictLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"Override {override!r}: the value is not valid YAML: {error}") from error
+
+
+def _mark(hint: Any, kind: type[C]) -> C | None:
+    return next((mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, kind)), None)
+
+
+def _parse_field(hint: Any, value: Any, path: str) -> Any:
+    if selection := _mark(hint, _Selection):
+        return _parse_selected(selection, value, path)
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    nested = next((option for option in options if dataclasses.is_dataclass(option)), None)
+    if nested is None or isinstance(value, nested) or (value is None and type(None) in options):
+        return value
+    return parse(nested, value, path=path)
+
+
+def _parse_selected(selection: _Selection, value: Any, path: str) -> Any:
+    if not isinstance(value, Mapping) and not isinstance(value, str):
+        return value
+    mapping = {selection.key: value} if isinstance(value, str) else value
+    known = ", ".join(selection.registry.names()) or "none is registered"
+    if selection.key not in mapping:
+        raise ConfigError(f"{path} lacks the key {selection.key!r}, which names one of: {known}.")
+    entry = selection.registry[mapping[selection.key]]
+    return parse(getattr(entry, "config_class", entry), mapping, path=path)
+
+
+def _parse_section(hint: Any, key: str, value: Any, names: Sequence[str]) -> Any:
+    mark = _mark(hint, _SectionsMark)
+    assert mark is not None, "only called for the sections field"
+    if key not in mark.registry and (suggestion := nearest(str(key), [*names, *mark.registry.names()])):
+        raise ConfigError(f"Unknown section {key!r}.{suggestion}")
+    return parse(mark.registry[key], value, path=str(key))
+
+
+def _explain(error: pydantic.ValidationError, path: str) -> str:
+    lines = []
+    for problem in error.errors():
+        where = ".".join(str(part) for part in (*filter(None, [path]), *problem["loc"]))
+        if problem["type"] in ("missing", "missing_keyword_only_argument"):
+            lines.append(f"{where} is missing; it has no default.")
+        else:
+            lines.append(f"{where or 'The config'}: {problem['msg']} (given {problem['input']!r}).")
+    return "\n".join(lines)

@@ -1,0 +1,109 @@
+"""Every exception a user can cause.
+
+    StackError
+    ├── ConfigError            a config file, an override or a section that does not fit
+    ├── PluginError            a plugin that cannot be loaded, or that clashes with another
+    ├── UnknownName            a name that no registry entry has
+    ├── UnsupportedOp          no implementation of an op accepts a call
+    ├── ShapeError             arrays handed to an op that do not fit together
+    ├── ShardingError          logical axes that collide or do not divide
+    ├── HardwareError          a device that is missing or unknown
+    ├── DataError              a data source that is empty, unreadable or malformed
+    ├── ConversionError        weights that do not match the model they are meant for
+    ├── RunDirectoryError      a run directory that is busy, taken or missing
+    ├── CheckpointError        a checkpoint that cannot be written or read
+    │   ├── CheckpointDamaged      its contents differ from their digests
+    │   └── CheckpointIncomplete   a part of the unit is missing
+    ├── GenerationError        a prompt or a sampling setting that the model cannot serve
+    └── TrainingError          training that cannot go on
+        ├── NonFiniteLoss          the loss became NaN or infinite
+        └── Interrupted            the user stopped the run; its state is saved
+
+The command line prints the message of a `StackError` without a traceback and exits with status 2.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckpointDamaged",
+    "CheckpointError",
+    "CheckpointIncomplete",
+    "ConfigError",
+    "ConversionError",
+    "DataError",
+    "GenerationError",
+    "HardwareError",
+    "Interrupted",
+    "NonFiniteLoss",
+    "PluginError",
+    "RunDirectoryError",
+    "ShapeError",
+    "ShardingError",
+    "StackError",
+    "TrainingError",
+    "UnknownName",
+    "UnsupportedOp",
+    "nearest",
+]
+
+
+class StackError(Exception):
+    """A mistake the user can mend: the message says what was wrong, what was given, what was expected, what to do."""
+
+
+class ConfigError(StackError): ...
+
+
+class PluginError(StackError): ...
+
+
+class UnknownName(StackError): ...
+
+
+class UnsupportedOp(StackError): ...
+
+
+class ShapeError(StackError): ...
+
+
+class ShardingError(StackError): ...
+
+
+class HardwareError(StackError): ...
+
+
+class DataError(StackError): ...
+
+
+class ConversionError(StackError): ...
+
+
+class RunDirectoryError(StackError): ...
+
+
+class CheckpointError(StackError): ...
+
+
+class CheckpointDamaged(CheckpointError): ...
+
+
+class CheckpointIncomplete(CheckpointError): ...
+
+
+class GenerationError(StackError): ...
+
+
+class TrainingError(StackError): ...
+
+
+class NonFiniteLoss(TrainingError): ...
+
+
+class Interrupted(TrainingError): ...
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns " Did you mean 'x'?" for the known names closest to `name`, or "" when none is close."""
+    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""

@@ -1,0 +1,107 @@
+"""The hooks of ABI 1: what a plugin may register.
+
+Every `stack_register_<things>(registry)` hook is called once, on first use of that registry, with a `Registrar`:
+`registry.add(name, target, **details)`. Targets are objects or, better, "module:attribute" strings, so that
+registering imports nothing.
+"""
+
+from typing import Any
+
+import pluggy
+
+from stack_core.registry import Registrar
+
+__all__ = ["REGISTRY_KINDS", "hookimpl", "hookspec"]
+
+hookspec = pluggy.HookspecMarker("stack")
+hookimpl = pluggy.HookimplMarker("stack")
+
+
+@hookspec
+def stack_register_chips(registry: Registrar) -> None:
+    """Chips by kind: a `stack_core.hardware.Chip`, or a function without arguments that measures one."""
+
+
+@hookspec
+def stack_register_ops(registry: Registrar) -> None:
+    """Implementations of ops, each an `OpImplementation` named "op/implementation"."""
+
+
+@hookspec
+def stack_register_array_types(registry: Registrar) -> None:
+    """Quantized array classes, each with a `__stack_qview__` method."""
+
+
+@hookspec
+def stack_register_models(registry: Registrar) -> None:
+    """Model families, each a `ModelFamily`."""
+
+
+@hookspec
+def stack_register_data_sources(registry: Registrar) -> None:
+    """Data sources by the scheme of their address, each a function from the rest of the address to a `DataSource`."""
+
+
+@hookspec
+def stack_register_optimizers(registry: Registrar) -> None:
+    """Optimizers, each a config class whose `build(steps)` returns an `optax.GradientTransformation`."""
+
+
+@hookspec
+def stack_register_objectives(registry: Registrar) -> None:
+    """Objectives, each a config class whose `build()` returns an `Objective`."""
+
+
+@hookspec
+def stack_register_trainers(registry: Registrar) -> None:
+    """Trainers, each a `Trainer` class."""
+
+
+@hookspec
+def stack_register_checkpoint_formats(registry: Registrar) -> None:
+    """Checkpoint formats by the scheme of their address, such as "hf"."""
+
+
+@hookspec
+def stack_register_launchers(registry: Registrar) -> None:
+    """Launchers, each of which runs a function on a mesh as one generation of processes."""
+
+
+@hookspec
+def stack_register_engines(registry: Registrar) -> None:
+    """Generation engines."""
+
+
+@hookspec
+def stack_register_rewards(registry: Registrar) -> None:
+    """Rewards: host functions from a prompt and its completions to scalars."""
+
+
+@hookspec
+def stack_register_observers(registry: Registrar) -> None:
+    """Observers, each a function from an `ObserverContext` to an `Observer`, or to None when it has nothing to do."""
+
+
+@hookspec
+def stack_register_commands(registry: Registrar) -> None:
+    """Subcommands of `stack`, each a function; `help` is the line that `stack --help` shows."""
+
+
+@hookspec
+def stack_register_quantizers(registry: Registrar) -> None:
+    """Quantizers."""
+
+
+@hookspec
+def stack_register_configs(registry: Registrar) -> None:
+    """Config classes of the sections that a package adds to a run, by the section's name."""
+
+
+@hookspec(firstresult=True)
+def stack_select_op(call: Any, chip: Any, candidates: tuple[str, ...]) -> str | None:
+    """Chooses among the implementations that support a call, by name; None leaves the choice to the next plugin."""
+
+
+REGISTRY_KINDS = tuple(
+    name.removeprefix("stack_register_") for name in tuple(globals()) if name.startswith("stack_register_")
+)

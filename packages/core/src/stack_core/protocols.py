@@ -1,0 +1,169 @@
+"""What the packages expect of each other's objects; a plugin implements these without importing anyone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
+    from stack_core.events import Event
+
+__all__ = [
+    "AttentionSpec",
+    "DataSource",
+    "Document",
+    "KVCache",
+    "LanguageModel",
+    "ModelFamily",
+    "Objective",
+    "Observer",
+    "Tokenizer",
+    "Trainer",
+]
+
+
+class LanguageModel(Protocol):
+    """A causal language model; the head is apart from the body, so that the loss and the sampler choose what to form."""
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array | None = None,
+        cache: KVCache | None = None,
+    ) -> Any:
+        """Returns hidden[batch, seq, embed]; with a cache, (hidden, cache).
+
+        Args:
+          tokens: int32[batch, seq].
+          positions: int32[batch, seq], each token's place in its document.
+          segment_ids: int32[batch, seq], 0 for padding; tokens attend within their segment only.
+        """
+        ...
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden[..., embed] -> float32 logits[..., vocab]."""
+        ...
+
+    def head_weight(self) -> jax.Array:
+        """The weight[embed, vocab] that `ops.linear_cross_entropy` takes."""
+        ...
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The static attributes of one attention layer, as a cache needs them."""
+
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    scale: float | None = None
+
+
+@runtime_checkable
+class KVCache(Protocol):
+    """Keys and values of earlier tokens, a pytree; stands in for `ops.attention` inside a model.
+
+    Attributes:
+      layers: a pytree whose leaves lead with a [layers, ...] axis, which the model scans over.
+    """
+
+    layers: Any
+
+    def attend(
+        self, layer_cache: Any, query: jax.Array, key: jax.Array, value: jax.Array, spec: AttentionSpec
+    ) -> tuple[jax.Array, Any]:
+        """Appends key and value [batch, seq, kv_heads, head_dim]; returns (output like query, layer_cache)."""
+        ...
+
+    def advance(self, layers: Any, tokens: int) -> KVCache:
+        """The cache after all layers appended `tokens` tokens a row."""
+        ...
+
+
+class ModelFamily(Protocol):
+    """An architecture: how to build it from a config and how its weights are called elsewhere.
+
+    Attributes:
+      name: the name that `model.family` selects.
+      config_class: a `@config` class with a field `family`.
+    """
+
+    name: str
+    config_class: type
+
+    def build(self, config: Any, *, key: jax.Array) -> Any:
+        """Returns the model, an `nnx.Module` with random weights; abstract under `jax.eval_shape`."""
+        ...
+
+
+class Objective(Protocol):
+    """A pure loss; host-side batch entries that the device does not need are gone by then."""
+
+    def __call__(self, model: Any, batch: Mapping[str, jax.Array], *, key: jax.Array) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """Returns (scalar loss, metrics); `metrics["weight"]` is what the loss was averaged over."""
+        ...
+
+
+class Trainer(Protocol):
+    """A state machine over a pytree; the loop around it belongs to others."""
+
+    def init(self, *, key: jax.Array) -> Any: ...
+
+    def step(self, state: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, Mapping[str, jax.Array]]:
+        """Pure, jitted, `state` donated."""
+        ...
+
+    def save(self, state: Any, directory: Path) -> None: ...
+
+    def restore(self, directory: Path) -> Any: ...
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """Receives every event of a run on the host, in order."""
+
+    def observe(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text of a corpus; `name` tells a person where it came from: a path, or "path:line"."""
+
+    name: str
+    text: str
+
+
+class DataSource(Protocol):
+    """A corpus that can be read again and again in the same order."""
+
+    def documents(self) -> Iterator[Document]: ...
+
+    def fingerprint(self) -> str:
+        """Changes whenever the documents do; cheap beside reading them all."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    vocab_size: int
+    eos_id: int | None
+    bos_id: int | None
+
+    def encode(self, text: str) -> Sequence[int]: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def save(self, directory: Path) -> None: ...
+
+
+ObserverFactory = Callable[[Any], "Observer | None"]

@@ -1,0 +1,3 @@
+"""What stack-kernels registers: nothing yet."""
+
+STACK_ABI_MINOR = 0

@@ -1,0 +1,1 @@
+"""Quantizes Flax models: a program transform over exact parameter paths, with a coverage report."""

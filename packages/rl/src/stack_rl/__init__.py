@@ -1,0 +1,1 @@
+"""Post-training on JAX: preference and reinforcement-learning objectives, rewards, environments."""

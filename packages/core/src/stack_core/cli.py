@@ -70,3 +70,7 @@ def _app() -> cyclopts.App:
 def _fail(message: str, status: int) -> None:
     print(f"stack: error: {message}", file=sys.stderr)
     sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

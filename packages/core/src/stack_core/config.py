@@ -11,7 +11,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 import pydantic
 import pydantic.dataclasses
@@ -20,7 +20,7 @@ import yaml
 from stack_core.errors import ConfigError, nearest
 from stack_core.registry import Registry
 
-__all__ = ["Sections", "apply_overrides", "config", "differences", "load_yaml", "parse", "selected", "to_mapping", "to_yaml"]
+__all__ = ["Sections", "Selected", "apply_overrides", "config", "differences", "load_yaml", "parse", "to_mapping", "to_yaml"]
 
 C = TypeVar("C")
 
@@ -33,27 +33,21 @@ def config(cls: type[C]) -> type[C]:
 
 
 @dataclass(frozen=True)
-class _Selection:
+class Selected:
+    """Marks a field whose mapping names, under `key`, an entry of `registry`: `Annotated[Any, Selected(...)]`.
+
+    The entry is a config class, or an object whose `config_class` is one; that class has a field `key` as well.
+    """
+
     registry: Registry[Any]
     key: str
 
 
 @dataclass(frozen=True)
-class _SectionsMark:
+class Sections:
+    """Marks the field that collects the remaining top-level sections by name; each class comes from `registry`."""
+
     registry: Registry[Any]
-
-
-def selected(registry: Registry[Any], key: str) -> Any:
-    """The annotation of a field whose mapping names, under `key`, an entry of `registry`.
-
-    The entry is a config class, or an object whose `config_class` is one; that class has a field `key` as well.
-    """
-    return Annotated[Any, _Selection(registry, key)]
-
-
-def Sections(registry: Registry[Any]) -> Any:  # noqa: N802, it is used as a type
-    """The annotation of the field that collects sections by name; each class comes from `registry`."""
-    return Annotated[Mapping[str, Any], _SectionsMark(registry)]
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -114,7 +108,7 @@ def apply_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dic
     return result
 
 
-def parse(cls: type[C], mapping: Mapping[str, Any], *, path: str = "") -> C:
+def parse(cls: type[C], mapping: Any, *, path: str = "") -> C:
     """Builds `cls` from a mapping.
 
     Args:
@@ -127,13 +121,14 @@ def parse(cls: type[C], mapping: Mapping[str, Any], *, path: str = "") -> C:
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{path or 'The config'} is {mapping!r}; a mapping with keys of {cls.__name__} was expected.")
     hints = typing.get_type_hints(cls, include_extras=True)
-    names = [field.name for field in dataclasses.fields(cls)]  # pyrefly: ignore
-    sections_field = next((name for name in names if _mark(hints[name], _SectionsMark)), None)
+    fields = [field.name for field in dataclasses.fields(cls)]  # pyrefly: ignore
+    sections_field = next((name for name in fields if _mark(hints[name], Sections)), None)
+    names = [name for name in fields if name != sections_field]
     values: dict[str, Any] = {}
     sections: dict[str, Any] = {}
     for key, value in mapping.items():
         where = f"{path}.{key}" if path else str(key)
-        if key in names and key != sections_field:
+        if key in names:
             values[key] = _parse_field(hints[key], value, where)
         elif sections_field:
             sections[key] = _parse_section(hints[sections_field], key, value, names)
@@ -154,7 +149,7 @@ def to_mapping(value: Any) -> Any:
         result: dict[str, Any] = {}
         for field in dataclasses.fields(value):
             plain = to_mapping(getattr(value, field.name))
-            result.update(plain if _mark(hints[field.name], _SectionsMark) else {field.name: plain})
+            result.update(plain if _mark(hints[field.name], Sections) else {field.name: plain})
         return result
     if isinstance(value, Mapping):
         return {key: to_mapping(item) for key, item in value.items()}
@@ -193,7 +188,7 @@ def _mark(hint: Any, kind: type[C]) -> C | None:
 
 
 def _parse_field(hint: Any, value: Any, path: str) -> Any:
-    if selection := _mark(hint, _Selection):
+    if selection := _mark(hint, Selected):
         return _parse_selected(selection, value, path)
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     nested = next((option for option in options if dataclasses.is_dataclass(option)), None)
@@ -202,7 +197,7 @@ def _parse_field(hint: Any, value: Any, path: str) -> Any:
     return parse(nested, value, path=path)
 
 
-def _parse_selected(selection: _Selection, value: Any, path: str) -> Any:
+def _parse_selected(selection: Selected, value: Any, path: str) -> Any:
     if not isinstance(value, Mapping) and not isinstance(value, str):
         return value
     mapping = {selection.key: value} if isinstance(value, str) else value
@@ -214,7 +209,7 @@ def _parse_selected(selection: _Selection, value: Any, path: str) -> Any:
 
 
 def _parse_section(hint: Any, key: str, value: Any, names: Sequence[str]) -> Any:
-    mark = _mark(hint, _SectionsMark)
+    mark = _mark(hint, Sections)
     assert mark is not None, "only called for the sections field"
     if key not in mark.registry and (suggestion := nearest(str(key), [*names, *mark.registry.names()])):
         raise ConfigError(f"Unknown section {key!r}.{suggestion}")

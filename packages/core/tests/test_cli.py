@@ -1,0 +1,61 @@
+"""The `stack` command as a user meets it: in a process of its own."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from stack_core.cli import overrides_from
+from stack_core.errors import ConfigError
+
+
+def stack(*arguments):
+    return subprocess.run([sys.executable, "-m", "stack_core.cli", *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_help_lists_commands_without_importing_jax():
+    code = (
+        "import sys; from stack_core.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "print('jax' in sys.modules, 'pydantic' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "plugins" in done.stdout
+    assert done.stdout.rstrip().endswith("False False")
+
+
+def test_importing_core_is_pure_and_brings_no_jax():
+    code = "import sys, stack_core; print(sorted(m for m in ('jax', 'pydantic', 'rich', 'cyclopts') if m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_plugins_as_json():
+    done = stack("plugins", "--json")
+    reports = {report["name"]: report for report in json.loads(done.stdout)}
+    assert done.returncode == 0
+    assert "attention/reference" in reports["core"]["registered"]["ops"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plugns",), "Did you mean 'plugins'"),
+        (("plugins", "--jsn"), "--jsn"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_suggests(arguments, message):
+    done = stack(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_overrides_take_both_spellings():
+    assert overrides_from(["--a.b", "3", "--c=d=e"]) == ["a.b=3", "c=d=e"]
+
+
+@pytest.mark.parametrize("tokens", [["a.b"], ["--a.b"], ["--a", "1", "b"]])
+def test_malformed_overrides_are_refused(tokens):
+    with pytest.raises(ConfigError):
+        overrides_from(tokens)

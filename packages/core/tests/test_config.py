@@ -1,0 +1,128 @@
+"""Configs refuse what they do not know, say where, and survive a round trip through YAML."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field, PositiveInt
+
+from stack_core.config import Sections, Selected, apply_overrides, config, differences, load_yaml, parse, to_yaml
+from stack_core.errors import ConfigError, UnknownName
+from stack_core.registry import Entry, Registry
+
+
+@config
+class Square:
+    shape: Literal["square"] = "square"
+    side: PositiveInt = 1
+
+
+@config
+class Circle:
+    shape: Literal["circle"] = "circle"
+    radius: float = 1.0
+
+
+@config
+class Inner:
+    steps: PositiveInt = 10
+    name: str | None = None
+
+
+@config
+class Profile:
+    every: int = 5
+
+
+SHAPES = Registry("shapes", lambda: ({"square": Entry("square", Square, "p"), "circle": Entry("circle", Circle, "p")}, {}))
+SECTIONS = Registry("configs", lambda: ({"profile": Entry("profile", Profile, "p")}, {}), lambda kind, name: "stack-quant")
+
+
+@config
+class Outer:
+    output: str
+    figure: Annotated[Any, Selected(SHAPES, "shape")] = Square()
+    inner: Inner = Inner()
+    optional: Inner | None = None
+    sections: Annotated[Mapping[str, Any], Sections(SECTIONS)] = Field(default_factory=dict)
+
+
+def test_defaults_and_nested_values():
+    parsed = parse(Outer, {"output": "x", "inner": {"steps": 3}, "figure": {"shape": "circle", "radius": 2}})
+    assert parsed == Outer(output="x", inner=Inner(steps=3), figure=Circle(radius=2.0))
+    assert parse(Outer, {"output": "x", "figure": "circle"}).figure == Circle()
+
+
+def test_sections_come_from_registered_classes():
+    parsed = parse(Outer, {"output": "x", "profile": {"every": 7}})
+    assert parsed.sections == {"profile": Profile(every=7)}
+
+
+def test_a_resolved_config_survives_yaml(tmp_path):
+    original = parse(Outer, {"output": "x", "optional": {"name": "ü: 1e-3"}, "profile": {}, "figure": {"shape": "circle"}})
+    path = tmp_path / "run.yaml"
+    path.write_text(to_yaml(original), encoding="utf-8")
+    assert parse(Outer, load_yaml(path)) == original
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"output": "x", "inner": {"step": 3}}, r"Unknown key 'inner.step'. Did you mean 'steps'\? Inner has: steps, name"),
+        ({"output": "x", "inner": {"steps": "many"}}, r"inner.steps: .*integer.*given 'many'"),
+        ({"output": "x", "inner": {"steps": 0}}, r"inner.steps: .*greater than 0"),
+        ({"output": "x", "inner": 3}, "inner is 3; a mapping with keys of Inner was expected"),
+        ({}, "output is missing"),
+        ({"output": "x", "figure": {"radius": 2}}, "figure lacks the key 'shape', which names one of: circle, square"),
+        ({"output": "x", "figure": {"shape": "square", "radius": 2}}, "Unknown key 'figure.radius'"),
+        ({"output": "x", "iner": {}}, "Unknown section 'iner'. Did you mean 'inner'"),
+        ({"output": "x", "sections": {}}, "Unknown name 'sections' among configs"),
+    ],
+)
+def test_mistakes_name_the_place_and_the_remedy(mapping, message):
+    with pytest.raises((ConfigError, UnknownName), match=message):
+        parse(Outer, mapping)
+
+
+def test_unknown_selected_names_and_sections_name_their_neighbours():
+    with pytest.raises(UnknownName, match="Did you mean 'circle'"):
+        parse(Outer, {"output": "x", "figure": {"shape": "circel"}})
+    with pytest.raises(UnknownName, match="`pip install stack-quant` provides it"):
+        parse(Outer, {"output": "x", "quant": {}})
+
+
+def test_overrides_set_nested_values_and_leave_the_original_alone():
+    original = {"output": "x", "inner": {"steps": 3}}
+    changed = apply_overrides(original, ["inner.steps=5", "figure.shape=circle", "inner.name=a=b"])
+    assert changed == {"output": "x", "inner": {"steps": 5, "name": "a=b"}, "figure": {"shape": "circle"}}
+    assert original == {"output": "x", "inner": {"steps": 3}}
+
+
+@pytest.mark.parametrize("override", ["inner.steps", "inner..steps=3", "=3", "output.deep=3", "inner.steps=[1"])
+def test_malformed_overrides_are_refused(override):
+    with pytest.raises(ConfigError, match="Override"):
+        apply_overrides({"output": "x"}, [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [1", "not valid YAML"), ("- 1\n", "holds a list"), ("a: 1\na: 2\n", "Key 'a' is written twice")],
+)
+def test_yaml_that_is_no_config_is_refused(tmp_path, text, message):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_yaml(path)
+    with pytest.raises(ConfigError, match="Cannot read"):
+        load_yaml(tmp_path / "missing.yaml")
+
+
+def test_differences_name_each_leaf():
+    assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 4}) == ["a.c: 2, not 3", "d: None, not 4"]
+
+
+def test_configs_are_frozen_and_keyword_only():
+    with pytest.raises((AttributeError, TypeError)):
+        Inner().steps = 3
+    with pytest.raises(ValueError, match="positional"):
+        Inner(3)

@@ -1,0 +1,1 @@
+"""Observers that write a run's metrics where people and programs read them."""

@@ -1,0 +1,42 @@
+"""TensorBoard event files in the run's `tensorboard/` directory."""
+
+from pathlib import Path
+
+from stack_core.events import EvaluationFinished, Event, ObserverContext, RunStarted, StepFinished
+
+__all__ = ["TensorBoardObserver", "tensorboard_observer"]
+
+
+def tensorboard_observer(context: ObserverContext) -> "TensorBoardObserver":
+    return TensorBoardObserver(context.directory / "tensorboard")
+
+
+class TensorBoardObserver:
+    """Writes scalars under `train/` and `validation/`; a resumed run purges the steps that it does again."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._writer = None
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                from tensorboardX import SummaryWriter  # costs 0.3 s: only once a run has begun
+
+                self._writer = SummaryWriter(str(self._directory), purge_step=event.first_step + 1)
+            case StepFinished():
+                rates = {"tokens_per_s": event.tokens_per_s, "duration_s": event.duration_s}
+                if event.mfu is not None:
+                    rates["mfu"] = event.mfu
+                self._scalars("train", {**event.metrics, **rates}, event.step)
+            case EvaluationFinished():
+                self._scalars("validation", event.metrics, event.step)
+
+    def close(self) -> None:
+        if self._writer:
+            self._writer.close()
+
+    def _scalars(self, prefix: str, values: dict[str, float], step: int) -> None:
+        if self._writer:
+            for name, value in values.items():
+                self._writer.add_scalar(f"{prefix}/{name}", value, step)

@@ -1,0 +1,110 @@
+"""Progress on standard error: a live bar on a terminal, plain lines elsewhere."""
+
+import time
+from functools import singledispatchmethod
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from stack_core.events import (
+    CheckpointRestored,
+    CheckpointSaved,
+    CheckpointSkipped,
+    EvaluationFinished,
+    Event,
+    ObserverContext,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+)
+
+__all__ = ["TerminalObserver", "terminal_observer"]
+
+_SECONDS_BETWEEN_LINES = 5.0
+_SMOOTHING = 0.9
+
+
+def terminal_observer(context: ObserverContext) -> "TerminalObserver":
+    return TerminalObserver(live=context.terminal)
+
+
+class TerminalObserver:
+    """Shows loss, tokens/s, MFU and the time left, all measured from completed steps.
+
+    Args:
+      live: draw a bar that updates in place; otherwise print a line every few seconds.
+    """
+
+    def __init__(self, *, live: bool, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        columns = (MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, console=self._console) if live else None
+        self._task = self._progress.add_task("compiling") if self._progress else None
+        self._steps = 0
+        self._smoothed_s: float | None = None
+        self._last_line_s = -_SECONDS_BETWEEN_LINES
+
+    def close(self) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    @singledispatchmethod
+    def observe(self, event: Event) -> None:
+        """Shows an event; those without a line of their own are passed over."""
+
+    @observe.register
+    def _(self, event: RunStarted) -> None:
+        self._steps = event.steps
+        self._console.print(
+            f"{event.parameters:,} parameters, {event.tokens_per_step:,} tokens a step, "
+            f"steps {event.first_step + 1:,} to {event.steps:,} -> {event.directory}",
+            markup=False,
+        )
+        if self._progress and self._task is not None:
+            self._progress.update(self._task, total=event.steps, completed=event.first_step)
+            self._progress.start()
+
+    @observe.register
+    def _(self, event: StepFinished) -> None:
+        before = event.duration_s if self._smoothed_s is None else self._smoothed_s
+        self._smoothed_s = _SMOOTHING * before + (1 - _SMOOTHING) * event.duration_s
+        line = describe(event, left_s=(self._steps - event.step) * self._smoothed_s)
+        if self._progress and self._task is not None:
+            self._progress.update(self._task, completed=event.step, description=line)
+        elif time.monotonic() - self._last_line_s >= _SECONDS_BETWEEN_LINES or event.step == self._steps:
+            self._last_line_s = time.monotonic()
+            self._print(f"step {event.step:,}/{self._steps:,}  {line}")
+
+    @observe.register
+    def _(self, event: EvaluationFinished) -> None:
+        self._print(f"step {event.step:,}  validation loss {event.metrics['loss']:.4f}  ({event.duration_s:.1f} s)")
+
+    @observe.register
+    def _(self, event: CheckpointSaved) -> None:
+        self._print(f"step {event.step:,}  saved {event.path.name} (training waited {event.blocked_s * 1e3:.0f} ms)")
+
+    @observe.register
+    def _(self, event: CheckpointRestored) -> None:
+        self._print(f"restored step {event.step:,} from {event.path}")
+
+    @observe.register
+    def _(self, event: CheckpointSkipped) -> None:
+        self._print(f"skipped checkpoint {event.path}: {event.reason}")
+
+    @observe.register
+    def _(self, event: RunFinished) -> None:
+        self._print(f"finished at step {event.step:,}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False)
+
+
+def describe(event: StepFinished, left_s: float) -> str:
+    """One line: loss, tokens/s, MFU where the chip's peak is known, and the time left."""
+    parts = [f"loss {event.metrics['loss']:.4f}", f"{event.tokens_per_s:,.0f} tokens/s"]
+    if event.mfu is not None:
+        parts.append(f"MFU {event.mfu:.1%}")
+    minutes, seconds = divmod(round(left_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    parts.append(f"{hours}:{minutes:02}:{seconds:02} left")
+    return "  ".join(parts)

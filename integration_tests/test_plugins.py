@@ -1,0 +1,21 @@
+"""All packages installed side by side."""
+
+import pytest
+from stack_core.hookspecs import REGISTRY_KINDS
+from stack_core.plugins import plugins, registries
+
+PACKAGES = ("core", "kernels", "profile", "quant", "rl", "serve", "train")
+
+
+def test_every_plugin_is_loaded_without_problems() -> None:
+    for kind in REGISTRY_KINDS:
+        getattr(registries, kind).names()
+    found = {report.name: (report.status, report.problems) for report in plugins.reports()}
+    assert {name: found[name] for name in PACKAGES} == dict.fromkeys(PACKAGES, ("loaded", []))
+
+
+@pytest.mark.parametrize("kind", REGISTRY_KINDS)
+def test_every_registered_target_exists(kind: str) -> None:
+    registry = getattr(registries, kind)
+    for name in registry.names():
+        assert registry[name] is not None

@@ -1,0 +1,188 @@
+"""Checks and tests of all packages: `nox` runs the default sessions, `nox -l` lists the others.
+
+A session runs on the interpreter that runs nox, so one is enough; `nox -P 3.11 -s tests` takes another if the machine
+has it. The packages are built into wheels once and installed by path, so that none of their names is ever looked up in
+an index; everything else is pinned by `constraints/`.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+import nox.virtualenv
+
+PACKAGES = ("core", "kernels", "quant", "train", "rl", "serve", "profile")
+JAX_OF_PYTHON = {"3.11": "jax==0.10.2", "3.12": "jax==0.11.2", "3.13": "jax==0.12.0.*"}
+PARITY_PYTHON = "3.11"
+TORCH = "torch==2.13.0"
+
+ROOT = Path(__file__).parent
+GROUPS = functools.partial(nox.project.dependency_groups, nox.project.load_toml(ROOT / "pyproject.toml"))
+
+nox.needs_version = ">=2025.11"
+nox.options.default_venv_backend = "uv"
+nox.options.download_python = "never"
+nox.options.sessions = ["lint", "types", "layering", "tests"]
+os.environ["UV_PYTHON_DOWNLOADS"] = "never"
+
+
+def _prefer_pyenv_interpreters() -> None:
+    """Puts pyenv's interpreters before its shims, which fail for every version that is not selected."""
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    found = [path.parent for version in JAX_OF_PYTHON for path in root.glob(f"versions/{version}.*/bin/python{version}")]
+    os.environ["PATH"] = os.pathsep.join([*map(str, found), os.environ["PATH"]])
+
+
+_prefer_pyenv_interpreters()
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff's rules and its formatting."""
+    _install(session, groups=("lint",))
+    session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", "--check")
+
+
+@nox.session(default=False)
+def format(session: nox.Session) -> None:  # noqa: A001 - the word one types
+    """Repairs what `lint` can repair."""
+    _install(session, groups=("lint",))
+    session.run("ruff", "check", "--fix")
+    session.run("ruff", "format")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Pyrefly, strict: every public function is annotated in full."""
+    _install(session, *PACKAGES, groups=("types",))
+    session.run("pyrefly", "check", "--python-interpreter-path", f"{session.bin}/python", *session.posargs)
+
+
+@nox.session
+def layering(session: nox.Session) -> None:
+    """No sibling imports, hooks in plugin.py alone, no import cycles, no effect of importing."""
+    _install(session, *PACKAGES, groups=("test",))
+    _pytest(session, "integration_tests/layering")
+
+
+@nox.session
+@nox.parametrize("package", [nox.param(name, id=name) for name in (*PACKAGES, "integration")])
+def tests(session: nox.Session, package: str) -> None:
+    """Each package alone with core, in an environment of its own; then all of them together."""
+    if package == "integration":
+        _install(session, *PACKAGES, groups=("test",))
+        _pytest(session, "integration_tests", "--ignore=integration_tests/layering", "-m", "not slow and not parity")
+    else:
+        _install(session, "core", package, groups=("test",))
+        _pytest(session, f"packages/{package}/tests", "-m", "not slow")
+
+
+@nox.session(default=False)
+def slow(session: nox.Session) -> None:
+    """The tests that take minutes."""
+    _install(session, *PACKAGES, groups=("test",))
+    _pytest(session, "packages", "integration_tests", "-m", "slow and not parity")
+
+
+# pip, because a machine may offer it a small CPU-only PyTorch through `find-links`, where uv does not look.
+@nox.session(default=False, python=PARITY_PYTHON, venv_backend="venv")
+def parity(session: nox.Session) -> None:
+    """Compares with PyTorch and transformers, in an environment of their own."""
+    _install(session, "core", "train", TORCH, groups=("test", "parity"))
+    _pytest(session, "integration_tests/parity", "-m", "parity")
+
+
+@nox.session(default=False)
+def quickstart(session: nox.Session) -> None:
+    """Trains a small model on real text, kills it, resumes it, generates."""
+    _install(session, "core", "train")
+    session.run("python", "examples/quickstart.py", *session.posargs)
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """One benchmark, as in `nox -s bench -- train_vs_peers`, with its own arguments after its name."""
+    known = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
+    name, *arguments = session.posargs or [""]
+    if name not in known:
+        session.error(f"name a benchmark after `--`; there are: {', '.join(known)}")
+    _install(session, "core", "train")
+    session.run("python", f"benchmarks/{name}.py", *arguments)
+
+
+@nox.session(default=False)
+def lowest(session: nox.Session) -> None:
+    """Tests core and train with the lowest versions of the dependencies that they name."""
+    tested = ("core", "train")
+    pins = Path(session.create_tmp()) / "lowest.txt"
+    sources = [f"packages/{package}/pyproject.toml" for package in tested]
+    _compile(session, pins, *sources, "--resolution=lowest-direct", f"--python={session.bin}/python")
+    session.install(*_wheels(*tested), *GROUPS("test"), "--requirements", str(pins))
+    _pytest(session, *(f"packages/{package}/tests" for package in tested), "-m", "not slow")
+
+
+@nox.session(default=False)
+def lock(session: nox.Session) -> None:
+    """Refreshes constraints/."""
+    tools = Path(session.create_tmp()) / "tools.txt"
+    sources = [f"packages/{package}/pyproject.toml" for package in PACKAGES]
+    for python, jax in JAX_OF_PYTHON.items():
+        tools.write_text("\n".join([jax, *GROUPS("build", "lint", "types", "test", "parity")]))
+        _compile(session, _constraints(python), *sources, str(tools), "--upgrade", f"--python-version={python}")
+
+
+def _install(session: nox.Session, *requirements: str, groups: tuple[str, ...] = ()) -> None:
+    """Installs packages of this repository, other requirements and groups in one command."""
+    others = [requirement for requirement in requirements if requirement not in PACKAGES]
+    wheels = _wheels(*(requirement for requirement in requirements if requirement in PACKAGES))
+    python = str(session.python or _running_python())
+    session.install(*wheels, *others, *GROUPS(*groups), "--constraint", str(_constraints(python)))
+
+
+def _pytest(session: nox.Session, *arguments: str) -> None:
+    session.run("pytest", *_workers(), *arguments, *session.posargs)
+
+
+def _workers() -> list[str]:
+    """Two test processes where each has a processor and 4 GiB of memory of its own."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return ["--numprocesses=2"] if (os.cpu_count() or 1) >= 2 and memory_bytes >= 8 * 2**30 else []
+
+
+def _wheels(*packages: str) -> list[str]:
+    built = {path.name.split("-")[0]: str(path) for path in _built_wheels()} if packages else {}
+    return [built[f"stack_{package}"] for package in dict.fromkeys(packages)]
+
+
+@functools.cache
+def _built_wheels() -> list[Path]:
+    """Builds every package, once in a run of nox."""
+    wheels = ROOT / ".nox" / "wheels"
+    pins = _constraints(_running_python())
+    for package in PACKAGES:
+        build = ["build", "--quiet", "--wheel", "--clear", f"--out-dir={wheels / package}", f"--build-constraints={pins}"]
+        subprocess.run([nox.virtualenv.UV, *build, f"--python={sys.executable}", ROOT / "packages" / package], check=True)
+    return sorted(wheels.glob("*/*.whl"))
+
+
+def _compile(session: nox.Session, output: Path, *arguments: str) -> None:
+    """Resolves to pins without addresses; the packages of this repository are left out."""
+    own = [argument for package in PACKAGES for argument in ("--no-emit-package", f"stack-{package}")]
+    overrides = Path(session.create_tmp()) / "own.txt"
+    overrides.write_text("\n".join(_wheels(*PACKAGES)))
+    plain = ["--quiet", "--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
+    session.run("uv", "pip", "compile", *arguments, *plain, *own, f"--overrides={overrides}", f"--output-file={output}")
+
+
+def _constraints(python: str) -> Path:
+    if python not in JAX_OF_PYTHON:
+        raise SystemExit(f"Python {python} is not supported; run nox -P with one of {', '.join(JAX_OF_PYTHON)}.")
+    return ROOT / "constraints" / f"py{python.replace('.', '')}.txt"
+
+
+def _running_python() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"

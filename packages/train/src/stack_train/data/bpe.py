@@ -1,0 +1,99 @@
+"""A byte-level BPE trained on a sample of a source's training documents."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from stack_core.errors import ConfigError, DataError
+from stack_core.protocols import DataSource
+from stack_train.data.cache import cached, digest_of
+from stack_train.data.split import split_documents, text_digest
+from stack_train.data.tokenizer import HuggingFaceTokenizer
+
+__all__ = ["BPE_VOCAB_SIZE", "trained_bpe"]
+
+BPE_VOCAB_SIZE = 4096
+
+_EOS, _BOS, _PAD = "<|end_of_text|>", "<|begin_of_text|>", "<|pad|>"
+_SPECIAL_TOKENS = (_EOS, _BOS, _PAD)
+_SMALLEST = 256 + len(_SPECIAL_TOKENS)
+_FORMAT = 1
+
+
+def trained_bpe(
+    source: DataSource, *, vocab_size: int, sample_bytes: int, validation_fraction: float, cache_dir: Path
+) -> HuggingFaceTokenizer:
+    """Returns the BPE of a source, from the cache when the same documents and settings were met before.
+
+    Args:
+      sample_bytes: UTF-8 bytes to train on at most, from training documents chosen by the digest of their text.
+
+    Raises:
+      ConfigError: `vocab_size` has no room for the 256 bytes and the special tokens.
+      DataError: the sample has too few distinct words for `vocab_size`.
+    """
+    if vocab_size < _SMALLEST:
+        raise ConfigError(
+            f"data.vocab_size is {vocab_size}; a byte-level BPE needs at least {_SMALLEST}: "
+            f"256 bytes and {len(_SPECIAL_TOKENS)} special tokens."
+        )
+
+    def build(folder: Path) -> None:
+        sample = _sample(source, sample_bytes, validation_fraction)
+        (folder / "tokenizer.json").write_text(_train(sample, vocab_size).to_str(), encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(_CONFIG, indent=2), encoding="utf-8")
+
+    key = digest_of("bpe", _FORMAT, source.fingerprint(), vocab_size, sample_bytes, validation_fraction)
+    return HuggingFaceTokenizer.load(cached(cache_dir / "tokenizers" / key, build))
+
+
+_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": _BOS,
+    "eos_token": _EOS,
+    "pad_token": _PAD,
+    "clean_up_tokenization_spaces": False,
+}
+
+
+def _sample(source: DataSource, sample_bytes: int, validation_fraction: float) -> Iterator[str]:
+    """Yields the texts to train on, in the source's order; the last one chosen is cut to fit `sample_bytes`."""
+    facts = [(text_digest(document.text), len(document.text.encode("utf-8"))) for document in _with_text(source)]
+    digests, sizes_bytes = np.array(facts, np.uint64).reshape(-1, 2).T
+    training, _ = split_documents(digests, validation_fraction)
+    sizes_bytes = sizes_bytes.astype(np.int64)
+    before_bytes = np.cumsum(sizes_bytes[training]) - sizes_bytes[training]
+    take_bytes = np.zeros(len(facts), np.int64)
+    take_bytes[training] = np.clip(sample_bytes - before_bytes, 0, sizes_bytes[training])
+    for document, take in zip(_with_text(source), take_bytes, strict=True):
+        if take:
+            yield document.text.encode("utf-8")[:take].decode("utf-8", "ignore")
+
+
+def _with_text(source: DataSource):
+    return (document for document in source.documents() if document.text)
+
+
+def _train(sample: Iterator[str], vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(_SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        min_frequency=2,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample, trainer)
+    if (learned := tokenizer.get_vocab_size()) < vocab_size:
+        raise DataError(
+            f"The documents are too few to learn data.vocab_size={vocab_size} tokens: {learned} were found that occur "
+            f"more than once. Set data.vocab_size to {learned} or less, raise data.tokenizer_bytes, or give more text."
+        )
+    bos_id = tokenizer.token_to_id(_BOS)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{_BOS} $A", special_tokens=[(_BOS, bos_id)])
+    return tokenizer

@@ -1,0 +1,81 @@
+"""A directory of results that are expensive to compute, each complete or absent.
+
+An entry is built in a temporary folder beside its place and renamed into it, so that a killed process leaves no half
+entry behind and two processes that build the same one do not meet: the first rename wins, the second result is dropped.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stack_core.errors import DataError
+
+__all__ = ["cached", "default_cache_dir", "digest_of"]
+
+_MANIFEST = "manifest.json"
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/stack`, or `~/.cache/stack`."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "stack"
+
+
+def digest_of(*parts: Any) -> str:
+    """Returns a hexadecimal digest of plain values."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def cached(entry: Path, build: Callable[[Path], None]) -> Path:
+    """Returns `entry`, a folder, after `build(folder)` has filled it if it was not there, or was damaged.
+
+    Raises:
+      DataError: the cache cannot be written.
+    """
+    if _is_complete(entry):
+        return entry
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{entry.name[:16]}-", dir=entry.parent))
+        try:
+            build(folder)
+            _write_manifest(folder)
+            _publish(folder, entry)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        raise DataError(
+            f"Cannot write the data cache under {str(entry.parent)!r}: {error.strerror or error}. "
+            "Free space there, or set XDG_CACHE_HOME to a folder that can be written."
+        ) from error
+    return entry
+
+
+def _publish(folder: Path, entry: Path) -> None:
+    if entry.exists() and not _is_complete(entry):
+        entry.rename(folder.with_name(f"{folder.name}-damaged"))
+        shutil.rmtree(folder.with_name(f"{folder.name}-damaged"), ignore_errors=True)
+    try:
+        folder.rename(entry)
+    except OSError:
+        if not _is_complete(entry):
+            raise
+
+
+def _write_manifest(folder: Path) -> None:
+    sizes_bytes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    (folder / _MANIFEST).write_text(json.dumps(sizes_bytes), encoding="utf-8")
+
+
+def _is_complete(entry: Path) -> bool:
+    """Whether every file has the size it was written with: a crash of the machine can lose a renamed file's contents."""
+    try:
+        sizes_bytes = json.loads((entry / _MANIFEST).read_text(encoding="utf-8"))
+        return all((entry / name).stat().st_size == size for name, size in sizes_bytes.items())
+    except (OSError, ValueError):
+        return False

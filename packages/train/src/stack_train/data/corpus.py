@@ -1,0 +1,132 @@
+"""The documents of a source as one long memory-mapped array of tokens."""
+
+import array
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from stack_core.errors import DataError
+from stack_core.protocols import DataSource, Document
+from stack_train.data.cache import cached, digest_of
+from stack_train.data.split import text_digest
+from stack_train.data.tokenizer import HuggingFaceTokenizer
+
+__all__ = ["Corpus", "tokenize"]
+
+_FORMAT = 1
+_GROUP_CHARACTERS = 2_000_000
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents that have text, in the source's order; each ends with the end-of-text token.
+
+    Document i is tokens[offsets[i]:offsets[i + 1]], its text has digests[i], and
+    offsets[0] == 0, offsets[-1] == len(tokens).
+
+    Attributes:
+      tokens: uint16 or uint32[tokens], mapped from disk.
+      offsets: int64[documents + 1], mapped from disk.
+      digests: uint64[documents], mapped from disk.
+      content_digest: of all the above; the same documents and tokenizer give the same one on every machine.
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    digests: np.ndarray
+    content_digest: str
+    _names: np.ndarray
+    _name_offsets: np.ndarray
+
+    def name(self, document: int) -> str:
+        """Where a document came from: a path, or "path:line"."""
+        start, end = self._name_offsets[document : document + 2]
+        return self._names[start:end].tobytes().decode("utf-8")
+
+
+def tokenize(source: DataSource, tokenizer: HuggingFaceTokenizer, cache_dir: Path) -> Corpus:
+    """Returns a source's corpus, from the cache when these documents met this tokenizer before.
+
+    Documents are read and encoded in groups of some megabytes, so memory does not grow with the source beyond 40 bytes
+    a document; one document is held whole.
+
+    Raises:
+      DataError: a document cannot be read, none has text, the tokenizer has no end-of-text token, or the documents
+        changed while they were read.
+    """
+    if tokenizer.eos_id is None:
+        raise DataError(
+            "The tokenizer has no end-of-text token, which ends every training document. "
+            "Name one as eos_token in its tokenizer_config.json."
+        )
+    fingerprint = source.fingerprint()
+
+    def build(folder: Path) -> None:
+        _write(folder, source.documents(), tokenizer)
+        if source.fingerprint() != fingerprint:
+            raise DataError(
+                "The documents of the data source changed while they were read. Start again when they rest."
+            )
+
+    key = digest_of("corpus", _FORMAT, fingerprint, tokenizer.digest)
+    return _open(cached(cache_dir / "corpora" / key, build))
+
+
+def _write(folder: Path, documents: Iterable[Document], tokenizer: HuggingFaceTokenizer) -> None:
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32).newbyteorder("<")
+    offsets, name_offsets, digests = array.array("q", [0]), array.array("q", [0]), array.array("Q")
+    content = hashlib.sha256()
+    with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "names.bin").open("wb") as names_file:
+        for group in _groups(documents):
+            for document, ids in zip(group, tokenizer.encode_batch([item.text for item in group]), strict=True):
+                encoded = _ended(ids, tokenizer.eos_id).astype(dtype).tobytes()
+                content.update(encoded)
+                tokens_file.write(encoded)
+                offsets.append(offsets[-1] + len(encoded) // dtype.itemsize)
+                digests.append(text_digest(document.text))
+                name = document.name.encode("utf-8", "backslashreplace")
+                names_file.write(name)
+                name_offsets.append(name_offsets[-1] + len(name))
+    if not digests:
+        raise DataError("The data source holds no text: every document is empty. Point data.source at files with text.")
+    for name, values in (("offsets", offsets), ("digests", digests), ("name_offsets", name_offsets)):
+        np.save(folder / f"{name}.npy", np.asarray(values))
+    content.update(np.asarray(offsets).tobytes() + np.asarray(digests).tobytes())
+    facts = {"dtype": dtype.str, "content_digest": content.hexdigest()}
+    (folder / "corpus.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _ended(ids: np.ndarray, eos_id: int | None) -> np.ndarray:
+    return ids if ids.size and ids[-1] == eos_id else np.append(ids, eos_id)
+
+
+def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Documents that have text, in lists of about `_GROUP_CHARACTERS`, which the tokenizer encodes in parallel."""
+    group: list[Document] = []
+    characters = 0
+    for document in documents:
+        if not document.text:
+            continue
+        group.append(document)
+        characters += len(document.text)
+        if characters >= _GROUP_CHARACTERS:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
+
+
+def _open(folder: Path) -> Corpus:
+    facts = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+    return Corpus(
+        tokens=np.memmap(folder / "tokens.bin", np.dtype(facts["dtype"]), "r"),
+        offsets=np.load(folder / "offsets.npy", "r"),
+        digests=np.load(folder / "digests.npy", "r"),
+        content_digest=facts["content_digest"],
+        _names=np.memmap(folder / "names.bin", np.uint8, "r"),
+        _name_offsets=np.load(folder / "name_offsets.npy", "r"),
+    )

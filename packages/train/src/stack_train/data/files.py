@@ -1,0 +1,77 @@
+"""Files as documents: expanding a glob, reading text, and telling whether any of it changed."""
+
+import glob
+import hashlib
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from stack_core.errors import DataError
+
+__all__ = ["expand_glob", "read_text", "stat_digest"]
+
+
+def expand_glob(pattern: str, scheme: str) -> tuple[Path, ...]:
+    """Returns the files that match, sorted; `**` matches any number of folders, `~` is the home directory.
+
+    Raises:
+      DataError: the pattern is empty, matches nothing, or matches folders only.
+    """
+    if not pattern:
+        raise DataError(f"Source '{scheme}:' lacks its glob. Write for example '{scheme}:data/**/*'.")
+    matches = sorted(Path(match).absolute() for match in glob.glob(os.path.expanduser(pattern), recursive=True))
+    files = tuple(path for path in matches if not path.is_dir())
+    if not files:
+        found = f"{len(matches)} folder(s) but no file" if matches else "nothing"
+        raise DataError(
+            f"Glob {pattern!r} of source '{scheme}:{pattern}' matches {found} (relative paths start at {os.getcwd()!r}). "
+            "Correct the path; '**' descends into folders, as in 'data/**/*'."
+        )
+    return files
+
+
+def read_text(path: Path) -> str:
+    """Returns a file's text exactly as it is, line ends included.
+
+    Raises:
+      DataError: the file cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except UnicodeDecodeError as error:
+        raise undecodable(str(path), error) from error
+
+
+def stat_digest(files: Iterable[tuple[str, Path]], settings: Sequence[str] = ()) -> str:
+    """Returns a digest of (name, size, modification time) of every file, and of `settings`.
+
+    Raises:
+      DataError: a file is missing, or is a socket, a pipe or a device.
+    """
+    digest = hashlib.sha256(repr(tuple(settings)).encode())
+    for name, path in files:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if not stat.S_ISREG(status.st_mode):
+            raise DataError(f"{str(path)!r} is not a regular file. Leave it out of the source's glob.")
+        digest.update(repr((name, status.st_size, status.st_mtime_ns)).encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"Cannot read {str(path)!r}: {error.strerror or error}. Make it readable, or leave it out of the source's glob."
+    )
+
+
+def undecodable(name: str, error: UnicodeDecodeError) -> DataError:
+    given = error.object[error.start : error.start + 1]
+    return DataError(
+        f"{name!r} is not UTF-8 text: byte {error.start} is 0x{given.hex()} ({error.reason}). "
+        "Convert it to UTF-8, or leave it out of the source's glob."
+    )

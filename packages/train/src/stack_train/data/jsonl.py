@@ -1,0 +1,65 @@
+"""The source `jsonl:GLOB`: each line is a JSON object, and one of its fields is a document."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from stack_core.errors import DataError, nearest
+from stack_core.protocols import Document
+from stack_train.data.files import expand_glob, stat_digest, undecodable, unreadable
+
+__all__ = ["JsonlSource"]
+
+
+class JsonlSource:
+    """The records of all files that match a glob, in order; blank lines are skipped; one line at a time is in memory.
+
+    A document's name is "path:line", lines counted from 1.
+    """
+
+    def __init__(self, address: str = "", *, text_field: str = "text") -> None:
+        self._paths = expand_glob(address, "jsonl")
+        self._text_field = text_field
+
+    def documents(self) -> Iterator[Document]:
+        for path in self._paths:
+            try:
+                with path.open("rb") as lines:
+                    for number, line in enumerate(lines, start=1):
+                        if not line.isspace():
+                            name = f"{path}:{number}"
+                            yield Document(name, _text(name, line, self._text_field))
+            except OSError as error:
+                raise unreadable(path, error) from error
+
+    def fingerprint(self) -> str:
+        return stat_digest(((str(path), path) for path in self._paths), settings=[self._text_field])
+
+
+def _text(name: str, line: bytes, text_field: str) -> str:
+    try:
+        record: Any = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise undecodable(name, error) from error
+    except ValueError as error:
+        raise DataError(f"{name}: the line is not JSON: {error}. Each line must hold one whole JSON object.") from error
+    if not isinstance(record, dict):
+        raise DataError(
+            f"{name}: the line holds a JSON {type(record).__name__}; an object with {text_field!r} was expected."
+        )
+    if text_field not in record:
+        fields = ", ".join(map(repr, record)) or "none"
+        raise DataError(
+            f"{name}: the record has no field {text_field!r}.{nearest(text_field, record)} Its fields: {fields}. "
+            "Set data.text_field to the one that holds the text."
+        )
+    text = record[text_field]
+    if not isinstance(text, str):
+        raise DataError(f"{name}: field {text_field!r} holds a {type(text).__name__}; a string was expected.")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{name}: field {text_field!r} has half a surrogate pair at character {error.start}."
+        ) from error
+    return text

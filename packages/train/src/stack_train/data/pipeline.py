@@ -1,0 +1,199 @@
+"""From a `DataConfig` to batches that a trainer can step through, stop at and resume."""
+
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+
+from stack_core.config import differences
+from stack_core.errors import ConfigError, DataError
+from stack_core.plugins import registries
+from stack_core.protocols import DataSource
+from stack_train.data.bpe import BPE_VOCAB_SIZE, trained_bpe
+from stack_train.data.cache import default_cache_dir
+from stack_train.data.config import BPE, DataConfig
+from stack_train.data.corpus import Corpus, tokenize
+from stack_train.data.packing import Packing, Piece
+from stack_train.data.split import split_documents
+from stack_train.data.tokenizer import HuggingFaceTokenizer
+
+__all__ = ["Pipeline", "TrainIterator", "build_pipeline"]
+
+Batch = dict[str, np.ndarray]
+
+
+def build_pipeline(config: DataConfig, *, seed: int, cache_dir: Path | None = None) -> "Pipeline":
+    """Reads, tokenizes and splits what `config` names; what the cache holds is not done again.
+
+    Args:
+      seed: of the order of documents and rows.
+      cache_dir: where tokenizers and tokenized corpora are kept; by default `$XDG_CACHE_HOME/stack`.
+
+    Raises:
+      ConfigError: settings that contradict each other or the tokenizer.
+      DataError: the source or the tokenizer cannot be read, or holds nothing to train on.
+      UnknownName: no plugin registers the source's scheme.
+    """
+    source = _open_source(config)
+    cache_dir = default_cache_dir() if cache_dir is None else cache_dir
+    tokenizer = _make_tokenizer(config, source, cache_dir)
+    return Pipeline(config, tokenizer, tokenize(source, tokenizer, cache_dir), seed=seed)
+
+
+class Pipeline:
+    """Training and validation batches of one corpus.
+
+    A batch is a dict of NumPy arrays: tokens, targets (-100 where there is none), positions (from 0 in each document),
+    segment_ids (0 is padding), each int32[batch_size, seq_tokens], and row_ids, int64[batch_size], for `describe_rows`.
+
+    Attributes:
+      tokenizer: what encoded the documents.
+      train_rows, train_targets: in one epoch.
+      validation_batch_count, validation_targets: in one call of `validation_batches`; 0 without validation documents.
+      fingerprint: what the order of batches depends on; saved with each iterator state.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: HuggingFaceTokenizer, corpus: Corpus, *, seed: int) -> None:
+        training, validation = split_documents(corpus.digests, config.validation_fraction)
+        pack = functools.partial(Packing, corpus.tokens, corpus.offsets, seq_tokens=config.seq_tokens)
+        self.tokenizer = tokenizer
+        self._config = config
+        self._seed = seed
+        self._corpus = corpus
+        self._training = pack(training, seed=seed)
+        self._validation = pack(validation, seed=None)
+        self.train_rows, self.train_targets = self._training.rows, self._training.targets
+        self.validation_batch_count = -(-self._validation.rows // config.batch_size)
+        self.validation_targets = self._validation.targets
+        self.fingerprint = {
+            "seed": seed,
+            "data.seq_tokens": config.seq_tokens,
+            "data.batch_size": config.batch_size,
+            "data.validation_fraction": config.validation_fraction,
+            "the tokenizer (digest)": tokenizer.digest,
+            "the documents (digest)": corpus.content_digest,
+        }
+
+    def train_iterator(self) -> "TrainIterator":
+        """An endless iterator over training batches, each epoch in a new order; batch i depends on (seed, i) only."""
+        rows = _RowIds(self.train_rows).seed(self._seed % 2**32).shuffle().repeat()
+        batches = rows.batch(self._config.batch_size).map(self._training.batch)
+        threads = min(1, self._config.prefetch_batches)
+        read_options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=self._config.prefetch_batches)
+        return TrainIterator(iter(batches.to_iter_dataset(read_options)), self.fingerprint)
+
+    def validation_batches(self) -> Iterator[Batch]:
+        """All validation rows once, in the same order each time; the last batch is filled up with rows of padding.
+
+        A row id r of these batches is -1 - r of the validation rows' own.
+        """
+        size = self._config.batch_size
+        for first in range(0, self._validation.rows, size):
+            rows = np.arange(first, min(first + size, self._validation.rows))
+            batch = self._validation.batch(rows) | {"row_ids": -1 - rows}
+            yield {name: _filled(values, size, name) for name, values in batch.items()}
+
+    def describe_rows(self, row_ids: Sequence[int] | np.ndarray) -> list[str]:
+        """Names the documents of each row, and which of their lines it holds."""
+        descriptions = []
+        for row_id in map(int, row_ids):
+            packing, row = (self._training, row_id) if row_id >= 0 else (self._validation, -1 - row_id)
+            descriptions.append("; ".join(map(self._describe, packing.pieces(row))))
+        return descriptions
+
+    def _describe(self, piece: Piece) -> str:
+        tokens = self._corpus.tokens[self._corpus.offsets[piece.document] :]
+        first = 1 + self.tokenizer.decode(tokens[: piece.start_token]).count("\n")
+        last = first + self.tokenizer.decode(tokens[piece.start_token : piece.end_token]).count("\n")
+        return f"{self._corpus.name(piece.document)} (lines {first}-{last})"
+
+
+class _RowIds(grain.MapDataset):
+    """Row ids; Grain counts on through the epochs, and the id of row r in epoch e is e * rows + r."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.slice(index) if isinstance(index, slice) else np.int64(index)
+
+
+class TrainIterator(grain.DatasetIterator):
+    """Training batches; its state says which data it belongs to.
+
+    The state is a JSON-compatible dict: {"fingerprint": ..., "batches": how many were taken}.
+    """
+
+    def __init__(self, parent: grain.DatasetIterator, fingerprint: Mapping[str, Any]) -> None:
+        super().__init__(parent)
+        self._fingerprint = dict(fingerprint)
+
+    def __next__(self) -> Batch:
+        return next(self._parent)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"fingerprint": dict(self._fingerprint), "batches": self._parent.get_state()["next_index"]}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Makes the next batch the one that followed when `state` was taken.
+
+        Raises:
+          DataError: the state belongs to other data, or is none of this iterator's.
+        """
+        if not isinstance(state, Mapping) or set(state) != {"fingerprint", "batches"}:
+            raise DataError(
+                f"{state!r} is not the state of a training iterator. Restore it from an undamaged checkpoint."
+            )
+        if changed := differences(self._fingerprint, state["fingerprint"]):
+            raise DataError(
+                "The saved position belongs to other data; here is what it is now, not what it was then:\n  "
+                + "\n  ".join(changed)
+                + "\nRestore the settings and files of the saved run, or start a new run from its weights."
+            )
+        self._parent.set_state({"next_index": state["batches"]})
+
+
+def _open_source(config: DataConfig) -> DataSource:
+    scheme, _, address = config.source.partition(":")
+    factory = registries.data_sources[scheme]
+    options = {} if config.text_field is None else {"text_field": config.text_field}
+    if options and "text_field" not in inspect.signature(factory).parameters:
+        raise ConfigError(
+            f"data.text_field is {config.text_field!r}, but documents of source {scheme!r} have no fields. Remove it."
+        )
+    return factory(address, **options)
+
+
+def _make_tokenizer(config: DataConfig, source: DataSource, cache_dir: Path) -> HuggingFaceTokenizer:
+    if config.tokenizer == BPE:
+        return trained_bpe(
+            source,
+            vocab_size=config.vocab_size or BPE_VOCAB_SIZE,
+            sample_bytes=config.tokenizer_bytes,
+            validation_fraction=config.validation_fraction,
+            cache_dir=cache_dir,
+        )
+    tokenizer = HuggingFaceTokenizer.load(config.tokenizer)
+    if config.vocab_size not in (None, tokenizer.vocab_size):
+        raise ConfigError(
+            f"data.vocab_size is {config.vocab_size}, but the tokenizer {config.tokenizer!r} has {tokenizer.vocab_size} "
+            "tokens. Remove data.vocab_size, or choose another tokenizer."
+        )
+    return tokenizer
+
+
+def _filled(values: np.ndarray, rows: int, name: str) -> np.ndarray:
+    """Appends rows of padding up to `rows`; their row ids repeat the last one."""
+    missing = rows - len(values)
+    if name == "row_ids":
+        return np.append(values, np.repeat(values[-1:], missing))
+    padding = np.full((missing, *values.shape[1:]), -100 if name == "targets" else 0, values.dtype)
+    return np.concatenate([values, padding])

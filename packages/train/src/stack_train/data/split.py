@@ -1,0 +1,42 @@
+"""Which documents are trained on and which are held out."""
+
+import hashlib
+
+import numpy as np
+
+from stack_core.errors import DataError
+
+__all__ = ["split_documents", "text_digest"]
+
+
+def text_digest(text: str) -> int:
+    """Returns 64 bits of a text's BLAKE2b hash."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
+
+
+def split_documents(digests: np.ndarray, validation_fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the indices (int64, int64) of the training and the validation documents, each in order of digest.
+
+    The documents with the lowest digests of their text are held out: round(fraction * documents) of them, at least one
+    when the fraction is not zero, and every copy of their texts. Neither the order of the documents nor where they lie
+    matters.
+
+    Args:
+      digests: uint64[documents], of their texts.
+
+    Raises:
+      DataError: nothing is left to train on.
+    """
+    if not digests.size:
+        raise DataError("The data source holds no text: every document is empty. Point data.source at files with text.")
+    order = np.argsort(digests, kind="stable")
+    if not validation_fraction:
+        return order, order[:0]
+    wanted = max(1, round(validation_fraction * digests.size))
+    held_out = int(np.searchsorted(digests[order], digests[order[wanted - 1]], side="right"))
+    if held_out == digests.size:
+        raise DataError(
+            f"data.validation_fraction={validation_fraction} holds out all {digests.size} document(s) of the source "
+            "(copies of one text stay together), so none is left to train on. Give more documents, or set it to 0."
+        )
+    return order[held_out:], order[:held_out]

@@ -1,0 +1,150 @@
+"""A tokenizer in the Hugging Face format: `tokenizer.json`, and beside it who plays which special part."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from stack_core.errors import DataError
+from stack_train.data.cache import digest_of
+
+__all__ = ["HuggingFaceTokenizer"]
+
+_VOCABULARY = "tokenizer.json"
+_CONFIG = "tokenizer_config.json"
+_SPECIAL_TOKENS = "special_tokens_map.json"
+_TEMPLATE = "chat_template.jinja"
+_KEPT = (_VOCABULARY, _CONFIG, _SPECIAL_TOKENS, _TEMPLATE, "chat_template.json", "added_tokens.json")
+_KEPT_SLOW = ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model")
+
+
+class HuggingFaceTokenizer:
+    """Text to token ids and back; its files are kept byte for byte, the chat template included.
+
+    What the tokenizer itself puts around a text, such as a beginning-of-text token, is the same in training documents
+    and in prompts. The end-of-text token is added to training documents only, by the corpus.
+
+    Attributes:
+      vocab_size: the largest token id plus one.
+      eos_id, bos_id, pad_id: the special tokens that `tokenizer_config.json` names, or None.
+      chat_template: Jinja source, or None.
+      digest: changes whenever a text could get other token ids.
+
+    Args:
+      files: contents by file name; `tokenizer.json` is needed, the rest is optional.
+      origin: where the files come from, for messages.
+
+    Raises:
+      DataError: the files are malformed, or name a special token that the vocabulary lacks.
+    """
+
+    def __init__(self, files: Mapping[str, bytes], origin: str) -> None:
+        self._files = dict(files)
+        self._origin = origin
+        self._for_prompts = _parse_vocabulary(files[_VOCABULARY], origin)
+        self._for_documents = _parse_vocabulary(files[_VOCABULARY], origin)
+        self._for_documents.encode_special_tokens = True
+        settings = {**_json(files, _SPECIAL_TOKENS, origin), **_json(files, _CONFIG, origin)}
+        self.vocab_size: int = max(self._for_prompts.get_vocab(with_added_tokens=True).values()) + 1
+        self.eos_id = self._special_id(settings, "eos_token")
+        self.bos_id = self._special_id(settings, "bos_token")
+        self.pad_id = self._special_id(settings, "pad_token")
+        self.chat_template = _chat_template(files, settings)
+        self._prefix = self._missing_prefix(settings)
+        self.digest = digest_of(files[_VOCABULARY].decode("utf-8"), self.eos_id, self._prefix)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "HuggingFaceTokenizer":
+        """Reads a directory that holds `tokenizer.json`, or that file and its neighbours.
+
+        Raises:
+          DataError: there is none, or it cannot be read.
+        """
+        path = Path(path).expanduser()
+        directory = path.parent if path.suffix == ".json" else path
+        vocabulary = path if path.suffix == ".json" else path / _VOCABULARY
+        if not vocabulary.is_file():
+            raise DataError(
+                f"There is no tokenizer at {str(path)!r}: {str(vocabulary)!r} is missing. Give a directory that holds "
+                "tokenizer.json, the path of that file, or 'bpe' to train one."
+            )
+        try:
+            files = {
+                name: (directory / name).read_bytes() for name in (*_KEPT, *_KEPT_SLOW) if (directory / name).is_file()
+            }
+            return cls({**files, _VOCABULARY: vocabulary.read_bytes()}, str(path))
+        except OSError as error:
+            raise DataError(f"Cannot read the tokenizer at {str(path)!r}: {error}. Make its files readable.") from error
+
+    def save(self, directory: Path) -> None:
+        """Writes the tokenizer's files into `directory`, which is made if it is not there."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in self._files.items():
+            (directory / name).write_bytes(content)
+
+    def encode(self, text: str) -> list[int]:
+        """Encodes a prompt; the names of special tokens in `text` become those tokens."""
+        return [*self._prefix, *self._for_prompts.encode(text).ids]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encodes documents, each to int64[tokens]; the names of special tokens in them are ordinary text."""
+        encodings = self._for_documents.encode_batch_fast(list(texts))
+        return [np.array([*self._prefix, *encoding.ids], np.int64) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of tokens, special tokens left out; bytes that are not UTF-8 become U+FFFD."""
+        return self._for_prompts.decode(list(map(int, ids)), skip_special_tokens=True)
+
+    def _special_id(self, settings: Mapping[str, Any], part: str) -> int | None:
+        token = settings.get(part)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is None:
+            return None
+        index = self._for_prompts.token_to_id(token)
+        if index is None:
+            raise DataError(
+                f"Tokenizer {self._origin!r} names {token!r} as its {part}, but its vocabulary has no such token. "
+                f"Correct {part} in {_CONFIG}."
+            )
+        return index
+
+    def _missing_prefix(self, settings: Mapping[str, Any]) -> tuple[int, ...]:
+        """The beginning-of-text token, where the config asks for it and `tokenizer.json` does not add it itself."""
+        if not settings.get("add_bos_token") or self.bos_id is None:
+            return ()
+        return () if self.bos_id in self._for_prompts.encode("").ids else (self.bos_id,)
+
+
+def _parse_vocabulary(content: bytes, origin: str) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    except Exception as error:  # The library raises bare `Exception` for whatever it cannot parse.
+        raise DataError(f"The {_VOCABULARY} of tokenizer {origin!r} is malformed: {error}. Fetch it again.") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _json(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, Any]:
+    try:
+        content = json.loads(files.get(name, b"{}"))
+    except ValueError as error:
+        raise DataError(
+            f"The {name} of tokenizer {origin!r} is not JSON: {error}. Correct it or fetch it again."
+        ) from error
+    if not isinstance(content, dict):
+        raise DataError(f"The {name} of tokenizer {origin!r} holds a {type(content).__name__}, not an object.")
+    return content
+
+
+def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> str | None:
+    """The template in its own file, or the config's; a config's list of named ones gives its "default"."""
+    if _TEMPLATE in files:
+        return files[_TEMPLATE].decode("utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        return next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+    return template

@@ -5,7 +5,8 @@
     ├── PluginError            a plugin that cannot be loaded, or that clashes with another
     ├── UnknownName            a name that no registry entry has
     ├── UnsupportedOp          no implementation of an op accepts a call
-    ├── ShapeError             arrays handed to an op that do not fit together
+    ├── ArgumentError          a value that an op cannot take
+    │   └── ShapeError             arrays that do not fit together
     ├── ShardingError          logical axes that collide or do not divide
     ├── HardwareError          a device that is missing or unknown
     ├── DataError              a data source that is empty, unreadable or malformed
@@ -26,6 +27,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "ArgumentError",
     "CheckpointDamaged",
     "CheckpointError",
     "CheckpointIncomplete",
@@ -64,7 +66,10 @@ class UnknownName(StackError): ...
 class UnsupportedOp(StackError): ...
 
 
-class ShapeError(StackError): ...
+class ArgumentError(StackError): ...
+
+
+class ShapeError(ArgumentError): ...
 
 
 class ShardingError(StackError): ...

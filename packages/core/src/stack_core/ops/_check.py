@@ -1,0 +1,84 @@
+"""Checks of the arguments of ops, with messages that name the argument, the axis and the sizes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stack_core.errors import ArgumentError, ShapeError, UnknownName, nearest
+
+__all__ = ["Axes", "check_floating", "check_known", "check_positive", "check_same_dtype"]
+
+
+class Axes:
+    """The sizes of an op's named axes, learnt from its arguments one after the other.
+
+    >>> axes = Axes("linear")
+    >>> axes.match("x", x, "... d_in")
+    >>> axes.match("weight", weight, "d_in d_out")   # raises ShapeError when the two sizes of d_in differ
+    """
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+        self._known: dict[str, tuple[Any, str]] = {}
+
+    def __getitem__(self, axis: str) -> Any:
+        return self._known[axis][0]
+
+    def match(self, name: str, array: Any, axes: str, *, broadcast: bool = False) -> None:
+        """Binds or compares the axes of one argument; None fits anything.
+
+        Args:
+          axes: axis names; a leading "..." stands for any number of axes, equal wherever it occurs.
+          broadcast: also accept size 1.
+
+        Raises:
+          ShapeError: the number of axes or a size differs.
+        """
+        if array is None:
+            return
+        names, shape = axes.split(), tuple(array.shape)
+        if names[0] == "...":
+            named = len(names) - 1
+            fits, sizes = len(shape) >= named, (shape[: len(shape) - named], *shape[len(shape) - named :])
+        else:
+            fits, sizes = len(shape) == len(names), shape
+        if not fits:
+            raise ShapeError(f"{self._op}: {name} has shape {shape}; expected the axes [{', '.join(names)}].")
+        for axis, size in zip(names, sizes, strict=True):
+            known, source = self._known.setdefault(axis, (size, name))
+            if size != known and not (broadcast and size == 1):
+                raise ShapeError(
+                    f"{self._op}: axis {axis!r} is {size} in {name}, but {known} in {source}. "
+                    f"{name}[{', '.join(names)}] has shape {shape}; make the two sizes equal."
+                )
+
+
+def check_floating(op: str, **arrays: Any) -> None:
+    """Raises ArgumentError when one of the arrays is not of a floating dtype."""
+    for name, array in arrays.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ArgumentError(f"{op}: {name} has dtype {array.dtype}; expected a floating dtype.")
+
+
+def check_same_dtype(op: str, **arrays: Any) -> None:
+    """Raises ArgumentError when the dtypes differ; no op promotes its operands."""
+    given = {name: jnp.dtype(array.dtype) for name, array in arrays.items() if array is not None}
+    if len(set(given.values())) > 1:
+        listing = ", ".join(f"{name} {dtype}" for name, dtype in given.items())
+        raise ArgumentError(f"{op}: the operands have different dtypes ({listing}); cast them to one dtype first.")
+
+
+def check_known(op: str, name: str, value: str, known: tuple[str, ...]) -> None:
+    """Raises UnknownName when `value` is none of `known`."""
+    if value not in known:
+        raise UnknownName(f"{op}: unknown {name} {value!r}.{nearest(str(value), known)} Known: {', '.join(known)}.")
+
+
+def check_positive(op: str, **values: float | None) -> None:
+    """Raises ArgumentError when a value is neither None nor a positive Python number."""
+    for name, value in values.items():
+        if isinstance(value, jax.Array):
+            raise ArgumentError(f"{op}: {name} is an array; expected a Python number, which is fixed when tracing.")
+        if value is not None and not value > 0:
+            raise ArgumentError(f"{op}: {name} is {value}; expected a positive number or None.")

@@ -1,0 +1,68 @@
+"""Affine map of the last axis."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from stack_core.abi import AUTODIFF, OpImplementation
+from stack_core.ops._check import Axes, check_floating, check_same_dtype
+from stack_core.ops._contract import accurate_dtype, contract
+from stack_core.ops._dispatch import Implementation, dispatch
+from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array
+
+__all__ = ["REFERENCE", "linear"]
+
+
+def linear(
+    x: Float[Array, "*batch d_in"],
+    weight: Float[Array, "d_in d_out"] | QuantizedArray,
+    *,
+    bias: Float[Array, " d_out"] | None = None,
+    preferred_dtype: DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch d_out"]:
+    """y = x W + b.
+
+    Args:
+      x: [..., d_in].
+      weight: W, [d_in, d_out], of the dtype of `x`; or quantized, any class with `__stack_qview__`, in which case no
+        gradient flows to it.
+      bias: b, [d_out], added to the accumulator in fp32.
+      preferred_dtype: the dtype of the result, by default that of `x`. The products are accumulated in fp32 whatever
+        it is, so that float32 returns the accumulator unrounded.
+      implementation: a name, several in order of preference, or None to let core choose.
+
+    Returns:
+      [..., d_out], of dtype `preferred_dtype`.
+
+    Raises:
+      ShapeError: d_in or d_out differ between the arguments.
+      ArgumentError: `x` and `weight` are not floating, or of different dtypes.
+      UnsupportedOp: no implementation, or not the one named, supports the call.
+    """
+    axes = Axes("linear")
+    axes.match("x", x, "... d_in")
+    axes.match("weight", logical_array(weight), "d_in d_out")
+    axes.match("bias", bias, "d_out")
+    check_floating("linear", x=x, bias=bias)
+    if not is_quantized(weight):
+        check_same_dtype("linear", x=x, weight=weight)
+    arrays = {"x": x, "weight": weight, "bias": bias}
+    options = {"preferred_dtype": jnp.dtype(x.dtype if preferred_dtype is None else preferred_dtype)}
+    return dispatch("linear", arrays, options, implementation)
+
+
+def _reference(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> Any:
+    rows = x.reshape(-1, x.shape[-1])
+    weight = dequantize(weight, x.dtype)
+    if bias is None:
+        product = contract("ni,io->no", rows, weight, preferred_dtype)
+    else:
+        product = contract("ni,io->no", rows, weight, accurate_dtype(x.dtype))
+        product = (product + bias.astype(product.dtype)).astype(preferred_dtype)
+    return product.reshape(*x.shape[:-1], weight.shape[-1])
+
+
+REFERENCE = OpImplementation(op="linear", name="reference", function=_reference, vjp=AUTODIFF)

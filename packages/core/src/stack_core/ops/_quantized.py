@@ -1,0 +1,70 @@
+"""Quantized operands: any pytree class with a `__stack_qview__` method, found by type and never imported."""
+
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from stack_core.abi import ABI_MAJOR, QView
+from stack_core.errors import ArgumentError, ShapeError
+
+__all__ = ["QuantizedArray", "dequantize", "is_quantized", "logical_array"]
+
+
+@runtime_checkable
+class QuantizedArray(Protocol):
+    """An array that is stored in fewer bits and shows how through a `QView`."""
+
+    def __stack_qview__(self) -> QView: ...
+
+
+def is_quantized(array: Any) -> bool:
+    """Whether the type of `array` defines `__stack_qview__`."""
+    return hasattr(type(array), "__stack_qview__")
+
+
+def logical_array(array: Any) -> Any:
+    """The array whose shape is the logical one: the quantized values of a quantized array, any other array itself."""
+    return _checked_view(array).qvalue if is_quantized(array) else array
+
+
+def dequantize(array: Any, dtype: DTypeLike) -> jax.Array:
+    """(qvalue - zero_point) * scale, in fp32, as `dtype`; a plain array of that dtype is returned as it is.
+
+    Raises:
+      ArgumentError: the view is of another ABI major version.
+      ShapeError: a scale does not divide its axis.
+    """
+    if not is_quantized(array):
+        return array
+    view = _checked_view(array)
+    value = view.qvalue.astype(jnp.float32)
+    if view.zero_point is not None:
+        value = value - _repeated(view.zero_point, value.shape)
+    return (value * _repeated(view.scale, value.shape)).astype(dtype)
+
+
+def _repeated(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    scale = scale.astype(jnp.float32)
+    for axis, size in enumerate(shape):
+        if scale.shape[axis] not in (1, size):
+            scale = jnp.repeat(scale, size // scale.shape[axis], axis=axis)
+    return scale
+
+
+def _checked_view(array: Any) -> QView:
+    view = array.__stack_qview__()
+    name = f"{type(array).__name__} ({view.scheme})"
+    if view.abi[0] != ABI_MAJOR:
+        raise ArgumentError(
+            f"The view of {name} is of ABI {view.abi[0]}.{view.abi[1]}; this core reads ABI {ABI_MAJOR}. "
+            "Install a matching release of the package that defines it."
+        )
+    value_shape, scale_shape = view.qvalue.shape, view.scale.shape
+    divides = len(value_shape) == len(scale_shape) and all(v % s == 0 for v, s in zip(value_shape, scale_shape, strict=True))
+    if not divides:
+        raise ShapeError(f"The scale of {name} has shape {scale_shape}; every axis must divide the value's {value_shape}.")
+    if view.zero_point is not None and view.zero_point.shape != scale_shape:
+        raise ShapeError(f"The zero point of {name} has shape {view.zero_point.shape}; expected its scale's {scale_shape}.")
+    return view

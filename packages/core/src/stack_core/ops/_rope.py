@@ -1,0 +1,90 @@
+"""Rotary position embedding."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from stack_core.abi import AUTODIFF, OpImplementation
+from stack_core.errors import ArgumentError
+from stack_core.ops._check import Axes, check_floating, check_positive
+from stack_core.ops._contract import accurate_dtype
+from stack_core.ops._dispatch import Implementation, dispatch
+from stack_core.ops._rope_scaling import RopeScalingMethod, unscaled_frequencies
+
+__all__ = ["REFERENCE", "rope"]
+
+
+def rope(
+    x: Float[Array, "*batch seq heads head_dim"],
+    positions: Int[Array, "*batch seq"],
+    *,
+    theta: float = 10_000.0,
+    scaling: RopeScalingMethod | None = None,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch seq heads head_dim"]:
+    """Rotates pairs of features by angles that grow with the position.
+
+        y_a = x_a cos(p f_i) - x_b sin(p f_i)
+        y_b = x_b cos(p f_i) + x_a sin(p f_i)            f_i = theta^(-2i / r), i = 0 ... r/2 - 1
+
+    p is the position and r is `rotary_dim`; the pair (a, b) of index i is (i, i + r/2), or (2i, 2i + 1) if
+    `interleaved`. Features from r on pass unchanged. Angles and rotation are computed in fp32.
+
+    Args:
+      x: [..., seq, heads, head_dim], queries or keys.
+      positions: [..., seq], integers.
+      theta: the base of the frequencies.
+      scaling: changes the frequencies for longer contexts: `LinearScaling`, `DynamicScaling`, `Llama3Scaling`,
+        `YarnScaling`, `LongRopeScaling`, or another hashable object with their method.
+      interleaved: pair neighbours (GPT-J) rather than halves (GPT-NeoX, Llama).
+      rotary_dim: the number of leading features that turn, even; by default head_dim.
+      implementation: a name, several in order of preference, or None to let core choose.
+
+    Returns:
+      Like `x`.
+
+    Raises:
+      ShapeError: `positions` does not have the leading axes of `x`.
+      ArgumentError: `x` is not floating, `positions` not integer, `rotary_dim` odd or larger than head_dim.
+      UnsupportedOp: no implementation, or not the one named, supports the call.
+
+    Source: Su et al., RoFormer, 2021 (arXiv:2104.09864).
+    """
+    axes = Axes("rope")
+    axes.match("x", x, "... seq heads head_dim")
+    axes.match("positions", positions, "... seq")
+    check_floating("rope", x=x)
+    check_positive("rope", theta=theta)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise ArgumentError(f"rope: positions has dtype {positions.dtype}; expected an integer dtype.")
+    rotary_dim = axes["head_dim"] if rotary_dim is None else rotary_dim
+    if rotary_dim % 2 or not 0 < rotary_dim <= axes["head_dim"]:
+        raise ArgumentError(
+            f"rope: rotary_dim is {rotary_dim}; expected an even number between 2 and head_dim={axes['head_dim']}."
+        )
+    options = {"theta": theta, "scaling": scaling, "interleaved": interleaved, "rotary_dim": rotary_dim}
+    return dispatch("rope", {"x": x, "positions": positions}, options, implementation)
+
+
+def _reference(x: Any, positions: Any, *, theta: float, scaling: Any, interleaved: bool, rotary_dim: int) -> Any:
+    if scaling is None:
+        frequencies, factor = unscaled_frequencies(theta, rotary_dim), 1.0
+    else:
+        frequencies, factor = scaling.frequencies(theta, rotary_dim, positions)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    dtype = accurate_dtype(x.dtype)
+    cosine, sine = (factor * jnp.cos(angles)).astype(dtype), (factor * jnp.sin(angles)).astype(dtype)
+    turning, rest = x[..., :rotary_dim].astype(dtype), x[..., rotary_dim:]
+    if interleaved:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+    else:
+        first, second = jnp.split(turning, 2, axis=-1)
+    pair = (first * cosine - second * sine, second * cosine + first * sine)
+    turned = jnp.stack(pair, axis=-1).reshape(turning.shape) if interleaved else jnp.concatenate(pair, axis=-1)
+    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+
+
+REFERENCE = OpImplementation(op="rope", name="reference", function=_reference, vjp=AUTODIFF)

@@ -1,27 +1,19 @@
-"""What the sources of the packages may import, read from their syntax trees."""
+"""What the modules of a package may import, read from their syntax trees."""
 
 import ast
 import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 
-PACKAGES = sorted(path.name for path in Path("packages").iterdir() if (path / "src").is_dir())
-
-
-def _modules(package: str) -> dict[str, ast.Module]:
+def _modules(source: Path) -> dict[str, ast.Module]:
     """The syntax tree of every module of a package, by its dotted name."""
-    source = Path("packages", package, "src")
-    trees = {}
-    for path in source.rglob("*.py"):
-        parts = path.relative_to(source).with_suffix("").parts
-        trees[".".join(parts).removesuffix(".__init__")] = ast.parse(path.read_text(), str(path))
-    return trees
+    names = {path: ".".join(path.relative_to(source.parent).with_suffix("").parts) for path in source.rglob("*.py")}
+    return {name.removesuffix(".__init__"): ast.parse(path.read_text(), str(path)) for path, name in names.items()}
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
-    """The dotted names that a module imports anywhere, late imports and imports for annotations included."""
+    """The dotted names that a module imports anywhere, late imports and those for annotations included."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -30,29 +22,24 @@ def _imports(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _module_of(name: str, modules: dict[str, ast.Module]) -> str:
-    """The module that an imported name is, or is an attribute of."""
-    return name if name in modules else name.rpartition(".")[0]
+def test_no_sibling_is_imported(source: Path) -> None:
+    for module, tree in _modules(source).items():
+        imported = {name.partition(".")[0] for name in _imports(tree)}
+        siblings = {name for name in imported if name.startswith("stack_")} - {"stack_core", source.name}
+        assert not siblings, f"{module} imports {sorted(siblings)}; meet them in a registry of stack_core"
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_no_sibling_is_imported(package: str) -> None:
-    allowed = {"stack_core", f"stack_{package}"}
-    for module, tree in _modules(package).items():
-        ours = {name.partition(".")[0] for name in _imports(tree) if name.startswith("stack_")}
-        assert ours <= allowed, f"{module} imports {sorted(ours - allowed)}; meet it in a registry of stack_core"
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_only_plugin_modules_implement_hooks(package: str) -> None:
-    for module, tree in _modules(package).items():
+def test_only_the_plugin_module_implements_hooks(source: Path) -> None:
+    for module, tree in _modules(source).items():
         decorators = [decorator for node in ast.walk(tree) for decorator in getattr(node, "decorator_list", ())]
-        hooks = [ast.unparse(decorator) for decorator in decorators if "hookimpl" in ast.unparse(decorator)]
-        assert module == f"stack_{package}.plugin" or not hooks, f"{module} implements hooks; move them to plugin.py"
+        hooks = [decorator for decorator in decorators if "hookimpl" in ast.unparse(decorator)]
+        assert module == f"{source.name}.plugin" or not hooks, f"{module} implements hooks; move them to plugin.py"
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_no_files_import_each_other_in_a_circle(package: str) -> None:
-    modules = _modules(package)
-    graph = {name: {_module_of(imported, modules) for imported in _imports(tree)} & modules.keys() for name, tree in modules.items()}
+def test_no_files_import_each_other_in_a_circle(source: Path) -> None:
+    modules = _modules(source)
+    graph = {}
+    for module, tree in modules.items():
+        named = {name if name in modules else name.rpartition(".")[0] for name in _imports(tree)}
+        graph[module] = named & modules.keys()
     graphlib.TopologicalSorter(graph).prepare()

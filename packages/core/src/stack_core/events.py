@@ -31,13 +31,15 @@ class Event:
 
 @dataclass(frozen=True)
 class RunStarted(Event):
-    """The first step is about to be compiled.
+    """The step is compiled and the first one is about to run.
 
     Attributes:
       first_step: steps done before, 0 for a new run.
       steps: steps that the whole run has.
-      flops_per_step: model FLOPs by dtype of the operands, without rematerialization.
-      peak_flops: the peak of all chips together at the dtypes the step uses, or None where it is not known.
+      parameters: numbers that are trained.
+      flops_per_step: the model's FLOPs, rematerialization left out.
+      ideal_step_s: those FLOPs at the peak of all chips together, or None where a peak is not known.
+      compile_s: wall time that tracing and compiling the step took.
     """
 
     first_step: int
@@ -45,7 +47,8 @@ class RunStarted(Event):
     parameters: int
     tokens_per_step: int
     flops_per_step: float
-    peak_flops: float | None
+    ideal_step_s: float | None
+    compile_s: float
     directory: Path
 
 

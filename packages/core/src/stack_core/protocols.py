@@ -110,17 +110,15 @@ class Objective(Protocol):
 
 
 class Trainer(Protocol):
-    """A state machine over a pytree; the loop around it belongs to others."""
+    """A state machine over a pytree; the loop around it and the checkpoints of its state belong to others."""
 
-    def init(self, *, key: jax.Array) -> Any: ...
-
-    def step(self, state: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, Mapping[str, jax.Array]]:
-        """Pure, jitted, `state` donated."""
+    def init(self, *, key: jax.Array) -> Any:
+        """Returns the state before the first step."""
         ...
 
-    def save(self, state: Any, directory: Path) -> None: ...
-
-    def restore(self, directory: Path) -> Any: ...
+    def step(self, state: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, Mapping[str, jax.Array]]:
+        """Pure: returns the next state and scalar metrics; compiled by its owner with the state donated."""
+        ...
 
 
 @runtime_checkable

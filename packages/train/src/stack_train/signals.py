@@ -14,10 +14,10 @@ __all__ = ["StopRequest", "stop_requests"]
 class StopRequest:
     """The first signal received, or None."""
 
-    signal: signal.Signals | None = None
+    received: signal.Signals | None = None
 
     def __bool__(self) -> bool:
-        return self.signal is not None
+        return self.received is not None
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def stop_requests() -> Iterator[StopRequest]:
     def note(number: int, frame: FrameType | None) -> None:
         if request and number == signal.SIGINT:
             raise KeyboardInterrupt
-        request.signal = request.signal or signal.Signals(number)
+        request.received = request.received or signal.Signals(number)
 
     previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

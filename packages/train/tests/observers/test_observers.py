@@ -1,0 +1,94 @@
+"""What observers write for people and for programs."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from stack_core.events import CheckpointSaved, EvaluationFinished, RunFinished, RunStarted, StepFinished
+from stack_train.observers.jsonl import JsonlObserver
+from stack_train.observers.tensorboard import TensorBoardObserver
+from stack_train.observers.terminal import TerminalObserver
+
+
+def started(directory, first_step=0):
+    return RunStarted(first_step, 10, 1234, 64, 1e9, None, 1.0, directory)
+
+
+def finished(step, loss=2.5, mfu=None):
+    return StepFinished(step, {"loss": loss, "grad_norm": 1.0}, 0.5, 128.0, mfu)
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_jsonl_holds_one_object_a_step_and_an_evaluation(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    observer = JsonlObserver(path)
+    for event in (started(tmp_path), finished(1), finished(2, mfu=0.5), EvaluationFinished(2, {"loss": 2.0}, 0.1)):
+        observer.observe(event)
+    observer.close()
+    records = lines_of(path)
+    assert [(record["kind"], record["step"]) for record in records] == [("train", 1), ("train", 2), ("evaluation", 2)]
+    assert records[0]["mfu"] is None and records[1]["mfu"] == 0.5
+    assert records[0]["loss"] == 2.5 and records[0]["tokens_per_s"] == 128.0
+
+
+def test_a_resumed_run_drops_the_lines_of_steps_it_does_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "kind": "train"}\n{"step": 2, "kind": "train"}\n{"step": 3, "ki')
+    observer = JsonlObserver(path)
+    observer.observe(started(tmp_path, first_step=1))
+    observer.observe(finished(2))
+    observer.close()
+    assert [record["step"] for record in lines_of(path)] == [1, 2]
+
+
+def test_tensorboard_files_hold_the_scalars(tmp_path):
+    observer = TensorBoardObserver(tmp_path / "tensorboard")
+    observer.observe(started(tmp_path))
+    observer.observe(finished(1, mfu=0.25))
+    observer.observe(EvaluationFinished(1, {"loss": 2.0}, 0.1))
+    observer.close()
+    (written,) = (tmp_path / "tensorboard").iterdir()
+    content = written.read_bytes()
+    for tag in (b"train/loss", b"train/tokens_per_s", b"train/mfu", b"validation/loss"):
+        assert tag in content
+
+
+def terminal(*, live):
+    text = io.StringIO()
+    console = Console(file=text, width=120, force_terminal=live, highlight=False)
+    return TerminalObserver(live=live, console=console), text
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_progress_names_loss_rate_and_time_left(tmp_path, live):
+    observer, text = terminal(live=live)
+    for event in (started(tmp_path), finished(9, mfu=0.25), finished(10, loss=1.5), RunFinished(10, {"loss": 1.5})):
+        observer.observe(event)
+    observer.close()
+    shown = text.getvalue()
+    assert "1,234 parameters" in shown
+    assert "loss 1.5000  128 tokens/s" in shown
+    assert ("step 10/10" in shown) is not live
+    assert "finished at step 10" in shown
+
+
+def test_plain_progress_prints_only_now_and_then_but_always_the_last_step(tmp_path):
+    observer, text = terminal(live=False)
+    observer.observe(started(tmp_path))
+    for step in range(1, 11):
+        observer.observe(finished(step))
+    assert [line.split("  ")[0] for line in text.getvalue().splitlines()[1:]] == ["step 1/10", "step 10/10"]
+
+
+def test_unknown_peaks_show_no_mfu(tmp_path):
+    observer, text = terminal(live=False)
+    observer.observe(started(tmp_path))
+    observer.observe(finished(10))
+    observer.observe(CheckpointSaved(10, tmp_path / "00000010", 0.02))
+    assert "MFU" not in text.getvalue()
+    assert "saved 00000010 (training waited 20 ms)" in text.getvalue()

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from stack_core.errors import ConfigError, DataError
 from stack_core.protocols import DataSource
 from stack_train.data.cache import cached, digest_of
+from stack_train.data.source import check_unchanged, documents_with_text
 from stack_train.data.split import split_documents, text_digest
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 
@@ -20,6 +21,13 @@ BPE_VOCAB_SIZE = 4096
 _EOS, _BOS, _PAD = "<|end_of_text|>", "<|begin_of_text|>", "<|pad|>"
 _SPECIAL_TOKENS = (_EOS, _BOS, _PAD)
 _SMALLEST = 256 + len(_SPECIAL_TOKENS)
+_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": _BOS,
+    "eos_token": _EOS,
+    "pad_token": _PAD,
+    "clean_up_tokenization_spaces": False,
+}
 _FORMAT = 1
 
 
@@ -41,40 +49,32 @@ def trained_bpe(
             f"256 bytes and {len(_SPECIAL_TOKENS)} special tokens."
         )
 
+    fingerprint = source.fingerprint()
+
     def build(folder: Path) -> None:
         sample = _sample(source, sample_bytes, validation_fraction)
         (folder / "tokenizer.json").write_text(_train(sample, vocab_size).to_str(), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(_CONFIG, indent=2), encoding="utf-8")
+        check_unchanged(source, fingerprint)
 
-    key = digest_of("bpe", _FORMAT, source.fingerprint(), vocab_size, sample_bytes, validation_fraction)
+    key = digest_of("bpe", _FORMAT, fingerprint, vocab_size, sample_bytes, validation_fraction)
     return HuggingFaceTokenizer.load(cached(cache_dir / "tokenizers" / key, build))
-
-
-_CONFIG = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "bos_token": _BOS,
-    "eos_token": _EOS,
-    "pad_token": _PAD,
-    "clean_up_tokenization_spaces": False,
-}
 
 
 def _sample(source: DataSource, sample_bytes: int, validation_fraction: float) -> Iterator[str]:
     """Yields the texts to train on, in the source's order; the last one chosen is cut to fit `sample_bytes`."""
-    facts = [(text_digest(document.text), len(document.text.encode("utf-8"))) for document in _with_text(source)]
+    facts = [
+        (text_digest(document.text), len(document.text.encode("utf-8"))) for document in documents_with_text(source)
+    ]
     digests, sizes_bytes = np.array(facts, np.uint64).reshape(-1, 2).T
     training, _ = split_documents(digests, validation_fraction)
     sizes_bytes = sizes_bytes.astype(np.int64)
     before_bytes = np.cumsum(sizes_bytes[training]) - sizes_bytes[training]
     take_bytes = np.zeros(len(facts), np.int64)
     take_bytes[training] = np.clip(sample_bytes - before_bytes, 0, sizes_bytes[training])
-    for document, take in zip(_with_text(source), take_bytes, strict=True):
+    for document, take in zip(documents_with_text(source), take_bytes, strict=False):
         if take:
             yield document.text.encode("utf-8")[:take].decode("utf-8", "ignore")
-
-
-def _with_text(source: DataSource):
-    return (document for document in source.documents() if document.text)
 
 
 def _train(sample: Iterator[str], vocab_size: int) -> Tokenizer:

@@ -4,11 +4,13 @@ An entry is built in a temporary folder beside its place and renamed into it, so
 entry behind and two processes that build the same one do not meet: the first rename wins, the second result is dropped.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,13 @@ from stack_core.errors import DataError
 __all__ = ["cached", "default_cache_dir", "digest_of"]
 
 _MANIFEST = "manifest.json"
+_ABANDONED_S = 24 * 3600
 
 
 def default_cache_dir() -> Path:
     """`$XDG_CACHE_HOME/stack`, or `~/.cache/stack`."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "stack"
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "stack"
 
 
 def digest_of(*parts: Any) -> str:
@@ -41,6 +44,7 @@ def cached(entry: Path, build: Callable[[Path], None]) -> Path:
         return entry
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(entry)
         folder = Path(tempfile.mkdtemp(prefix=f".{entry.name[:16]}-", dir=entry.parent))
         try:
             build(folder)
@@ -56,10 +60,21 @@ def cached(entry: Path, build: Callable[[Path], None]) -> Path:
     return entry
 
 
+def _remove_abandoned(entry: Path) -> None:
+    """Removes what killed processes left of this entry; a living one writes to its folder more than once a day."""
+    for folder in entry.parent.glob(f".{entry.name[:16]}-*"):
+        with contextlib.suppress(OSError):
+            touched_s = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            if time.time() - touched_s > _ABANDONED_S:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def _publish(folder: Path, entry: Path) -> None:
     if entry.exists() and not _is_complete(entry):
-        entry.rename(folder.with_name(f"{folder.name}-damaged"))
-        shutil.rmtree(folder.with_name(f"{folder.name}-damaged"), ignore_errors=True)
+        damaged = folder.with_name(f"{folder.name}-damaged")
+        with contextlib.suppress(FileNotFoundError):  # Another process may have moved it first.
+            entry.rename(damaged)
+        shutil.rmtree(damaged, ignore_errors=True)
     try:
         folder.rename(entry)
     except OSError:
@@ -73,7 +88,7 @@ def _write_manifest(folder: Path) -> None:
 
 
 def _is_complete(entry: Path) -> bool:
-    """Whether every file has the size it was written with: a crash of the machine can lose a renamed file's contents."""
+    """Whether every file has the size it was written with; a machine's crash can lose the contents of a renamed one."""
     try:
         sizes_bytes = json.loads((entry / _MANIFEST).read_text(encoding="utf-8"))
         return all((entry / name).stat().st_size == size for name, size in sizes_bytes.items())

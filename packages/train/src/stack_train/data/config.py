@@ -18,10 +18,10 @@ class DataConfig:
     Attributes:
       source: "scheme" or "scheme:address"; the scheme is a name in the registry `data_sources`.
       text_field: the key that holds a record's text, for sources of records; None leaves the source's own default.
-      tokenizer: "bpe" trains a byte-level BPE on the source; anything else is a tokenizer directory or `tokenizer.json`.
+      tokenizer: "bpe" trains a byte-level BPE on the source; otherwise the path of a directory or `tokenizer.json`.
       vocab_size: tokens of the BPE to train, special tokens included; a ready tokenizer must have exactly as many.
         None takes 4096 for the BPE and whatever a ready tokenizer has.
-      tokenizer_bytes: UTF-8 bytes of training documents that the BPE is trained on at most.
+      tokenizer_bytes: UTF-8 bytes of training documents that the BPE is trained on, at most.
       seq_tokens: tokens in a row.
       batch_size: rows in a batch, over all processes.
       validation_fraction: share of the documents that is held out of training.

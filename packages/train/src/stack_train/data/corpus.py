@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Int64, UInt, UInt8, UInt64
 
 from stack_core.errors import DataError
 from stack_core.protocols import DataSource, Document
 from stack_train.data.cache import cached, digest_of
+from stack_train.data.source import check_unchanged, documents_with_text
 from stack_train.data.split import text_digest
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 
@@ -29,18 +31,16 @@ class Corpus:
     offsets[0] == 0, offsets[-1] == len(tokens).
 
     Attributes:
-      tokens: uint16 or uint32[tokens], mapped from disk.
-      offsets: int64[documents + 1], mapped from disk.
-      digests: uint64[documents], mapped from disk.
-      content_digest: of all the above; the same documents and tokenizer give the same one on every machine.
+      tokens: uint16, or uint32 where the vocabulary needs it; this array and the others are mapped from disk.
+      content_digest: of tokens, offsets and digests; the same documents and tokenizer give the same everywhere.
     """
 
-    tokens: np.ndarray
-    offsets: np.ndarray
-    digests: np.ndarray
+    tokens: UInt[np.ndarray, " tokens"]
+    offsets: Int64[np.ndarray, " documents_and_1"]
+    digests: UInt64[np.ndarray, " documents"]
     content_digest: str
-    _names: np.ndarray
-    _name_offsets: np.ndarray
+    _names: UInt8[np.ndarray, " name_bytes"]
+    _name_offsets: Int64[np.ndarray, " documents_and_1"]
 
     def name(self, document: int) -> str:
         """Where a document came from: a path, or "path:line"."""
@@ -58,7 +58,8 @@ def tokenize(source: DataSource, tokenizer: HuggingFaceTokenizer, cache_dir: Pat
       DataError: a document cannot be read, none has text, the tokenizer has no end-of-text token, or the documents
         changed while they were read.
     """
-    if tokenizer.eos_id is None:
+    eos_id = tokenizer.eos_id
+    if eos_id is None:
         raise DataError(
             "The tokenizer has no end-of-text token, which ends every training document. "
             "Name one as eos_token in its tokenizer_config.json."
@@ -66,24 +67,21 @@ def tokenize(source: DataSource, tokenizer: HuggingFaceTokenizer, cache_dir: Pat
     fingerprint = source.fingerprint()
 
     def build(folder: Path) -> None:
-        _write(folder, source.documents(), tokenizer)
-        if source.fingerprint() != fingerprint:
-            raise DataError(
-                "The documents of the data source changed while they were read. Start again when they rest."
-            )
+        _write(folder, documents_with_text(source), tokenizer, eos_id)
+        check_unchanged(source, fingerprint)
 
     key = digest_of("corpus", _FORMAT, fingerprint, tokenizer.digest)
     return _open(cached(cache_dir / "corpora" / key, build))
 
 
-def _write(folder: Path, documents: Iterable[Document], tokenizer: HuggingFaceTokenizer) -> None:
+def _write(folder: Path, documents: Iterable[Document], tokenizer: HuggingFaceTokenizer, eos_id: int) -> None:
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32).newbyteorder("<")
     offsets, name_offsets, digests = array.array("q", [0]), array.array("q", [0]), array.array("Q")
     content = hashlib.sha256()
     with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "names.bin").open("wb") as names_file:
         for group in _groups(documents):
             for document, ids in zip(group, tokenizer.encode_batch([item.text for item in group]), strict=True):
-                encoded = _ended(ids, tokenizer.eos_id).astype(dtype).tobytes()
+                encoded = _ended(ids, eos_id).astype(dtype).tobytes()
                 content.update(encoded)
                 tokens_file.write(encoded)
                 offsets.append(offsets[-1] + len(encoded) // dtype.itemsize)
@@ -100,22 +98,21 @@ def _write(folder: Path, documents: Iterable[Document], tokenizer: HuggingFaceTo
     (folder / "corpus.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
-def _ended(ids: np.ndarray, eos_id: int | None) -> np.ndarray:
+def _ended(ids: Int64[np.ndarray, " tokens"], eos_id: int) -> Int64[np.ndarray, " ended_tokens"]:
     return ids if ids.size and ids[-1] == eos_id else np.append(ids, eos_id)
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents that have text, in lists of about `_GROUP_CHARACTERS`, which the tokenizer encodes in parallel."""
+    """Documents in lists of about `_GROUP_CHARACTERS`, which the tokenizer encodes in parallel."""
     group: list[Document] = []
     characters = 0
     for document in documents:
-        if not document.text:
-            continue
         group.append(document)
         characters += len(document.text)
         if characters >= _GROUP_CHARACTERS:
             yield group
-            group, characters = [], 0
+            group = []
+            characters = 0
     if group:
         yield group
 

@@ -2,7 +2,6 @@
 
 import glob
 import hashlib
-import os
 import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,15 +19,20 @@ def expand_glob(pattern: str, scheme: str) -> tuple[Path, ...]:
     """
     if not pattern:
         raise DataError(f"Source '{scheme}:' lacks its glob. Write for example '{scheme}:data/**/*'.")
-    matches = sorted(Path(match).absolute() for match in glob.glob(os.path.expanduser(pattern), recursive=True))
+    matches = sorted(Path(match).absolute() for match in _glob(pattern))
     files = tuple(path for path in matches if not path.is_dir())
     if not files:
         found = f"{len(matches)} folder(s) but no file" if matches else "nothing"
         raise DataError(
-            f"Glob {pattern!r} of source '{scheme}:{pattern}' matches {found} (relative paths start at {os.getcwd()!r}). "
-            "Correct the path; '**' descends into folders, as in 'data/**/*'."
+            f"Glob {pattern!r} of source '{scheme}:{pattern}' matches {found}; relative paths start at "
+            f"{str(Path.cwd())!r}. Correct the path; '**' descends into folders, as in 'data/**/*'."
         )
     return files
+
+
+def _glob(pattern: str) -> list[str]:
+    # `Path.glob` takes no absolute pattern.
+    return glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207
 
 
 def read_text(path: Path) -> str:

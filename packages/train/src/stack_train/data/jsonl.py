@@ -45,7 +45,7 @@ def _text(name: str, line: bytes, text_field: str) -> str:
         raise DataError(f"{name}: the line is not JSON: {error}. Each line must hold one whole JSON object.") from error
     if not isinstance(record, dict):
         raise DataError(
-            f"{name}: the line holds a JSON {type(record).__name__}; an object with {text_field!r} was expected."
+            f"{name}: the line holds a {type(record).__name__}; an object with {text_field!r} was expected."
         )
     if text_field not in record:
         fields = ", ".join(map(repr, record)) or "none"
@@ -59,7 +59,5 @@ def _text(name: str, line: bytes, text_field: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"{name}: field {text_field!r} has half a surrogate pair at character {error.start}."
-        ) from error
+        raise DataError(f"{name}: field {text_field!r} has half a surrogate pair at {error.start}.") from error
     return text

@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Int32, Int64, Shaped, UInt
 
 __all__ = ["IGNORED", "Packing", "Piece"]
 
@@ -23,16 +24,16 @@ class Piece:
 class _Order:
     """One epoch's documents one after another: documents[i] takes the places [ends[i - 1], ends[i]) of the stream."""
 
-    documents: np.ndarray
-    ends: np.ndarray
+    documents: Int64[np.ndarray, " documents"]
+    ends: Int64[np.ndarray, " documents"]
 
 
 class Packing:
     """The rows of an epoch, each a window of `seq_tokens` places of the documents laid one after another.
 
-    A document of n tokens takes n - 1 places: place k holds token k and has token k + 1 as its target, so its last token
-    (end-of-text) is a target only, and documents of fewer than two tokens take none. A window that ends inside a
-    document leaves the rest of it to the next row, where it is a segment of its own.
+    A document of n tokens takes n - 1 places: place k holds token k and has token k + 1 as its target. So the last
+    token (end-of-text) is a target only, and documents of fewer than two tokens take no place. A window that ends
+    inside a document leaves the rest of it to the next row, where it is a segment of its own.
 
         rows = ceil(places / seq_tokens)        the same in every epoch
         row_id = epoch * rows + row
@@ -40,14 +41,20 @@ class Packing:
     Only the last row of an epoch holds padding.
 
     Args:
-      tokens: integers[tokens], all documents.
-      offsets: int64[all documents + 1]; document i is tokens[offsets[i]:offsets[i + 1]].
-      documents: int64[documents], the ones to pack.
+      tokens: of all documents.
+      offsets: document i is tokens[offsets[i]:offsets[i + 1]].
+      documents: the ones to pack.
       seed: of the order of documents, anew in each epoch; None keeps the order of `documents`.
     """
 
     def __init__(
-        self, tokens: np.ndarray, offsets: np.ndarray, documents: np.ndarray, *, seq_tokens: int, seed: int | None
+        self,
+        tokens: UInt[np.ndarray, " tokens"],
+        offsets: Int64[np.ndarray, " all_documents_and_1"],
+        documents: Int64[np.ndarray, " documents"],
+        *,
+        seq_tokens: int,
+        seed: int | None,
     ) -> None:
         places = np.diff(offsets)[documents] - 1
         self._tokens = tokens
@@ -60,11 +67,11 @@ class Packing:
         self.rows = -(-self.targets // seq_tokens)
         self._order = functools.lru_cache(maxsize=2)(self._make_order)
 
-    def batch(self, row_ids: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the rows `row_ids` (int64[batch]) as arrays, all but `row_ids` int32[batch, seq]:
+    def batch(self, row_ids: Int64[np.ndarray, " batch"]) -> dict[str, Shaped[np.ndarray, "batch ..."]]:
+        """Returns rows as int32[batch, seq] arrays, and `row_ids`.
 
-        tokens; targets, `IGNORED` in padding; positions, from 0 in each segment; segment_ids, from 1 in each row and
-        0 in padding; row_ids int64[batch].
+        These are tokens; targets, `IGNORED` in padding; positions, from 0 in each segment; segment_ids, from 1 in each
+        row and 0 in padding.
         """
         epochs, rows = np.divmod(row_ids, self.rows)
         parts = {int(epoch): self._windows(int(epoch), rows[epochs == epoch]) for epoch in np.unique(epochs)}
@@ -89,7 +96,7 @@ class Packing:
             for i in range(first, last + 1)
         ]
 
-    def _windows(self, epoch: int, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def _windows(self, epoch: int, rows: Int64[np.ndarray, " batch"]) -> dict[str, Int32[np.ndarray, "batch seq"]]:
         order = self._order(epoch)
         starts = rows[:, None] * self._seq_tokens
         places = starts + np.arange(self._seq_tokens)

@@ -1,23 +1,23 @@
 """From a `DataConfig` to batches that a trainer can step through, stop at and resume."""
 
 import functools
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import grain
 import numpy as np
+from jaxtyping import Int64, Shaped
 
 from stack_core.config import differences
 from stack_core.errors import ConfigError, DataError
-from stack_core.plugins import registries
 from stack_core.protocols import DataSource
 from stack_train.data.bpe import BPE_VOCAB_SIZE, trained_bpe
 from stack_train.data.cache import default_cache_dir
 from stack_train.data.config import BPE, DataConfig
 from stack_train.data.corpus import Corpus, tokenize
-from stack_train.data.packing import Packing, Piece
+from stack_train.data.packing import IGNORED, Packing, Piece
+from stack_train.data.source import open_source
 from stack_train.data.split import split_documents
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 
@@ -38,7 +38,7 @@ def build_pipeline(config: DataConfig, *, seed: int, cache_dir: Path | None = No
       DataError: the source or the tokenizer cannot be read, or holds nothing to train on.
       UnknownName: no plugin registers the source's scheme.
     """
-    source = _open_source(config)
+    source = open_source(config)
     cache_dir = default_cache_dir() if cache_dir is None else cache_dir
     tokenizer = _make_tokenizer(config, source, cache_dir)
     return Pipeline(config, tokenizer, tokenize(source, tokenizer, cache_dir), seed=seed)
@@ -66,6 +66,10 @@ class Pipeline:
         self._corpus = corpus
         self._training = pack(training, seed=seed)
         self._validation = pack(validation, seed=None)
+        if not self._training.rows:
+            raise DataError(
+                "The tokenizer made no token of the training documents. Check data.source and data.tokenizer."
+            )
         self.train_rows, self.train_targets = self._training.rows, self._training.targets
         self.validation_batch_count = -(-self._validation.rows // config.batch_size)
         self.validation_targets = self._validation.targets
@@ -80,7 +84,8 @@ class Pipeline:
 
     def train_iterator(self) -> "TrainIterator":
         """An endless iterator over training batches, each epoch in a new order; batch i depends on (seed, i) only."""
-        rows = _RowIds(self.train_rows).seed(self._seed % 2**32).shuffle().repeat()
+        seed = int(np.random.SeedSequence([self._seed]).generate_state(1)[0])
+        rows = _RowIds(self.train_rows).seed(seed).shuffle(seed=seed).repeat()
         batches = rows.batch(self._config.batch_size).map(self._training.batch)
         threads = min(1, self._config.prefetch_batches)
         read_options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=self._config.prefetch_batches)
@@ -97,7 +102,7 @@ class Pipeline:
             batch = self._validation.batch(rows) | {"row_ids": -1 - rows}
             yield {name: _filled(values, size, name) for name, values in batch.items()}
 
-    def describe_rows(self, row_ids: Sequence[int] | np.ndarray) -> list[str]:
+    def describe_rows(self, row_ids: Int64[np.ndarray, " rows"]) -> list[str]:
         """Names the documents of each row, and which of their lines it holds."""
         descriptions = []
         for row_id in map(int, row_ids):
@@ -106,13 +111,14 @@ class Pipeline:
         return descriptions
 
     def _describe(self, piece: Piece) -> str:
-        tokens = self._corpus.tokens[self._corpus.offsets[piece.document] :]
+        first_token = int(self._corpus.offsets[piece.document])
+        tokens = self._corpus.tokens[first_token : first_token + piece.end_token].tolist()
         first = 1 + self.tokenizer.decode(tokens[: piece.start_token]).count("\n")
-        last = first + self.tokenizer.decode(tokens[piece.start_token : piece.end_token]).count("\n")
+        last = first + self.tokenizer.decode(tokens[piece.start_token :]).count("\n")
         return f"{self._corpus.name(piece.document)} (lines {first}-{last})"
 
 
-class _RowIds(grain.MapDataset):
+class _RowIds(grain.MapDataset[np.int64]):
     """Row ids; Grain counts on through the epochs, and the id of row r in epoch e is e * rows + r."""
 
     def __init__(self, rows: int) -> None:
@@ -126,13 +132,13 @@ class _RowIds(grain.MapDataset):
         return self.slice(index) if isinstance(index, slice) else np.int64(index)
 
 
-class TrainIterator(grain.DatasetIterator):
+class TrainIterator(grain.DatasetIterator[Batch]):
     """Training batches; its state says which data it belongs to.
 
     The state is a JSON-compatible dict: {"fingerprint": ..., "batches": how many were taken}.
     """
 
-    def __init__(self, parent: grain.DatasetIterator, fingerprint: Mapping[str, Any]) -> None:
+    def __init__(self, parent: grain.DatasetIterator[Batch], fingerprint: Mapping[str, Any]) -> None:
         super().__init__(parent)
         self._fingerprint = dict(fingerprint)
 
@@ -149,9 +155,7 @@ class TrainIterator(grain.DatasetIterator):
           DataError: the state belongs to other data, or is none of this iterator's.
         """
         if not isinstance(state, Mapping) or set(state) != {"fingerprint", "batches"}:
-            raise DataError(
-                f"{state!r} is not the state of a training iterator. Restore it from an undamaged checkpoint."
-            )
+            raise DataError(f"{state!r} is no state of a training iterator. Restore an undamaged checkpoint.")
         if changed := differences(self._fingerprint, state["fingerprint"]):
             raise DataError(
                 "The saved position belongs to other data; here is what it is now, not what it was then:\n  "
@@ -159,17 +163,6 @@ class TrainIterator(grain.DatasetIterator):
                 + "\nRestore the settings and files of the saved run, or start a new run from its weights."
             )
         self._parent.set_state({"next_index": state["batches"]})
-
-
-def _open_source(config: DataConfig) -> DataSource:
-    scheme, _, address = config.source.partition(":")
-    factory = registries.data_sources[scheme]
-    options = {} if config.text_field is None else {"text_field": config.text_field}
-    if options and "text_field" not in inspect.signature(factory).parameters:
-        raise ConfigError(
-            f"data.text_field is {config.text_field!r}, but documents of source {scheme!r} have no fields. Remove it."
-        )
-    return factory(address, **options)
 
 
 def _make_tokenizer(config: DataConfig, source: DataSource, cache_dir: Path) -> HuggingFaceTokenizer:
@@ -184,16 +177,16 @@ def _make_tokenizer(config: DataConfig, source: DataSource, cache_dir: Path) -> 
     tokenizer = HuggingFaceTokenizer.load(config.tokenizer)
     if config.vocab_size not in (None, tokenizer.vocab_size):
         raise ConfigError(
-            f"data.vocab_size is {config.vocab_size}, but the tokenizer {config.tokenizer!r} has {tokenizer.vocab_size} "
-            "tokens. Remove data.vocab_size, or choose another tokenizer."
+            f"data.vocab_size is {config.vocab_size}, but tokenizer {config.tokenizer!r} has {tokenizer.vocab_size}. "
+            "Remove data.vocab_size, or choose another tokenizer."
         )
     return tokenizer
 
 
-def _filled(values: np.ndarray, rows: int, name: str) -> np.ndarray:
+def _filled(values: Shaped[np.ndarray, "rows ..."], rows: int, name: str) -> Shaped[np.ndarray, "batch ..."]:
     """Appends rows of padding up to `rows`; their row ids repeat the last one."""
     missing = rows - len(values)
     if name == "row_ids":
         return np.append(values, np.repeat(values[-1:], missing))
-    padding = np.full((missing, *values.shape[1:]), -100 if name == "targets" else 0, values.dtype)
+    padding = np.full((missing, *values.shape[1:]), IGNORED if name == "targets" else 0, values.dtype)
     return np.concatenate([values, padding])

@@ -3,6 +3,7 @@
 import hashlib
 
 import numpy as np
+from jaxtyping import Int64, UInt64
 
 from stack_core.errors import DataError
 
@@ -14,15 +15,17 @@ def text_digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
 
 
-def split_documents(digests: np.ndarray, validation_fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the indices (int64, int64) of the training and the validation documents, each in order of digest.
+def split_documents(
+    digests: UInt64[np.ndarray, " documents"], validation_fraction: float
+) -> tuple[Int64[np.ndarray, " training"], Int64[np.ndarray, " validation"]]:
+    """Returns the indices of the training and the validation documents, each in order of digest.
 
     The documents with the lowest digests of their text are held out: round(fraction * documents) of them, at least one
     when the fraction is not zero, and every copy of their texts. Neither the order of the documents nor where they lie
     matters.
 
     Args:
-      digests: uint64[documents], of their texts.
+      digests: of the documents' texts.
 
     Raises:
       DataError: nothing is left to train on.

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from jaxtyping import Int64
 
 from stack_core.errors import DataError
 from stack_train.data.cache import digest_of
@@ -17,8 +18,16 @@ _VOCABULARY = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
 _TEMPLATE = "chat_template.jinja"
-_KEPT = (_VOCABULARY, _CONFIG, _SPECIAL_TOKENS, _TEMPLATE, "chat_template.json", "added_tokens.json")
-_KEPT_SLOW = ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model")
+_KEPT = (
+    _CONFIG,
+    _SPECIAL_TOKENS,
+    _TEMPLATE,
+    "chat_template.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
 
 
 class HuggingFaceTokenizer:
@@ -72,9 +81,7 @@ class HuggingFaceTokenizer:
                 "tokenizer.json, the path of that file, or 'bpe' to train one."
             )
         try:
-            files = {
-                name: (directory / name).read_bytes() for name in (*_KEPT, *_KEPT_SLOW) if (directory / name).is_file()
-            }
+            files = {name: (directory / name).read_bytes() for name in _KEPT if (directory / name).is_file()}
             return cls({**files, _VOCABULARY: vocabulary.read_bytes()}, str(path))
         except OSError as error:
             raise DataError(f"Cannot read the tokenizer at {str(path)!r}: {error}. Make its files readable.") from error
@@ -89,14 +96,14 @@ class HuggingFaceTokenizer:
         """Encodes a prompt; the names of special tokens in `text` become those tokens."""
         return [*self._prefix, *self._for_prompts.encode(text).ids]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encodes documents, each to int64[tokens]; the names of special tokens in them are ordinary text."""
+    def encode_batch(self, texts: Sequence[str]) -> list[Int64[np.ndarray, " tokens"]]:
+        """Encodes documents, one array of ids each; the names of special tokens in them are ordinary text."""
         encodings = self._for_documents.encode_batch_fast(list(texts))
         return [np.array([*self._prefix, *encoding.ids], np.int64) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of tokens, special tokens left out; bytes that are not UTF-8 become U+FFFD."""
-        return self._for_prompts.decode(list(map(int, ids)), skip_special_tokens=True)
+        return self._for_prompts.decode([int(index) for index in ids], skip_special_tokens=True)
 
     def _special_id(self, settings: Mapping[str, Any], part: str) -> int | None:
         token = settings.get(part)
@@ -132,9 +139,7 @@ def _json(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, Any]:
     try:
         content = json.loads(files.get(name, b"{}"))
     except ValueError as error:
-        raise DataError(
-            f"The {name} of tokenizer {origin!r} is not JSON: {error}. Correct it or fetch it again."
-        ) from error
+        raise DataError(f"The {name} of tokenizer {origin!r} is not JSON: {error}. Fetch it again.") from error
     if not isinstance(content, dict):
         raise DataError(f"The {name} of tokenizer {origin!r} holds a {type(content).__name__}, not an object.")
     return content

@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 
+@runtime_checkable
 class LanguageModel(Protocol):
     """A causal language model; the head is apart from the body, so that the loss and the sampler choose what to form."""
 
@@ -85,6 +86,7 @@ class KVCache(Protocol):
         ...
 
 
+@runtime_checkable
 class ModelFamily(Protocol):
     """An architecture: how to build it from a config and how its weights are called elsewhere.
 
@@ -101,6 +103,7 @@ class ModelFamily(Protocol):
         ...
 
 
+@runtime_checkable
 class Objective(Protocol):
     """A pure loss; host-side batch entries that the device does not need are gone by then."""
 
@@ -109,6 +112,7 @@ class Objective(Protocol):
         ...
 
 
+@runtime_checkable
 class Trainer(Protocol):
     """A state machine over a pytree; the loop around it and the checkpoints of its state belong to others."""
 
@@ -138,6 +142,7 @@ class Document:
     text: str
 
 
+@runtime_checkable
 class DataSource(Protocol):
     """A corpus that can be read again and again in the same order."""
 
@@ -148,6 +153,7 @@ class DataSource(Protocol):
         ...
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """Text to token ids and back."""
 

@@ -1,0 +1,93 @@
+"""The leaves of a state by name, and what is stored of each."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core.errors import CheckpointError
+
+__all__ = ["LeafSpec", "differences", "named_leaves", "spec_of", "stored_array"]
+
+
+@dataclass(frozen=True)
+class LeafSpec:
+    """What a leaf is, without its values.
+
+    Attributes:
+      shape: of the leaf; for a typed PRNG key, of the array of keys.
+      dtype: name of the stored elements' type.
+      key_impl: name of the PRNG of typed keys; None for any other array.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    key_impl: str | None = None
+
+    def __str__(self) -> str:
+        kind = f"key<{self.key_impl}>" if self.key_impl else self.dtype
+        return f"{kind}[{', '.join(map(str, self.shape))}]"
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a pytree by their paths, such as "params/layers/attention/query/kernel".
+
+    The last step into a Flax variable is left out of its path, so that a leaf has one name whether it lies in an
+    `nnx.State` or in plain dicts.
+
+    Raises:
+      CheckpointError: two leaves have the same path.
+    """
+    named: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if path and path[-1] == jax.tree_util.GetAttrKey("value"):
+            path = path[:-1]
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name in named:
+            raise CheckpointError(f"Two leaves of the state have the path {name!r}; a checkpoint needs one name for each.")
+        named[name] = leaf
+    return named
+
+
+def spec_of(leaf: Any) -> LeafSpec:
+    """Describes a leaf: an array, a `jax.ShapeDtypeStruct`, or a Python number."""
+    if not hasattr(leaf, "dtype"):
+        leaf = np.asarray(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return _key_spec(leaf)
+    return LeafSpec(tuple(leaf.shape), np.dtype(leaf.dtype).name)
+
+
+def stored_array(leaf: Any) -> Any:
+    """Returns the array that stands for a leaf on disk: the data of a typed key, a NumPy array for a number."""
+    if not hasattr(leaf, "dtype"):
+        return np.asarray(leaf)
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def differences(stored: Mapping[str, LeafSpec], wanted: Mapping[str, LeafSpec]) -> list[str]:
+    """Lists, a line a leaf, where a checkpoint's leaves and those asked for do not agree."""
+    return [
+        f"  {name}: {stored.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in this run"
+        for name in _union(wanted, stored)
+        if stored.get(name) != wanted.get(name)
+    ]
+
+
+def _union(first: Iterable[str], second: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys([*first, *second]))
+
+
+def _key_spec(leaf: Any) -> LeafSpec:
+    impls: list[str] = []
+
+    def data(key: jax.Array) -> jax.Array:
+        impls.append(str(jax.random.key_impl(key)))
+        return jax.random.key_data(key)
+
+    # Traced, because `key_impl` takes no `ShapeDtypeStruct`.
+    stored = jax.eval_shape(data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return LeafSpec(tuple(leaf.shape), stored.dtype.name, impls[0])

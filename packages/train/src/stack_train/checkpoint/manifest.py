@@ -1,0 +1,123 @@
+"""What a checkpoint holds, and the digests by which a reader knows that it holds just that.
+
+A checkpoint is a directory:
+
+    00000300/
+    ├── manifest.json    the digest of every leaf, the SHA-256 of every document, and its own
+    ├── config.yaml      the run's resolved config
+    ├── data_state.json  where the data iterator stood (or data_state.bin)
+    └── arrays/0/        the leaves, as Orbax stores them
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stack_core.errors import CheckpointDamaged, CheckpointError
+from stack_train.checkpoint.leaves import LeafSpec
+
+__all__ = ["LeafRecord", "Manifest", "read_documents", "read_manifest", "sealed_documents"]
+
+_MANIFEST = "manifest.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class LeafRecord:
+    """A stored leaf: what it is, its digest (see `digest.py`), and the folder of `arrays/` that it lies in."""
+
+    spec: LeafSpec
+    digest: str
+    part: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of one checkpoint.
+
+    Attributes:
+      step: training steps done; 0 for converted weights.
+      kind: "train" for the whole unit, "weights" for parameters alone.
+      leaves: every array by its path in the state.
+      documents: the SHA-256 of every other file by its name.
+    """
+
+    step: int
+    kind: str
+    leaves: Mapping[str, LeafRecord]
+    documents: Mapping[str, str]
+
+
+def sealed_documents(
+    step: int, kind: str, leaves: Mapping[str, LeafRecord], documents: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    """Returns the documents of a checkpoint with the manifest among them, which seals itself and all the others."""
+    manifest = Manifest(step, kind, leaves, {name: _sha256(content) for name, content in documents.items()})
+    content = {"format": _FORMAT, **asdict(manifest)}
+    sealed = {"sha256": _sha256(_canonical(content)), "content": content}
+    return {**documents, _MANIFEST: json.dumps(sealed, indent=1).encode()}
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Reads the manifest of the checkpoint in `directory`.
+
+    Raises:
+      CheckpointDamaged: it is missing, is no JSON, or differs from its own digest.
+      CheckpointError: it was written in a newer format.
+    """
+    path = directory / _MANIFEST
+    try:
+        sealed = json.loads(_read(path))
+        content, expected = sealed["content"], sealed["sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointDamaged(f"{path} is damaged: it cannot be parsed ({type(error).__name__}: {error}).") from error
+    if _sha256(_canonical(content)) != expected:
+        raise CheckpointDamaged(f"{path} is damaged: its content does not match its own SHA-256.")
+    if content["format"] > _FORMAT:
+        raise CheckpointError(
+            f"{path} is of format {content['format']}; this version of stack-train reads up to {_FORMAT}. Install a newer one."
+        )
+    return Manifest(
+        step=content["step"],
+        kind=content["kind"],
+        leaves={name: _record(fields) for name, fields in content["leaves"].items()},
+        documents=content["documents"],
+    )
+
+
+def read_documents(directory: Path, manifest: Manifest) -> dict[str, bytes]:
+    """Reads the files that `manifest` names.
+
+    Raises:
+      CheckpointDamaged: one is missing or differs from its digest.
+    """
+    documents = {name: _read(directory / name) for name in manifest.documents}
+    for name, content in documents.items():
+        if _sha256(content) != manifest.documents[name]:
+            raise CheckpointDamaged(f"{directory / name} is damaged: it does not match its SHA-256 in the manifest.")
+    return documents
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointDamaged(f"{path} is missing or unreadable: {error}") from error
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _canonical(content: Any) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _record(fields: Mapping[str, Any]) -> LeafRecord:
+    spec = fields["spec"]
+    return LeafRecord(
+        LeafSpec(tuple(spec["shape"]), spec["dtype"], spec["key_impl"]), digest=fields["digest"], part=fields["part"]
+    )

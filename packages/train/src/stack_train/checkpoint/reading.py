@@ -1,0 +1,107 @@
+"""Reading one checkpoint: nothing of it is returned before every part is known to be intact."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from stack_core.errors import CheckpointDamaged, CheckpointError, CheckpointIncomplete
+from stack_train.checkpoint.digest import array_digests
+from stack_train.checkpoint.leaves import differences, named_leaves, spec_of, stored_array
+from stack_train.checkpoint.manifest import LeafRecord, Manifest, read_documents, read_manifest
+from stack_train.checkpoint.unit import read_arrays
+
+__all__ = ["CONFIG", "DATA_BYTES", "DATA_JSON", "data_state_of", "read_state"]
+
+CONFIG = "config.yaml"
+DATA_JSON, DATA_BYTES = "data_state.json", "data_state.bin"
+
+
+def read_state(checkpoint: Path, abstract: Any, *, under: str = "") -> tuple[Manifest, dict[str, bytes], Any]:
+    """Reads a state, or a branch of it, and verifies every digest.
+
+    Args:
+      abstract: a pytree that gives the structure, and shapes, dtypes and shardings as its leaves do.
+      under: name of the branch of the saved state that `abstract` describes, such as "params"; "" for all of it.
+
+    Returns:
+      The manifest, the documents by name, and the state.
+
+    Raises:
+      CheckpointDamaged: something is missing or differs from its digest; names the file or the leaf.
+      CheckpointError: the checkpoint holds other leaves than `abstract`; names each.
+    """
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"There is no checkpoint {checkpoint}.")
+    manifest = read_manifest(checkpoint)
+    documents = read_documents(checkpoint, manifest)
+    wanted = named_leaves({under: abstract} if under else abstract)
+    records = {name: record for name, record in manifest.leaves.items() if _within(name, under)}
+    _check_structure(checkpoint, records, wanted)
+    leaves = _read_leaves(checkpoint, records, wanted)
+    _check_digests(checkpoint, records, leaves)
+    return manifest, documents, jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in wanted])
+
+
+def data_state_of(checkpoint: Path, documents: Mapping[str, bytes]) -> dict[str, Any] | bytes:
+    """Returns the data iterator's state.
+
+    Raises:
+      CheckpointIncomplete: the checkpoint was saved without it.
+    """
+    if DATA_JSON in documents:
+        return json.loads(documents[DATA_JSON])
+    if DATA_BYTES in documents:
+        return documents[DATA_BYTES]
+    raise CheckpointIncomplete(
+        f"Checkpoint {checkpoint} holds weights without the state of the data iterator, so training cannot go on from it. "
+        f"To start a new run from its weights, set trainer.init_from={str(checkpoint.parent.parent)!r} "
+        "and give that run an output directory of its own."
+    )
+
+
+def _within(name: str, under: str) -> bool:
+    return not under or name == under or name.startswith(f"{under}/")
+
+
+def _check_structure(checkpoint: Path, records: Mapping[str, LeafRecord], wanted: Mapping[str, Any]) -> None:
+    stored_specs = {name: record.spec for name, record in records.items()}
+    lines = differences(stored_specs, {name: spec_of(leaf) for name, leaf in wanted.items()})
+    if lines:
+        raise CheckpointError(
+            f"Checkpoint {checkpoint} is of another model or optimizer; {len(lines)} leaves differ:\n"
+            + "\n".join(lines)
+            + f"\nUse the config it was saved with, which is {checkpoint / CONFIG}."
+        )
+
+
+def _read_leaves(checkpoint: Path, records: Mapping[str, LeafRecord], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    parts: dict[int, dict[str, Any]] = {}
+    for name, leaf in wanted.items():
+        parts.setdefault(records[name].part, {})[name] = leaf
+    leaves: dict[str, Any] = {}
+    for part, named in parts.items():
+        try:
+            leaves |= read_arrays(checkpoint, part, named)
+        except Exception as error:  # Of damaged files Orbax, TensorStore and their codecs raise exceptions of any type.
+            if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+                raise
+            raise CheckpointDamaged(
+                f"Checkpoint {checkpoint} is damaged: its arrays cannot be read ({type(error).__name__}: {error})."
+            ) from error
+    return leaves
+
+
+def _check_digests(checkpoint: Path, records: Mapping[str, LeafRecord], leaves: Mapping[str, Any]) -> None:
+    found = array_digests({name: stored_array(leaf) for name, leaf in leaves.items()})
+    lines = [
+        f"  {name}: {records[name].spec}, digest {records[name].digest} saved, {digest} read"
+        for name, digest in found.items()
+        if digest != records[name].digest or spec_of(leaves[name]) != records[name].spec
+    ]
+    if lines:
+        raise CheckpointDamaged(
+            f"Checkpoint {checkpoint} is damaged: {len(lines)} leaves do not match their digests:\n" + "\n".join(lines)
+        )

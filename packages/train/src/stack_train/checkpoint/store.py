@@ -1,0 +1,321 @@
+"""The checkpoints of one run: saved in the background, whole or not at all, and read back only if they are intact."""
+
+import json
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from pydantic import NonNegativeInt, PositiveInt
+
+from stack_core.config import config
+from stack_core.errors import CheckpointDamaged, CheckpointError, StackError
+from stack_core.events import CheckpointRestored, CheckpointSaved, CheckpointSkipped, Event
+from stack_train.checkpoint.digest import array_digests
+from stack_train.checkpoint.directory import CheckpointDirectory
+from stack_train.checkpoint.leaves import named_leaves, spec_of, stored_array
+from stack_train.checkpoint.manifest import LeafRecord, sealed_documents
+from stack_train.checkpoint.reading import CONFIG, DATA_BYTES, DATA_JSON, data_state_of, read_state
+from stack_train.checkpoint.unit import Unit, make_checkpointer
+from stack_train.checkpoint.weights import weight_parts
+
+__all__ = ["CheckpointConfig", "CheckpointStore", "Restored"]
+
+_SLACK_BYTES = 1 << 20
+
+
+@config
+class CheckpointConfig:
+    """When checkpoints are saved and how many are kept.
+
+    Attributes:
+      every_steps: training steps from one checkpoint to the next; 0 saves after the last step only.
+      keep: whole checkpoints that stay on disk; older ones are deleted once a newer one is safe.
+      background: write while training goes on; otherwise training waits for the disk.
+    """
+
+    every_steps: NonNegativeInt = 500
+    keep: PositiveInt = 3
+    background: bool = True
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was read from a checkpoint.
+
+    Attributes:
+      step: training steps done.
+      state: of the structure that was asked for.
+      data_state: of the data iterator; None where only parameters were read.
+      config_yaml: the resolved config of the run that saved it.
+    """
+
+    step: int
+    state: Any
+    data_state: dict[str, Any] | bytes | None
+    config_yaml: str
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A checkpoint that the background is writing; `blocked_s` is how long `save` took."""
+
+    step: int
+    path: Path
+    needed_bytes: int
+    blocked_s: float = 0.0
+
+
+class CheckpointStore:
+    """Saves and restores the state of one run under one directory.
+
+    Invariants, whatever moment the process is killed at: a directory that has a step for its name is whole; a damaged
+    one is never deleted, nor is the newest whole one. An error of the background is raised by the next call of `save`,
+    `poll`, `wait` or `close`. One process at a time writes to a directory; `RunDirectory` sees to that.
+
+    Args:
+      directory: made by the first save.
+      emit: receives `CheckpointSaved`, `CheckpointRestored` and `CheckpointSkipped`, on the caller's thread.
+    """
+
+    def __init__(
+        self, directory: str | Path, config: CheckpointConfig | None = None, *, emit: Callable[[Event], None] | None = None
+    ) -> None:
+        self.config = config or CheckpointConfig()
+        self._directory = CheckpointDirectory(Path(directory).absolute())
+        self._emit = emit or (lambda event: None)
+        self._checkpointer = make_checkpointer()
+        self._in_flight: _InFlight | None = None
+        self._current_step: int | None = None
+
+    def __enter__(self) -> "CheckpointStore":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps of the whole checkpoints, oldest first; one being written is not among them."""
+        return self._directory.steps()
+
+    def latest(self) -> int | None:
+        """The step of the newest whole checkpoint."""
+        return max(self.steps(), default=None)
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self._directory.path(step)
+
+    def save(
+        self, step: int, state: Any, data_state: dict[str, Any] | bytes | None, config_yaml: str, *, kind: str = "train"
+    ) -> None:
+        """Saves a state; returns when it is copied to the host, so that the caller may donate it.
+
+        Saving again the step that was saved or restored last does nothing. Other checkpoints of this step and beyond
+        are damaged, or of a course of training that was given up: they are renamed, with a warning.
+
+        Args:
+          step: training steps done.
+          state: a pytree of JAX arrays (typed keys among them), NumPy arrays and numbers.
+          data_state: of the data iterator, as a JSON mapping or as bytes.
+          kind: "train", or "weights" where `state` holds parameters alone.
+
+        Raises:
+          CheckpointError: this save, or the one before it, failed; says how many bytes were needed and free.
+        """
+        started_s = time.perf_counter()
+        self.wait()
+        if step == self._current_step:
+            return
+        leaves = named_leaves(state)
+        arrays = {name: stored_array(leaf) for name, leaf in leaves.items()}
+        digests = array_digests(arrays)
+        records = {name: LeafRecord(spec_of(leaf), digests[name], part=0) for name, leaf in leaves.items()}
+        documents = sealed_documents(step, kind, records, _documents(data_state, config_yaml))
+        needed_bytes = sum(array.nbytes for array in arrays.values()) + sum(map(len, documents.values())) + _SLACK_BYTES
+        self._start(_InFlight(step, self.path(step), needed_bytes), Unit((arrays,), lambda: documents), started_s)
+        if not self.config.background:
+            self.wait()
+
+    def save_weights(
+        self,
+        leaves: Iterable[tuple[str, Any]],
+        config_yaml: str,
+        *,
+        step: int = 0,
+        total_bytes: int = 0,
+        part_bytes: int = 1 << 29,
+    ) -> None:
+        """Saves parameters alone, as a checkpoint of kind "weights" for `restore_params`; waits until it is on disk.
+
+        Args:
+          leaves: the path of each parameter below "params", and its array, JAX or NumPy. They are taken one by one and
+            not held for longer than they take to be written. `named_leaves` gives those of a pytree.
+          total_bytes: size of them all, where it is known, to see beforehand that the disk has room for them.
+          part_bytes: what is written together; memory holds up to two such parts, or two leaves that are larger.
+
+        Raises:
+          CheckpointError: it could not be written. An error of the iterable is passed on; nothing is left behind.
+        """
+        self.wait()
+        records: dict[str, LeafRecord] = {}
+        unit = Unit(
+            weight_parts(leaves, records, part_bytes),
+            lambda: sealed_documents(step, "weights", records, {CONFIG: config_yaml.encode()}),
+        )
+        self._start(_InFlight(step, self.path(step), total_bytes + _SLACK_BYTES), unit, time.perf_counter())
+        self.wait()
+
+    def poll(self) -> None:
+        """Reports a save that has ended meanwhile, well or not; never blocks. Meant for every step of a loop.
+
+        Raises:
+          CheckpointError: the save failed.
+        """
+        flight = self._in_flight
+        if flight is None:
+            return
+        try:
+            self._checkpointer.check_for_errors()
+        except Exception as error:  # As in `wait`.
+            raise self._failed(flight, error) from error
+        if flight.path.exists():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until the save in flight is on disk, then deletes what `keep` leaves over.
+
+        Raises:
+          CheckpointError: the save failed.
+        """
+        flight = self._in_flight
+        if flight is None:
+            return
+        try:
+            self._checkpointer.wait_until_finished()
+            superfluous = self.steps()[: -self.config.keep]
+            if jax.process_index() == 0:
+                self._directory.delete(superfluous)
+        except Exception as error:  # Orbax, TensorStore and the layers below raise exceptions of any type.
+            raise self._failed(flight, error) from error
+        self._in_flight = None
+        self._current_step = flight.step
+        self._emit(CheckpointSaved(flight.step, flight.path, flight.blocked_s))
+
+    def close(self) -> None:
+        """Waits for the save in flight and frees the background's threads.
+
+        Raises:
+          CheckpointError: the save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._checkpointer.close()
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
+        """Restores a state to go on training from.
+
+        A damaged or partial checkpoint is named, in a warning and a `CheckpointSkipped`, and the one before it is used.
+
+        Args:
+          abstract_state: a pytree like the saved one, of `jax.ShapeDtypeStruct`s, arrays or numbers; an array lands
+            where the leaf's sharding says.
+          step: the checkpoint to use; None for the newest that is intact.
+
+        Raises:
+          CheckpointDamaged: the checkpoint of `step` is not intact.
+          CheckpointIncomplete: it holds no state of the data iterator.
+          CheckpointError: there is none, none is intact (lists each and why), or its leaves are not those of
+            `abstract_state` (lists each).
+        """
+
+        def read(path: Path) -> Restored:
+            manifest, documents, state = read_state(path, abstract_state)
+            return Restored(manifest.step, state, data_state_of(path, documents), documents[CONFIG].decode())
+
+        restored = self._newest_intact(read, step)
+        self._current_step = restored.step
+        return restored
+
+    def restore_params(self, abstract_params: Any, step: int | None = None, *, under: str = "params") -> Restored:
+        """Reads only the branch `under` of a saved state, of any kind of checkpoint; otherwise as `restore`."""
+
+        def read(path: Path) -> Restored:
+            manifest, documents, params = read_state(path, abstract_params, under=under)
+            return Restored(manifest.step, params, None, documents[CONFIG].decode())
+
+        return self._newest_intact(read, step)
+
+    def _start(self, flight: _InFlight, unit: Unit, started_s: float) -> None:
+        try:
+            if jax.process_index() == 0:
+                self._directory.prepare(flight.step)
+                free_bytes = shutil.disk_usage(self._directory.root).free
+                if free_bytes < flight.needed_bytes:
+                    raise OSError("the disk has too little space left")
+            self._checkpointer.save(flight.path, args=unit)
+        except StackError:
+            self._directory.remove_partial()
+            raise
+        except Exception as error:  # As in `wait`.
+            raise self._failed(flight, error) from error
+        self._in_flight = replace(flight, blocked_s=time.perf_counter() - started_s)
+
+    def _failed(self, flight: _InFlight, error: Exception) -> CheckpointError:
+        """Gives up a save: removes what was written of it and says what is left."""
+        self._in_flight = None
+        root = self._directory.root
+        try:
+            self._directory.remove_partial()
+            free = f"{shutil.disk_usage(root).free:,} are free"
+        except OSError as cleaning_error:
+            free = f"what was written of it could not be removed ({cleaning_error})"
+        intact = ", ".join(map(str, self.steps())) or "none"
+        return CheckpointError(
+            f"Checkpoint {flight.path} could not be saved: {type(error).__name__}: {error}. "
+            f"It needs {flight.needed_bytes:,} bytes or more; {free}. Checkpoints on disk, by step: {intact}. "
+            "Make room or lower checkpoint.keep, then go on with --resume."
+        )
+
+    def _newest_intact(self, read: Callable[[Path], Restored], step: int | None) -> Restored:
+        self.wait()
+        if step is not None:
+            return self._announced(read(self.path(step)))
+        failures = {path: "its saving was cut off" for _, path in self._directory.partial()}
+        newest_first = sorted(self.steps(), reverse=True)
+        for candidate in newest_first:
+            path = self.path(candidate)
+            try:
+                restored = read(path)
+            except CheckpointDamaged as error:
+                failures[path] = str(error)
+                continue
+            for skipped, reason in failures.items():
+                self._report_skipped(skipped, reason, restored.step)
+            return self._announced(restored)
+        listing = "".join(f"\n{path}: {reason}" for path, reason in failures.items())
+        raise CheckpointError(f"{self._directory.root} holds no checkpoint that can be used.{listing}")
+
+    def _report_skipped(self, path: Path, reason: str, used_step: int) -> None:
+        if int(path.name.partition(".")[0]) < used_step:
+            return
+        warnings.warn(f"Checkpoint {path} is passed over for that of step {used_step}: {reason}", stacklevel=5)
+        self._emit(CheckpointSkipped(path, reason))
+
+    def _announced(self, restored: Restored) -> Restored:
+        self._emit(CheckpointRestored(restored.step, self.path(restored.step)))
+        return restored
+
+
+def _documents(data_state: dict[str, Any] | bytes | None, config_yaml: str) -> dict[str, bytes]:
+    documents = {CONFIG: config_yaml.encode()}
+    if isinstance(data_state, bytes):
+        documents[DATA_BYTES] = data_state
+    elif data_state is not None:
+        documents[DATA_JSON] = json.dumps(data_state).encode()
+    return documents

@@ -1,0 +1,34 @@
+"""Parameters grouped into parts of bounded size, for checkpoints written leaf by leaf."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from stack_core.errors import CheckpointError
+from stack_train.checkpoint.digest import array_digests
+from stack_train.checkpoint.leaves import spec_of
+from stack_train.checkpoint.manifest import LeafRecord
+
+__all__ = ["weight_parts"]
+
+
+def weight_parts(
+    leaves: Iterable[tuple[str, Any]], records: dict[str, LeafRecord], part_bytes: int
+) -> Iterator[dict[str, Any]]:
+    """Yields groups of arrays by name, each of `part_bytes` or a single leaf, and fills in their `records`.
+
+    Raises:
+      CheckpointError: a path comes twice.
+    """
+    part: dict[str, Any] = {}
+    size_bytes, index = 0, 0
+    for path, array in leaves:
+        name = f"params/{path}"
+        if name in records:
+            raise CheckpointError(f"Parameter {path!r} was given twice.")
+        if part and size_bytes + array.nbytes > part_bytes:
+            yield part
+            part, size_bytes, index = {}, 0, index + 1
+        records[name] = LeafRecord(spec_of(array), array_digests({name: array})[name], index)
+        part[name] = array
+        size_bytes += array.nbytes
+    yield part

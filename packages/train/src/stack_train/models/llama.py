@@ -1,0 +1,285 @@
+"""Llama: a dense decoder with RMS norms, rotary positions, grouped-query attention and a gated feed-forward layer.
+
+It computes what transformers' `LlamaForCausalLM` does.
+
+Source: Touvron et al., LLaMA, 2023 (arXiv:2302.13971); grouped queries and scaled rotary positions as in Llama 3, 2024
+(arXiv:2407.21783).
+"""
+
+import math
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from stack_core import ops
+from stack_core.config import config
+from stack_core.errors import ConfigError, ShapeError
+from stack_core.mesh import constrain
+from stack_core.protocols import AttentionSpec, KVCache
+from stack_train.models.cache import DenseKVCache
+from stack_train.models.layers import FloatName, Linear, RematPolicy, scan_layers, stack_layers
+
+__all__ = ["FAMILY", "Llama", "LlamaConfig", "LlamaFamily"]
+
+Hidden = Float[Array, "batch seq embed"]
+
+
+@config
+class LlamaConfig:
+    """The size and the numerics of a Llama.
+
+    Attributes:
+      embed: width of the residual stream.
+      kv_heads: heads of keys and values, each shared by a group of query heads; None is one for every query head.
+      head_dim: width of a head; None is embed / heads.
+      mlp: width inside the feed-forward layer.
+      max_positions: tokens of the longest sequence.
+      tie_embeddings: the head is the embedding, transposed.
+      initializer_std: standard deviation of the initial weights.
+      dtype: what activations are computed in.
+      param_dtype: what parameters are held in.
+      remat: what the backward pass computes again; see `scan_layers`.
+    """
+
+    family: Literal["llama"] = "llama"
+    vocab_size: PositiveInt = 32_000
+    embed: PositiveInt = 512
+    layers: PositiveInt = 8
+    heads: PositiveInt = 8
+    kv_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    mlp: PositiveInt = 2048
+    max_positions: PositiveInt = 2048
+    rope_theta: PositiveFloat = 10_000.0
+    rope_scaling: Annotated[ops.RopeScaling, Field(discriminator="rope_type")] | None = None
+    norm_epsilon: PositiveFloat = 1e-5
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_embeddings: bool = False
+    initializer_std: PositiveFloat = 0.02
+    dtype: FloatName = "bfloat16"
+    param_dtype: FloatName = "float32"
+    remat: RematPolicy = "none"
+
+    def __post_init__(self) -> None:
+        if self.head_dim is None and self.embed % self.heads:
+            raise ConfigError(f"embed={self.embed} is no multiple of heads={self.heads}; give head_dim or change one.")
+        if self.heads % self.kv_head_count:
+            raise ConfigError(f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}; change one of them.")
+        if self.head_size % 2:
+            raise ConfigError(f"head_dim={self.head_size} is odd; rotary positions turn pairs of features.")
+
+    @property
+    def kv_head_count(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.embed // self.heads if self.head_dim is None else self.head_dim
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query self-attention with rotary positions."""
+
+    def __init__(self, config: LlamaConfig, *, key: jax.Array) -> None:
+        keys = jax.random.split(key, 4)
+        query_width, kv_width = config.heads * config.head_size, config.kv_head_count * config.head_size
+
+        def linear(index: int, d_out: int, axis: str) -> Linear:
+            return _linear(config, (config.embed, d_out), ("embed", axis), config.attention_bias, key=keys[index])
+
+        self.config = config
+        self.query = linear(0, query_width, "heads")
+        self.key = linear(1, kv_width, "kv_heads")
+        self.value = linear(2, kv_width, "kv_heads")
+        self.output = _linear(
+            config, (query_width, config.embed), ("heads", "embed"), config.attention_bias, residual=True, key=keys[3]
+        )
+
+    def __call__(
+        self,
+        x: Hidden,
+        positions: Int[Array, "batch seq"],
+        segment_ids: Int[Array, "batch seq"] | None,
+        cache: KVCache | None,
+        layer_cache: Any,
+    ) -> tuple[Hidden, Any]:
+        query = constrain(self._rotate(self._heads(self.query(x)), positions), "batch", "seq", "act_heads", None)
+        key = self._rotate(self._heads(self.key(x)), positions)
+        value = self._heads(self.value(x))
+        if cache is None:
+            output = ops.attention(query, key, value, causal=True, segment_ids=segment_ids)
+        else:
+            output, layer_cache = cache.attend(layer_cache, query, key, value, AttentionSpec())
+        return self.output(output.reshape(*x.shape[:2], -1)), layer_cache
+
+    def _heads(self, x: Float[Array, "batch seq features"]) -> Float[Array, "batch seq heads head_dim"]:
+        return x.reshape(*x.shape[:2], -1, self.config.head_size)
+
+    def _rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        return ops.rope(x, positions, theta=self.config.rope_theta, scaling=self.config.rope_scaling)
+
+
+class FeedForward(nnx.Module):
+    """y = (silu(x G) * (x U)) D, each product with a bias if `mlp_bias`."""
+
+    def __init__(self, config: LlamaConfig, *, key: jax.Array) -> None:
+        keys = jax.random.split(key, 3)
+        self.gate = _linear(config, (config.embed, config.mlp), ("embed", "mlp"), config.mlp_bias, key=keys[0])
+        self.up = _linear(config, (config.embed, config.mlp), ("embed", "mlp"), config.mlp_bias, key=keys[1])
+        self.down = _linear(
+            config, (config.mlp, config.embed), ("mlp", "embed"), config.mlp_bias, residual=True, key=keys[2]
+        )
+
+    def __call__(self, x: Hidden) -> Hidden:
+        if self.gate.bias is None:
+            gated = ops.gated_linear_unit(x, self.gate.kernel[...].astype(x.dtype), self.up.kernel[...].astype(x.dtype))
+        else:
+            gated = jax.nn.silu(self.gate(x)) * self.up(x)  # the op has no biases
+        return self.down(constrain(gated, "batch", "seq", "act_mlp"))
+
+
+class Block(nnx.Module):
+    """h = x + attention(norm(x)); y = h + feed_forward(norm(h))."""
+
+    def __init__(self, config: LlamaConfig, *, key: jax.Array) -> None:
+        attention_key, feed_forward_key = jax.random.split(key)
+        self.epsilon = config.norm_epsilon
+        self.attention_norm = _scale(config)
+        self.attention = Attention(config, key=attention_key)
+        self.feed_forward_norm = _scale(config)
+        self.feed_forward = FeedForward(config, key=feed_forward_key)
+
+    def __call__(
+        self, x: Hidden, positions: Any, segment_ids: Any, cache: KVCache | None, layer_cache: Any
+    ) -> tuple[Hidden, Any]:
+        normed = ops.norm(x, self.attention_norm[...], epsilon=self.epsilon)
+        attended, layer_cache = self.attention(normed, positions, segment_ids, cache, layer_cache)
+        normed, x = ops.norm(attended, self.feed_forward_norm[...], epsilon=self.epsilon, residual=x)
+        return constrain(x + self.feed_forward(normed), "batch", "seq", "act_embed"), layer_cache
+
+
+class Llama(nnx.Module):
+    """A `LanguageModel`.
+
+    Initial values: every matrix is normal with std `initializer_std`, those that write to the residual stream with that
+    divided by sqrt(2 layers), so that its variance does not grow with depth (GPT-2, section 2.3; transformers does not
+    do that); scales are 1, biases 0.
+    """
+
+    def __init__(self, config: LlamaConfig, *, key: jax.Array) -> None:
+        embedding_key, head_key, blocks_key = jax.random.split(key, 3)
+        self.config = config
+        self.embedding = _matrix(config, (config.vocab_size, config.embed), ("vocab", "embed"), key=embedding_key)
+        block_keys = jax.random.split(blocks_key, config.layers)
+        self.blocks = stack_layers(lambda block_key: Block(config, key=block_key), block_keys)
+        self.norm = _scale(config)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else _matrix(config, (config.embed, config.vocab_size), ("embed", "vocab"), key=head_key)
+        )
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        positions: Int[Array, "batch seq"],
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        cache: KVCache | None = None,
+    ) -> Hidden | tuple[Hidden, KVCache]:
+        """Returns the normed hidden states in `config.dtype`; with a cache, (hidden, cache).
+
+        A token outside the vocabulary has an embedding of NaN, which no loss survives.
+
+        Raises:
+          ShapeError: more tokens than `max_positions`, or segments together with a cache.
+        """
+        self._check(tokens, segment_ids, cache)
+        x = jnp.take(self.embedding[...], tokens, axis=0, mode="fill").astype(self.config.dtype)
+        x = constrain(x, "batch", "seq", "act_embed")
+
+        def run(block: Block, x: jax.Array, layer_cache: Any) -> tuple[jax.Array, Any]:
+            return block(x, positions, segment_ids, cache, layer_cache)
+
+        layers = None if cache is None else cache.layers
+        x, layers = scan_layers(run, self.blocks, x, layers, remat=self.config.remat)
+        hidden = ops.norm(x, self.norm[...], epsilon=self.config.norm_epsilon)
+        return hidden if cache is None else (hidden, cache.advance(layers, tokens.shape[1]))
+
+    def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        """hidden[..., embed] -> float32 logits[..., vocab]."""
+        return ops.linear(hidden, self.head_weight(), preferred_dtype=jnp.float32)
+
+    def head_weight(self) -> Float[Array, "embed vocab"]:
+        """The head in `config.dtype`, whether tied or not."""
+        weight = self.embedding[...].T if self.head is None else self.head[...]
+        return weight.astype(self.config.dtype)
+
+    def empty_cache(self, batch: int, capacity: int) -> DenseKVCache:
+        """A cache with room for `capacity` tokens a row.
+
+        Raises:
+          ShapeError: the capacity exceeds `max_positions`.
+        """
+        self._check_length(capacity, "The cache's capacity")
+        return DenseKVCache.empty(
+            layers=self.config.layers,
+            batch=batch,
+            capacity=capacity,
+            kv_heads=self.config.kv_head_count,
+            head_dim=self.config.head_size,
+            dtype=self.config.dtype,
+        )
+
+    def _check(self, tokens: jax.Array, segment_ids: jax.Array | None, cache: KVCache | None) -> None:
+        self._check_length(tokens.shape[1], "The sequence")
+        if cache is not None and segment_ids is not None:
+            raise ShapeError("segment_ids were given with a cache, whose rows are one segment each; leave one out.")
+
+    def _check_length(self, length_tokens: int, what: str) -> None:
+        if length_tokens > self.config.max_positions:
+            raise ShapeError(
+                f"{what} is {length_tokens} tokens; the model has max_positions={self.config.max_positions}. "
+                "Shorten it, or raise model.max_positions."
+            )
+
+
+class LlamaFamily:
+    """The `ModelFamily` of Llama."""
+
+    name = "llama"
+    config_class = LlamaConfig
+
+    def build(self, config: LlamaConfig, *, key: jax.Array) -> Llama:
+        return Llama(config, key=key)
+
+
+FAMILY = LlamaFamily()
+
+
+def _matrix(
+    config: LlamaConfig, shape: tuple[int, int], axes: tuple[str, str], *, key: jax.Array
+) -> nnx.Param:
+    values = config.initializer_std * jax.random.normal(key, shape, config.param_dtype)
+    return nnx.Param(values, logical_axes=axes)
+
+
+def _scale(config: LlamaConfig) -> nnx.Param:
+    return nnx.Param(jnp.ones((config.embed,), config.param_dtype), logical_axes=("norm",))
+
+
+def _linear(
+    config: LlamaConfig,
+    shape: tuple[int, int],
+    axes: tuple[str, str],
+    use_bias: bool,
+    *,
+    residual: bool = False,
+    key: jax.Array,
+) -> Linear:
+    std = config.initializer_std / (math.sqrt(2 * config.layers) if residual else 1)
+    return Linear(shape, axes, use_bias=use_bias, std=std, param_dtype=config.param_dtype, key=key)

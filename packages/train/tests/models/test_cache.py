@@ -1,0 +1,75 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from stack_core.protocols import KVCache
+from stack_train.models.llama import FAMILY, LlamaConfig
+
+CONFIG = LlamaConfig(vocab_size=61, embed=24, layers=3, heads=4, kv_heads=2, mlp=40, max_positions=32, dtype="float32")
+SEQ = 12
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jax.jit(lambda: FAMILY.build(CONFIG, key=jax.random.key(0)))()
+
+
+@pytest.fixture(scope="module")
+def run(model):
+    """The model's call, compiled."""
+    graph, state = nnx.split(model)
+    compiled = jax.jit(lambda state, *arguments, cache=None: nnx.merge(graph, state)(*arguments, cache=cache))
+    return functools.partial(compiled, state)
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return jax.random.randint(jax.random.key(1), (2, SEQ), 0, CONFIG.vocab_size)
+
+
+def positions_from(starts, seq):
+    return jnp.asarray(starts)[:, None] + jnp.arange(seq)
+
+
+def test_is_a_kv_cache(model):
+    assert isinstance(model.empty_cache(2, 16), KVCache)
+
+
+@pytest.mark.parametrize("cuts", [[12], [5, 7], [1, 1, 10], [8, 1, 1, 1, 1]])
+def test_pieces_give_what_the_whole_gives(model, run, tokens, cuts):
+    expected = run(tokens, positions_from([0, 0], SEQ))
+    cache, start = model.empty_cache(2, 16), 0
+    for cut in cuts:
+        piece = tokens[:, start : start + cut]
+        hidden, cache = run(piece, positions_from([start, start], cut), cache=cache)
+        np.testing.assert_allclose(hidden, expected[:, start : start + cut], atol=1e-5)
+        start += cut
+    assert cache.lengths.tolist() == [SEQ, SEQ]
+
+
+def test_rows_of_different_lengths_go_on_where_each_stands(model, run, tokens):
+    lengths = jnp.array([7, 3])
+    _, cache = run(tokens[:, :8], positions_from([0, 0], 8), cache=model.empty_cache(2, 16))
+    cache = cache.truncate(lengths)
+    following = jnp.stack([tokens[0, 7:9], tokens[1, 3:5]])
+    hidden, cache = run(following, positions_from(lengths, 2), cache=cache)
+    expected = run(tokens, positions_from([0, 0], SEQ))
+    np.testing.assert_allclose(hidden[0], expected[0, 7:9], atol=1e-5)
+    np.testing.assert_allclose(hidden[1], expected[1, 3:5], atol=1e-5)
+    assert cache.lengths.tolist() == [9, 5]
+
+
+def test_truncate_never_lengthens(model, run, tokens):
+    _, cache = run(tokens[:, :4], positions_from([0, 0], 4), cache=model.empty_cache(2, 16))
+    assert cache.truncate(jnp.array([9, 2])).lengths.tolist() == [4, 2]
+
+
+def test_layout_is_head_major_in_the_compute_dtype(model):
+    cache = model.empty_cache(2, 16)
+    assert cache.layers.key.shape == (3, 2, 2, 16, 6)
+    assert cache.layers.value.dtype == jnp.float32
+    assert cache.capacity == 16

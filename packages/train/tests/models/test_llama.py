@@ -1,0 +1,242 @@
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from stack_core import ops
+from stack_core.config import parse, to_mapping
+from stack_core.errors import ConfigError, ShapeError
+from stack_train.models import llama
+from stack_train.models.llama import FAMILY, LlamaConfig
+
+TINY = LlamaConfig(vocab_size=61, embed=24, layers=3, heads=4, kv_heads=2, mlp=40, max_positions=32, dtype="float32")
+KEY = jax.random.key(0)
+
+
+@functools.cache
+def build(**changes):
+    config = dataclasses.replace(TINY, **changes)
+    return jax.jit(lambda: FAMILY.build(config, key=KEY))()
+
+
+def tokens_and_positions(batch=2, seq=9):
+    tokens = jax.random.randint(jax.random.key(1), (batch, seq), 0, TINY.vocab_size)
+    return tokens, jnp.broadcast_to(jnp.arange(seq), (batch, seq))
+
+
+def loss(model):
+    tokens, positions = tokens_and_positions()
+    return ops.linear_cross_entropy(model(tokens, positions), model.head_weight(), tokens)
+
+
+def logits(model):
+    return jax.jit(lambda model: model.logits(model(*tokens_and_positions())))(model)
+
+
+def shapes_and_dtypes(model):
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), nnx.to_pure_dict(nnx.state(model)))
+
+
+def primitives(jaxpr):
+    """The names of all primitives, those of inner jaxprs included."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from primitives(inner)
+
+
+def test_parameters_have_the_configured_shapes_and_axes():
+    model = build()
+    axes = {path: leaf.get_metadata("logical_axes") for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    assert axes[("blocks", "attention", "query", "kernel")] == ("layers", "embed", "heads")
+    assert axes[("blocks", "attention_norm")] == ("layers", "norm")
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        assert len(axes[path]) == leaf.ndim, path
+        assert (axes[path][0] == "layers") == (path[0] == "blocks"), path
+    assert model.blocks.attention.key.kernel.shape == (3, 24, 2 * 6)
+    assert model.head_weight().shape == (24, 61)
+
+
+SHAPE_CHANGES = {
+    "vocab_size": 62,
+    "embed": 32,
+    "layers": 2,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 8,
+    "mlp": 24,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "tie_embeddings": True,
+    "param_dtype": "bfloat16",
+}
+VALUE_CHANGES = {
+    "rope_theta": 100.0,
+    "rope_scaling": ops.LinearScaling(factor=2.0),
+    "norm_epsilon": 0.1,
+    "initializer_std": 0.1,
+    "dtype": "bfloat16",
+}
+
+
+def test_every_config_field_is_covered_here():
+    elsewhere = {"family", "max_positions", "remat"}
+    assert {field.name for field in dataclasses.fields(LlamaConfig)} == {*SHAPE_CHANGES, *VALUE_CHANGES, *elsewhere}
+
+
+@pytest.mark.parametrize("field", SHAPE_CHANGES)
+def test_field_changes_the_parameters_and_the_model_runs(field):
+    model = build(**{field: SHAPE_CHANGES[field]})
+    assert shapes_and_dtypes(model) != shapes_and_dtypes(build())
+    assert jnp.isfinite(logits(model)).all()
+
+
+@pytest.mark.parametrize("field", VALUE_CHANGES)
+def test_field_changes_the_logits(field):
+    assert not jnp.array_equal(logits(build(**{field: VALUE_CHANGES[field]})), logits(build()))
+
+
+def test_longer_than_max_positions_is_refused():
+    assert logits(build(max_positions=9)).shape == (2, 9, 61)
+    with pytest.raises(ShapeError, match=r"9 tokens.*max_positions=8"):
+        logits(build(max_positions=8))
+    with pytest.raises(ShapeError, match="capacity is 33 tokens"):
+        build().empty_cache(1, 33)
+
+
+def test_remat_none_means_none_and_the_others_save_less():
+    def gradient_products(remat):
+        jaxpr = jax.make_jaxpr(jax.grad(loss))(build(remat=remat))
+        names = list(primitives(jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr))
+        return names.count("dot_general"), [name for name in names if "remat" in name or "checkpoint" in name]
+
+    def forward_remats(remat):
+        model = build(remat=remat)
+        jaxpr = jax.make_jaxpr(lambda model: model(*tokens_and_positions()))(model)
+        return [n for n in primitives(jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr) if "remat" in n or "checkpoint" in n]
+
+    assert forward_remats("none") == []
+    for remat in ("full", "dots", "dots_no_batch"):
+        assert forward_remats(remat), remat
+    products = {remat: gradient_products(remat)[0] for remat in ("none", "dots", "dots_no_batch", "full")}
+    assert products["none"] == products["dots"] < products["dots_no_batch"] < products["full"]
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", "dots_no_batch"])
+def test_remat_leaves_the_gradient_as_it_is(remat):
+    expected, actual = (jax.jit(jax.grad(loss))(build(remat=policy)) for policy in ("none", remat))
+    for left, right in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-7)
+
+
+def test_blocks_are_traced_once_whatever_their_number(monkeypatch):
+    calls = []
+    forward = llama.Block.__call__
+    monkeypatch.setattr(llama.Block, "__call__", lambda self, *arguments: calls.append(1) or forward(self, *arguments))
+    model = FAMILY.build(dataclasses.replace(TINY, layers=7), key=KEY)
+    calls.clear()
+    jax.make_jaxpr(loss)(model)
+    assert len(calls) == 1
+
+
+def test_building_abstractly_allocates_nothing():
+    config = LlamaConfig(
+        vocab_size=128_256, embed=4096, layers=32, heads=32, kv_heads=8, mlp=14_336, max_positions=8192
+    )
+    model = jax.eval_shape(lambda key: FAMILY.build(config, key=key), KEY)
+    assert sum(leaf.size for leaf in jax.tree.leaves(model)) == 8_030_261_248
+    assert model.blocks.feed_forward.up.kernel.get_metadata("logical_axes") == ("layers", "embed", "mlp")
+
+
+def test_initial_values():
+    model = build(embed=128, mlp=256, layers=8)
+    assert math.isclose(model.blocks.attention.query.kernel[...].std(), 0.02, rel_tol=0.05)
+    assert math.isclose(model.blocks.feed_forward.down.kernel[...].std(), 0.02 / 4, rel_tol=0.05)
+    assert not jnp.array_equal(model.blocks.attention.query.kernel[0], model.blocks.attention.query.kernel[1])
+    assert (model.blocks.attention_norm[...] == 1).all()
+    assert (build(attention_bias=True).blocks.attention.query.bias[...] == 0).all()
+
+
+@pytest.mark.parametrize("bias", ["attention_bias", "mlp_bias"])
+def test_biases_reach_the_logits_and_have_gradients(bias):
+    model = build(**{bias: True})
+    gradients = jax.jit(jax.grad(loss))(model)
+    part = gradients.blocks.attention if bias == "attention_bias" else gradients.blocks.feed_forward
+    names = ("query", "value", "output") if bias == "attention_bias" else ("gate", "up", "down")
+    assert all(jnp.abs(getattr(part, name).bias[...]).max() > 0 for name in names)
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_bfloat16_computes_narrow_and_keeps_gradients_wide(tie_embeddings):
+    model = build(dtype="bfloat16", tie_embeddings=tie_embeddings)
+    assert model(*tokens_and_positions()).dtype == jnp.bfloat16
+    assert model.head_weight().dtype == jnp.bfloat16
+    assert logits(model).dtype == jnp.float32
+    value, gradients = jax.jit(jax.value_and_grad(loss))(model)
+    exact, exact_gradients = jax.jit(jax.value_and_grad(loss))(build(tie_embeddings=tie_embeddings))
+    np.testing.assert_allclose(value, exact, rtol=1e-2)
+    for narrow, wide in zip(jax.tree.leaves(gradients), jax.tree.leaves(exact_gradients), strict=True):
+        assert narrow.dtype == jnp.float32
+        assert jnp.linalg.norm(narrow - wide) < 0.05 * jnp.linalg.norm(wide)
+
+
+def test_a_tied_head_is_the_embedding():
+    model = build(tie_embeddings=True)
+    assert model.head is None
+    np.testing.assert_array_equal(model.head_weight(), model.embedding[...].T)
+
+
+def test_packed_documents_do_not_see_each_other():
+    model = jax.jit(build())
+    tokens, positions = tokens_and_positions(batch=1, seq=9)
+    packed = model(
+        tokens, jnp.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), jnp.array([[1, 1, 1, 1, 2, 2, 2, 2, 2]])
+    )
+    np.testing.assert_allclose(packed[:, :4], model(tokens[:, :4], positions[:, :4]), atol=1e-5)
+    np.testing.assert_allclose(packed[:, 4:], model(tokens[:, 4:], positions[:, :5]), atol=1e-5)
+
+
+def test_a_token_outside_the_vocabulary_makes_nan():
+    model = jax.jit(build())
+    tokens, positions = tokens_and_positions()
+    assert jnp.isnan(model(tokens.at[0, 0].set(61), positions)[0]).all()
+
+
+def test_segments_with_a_cache_are_refused():
+    model = build()
+    tokens, positions = tokens_and_positions()
+    with pytest.raises(ShapeError, match="segment_ids"):
+        model(tokens, positions, positions + 1, model.empty_cache(2, 16))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"embed": 100, "heads": 8}, "embed=100 is no multiple of heads=8"),
+        ({"heads": 8, "kv_heads": 3}, "heads=8 is no multiple of kv_heads=3"),
+        ({"embed": 24, "heads": 8}, "head_dim=3 is odd"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"kv_head": 3}, "Did you mean 'kv_heads'"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        ({"layers": 0}, "layers"),
+    ],
+)
+def test_configs_that_make_no_model(mapping, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(LlamaConfig, mapping, path="model")
+
+
+def test_config_survives_the_way_through_yaml():
+    scaling = ops.Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+    )
+    config = dataclasses.replace(TINY, rope_scaling=scaling)
+    assert parse(LlamaConfig, to_mapping(config)) == config

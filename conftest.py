@@ -3,13 +3,19 @@
 import importlib.util
 import os
 
+import hypothesis
 import pytest
+
+# A first example may compile for seconds; on CI the examples are always the same.
+hypothesis.settings.register_profile("stack", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("stack")
 
 # Read when jax is first imported, and inherited by the processes that tests start.
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what this environment cannot run, and says what it would need."""
     for item in items:
         for marker, missing in _MISSING.items():
             if item.get_closest_marker(marker) is not None and (reason := missing(config)):

@@ -7,6 +7,7 @@ an index; everything else is pinned by `constraints/`.
 
 import functools
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,8 +33,8 @@ os.environ["UV_PYTHON_DOWNLOADS"] = "never"
 def _prefer_pyenv_interpreters() -> None:
     """Puts pyenv's interpreters before its shims, which fail for every version that is not selected."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    found = [path.parent for version in JAX_OF_PYTHON for path in root.glob(f"versions/{version}.*/bin/python{version}")]
-    os.environ["PATH"] = os.pathsep.join([*map(str, found), os.environ["PATH"]])
+    found = [str(path) for version in JAX_OF_PYTHON for path in root.glob(f"versions/{version}.*/bin")]
+    os.environ["PATH"] = os.pathsep.join([*found, os.environ["PATH"]])
 
 
 _prefer_pyenv_interpreters()
@@ -66,7 +67,7 @@ def types(session: nox.Session) -> None:
 def layering(session: nox.Session) -> None:
     """No sibling imports, hooks in plugin.py alone, no import cycles, no effect of importing."""
     _install(session, *PACKAGES, groups=("test",))
-    _pytest(session, "integration_tests/layering")
+    _pytest(session, ["integration_tests/layering"])
 
 
 @nox.session
@@ -75,17 +76,17 @@ def tests(session: nox.Session, package: str) -> None:
     """Each package alone with core, in an environment of its own; then all of them together."""
     if package == "integration":
         _install(session, *PACKAGES, groups=("test",))
-        _pytest(session, "integration_tests", "--ignore=integration_tests/layering", "-m", "not slow and not parity")
+        _pytest(session, ["integration_tests"], "--ignore=integration_tests/layering", "-m", "not slow and not parity")
     else:
         _install(session, "core", package, groups=("test",))
-        _pytest(session, f"packages/{package}/tests", "-m", "not slow")
+        _pytest(session, [f"packages/{package}/tests"], "-m", "not slow")
 
 
 @nox.session(default=False)
 def slow(session: nox.Session) -> None:
     """The tests that take minutes."""
     _install(session, *PACKAGES, groups=("test",))
-    _pytest(session, "packages", "integration_tests", "-m", "slow and not parity")
+    _pytest(session, ["packages", "integration_tests"], "-m", "slow and not parity")
 
 
 # pip, because a machine may offer it a small CPU-only PyTorch through `find-links`, where uv does not look.
@@ -93,7 +94,7 @@ def slow(session: nox.Session) -> None:
 def parity(session: nox.Session) -> None:
     """Compares with PyTorch and transformers, in an environment of their own."""
     _install(session, "core", "train", TORCH, groups=("test", "parity"))
-    _pytest(session, "integration_tests/parity", "-m", "parity")
+    _pytest(session, ["integration_tests/parity"], "-m", "parity")
 
 
 @nox.session(default=False)
@@ -122,7 +123,7 @@ def lowest(session: nox.Session) -> None:
     sources = [f"packages/{package}/pyproject.toml" for package in tested]
     _compile(session, pins, *sources, "--resolution=lowest-direct", f"--python={session.bin}/python")
     session.install(*_wheels(*tested), *GROUPS("test"), "--requirements", str(pins))
-    _pytest(session, *(f"packages/{package}/tests" for package in tested), "-m", "not slow")
+    _pytest(session, [f"packages/{package}/tests" for package in tested], "-m", "not slow")
 
 
 @nox.session(default=False)
@@ -143,14 +144,12 @@ def _install(session: nox.Session, *requirements: str, groups: tuple[str, ...] =
     session.install(*wheels, *others, *GROUPS(*groups), "--constraint", str(_constraints(python)))
 
 
-def _pytest(session: nox.Session, *arguments: str) -> None:
-    session.run("pytest", *_workers(), *arguments, *session.posargs)
-
-
-def _workers() -> list[str]:
-    """Two test processes where each has a processor and 4 GiB of memory of its own."""
+def _pytest(session: nox.Session, folders: list[str], *options: str) -> None:
+    """Runs tests, in two processes where each has some files, a processor and 4 GiB of memory to itself."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return ["--numprocesses=2"] if (os.cpu_count() or 1) >= 2 and memory_bytes >= 8 * 2**30 else []
+    files = sum(1 for folder in folders for _ in (ROOT / folder).rglob("test_*.py"))
+    divided = min(os.cpu_count() or 1, memory_bytes // 2**32, files // 2) >= 2
+    session.run("pytest", *folders, *options, *(["--numprocesses=2"] if divided else []), *session.posargs)
 
 
 def _wheels(*packages: str) -> list[str]:
@@ -162,11 +161,14 @@ def _wheels(*packages: str) -> list[str]:
 def _built_wheels() -> list[Path]:
     """Builds every package, once in a run of nox."""
     wheels = ROOT / ".nox" / "wheels"
-    pins = _constraints(_running_python())
+    shutil.rmtree(wheels, ignore_errors=True)
+    settings = [f"--build-constraints={_constraints(_running_python())}", f"--python={sys.executable}"]
     for package in PACKAGES:
-        build = ["build", "--quiet", "--wheel", "--clear", f"--out-dir={wheels / package}", f"--build-constraints={pins}"]
-        subprocess.run([nox.virtualenv.UV, *build, f"--python={sys.executable}", ROOT / "packages" / package], check=True)
-    return sorted(wheels.glob("*/*.whl"))
+        source = ROOT / "packages" / package
+        subprocess.run(
+            [nox.virtualenv.UV, "build", "--quiet", "--wheel", f"--out-dir={wheels}", *settings, source], check=True
+        )
+    return sorted(wheels.glob("*.whl"))
 
 
 def _compile(session: nox.Session, output: Path, *arguments: str) -> None:

@@ -1,6 +1,7 @@
 """All packages installed side by side."""
 
 import pytest
+
 from stack_core.hookspecs import REGISTRY_KINDS
 from stack_core.plugins import plugins, registries
 

@@ -1,3 +1,5 @@
+"""Every test here runs once for each package."""
+
 from pathlib import Path
 
 import pytest

@@ -15,7 +15,8 @@ def pairs(mapping):
     return {f"{name}={value}" for name, value in mapping.items()}
 
 def state():
-    loggers = [logging.root, *(item for item in logging.root.manager.loggerDict.values() if isinstance(item, logging.Logger))]
+    named = logging.root.manager.loggerDict.values()
+    loggers = [logging.root, *(logger for logger in named if isinstance(logger, logging.Logger))]
     return {
         "environment variables": pairs(os.environ),
         "logging handlers": {f"{logger.name}: {handler}" for logger in loggers for handler in logger.handlers},
@@ -56,4 +57,4 @@ def _third_party_imports(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module)
-    return {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names and not name.startswith("stack_")}
+    return {name for name in names if name.split(".")[0] not in sys.stdlib_module_names and not name.startswith("stack_")}

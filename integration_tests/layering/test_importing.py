@@ -57,4 +57,6 @@ def _third_party_imports(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module)
-    return {name for name in names if name.split(".")[0] not in sys.stdlib_module_names and not name.startswith("stack_")}
+    return {
+        name for name in names if name.split(".")[0] not in sys.stdlib_module_names and not name.startswith("stack_")
+    }

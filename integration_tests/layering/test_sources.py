@@ -1,7 +1,12 @@
-"""What the modules of a package may import, read from their syntax trees."""
+"""What the modules of a package import, read from their syntax trees."""
 
 import ast
 import graphlib
+import importlib.metadata
+import itertools
+import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,3 +48,24 @@ def test_no_files_import_each_other_in_a_circle(source: Path) -> None:
         named = {name if name in modules else name.rpartition(".")[0] for name in _imports(tree)}
         graph[module] = named & modules.keys()
     graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_only_declared_dependencies_are_imported(source: Path) -> None:
+    declared = _declared(source.parents[1]) | _declared(source.parents[2] / "core")
+    distributions = importlib.metadata.packages_distributions()
+    for module, tree in _modules(source).items():
+        names = {name.partition(".")[0] for name in _imports(tree)} - sys.stdlib_module_names
+        for name in names - {source.name, "stack_core"}:
+            providers = {_canonical(provider) for provider in distributions.get(name, [name])}
+            assert providers & declared, f"{module} imports {name}, which the package's pyproject.toml does not declare"
+
+
+def _declared(package: Path) -> set[str]:
+    """The distributions that a package requires, those of its extras included."""
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    extras = project.get("optional-dependencies", {}).values()
+    return {_canonical(re.split(r"[^\w.-]", line)[0]) for line in itertools.chain(project["dependencies"], *extras)}
+
+
+def _canonical(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()

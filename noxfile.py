@@ -19,6 +19,7 @@ PACKAGES = ("core", "kernels", "quant", "train", "rl", "serve", "profile")
 JAX_OF_PYTHON = {"3.11": "jax==0.10.2", "3.12": "jax==0.11.2", "3.13": "jax==0.12.0.*"}
 PARITY_PYTHON = "3.11"
 TORCH = "torch==2.13.0"
+NO_PARITY = "--ignore=integration_tests/parity"
 
 ROOT = Path(__file__).parent
 GROUPS = functools.partial(nox.project.dependency_groups, nox.project.load_toml(ROOT / "pyproject.toml"))
@@ -76,7 +77,7 @@ def tests(session: nox.Session, package: str) -> None:
     """Each package alone with core, in an environment of its own; then all of them together."""
     if package == "integration":
         _install(session, *PACKAGES, groups=("test",))
-        _pytest(session, ["integration_tests"], "--ignore=integration_tests/layering", "-m", "not slow and not parity")
+        _pytest(session, ["integration_tests"], "--ignore=integration_tests/layering", NO_PARITY, "-m", "not slow")
     else:
         _install(session, "core", package, groups=("test",))
         _pytest(session, [f"packages/{package}/tests"], "-m", "not slow")
@@ -86,7 +87,7 @@ def tests(session: nox.Session, package: str) -> None:
 def slow(session: nox.Session) -> None:
     """The tests that take minutes."""
     _install(session, *PACKAGES, groups=("test",))
-    _pytest(session, ["packages", "integration_tests"], "-m", "slow and not parity")
+    _pytest(session, ["packages", "integration_tests"], NO_PARITY, "-m", "slow")
 
 
 # pip, because a machine may offer it a small CPU-only PyTorch through `find-links`, where uv does not look.

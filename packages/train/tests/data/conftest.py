@@ -7,7 +7,7 @@ import pytest
 from stack_train.data.config import DataConfig
 from stack_train.data.pipeline import Pipeline, build_pipeline
 
-WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box".split()
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "box"]
 SMALL_VOCABULARY = 280
 
 

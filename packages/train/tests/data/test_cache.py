@@ -64,7 +64,7 @@ def test_what_a_killed_builder_left_is_removed_after_a_day(tmp_path: Path) -> No
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="Cannot write the data cache under .* set XDG_CACHE_HOME"):
+    with pytest.raises(DataError, match=r"Cannot write the data cache under .* set XDG_CACHE_HOME"):
         cached(tmp_path / "file" / "key", _write)
 
 

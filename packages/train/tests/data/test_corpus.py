@@ -77,11 +77,12 @@ def test_content_digest_does_not_depend_on_where_the_files_lie(
 
 
 def test_mistakes_are_named_and_leave_nothing(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+    tmp_path = tmp_path / "other"
     with pytest.raises(DataError, match="changed while they were read"):
         tokenize(Given("text", changes=True), tokenizer, tmp_path)
     with pytest.raises(DataError, match="every document is empty"):
         tokenize(Given("", ""), tokenizer, tmp_path)
-    assert list((tmp_path / "corpora").iterdir()) == [] or len(list((tmp_path / "corpora").iterdir())) == 1
+    assert list((tmp_path / "corpora").iterdir()) == []
     tokenizer.eos_id = None
     with pytest.raises(DataError, match="no end-of-text token"):
         tokenize(Given("text"), tokenizer, tmp_path)

@@ -23,6 +23,9 @@ from stack_train.data.tokenizer import HuggingFaceTokenizer
 
 __all__ = ["Pipeline", "TrainIterator", "build_pipeline"]
 
+# Grain computes the number of batches in floating point, which overflows an index for a dataset without end.
+_ROWS_OF_A_RUN = 1 << 48
+
 Batch = dict[str, np.ndarray]
 
 
@@ -83,9 +86,12 @@ class Pipeline:
         }
 
     def train_iterator(self) -> "TrainIterator":
-        """An endless iterator over training batches, each epoch in a new order; batch i depends on (seed, i) only."""
+        """Returns an iterator over training batches, each epoch in a new order; batch i depends on (seed, i) only.
+
+        It goes on for 2**48 rows, which no run reaches.
+        """
         seed = int(np.random.SeedSequence([self._seed]).generate_state(1)[0])
-        rows = _RowIds(self.train_rows).seed(seed).shuffle(seed=seed).repeat()
+        rows = _RowIds(self.train_rows).seed(seed).shuffle(seed=seed).repeat(1 + _ROWS_OF_A_RUN // self.train_rows)
         batches = rows.batch(self._config.batch_size).map(self._training.batch)
         threads = min(1, self._config.prefetch_batches)
         read_options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=self._config.prefetch_batches)
@@ -148,7 +154,7 @@ class TrainIterator(grain.DatasetIterator[Batch]):
     def get_state(self) -> dict[str, Any]:
         return {"fingerprint": dict(self._fingerprint), "batches": self._parent.get_state()["next_index"]}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Any) -> None:
         """Makes the next batch the one that followed when `state` was taken.
 
         Raises:

@@ -1,5 +1,7 @@
 """The directory that a run owns, and the lock that lets one process at a time write to it.
 
+A run called small:
+
     runs/small/
     ├── config.yaml     the resolved config; written last, so that a directory with one holds a run
     ├── tokenizer/
@@ -105,17 +107,17 @@ class RunDirectory:
             if not self.tokenizer.exists():
                 partial = self.path / "tokenizer.partial"
                 tokenizer.save(partial)
-                os.replace(partial, self.tokenizer)
+                partial.replace(self.tokenizer)
             partial = self.path / "config.yaml.partial"
             partial.write_text(config_yaml, encoding="utf-8")
-            os.replace(partial, self.config)
+            partial.replace(self.config)
         except OSError as error:
             raise RunDirectoryError(f"The run directory {self.path} cannot be written: {error}") from error
 
     def _check_content(self, *, resume: bool) -> None:
         if resume and not self.config.exists():
             raise RunDirectoryError(
-                f"There is nothing to resume: {self.path} holds no run. Leave --resume out to start one, or correct output."
+                f"There is nothing to resume: {self.path} holds no run. Leave --resume out to start one."
             )
         if not resume and self.config.exists():
             raise RunDirectoryError(
@@ -123,7 +125,7 @@ class RunDirectory:
             )
         # A lock without a config is what a start leaves that was killed at once; anything else is not ours to fill.
         if not resume and self.path.exists() and not self._lock.exists() and any(self.path.iterdir()):
-            raise RunDirectoryError(f"{self.path} is not empty and holds no run. Choose an output that is new or empty.")
+            raise RunDirectoryError(f"{self.path} is not empty and holds no run. Choose a new or empty output.")
 
     @contextlib.contextmanager
     def _opened_lock(self, flags: int) -> Iterator[int]:

@@ -62,8 +62,8 @@ def _digest_sums(array: jax.Array) -> tuple[jax.Array, jax.Array]:
     key = index * jnp.uint32(_GOLDEN) + jnp.uint32(_OFFSET)
     mixed = _mix(words ^ key)
     # Both sums in one reduction: XLA's CPU backend runs it at the memory's speed, and two of them 20 times slower.
-    zero = jnp.uint32(0)
-    first, second = lax.reduce((mixed, mixed * (key | jnp.uint32(1))), (zero, zero), _add_pairs, tuple(range(words.ndim)))
+    zeros = (jnp.uint32(0), jnp.uint32(0))
+    first, second = lax.reduce((mixed, mixed * (key | jnp.uint32(1))), zeros, _add_pairs, tuple(range(words.ndim)))
     return first, second
 
 

@@ -24,6 +24,8 @@ _DELETED = ".deleted"
 
 @dataclass(frozen=True)
 class CheckpointDirectory:
+    """The directory at `root`, which need not exist yet."""
+
     root: Path
 
     def path(self, step: int) -> Path:
@@ -56,7 +58,7 @@ class CheckpointDirectory:
         _sync(self.root)
         for step in steps:
             doomed = self.path(step).with_suffix(_DELETED)
-            os.rename(self.path(step), doomed)
+            self.path(step).rename(doomed)
             shutil.rmtree(doomed)
 
     def _entries(self) -> list[Path]:
@@ -66,7 +68,7 @@ class CheckpointDirectory:
         number = 1
         while (aside := path.with_suffix(f"{_SET_ASIDE}-{number}")).exists():
             number += 1
-        os.rename(path, aside)
+        path.rename(aside)
         warnings.warn(
             f"Checkpoint {path} is set aside as {aside.name}: training reached step {step} without it. "
             "Delete it if you need it no more.",

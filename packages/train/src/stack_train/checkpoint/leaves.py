@@ -1,6 +1,6 @@
 """The leaves of a state by name, and what is stored of each."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +43,10 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     """
     named: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if path and path[-1] == jax.tree_util.GetAttrKey("value"):
-            path = path[:-1]
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        steps = path[:-1] if path and path[-1] == jax.tree_util.GetAttrKey("value") else path
+        name = jax.tree_util.keystr(steps, simple=True, separator="/")
         if name in named:
-            raise CheckpointError(f"Two leaves of the state have the path {name!r}; a checkpoint needs one name for each.")
+            raise CheckpointError(f"Two leaves of the state have the path {name!r}; each needs a name of its own.")
         named[name] = leaf
     return named
 
@@ -72,13 +71,9 @@ def differences(stored: Mapping[str, LeafSpec], wanted: Mapping[str, LeafSpec]) 
     """Lists, a line a leaf, where a checkpoint's leaves and those asked for do not agree."""
     return [
         f"  {name}: {stored.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in this run"
-        for name in _union(wanted, stored)
+        for name in dict.fromkeys([*wanted, *stored])
         if stored.get(name) != wanted.get(name)
     ]
-
-
-def _union(first: Iterable[str], second: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys([*first, *second]))
 
 
 def _key_spec(leaf: Any) -> LeafSpec:

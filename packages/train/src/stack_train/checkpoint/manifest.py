@@ -78,7 +78,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointDamaged(f"{path} is damaged: its content does not match its own SHA-256.")
     if content["format"] > _FORMAT:
         raise CheckpointError(
-            f"{path} is of format {content['format']}; this version of stack-train reads up to {_FORMAT}. Install a newer one."
+            f"{path} is of format {content['format']}; this version of stack-train reads up to {_FORMAT}. Upgrade it."
         )
     return Manifest(
         step=content["step"],

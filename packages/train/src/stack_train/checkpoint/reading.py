@@ -11,7 +11,7 @@ from stack_core.errors import CheckpointDamaged, CheckpointError, CheckpointInco
 from stack_train.checkpoint.digest import array_digests
 from stack_train.checkpoint.leaves import differences, named_leaves, spec_of, stored_array
 from stack_train.checkpoint.manifest import LeafRecord, Manifest, read_documents, read_manifest
-from stack_train.checkpoint.unit import read_arrays
+from stack_train.checkpoint.unit import read_array
 
 __all__ = ["CONFIG", "DATA_BYTES", "DATA_JSON", "data_state_of", "read_state"]
 
@@ -40,7 +40,7 @@ def read_state(checkpoint: Path, abstract: Any, *, under: str = "") -> tuple[Man
     wanted = named_leaves({under: abstract} if under else abstract)
     records = {name: record for name, record in manifest.leaves.items() if _within(name, under)}
     _check_structure(checkpoint, records, wanted)
-    leaves = _read_leaves(checkpoint, records, wanted)
+    leaves = {name: _read_leaf(checkpoint, records[name].part, name, leaf) for name, leaf in wanted.items()}
     _check_digests(checkpoint, records, leaves)
     return manifest, documents, jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in wanted])
 
@@ -56,7 +56,7 @@ def data_state_of(checkpoint: Path, documents: Mapping[str, bytes]) -> dict[str,
     if DATA_BYTES in documents:
         return documents[DATA_BYTES]
     raise CheckpointIncomplete(
-        f"Checkpoint {checkpoint} holds weights without the state of the data iterator, so training cannot go on from it. "
+        f"Checkpoint {checkpoint} holds weights without the state of the data iterator; training cannot go on from it. "
         f"To start a new run from its weights, set trainer.init_from={str(checkpoint.parent.parent)!r} "
         "and give that run an output directory of its own."
     )
@@ -77,21 +77,15 @@ def _check_structure(checkpoint: Path, records: Mapping[str, LeafRecord], wanted
         )
 
 
-def _read_leaves(checkpoint: Path, records: Mapping[str, LeafRecord], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    parts: dict[int, dict[str, Any]] = {}
-    for name, leaf in wanted.items():
-        parts.setdefault(records[name].part, {})[name] = leaf
-    leaves: dict[str, Any] = {}
-    for part, named in parts.items():
-        try:
-            leaves |= read_arrays(checkpoint, part, named)
-        except Exception as error:  # Of damaged files Orbax, TensorStore and their codecs raise exceptions of any type.
-            if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-                raise
-            raise CheckpointDamaged(
-                f"Checkpoint {checkpoint} is damaged: its arrays cannot be read ({type(error).__name__}: {error})."
-            ) from error
-    return leaves
+def _read_leaf(checkpoint: Path, part: int, name: str, leaf: Any) -> Any:
+    try:
+        return read_array(checkpoint, part, name, leaf)
+    except Exception as error:  # Of damaged files Orbax, TensorStore and their codecs raise exceptions of any type.
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        raise CheckpointDamaged(
+            f"Checkpoint {checkpoint} is damaged: leaf {name!r} cannot be read ({type(error).__name__}: {error})."
+        ) from error
 
 
 def _check_digests(checkpoint: Path, records: Mapping[str, LeafRecord], leaves: Mapping[str, Any]) -> None:

@@ -83,7 +83,11 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, directory: str | Path, config: CheckpointConfig | None = None, *, emit: Callable[[Event], None] | None = None
+        self,
+        directory: str | Path,
+        config: CheckpointConfig | None = None,
+        *,
+        emit: Callable[[Event], None] | None = None,
     ) -> None:
         self.config = config or CheckpointConfig()
         self._directory = CheckpointDirectory(Path(directory).absolute())

@@ -27,7 +27,8 @@ def weight_parts(
             raise CheckpointError(f"Parameter {path!r} was given twice.")
         if part and size_bytes + array.nbytes > part_bytes:
             yield part
-            part, size_bytes, index = {}, 0, index + 1
+            part, size_bytes = dict[str, Any](), 0
+            index += 1
         records[name] = LeafRecord(spec_of(array), array_digests({name: array})[name], index)
         part[name] = array
         size_bytes += array.nbytes

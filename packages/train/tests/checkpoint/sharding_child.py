@@ -1,0 +1,45 @@
+"""Run as a script on 8 host devices: digests and checkpoints of sharded arrays. Its argument is a directory."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from stack_train.checkpoint import CheckpointStore
+from stack_train.checkpoint.digest import _digest_sums, array_digests
+
+SPECS = [(), ("fsdp",), (None, "fsdp"), ("fsdp", "tensor"), (("tensor", "fsdp"), None), (None, ("fsdp", "tensor"))]
+
+
+def main(directory: str) -> None:
+    assert jax.device_count() == 8
+    mesh = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
+    shardings = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in SPECS]
+    array = np.random.default_rng(0).standard_normal((16, 24)).astype(np.float32)
+    placed = {str(sharding.spec): jax.device_put(array, sharding) for sharding in shardings}
+    assert len({*array_digests(placed).values(), *array_digests({"host": array}).values()}) == 1
+    for sharding in shardings:
+        compiled = _digest_sums.lower(jax.ShapeDtypeStruct((16, 24), jnp.float32, sharding=sharding)).compile()
+        assert "f32[16,24]{1,0} all-gather" not in compiled.as_text(), sharding.spec
+    state = {"params": placed, "key": jax.device_put(jax.random.key(3), shardings[0])}
+    with CheckpointStore(directory) as store:
+        store.save(1, state, {}, "")
+        for moved in (shardings[1:] + shardings[:1], [None] * len(shardings)):
+            abstract = {
+                "params": {
+                    name: jax.ShapeDtypeStruct((16, 24), jnp.float32, sharding=sharding)
+                    for name, sharding in zip(placed, moved, strict=True)
+                },
+                "key": state["key"],
+            }
+            restored = store.restore(abstract).state
+            for name, sharding in zip(placed, moved, strict=True):
+                assert np.array_equal(restored["params"][name], array)
+                assert sharding is None or restored["params"][name].sharding == sharding
+            assert jax.random.uniform(restored["key"]) == jax.random.uniform(jax.random.key(3))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

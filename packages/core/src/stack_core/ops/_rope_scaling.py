@@ -5,7 +5,7 @@ f_i = theta^(-2i / r), i = 0 ... r/2 - 1, in radians per position.
 """
 
 import math
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ __all__ = [
 Frequencies: TypeAlias = tuple[Any, float]
 
 
+@runtime_checkable
 class RopeScalingMethod(Protocol):
     """What `rope` needs of a scaling; a class outside core fits when it is hashable and has this method."""
 

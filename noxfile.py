@@ -50,7 +50,7 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-def format(session: nox.Session) -> None:
+def fix(session: nox.Session) -> None:
     """Repairs what `lint` can repair."""
     _install(session, groups=("lint",))
     session.run("ruff", "check", "--fix")

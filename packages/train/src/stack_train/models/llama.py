@@ -21,7 +21,9 @@ from stack_core.errors import ConfigError, ShapeError
 from stack_core.mesh import constrain
 from stack_core.protocols import AttentionSpec, KVCache
 from stack_train.models.cache import DenseKVCache
+from stack_train.models.config_map import ConfigField, ConfigMap
 from stack_train.models.layers import FloatName, Linear, RematPolicy, scan_layers, stack_layers
+from stack_train.models.weight_map import WeightRule, linear_rules
 
 __all__ = ["FAMILY", "Llama", "LlamaConfig", "LlamaFamily"]
 
@@ -249,13 +251,60 @@ class Llama(nnx.Module):
 
 
 class LlamaFamily:
-    """The `ModelFamily` of Llama."""
+    """The `ModelFamily` of Llama, and how it is called in Hugging Face checkpoints."""
 
     name = "llama"
     config_class = LlamaConfig
+    config_map = ConfigMap(
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        fields=(
+            ConfigField("vocab_size", "vocab_size", 32_000),
+            ConfigField("hidden_size", "embed", 4096),
+            ConfigField("num_hidden_layers", "layers", 32),
+            ConfigField("num_attention_heads", "heads", 32),
+            ConfigField("num_key_value_heads", "kv_heads", None, "kv_head_count"),
+            ConfigField("head_dim", "head_dim", None, "head_size"),
+            ConfigField("intermediate_size", "mlp", 11_008),
+            ConfigField("max_position_embeddings", "max_positions", 2048),
+            ConfigField("rms_norm_eps", "norm_epsilon", 1e-6),
+            ConfigField("attention_bias", "attention_bias", False),
+            ConfigField("mlp_bias", "mlp_bias", False),
+            ConfigField("tie_word_embeddings", "tie_embeddings", False),
+            ConfigField("initializer_range", "initializer_std", 0.02),
+        ),
+        fixed={"hidden_act": "silu", "pretraining_tp": 1},
+    )
 
     def build(self, config: LlamaConfig, *, key: jax.Array) -> Llama:
         return Llama(config, key=key)
+
+    def weight_rules(self, config: LlamaConfig) -> tuple[WeightRule, ...]:
+        """One rule a parameter, in the order in which a checkpoint is read and written."""
+        layer = "model.layers.{layer}"
+        attention = {
+            f"blocks/attention/{ours}": f"{layer}.self_attn.{theirs}_proj"
+            for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"), ("output", "o"))
+        }
+        feed_forward = {f"blocks/feed_forward/{name}": f"{layer}.mlp.{name}_proj" for name in ("gate", "up", "down")}
+        head = WeightRule("head", "lm_head.weight", transposed=True)
+        return (
+            WeightRule("embedding", "model.embed_tokens.weight"),
+            WeightRule("blocks/attention_norm", f"{layer}.input_layernorm.weight"),
+            *linear_rules(attention, use_bias=config.attention_bias),
+            WeightRule("blocks/feed_forward_norm", f"{layer}.post_attention_layernorm.weight"),
+            *linear_rules(feed_forward, use_bias=config.mlp_bias),
+            WeightRule("norm", "model.norm.weight"),
+            *(() if config.tie_embeddings else (head,)),
+        )
+
+    def redundant_tensors(self, config: LlamaConfig) -> dict[str, str | None]:
+        """Tensors that a checkpoint may hold besides: the name of the tensor that each repeats, None if nothing reads it.
+
+        "{layer}" stands for any layer.
+        """
+        tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_embeddings else {}
+        return {**tied, "model.layers.{layer}.self_attn.rotary_emb.inv_freq": None}
 
 
 FAMILY = LlamaFamily()

@@ -1,0 +1,69 @@
+"""`stack convert`: weights between run directories and other checkpoint formats."""
+
+import dataclasses
+import json as json_format
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from stack_core.errors import ConversionError, nearest
+from stack_core.plugins import registries
+
+__all__ = ["convert"]
+
+
+def convert(source: str, destination: str, /, *, json: Annotated[bool, Parameter(negative=())] = False) -> None:
+    """Convert weights: stack convert hf:DIR RUN, or stack convert RUN hf:DIR
+
+    Nothing is overwritten, and a conversion that fails leaves nothing behind.
+
+    Args:
+      source: a run directory, or `hf:` and a directory with a Hugging Face checkpoint.
+      destination: the other of the two; it must not exist.
+      json: print machine-readable results.
+    """
+    from_format, from_path = _split(source)
+    to_format, to_path = _split(destination)
+    if (from_format is None) == (to_format is None):
+        raise ConversionError(
+            f"Cannot convert {source!r} to {destination!r}: one of the two is a run directory, the other FORMAT:DIR "
+            f"with a format among {', '.join(registries.checkpoint_formats.names())}."
+        )
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
+        task = bar.add_task("converting", total=None)
+
+        def report(path: str, done_bytes: int, total_bytes: int) -> None:
+            bar.update(task, description=path, completed=done_bytes, total=total_bytes)
+
+        if from_format is not None:
+            result = from_format.import_run(from_path, to_path, progress=report)
+        else:
+            result = to_format.export_run(from_path, to_path, progress=report)
+    if json:
+        print(json_format.dumps(dataclasses.asdict(result), default=str))
+        return
+    kept = f"; kept {', '.join(result.kept)}" if result.kept else "; it has no tokenizer"
+    print(f"{result.destination}: {result.parameters:,} parameters in {result.dtype}{kept}")
+
+
+def _split(address: str) -> tuple[Any, Path]:
+    """Returns the checkpoint format that an address names, or None for a run directory, and the path."""
+    scheme, separator, path = address.partition(":")
+    if not separator or "/" in scheme:
+        return None, Path(address)
+    if scheme not in registries.checkpoint_formats:
+        known = registries.checkpoint_formats.names()
+        raise ConversionError(
+            f"Unknown checkpoint format {scheme!r} in {address!r}.{nearest(scheme, known)} Known: {', '.join(known)}."
+        )
+    return registries.checkpoint_formats[scheme], Path(path)

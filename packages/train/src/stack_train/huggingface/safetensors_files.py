@@ -1,0 +1,168 @@
+"""Reading and writing safetensors files one tensor at a time.
+
+A file is the header's size in bytes (uint64, little-endian), the header (JSON: name -> dtype, shape, the first and the
+last byte after the header), and the tensors, row-major and without gaps. The safetensors library writes a file from a
+mapping that holds all tensors at once, and has no bfloat16 for NumPy; hence this module.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from stack_core.errors import ConversionError
+
+__all__ = ["INDEX", "SINGLE", "StoredTensor", "TensorSpec", "plan_shards", "read_tensors", "write_shards"]
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LARGEST_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor without its values."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    Attributes:
+      dtype: the name in the file; `numpy_dtype` is None where it is none of F32, F16 and BF16.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    size_bytes: int
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any] | None:
+        return _DTYPES.get(self.dtype)
+
+    def read(self) -> np.ndarray:
+        """Reads the values; the file was found to be as long as its header says."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset_bytes)
+            raw = np.fromfile(file, np.uint8, count=self.size_bytes)
+        return raw.view(self.numpy_dtype).reshape(self.shape)
+
+
+def read_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Finds the tensors of a checkpoint, in one file or in those that its index names; reads headers only.
+
+    Raises:
+      ConversionError: there is none, a file is missing or damaged, or index and files disagree.
+    """
+    if not (directory / INDEX).is_file():
+        if not (directory / SINGLE).is_file():
+            raise ConversionError(f"{directory} holds neither {SINGLE} nor {INDEX}; other weight formats are not read.")
+        return _read_header(directory / SINGLE)
+    try:
+        located = json.loads((directory / INDEX).read_bytes())["weight_map"]
+        files = sorted(set(located.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(f"{directory / INDEX} cannot be read: {type(error).__name__}: {error}.") from error
+    tensors = {name: tensor for file in files for name, tensor in _read_header(directory / file).items()}
+    absent = [f"{name} ({file})" for name, file in located.items() if name not in tensors]
+    unlisted = [name for name in tensors if name not in located]
+    if absent or unlisted:
+        raise ConversionError(
+            f"{directory / INDEX} and its files disagree. Listed, but not there: {', '.join(absent) or 'none'}. "
+            f"There, but not listed: {', '.join(unlisted) or 'none'}. Download the checkpoint again."
+        )
+    return tensors
+
+
+def plan_shards(specs: Iterable[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
+    """Cuts a sequence of tensors into files of at most `max_shard_bytes`, or of one tensor that is larger."""
+    shards: list[list[TensorSpec]] = [[]]
+    size_bytes = 0
+    for spec in specs:
+        if shards[-1] and size_bytes + spec.size_bytes > max_shard_bytes:
+            shards.append([])
+            size_bytes = 0
+        shards[-1].append(spec)
+        size_bytes += spec.size_bytes
+    return shards
+
+
+def write_shards(
+    directory: Path, shards: Sequence[Sequence[TensorSpec]], tensors: Iterable[tuple[str, np.ndarray]]
+) -> None:
+    """Writes the tensors, which come in the planned order, to one file, or to several and their index."""
+    incoming = iter(tensors)
+    count = len(shards)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)] if count > 1 else [SINGLE]
+    for name, specs in zip(names, shards, strict=True):
+        with (directory / name).open("wb") as file:
+            file.write(_header(specs))
+            for spec in specs:
+                tensor_name, tensor = next(incoming)
+                if (tensor_name, tensor.dtype, tensor.shape) != (spec.name, spec.dtype, spec.shape):
+                    raise ValueError(f"{tensor_name} {tensor.dtype}{tensor.shape} came where {spec} was planned.")
+                file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+            file.flush()
+            os.fsync(file.fileno())
+    if count > 1:
+        located = {spec.name: name for name, specs in zip(names, shards, strict=True) for spec in specs}
+        total_bytes = sum(spec.size_bytes for specs in shards for spec in specs)
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": located}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _header(specs: Sequence[TensorSpec]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for spec in specs:
+        end = start + spec.size_bytes
+        header[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [start, end]}
+        start = end
+    content = json.dumps(header).encode()
+    content += b" " * (-len(content) % 8)
+    return len(content).to_bytes(8, "little") + content
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    try:
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if header_bytes > _LARGEST_HEADER_BYTES:
+                raise ValueError(f"its header claims {header_bytes:,} bytes")
+            header = json.loads(file.read(header_bytes))
+            file_bytes = file.seek(0, os.SEEK_END)
+        header.pop("__metadata__", None)
+        return {name: _stored(path, entry, 8 + header_bytes, file_bytes) for name, entry in header.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(
+            f"{path} is no whole safetensors file: {type(error).__name__}: {error}. Download it again."
+        ) from error
+
+
+def _stored(path: Path, entry: Mapping[str, Any], data_start: int, file_bytes: int) -> StoredTensor:
+    shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
+    tensor = StoredTensor(path, entry["dtype"], shape, data_start + start, end - start)
+    if not 0 <= start <= end or data_start + end > file_bytes:
+        raise ValueError(f"a tensor ends at byte {data_start + end:,} of {file_bytes:,}")
+    dtype = tensor.numpy_dtype
+    if dtype is not None and TensorSpec("", dtype, shape).size_bytes != tensor.size_bytes:
+        raise ValueError(f"a tensor of shape {shape} has {tensor.size_bytes:,} bytes")
+    return tensor

@@ -1,0 +1,164 @@
+"""A Hugging Face checkpoint, checked whole before the first of its values is read."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stack_core.config import parse
+from stack_core.errors import ConfigError, ConversionError, nearest
+from stack_core.plugins import registries
+from stack_train.checkpoint import named_leaves
+from stack_train.huggingface.safetensors_files import StoredTensor, read_tensors
+from stack_train.models.weight_map import WeightRule
+from stack_train.weights import abstract_params
+
+__all__ = ["HuggingFaceSource", "open_source", "read_config"]
+
+
+@dataclass(frozen=True)
+class HuggingFaceSource:
+    """A checkpoint whose every tensor has its place in a model.
+
+    Attributes:
+      config: of the model; `param_dtype` and `dtype` are those of the tensors.
+      shapes: of the model's parameters, by path.
+    """
+
+    directory: Path
+    family: Any
+    config: Any
+    tensors: Mapping[str, StoredTensor]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def total_bytes(self) -> int:
+        itemsize = np.dtype(self.config.param_dtype).itemsize
+        return sum(itemsize * int(np.prod(shape, dtype=np.int64)) for shape in self.shapes.values())
+
+    def leaves(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Reads the parameters one by one, each with its path; memory holds one of them and one tensor."""
+        for rule in self.family.weight_rules(self.config):
+            yield rule.parameter, self._leaf(rule)
+
+    def _leaf(self, rule: WeightRule) -> np.ndarray:
+        leaf = np.empty(self.shapes[rule.parameter], self.config.param_dtype)
+        for name, part in rule.tensors(leaf).items():
+            part[...] = self.tensors[name].read()
+        return leaf
+
+
+def open_source(directory: Path) -> HuggingFaceSource:
+    """Reads config and headers and checks that the checkpoint is the model's, tensor by tensor.
+
+    Raises:
+      ConversionError: the directory holds no checkpoint, its architecture or a feature of it is not supported, or
+        tensors are missing, unexpected, or of another shape or dtype; names all of them at once.
+    """
+    mapping = _read_config(directory)
+    family = _family_of(mapping, directory)
+    tensors = read_tensors(directory)
+    config = read_config(family, mapping)
+    shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(abstract_params(config)).items()}
+    dtype = _check_tensors(directory, family, config, shapes, tensors)
+    return HuggingFaceSource(directory, family, read_config(family, mapping, dtype=dtype), tensors, shapes)
+
+
+def read_config(family: Any, mapping: Mapping[str, Any], *, dtype: str = "float32") -> Any:
+    """Returns the config of the model that a `config.json` describes, held and computed in `dtype`.
+
+    Raises:
+      ConversionError: it describes no model, or one that the family does not have.
+    """
+    settings = {"family": family.name, "dtype": dtype, "param_dtype": dtype}
+    try:
+        return parse(family.config_class, {**family.config_map.read(mapping), **settings})
+    except ConfigError as error:
+        raise ConversionError(f"config.json describes no valid {family.name} model: {error}") from error
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    try:
+        mapping = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"{path} cannot be read: {error}. A Hugging Face checkpoint has one.") from error
+    if not isinstance(mapping, dict):
+        raise ConversionError(f"{path} holds a {type(mapping).__name__}; an object was expected.")
+    return mapping
+
+
+def _family_of(mapping: Mapping[str, Any], directory: Path) -> Any:
+    families = [registries.models[name] for name in registries.models]
+    known = {family.config_map.architecture: family for family in families if hasattr(family, "config_map")}
+    architectures = mapping.get("architectures") or ["none"]
+    if architectures[0] not in known:
+        raise ConversionError(
+            f"{directory} is of architecture {architectures[0]!r}, which no installed model has."
+            f"{nearest(str(architectures[0]), known)} Supported: {', '.join(sorted(known)) or 'none'}."
+        )
+    return known[architectures[0]]
+
+
+def _check_tensors(
+    directory: Path,
+    family: Any,
+    config: Any,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, StoredTensor],
+) -> str:
+    """Returns the dtype that all tensors share."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for rule in family.weight_rules(config):
+        expected |= rule.tensor_shapes(shapes[rule.parameter])
+    problems = [f"{name} is missing; expected shape {shape}" for name, shape in expected.items() if name not in tensors]
+    problems += [
+        f"{name} has shape {tensors[name].shape}; expected {shape}"
+        for name, shape in expected.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    problems += [
+        f"{name} has dtype {tensors[name].dtype}; F32, F16 and BF16 are read"
+        for name in expected
+        if name in tensors and tensors[name].numpy_dtype is None
+    ]
+    for name in tensors.keys() - expected.keys():
+        problems += _problem_of_extra(name, tensors, family.redundant_tensors(config))
+    dtypes = {str(tensors[name].numpy_dtype) for name in expected if name in tensors}
+    if len(dtypes) > 1 and not problems:
+        problems = [f"{name} is {tensors[name].numpy_dtype}" for name in expected]
+    if problems:
+        raise ConversionError(
+            f"The weights in {directory} are not those of its config.json, or not of one dtype "
+            f"({len(problems)} tensors):\n  " + "\n  ".join(sorted(problems))
+        )
+    return dtypes.pop()
+
+
+def _problem_of_extra(
+    name: str, tensors: Mapping[str, StoredTensor], redundant: Mapping[str, str | None]
+) -> list[str]:
+    for pattern, original in redundant.items():
+        if re.fullmatch(re.escape(pattern).replace(re.escape("{layer}"), r"\d+"), name):
+            same = original is None or original not in tensors or _equal(tensors[name], tensors[original])
+            return [] if same else [f"{name} differs from {original}, to which config.json ties it"]
+    return [f"{name} is unexpected; it has shape {tensors[name].shape}"]
+
+
+def _equal(left: StoredTensor, right: StoredTensor) -> bool:
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    with left.path.open("rb") as left_file, right.path.open("rb") as right_file:
+        left_file.seek(left.offset_bytes)
+        right_file.seek(right.offset_bytes)
+        remaining = left.size_bytes
+        while remaining:
+            chunk_bytes = min(remaining, 1 << 24)
+            if left_file.read(chunk_bytes) != right_file.read(chunk_bytes):
+                return False
+            remaining -= chunk_bytes
+    return True

@@ -1,0 +1,247 @@
+import dataclasses
+import json
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import safetensors
+from tokenizers import Tokenizer, models
+
+from stack_core.errors import CheckpointDamaged, ConversionError, RunDirectoryError
+from stack_train.huggingface import FORMAT
+from stack_train.weights import load_params, run_config
+
+
+def raw_tensors(directory):
+    """Every tensor's dtype, shape and bytes, as the safetensors library reads them."""
+    found = {}
+    for path in directory.glob("*.safetensors"):
+        found |= {name: (e["dtype"], tuple(e["shape"]), bytes(e["data"])) for name, e in safetensors.deserialize(path.read_bytes())}
+    return found
+
+
+def entries(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize(
+    ("files", "config"),
+    [
+        (1, {}),
+        (3, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+        (1, {"num_key_value_heads": 4, "head_dim": 6, "vocab_size": 37, "num_hidden_layers": 1}),
+    ],
+)
+def test_round_trip_is_bitwise(make_checkpoint, tmp_path, dtype, files, config):
+    source, _ = make_checkpoint(dtype=dtype, files=files, **config)
+    FORMAT.import_run(source, tmp_path / "run")
+    FORMAT.export_run(tmp_path / "run", tmp_path / "back", max_shard_bytes=3000 if files > 1 else 10**9)
+    assert raw_tensors(tmp_path / "back") == raw_tensors(source)
+    assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert (tmp_path / "back" / "model.safetensors.index.json").exists() == (files > 1)
+
+
+def test_values_land_transposed_and_stacked(make_checkpoint, tmp_path):
+    source, tensors = make_checkpoint()
+    result = FORMAT.import_run(source, tmp_path / "run")
+    config = run_config(tmp_path / "run").model
+    assert (config.embed, config.kv_heads, config.param_dtype, config.dtype) == (16, 2, "float32", "float32")
+    params = load_params(tmp_path / "run", config)
+    name = "model.layers.2.self_attn.k_proj.weight"
+    np.testing.assert_array_equal(params["blocks"]["attention"]["key"]["kernel"][2], tensors[name].T)
+    np.testing.assert_array_equal(params["head"], tensors["lm_head.weight"].T)
+    assert result.parameters == sum(tensor.size for tensor in tensors.values())
+
+
+def test_parameters_are_cast_where_the_config_asks_for_it(make_checkpoint, tmp_path):
+    source, tensors = make_checkpoint(dtype="BF16")
+    FORMAT.import_run(source, tmp_path / "run")
+    wide = dataclasses.replace(run_config(tmp_path / "run").model, param_dtype="float32")
+    params = load_params(tmp_path / "run", wide)
+    np.testing.assert_array_equal(params["norm"], tensors["model.norm.weight"].astype(np.float32))
+
+
+def test_tokenizer_template_and_configs_are_kept_byte_for_byte(make_checkpoint, tmp_path):
+    source, _ = make_checkpoint()
+    files = {
+        "tokenizer.json": Tokenizer(models.WordLevel({"a": 0})).to_str().encode(),
+        "tokenizer_config.json": b'{"eos_token":   null}\n\n',
+        "chat_template.jinja": "{{ messages }} \u00e9\n".encode(),
+        "generation_config.json": b'{"eos_token_id": [1,   2]}',
+    }
+    for name, content in files.items():
+        (source / name).write_bytes(content)
+    result = FORMAT.import_run(source, tmp_path / "run")
+    assert set(files) < set(result.kept)
+    FORMAT.export_run(tmp_path / "run", tmp_path / "back")
+    assert {name: (tmp_path / "back" / name).read_bytes() for name in files} == files
+
+
+def test_changed_model_is_exported_with_its_own_config(make_checkpoint, tmp_path):
+    source, _ = make_checkpoint()
+    FORMAT.import_run(source, tmp_path / "run")
+    text = (tmp_path / "run" / "config.yaml").read_text()
+    (tmp_path / "run" / "config.yaml").write_text(text.replace("max_positions: 64", "max_positions: 128"))
+    FORMAT.export_run(tmp_path / "run", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["max_position_embeddings"] == 128
+
+
+def test_every_wrong_tensor_is_named_at_once(make_checkpoint, tmp_path):
+    def edit(tensors):
+        del tensors["model.norm.weight"]
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.mlp.up_proj.weight"] = np.zeros((3, 4), np.float32)
+        tensors["model.layers.0.mlp.extra.weight"] = np.zeros((2,), np.float32)
+        tensors["lm_head.weight"] = np.zeros((53, 16), np.int32)
+
+    source, _ = make_checkpoint(edit=edit)
+    with pytest.raises(ConversionError) as caught:
+        FORMAT.import_run(source, tmp_path / "run")
+    message = str(caught.value)
+    assert "5 tensors" in message
+    assert "model.norm.weight is missing; expected shape (16,)" in message
+    assert "model.layers.1.mlp.up_proj.weight is missing" in message
+    assert "model.layers.0.mlp.up_proj.weight has shape (3, 4); expected (20, 16)" in message
+    assert "model.layers.0.mlp.extra.weight is unexpected" in message
+    assert "lm_head.weight has dtype I32" in message
+    assert entries(tmp_path) == ["hf"]
+
+
+def test_mixed_dtypes_are_refused(make_checkpoint, tmp_path):
+    def edit(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float16)
+
+    source, _ = make_checkpoint(edit=edit)
+    with pytest.raises(ConversionError, match="model.norm.weight is float16"):
+        FORMAT.import_run(source, tmp_path / "run")
+
+
+def test_a_repeated_tied_head_has_to_be_the_embedding(make_checkpoint, tmp_path):
+    def repeat(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+        tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = np.ones((2,), np.float32)
+
+    same, _ = make_checkpoint("same", tie_word_embeddings=True, edit=repeat)
+    FORMAT.import_run(same, tmp_path / "run")
+
+    def differ(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+
+    different, _ = make_checkpoint("different", tie_word_embeddings=True, edit=differ)
+    with pytest.raises(ConversionError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        FORMAT.import_run(different, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLn"]}, "Did you mean 'LlamaForCausalLM'"),
+        ({"architectures": None}, "architecture 'none'"),
+        ({"sliding_window": 4096}, "sliding_window=4096"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu', not 'silu'"),
+        ({"rope_scaling": {"rope_type": "yarm", "factor": 2.0}}, "Did you mean 'yarn'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"num_key_value_heads": 3}, "heads=4 is no multiple of kv_heads=3"),
+    ],
+)
+def test_unsupported_configs_are_refused_by_name(make_checkpoint, tmp_path, config, message):
+    source, _ = make_checkpoint()
+    mapping = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**mapping, **config}))
+    with pytest.raises(ConversionError, match=message):
+        FORMAT.import_run(source, tmp_path / "run")
+    assert entries(tmp_path) == ["hf"]
+
+
+def test_nothing_is_overwritten(make_checkpoint, tmp_path):
+    source, _ = make_checkpoint()
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ConversionError, match="exists already"):
+        FORMAT.import_run(source, tmp_path / "run")
+    FORMAT.import_run(source, tmp_path / "other")
+    with pytest.raises(ConversionError, match="exists already"):
+        FORMAT.export_run(tmp_path / "other", source)
+    assert entries(tmp_path / "run") == []
+
+
+def test_a_truncated_file_is_refused(make_checkpoint, tmp_path):
+    source, _ = make_checkpoint()
+    content = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(content[:-10])
+    with pytest.raises(ConversionError, match="no whole safetensors file"):
+        FORMAT.import_run(source, tmp_path / "run")
+    (source / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ConversionError, match="no whole safetensors file"):
+        FORMAT.import_run(source, tmp_path / "run")
+
+
+def test_an_index_that_disagrees_with_its_files_is_refused(make_checkpoint, tmp_path):
+    source, _ = make_checkpoint(files=2)
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"].pop("model.norm.weight")
+    index["weight_map"]["model.gone.weight"] = "model-0.safetensors"
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConversionError, match=r"model.gone.weight.*not listed: model.norm.weight"):
+        FORMAT.import_run(source, tmp_path / "run")
+
+
+def test_a_failure_midway_leaves_nothing(make_checkpoint, tmp_path):
+    source, _ = make_checkpoint()
+
+    def fail(path, done_bytes, total_bytes):
+        if done_bytes > total_bytes / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        FORMAT.import_run(source, tmp_path / "run", progress=fail)
+    assert entries(tmp_path) == ["hf"]
+    FORMAT.import_run(source, tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        FORMAT.export_run(tmp_path / "run", tmp_path / "back", progress=fail)
+    assert entries(tmp_path) == ["hf", "run"]
+
+
+def test_a_directory_without_a_run_or_with_a_damaged_one(make_checkpoint, tmp_path):
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        FORMAT.export_run(tmp_path / "nothing", tmp_path / "back")
+    source, _ = make_checkpoint()
+    FORMAT.import_run(source, tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints").rglob("*"):
+        if path.is_file() and "/d/" in str(path):
+            path.write_bytes(b"\0" * path.stat().st_size)
+    with pytest.raises(CheckpointDamaged):
+        FORMAT.export_run(tmp_path / "run", tmp_path / "back")
+    assert entries(tmp_path) == ["hf", "run"]
+
+
+MEMORY_SCRIPT = """
+    import resource, sys
+    from pathlib import Path
+    from stack_train.huggingface import FORMAT
+
+    source, small, run, back = map(Path, sys.argv[1:])
+    FORMAT.import_run(small, run.with_name("warm"))
+    FORMAT.export_run(run.with_name("warm"), run.with_name("warm_back"))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    FORMAT.import_run(source, run)
+    FORMAT.export_run(run, back)
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_memory_holds_a_few_leaves_and_not_the_checkpoint(make_checkpoint, tmp_path):
+    small, _ = make_checkpoint("small")
+    big, tensors = make_checkpoint(
+        "big", dtype="BF16", hidden_size=1024, intermediate_size=8192, num_hidden_layers=40, vocab_size=2000
+    )
+    script = textwrap.dedent(MEMORY_SCRIPT)
+    arguments = [str(path) for path in (big, small, tmp_path / "run", tmp_path / "back")]
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    assert total_bytes > 2.2e9
+    assert int(done.stdout) < total_bytes / 2

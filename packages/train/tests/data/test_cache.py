@@ -1,3 +1,4 @@
+import errno
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,16 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"Cannot write the data cache under .* set XDG_CACHE_HOME"):
         cached(tmp_path / "file" / "key", _write)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    def build(folder: Path) -> None:
+        _write(folder)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(DataError, match=r"No space left on device. Free space there"):
+        cached(tmp_path / "key", build)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_default_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -76,6 +76,14 @@ def test_content_digest_does_not_depend_on_where_the_files_lie(
     assert tokenize(Given("other"), tokenizer, tmp_path).content_digest != here.content_digest
 
 
+def test_content_digest_covers_the_tokens(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+    before = tokenize(Given("the fox"), tokenizer, tmp_path).content_digest
+    tokenizer.digest = "of another tokenizer"
+    encode_batch = tokenizer.encode_batch
+    tokenizer.encode_batch = lambda texts: [ids + 1 for ids in encode_batch(texts)]
+    assert tokenize(Given("the fox"), tokenizer, tmp_path).content_digest != before
+
+
 def test_mistakes_are_named_and_leave_nothing(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
     tmp_path = tmp_path / "other"
     with pytest.raises(DataError, match="changed while they were read"):

@@ -16,8 +16,8 @@ from stack_core.ops._dispatch import Implementation, dispatch
 
 __all__ = ["REFERENCE", "attention"]
 
-_CHUNK_BYTES = 64 * 2**20
-_FEWEST_ROWS = 128
+_CHUNK_BYTES = 4 * 2**20
+_FEWEST_ROWS = 64
 
 
 def attention(
@@ -167,15 +167,20 @@ def _reference(
     positions = jnp.arange(q_seq)[None, :] + jnp.asarray(query_offset).reshape(-1, 1)
     q_segments, kv_segments = segment_ids or (None, None)
     by_query = {"query": query, "positions": positions, "bias": bias, "mask": mask, "q_segments": q_segments}
+    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
     if chunks <= 1:
         return _attend(**by_query, key=key, value=value, kv_segments=kv_segments, **options)
 
     query_axis = {"query": 1, "positions": 1, "bias": 2, "mask": 2, "q_segments": 1}
-    looped = {name: _split(x, query_axis[name], chunks) for name, x in by_query.items() if _is_per_query(x, query_axis[name])}
+    looped = {
+        name: _split(x, query_axis[name], chunks)
+        for name, x in by_query.items()
+        if x is not None and x.shape[query_axis[name]] > 1
+    }
     shared = {name: x for name, x in by_query.items() if name not in looped}
     # The loop sums the gradients of key and value over its chunks in their own dtype, which has to be fp32.
-    wide = accurate_dtype(key.dtype)
-    key, value, dtype = key.astype(wide), value.astype(wide), key.dtype
+    dtype, wide = key.dtype, accurate_dtype(key.dtype)
+    key, value = key.astype(wide), value.astype(wide)
 
     @jax.checkpoint
     def attend_chunk(chunk: Any) -> Any:
@@ -183,10 +188,6 @@ def _reference(
         return _attend(**chunk, **shared, **narrow, kv_segments=kv_segments, **options)
 
     return jax.tree.map(lambda x: _joined(x, q_seq), lax.map(attend_chunk, looped))
-
-
-def _is_per_query(array: Any, axis: int) -> bool:
-    return array is not None and array.shape[axis] != 1
 
 
 def _split(array: Any, axis: int, chunks: int) -> Any:
@@ -222,35 +223,42 @@ def _attend(
     scale: float,
     return_lse: bool,
 ) -> Any:
-    """Attention of queries that are few enough for their scores to be formed, as [batch, kv_heads, group, rows, kv_seq]."""
+    """Attention of queries that are few enough for their scores to be formed.
+
+    Key and value come as [batch, kv_heads, kv_seq, head_dim]; the scores are [batch, kv_heads, group, rows, kv_seq].
+    """
     batch, rows, heads, head_dim = query.shape
-    kv_heads = key.shape[2]
-    grouped = query.reshape(batch, rows, kv_heads, heads // kv_heads, head_dim)
+    kv_heads, kv_seq = key.shape[1:3]
     accurate = accurate_dtype(query.dtype)
-    scores = contract("bqkgd,bskd->bkgqs", grouped, key, accurate) * scale
+    grouped = query.reshape(batch, rows, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
+    scores = contract("bhqd,bhkd->bhqk", grouped.reshape(batch, kv_heads, -1, head_dim), key, accurate) * scale
+    scores = scores.reshape(batch, kv_heads, -1, rows, kv_seq)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     if bias is not None:
         scores = scores + _by_group(bias, kv_heads).astype(accurate)
-    allowed = _allowed(positions, key.shape[1], causal, window, kv_lengths, q_segments, kv_segments)
+    allowed = _allowed(positions, kv_seq, causal, window, kv_lengths, q_segments, kv_segments)
     for condition in (allowed, None if mask is None else _by_group(mask, kv_heads)):
         if condition is not None:
             scores = jnp.where(condition, scores, -jnp.inf)
 
-    sink = None if sinks is None else sinks.astype(accurate).reshape(kv_heads, -1, 1)
-    largest = jnp.max(scores, axis=-1, initial=-jnp.inf)
-    largest = largest if sink is None else jnp.maximum(largest, sink)
-    largest = lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0.0))
+    largest = jnp.maximum(jnp.max(scores, axis=-1, initial=-jnp.inf), jnp.finfo(accurate).min)
+    if sinks is not None:
+        sinks = sinks.astype(accurate).reshape(kv_heads, -1, 1)
+        largest = jnp.maximum(largest, sinks)
+    largest = lax.stop_gradient(largest)
     weights = jnp.exp(scores - largest[..., None])
     denominator = jnp.sum(weights, axis=-1)
-    denominator = denominator if sink is None else denominator + jnp.exp(sink - largest)
-    safe = jnp.where(denominator > 0, denominator, 1.0)
-    output = contract("bkgqs,bskd->bkgqd", weights.astype(value.dtype), value, accurate) / safe[..., None]
-    output = jnp.moveaxis(output, 3, 1).reshape(query.shape).astype(query.dtype)
+    if sinks is not None:
+        denominator = denominator + jnp.exp(sinks - largest)
+    safe = jnp.maximum(denominator, 0.5)  # It is at least 1, unless there is nothing to attend to.
+    flat_weights = weights.astype(value.dtype).reshape(batch, kv_heads, -1, kv_seq)
+    output = contract("bhqk,bhkd->bhqd", flat_weights, value, accurate).reshape(*safe.shape, head_dim) / safe[..., None]
+    output = output.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
     if not return_lse:
         return output
     lse = jnp.where(denominator > 0, jnp.log(safe) + largest, -jnp.inf)
-    return output, jnp.moveaxis(lse, 3, 1).reshape(batch, rows, heads)
+    return output, lse.transpose(0, 3, 1, 2).reshape(batch, rows, heads)
 
 
 def _by_group(array: Any, kv_heads: int) -> Any:

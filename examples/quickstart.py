@@ -32,12 +32,14 @@ def main() -> None:
     say("3. Generate.")
     prompt = "def read_file(path):\n"
     subprocess.run(
-        [*STACK, "generate", str(directory), "--prompt", prompt, "--max-tokens", "80", "--temperature", "0.7"], check=True
+        [*STACK, "generate", str(directory), "--prompt", prompt, "--max-tokens", "80", "--temperature", "0.7"],
+        check=True,
     )
 
     say(
         f"Validation loss {summary['validation_loss']:.3f} nats per token after {summary['step']} steps, "
-        f"{summary['tokens_per_s']:,.0f} tokens/s; {time.monotonic() - started_s:.0f} s in all. The run is in {directory}."
+        f"{summary['tokens_per_s']:,.0f} tokens/s; {time.monotonic() - started_s:.0f} s in all. "
+        f"The run is in {directory}."
     )
 
 

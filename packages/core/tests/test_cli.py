@@ -11,7 +11,9 @@ from stack_core.errors import ConfigError
 
 
 def stack(*arguments):
-    return subprocess.run([sys.executable, "-m", "stack_core.cli", *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-m", "stack_core.cli", *arguments], check=False, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_help_lists_commands_without_importing_jax():
@@ -20,14 +22,18 @@ def test_help_lists_commands_without_importing_jax():
         "try: main(['--help'])\nexcept SystemExit: pass\n"
         "print('jax' in sys.modules, 'pydantic' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
     assert "plugins" in done.stdout
     assert done.stdout.rstrip().endswith("False False")
 
 
 def test_importing_core_is_pure_and_brings_no_jax():
-    code = "import sys, stack_core; print(sorted(m for m in ('jax', 'pydantic', 'rich', 'cyclopts') if m in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    code = (
+        "import sys, stack_core; print(sorted(m for m in ('jax', 'pydantic', 'rich', 'cyclopts') if m in sys.modules))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True).stdout.strip() == "[]"
+    )
 
 
 def test_plugins_as_json():

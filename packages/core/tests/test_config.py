@@ -34,8 +34,12 @@ class Profile:
     every: int = 5
 
 
-SHAPES = Registry("shapes", lambda: ({"square": Entry("square", Square, "p"), "circle": Entry("circle", Circle, "p")}, {}))
-SECTIONS = Registry("configs", lambda: ({"profile": Entry("profile", Profile, "p")}, {}), lambda kind, name: "stack-quant")
+SHAPES = Registry(
+    "shapes", lambda: ({"square": Entry("square", Square, "p"), "circle": Entry("circle", Circle, "p")}, {})
+)
+SECTIONS = Registry(
+    "configs", lambda: ({"profile": Entry("profile", Profile, "p")}, {}), lambda kind, name: "stack-quant"
+)
 
 
 @config
@@ -59,7 +63,9 @@ def test_sections_come_from_registered_classes():
 
 
 def test_a_resolved_config_survives_yaml(tmp_path):
-    original = parse(Outer, {"output": "x", "optional": {"name": "ü: 1e-3"}, "profile": {}, "figure": {"shape": "circle"}})
+    original = parse(
+        Outer, {"output": "x", "optional": {"name": "ü: 1e-3"}, "profile": {}, "figure": {"shape": "circle"}}
+    )
     path = tmp_path / "run.yaml"
     path.write_text(to_yaml(original), encoding="utf-8")
     assert parse(Outer, load_yaml(path)) == original
@@ -68,7 +74,10 @@ def test_a_resolved_config_survives_yaml(tmp_path):
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"output": "x", "inner": {"step": 3}}, r"Unknown key 'inner.step'. Did you mean 'steps'\? Inner has: steps, name"),
+        (
+            {"output": "x", "inner": {"step": 3}},
+            r"Unknown key 'inner.step'. Did you mean 'steps'\? Inner has: steps, name",
+        ),
         ({"output": "x", "inner": {"steps": "many"}}, r"inner.steps: .*integer.*given 'many'"),
         ({"output": "x", "inner": {"steps": 0}}, r"inner.steps: .*greater than 0"),
         ({"output": "x", "inner": 3}, "inner is 3; a mapping with keys of Inner was expected"),

@@ -77,7 +77,10 @@ def test_a_broken_plugin_is_reported_once_and_stops_no_other(plugins_of, kind):
 
 
 def test_a_hook_that_raises_costs_only_its_own_names(plugins_of):
-    raising = HEADER + "@hookimpl\ndef stack_register_models(registry):\n    registry.add('x', 1)\n    raise OSError('boom')\n"
+    raising = (
+        HEADER
+        + "@hookimpl\ndef stack_register_models(registry):\n    registry.add('x', 1)\n    raise OSError('boom')\n"
+    )
     plugins = plugins_of({"raising": raising, "good": value_plugin("good")})
     assert models_of(plugins).names() == ("good",)
     assert "OSError: boom" in report_of(plugins, "raising").problems[0]

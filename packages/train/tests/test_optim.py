@@ -27,7 +27,12 @@ def test_schedules_warm_up_to_the_peak_and_decay_to_the_fraction(decay, middle, 
 
 
 def test_only_matrices_are_decayed():
-    axes = {"kernel": ("layers", "embed", "mlp"), "norm": ("layers", "norm"), "bias": ("mlp",), "embedding": ("vocab", "embed")}
+    axes = {
+        "kernel": ("layers", "embed", "mlp"),
+        "norm": ("layers", "norm"),
+        "bias": ("mlp",),
+        "embedding": ("vocab", "embed"),
+    }
     assert decayed_by_axes(axes) == {"kernel": True, "norm": False, "bias": False, "embedding": True}
 
 

@@ -30,7 +30,7 @@ ABI_MINOR: Final = 0
 ENTRY_POINT_GROUP: Final = f"stack.plugins.v{ABI_MAJOR}"
 
 AUTODIFF: Final = "autodiff"
-"""`OpImplementation.vjp` of a function that JAX differentiates by itself, through its own `custom_vjp` if it has one."""
+"""`OpImplementation.vjp` of a function that JAX differentiates by itself, its own `custom_vjp` included."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,9 @@ def _app() -> cyclopts.App:
         app.command(entry.target, name=entry.name, help=entry.details.get("help", ""))
     for report in plugins.reports():
         if report.status == "failed":
-            print(f"stack: plugin {report.name!r} is left out: {report.problems[0]} See `stack plugins`.", file=sys.stderr)
+            print(
+                f"stack: plugin {report.name!r} is left out: {report.problems[0]} See `stack plugins`.", file=sys.stderr
+            )
     return app
 
 

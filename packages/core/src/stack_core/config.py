@@ -20,7 +20,17 @@ import yaml
 from stack_core.errors import ConfigError, nearest
 from stack_core.registry import Registry
 
-__all__ = ["Sections", "Selected", "apply_overrides", "config", "differences", "load_yaml", "parse", "to_mapping", "to_yaml"]
+__all__ = [
+    "Sections",
+    "Selected",
+    "apply_overrides",
+    "config",
+    "differences",
+    "load_yaml",
+    "parse",
+    "to_mapping",
+    "to_yaml",
+]
 
 C = TypeVar("C")
 
@@ -133,7 +143,9 @@ def parse(cls: type[C], mapping: Any, *, path: str = "") -> C:
         elif sections_field:
             sections[key] = _parse_section(hints[sections_field], key, value, names)
         else:
-            raise ConfigError(f"Unknown key {where!r}.{nearest(str(key), names)} {cls.__name__} has: {', '.join(names)}.")
+            raise ConfigError(
+                f"Unknown key {where!r}.{nearest(str(key), names)} {cls.__name__} has: {', '.join(names)}."
+            )
     if sections_field:
         values[sections_field] = sections
     try:

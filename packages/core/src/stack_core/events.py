@@ -1,12 +1,8 @@
-"""What happens during a run, as typed values handed to observers on the host."""
+"""What happens during a run, as typed values that `event_bus` hands to observers on the host."""
 
-import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from stack_core.protocols import Observer
 
 __all__ = [
     "CheckpointRestored",
@@ -14,8 +10,6 @@ __all__ = [
     "CheckpointSkipped",
     "EvaluationFinished",
     "Event",
-    "EventBus",
-    "ObserverContext",
     "RunFailed",
     "RunFinished",
     "RunStarted",
@@ -116,58 +110,6 @@ class RunFinished(Event):
 
 @dataclass(frozen=True)
 class RunFailed(Event):
-    """The run stops before its last step."""
+    """The run ends before its last step, by an error or by Ctrl-C."""
 
-    step: int
     error: BaseException
-
-
-@dataclass(frozen=True)
-class ObserverContext:
-    """What an observer may need when it is made.
-
-    Attributes:
-      directory: the run's directory.
-      config: the resolved config of the whole run.
-      terminal: whether progress may be drawn.
-    """
-
-    directory: Path
-    config: Any
-    terminal: bool
-
-
-@dataclass
-class EventBus:
-    """Hands each event to every observer; one that fails is named in a warning and left out from then on."""
-
-    observers: list[Observer] = field(default_factory=list)
-
-    def emit(self, event: Event) -> None:
-        for observer in tuple(self.observers):
-            self._guarded(observer, observer.observe, event)
-
-    def close(self) -> None:
-        for observer in tuple(self.observers):
-            self._guarded(observer, observer.close)
-        self.observers.clear()
-
-    def __enter__(self) -> "EventBus":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def _guarded(self, observer: Observer, call: Any, *args: Any) -> None:
-        try:
-            call(*args)
-        except Exception as error:  # An observer, perhaps a stranger's, must never cost the run it watches.
-            self.observers.remove(observer)
-            name = type(observer).__name__
-            warnings.warn(f"Observer {name} failed and is left out: {type(error).__name__}: {error}", stacklevel=3)
-
-
-def observers_from(factories: Iterable[Any], context: ObserverContext) -> list[Observer]:
-    """Builds the observers that have something to do in `context`."""
-    built = (factory(context) for factory in factories)
-    return [observer for observer in built if observer is not None]

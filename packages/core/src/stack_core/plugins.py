@@ -141,12 +141,16 @@ class Plugins:
         if self._entry_points is not None:
             return list(self._entry_points)
         found = importlib.metadata.entry_points()
-        return [point for group in found.groups if group.startswith(_GROUP_PREFIX) for point in found.select(group=group)]
+        return [
+            point for group in found.groups if group.startswith(_GROUP_PREFIX) for point in found.select(group=group)
+        ]
 
     def _admitted(self, entry_point: importlib.metadata.EntryPoint, report: PluginReport) -> bool:
         selected = _names(self._environ, "STACK_LOAD_PLUGINS")
         if entry_point.group != ENTRY_POINT_GROUP:
-            report.fail(f"built for plugin ABI {report.abi}; this core offers ABI {ABI_MAJOR}. Install a matching release.")
+            report.fail(
+                f"built for plugin ABI {report.abi}; this core offers ABI {ABI_MAJOR}. Install a matching release."
+            )
         elif entry_point.name in _names(self._environ, "STACK_DISABLE_PLUGINS"):
             report.status = "blocked"
             report.problems.append("blocked by STACK_DISABLE_PLUGINS.")
@@ -181,7 +185,9 @@ def _load(manager: pluggy.PluginManager, entry_point: importlib.metadata.EntryPo
     if not isinstance(minor, int):
         report.fail(f"{entry_point.value} does not define the integer STACK_ABI_MINOR.")
     elif minor > ABI_MINOR:
-        report.fail(f"needs plugin ABI {ABI_MAJOR}.{minor}; this core offers {ABI_MAJOR}.{ABI_MINOR}. Update stack-core.")
+        report.fail(
+            f"needs plugin ABI {ABI_MAJOR}.{minor}; this core offers {ABI_MAJOR}.{ABI_MINOR}. Update stack-core."
+        )
     else:
         _register(manager, module, report)
 

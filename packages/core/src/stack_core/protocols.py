@@ -29,7 +29,7 @@ __all__ = [
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """A causal language model; the head is apart from the body, so that the loss and the sampler choose what to form."""
+    """A causal language model; the head is apart from the body, so that loss and sampler choose what to form."""
 
     def __call__(
         self,
@@ -107,7 +107,9 @@ class ModelFamily(Protocol):
 class Objective(Protocol):
     """A pure loss; host-side batch entries that the device does not need are gone by then."""
 
-    def __call__(self, model: Any, batch: Mapping[str, jax.Array], *, key: jax.Array) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+    def __call__(
+        self, model: Any, batch: Mapping[str, jax.Array], *, key: jax.Array
+    ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
         """Returns (scalar loss, metrics); `metrics["weight"]` is what the loss was averaged over."""
         ...
 

@@ -24,7 +24,7 @@ class TrainerConfig:
       steps: optimizer updates of the whole run.
       accumulation_steps: parts into which each batch is cut; their gradients are summed before the update.
       evaluate_every_steps: 0 evaluates after the last step only.
-      init_from: a run directory, or `hf:DIR`, whose weights the run starts from.
+      init_from: a run directory whose newest weights this run starts from.
     """
 
     steps: PositiveInt = 1000

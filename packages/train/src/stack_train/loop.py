@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from stack_core.errors import Interrupted, NonFiniteLoss
-from stack_core.events import EvaluationFinished, EventBus, RunFinished, StepFinished, StepStarted
+from stack_core.event_bus import EventBus
+from stack_core.events import EvaluationFinished, RunFinished, StepFinished, StepStarted
 from stack_train.checkpoint import CheckpointStore
 from stack_train.config import RunConfig
 from stack_train.data.pipeline import Pipeline
@@ -92,7 +93,7 @@ class TrainingLoop:
           CheckpointError: a checkpoint could not be written.
         """
         step, steps = first_step, self.config.trainer.steps
-        self._saved_step = first_step if first_step else -1
+        self._saved_step = first_step or -1
         pending: _Dispatched | None = None
         self._clock_s = time.perf_counter()
         while step < steps and not stop:
@@ -148,6 +149,7 @@ class TrainingLoop:
         self.bus.emit(StepFinished(dispatched.step, metrics, duration_s, self._tokens_per_step / duration_s, mfu))
 
     def _describe_non_finite(self, dispatched: _Dispatched, metrics: Mapping[str, float]) -> str:
+        self.store.wait()
         documents = "\n".join(f"  {line}" for line in self.pipeline.describe_rows(dispatched.row_ids))
         saved = self.store.latest()
         remedy = "no checkpoint was written yet" if saved is None else f"the last checkpoint is step {saved}"

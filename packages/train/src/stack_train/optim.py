@@ -80,5 +80,7 @@ def decayed_by_axes(logical_axes: Any) -> Any:
       logical_axes: tree of tuples of logical axis names, in the structure of the parameters.
     """
     return jax.tree.map(
-        lambda axes: sum(axis != "layers" for axis in axes) >= 2, logical_axes, is_leaf=lambda node: isinstance(node, tuple)
+        lambda axes: sum(axis != "layers" for axis in axes) >= 2,
+        logical_axes,
+        is_leaf=lambda node: isinstance(node, tuple),
     )

@@ -15,7 +15,7 @@ from stack_core.mesh import DEFAULT_RULES, ShardingRules, use_mesh
 from stack_core.protocols import ModelFamily, Objective
 from stack_train.optim import decayed_by_axes
 
-__all__ = ["Batch", "LanguageModelTrainer", "TrainState"]
+__all__ = ["Batch", "LanguageModelTrainer", "TrainState", "batch_shapes"]
 
 Batch = Mapping[str, jax.Array]
 Metrics = Mapping[str, jax.Array]
@@ -37,6 +37,12 @@ class TrainState:
     params: Any
     opt_state: Any
     key: jax.Array
+
+
+def batch_shapes(batch_size: int, seq_tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """What a batch of `seq_tokens` tokens a row looks like to the step."""
+    names = ("tokens", "targets", "positions", "segment_ids")
+    return {name: jax.ShapeDtypeStruct((batch_size, seq_tokens), jnp.int32) for name in names}
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class LanguageModelTrainer:
             updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             learning_rate = self.optimizer.learning_rate_schedule(self.steps)(state.step)
-            grad_norm = optax.global_norm(grads)
+            grad_norm = optax.tree.norm(grads)
         metrics = {**metrics, "grad_norm": grad_norm, "learning_rate": jnp.asarray(learning_rate, jnp.float32)}
         return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
@@ -113,7 +119,9 @@ class LanguageModelTrainer:
     def batch_shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
         """Batches are split along their leading axis over all data-parallel mesh axes."""
         return {
-            name: self.rules.sharding(self.mesh, ("batch", *[None] * (value.ndim - 1)), value.shape, name=f"batch[{name!r}]")
+            name: self.rules.sharding(
+                self.mesh, ("batch", *[None] * (value.ndim - 1)), value.shape, name=f"batch[{name!r}]"
+            )
             for name, value in batch.items()
         }
 
@@ -133,7 +141,11 @@ class LanguageModelTrainer:
         params = self._param_shardings
         abstract = jax.eval_shape(self._optimizer.init, self.abstract_params)
         opt_state = optax.tree.map_params(
-            self._optimizer, lambda _, sharding: sharding, abstract, params, transform_non_params=lambda _: self._replicated
+            self._optimizer,
+            lambda _, sharding: sharding,
+            abstract,
+            params,
+            transform_non_params=lambda _: self._replicated,
         )
         return TrainState(self._replicated, params, opt_state, self._replicated)
 
@@ -144,7 +156,9 @@ class LanguageModelTrainer:
     @cached_property
     def logical_axes(self) -> Any:
         """The logical axis names of every parameter, in the parameters' structure."""
-        variables = {path: variable.get_metadata()["logical_axes"] for path, variable in nnx.to_flat_state(self._graph[1])}
+        variables = {
+            path: variable.get_metadata()["logical_axes"] for path, variable in nnx.to_flat_state(self._graph[1])
+        }
         return nnx.traversals.unflatten_mapping(variables)
 
     @cached_property

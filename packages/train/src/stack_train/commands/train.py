@@ -33,7 +33,7 @@ def train(
     """
     mapping = apply_overrides(load_yaml(config), overrides_from(overrides))
     from stack_train.config import RunConfig  # imports jax, which a mistyped file should not wait for
-    from stack_train.loop import train as run
+    from stack_train.run import train as run
 
     summary = run(parse(RunConfig, mapping), resume=resume, terminal=sys.stderr.isatty())
     if json:

@@ -1,16 +1,17 @@
 """`metrics.jsonl` in the run's directory: one JSON object a completed step or evaluation."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from stack_core.events import EvaluationFinished, Event, ObserverContext, RunStarted, StepFinished
+from stack_core.event_bus import ObserverContext
+from stack_core.events import EvaluationFinished, Event, RunStarted, StepFinished
 
 __all__ = ["JsonlObserver", "jsonl_observer"]
 
 
 def jsonl_observer(context: ObserverContext) -> "JsonlObserver":
+    """The metrics file of the run of `context`."""
     return JsonlObserver(context.directory / "metrics.jsonl")
 
 
@@ -33,9 +34,7 @@ class JsonlObserver:
                 rates = {"tokens_per_s": event.tokens_per_s, "mfu": event.mfu, "duration_s": event.duration_s}
                 self._write({"kind": "train", "step": event.step, **event.metrics, **rates})
             case EvaluationFinished():
-                self._write(
-                    {"kind": "evaluation", "step": event.step, **event.metrics, "duration_s": event.duration_s}
-                )
+                self._write({"kind": "evaluation", "step": event.step, **event.metrics, "duration_s": event.duration_s})
 
     def close(self) -> None:
         if self._file:
@@ -52,4 +51,4 @@ def _drop_after(path: Path, step: int) -> None:
     partial = path.with_suffix(".partial")
     with path.open(encoding="utf-8") as lines, partial.open("w", encoding="utf-8") as kept:
         kept.writelines(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step)
-    os.replace(partial, path)
+    partial.replace(path)

@@ -1,13 +1,17 @@
 """TensorBoard event files in the run's `tensorboard/` directory."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from stack_core.events import EvaluationFinished, Event, ObserverContext, RunStarted, StepFinished
+from stack_core.event_bus import ObserverContext
+from stack_core.events import EvaluationFinished, Event, RunStarted, StepFinished
 
 __all__ = ["TensorBoardObserver", "tensorboard_observer"]
 
 
 def tensorboard_observer(context: ObserverContext) -> "TensorBoardObserver":
+    """The event files of the run of `context`."""
     return TensorBoardObserver(context.directory / "tensorboard")
 
 
@@ -16,7 +20,7 @@ class TensorBoardObserver:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._writer = None
+        self._writer: Any = None
 
     def observe(self, event: Event) -> None:
         match event:
@@ -36,7 +40,7 @@ class TensorBoardObserver:
         if self._writer:
             self._writer.close()
 
-    def _scalars(self, prefix: str, values: dict[str, float], step: int) -> None:
+    def _scalars(self, prefix: str, values: Mapping[str, float], step: int) -> None:
         if self._writer:
             for name, value in values.items():
                 self._writer.add_scalar(f"{prefix}/{name}", value, step)

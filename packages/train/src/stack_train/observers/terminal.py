@@ -6,13 +6,13 @@ from functools import singledispatchmethod
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from stack_core.event_bus import ObserverContext
 from stack_core.events import (
     CheckpointRestored,
     CheckpointSaved,
     CheckpointSkipped,
     EvaluationFinished,
     Event,
-    ObserverContext,
     RunFinished,
     RunStarted,
     StepFinished,
@@ -25,6 +25,7 @@ _SMOOTHING = 0.9
 
 
 def terminal_observer(context: ObserverContext) -> "TerminalObserver":
+    """Progress for the run of `context`."""
     return TerminalObserver(live=context.terminal)
 
 

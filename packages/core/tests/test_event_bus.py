@@ -2,7 +2,8 @@
 
 import pytest
 
-from stack_core.events import EventBus, StepStarted
+from stack_core.event_bus import EventBus
+from stack_core.events import StepStarted
 
 
 class Recorder:

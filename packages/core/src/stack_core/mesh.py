@@ -1,0 +1,307 @@
+"""Devices as a grid with named axes, and the rules that map the axes of arrays onto it.
+
+Arrays carry *logical* axis names, which say what an axis means ("embed", "mlp"); a `ShardingRules` maps each to axes of
+the mesh. A parameter or activation is split only where a rule says so, and a rule that cannot be kept is an error.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from stack_core.config import config
+from stack_core.errors import ConfigError, ShardingError, nearest
+
+__all__ = ["AXES", "DEFAULT_RULES", "LogicalAxes", "MeshConfig", "ShardingRules", "constrain", "make_mesh", "use_mesh"]
+
+AXES: Final = ("data", "fsdp", "tensor", "expert", "context", "stage")
+"""The axes of every mesh: copies of the model, parameters split over copies, matrices, experts, sequence, layers."""
+
+LogicalAxes: TypeAlias = Sequence[str | None]
+"""One name per axis of an array; None is never split."""
+
+# From least to most traffic. On a torus the last axis gets the best links, elsewhere neighbouring device ids.
+_BY_TRAFFIC = ("stage", "data", "fsdp", "context", "expert", "tensor")
+
+
+@config
+class MeshConfig:
+    """How many devices each axis spans; -1, for at most one axis, takes the devices that the others leave."""
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+    expert: int = 1
+    context: int = 1
+    stage: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = dataclasses.asdict(self)
+        for axis, size in sizes.items():
+            if size < 1 and size != -1:
+                raise ConfigError(f"mesh.{axis} is {size}; expected a number of devices, or -1 for all that are left.")
+        rest = [axis for axis, size in sizes.items() if size == -1]
+        if len(rest) > 1:
+            raise ConfigError(f"mesh.{' and mesh.'.join(rest)} are -1; only one axis can take what the others leave.")
+
+
+def make_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns a mesh with all of `AXES`, over all `devices` (by default those of `jax.devices()`).
+
+    The axes are of type Auto: XLA propagates shardings between the constraints it is given. `tensor` gets the
+    fastest links.
+
+    Raises:
+      ShardingError: the sizes do not multiply to the number of devices.
+    """
+    from jax.experimental import mesh_utils
+
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = _axis_sizes(mesh, len(devices))
+    grid = mesh_utils.create_device_mesh([sizes[axis] for axis in _BY_TRAFFIC], devices, allow_split_physical_axes=True)
+    grid = grid.transpose([_BY_TRAFFIC.index(axis) for axis in AXES])
+    # Passed because the defaults differ: Explicit in `jax.make_mesh`, Auto in `Mesh`.
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _axis_sizes(mesh: MeshConfig, device_count: int) -> dict[str, int]:
+    """The size of every axis, with -1 resolved."""
+    asked = dataclasses.asdict(mesh)
+    rest = next((axis for axis, size in asked.items() if size == -1), None)
+    fixed = math.prod(size for size in asked.values() if size != -1)
+    if (rest is None and fixed != device_count) or device_count % fixed:
+        raise ShardingError(_misfit(asked, rest, fixed, device_count))
+    return {axis: device_count // fixed if axis == rest else size for axis, size in asked.items()}
+
+
+def _misfit(asked: Mapping[str, int], rest: str | None, fixed: int, device_count: int) -> str:
+    """The message of sizes that do not multiply to the number of devices, with the nearest that would."""
+    given = ", ".join(f"{axis}={size}" for axis, size in asked.items() if size != 1)
+    remedies = []
+    for axis, size in asked.items():
+        left, remainder = divmod(device_count, fixed // size)
+        if size > 1 and not remainder:
+            legal = _divisors(left) if rest else [left]
+            remedies.append(f"{axis}={' or '.join(map(str, _around(legal, size)))}")
+    if rest is None:
+        problem = f"The mesh {given or 'of one device'} takes {fixed} devices, but there are {device_count}."
+        remedies.append("-1 for one axis, which gives it all that the others leave")
+    else:
+        problem = f"The mesh {given} takes a multiple of {fixed} devices, but there are {device_count}."
+    return f"{problem} These would fit: {'; '.join(remedies) or 'several axes changed together'}."
+
+
+def _as_tuple(axes: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def _entry(mesh_axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    return mesh_axes if len(mesh_axes) > 1 else next(iter(mesh_axes), None)
+
+
+@dataclass(frozen=True, init=False)
+class ShardingRules:
+    """Logical axis name -> mesh axis, several mesh axes (major first), or None for never split.
+
+    Invariant: within one array every mesh axis is used at most once, and an axis' size is a multiple of the product of
+    the mesh axes that split it.
+
+    Attributes:
+      table: the rules, sorted by logical name.
+    """
+
+    table: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def __init__(self, rules: Mapping[str, str | Sequence[str] | None]) -> None:
+        table = tuple(sorted((name, _as_tuple(axes)) for name, axes in rules.items()))
+        object.__setattr__(self, "table", table)
+
+    def updated(self, rules: Mapping[str, str | Sequence[str] | None]) -> "ShardingRules":
+        """These rules with others added or put in their place."""
+        return ShardingRules({**dict(self.table), **rules})
+
+    def mesh_axes(self, logical_axis: str | None, *, name: str = "array") -> tuple[str, ...]:
+        """The mesh axes over which a logical axis is split.
+
+        Args:
+          name: the array's, for messages.
+
+        Raises:
+          ShardingError: there is no rule for it; names its neighbours.
+        """
+        rules = dict(self.table)
+        if logical_axis is None:
+            return ()
+        if logical_axis not in rules:
+            hint = f"{nearest(logical_axis, rules)} Known: {', '.join(rules)}."
+            raise ShardingError(f"{name}: no rule for the logical axis {logical_axis!r}.{hint}")
+        return rules[logical_axis]
+
+    def spec(self, logical_axes: LogicalAxes, mesh: Mesh | AbstractMesh, *, name: str = "array") -> PartitionSpec:
+        """Where the axes of an array go, one entry per axis; mesh axes of size 1 are kept.
+
+        Args:
+          name: the array's, for messages.
+
+        Raises:
+          ShardingError: two logical axes go to one mesh axis, a name has no rule, or the mesh lacks a rule's axis. It
+            does not depend on the sizes of the mesh, so that a mistake shows on a single device too.
+        """
+        entries = [self.mesh_axes(logical_axis, name=name) for logical_axis in logical_axes]
+        taken: dict[str, str | None] = {}
+        for logical_axis, mesh_axes in zip(logical_axes, entries, strict=True):
+            for mesh_axis in mesh_axes:
+                if mesh_axis in taken:
+                    raise ShardingError(self._collision(name, logical_axes, mesh_axis, taken[mesh_axis], logical_axis))
+                if mesh_axis not in mesh.axis_names:
+                    raise ShardingError(
+                        f"{name}: {logical_axis!r} goes to the mesh axis {mesh_axis!r}; this mesh has "
+                        f"{', '.join(mesh.axis_names)}.{nearest(mesh_axis, mesh.axis_names)} Change the rule or mesh."
+                    )
+                taken[mesh_axis] = logical_axis
+        return PartitionSpec(*(_entry(mesh_axes) for mesh_axes in entries))
+
+    def sharding(
+        self, mesh: Mesh, logical_axes: LogicalAxes, shape: Sequence[int], *, name: str = "array"
+    ) -> NamedSharding:
+        """The sharding of an array of `shape`.
+
+        Args:
+          name: the array's, for messages.
+
+        Raises:
+          ShardingError: as `spec` does, and when the number of axes is not that of `shape`, or a size does not divide;
+            names the array, the axis, both sizes and the nearest that would do.
+        """
+        if len(logical_axes) != len(shape):
+            raise ShardingError(
+                f"{name}: {len(logical_axes)} logical axes {tuple(logical_axes)} for an array of {len(shape)} axes, "
+                f"{tuple(shape)}. Name every axis; None is one that is never split."
+            )
+        spec = self.spec(logical_axes, mesh, name=name)
+        for index, (logical_axis, size) in enumerate(zip(logical_axes, shape, strict=True)):
+            mesh_axes = self.mesh_axes(logical_axis)
+            if size % math.prod(mesh.shape[axis] for axis in mesh_axes):
+                raise ShardingError(f"{name}: axis {index}, {logical_axis!r}, {_indivisible(size, mesh, mesh_axes)}")
+        return NamedSharding(mesh, spec)
+
+    def tree_shardings(self, mesh: Mesh, values: Any, logical_axes: Any) -> Any:
+        """The sharding of every leaf of a pytree.
+
+        Args:
+          values: pytree of anything with a shape; a leaf's path is its name in messages.
+          logical_axes: the same pytree with the logical axes of each leaf, a tuple, in its place.
+
+        Raises:
+          ShardingError: names everything that `sharding` refuses, not only the first.
+        """
+        problems: list[str] = []
+
+        def sharding(path: Any, value: Any, axes: LogicalAxes) -> NamedSharding | None:
+            try:
+                return self.sharding(
+                    mesh, axes, value.shape, name=jax.tree_util.keystr(path, simple=True, separator="/")
+                )
+            except ShardingError as error:
+                problems.append(str(error))
+                return None
+
+        shardings = jax.tree.map_with_path(sharding, values, logical_axes)
+        if problems:
+            raise ShardingError("\n".join(problems))
+        return shardings
+
+    def _collision(self, name: str, logical_axes: LogicalAxes, mesh_axis: str, *colliding: str | None) -> str:
+        first, second = (f"{axis!r} -> {_entry(self.mesh_axes(axis))!r}" for axis in colliding)
+        return (
+            f"{name} with the logical axes {tuple(logical_axes)}: {first} and {second} both use the mesh axis "
+            f"{mesh_axis!r}, which can split one axis of an array only. Map one of them elsewhere or to None."
+        )
+
+
+DEFAULT_RULES: Final = ShardingRules(
+    {
+        # Parameters: over `tensor` by the axis that a product keeps, over `fsdp` by the one that meets the residual.
+        "vocab": "tensor",
+        "embed": "fsdp",
+        "heads": "tensor",
+        "kv_heads": "tensor",
+        "head_dim": None,
+        "mlp": "tensor",
+        "layers": "stage",
+        "norm": None,
+        # Activations: `fsdp` splits the batch as `data` does, so that parameters are gathered layer by layer.
+        "batch": ("data", "fsdp"),
+        "seq": "context",
+        "act_embed": None,
+        "act_heads": "tensor",
+        "act_mlp": "tensor",
+        "act_vocab": "tensor",
+    }
+)
+"""Fully sharded data parallelism (ZeRO stage 3) with Megatron's tensor parallelism, for decoder models."""
+
+_current: ContextVar[tuple[Mesh, ShardingRules] | None] = ContextVar("stack_core.mesh", default=None)
+
+
+@contextlib.contextmanager
+def use_mesh(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Iterator[None]:
+    """Makes `constrain` act, for code that is traced in this context; usable inside `jax.jit`, and nests."""
+    token = _current.set((mesh, rules))
+    try:
+        # Part of the key of JAX's caches: what was traced under another mesh, or none, is not reused here.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            yield
+    finally:
+        _current.reset(token)
+
+
+def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
+    """Returns `x`, split as the rules of the surrounding `use_mesh` say; outside of one, or on one device, `x` itself.
+
+    Args:
+      logical_axes: one name, or None, per axis of `x`.
+
+    Raises:
+      ShardingError: as `ShardingRules.sharding` does, on one device too.
+    """
+    if (current := _current.get()) is None:
+        return x
+    mesh, rules = current
+    sharding = rules.sharding(mesh, logical_axes, x.shape, name="constrain")
+    return x if mesh.size == 1 else jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _indivisible(size: int, mesh: Mesh, mesh_axes: Sequence[str]) -> str:
+    """The message of a size that the mesh does not divide, with the nearest sizes and mesh sizes that would do."""
+    parts = math.prod(mesh.shape[axis] for axis in mesh_axes)
+    product = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in mesh_axes)
+    below = size - size % parts
+    remedies = [f"size {' or '.join(str(legal) for legal in (below, below + parts) if legal)}"]
+    for axis in mesh_axes:
+        others = parts // mesh.shape[axis]
+        if size % others == 0:
+            legal = _divisors(math.gcd(size, mesh.size) // others)
+            remedies.append(f"{axis}={' or '.join(map(str, _around(legal, mesh.shape[axis])))}")
+    return (
+        f"has size {size}, which is no multiple of {parts}, the mesh's {product}. "
+        f"These would fit: {'; '.join(remedies)}; a rule that maps it to None."
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def _around(legal: Sequence[int], wanted: int) -> list[int]:
+    """The nearest legal values below and above."""
+    index = int(np.searchsorted(legal, wanted))
+    return list(legal[max(index - 1, 0) : index + 1])

@@ -1,0 +1,183 @@
+"""A training run from its config: everything that can be refused is refused before a byte is written."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from stack_core.config import differences, parse_yaml, to_mapping, to_yaml
+from stack_core.errors import ConfigError
+from stack_core.event_bus import EventBus, ObserverContext, observers_from
+from stack_core.events import RunFailed, RunStarted
+from stack_core.mesh import make_mesh
+from stack_core.plugins import registries
+from stack_train.checkpoint import CheckpointStore
+from stack_train.config import RunConfig
+from stack_train.data.config import BPE
+from stack_train.data.pipeline import Pipeline, TrainIterator, build_pipeline
+from stack_train.loop import RunSummary, TrainingLoop
+from stack_train.run_directory import RunDirectory
+from stack_train.signals import stop_requests
+from stack_train.step import LanguageModelTrainer, TrainState, batch_shapes
+from stack_train.weights import load_params
+
+__all__ = ["train"]
+
+# What a run learns may not change when it is resumed; how long it goes on, where it lies and what it writes may.
+_FIXED = ("model", "data", "objective", "optimizer", "trainer.accumulation_steps", "trainer.seed")
+_FREE = ("data.prefetch_batches", "model.remat")
+
+
+def train(config: RunConfig, *, resume: bool = False, terminal: bool = False) -> RunSummary:
+    """Trains a model as `config` says and returns how the run ended.
+
+    Args:
+      resume: go on from the newest whole checkpoint, or from the start where a killed run had none yet.
+      terminal: draw progress bars.
+
+    Raises:
+      StackError: the config, the data, the directory or a checkpoint does not fit; or training cannot go on.
+    """
+    config = _with_one_vocabulary(config)
+    directory = RunDirectory(Path(config.output))
+    directory.check(resume=resume)
+    if resume:
+        _check_same_run(config, directory)
+    pipeline = build_pipeline(config.data, seed=config.trainer.seed)
+    trainer = _build_trainer(config)
+    _check_fit(config, trainer, pipeline)
+    with directory.open(resume=resume), _observed(config, directory, terminal=terminal) as bus:
+        directory.write(to_yaml(config), pipeline.tokenizer)
+        with CheckpointStore(directory.checkpoints, config.checkpoint, emit=bus.emit) as store:
+            return _run(config, directory, pipeline, trainer, store, bus)
+
+
+def _run(
+    config: RunConfig,
+    directory: RunDirectory,
+    pipeline: Pipeline,
+    trainer: LanguageModelTrainer,
+    store: CheckpointStore,
+    bus: EventBus,
+) -> RunSummary:
+    batches = pipeline.train_iterator()
+    state, first_step = _first_state(config, trainer, store, batches)
+    shapes = batch_shapes(config.data.batch_size, config.data.seq_tokens)
+    started_s = time.perf_counter()
+    compiled = trainer.compile(shapes)
+    compile_s = time.perf_counter() - started_s
+    flops, ideal_step_s = _cost(config, trainer, shapes)
+    loop = TrainingLoop(
+        config=config,
+        trainer=trainer,
+        compiled=compiled,
+        pipeline=pipeline,
+        store=store,
+        bus=bus,
+        directory=directory.path,
+        config_yaml=to_yaml(config),
+        ideal_step_s=ideal_step_s,
+    )
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(trainer.abstract_params))
+    tokens_per_step = config.data.batch_size * config.data.seq_tokens
+    steps = config.trainer.steps
+    bus.emit(RunStarted(first_step, steps, parameters, tokens_per_step, flops, ideal_step_s, compile_s, directory.path))
+    with stop_requests() as stop:
+        return loop.run(state, batches, first_step, stop)
+
+
+def _with_one_vocabulary(config: RunConfig) -> RunConfig:
+    """A BPE that is trained for the run has as many tokens as the model, unless `data.vocab_size` says otherwise."""
+    if config.data.tokenizer != BPE or config.data.vocab_size is not None:
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, vocab_size=config.model.vocab_size))
+
+
+def _check_same_run(config: RunConfig, directory: RunDirectory) -> None:
+    saved = parse_yaml(directory.config_yaml(), str(directory.config))
+    changed = [
+        line
+        for line in differences(to_mapping(config), saved)
+        if line.startswith(_FIXED) and not line.startswith(_FREE)
+    ]
+    if changed:
+        listing = "\n  ".join(changed)
+        raise ConfigError(
+            f"This config is not that of the run in {directory.path}:\n  {listing}\n"
+            "Restore these values to resume, or give the new run an output of its own and trainer.init_from."
+        )
+
+
+def _build_trainer(config: RunConfig) -> LanguageModelTrainer:
+    return LanguageModelTrainer(
+        family=registries.models[config.model.family],
+        model_config=config.model,
+        objective=config.objective.build(),
+        optimizer=config.optimizer,
+        steps=config.trainer.steps,
+        mesh=make_mesh(config.mesh),
+        accumulation_steps=config.trainer.accumulation_steps,
+    )
+
+
+def _check_fit(config: RunConfig, trainer: LanguageModelTrainer, pipeline: Pipeline) -> None:
+    """Raises where model, data and mesh contradict each other."""
+    if pipeline.tokenizer.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"The tokenizer has {pipeline.tokenizer.vocab_size} tokens, but model.vocab_size is "
+            f"{config.model.vocab_size}. Set model.vocab_size to {pipeline.tokenizer.vocab_size} or more."
+        )
+    if config.trainer.init_from and config.trainer.init_from.startswith("hf:"):
+        source = config.trainer.init_from
+        raise ConfigError(f"trainer.init_from takes a run directory. Convert first: stack convert {source} RUN.")
+    if config.data.seq_tokens > config.model.max_positions:
+        raise ConfigError(
+            f"data.seq_tokens is {config.data.seq_tokens}, but model.max_positions is {config.model.max_positions}. "
+            "Raise the one or lower the other."
+        )
+    if config.data.batch_size % config.trainer.accumulation_steps:
+        raise ConfigError(
+            f"data.batch_size {config.data.batch_size} is not a multiple of trainer.accumulation_steps "
+            f"{config.trainer.accumulation_steps}."
+        )
+    trainer.batch_shardings(
+        batch_shapes(config.data.batch_size // config.trainer.accumulation_steps, config.data.seq_tokens)
+    )
+    _ = trainer.state_shardings
+
+
+def _first_state(
+    config: RunConfig, trainer: LanguageModelTrainer, store: CheckpointStore, batches: TrainIterator
+) -> tuple[TrainState, int]:
+    """The state to start from and the steps it has behind it; `batches` is moved there too."""
+    if store.latest() is not None:
+        restored = store.restore(trainer.abstract_state)
+        batches.set_state(restored.data_state)
+        return restored.state, restored.step
+    key = jax.random.key(config.trainer.seed)
+    if config.trainer.init_from is None:
+        return trainer.init(key=key), 0
+    params = load_params(Path(config.trainer.init_from), config.model, trainer.state_shardings.params)
+    return trainer.init_from(params, key=key), 0
+
+
+def _cost(config: RunConfig, trainer: LanguageModelTrainer, shapes: dict[str, Any]) -> tuple[float, float | None]:
+    """The model's FLOPs of one step, and how long they take at the peak of all chips, where that is known."""
+    return 1.0, None
+
+
+@contextlib.contextmanager
+def _observed(config: RunConfig, directory: RunDirectory, *, terminal: bool) -> Iterator[EventBus]:
+    """The bus of all registered observers; tells them when the run fails."""
+    context = ObserverContext(directory.path, config, terminal)
+    factories = [registries.observers[name] for name in registries.observers]
+    with EventBus(observers_from(factories, context)) as bus:
+        try:
+            yield bus
+        except BaseException as error:  # Observers learn of every end, Ctrl-C's included; it goes on unchanged.
+            bus.emit(RunFailed(error))
+            raise

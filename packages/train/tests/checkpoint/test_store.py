@@ -24,13 +24,16 @@ def save(store: CheckpointStore, *steps: int, **sizes: int) -> None:
     store.wait()
 
 
-def damage(checkpoint: Path) -> None:
-    file = max(
-        (path for path in (checkpoint / "arrays").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
-    )
+def flip_a_bit(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
+
+
+def damage(checkpoint: Path) -> None:
+    for file in (checkpoint / "arrays").rglob("*"):
+        if file.is_file():
+            flip_a_bit(file)
 
 
 def test_a_state_comes_back_bitwise_with_its_documents(store: CheckpointStore, emitted: list[Event]) -> None:
@@ -144,9 +147,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(store: Checkpo
 
 def test_damage_names_the_leaf(store: CheckpointStore) -> None:
     save(store, 1, width=4096)
-    damage(store.path(1))
+    files = (path for path in store.path(1).rglob("*") if path.is_file())
+    flip_a_bit(max(files, key=lambda path: path.stat().st_size))
     with pytest.raises(
-        CheckpointDamaged, match=r"1 leaves do not match their digests:\n  (params/kernel|opt_state/0): f"
+        CheckpointDamaged, match=r"1 of its leaves do not match their digests:\n  (params|opt_state)/\w+: "
     ):
         store.restore(abstract(make_state(width=4096)), 1)
 
@@ -206,7 +210,7 @@ def test_another_model_names_every_leaf_that_differs_both_ways(store: Checkpoint
         store.restore(abstract(other))
     assert not isinstance(error.value, CheckpointDamaged)
     lines = str(error.value).splitlines()
-    assert "5 leaves differ" in lines[0]
+    assert "leaves that differ: 5" in lines[0]
     assert {line.strip() for line in lines[1:-1]} == {
         "opt_state/0: float32[8, 32] in the checkpoint, float32[8, 16] in this run",
         "params/bias: bfloat16[32] in the checkpoint, bfloat16[16] in this run",

@@ -71,7 +71,7 @@ def _check_structure(checkpoint: Path, records: Mapping[str, LeafRecord], wanted
     lines = differences(stored_specs, {name: spec_of(leaf) for name, leaf in wanted.items()})
     if lines:
         raise CheckpointError(
-            f"Checkpoint {checkpoint} is of another model or optimizer; {len(lines)} leaves differ:\n"
+            f"Checkpoint {checkpoint} is of another model or optimizer; leaves that differ: {len(lines)}\n"
             + "\n".join(lines)
             + f"\nUse the config it was saved with, which is {checkpoint / CONFIG}."
         )
@@ -97,5 +97,6 @@ def _check_digests(checkpoint: Path, records: Mapping[str, LeafRecord], leaves: 
     ]
     if lines:
         raise CheckpointDamaged(
-            f"Checkpoint {checkpoint} is damaged: {len(lines)} leaves do not match their digests:\n" + "\n".join(lines)
+            f"Checkpoint {checkpoint} is damaged: {len(lines)} of its leaves do not match their digests:\n"
+            + "\n".join(lines)
         )

@@ -1,0 +1,77 @@
+"""`stack generate`: a continuation of a prompt, streamed to the terminal."""
+
+import dataclasses
+import json as json_format
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from stack_core.config import parse
+from stack_core.errors import GenerationError
+
+__all__ = ["generate"]
+
+
+def generate(
+    run: Path,
+    /,
+    *,
+    prompt: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)] = (),
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Generate text: stack generate RUN --prompt "def main("
+
+    Args:
+      run: directory of a trained or converted run.
+      prompt: the text to continue; - reads it from standard input.
+      max_tokens: tokens to generate, at most (128).
+      temperature: what logits are divided by (1.0); 0 takes the most likely token each time.
+      top_k: sample among so many of the most likely tokens (all).
+      top_p: sample among the most likely tokens whose probabilities add up to this (1.0).
+      seed: the same seed gives the same text (0).
+      stop: text that ends the continuation; may be given several times.
+      json: print the whole result as JSON instead of streaming it.
+    """
+    from stack_train.generate import load_generator  # imports jax, which `stack --help` should not wait for
+    from stack_train.sampling import SamplingConfig
+
+    settings = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "stop": stop,
+    }
+    sampling = parse(SamplingConfig, {name: value for name, value in settings.items() if value is not None})
+    generator = load_generator(run)
+    result = generator.generate(_read_prompt(prompt), sampling, write=(lambda piece: None) if json else _write)
+    if json:
+        print(json_format.dumps(dataclasses.asdict(result)))
+        return
+    print()
+    if result.finish_reason == "max_positions":
+        print("The continuation ends here because the model has no positions left.", file=sys.stderr)
+
+
+def _read_prompt(prompt: str) -> str:
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise GenerationError(f"The prompt on standard input is not UTF-8: {error}.") from error
+
+
+def _write(piece: str) -> None:
+    """Prints at once; characters that the terminal's encoding lacks become "?"."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(piece.encode(encoding, "replace").decode(encoding), end="", flush=True)

@@ -1,0 +1,203 @@
+import dataclasses
+import io
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from stack_core.cli import main
+from stack_core.config import to_yaml
+from stack_core.errors import GenerationError
+from stack_train.checkpoint import CheckpointStore, named_leaves
+from stack_train.config import RunConfig
+from stack_train.data.tokenizer import HuggingFaceTokenizer
+from stack_train.generate import TextGenerator, TokenGenerator, _end_tokens, load_generator
+from stack_train.models.llama import FAMILY, LlamaConfig
+from stack_train.run_directory import RunDirectory
+from stack_train.sampling import SamplingConfig
+
+CONFIG = LlamaConfig(
+    vocab_size=260, embed=24, layers=2, heads=4, kv_heads=2, mlp=40, max_positions=40, initializer_std=0.3, dtype="float32"
+)
+GREEDY = SamplingConfig(temperature=0, max_tokens=8)
+PROMPT = "Grüße"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jax.jit(lambda: FAMILY.build(CONFIG, key=jax.random.key(0)))()
+
+
+@pytest.fixture(scope="module")
+def tokens(model):
+    return TokenGenerator(model)
+
+
+@pytest.fixture(scope="module")
+def run(model, tmp_path_factory):
+    """A run directory as training and conversion leave it."""
+    directory = RunDirectory(tmp_path_factory.mktemp("runs") / "run")
+    directory.tokenizer.mkdir(parents=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(directory.tokenizer / "tokenizer.json"))
+    (directory.tokenizer / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    config_yaml = to_yaml(RunConfig(output=str(directory.path), model=CONFIG))
+    directory.config.write_text(config_yaml)
+    with CheckpointStore(directory.checkpoints) as store:
+        store.save_weights(named_leaves(nnx.to_pure_dict(nnx.state(model))).items(), config_yaml)
+    return directory.path
+
+
+@pytest.fixture(scope="module")
+def generator(run):
+    return load_generator(run)
+
+
+def greedy_without_cache(model, prompt, count):
+    """The slow way: the whole sequence through the model for every token."""
+    forward = jax.jit(model)
+    sequence = list(prompt)
+    for _ in range(count):
+        padded = jnp.array([sequence + [0] * (CONFIG.max_positions - len(sequence))])
+        hidden = forward(padded, jnp.arange(CONFIG.max_positions)[None])
+        sequence.append(int(jnp.argmax(model.logits(hidden[0, len(sequence) - 1]))))
+    return sequence[len(prompt) :]
+
+
+@pytest.mark.parametrize("length", [1, 5, 16, 17])
+def test_greedy_is_what_the_whole_sequence_gives(model, tokens, length):
+    prompt = list(range(3, 3 + length))
+    assert list(tokens.stream(prompt, GREEDY)) == greedy_without_cache(model, prompt, 8)
+
+
+def test_seed_decides_the_draws(tokens):
+    def drawn(seed):
+        return list(tokens.stream([5, 6], SamplingConfig(seed=seed, max_tokens=10)))
+
+    assert drawn(0) == drawn(0) != drawn(1)
+    assert len(set(drawn(0))) > 1
+
+
+def test_no_setting_compiles_anything_anew(model):
+    generator = TokenGenerator(model)
+    for settings in ({"temperature": 0}, {"temperature": 0.7, "top_k": 5}, {"top_p": 0.5, "seed": 3}, {"max_tokens": 9}):
+        list(generator.stream([1, 2, 3], SamplingConfig(**{"max_tokens": 12, **settings})))
+    assert generator._prefill._cache_size() == generator._decode._cache_size() == 1
+
+
+def test_matrices_are_cast_once_and_scales_are_not(model):
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
+    params = TokenGenerator(jax.jit(lambda: FAMILY.build(config, key=jax.random.key(0)))())._params
+    assert params.blocks.attention.query.kernel.dtype == params.head.dtype == jnp.bfloat16
+    assert params.blocks.attention_norm.dtype == params.norm.dtype == jnp.float32
+
+
+def test_generation_ends_where_positions_do(generator):
+    prompt = "x" * 35
+    result = generator.generate(prompt, dataclasses.replace(GREEDY, max_tokens=100))
+    assert (result.prompt_tokens, result.finish_reason) == (35, "max_positions")
+    assert len(result.tokens) == 5
+    assert generator.generate("x" * 39, GREEDY).finish_reason == "max_positions"
+    assert generator.generate("x" * 32, GREEDY).finish_reason == "max_tokens"
+
+
+@pytest.mark.parametrize("length", [40, 41, 300])
+def test_a_prompt_without_a_position_to_spare_is_refused(generator, length):
+    with pytest.raises(GenerationError, match=rf"{length} tokens long.*max_positions=40.*39 tokens"):
+        generator.generate("x" * length, GREEDY)
+
+
+def test_an_empty_prompt_is_refused(generator):
+    with pytest.raises(GenerationError, match="no tokens"):
+        generator.generate("", GREEDY)
+
+
+def test_streamed_text_is_the_text_of_the_tokens(run, generator):
+    pieces = []
+    result = generator.generate(PROMPT, SamplingConfig(max_tokens=30, seed=1), write=pieces.append)
+    tokenizer = HuggingFaceTokenizer.load(run / "tokenizer")
+    assert "".join(pieces) == result.text == tokenizer.decode(result.tokens)
+    assert len(pieces) > 1
+
+
+def test_an_end_token_ends_and_is_left_out(run, model):
+    tokenizer = HuggingFaceTokenizer.load(run / "tokenizer")
+    full = TextGenerator(model, tokenizer).generate(PROMPT, GREEDY)
+    end = full.tokens[3]
+    cut = TextGenerator(model, tokenizer, {end}).generate(PROMPT, GREEDY)
+    assert cut.finish_reason == "end_token"
+    assert cut.tokens == full.tokens[: full.tokens.index(end) + 1]
+    assert cut.text == tokenizer.decode(cut.tokens[:-1])
+
+
+def test_the_end_tokens_of_a_converted_checkpoint_count(run, model):
+    tokenizer = HuggingFaceTokenizer.load(run / "tokenizer")
+    assert _end_tokens(run, tokenizer) == {256}
+    (run / "huggingface").mkdir()
+    (run / "huggingface" / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    (run / "huggingface" / "config.json").write_text('{"eos_token_id": 11}')
+    assert _end_tokens(run, tokenizer) == {256, 7, 9, 11}
+    for path in (run / "huggingface").iterdir():
+        path.unlink()
+
+
+def test_a_stop_text_across_tokens_cuts_the_text(generator):
+    sampling = SamplingConfig(max_tokens=30, seed=1)
+    text = generator.generate(PROMPT, sampling).text
+    stop = text[5:8]
+    result = generator.generate(PROMPT, dataclasses.replace(sampling, stop=(stop,)))
+    assert result.finish_reason == "stop"
+    assert result.text == text[: text.index(stop)]
+
+
+def test_a_tokenizer_of_another_model_is_refused(run, model):
+    tokenizer = HuggingFaceTokenizer.load(run / "tokenizer")
+    small = dataclasses.replace(CONFIG, vocab_size=200)
+    with pytest.raises(GenerationError, match=r"257 tokens, but the model only 200"):
+        TextGenerator(jax.eval_shape(lambda: FAMILY.build(small, key=jax.random.key(0))), tokenizer)
+
+
+def test_command_streams_and_prints_json(run, generator, capsys, monkeypatch):
+    arguments = ["generate", str(run), "--max-tokens", "8", "--temperature", "0"]
+    expected = generator.generate(PROMPT, GREEDY)
+    main([*arguments, "--prompt", PROMPT])
+    assert capsys.readouterr().out == expected.text + "\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
+    main([*arguments, "--prompt", "-", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["prompt_tokens"] == 7
+    assert result["text"] == expected.text
+    assert result["finish_reason"] == "max_tokens"
+    assert np.array_equal(result["tokens"], expected.tokens)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "x", "--top-p", "2"], "top_p"),
+        (["--prompt", "x" * 50], "max_positions=40"),
+        ([], "prompt"),
+    ],
+)
+def test_command_refuses_with_status_2(run, capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        main(["generate", str(run), *arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err.lower()
+
+
+def test_command_without_a_run(tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["generate", str(tmp_path / "nothing"), "--prompt", "x"])
+    assert caught.value.code == 2
+    assert "holds no run" in capsys.readouterr().err

@@ -27,6 +27,8 @@ AXES: Final = ("data", "fsdp", "tensor", "expert", "context", "stage")
 LogicalAxes: TypeAlias = Sequence[str | None]
 """One name per axis of an array; None is never split."""
 
+AnyMesh: TypeAlias = Mesh | AbstractMesh
+
 # From least to most traffic. On a torus the last axis gets the best links, elsewhere neighbouring device ids.
 _BY_TRAFFIC = ("stage", "data", "fsdp", "context", "expert", "tensor")
 
@@ -144,7 +146,7 @@ class ShardingRules:
             raise ShardingError(f"{name}: no rule for the logical axis {logical_axis!r}.{hint}")
         return rules[logical_axis]
 
-    def spec(self, logical_axes: LogicalAxes, mesh: Mesh | AbstractMesh, *, name: str = "array") -> PartitionSpec:
+    def spec(self, logical_axes: LogicalAxes, mesh: AnyMesh, *, name: str = "array") -> PartitionSpec:
         """Where the axes of an array go, one entry per axis; mesh axes of size 1 are kept.
 
         Args:
@@ -169,7 +171,7 @@ class ShardingRules:
         return PartitionSpec(*(_entry(mesh_axes) for mesh_axes in entries))
 
     def sharding(
-        self, mesh: Mesh, logical_axes: LogicalAxes, shape: Sequence[int], *, name: str = "array"
+        self, mesh: AnyMesh, logical_axes: LogicalAxes, shape: Sequence[int], *, name: str = "array"
     ) -> NamedSharding:
         """The sharding of an array of `shape`.
 
@@ -192,7 +194,7 @@ class ShardingRules:
                 raise ShardingError(f"{name}: axis {index}, {logical_axis!r}, {_indivisible(size, mesh, mesh_axes)}")
         return NamedSharding(mesh, spec)
 
-    def tree_shardings(self, mesh: Mesh, values: Any, logical_axes: Any) -> Any:
+    def tree_shardings(self, mesh: AnyMesh, values: Any, logical_axes: Any) -> Any:
         """The sharding of every leaf of a pytree.
 
         Args:
@@ -253,10 +255,14 @@ _current: ContextVar[tuple[Mesh, ShardingRules] | None] = ContextVar("stack_core
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Iterator[None]:
-    """Makes `constrain` act, for code that is traced in this context; usable inside `jax.jit`, and nests."""
+    """Makes `constrain` act on what is traced in this context; it nests, and may be entered inside `jax.jit`.
+
+    A function that `jax.jit` traced under another mesh, or none, is traced again; under other rules for the same mesh
+    it is not, so give each set of rules a jitted function of its own.
+    """
     token = _current.set((mesh, rules))
     try:
-        # Part of the key of JAX's caches: what was traced under another mesh, or none, is not reused here.
+        # JAX's caches have the mesh in their key, but know nothing of `_current`.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             yield
     finally:
@@ -279,7 +285,7 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     return x if mesh.size == 1 else jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _indivisible(size: int, mesh: Mesh, mesh_axes: Sequence[str]) -> str:
+def _indivisible(size: int, mesh: AnyMesh, mesh_axes: Sequence[str]) -> str:
     """The message of a size that the mesh does not divide, with the nearest sizes and mesh sizes that would do."""
     parts = math.prod(mesh.shape[axis] for axis in mesh_axes)
     product = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in mesh_axes)

@@ -1,0 +1,88 @@
+"""Checks of `stack_core.mesh` that need eight devices; `test_mesh.py` runs them in a process that has eight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from stack_core.errors import ShardingError
+from stack_core.mesh import AXES, DEFAULT_RULES, MeshConfig, constrain, make_mesh, use_mesh
+
+
+def every_axis_is_there_and_auto():
+    mesh = make_mesh(MeshConfig(data=2, tensor=2))
+    assert mesh.axis_names == AXES
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2, "expert": 1, "context": 1, "stage": 1}
+    assert set(mesh.axis_types) == {AxisType.Auto}
+
+
+def tensor_spans_neighbours_and_stages_do_not():
+    mesh = make_mesh(MeshConfig(stage=2, fsdp=2, tensor=2))
+    ids = np.vectorize(lambda device: device.id)(mesh.devices).squeeze()
+    assert ids[0, :, 0].tolist() == [0, 1]  # fsdp, tensor, stage
+    assert ids[0, 0, :].tolist() == [0, 4]
+
+
+def some_devices_make_a_mesh():
+    mesh = make_mesh(MeshConfig(), jax.devices()[2:5])
+    assert [device.id for device in mesh.devices.flat] == [2, 3, 4]
+
+
+def shards_have_their_part_of_the_values():
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
+    values = jnp.arange(32.0).reshape(8, 4)
+    shardings = DEFAULT_RULES.tree_shardings(mesh, {"w": values}, {"w": ("embed", "mlp")})
+    placed = jax.device_put(values, shardings["w"])
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(4, 1)}
+    np.testing.assert_array_equal(placed.addressable_shards[0].data, values[:4, :1])
+
+
+def constrain_splits_inside_its_context_only():
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+
+    @jax.jit
+    def double(x):
+        return constrain(2 * x, "batch", "act_mlp")
+
+    x = jnp.ones((8, 4))
+    before = double(x)
+    with use_mesh(mesh):
+        with use_mesh(make_mesh(MeshConfig()), DEFAULT_RULES.updated({"batch": None, "act_mlp": None})):
+            pass  # leaving it brings the outer mesh and its rules back
+        inside = double(x)
+    after = double(x)
+    assert len(before.sharding.device_set) == len(after.sharding.device_set) == 1
+    assert inside.sharding.spec == PartitionSpec(("data", "fsdp"), "tensor")
+    np.testing.assert_array_equal(inside, before)
+
+
+def constrain_goes_through_scan_remat_and_grad():
+    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    weights, x = jnp.full((3, 8, 8), 0.1), jnp.arange(64.0).reshape(8, 8) / 64
+
+    def loss(weights, x):
+        def layer(x, weight):
+            return jnp.tanh(constrain(x @ weight, "batch", "act_mlp")), None
+
+        return jax.lax.scan(jax.checkpoint(layer), x, weights)[0].sum()
+
+    def sharded(weights, x):
+        with use_mesh(mesh):
+            return jax.grad(loss)(weights, x)
+
+    placed = jax.device_put(weights, DEFAULT_RULES.sharding(mesh, ("layers", "embed", "mlp"), weights.shape))
+    np.testing.assert_allclose(jax.jit(sharded)(placed, x), jax.grad(loss)(weights, x), rtol=1e-5)
+
+
+def constrain_refuses_what_does_not_divide():
+    with (
+        use_mesh(make_mesh(MeshConfig(fsdp=4, tensor=2))),
+        pytest.raises(ShardingError, match=r"axis 0, 'batch', has size 6, .* size 4 or 8"),
+    ):
+        jax.jit(lambda x: constrain(x, "batch", None))(jnp.ones((6, 2)))
+
+
+if __name__ == "__main__":
+    for check in [value for value in globals().values() if getattr(value, "__module__", None) == __name__]:
+        check()

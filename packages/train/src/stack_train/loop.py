@@ -101,6 +101,7 @@ class TrainingLoop:
             state, dispatched = self._dispatch(step, state, next(batches))
             self._finish(pending)
             pending = dispatched
+            self.store.poll()
             if self._due(step):
                 self._finish(pending)
                 pending = None

@@ -48,6 +48,13 @@ def test_a_state_comes_back_bitwise_with_its_documents(store: CheckpointStore, e
     assert announced == CheckpointRestored(3, store.path(3))
 
 
+def test_a_directory_and_leaves_may_have_any_name(tmp_path: Path) -> None:
+    state = {"params": {"a b": jnp.ones(2), "ü%20?#": jnp.zeros(3), "0": [jnp.ones(1)], "x.y": jnp.ones(4)}}
+    with CheckpointStore(tmp_path / "my runs" / "50% ü?#") as store:
+        store.save(1, state, {}, CONFIG_YAML)
+        assert bits(store.restore(abstract(state)).state) == bits(state)
+
+
 def test_data_state_may_be_bytes(store: CheckpointStore) -> None:
     store.save(1, {"params": jnp.ones(2)}, b"\x00\xff", CONFIG_YAML)
     assert store.restore({"params": jnp.zeros(2)}).data_state == b"\x00\xff"

@@ -33,12 +33,12 @@ class CheckpointDirectory:
 
     def steps(self) -> tuple[int, ...]:
         """Steps of the whole checkpoints, oldest first."""
-        return tuple(sorted(int(path.name) for path in self._entries() if path.name.isdigit()))
+        return tuple(sorted(int(path.name) for path in self._entries() if path.name.isdecimal()))
 
     def partial(self) -> tuple[tuple[int, Path], ...]:
         """Steps and paths of the checkpoints whose writing did not end."""
         steps = ((path.name.removesuffix(_PARTIAL), path) for path in self._entries() if path.name.endswith(_PARTIAL))
-        return tuple(sorted((int(step), path) for step, path in steps if step.isdigit()))
+        return tuple(sorted((int(step), path) for step, path in steps if step.isdecimal()))
 
     def prepare(self, step: int) -> None:
         """Makes room for a checkpoint of `step`: removes partial ones and sets aside those of this step and beyond."""

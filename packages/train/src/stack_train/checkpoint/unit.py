@@ -87,8 +87,8 @@ def read_array(checkpoint: Path, part: int, name: str, leaf: Any) -> Any:
     It goes to TensorStore, which Orbax wrote with, directly: of a damaged checkpoint Orbax's reader leaves coroutines
     and callbacks behind whose exceptions surface later, where nobody can catch them.
     """
-    base = f"file://{_part_directory(checkpoint, part)}/"
-    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+    files = {"driver": "file", "path": f"{_part_directory(checkpoint, part)}/"}
+    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": files, "path": f"{name}/"}}
     stored = tensorstore.open(spec, open=True, read=True).result()
     sharding = _sharding(leaf)
     if sharding is None:

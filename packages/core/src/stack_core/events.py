@@ -40,7 +40,7 @@ class RunStarted(Event):
     steps: int
     parameters: int
     tokens_per_step: int
-    flops_per_step: float
+    flops_per_step: int
     ideal_step_s: float | None
     compile_s: float
     directory: Path

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from stack_core.config import differences, parse_yaml, to_mapping, to_yaml
 from stack_core.errors import ConfigError
 from stack_core.event_bus import EventBus, ObserverContext, observers_from
 from stack_core.events import RunFailed, RunStarted
+from stack_core.hardware import count_units, current_chip, model_flops_per_step
 from stack_core.mesh import make_mesh
 from stack_core.plugins import registries
 from stack_train.checkpoint import CheckpointStore
@@ -70,7 +71,7 @@ def _run(
     started_s = time.perf_counter()
     compiled = trainer.compile(shapes)
     compile_s = time.perf_counter() - started_s
-    flops, ideal_step_s = _cost(config, trainer, shapes)
+    flops, ideal_step_s = _cost(trainer, shapes)
     loop = TrainingLoop(
         config=config,
         trainer=trainer,
@@ -165,9 +166,11 @@ def _first_state(
     return trainer.init_from(params, key=key), 0
 
 
-def _cost(config: RunConfig, trainer: LanguageModelTrainer, shapes: dict[str, Any]) -> tuple[float, float | None]:
+def _cost(trainer: LanguageModelTrainer, shapes: Mapping[str, Any]) -> tuple[int, float | None]:
     """The model's FLOPs of one step, and how long they take at the peak of all chips, where that is known."""
-    return 1.0, None
+    flops = model_flops_per_step(trainer.evaluate, trainer.abstract_params, shapes)
+    chip = current_chip()
+    return flops.total, flops.ideal_s(chip, units=count_units(chip, trainer.mesh.devices.flatten().tolist()))
 
 
 @contextlib.contextmanager

@@ -106,9 +106,14 @@ class LanguageModelTrainer:
         metrics = {**metrics, "grad_norm": grad_norm, "learning_rate": jnp.asarray(learning_rate, jnp.float32)}
         return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
+    def evaluate(self, params: Any, batch: Batch) -> Metrics:
+        """The objective's metrics on one batch, without gradients; pure."""
+        with use_mesh(self.mesh, self.rules):
+            return self.objective(self.model(params), batch, key=jax.random.key(0))[1]
+
     def compile_evaluation(self, batch: Mapping[str, Any]) -> Callable[[Any, Batch], Metrics]:
-        """Compiles the objective without gradients: (params, batch) -> metrics, `weight` among them."""
-        jitted = jax.jit(self._evaluate, in_shardings=(self.state_shardings.params, self.batch_shardings(batch)))
+        """Compiles `evaluate` for the shapes of `batch`."""
+        jitted = jax.jit(self.evaluate, in_shardings=(self.state_shardings.params, self.batch_shardings(batch)))
         shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}
         return jitted.lower(self.abstract_state.params, shapes).compile()
 
@@ -163,13 +168,7 @@ class LanguageModelTrainer:
 
     @cached_property
     def _param_shardings(self) -> Any:
-        return jax.tree.map_with_path(
-            lambda path, leaf, axes: self.rules.sharding(
-                self.mesh, axes, leaf.shape, name=jax.tree_util.keystr(path, simple=True, separator="/")
-            ),
-            self.abstract_params,
-            self.logical_axes,
-        )
+        return self.rules.tree_shardings(self.mesh, self.abstract_params, self.logical_axes)
 
     @cached_property
     def _graph(self) -> tuple[Any, nnx.State]:
@@ -190,10 +189,6 @@ class LanguageModelTrainer:
 
     def _init_from(self, params: Any, key: jax.Array) -> TrainState:
         return TrainState(jnp.zeros((), jnp.int32), params, self._optimizer.init(params), key)
-
-    def _evaluate(self, params: Any, batch: Batch) -> Metrics:
-        with use_mesh(self.mesh, self.rules):
-            return self.objective(self.model(params), batch, key=jax.random.key(0))[1]
 
     def _gradients(self, params: Any, batch: Batch, key: jax.Array) -> tuple[Any, Metrics]:
         if self.accumulation_steps == 1:

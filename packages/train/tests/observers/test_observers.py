@@ -13,7 +13,7 @@ from stack_train.observers.terminal import TerminalObserver
 
 
 def started(directory, first_step=0):
-    return RunStarted(first_step, 10, 1234, 64, 1e9, None, 1.0, directory)
+    return RunStarted(first_step, 10, 1234, 64, 10**9, None, 1.0, directory)
 
 
 def finished(step, loss=2.5, mfu=None):

@@ -1,6 +1,9 @@
 """Run as a script on 8 host devices: digests and checkpoints of sharded arrays. Its argument is a directory."""
 
+import math
+import re
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,13 @@ from stack_train.checkpoint.digest import _digest_sums, array_digests
 SPECS = [(), ("fsdp",), (None, "fsdp"), ("fsdp", "tensor"), (("tensor", "fsdp"), None), (None, ("fsdp", "tensor"))]
 
 
+def collective_sizes(function: Any, argument: jax.ShapeDtypeStruct) -> list[int]:
+    """Elements in the result of each collective of the compiled function."""
+    hlo = function.lower(argument).compile().as_text()
+    shapes = re.findall(r"= u32\[([\d,]*)\]\S* (?:all-gather|all-reduce|all-to-all|collective-permute)\(", hlo)
+    return [math.prod(int(size) for size in shape.split(",") if size) for shape in shapes]
+
+
 def main(directory: str) -> None:
     assert jax.device_count() == 8
     mesh = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
@@ -21,8 +31,9 @@ def main(directory: str) -> None:
     placed = {str(sharding.spec): jax.device_put(array, sharding) for sharding in shardings}
     assert len({*array_digests(placed).values(), *array_digests({"host": array}).values()}) == 1
     for sharding in shardings:
-        compiled = _digest_sums.lower(jax.ShapeDtypeStruct((16, 24), jnp.float32, sharding=sharding)).compile()
-        assert "f32[16,24]{1,0} all-gather" not in compiled.as_text(), sharding.spec
+        travelled = collective_sizes(_digest_sums, jax.ShapeDtypeStruct((16, 24), jnp.float32, sharding=sharding))
+        assert bool(travelled) == (sharding.spec != PartitionSpec()), (sharding, travelled)
+        assert all(size <= 8 for size in travelled), "more than one partial sum a device travels"
     state = {"params": placed, "key": jax.device_put(jax.random.key(3), shardings[0])}
     with CheckpointStore(directory) as store:
         store.save(1, state, {}, "")

@@ -1,0 +1,6 @@
+"""What the hardware can do, and what a program asks of it."""
+
+from stack_core.hardware.chips import Chip, chip_of, count_units, current_chip
+from stack_core.hardware.flops import Flops, count_flops, model_flops_per_step
+
+__all__ = ["Chip", "Flops", "chip_of", "count_flops", "count_units", "current_chip", "model_flops_per_step"]

@@ -1,0 +1,120 @@
+"""Chips: one row a kind, and which row the current devices have.
+
+The hook `stack_register_chips` registers a row with `registry.add("h200", target, device_kinds=("NVIDIA H200*",))`. The
+target is a `Chip`, or a function without arguments that measures one; `device_kinds` are shell patterns for JAX's
+`device.device_kind`, by default the row's name alone.
+"""
+
+import fnmatch
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from stack_core.errors import HardwareError
+from stack_core.plugins import registries
+
+if TYPE_CHECKING:
+    import jax
+
+__all__ = ["Chip", "chip_of", "count_units", "current_chip"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """The peak rates and sizes of one `unit` of a kind of hardware; None, or a missing dtype, is "not known".
+
+    Attributes:
+      kind: its name in the registry, or JAX's `device_kind` where no row is registered.
+      unit: what the numbers are of. "device": one JAX device. "core": one of the cores of a chip, each of them a JAX
+        device. "chip": all JAX devices at one place, such as the two halves of a TPU v7x, or all devices of a CPU.
+      peak_flops: FLOP/s of dense matrix products by the dtype of the operands, such as "bfloat16"; integer operations
+        count likewise.
+      hbm_bytes: size of the memory that holds arrays.
+      hbm_bandwidth_bytes_s: bytes read and written per second.
+      on_chip_bytes: the largest memory that kernels can keep data in: VMEM, L2, a CPU's last-level cache.
+      link_bandwidth_bytes_s: to other units, one direction, all links together.
+      provenance: where the numbers come from.
+    """
+
+    kind: str
+    unit: Literal["core", "device", "chip"]
+    peak_flops: Mapping[str, float] = field(hash=False)
+    hbm_bytes: int | None
+    hbm_bandwidth_bytes_s: float | None
+    on_chip_bytes: int | None
+    link_bandwidth_bytes_s: float | None
+    provenance: str
+
+
+def current_chip() -> Chip:
+    """The chip of the first device of JAX's default backend, as `chip_of` describes it.
+
+    Raises:
+      HardwareError: JAX finds no device, or two rows claim this one.
+    """
+    import jax
+
+    try:
+        device = jax.devices()[0]
+    except RuntimeError as error:
+        raise HardwareError(
+            f"JAX cannot use any device: {error} Correct JAX_PLATFORMS, or install the extra for your hardware: "
+            "stack-core[tpu] or stack-core[cuda13]."
+        ) from error
+    return chip_of(device)
+
+
+def chip_of(device: "jax.Device") -> Chip:
+    """The chip that a device is, or is a part of.
+
+    Hardware without a row has no peaks and no bandwidths, which is not the same as zero: whoever divides by them has to
+    say "not known". The first call for a CPU may take one or two seconds, see `stack_core.hardware.measure`.
+
+    Raises:
+      HardwareError: two rows claim the device, or its row is no `Chip`.
+    """
+    return _row(device.device_kind) or _unknown(device)
+
+
+def count_units(chip: Chip, devices: Sequence["jax.Device"]) -> int:
+    """How many units of `chip` the devices make up: its peaks times this is the peak of all of them."""
+    if chip.unit != "chip":
+        return len(devices)
+    # Every process has CPU devices of its own; those of a TPU chip share their coordinates.
+    return len({(device.process_index, tuple(getattr(device, "coords", ()))) for device in devices})
+
+
+@functools.cache
+def _row(device_kind: str) -> Chip | None:
+    names = [entry.name for entry in registries.chips.entries() if _matches(device_kind, entry.name, entry.details)]
+    if len(names) > 1:
+        raise HardwareError(
+            f"The chips {' and '.join(map(repr, names))} both claim devices of kind {device_kind!r}. "
+            "Block the plugin of one with STACK_DISABLE_PLUGINS; `stack plugins` lists them."
+        )
+    if not names:
+        return None
+    target = registries.chips[names[0]]
+    chip = target() if callable(target) else target
+    if not isinstance(chip, Chip):
+        raise HardwareError(f"The registered chip {names[0]!r} is a {type(chip).__name__}; expected a Chip.")
+    return chip
+
+
+def _matches(device_kind: str, name: str, details: Mapping[str, Any]) -> bool:
+    return any(fnmatch.fnmatchcase(device_kind, pattern) for pattern in details.get("device_kinds", (name,)))
+
+
+def _unknown(device: "jax.Device") -> Chip:
+    statistics = device.memory_stats() or {}
+    return Chip(
+        kind=device.device_kind,
+        unit="device",
+        peak_flops={},
+        hbm_bytes=statistics.get("bytes_limit"),
+        hbm_bandwidth_bytes_s=None,
+        on_chip_bytes=None,
+        link_bandwidth_bytes_s=None,
+        provenance=f"no row is registered for {device.device_kind!r}; memory as JAX reports it",
+    )

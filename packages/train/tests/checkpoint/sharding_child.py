@@ -17,10 +17,13 @@ SPECS = [(), ("fsdp",), (None, "fsdp"), ("fsdp", "tensor"), (("tensor", "fsdp"),
 
 
 def collective_sizes(function: Any, argument: jax.ShapeDtypeStruct) -> list[int]:
-    """Elements in the result of each collective of the compiled function."""
+    """Elements in the results of each collective of the compiled function."""
     hlo = function.lower(argument).compile().as_text()
-    shapes = re.findall(r"= u32\[([\d,]*)\]\S* (?:all-gather|all-reduce|all-to-all|collective-permute)\(", hlo)
-    return [math.prod(int(size) for size in shape.split(",") if size) for shape in shapes]
+    results = re.findall(r"= (.*) (?:all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(", hlo)
+    return [
+        sum(math.prod(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\[([\d,]*)\]", result))
+        for result in results
+    ]
 
 
 def main(directory: str) -> None:

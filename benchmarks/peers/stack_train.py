@@ -1,0 +1,63 @@
+"""This repository's `stack train`, with core and train installed in the environment that runs the benchmark.
+
+It trains on real text, whose tokenizer and tokens are in the cache before anything is measured; the others make up
+their data.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from peers.peer import Command, Peer, Workload, run_quietly
+
+__all__ = ["PEER"]
+
+
+def _install(folder: Path, workload: Workload) -> Path:
+    """Leaves the environment alone, and fills the data cache by one step of a small model."""
+    python = Path(sys.executable)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        options = _options(workload, steps=1)
+        options |= {"output": f"{scratch}/run", "model.layers": 1, "model.embed": 8, "model.heads": 1, "model.mlp": 8}
+        run_quietly(*_arguments(python, options))
+    return python
+
+
+def _command(python: Path, workload: Workload, steps: int) -> Command:
+    return Command(
+        arguments=_arguments(python, _options(workload, steps)),
+        step_line=r'"kind": "train"',
+        log="run/metrics.jsonl",
+        environment={"JAX_PLATFORMS": "cpu"},
+    )
+
+
+def _arguments(python: Path, options: dict[str, object]) -> list[str]:
+    overrides = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    return [str(python.with_name("stack")), "train", str(_BASE), *overrides]
+
+
+def _options(workload: Workload, steps: int) -> dict[str, object]:
+    return {
+        "output": "run",
+        "model.vocab_size": workload.vocab,
+        "model.embed": workload.embed,
+        "model.layers": workload.layers,
+        "model.heads": workload.heads,
+        "model.mlp": workload.mlp,
+        "model.max_positions": workload.seq_tokens,
+        "model.dtype": workload.dtype,
+        "data.seq_tokens": workload.seq_tokens,
+        "data.batch_size": workload.batch,
+        "trainer.steps": steps,
+    }
+
+
+_BASE = Path(__file__).with_name("stack_train.yaml")
+
+PEER = Peer(
+    name="stack",
+    install=_install,
+    command=_command,
+    packages=("stack-core", "stack-train", "jax", "flax", "optax"),
+)

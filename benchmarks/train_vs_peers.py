@@ -91,9 +91,9 @@ def _installed(peer: Peer, workload: Workload, environments: Path) -> Path:
 
 
 def _versions(python: Path, packages: Sequence[str]) -> dict[str, str]:
-    program = "import json, sys; from importlib.metadata import version; print(json.dumps([*map(version, sys.argv[1:])]))"
+    program = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
     found = subprocess.run([python, "-c", program, *packages], capture_output=True, text=True, check=True)
-    return dict(zip(packages, json.loads(found.stdout), strict=True))
+    return dict(zip(packages, found.stdout.split(), strict=True))
 
 
 def _machine() -> dict[str, Any]:

@@ -171,7 +171,7 @@ class LanguageModelTrainer:
         return self.rules.tree_shardings(self.mesh, self.abstract_params, self.logical_axes)
 
     @cached_property
-    def _graph(self) -> tuple[Any, nnx.State]:
+    def _graph(self) -> tuple[Any, Any]:
         return nnx.split(nnx.eval_shape(lambda: self.family.build(self.model_config, key=jax.random.key(0))))
 
     @cached_property

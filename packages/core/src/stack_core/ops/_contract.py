@@ -1,8 +1,11 @@
 """The product of two arrays in their own dtype with an fp32 accumulator, forward and backward."""
 
 import functools
+import string
+from collections.abc import Callable
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -22,7 +25,8 @@ def contract(subscripts: str, left: jax.Array, right: jax.Array, dtype: DTypeLik
     take the plain einsum, which forward-mode differentiation needs.
 
     Args:
-      subscripts: explicit einsum subscripts, each index in at least two of the three terms.
+      subscripts: explicit einsum subscripts, each index in at least two of the three terms. Indices of all three terms
+        lead in each, in the same order: CPU backends cannot run every other form with bf16 operands and an fp32 result.
     """
     if jnp.finfo(left.dtype).bits >= 32:
         return jnp.einsum(subscripts, left, right).astype(dtype)
@@ -31,17 +35,20 @@ def contract(subscripts: str, left: jax.Array, right: jax.Array, dtype: DTypeLik
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _narrow(subscripts: str, dtype: jnp.dtype, left: jax.Array, right: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, left, right, preferred_element_type=jnp.float32).astype(dtype)
+    return _accumulated(subscripts)(left, right).astype(dtype)
 
 
-def _forward(subscripts: str, dtype: jnp.dtype, left: jax.Array, right: jax.Array):
+def _forward(
+    subscripts: str, dtype: jnp.dtype, left: jax.Array, right: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return _narrow(subscripts, dtype, left, right), (left, right)
 
 
-def _backward(subscripts: str, dtype: jnp.dtype, operands: tuple[jax.Array, jax.Array], cotangent: jax.Array):
+def _backward(
+    subscripts: str, dtype: jnp.dtype, operands: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     left, right = operands
-    inputs, result = subscripts.split("->")
-    left_axes, right_axes = inputs.split(",")
+    left_axes, right_axes, result = _terms(subscripts)
     cotangent = cotangent.astype(left.dtype)
     return (
         _narrow(f"{result},{right_axes}->{left_axes}", left.dtype, cotangent, right),
@@ -50,3 +57,29 @@ def _backward(subscripts: str, dtype: jnp.dtype, operands: tuple[jax.Array, jax.
 
 
 _narrow.defvjp(_forward, _backward)
+
+
+@functools.cache
+def _accumulated(subscripts: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The product in fp32, with a rule for vmap that lets the new axis lead as well."""
+
+    @jax.custom_batching.custom_vmap
+    def product(left: jax.Array, right: jax.Array) -> jax.Array:
+        return jnp.einsum(subscripts, left, right, preferred_element_type=jnp.float32)
+
+    @product.def_vmap
+    def batched(axis_size: int, in_batched: list[bool], left: jax.Array, right: jax.Array) -> tuple[jax.Array, bool]:
+        left_axes, right_axes, result = _terms(subscripts)
+        new = next(letter for letter in string.ascii_lowercase if letter not in subscripts)
+        if not in_batched[0]:
+            left = jnp.broadcast_to(left, (axis_size, *left.shape))
+        new_right = new if in_batched[1] else ""
+        return _accumulated(f"{new}{left_axes},{new_right}{right_axes}->{new}{result}")(left, right), True
+
+    return product
+
+
+def _terms(subscripts: str) -> tuple[str, str, str]:
+    operands, result = subscripts.split("->")
+    left, right = operands.split(",")
+    return left, right, result

@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 
 import jax
 
-from stack_core.abi import AUTODIFF, OpCall, OpImplementation
+from stack_core.abi import AUTODIFF, OpCall, OpImplementation, supports_everything
 from stack_core.errors import PluginError, UnsupportedOp
+from stack_core.hardware.chips import Chip, current_chip
 from stack_core.plugins import plugins, registries
 
 __all__ = ["Choice", "Implementation", "Plan", "dispatch", "plan"]
@@ -57,9 +58,8 @@ def plan(op: str, arrays: Mapping[str, Any], options: Mapping[str, Any], impleme
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(arrays))
     named = _named(op, implementation)
     candidates = _candidates(op) | {candidate.name: candidate for candidate in named}
-    chip = _chip()
-    forward = _choose(OpCall(op, structs, options, "forward"), chip, candidates, named)
-    backward = _choose_backward(OpCall(op, structs, options, "backward"), chip, candidates, named, forward)
+    forward = _choose_forward(OpCall(op, structs, options, "forward"), candidates, named)
+    backward = _choose_backward(OpCall(op, structs, options, "backward"), candidates, named, forward)
     return Plan(forward, backward)
 
 
@@ -82,42 +82,46 @@ def _candidates(op: str) -> dict[str, OpImplementation]:
     return found
 
 
-def _chip() -> Any:
-    """The chip the call is traced for."""
-    return jax.devices()[0]
+def _supports(candidate: OpImplementation, call: OpCall) -> bool | str:
+    # A CPU's chip is measured when it is first asked for: only a `supports` that may look at it is worth that.
+    return candidate.supports is supports_everything or candidate.supports(call, _target_chip())
 
 
-def _choose(call: OpCall, chip: Any, candidates: Mapping[str, OpImplementation], named: Sequence[OpImplementation]) -> Choice:
-    answers = {name: candidate.supports(call, chip) for name, candidate in candidates.items()}
+def _target_chip() -> Chip:
+    with jax.ensure_compile_time_eval():  # The measurement must run, not become part of the program that is traced.
+        return current_chip()
+
+
+def _choose_forward(call: OpCall, candidates: Mapping[str, OpImplementation], named: Sequence[OpImplementation]) -> Choice:
+    answers = {name: _supports(candidate, call) for name, candidate in candidates.items()}
     able = {name: candidates[name] for name, answer in answers.items() if answer is True}
     for candidate in named:
         if candidate.name in able:
             return Choice(candidate, "named by the caller")
     if named or not able:
         raise UnsupportedOp(_refusals(call, answers, named))
-    return _selected_by_hook(call, chip, able) or _highest_priority(call, able)
+    return _selected_by_hook(call, able) or _highest_priority(call, able)
 
 
 def _choose_backward(
-    call: OpCall,
-    chip: Any,
-    candidates: Mapping[str, OpImplementation],
-    named: Sequence[OpImplementation],
-    forward: Choice,
+    call: OpCall, candidates: Mapping[str, OpImplementation], named: Sequence[OpImplementation], forward: Choice
 ) -> Choice:
+    """Chooses among those that have a backward of their own; the reference always has."""
     able = {
         name: candidate
         for name, candidate in candidates.items()
-        if candidate.vjp is not None and candidate.supports(call, chip) is True
+        if candidate.vjp is not None and _supports(candidate, call) is True
     }
     for candidate in named:
         if candidate.name in able:
             return Choice(candidate, "named by the caller")
-    return _selected_by_hook(call, chip, able) or _highest_priority(call, able, prefer=forward.implementation)
+    return _selected_by_hook(call, able) or _highest_priority(call, able, prefer=forward.implementation)
 
 
-def _selected_by_hook(call: OpCall, chip: Any, able: Mapping[str, OpImplementation]) -> Choice | None:
-    answer = plugins.select_op(call=call, chip=chip, candidates=tuple(able))
+def _selected_by_hook(call: OpCall, able: Mapping[str, OpImplementation]) -> Choice | None:
+    if len(able) < 2:
+        return None
+    answer = plugins.select_op(call=call, chip=_target_chip(), candidates=tuple(able))
     if answer is None:
         return None
     if answer not in able:

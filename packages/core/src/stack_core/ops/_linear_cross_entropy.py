@@ -86,7 +86,7 @@ def _reference(
     )
     rows = labels.size
     chunks = _chunks(rows, weight.shape[1])
-    hidden_chunks = _split_rows(hidden.reshape(rows, -1), chunks, fill=0)
+    hidden_chunks = _split_rows(hidden.reshape(rows, weight.shape[0]), chunks, fill=0)
     label_chunks = _split_rows(labels.reshape(rows), chunks, fill=ignore_index)
     if reduction == "none":
         losses = _map_rows(row_losses, hidden_chunks, weight, label_chunks)

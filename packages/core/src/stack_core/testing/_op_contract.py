@@ -1,0 +1,136 @@
+"""The contract of an op: value and gradient in every dtype against float64, and under jit, vmap and scan."""
+
+import unittest
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core import ops
+from stack_core.abi import OpImplementation
+from stack_core.errors import UnsupportedOp
+from stack_core.testing._cases import CASES, OpCase
+from stack_core.testing._oracles import ORACLES
+
+__all__ = ["OpCheck", "op_checks"]
+
+_TOLERANCES = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
+_TRANSFORMED = "transformed"
+
+
+@dataclass(frozen=True)
+class OpCheck:
+    """One case of an op looked at in one way; call it with the implementation to be tried.
+
+    It raises AssertionError when the implementation is wrong and `unittest.SkipTest`, with the reason that `supports`
+    gave, when it does not take the case.
+    """
+
+    case: OpCase
+    aspect: str
+
+    def __call__(self, implementation: OpImplementation) -> None:
+        try:
+            if self.aspect in _TOLERANCES:
+                _check_against_oracle(self.case, implementation, self.aspect)
+            else:
+                _check_transformations(self.case, implementation)
+        except UnsupportedOp as error:
+            raise unittest.SkipTest(str(error)) from error
+
+    def __str__(self) -> str:
+        return f"{self.case.name}-{self.aspect}"
+
+
+def op_checks(op: str) -> tuple[OpCheck, ...]:
+    """All checks of an op's contract.
+
+        @pytest.mark.parametrize("check", op_checks("attention"), ids=str)
+        def test_contract(check):
+            check(MY_IMPLEMENTATION)
+    """
+    return tuple(OpCheck(case, aspect) for case in CASES[op] for aspect in (*_TOLERANCES, _TRANSFORMED))
+
+
+def _check_against_oracle(case: OpCase, implementation: OpImplementation, dtype: str) -> None:
+    arrays = _draw(case, dtype)
+    output, gradients = jax.jit(_value_and_gradients(case, implementation))(arrays)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        exact = jax.tree.map(lambda x: np.asarray(x, np.float64) if _is_floating(x) else np.asarray(x), arrays)
+        expected_output, expected_gradients = _value_and_gradients(case, None)(exact)
+        expected_output, expected_gradients = jax.tree.map(np.asarray, (expected_output, expected_gradients))
+    _assert_close("output", output, expected_output, _TOLERANCES[dtype])
+    for name, expected in expected_gradients.items():
+        _assert_close(f"gradient of {name}", gradients[name], expected, _TOLERANCES[dtype])
+
+
+def _value_and_gradients(case: OpCase, implementation: OpImplementation | None) -> Callable[[Mapping[str, Any]], Any]:
+    """A function from the arrays to (output, gradients by name); of the oracle if there is no implementation."""
+
+    def call(arrays: Mapping[str, Any]) -> Any:
+        if implementation is None:
+            return ORACLES[case.op](**arrays, **case.options)
+        return getattr(ops, case.op)(**arrays, **case.options, implementation=implementation)
+
+    def value_and_gradients(arrays: Mapping[str, Any]) -> Any:
+        moving = {name: x for name, x in arrays.items() if name not in case.fixed and _is_floating(x)}
+        output, vjp = jax.vjp(lambda moving: call({**arrays, **moving}), moving)
+        return output, vjp(_cotangent(output))[0]
+
+    return value_and_gradients
+
+
+def _cotangent(output: Any) -> Any:
+    """A fixed irregular cotangent, the same for the implementation and the oracle: its entries are exact in bf16."""
+
+    def entries(x: Any) -> Any:
+        return jnp.asarray(np.round(64 * np.cos(np.arange(1, x.size + 1))).reshape(x.shape) / 64, x.dtype)
+
+    return jax.tree.map(entries, output)
+
+
+def _check_transformations(case: OpCase, implementation: OpImplementation) -> None:
+    """Jitted, vmapped and scanned, two calls give what each gives alone."""
+    drawn = [_draw(case, "float32", seed) for seed in range(2)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *drawn)
+    function = _value_and_gradients(case, implementation)
+    jitted = jax.jit(function)
+    expected = jax.tree.map(lambda *leaves: np.stack(leaves), *[jitted(arrays) for arrays in drawn])
+
+    def scanned(stacked: Any) -> Any:
+        return jax.lax.scan(lambda carry, arrays: (carry, function(arrays)), (), stacked)[1]
+
+    for name, transformed in (("vmap", jax.vmap(function)), ("scan", scanned)):
+        _assert_close(name, jax.jit(transformed)(stacked), expected, _TOLERANCES["float32"])
+
+
+def _draw(case: OpCase, dtype: str, seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng([seed, zlib.crc32(f"{case.op}/{case.name}".encode())])
+    return jax.tree.map(
+        lambda x: jnp.asarray(x, dtype) if x.dtype == np.float64 else jnp.asarray(x), dict(case.arrays(rng))
+    )
+
+
+def _is_floating(tree: Any) -> bool:
+    return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(tree))
+
+
+def _assert_close(what: str, actual: Any, expected: Any, tolerance: float) -> None:
+    """Compares pytrees, each leaf's largest error with its largest finite entry; infinities must agree."""
+
+    def compare(a: Any, e: Any) -> None:
+        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        assert a.shape == e.shape, f"{what}: shape {a.shape}, expected {e.shape}"
+        finite = np.isfinite(e)
+        np.testing.assert_array_equal(np.isfinite(a), finite, err_msg=f"{what}: finite entries differ")
+        np.testing.assert_array_equal(a[~finite], e[~finite], err_msg=f"{what}: infinities differ")
+        if finite.any():
+            error = np.abs(a[finite] - e[finite]).max()
+            allowed = tolerance * max(np.abs(e[finite]).max(), 1e-3)
+            assert error <= allowed, f"{what}: off by {error:.3g}, {allowed:.3g} allowed"
+
+    jax.tree.map(compare, actual, expected)

@@ -1,0 +1,124 @@
+"""What each op says when its arguments do not fit."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
+from stack_core import ops
+from stack_core.abi import QView
+from stack_core.errors import ArgumentError, ShapeError, StackError, UnknownName
+from stack_core.testing._cases import TiledInt8
+
+
+@pytest.fixture(autouse=True)
+def unchecked_annotations() -> Iterator[None]:
+    """Lets the calls through to the ops' own checks, as for a user, who has no type checker on."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def _zeros(*shape: int, dtype: Any = jnp.float32) -> Any:
+    return jnp.zeros(shape, dtype)
+
+
+QUERY, KEY = _zeros(2, 5, 4, 8), _zeros(2, 7, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "parts"),
+    [
+        ({"key": _zeros(2, 7, 2, 6)}, ShapeError, ("'head_dim' is 6 in key, but 8 in query",)),
+        ({"value": _zeros(2, 6, 2, 8)}, ShapeError, ("'kv_seq' is 6 in value, but 7 in key",)),
+        ({"query": _zeros(2, 5, 32)}, ShapeError, ("query has shape (2, 5, 32)", "batch, q_seq, heads, head_dim")),
+        ({"query": _zeros(2, 5, 3, 8)}, ShapeError, ("3 heads", "2 kv_heads")),
+        ({"bias": _zeros(2, 4, 5, 6)}, ShapeError, ("'kv_seq' is 6 in bias",)),
+        ({"kv_lengths": _zeros(3, dtype=jnp.int32)}, ShapeError, ("'batch' is 3 in kv_lengths",)),
+        ({"query_offset": _zeros(3, dtype=jnp.int32)}, ShapeError, ("'batch' is 3 in query_offset",)),
+        ({"sinks": _zeros(2)}, ShapeError, ("'heads' is 2 in sinks",)),
+        ({"segment_ids": _zeros(2, 5, dtype=jnp.int32)}, ShapeError, ("pass the pair",)),
+        ({"mask": _zeros(1, 1, 5, 7)}, ArgumentError, ("mask has dtype float32",)),
+        ({"window": (-1, 0)}, ArgumentError, ("window is (-1, 0)",)),
+        ({"softcap": 0.0}, ArgumentError, ("softcap is 0.0",)),
+        ({"scale": jnp.float32(1.0)}, ArgumentError, ("scale is an array",)),
+        ({"query": QUERY.astype(jnp.bfloat16)}, ArgumentError, ("query bfloat16, key float32", "cast")),
+    ],
+)
+def test_attention(arguments: dict[str, Any], kind: type[StackError], parts: tuple[str, ...]) -> None:
+    _expect(kind, parts, ops.attention, {"query": QUERY, "key": KEY, "value": KEY, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "kind", "parts"),
+    [
+        ("linear", {"x": _zeros(2, 3), "weight": _zeros(4, 5)}, ShapeError, ("'d_in' is 4 in weight, but 3 in x",)),
+        ("linear", {"x": _zeros(2, 3, dtype=jnp.int8), "weight": _zeros(3, 5)}, ArgumentError, ("x has dtype int8",)),
+        ("norm", {"x": _zeros(2, 3), "scale": _zeros(2)}, ShapeError, ("scale has shape (2,)", "axis -1")),
+        ("norm", {"x": _zeros(2, 3), "residual": _zeros(3)}, ShapeError, ("residual has shape (3,)",)),
+        ("norm", {"x": _zeros(2, 3), "axis": 2}, ShapeError, ("axis 2 is outside x",)),
+        ("norm", {"x": _zeros(2, 3), "kind": "batch"}, UnknownName, ("unknown kind 'batch'", "rms, layer")),
+        (
+            "rope",
+            {"x": _zeros(2, 3, 1, 4), "positions": _zeros(3, dtype=jnp.int32)},
+            ShapeError,
+            ("'...' is () in positions, but (2,) in x",),
+        ),
+        ("rope", {"x": _zeros(3, 1, 4), "positions": _zeros(3)}, ArgumentError, ("positions has dtype float32",)),
+        (
+            "rope",
+            {"x": _zeros(3, 1, 4), "positions": _zeros(3, dtype=jnp.int32), "rotary_dim": 6},
+            ArgumentError,
+            ("rotary_dim is 6", "head_dim=4"),
+        ),
+        (
+            "gated_linear_unit",
+            {"x": _zeros(2, 3), "w_gate": _zeros(3, 4), "w_up": _zeros(3, 4), "activation": "sillu"},
+            UnknownName,
+            ("unknown activation 'sillu'", "Did you mean 'silu'"),
+        ),
+        (
+            "linear_cross_entropy",
+            {"hidden": _zeros(2, 3), "weight": _zeros(3, 5), "labels": _zeros(3, dtype=jnp.int32)},
+            ShapeError,
+            ("'...' is (3,) in labels",),
+        ),
+        (
+            "linear_cross_entropy",
+            {"hidden": _zeros(2, 3), "weight": _zeros(3, 5), "labels": _zeros(2, dtype=jnp.int32), "reduction": "avg"},
+            UnknownName,
+            ("mean, sum, none",),
+        ),
+        (
+            "linear_cross_entropy",
+            {"hidden": _zeros(2, 3), "weight": _zeros(3, 5), "labels": _zeros(2, dtype=jnp.int32), "label_smoothing": 2},
+            ArgumentError,
+            ("label_smoothing is 2",),
+        ),
+    ],
+)
+def test_other_ops(op: str, arguments: dict[str, Any], kind: type[StackError], parts: tuple[str, ...]) -> None:
+    _expect(kind, parts, getattr(ops, op), arguments)
+
+
+def test_a_scale_that_does_not_divide_its_weight() -> None:
+    weight = TiledInt8(_zeros(4, 6, dtype=jnp.int8), _zeros(3, 6))
+    _expect(ShapeError, ("TiledInt8", "(3, 6)", "(4, 6)"), ops.linear, {"x": _zeros(2, 4), "weight": weight})
+
+
+def test_a_view_of_another_abi() -> None:
+    class Later(TiledInt8):
+        def __stack_qview__(self) -> QView:
+            return QView((2, 0), self.values, self.scales, None, "later")
+
+    weight = Later(_zeros(4, 6, dtype=jnp.int8), _zeros(1, 6))
+    _expect(ArgumentError, ("ABI 2.0", "reads ABI 1"), ops.linear, {"x": _zeros(2, 4), "weight": weight})
+
+
+def _expect(kind: type[StackError], parts: tuple[str, ...], op: Any, arguments: dict[str, Any]) -> None:
+    with pytest.raises(kind) as caught:
+        op(**arguments)
+    for part in parts:
+        assert part in str(caught.value)

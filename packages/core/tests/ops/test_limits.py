@@ -1,0 +1,97 @@
+"""What the references promise about memory and work, read from what XLA compiles."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from stack_core import ops
+
+MIB = 2**20
+
+
+def _temporary_bytes(function: Any, *arrays: jax.ShapeDtypeStruct) -> int:
+    memory = jax.jit(function).lower(*arrays).compile().memory_analysis()
+    return memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_of_32k_tokens_and_8_heads_needs_less_than_2_gib(dtype: str) -> None:
+    operand = jax.ShapeDtypeStruct((1, 32768, 8, 64), dtype)
+
+    def total(query: Any, key: Any, value: Any) -> Any:
+        return jnp.sum(ops.attention(query, key, value, causal=True).astype(jnp.float32))
+
+    assert _temporary_bytes(jax.value_and_grad(total, argnums=(0, 1, 2)), operand, operand, operand) < 1200 * MIB
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_cross_entropy_never_holds_all_logits(reduction: str) -> None:
+    hidden, weight = jax.ShapeDtypeStruct((16384, 32), "float32"), jax.ShapeDtypeStruct((32, 32000), "float32")
+    labels = jax.ShapeDtypeStruct((16384,), "int32")
+
+    def total(hidden: Any, weight: Any, labels: Any) -> Any:
+        return jnp.sum(ops.linear_cross_entropy(hidden, weight, labels, reduction=reduction))
+
+    all_logits_bytes = 16384 * 32000 * 4
+    assert _temporary_bytes(jax.value_and_grad(total, argnums=(0, 1)), hidden, weight, labels) < all_logits_bytes / 6
+
+
+def test_cross_entropy_without_gradient_forms_one_product_a_chunk() -> None:
+    hidden, weight, labels = jnp.ones((8, 4)), jnp.ones((4, 16)), jnp.zeros(8, jnp.int32)
+    assert str(jax.make_jaxpr(ops.linear_cross_entropy)(hidden, weight, labels)).count("dot_general") <= 2
+    forward = jax.jit(ops.linear_cross_entropy).lower(hidden, weight, labels).as_text()
+    gradient = jax.jit(jax.grad(ops.linear_cross_entropy, argnums=(0, 1))).lower(hidden, weight, labels).as_text()
+    assert forward.count("dot_general") == 1
+    assert gradient.count("dot_general") == 3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_tied_head_trains_in_every_dtype(dtype: str, reduction: str) -> None:
+    embedding = jax.random.normal(jax.random.key(0), (257, 48)).astype(dtype)
+    labels = jnp.arange(66).reshape(2, 33)
+
+    def loss(embedding: Any) -> Any:
+        return jnp.mean(ops.linear_cross_entropy(embedding[labels], embedding.T, labels, reduction=reduction))
+
+    gradient = jax.jit(jax.grad(loss))(embedding)
+    assert gradient.dtype == dtype
+    assert bool(jnp.all(jnp.isfinite(gradient.astype(jnp.float32))))
+
+
+def test_a_label_outside_the_vocabulary_is_not_ignored_silently() -> None:
+    hidden, weight = jnp.ones((3, 4)), jnp.ones((4, 16))
+    losses = ops.linear_cross_entropy(hidden, weight, jnp.array([16, -1, -100]), reduction="none")
+    assert jnp.array_equal(jnp.isnan(losses), jnp.array([True, True, False]))
+    assert float(losses[2]) == 0.0
+
+
+@pytest.mark.parametrize("op", ["linear", "norm", "rope", "gated_linear_unit", "attention"])
+def test_forward_mode_works_in_fp32(op: str) -> None:
+    x, weight = jnp.ones((2, 4, 2, 8)), jnp.ones((8, 3))
+    calls = {
+        "linear": lambda x: ops.linear(x, weight),
+        "norm": ops.norm,
+        "rope": lambda x: ops.rope(x, jnp.zeros((2, 4), jnp.int32)),
+        "gated_linear_unit": lambda x: ops.gated_linear_unit(x, weight, weight),
+        "attention": lambda x: ops.attention(x, x, x, causal=True),
+    }
+    _, tangent = jax.jvp(calls[op], (x,), (x,))
+    assert bool(jnp.all(jnp.isfinite(tangent)))
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0), (1, 0), (0, 1), (1, 1), (0, None), (None, 0)])
+def test_bf16_products_run_under_any_vmap(in_axes: tuple[int | None, int | None]) -> None:
+    x = jnp.ones((8, 8, 16) if in_axes[0] is not None else (8, 16), jnp.bfloat16)
+    weight = jnp.ones((16, 16, 24) if in_axes[1] == 1 else (8, 16, 24), jnp.bfloat16)
+    weight = weight[:, :8] if in_axes[1] == 1 else weight
+    weight = weight if in_axes[1] is not None else weight[0]
+    batched = jax.vmap(lambda x, w: ops.linear(x, w, preferred_dtype=jnp.float32), in_axes=in_axes)
+
+    def total(x: Any, weight: Any) -> Any:
+        return jnp.sum(batched(x, weight))
+
+    gradients = jax.jit(jax.grad(total, argnums=(0, 1)))(x, weight)
+    assert all(bool(jnp.all(jnp.isfinite(gradient.astype(jnp.float32)))) for gradient in gradients)

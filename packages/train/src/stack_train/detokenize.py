@@ -43,7 +43,8 @@ class IncrementalDetokenizer:
 
     def _take(self, piece: str) -> str:
         if piece:
-            self._context, self._pending = self._pending, []
+            self._context = self._pending
+            self._pending = []
         return piece
 
 

@@ -56,9 +56,7 @@ def tensor_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def write_checkpoint(
-    directory: Path, tensors: dict[str, np.ndarray], config: dict, *, files: int = 1
-) -> None:
+def write_checkpoint(directory: Path, tensors: dict[str, np.ndarray], config: dict, *, files: int = 1) -> None:
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
     if files == 1:

@@ -18,7 +18,10 @@ def raw_tensors(directory):
     """Every tensor's dtype, shape and bytes, as the safetensors library reads them."""
     found = {}
     for path in directory.glob("*.safetensors"):
-        found |= {name: (e["dtype"], tuple(e["shape"]), bytes(e["data"])) for name, e in safetensors.deserialize(path.read_bytes())}
+        found |= {
+            name: (e["dtype"], tuple(e["shape"]), bytes(e["data"]))
+            for name, e in safetensors.deserialize(path.read_bytes())
+        }
     return found
 
 
@@ -115,7 +118,7 @@ def test_mixed_dtypes_are_refused(make_checkpoint, tmp_path):
         tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float16)
 
     source, _ = make_checkpoint(edit=edit)
-    with pytest.raises(ConversionError, match="model.norm.weight is float16"):
+    with pytest.raises(ConversionError, match=r"model\.norm\.weight is float16"):
         FORMAT.import_run(source, tmp_path / "run")
 
 

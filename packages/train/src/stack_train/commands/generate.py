@@ -14,7 +14,7 @@ from stack_core.errors import GenerationError
 __all__ = ["generate"]
 
 
-def generate(
+def generate(  # noqa: PLR0913, each parameter is an option of the command
     run: Path,
     /,
     *,

@@ -76,9 +76,7 @@ class HuggingFaceFormat:
         """
         source = open_source(directory)
         with _made_whole(run) as partial:
-            config = RunConfig(
-                output=str(run), model=source.config, data=DataConfig(tokenizer=str(run / "tokenizer"))
-            )
+            config = RunConfig(output=str(run), model=source.config, data=DataConfig(tokenizer=str(run / "tokenizer")))
             paths = RunDirectory(partial)
             kept = _copy(_TOKENIZER_FILES, directory, paths.tokenizer)
             kept += _copy((_CONFIG, _GENERATION_CONFIG), directory, partial / "huggingface")

@@ -59,11 +59,11 @@ class StoredTensor:
         return _DTYPES.get(self.dtype)
 
     def read(self) -> np.ndarray:
-        """Reads the values; the file was found to be as long as its header says."""
+        """Reads the values of a tensor whose `numpy_dtype` is not None."""
         with self.path.open("rb") as file:
             file.seek(self.offset_bytes)
             raw = np.fromfile(file, np.uint8, count=self.size_bytes)
-        return raw.view(self.numpy_dtype).reshape(self.shape)
+        return raw.view(_DTYPES[self.dtype]).reshape(self.shape)
 
 
 def read_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -111,7 +111,9 @@ def write_shards(
     """Writes the tensors, which come in the planned order, to one file, or to several and their index."""
     incoming = iter(tensors)
     count = len(shards)
-    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)] if count > 1 else [SINGLE]
+    names = (
+        [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)] if count > 1 else [SINGLE]
+    )
     for name, specs in zip(names, shards, strict=True):
         with (directory / name).open("wb") as file:
             file.write(_header(specs))

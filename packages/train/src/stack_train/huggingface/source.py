@@ -139,9 +139,7 @@ def _check_tensors(
     return dtypes.pop()
 
 
-def _problem_of_extra(
-    name: str, tensors: Mapping[str, StoredTensor], redundant: Mapping[str, str | None]
-) -> list[str]:
+def _problem_of_extra(name: str, tensors: Mapping[str, StoredTensor], redundant: Mapping[str, str | None]) -> list[str]:
     for pattern, original in redundant.items():
         if re.fullmatch(re.escape(pattern).replace(re.escape("{layer}"), r"\d+"), name):
             same = original is None or original not in tensors or _equal(tensors[name], tensors[original])

@@ -63,7 +63,7 @@ class DenseKVCache:
           Output like query, and the layer with the new keys; `lengths` is `advance`'s to change.
         """
         layer_cache = LayerCache(self._append(layer_cache.key, key), self._append(layer_cache.value, value))
-        output = ops.attention(
+        output: Any = ops.attention(
             query,
             layer_cache.key.swapaxes(1, 2),
             layer_cache.value.swapaxes(1, 2),

@@ -1,7 +1,7 @@
 """How a model's config and its Hugging Face `config.json` say the same."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from stack_core import ops
@@ -79,8 +79,14 @@ class ConfigMap:
           ConversionError: it asks for what the model cannot do; names each key and value.
         """
         known = {field.theirs for field in self.fields} | {*self.fixed, *_ROPE_KEYS, *_SILENT_KEYS}
-        wrong = [f"{key}={mapping[key]!r}, not {value!r}" for key, value in self.fixed.items() if mapping.get(key, value) != value]
-        wrong += [f"{key}={value!r}" for key, value in mapping.items() if key not in known and value not in (None, False)]
+        wrong = [
+            f"{key}={mapping[key]!r}, not {value!r}"
+            for key, value in self.fixed.items()
+            if mapping.get(key, value) != value
+        ]
+        wrong += [
+            f"{key}={value!r}" for key, value in mapping.items() if key not in known and value not in (None, False)
+        ]
         if wrong:
             raise ConversionError(
                 f"{self.architecture} asks in its config.json for what this model does not do: {'; '.join(wrong)}."
@@ -131,13 +137,16 @@ class ConfigMap:
 
 
 def _written_scaling(config: Any) -> dict[str, Any] | None:
-    if config.rope_scaling is None:
+    """Returns the scaling under transformers' names; what has its default is left out, as transformers has the same."""
+    scaling = config.rope_scaling
+    if scaling is None:
         return None
-    mapping = {key: value for key, value in to_mapping(config.rope_scaling).items() if value is not None}
+    kept = [field.name for field in fields(scaling) if getattr(scaling, field.name) != field.default]
+    mapping = {"rope_type": scaling.rope_type, **{name: to_mapping(getattr(scaling, name)) for name in kept}}
     if mapping["rope_type"] == "dynamic" and mapping.pop("max_position_embeddings") != config.max_positions:
         raise ConversionError(
             "Dynamic rope scaling starts from max_position_embeddings="
-            f"{config.rope_scaling.max_position_embeddings}, but max_positions is {config.max_positions}; "
+            f"{scaling.max_position_embeddings}, but max_positions is {config.max_positions}; "
             "a Hugging Face config.json has one number for both. Make them equal."
         )
     return mapping

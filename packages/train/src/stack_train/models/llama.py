@@ -114,7 +114,7 @@ class Attention(nnx.Module):
         key = self._rotate(self._heads(self.key(x)), positions)
         value = self._heads(self.value(x))
         if cache is None:
-            output = ops.attention(query, key, value, causal=True, segment_ids=segment_ids)
+            output: Any = ops.attention(query, key, value, causal=True, segment_ids=segment_ids)
         else:
             output, layer_cache = cache.attend(layer_cache, query, key, value, AttentionSpec())
         return self.output(output.reshape(*x.shape[:2], -1)), layer_cache
@@ -159,7 +159,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Hidden, positions: Any, segment_ids: Any, cache: KVCache | None, layer_cache: Any
     ) -> tuple[Hidden, Any]:
-        normed = ops.norm(x, self.attention_norm[...], epsilon=self.epsilon)
+        normed: Any = ops.norm(x, self.attention_norm[...], epsilon=self.epsilon)
         attended, layer_cache = self.attention(normed, positions, segment_ids, cache, layer_cache)
         normed, x = ops.norm(attended, self.feed_forward_norm[...], epsilon=self.epsilon, residual=x)
         return constrain(x + self.feed_forward(normed), "batch", "seq", "act_embed"), layer_cache
@@ -209,7 +209,7 @@ class Llama(nnx.Module):
 
         layers = None if cache is None else cache.layers
         x, layers = scan_layers(run, self.blocks, x, layers, remat=self.config.remat)
-        hidden = ops.norm(x, self.norm[...], epsilon=self.config.norm_epsilon)
+        hidden: Any = ops.norm(x, self.norm[...], epsilon=self.config.norm_epsilon)
         return hidden if cache is None else (hidden, cache.advance(layers, tokens.shape[1]))
 
     def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
@@ -299,7 +299,7 @@ class LlamaFamily:
         )
 
     def redundant_tensors(self, config: LlamaConfig) -> dict[str, str | None]:
-        """Tensors that a checkpoint may hold besides: the name of the tensor that each repeats, None if nothing reads it.
+        """Tensors that a checkpoint may hold besides: the one that each repeats, or None if nothing reads it.
 
         "{layer}" stands for any layer.
         """
@@ -312,12 +312,12 @@ FAMILY = LlamaFamily()
 
 def _matrix(
     config: LlamaConfig, shape: tuple[int, int], axes: tuple[str, str], *, key: jax.Array
-) -> nnx.Param:
+) -> nnx.Param[jax.Array]:
     values = config.initializer_std * jax.random.normal(key, shape, config.param_dtype)
     return nnx.Param(values, logical_axes=axes)
 
 
-def _scale(config: LlamaConfig) -> nnx.Param:
+def _scale(config: LlamaConfig) -> nnx.Param[jax.Array]:
     return nnx.Param(jnp.ones((config.embed,), config.param_dtype), logical_axes=("norm",))
 
 

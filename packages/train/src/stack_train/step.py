@@ -24,7 +24,7 @@ Metrics = Mapping[str, jax.Array]
 @partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state", "key"], meta_fields=[])
 @dataclass(frozen=True)
 class TrainState:
-    """All that an update reads and writes.
+    """All that an update reads and writes; or its shapes, or its shardings, in the same structure.
 
     Attributes:
       step: int32 scalar, updates done.
@@ -33,10 +33,10 @@ class TrainState:
       key: the run's PRNG key; step n draws from `fold_in(key, n)`.
     """
 
-    step: jax.Array
+    step: Any
     params: Any
     opt_state: Any
-    key: jax.Array
+    key: Any
 
 
 def batch_shapes(batch_size: int, seq_tokens: int) -> dict[str, jax.ShapeDtypeStruct]:

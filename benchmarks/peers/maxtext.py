@@ -18,7 +18,7 @@ def _install(folder: Path, workload: Workload) -> Path:
     python = folder / "bin" / "python"
     installed = folder / "installed"
     if not installed.exists():
-        install = (find_uv(), "pip", "install", "--python", python)
+        install = (find_uv(), "pip", "install", "--compile-bytecode", "--python", python)
         run_quietly(find_uv(), "venv", "--clear", "--python", find_python(_PYTHON), folder)
         run_quietly(*install, "--no-deps", _PACKAGE)
         run_quietly(*install, "--resolution=lowest", "--requirement", folder / _REQUIREMENTS)

@@ -23,6 +23,7 @@ __all__ = ["Measurement", "PeerFailed", "measure"]
 
 _POLL_S = 0.02
 _SILENCE_S = 600.0
+_ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": ""}  # an empty value counts as none
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # Fields of /proc/PID/stat, counted from the one after the command's name; see proc(5).
@@ -75,7 +76,7 @@ def measure(command: Command, *, steps: int, folder: Path) -> Measurement:
         process = subprocess.Popen(
             command.arguments,
             cwd=folder,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **command.environment},
+            env={**os.environ, **_ENVIRONMENT, **command.environment},
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,

@@ -93,7 +93,12 @@ def test_attention(arguments: dict[str, Any], kind: type[StackError], parts: tup
         ),
         (
             "linear_cross_entropy",
-            {"hidden": _zeros(2, 3), "weight": _zeros(3, 5), "labels": _zeros(2, dtype=jnp.int32), "label_smoothing": 2},
+            {
+                "hidden": _zeros(2, 3),
+                "weight": _zeros(3, 5),
+                "labels": _zeros(2, dtype=jnp.int32),
+                "label_smoothing": 2,
+            },
             ArgumentError,
             ("label_smoothing is 2",),
         ),

@@ -1,12 +1,15 @@
+import dataclasses
 import importlib
+import unittest
+from typing import Any
 
+import jax
 import pytest
 
+from stack_core.ops._attention import REFERENCE as ATTENTION
 from stack_core.testing import OpCheck, op_checks
 
 OPS = ("attention", "gated_linear_unit", "linear", "linear_cross_entropy", "norm", "rope")
-MANY_CHUNKS_OF_ATTENTION = ("odd_sizes", "broadcast_bias", "mask", "segment_pair", "sinks_and_empty_rows", "everything")
-MANY_CHUNKS_OF_CROSS_ENTROPY = ("plain", "none", "ignored", "everything")
 
 
 @pytest.mark.parametrize("check", [pytest.param(check, id=f"{op}-{check}") for op in OPS for check in op_checks(op)])
@@ -14,7 +17,17 @@ def test_reference_keeps_its_contract(check: OpCheck) -> None:
     check(importlib.import_module(f"stack_core.ops._{check.case.op}").REFERENCE)
 
 
-@pytest.mark.parametrize("check", [c for c in op_checks("attention") if c.case.name in MANY_CHUNKS_OF_ATTENTION], ids=str)
+def _in_chunks(op: str, *names: str) -> list[OpCheck]:
+    return [c for c in op_checks(op) if c.case.name in names and (c.aspect == "float32" or c.case.name == "everything")]
+
+
+@pytest.mark.parametrize(
+    "check",
+    _in_chunks(
+        "attention", "odd_sizes", "broadcast_bias", "mask", "segment_pair", "sinks_and_empty_rows", "everything"
+    ),
+    ids=str,
+)
 def test_attention_in_many_chunks(check: OpCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     attention = importlib.import_module("stack_core.ops._attention")
     monkeypatch.setattr(attention, "_CHUNK_BYTES", 1)
@@ -22,13 +35,37 @@ def test_attention_in_many_chunks(check: OpCheck, monkeypatch: pytest.MonkeyPatc
     check(attention.REFERENCE)
 
 
-@pytest.mark.parametrize(
-    "check", [c for c in op_checks("linear_cross_entropy") if c.case.name in MANY_CHUNKS_OF_CROSS_ENTROPY], ids=str
-)
+@pytest.mark.parametrize("check", _in_chunks("linear_cross_entropy", "plain", "none", "ignored", "everything"), ids=str)
 @pytest.mark.parametrize("chunk_bytes", [1, 700])
-def test_linear_cross_entropy_in_many_chunks(
-    check: OpCheck, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_linear_cross_entropy_in_many_chunks(check: OpCheck, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cross_entropy = importlib.import_module("stack_core.ops._linear_cross_entropy")
     monkeypatch.setattr(cross_entropy, "_CHUNK_BYTES", chunk_bytes)
     check(cross_entropy.REFERENCE)
+
+
+class Broken:
+    """Ways to be wrong that a contract suite must notice."""
+
+    @staticmethod
+    def drops_the_window(**arguments: Any) -> Any:
+        return ATTENTION.function(**{**arguments, "window": None})
+
+    @staticmethod
+    def wrong_gradient(**arguments: Any) -> Any:
+        arguments["key"] = jax.lax.stop_gradient(arguments["key"])
+        return ATTENTION.function(**arguments)
+
+
+@pytest.mark.parametrize(("function", "case"), [(Broken.drops_the_window, "window"), (Broken.wrong_gradient, "plain")])
+def test_a_wrong_implementation_is_noticed(function: Any, case: str) -> None:
+    broken = dataclasses.replace(ATTENTION, name="broken", function=function)
+    for check in op_checks("attention"):
+        if check.case.name == case:
+            with pytest.raises(AssertionError, match="off by"):
+                check(broken)
+
+
+def test_an_implementation_that_says_no_is_skipped_with_its_reason() -> None:
+    refuses = dataclasses.replace(ATTENTION, name="refuses", supports=lambda call, chip: "no such tile")
+    with pytest.raises(unittest.SkipTest, match="no such tile"):
+        op_checks("attention")[0](refuses)

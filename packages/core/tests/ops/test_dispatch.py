@@ -79,12 +79,14 @@ def test_of_several_names_the_first_that_supports_the_call_runs(register: Any) -
 
 def test_a_tie_is_an_error_that_names_both(register: Any) -> None:
     register(_returning(1.0, "one", priority=5), _returning(2.0, "two", priority=5))
-    with pytest.raises(UnsupportedOp, match="'one' and 'two' .* same priority 5"):
+    with pytest.raises(UnsupportedOp, match=r"'one' and 'two' .* same priority 5"):
         ops.linear(X, WEIGHT)
 
 
 def test_a_refused_name_lists_the_reason_of_every_implementation(register: Any) -> None:
-    wide = _returning(1.0, "wide", supports=lambda call, chip: f"d_in is {call.arrays['x'].shape[-1]}, at least 128 needed")
+    wide = _returning(
+        1.0, "wide", supports=lambda call, chip: f"d_in is {call.arrays['x'].shape[-1]}, at least 128 needed"
+    )
     register(wide, _returning(1.0, "mute", supports=lambda call, chip: False))
     with pytest.raises(UnsupportedOp) as caught:
         ops.linear(X, WEIGHT, implementation=wide)

@@ -1,6 +1,7 @@
 """Softmax attention."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,8 +46,8 @@ def attention(
 
     c is `softcap` (none: z_ij = scale q_i k_j + b_ij), b is `bias`, s is the head's sink (none: no such term). Query i
     stands at key position p_i = i + `query_offset` and may attend to key j if all that is given allows it: j <= p_i
-    (`causal`), p_i - left <= j <= p_i + right (`window`), j < `kv_lengths`, equal segments, `mask`. A query with nothing
-    to attend to has output 0, lse -inf (its sink, if there are sinks) and no gradient.
+    (`causal`), p_i - left <= j <= p_i + right (`window`), j < `kv_lengths`, equal segments, `mask`. A query with
+    nothing to attend to has output 0, lse -inf (its sink, if there are sinks) and no gradient.
 
     Products run in the dtype of the operands with an fp32 accumulator, the softmax in fp32.
 
@@ -142,7 +143,7 @@ def _check_window(window: Any) -> None:
 def _paired_segments(query: Any, key: Any, segment_ids: Any) -> Any:
     if segment_ids is None:
         return None
-    if not isinstance(segment_ids, tuple | list):
+    if not isinstance(segment_ids, Sequence):
         if query.shape[1] != key.shape[1]:
             raise ShapeError(
                 f"attention: segment_ids is one array, but q_seq is {query.shape[1]} and kv_seq {key.shape[1]}; "
@@ -172,20 +173,20 @@ def _reference(
         return _attend(**by_query, key=key, value=value, kv_segments=kv_segments, **options)
 
     query_axis = {"query": 1, "positions": 1, "bias": 2, "mask": 2, "q_segments": 1}
-    looped = {
+    looped: Mapping[str, Any] = {
         name: _split(x, query_axis[name], chunks)
         for name, x in by_query.items()
         if x is not None and x.shape[query_axis[name]] > 1
     }
-    shared = {name: x for name, x in by_query.items() if name not in looped}
+    shared: Mapping[str, Any] = {name: x for name, x in by_query.items() if name not in looped}
     # The loop sums the gradients of key and value over its chunks in their own dtype, which has to be fp32.
     dtype, wide = key.dtype, accurate_dtype(key.dtype)
     key, value = key.astype(wide), value.astype(wide)
 
     @jax.checkpoint
     def attend_chunk(chunk: Any) -> Any:
-        narrow = {"key": key.astype(dtype), "value": value.astype(dtype)}
-        return _attend(**chunk, **shared, **narrow, kv_segments=kv_segments, **options)
+        keys: Mapping[str, Any] = {"key": key.astype(dtype), "value": value.astype(dtype), "kv_segments": kv_segments}
+        return _attend(**chunk, **shared, **keys, **options)
 
     return jax.tree.map(lambda x: _joined(x, q_seq), lax.map(attend_chunk, looped))
 
@@ -205,46 +206,17 @@ def _joined(array: Any, q_seq: int) -> Any:
     return batch_first.reshape(array.shape[1], -1, *array.shape[3:])[:, :q_seq]
 
 
-def _attend(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    positions: Any,
-    bias: Any,
-    mask: Any,
-    q_segments: Any,
-    kv_segments: Any,
-    kv_lengths: Any,
-    sinks: Any,
-    causal: bool,
-    window: Any,
-    softcap: Any,
-    scale: float,
-    return_lse: bool,
-) -> Any:
+def _attend(query: Any, key: Any, value: Any, *, sinks: Any, return_lse: bool, **scoring: Any) -> Any:
     """Attention of queries that are few enough for their scores to be formed.
 
-    Key and value come as [batch, kv_heads, kv_seq, head_dim]; the scores are [batch, kv_heads, group, rows, kv_seq].
+    Key and value come as [batch, kv_heads, kv_seq, head_dim].
     """
     batch, rows, heads, head_dim = query.shape
     kv_heads, kv_seq = key.shape[1:3]
-    accurate = accurate_dtype(query.dtype)
-    grouped = query.reshape(batch, rows, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
-    scores = contract("bhqd,bhkd->bhqk", grouped.reshape(batch, kv_heads, -1, head_dim), key, accurate) * scale
-    scores = scores.reshape(batch, kv_heads, -1, rows, kv_seq)
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + _by_group(bias, kv_heads).astype(accurate)
-    allowed = _allowed(positions, kv_seq, causal, window, kv_lengths, q_segments, kv_segments)
-    for condition in (allowed, None if mask is None else _by_group(mask, kv_heads)):
-        if condition is not None:
-            scores = jnp.where(condition, scores, -jnp.inf)
-
-    largest = jnp.maximum(jnp.max(scores, axis=-1, initial=-jnp.inf), jnp.finfo(accurate).min)
+    scores = _scores(query, key, **scoring)
+    largest = jnp.maximum(jnp.max(scores, axis=-1, initial=-jnp.inf), jnp.finfo(scores.dtype).min)
     if sinks is not None:
-        sinks = sinks.astype(accurate).reshape(kv_heads, -1, 1)
+        sinks = sinks.astype(scores.dtype).reshape(kv_heads, -1, 1)
         largest = jnp.maximum(largest, sinks)
     largest = lax.stop_gradient(largest)
     weights = jnp.exp(scores - largest[..., None])
@@ -252,13 +224,31 @@ def _attend(
     if sinks is not None:
         denominator = denominator + jnp.exp(sinks - largest)
     safe = jnp.maximum(denominator, 0.5)  # It is at least 1, unless there is nothing to attend to.
-    flat_weights = weights.astype(value.dtype).reshape(batch, kv_heads, -1, kv_seq)
-    output = contract("bhqk,bhkd->bhqd", flat_weights, value, accurate).reshape(*safe.shape, head_dim) / safe[..., None]
-    output = output.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
+    flat_weights = weights.astype(value.dtype).reshape(batch, kv_heads, (heads // kv_heads) * rows, kv_seq)
+    output = contract("bhqk,bhkd->bhqd", flat_weights, value, scores.dtype).reshape(*safe.shape, head_dim)
+    output = (output / safe[..., None]).transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
     if not return_lse:
         return output
     lse = jnp.where(denominator > 0, jnp.log(safe) + largest, -jnp.inf)
     return output, lse.transpose(0, 3, 1, 2).reshape(batch, rows, heads)
+
+
+def _scores(query: Any, key: Any, *, scale: float, softcap: float | None, bias: Any, mask: Any, **places: Any) -> Any:
+    """The logits [batch, kv_heads, group, rows, kv_seq] in fp32, -inf where attention is forbidden."""
+    batch, rows, _, head_dim = query.shape
+    kv_heads, kv_seq = key.shape[1:3]
+    grouped = query.reshape(batch, rows, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
+    flat = grouped.reshape(batch, kv_heads, grouped.shape[2] * rows, head_dim)
+    scores = contract("bhqd,bhkd->bhqk", flat, key, accurate_dtype(query.dtype)) * scale
+    scores = scores.reshape(*grouped.shape[:4], kv_seq)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + _by_group(bias, kv_heads).astype(scores.dtype)
+    for condition in (_allowed(kv_seq, **places), None if mask is None else _by_group(mask, kv_heads)):
+        if condition is not None:
+            scores = jnp.where(condition, scores, -jnp.inf)
+    return scores
 
 
 def _by_group(array: Any, kv_heads: int) -> Any:
@@ -269,7 +259,7 @@ def _by_group(array: Any, kv_heads: int) -> Any:
 
 
 def _allowed(
-    positions: Any, kv_seq: int, causal: bool, window: Any, kv_lengths: Any, q_segments: Any, kv_segments: Any
+    kv_seq: int, *, positions: Any, causal: bool, window: Any, kv_lengths: Any, q_segments: Any, kv_segments: Any
 ) -> Any:
     """Which key each query may attend to, [batch or 1, 1, 1, rows, kv_seq]; None means all."""
     left, right = window or (None, None)

@@ -92,7 +92,9 @@ def _target_chip() -> Chip:
         return current_chip()
 
 
-def _choose_forward(call: OpCall, candidates: Mapping[str, OpImplementation], named: Sequence[OpImplementation]) -> Choice:
+def _choose_forward(
+    call: OpCall, candidates: Mapping[str, OpImplementation], named: Sequence[OpImplementation]
+) -> Choice:
     answers = {name: _supports(candidate, call) for name, candidate in candidates.items()}
     able = {name: candidates[name] for name, answer in answers.items() if answer is True}
     for candidate in named:
@@ -125,11 +127,15 @@ def _selected_by_hook(call: OpCall, able: Mapping[str, OpImplementation]) -> Cho
     if answer is None:
         return None
     if answer not in able:
-        raise PluginError(f"stack_select_op chose {answer!r} for {call.op} {call.direction}; expected one of {tuple(able)}.")
+        raise PluginError(
+            f"stack_select_op chose {answer!r} for {call.op} {call.direction}; expected one of {tuple(able)}."
+        )
     return Choice(able[answer], "chosen by stack_select_op")
 
 
-def _highest_priority(call: OpCall, able: Mapping[str, OpImplementation], prefer: OpImplementation | None = None) -> Choice:
+def _highest_priority(
+    call: OpCall, able: Mapping[str, OpImplementation], prefer: OpImplementation | None = None
+) -> Choice:
     top = max(candidate.priority for candidate in able.values())
     best = [candidate for candidate in able.values() if candidate.priority == top]
     if prefer is not None and prefer in best:
@@ -145,7 +151,9 @@ def _highest_priority(call: OpCall, able: Mapping[str, OpImplementation], prefer
 
 def _refusals(call: OpCall, answers: Mapping[str, bool | str], named: Sequence[OpImplementation]) -> str:
     wanted = " or ".join(repr(candidate.name) for candidate in named)
-    head = f"{call.op}: {wanted} cannot run this call." if named else f"{call.op}: no implementation supports this call."
+    head = (
+        f"{call.op}: {wanted} cannot run this call." if named else f"{call.op}: no implementation supports this call."
+    )
     shapes = ", ".join(f"{name} {_described(struct)}" for name, struct in call.arrays.items() if struct is not None)
     lines = [f"  {name}: {_reason(answer)}" for name, answer in sorted(answers.items())]
     able = [name for name, answer in answers.items() if answer is True]

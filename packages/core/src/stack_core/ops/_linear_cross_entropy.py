@@ -160,7 +160,7 @@ def _chunks(rows: int, vocab: int) -> int:
 
 
 def _split_rows(array: Any, chunks: int, fill: Any) -> Any:
-    """[rows, ...] -> [chunks, rows per chunk, ...], every chunks-th row together, so that a sharded batch stays spread."""
+    """[rows, ...] -> [chunks, rows per chunk, ...]; each takes rows from all over, so a sharded batch stays sharded."""
     padding = -array.shape[0] % chunks
     padded = jnp.pad(array, [(0, padding), *[(0, 0)] * (array.ndim - 1)], constant_values=fill)
     return padded.reshape(-1, chunks, *array.shape[1:]).swapaxes(0, 1)

@@ -62,9 +62,15 @@ def _checked_view(array: Any) -> QView:
             "Install a matching release of the package that defines it."
         )
     value_shape, scale_shape = view.qvalue.shape, view.scale.shape
-    divides = len(value_shape) == len(scale_shape) and all(v % s == 0 for v, s in zip(value_shape, scale_shape, strict=True))
+    divides = len(value_shape) == len(scale_shape) and all(
+        v % s == 0 for v, s in zip(value_shape, scale_shape, strict=True)
+    )
     if not divides:
-        raise ShapeError(f"The scale of {name} has shape {scale_shape}; every axis must divide the value's {value_shape}.")
+        raise ShapeError(
+            f"The scale of {name} has shape {scale_shape}; every axis must divide the value's {value_shape}."
+        )
     if view.zero_point is not None and view.zero_point.shape != scale_shape:
-        raise ShapeError(f"The zero point of {name} has shape {view.zero_point.shape}; expected its scale's {scale_shape}.")
+        raise ShapeError(
+            f"The zero point of {name} has shape {view.zero_point.shape}; expected its scale's {scale_shape}."
+        )
     return view

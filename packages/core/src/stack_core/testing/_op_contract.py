@@ -1,5 +1,6 @@
 """The contract of an op: value and gradient in every dtype against float64, and under jit, vmap and scan."""
 
+import operator
 import unittest
 import zlib
 from collections.abc import Callable, Mapping
@@ -49,23 +50,40 @@ class OpCheck:
 def op_checks(op: str) -> tuple[OpCheck, ...]:
     """All checks of an op's contract.
 
-        @pytest.mark.parametrize("check", op_checks("attention"), ids=str)
-        def test_contract(check):
-            check(MY_IMPLEMENTATION)
+    @pytest.mark.parametrize("check", op_checks("attention"), ids=str)
+    def test_contract(check):
+        check(MY_IMPLEMENTATION)
     """
     return tuple(OpCheck(case, aspect) for case in CASES[op] for aspect in (*_TOLERANCES, _TRANSFORMED))
 
 
 def _check_against_oracle(case: OpCase, implementation: OpImplementation, dtype: str) -> None:
     arrays = _draw(case, dtype)
-    output, gradients = jax.jit(_value_and_gradients(case, implementation))(arrays)
+    actual = jax.jit(_value_and_gradients(case, implementation))(arrays)
+    _assert_close(actual, _expected(case, arrays), _TOLERANCES[dtype])
+
+
+def _check_transformations(case: OpCase, implementation: OpImplementation) -> None:
+    """A jitted scan over a vmap gives for every call what the call gives alone."""
+    drawn = [[_draw(case, "float32", seed=2 * step + row) for row in range(2)] for step in range(2)]
+    stacked = _stack([_stack(step) for step in drawn])
+    vmapped = jax.vmap(_value_and_gradients(case, implementation))
+    scanned = jax.jit(lambda stacked: jax.lax.scan(lambda carry, arrays: (carry, vmapped(arrays)), (), stacked)[1])
+    actual = jax.tree.map(np.asarray, scanned(stacked))
+    for step, row in np.ndindex(2, 2):
+        one = jax.tree.map(operator.itemgetter((step, row)), actual)
+        _assert_close(one, _expected(case, drawn[step][row]), _TOLERANCES["float32"])
+
+
+def _stack(trees: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def _expected(case: OpCase, arrays: Mapping[str, Any]) -> Any:
+    """The oracle's (output, gradients) at the arrays as they were rounded."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        exact = jax.tree.map(lambda x: np.asarray(x, np.float64) if _is_floating(x) else np.asarray(x), arrays)
-        expected_output, expected_gradients = _value_and_gradients(case, None)(exact)
-        expected_output, expected_gradients = jax.tree.map(np.asarray, (expected_output, expected_gradients))
-    _assert_close("output", output, expected_output, _TOLERANCES[dtype])
-    for name, expected in expected_gradients.items():
-        _assert_close(f"gradient of {name}", gradients[name], expected, _TOLERANCES[dtype])
+        exact = jax.tree.map(lambda x: np.asarray(x, np.float64) if _is_floating(x) else np.asarray(x), dict(arrays))
+        return jax.tree.map(np.asarray, _value_and_gradients(case, None)(exact))
 
 
 def _value_and_gradients(case: OpCase, implementation: OpImplementation | None) -> Callable[[Mapping[str, Any]], Any]:
@@ -93,21 +111,6 @@ def _cotangent(output: Any) -> Any:
     return jax.tree.map(entries, output)
 
 
-def _check_transformations(case: OpCase, implementation: OpImplementation) -> None:
-    """Jitted, vmapped and scanned, two calls give what each gives alone."""
-    drawn = [_draw(case, "float32", seed) for seed in range(2)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *drawn)
-    function = _value_and_gradients(case, implementation)
-    jitted = jax.jit(function)
-    expected = jax.tree.map(lambda *leaves: np.stack(leaves), *[jitted(arrays) for arrays in drawn])
-
-    def scanned(stacked: Any) -> Any:
-        return jax.lax.scan(lambda carry, arrays: (carry, function(arrays)), (), stacked)[1]
-
-    for name, transformed in (("vmap", jax.vmap(function)), ("scan", scanned)):
-        _assert_close(name, jax.jit(transformed)(stacked), expected, _TOLERANCES["float32"])
-
-
 def _draw(case: OpCase, dtype: str, seed: int = 0) -> dict[str, Any]:
     rng = np.random.default_rng([seed, zlib.crc32(f"{case.op}/{case.name}".encode())])
     return jax.tree.map(
@@ -119,18 +122,18 @@ def _is_floating(tree: Any) -> bool:
     return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(tree))
 
 
-def _assert_close(what: str, actual: Any, expected: Any, tolerance: float) -> None:
-    """Compares pytrees, each leaf's largest error with its largest finite entry; infinities must agree."""
+def _assert_close(actual: Any, expected: Any, tolerance: float) -> None:
+    """Compares (output, gradients): each array's largest error with its largest finite entry; infinities must agree."""
 
-    def compare(a: Any, e: Any) -> None:
+    def compare(path: Any, a: Any, e: Any) -> None:
+        what = ("output", "gradient")[path[0].idx] + jax.tree_util.keystr(path[1:])
         a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
         assert a.shape == e.shape, f"{what}: shape {a.shape}, expected {e.shape}"
         finite = np.isfinite(e)
         np.testing.assert_array_equal(np.isfinite(a), finite, err_msg=f"{what}: finite entries differ")
         np.testing.assert_array_equal(a[~finite], e[~finite], err_msg=f"{what}: infinities differ")
         if finite.any():
-            error = np.abs(a[finite] - e[finite]).max()
-            allowed = tolerance * max(np.abs(e[finite]).max(), 1e-3)
+            error, allowed = np.abs(a[finite] - e[finite]).max(), tolerance * max(np.abs(e[finite]).max(), 1e-3)
             assert error <= allowed, f"{what}: off by {error:.3g}, {allowed:.3g} allowed"
 
-    jax.tree.map(compare, actual, expected)
+    jax.tree.map_with_path(compare, actual, expected)

@@ -1,0 +1,36 @@
+import inspect
+
+from stack_core import ops
+
+
+def test_public_names() -> None:
+    assert set(ops.__all__) == {
+        "DynamicScaling",
+        "Implementation",
+        "LinearScaling",
+        "Llama3Scaling",
+        "LongRopeScaling",
+        "RopeScaling",
+        "YarnScaling",
+        "attention",
+        "dequantize",
+        "gated_linear_unit",
+        "linear",
+        "linear_cross_entropy",
+        "norm",
+        "rope",
+    }
+
+
+def test_signatures_are_those_of_abi_1() -> None:
+    names = {op: " ".join(inspect.signature(getattr(ops, op)).parameters) for op in ops.__all__ if op.islower()}
+    del names["dequantize"]
+    assert names == {
+        "attention": "query key value causal query_offset window bias mask segment_ids kv_lengths softcap sinks scale "
+        "return_lse implementation",
+        "gated_linear_unit": "x w_gate w_up activation implementation",
+        "linear": "x weight bias preferred_dtype implementation",
+        "linear_cross_entropy": "hidden weight labels ignore_index z_loss label_smoothing reduction implementation",
+        "norm": "x scale offset kind epsilon scale_offset residual axis implementation",
+        "rope": "x positions theta scaling interleaved rotary_dim implementation",
+    }

@@ -1,4 +1,4 @@
-"""What decoder architectures share: a linear layer, and stacks of equal layers that one scan runs."""
+"""What decoder architectures share: a linear layer, and a scan over stacked layers."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from stack_core import ops
 
-__all__ = ["FloatName", "Linear", "RematPolicy", "scan_layers", "stack_layers"]
+__all__ = ["FloatName", "Linear", "RematPolicy", "scan_layers"]
 
 FloatName = Literal["bfloat16", "float16", "float32"]
 RematPolicy = Literal["none", "full", "dots", "dots_no_batch"]
@@ -28,14 +28,15 @@ class Linear(nnx.Module):
     """y = x @ kernel + bias, with kernel[d_in, d_out] cast to the dtype of x.
 
     Args:
-      axes: logical names of d_in and d_out.
+      shape: of the kernel, [d_in, d_out]; or [layers, d_in, d_out], in which case a scan calls it layer by layer.
+      axes: logical names of the kernel's axes.
       std: standard deviation of the kernel's normal initial values; a bias starts at zero.
     """
 
     def __init__(
         self,
-        shape: tuple[int, int],
-        axes: tuple[str, str],
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
         *,
         use_bias: bool,
         std: float,
@@ -43,22 +44,12 @@ class Linear(nnx.Module):
         key: jax.Array,
     ) -> None:
         self.kernel = nnx.Param(std * jax.random.normal(key, shape, param_dtype), logical_axes=axes)
-        self.bias = nnx.Param(jnp.zeros(shape[1:], param_dtype), logical_axes=axes[1:]) if use_bias else None
+        bias_shape, bias_axes = (*shape[:-2], shape[-1]), (*axes[:-2], axes[-1])
+        self.bias = nnx.Param(jnp.zeros(bias_shape, param_dtype), logical_axes=bias_axes) if use_bias else None
 
     def __call__(self, x: Float[Array, "... d_in"]) -> Float[Array, "... d_out"]:
         bias = None if self.bias is None else self.bias[...]
         return ops.linear(x, self.kernel[...].astype(x.dtype), bias=bias)
-
-
-def stack_layers(build: Callable[[jax.Array], Layer], keys: jax.Array) -> Layer:
-    """Builds one layer a key, all in one module whose parameters are stacked [layers, ...].
-
-    The logical axes of every parameter gain a leading "layers".
-    """
-    layers = jax.vmap(build)(keys)
-    for _, variable in nnx.to_flat_state(nnx.state(layers)):
-        variable.set_metadata(logical_axes=("layers", *variable.get_metadata("logical_axes")))
-    return layers
 
 
 def scan_layers(

@@ -22,7 +22,7 @@ from stack_core.mesh import constrain
 from stack_core.protocols import AttentionSpec, KVCache
 from stack_train.models.cache import DenseKVCache
 from stack_train.models.config_map import ConfigField, ConfigMap
-from stack_train.models.layers import FloatName, Linear, RematPolicy, scan_layers, stack_layers
+from stack_train.models.layers import FloatName, Linear, RematPolicy, scan_layers
 from stack_train.models.weight_map import WeightRule, linear_rules
 
 __all__ = ["FAMILY", "Llama", "LlamaConfig", "LlamaFamily"]
@@ -146,14 +146,17 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    """h = x + attention(norm(x)); y = h + feed_forward(norm(h))."""
+    """h = x + attention(norm(x)); y = h + feed_forward(norm(h)).
+
+    The parameters of all blocks are stacked, [layers, ...]; it is called with the slice of one layer.
+    """
 
     def __init__(self, config: LlamaConfig, *, key: jax.Array) -> None:
         attention_key, feed_forward_key = jax.random.split(key)
         self.epsilon = config.norm_epsilon
-        self.attention_norm = _scale(config)
+        self.attention_norm = _scale(config, (config.layers, config.embed), ("layers", "norm"))
         self.attention = Attention(config, key=attention_key)
-        self.feed_forward_norm = _scale(config)
+        self.feed_forward_norm = _scale(config, (config.layers, config.embed), ("layers", "norm"))
         self.feed_forward = FeedForward(config, key=feed_forward_key)
 
     def __call__(
@@ -177,9 +180,8 @@ class Llama(nnx.Module):
         embedding_key, head_key, blocks_key = jax.random.split(key, 3)
         self.config = config
         self.embedding = _matrix(config, (config.vocab_size, config.embed), ("vocab", "embed"), key=embedding_key)
-        block_keys = jax.random.split(blocks_key, config.layers)
-        self.blocks = stack_layers(lambda block_key: Block(config, key=block_key), block_keys)
-        self.norm = _scale(config)
+        self.blocks = Block(config, key=blocks_key)
+        self.norm = _scale(config, (config.embed,), ("norm",))
         self.head = (
             None
             if config.tie_embeddings
@@ -317,8 +319,8 @@ def _matrix(
     return nnx.Param(values, logical_axes=axes)
 
 
-def _scale(config: LlamaConfig) -> nnx.Param[jax.Array]:
-    return nnx.Param(jnp.ones((config.embed,), config.param_dtype), logical_axes=("norm",))
+def _scale(config: LlamaConfig, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param[jax.Array]:
+    return nnx.Param(jnp.ones(shape, config.param_dtype), logical_axes=axes)
 
 
 def _linear(
@@ -330,5 +332,13 @@ def _linear(
     residual: bool = False,
     key: jax.Array,
 ) -> Linear:
+    """The linear layers of all blocks; those that write to the residual stream start smaller."""
     std = config.initializer_std / (math.sqrt(2 * config.layers) if residual else 1)
-    return Linear(shape, axes, use_bias=use_bias, std=std, param_dtype=config.param_dtype, key=key)
+    return Linear(
+        (config.layers, *shape),
+        ("layers", *axes),
+        use_bias=use_bias,
+        std=std,
+        param_dtype=config.param_dtype,
+        key=key,
+    )

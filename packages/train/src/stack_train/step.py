@@ -146,7 +146,7 @@ class LanguageModelTrainer:
         params = self._param_shardings
         abstract = jax.eval_shape(self._optimizer.init, self.abstract_params)
         opt_state = optax.tree.map_params(
-            self._optimizer,
+            self._optimizer.init,
             lambda _, sharding: sharding,
             abstract,
             params,

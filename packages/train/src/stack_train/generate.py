@@ -217,12 +217,15 @@ def load_generator(run: Path) -> TextGenerator:
 
 def _end_tokens(run: Path, tokenizer: Tokenizer) -> set[int]:
     """The tokenizer's end token, and those that the Hugging Face checkpoint it came from sampled with."""
-    found = {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
-    for name in ("generation_config.json", "config.json"):
-        path = run / "huggingface" / name
-        if path.is_file():
+    found = {tokenizer.eos_id} if tokenizer.eos_id is not None else set[int]()
+    for path in (run / "huggingface" / "generation_config.json", run / "huggingface" / "config.json"):
+        if not path.is_file():
+            continue
+        try:
             ids = json.loads(path.read_bytes()).get("eos_token_id")
-            found |= set(ids if isinstance(ids, list) else [ids] if ids is not None else [])
+        except (ValueError, AttributeError) as error:
+            raise GenerationError(f"{path} cannot be read: {error}. Restore it, or delete it.") from error
+        found |= set(ids if isinstance(ids, list) else [ids] if ids is not None else [])
     return found
 
 

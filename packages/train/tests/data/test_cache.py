@@ -8,7 +8,7 @@ from threading import Barrier
 import pytest
 
 from stack_core.errors import DataError
-from stack_train.data.cache import cached, default_cache_dir
+from stack_train.data.cache import cached
 
 
 def _write(folder: Path) -> None:
@@ -77,10 +77,3 @@ def test_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"No space left on device. Free space there"):
         cached(tmp_path / "key", build)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_default_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / "stack"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert default_cache_dir() == Path.home() / ".cache" / "stack"

@@ -26,6 +26,7 @@ import numpy as np
 
 from stack_core.errors import HardwareError
 from stack_core.hardware.chips import Chip
+from stack_core.user_cache import user_cache_dir
 
 __all__ = ["ChipCacheWarning", "measured_cpu"]
 
@@ -100,10 +101,8 @@ def _is_busy() -> bool:
 
 
 def _cache_path(identity: Mapping[str, Any]) -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    root = base if base.is_absolute() else Path.home() / ".cache"
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    return root / "stack" / "chips" / f"cpu-{digest}.json"
+    return user_cache_dir() / "chips" / f"cpu-{digest}.json"
 
 
 def _read(path: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:

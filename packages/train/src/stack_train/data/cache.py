@@ -7,7 +7,6 @@ entry behind and two processes that build the same one do not meet: the first re
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -17,16 +16,10 @@ from typing import Any
 
 from stack_core.errors import DataError
 
-__all__ = ["cached", "default_cache_dir", "digest_of"]
+__all__ = ["cached", "digest_of"]
 
 _MANIFEST = "manifest.json"
 _ABANDONED_S = 24 * 3600
-
-
-def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/stack`, or `~/.cache/stack`."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "stack"
 
 
 def digest_of(*parts: Any) -> str:

@@ -12,8 +12,8 @@ from jaxtyping import Int64, Shaped
 from stack_core.config import differences
 from stack_core.errors import ConfigError, DataError
 from stack_core.protocols import DataSource
+from stack_core.user_cache import user_cache_dir
 from stack_train.data.bpe import BPE_VOCAB_SIZE, trained_bpe
-from stack_train.data.cache import default_cache_dir
 from stack_train.data.config import BPE, DataConfig
 from stack_train.data.corpus import Corpus, tokenize
 from stack_train.data.packing import IGNORED, Packing, Piece
@@ -42,7 +42,7 @@ def build_pipeline(config: DataConfig, *, seed: int, cache_dir: Path | None = No
       UnknownName: no plugin registers the source's scheme.
     """
     source = open_source(config)
-    cache_dir = default_cache_dir() if cache_dir is None else cache_dir
+    cache_dir = user_cache_dir() if cache_dir is None else cache_dir
     tokenizer = _make_tokenizer(config, source, cache_dir)
     return Pipeline(config, tokenizer, tokenize(source, tokenizer, cache_dir), seed=seed)
 

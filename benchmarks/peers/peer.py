@@ -77,7 +77,7 @@ def find_python(version: str) -> str:
         [find_uv(), "python", "find", "--no-python-downloads", version], capture_output=True, text=True, check=False
     )
     if found.returncode:
-        sys.exit(f"A peer needs Python {version}, and none was found: {found.stderr.strip()}")
+        sys.exit(f"A peer needs Python {version}; `nox -s bench` also finds pyenv's. {found.stderr.strip()}")
     return found.stdout.strip()
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionSpec",
+    "ConvertibleFamily",
     "DataSource",
     "Document",
     "KVCache",
@@ -88,18 +89,40 @@ class KVCache(Protocol):
 
 @runtime_checkable
 class ModelFamily(Protocol):
-    """An architecture: how to build it from a config and how its weights are called elsewhere.
+    """An architecture: how to build it from a config. Its FLOPs are counted from its jaxpr.
 
     Attributes:
       name: the name that `model.family` selects.
-      config_class: a `@config` class with a field `family`.
+      config_class: a `@config` class with the fields `family`, `vocab_size` and `max_positions`.
     """
 
     name: str
     config_class: type
 
     def build(self, config: Any, *, key: jax.Array) -> Any:
-        """Returns the model, an `nnx.Module` with random weights; abstract under `jax.eval_shape`."""
+        """Returns the model, a `LanguageModel` and `nnx.Module` with random weights; abstract under `jax.eval_shape`.
+
+        Each parameter is an `nnx.Param` with the metadata `logical_axes`, a name for each of its axes.
+        """
+        ...
+
+
+@runtime_checkable
+class ConvertibleFamily(ModelFamily, Protocol):
+    """A family whose weights have names in Hugging Face checkpoints.
+
+    Attributes:
+      config_map: `architecture`, the name in `config.json`; `read(mapping)` and `write(config)` turn one into the other.
+    """
+
+    config_map: Any
+
+    def weight_rules(self, config: Any) -> Sequence[Any]:
+        """Where each parameter lies: its path, the tensors that make it up, and how they are laid out."""
+        ...
+
+    def redundant_tensors(self, config: Any) -> Mapping[str, str | None]:
+        """Tensors that a checkpoint may hold besides, each with the one that it repeats, or None if nothing reads it."""
         ...
 
 

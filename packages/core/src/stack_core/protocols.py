@@ -112,7 +112,7 @@ class ConvertibleFamily(ModelFamily, Protocol):
     """A family whose weights have names in Hugging Face checkpoints.
 
     Attributes:
-      config_map: `architecture`, the name in `config.json`; `read(mapping)` and `write(config)` turn one into the other.
+      config_map: `architecture`, the name in `config.json`; `read(mapping)` and `write(config)` convert.
     """
 
     config_map: Any
@@ -122,7 +122,7 @@ class ConvertibleFamily(ModelFamily, Protocol):
         ...
 
     def redundant_tensors(self, config: Any) -> Mapping[str, str | None]:
-        """Tensors that a checkpoint may hold besides, each with the one that it repeats, or None if nothing reads it."""
+        """Tensors that may stand beside, each with the one that it repeats, or None if nothing reads it."""
         ...
 
 

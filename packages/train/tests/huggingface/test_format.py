@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
@@ -137,6 +138,14 @@ def test_a_repeated_tied_head_has_to_be_the_embedding(make_checkpoint, tmp_path)
     with pytest.raises(ConversionError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
         FORMAT.import_run(different, tmp_path / "other")
 
+    def narrow(tensors):
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].astype(ml_dtypes.float8_e4m3fn)
+        repeat(tensors)
+
+    unread, _ = make_checkpoint("unread", tie_word_embeddings=True, edit=narrow)
+    with pytest.raises(ConversionError, match=r"\(1 tensors\):\n  model.embed_tokens.weight has dtype F8_E4M3"):
+        FORMAT.import_run(unread, tmp_path / "other")
+
 
 @pytest.mark.parametrize(
     ("config", "message"),
@@ -179,6 +188,13 @@ def test_a_truncated_file_is_refused(make_checkpoint, tmp_path):
         FORMAT.import_run(source, tmp_path / "run")
     (source / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ConversionError, match="no whole safetensors file"):
+        FORMAT.import_run(source, tmp_path / "run")
+
+
+def test_a_file_that_the_index_names_has_to_be_there(make_checkpoint, tmp_path):
+    source, _ = make_checkpoint(files=2)
+    (source / "model-1.safetensors").unlink()
+    with pytest.raises(ConversionError, match=r"model-1\.safetensors is no whole safetensors file: FileNotFoundError"):
         FORMAT.import_run(source, tmp_path / "run")
 
 

@@ -1,19 +1,21 @@
 """Reading and writing safetensors files one tensor at a time.
 
-A file is the header's size in bytes (uint64, little-endian), the header (JSON: name -> dtype, shape, the first and the
-last byte after the header), and the tensors, row-major and without gaps. The safetensors library writes a file from a
-mapping that holds all tensors at once, and has no bfloat16 for NumPy; hence this module.
+The safetensors library reads. It writes a file only from a mapping that holds all tensors of the file at once, so files
+are written here: the header's size in bytes (uint64, little-endian), the header (JSON: name -> dtype, shape, the first
+and the last byte after the header), and the tensors, row-major and without gaps.
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from stack_core.errors import ConversionError
 
@@ -24,7 +26,6 @@ INDEX = "model.safetensors.index.json"
 
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_LARGEST_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -49,21 +50,24 @@ class StoredTensor:
     """
 
     path: Path
+    name: str
     dtype: str
     shape: tuple[int, ...]
-    offset_bytes: int
-    size_bytes: int
 
     @property
     def numpy_dtype(self) -> np.dtype[Any] | None:
         return _DTYPES.get(self.dtype)
 
     def read(self) -> np.ndarray:
-        """Reads the values of a tensor whose `numpy_dtype` is not None."""
-        with self.path.open("rb") as file:
-            file.seek(self.offset_bytes)
-            raw = np.fromfile(file, np.uint8, count=self.size_bytes)
-        return raw.view(_DTYPES[self.dtype]).reshape(self.shape)
+        """Reads the values of a tensor whose `numpy_dtype` is not None.
+
+        The file is mapped for this one read: pages that were touched count as this process's memory until it is closed.
+
+        Raises:
+          ConversionError: the file is no longer there, or no longer whole.
+        """
+        with _opened(self.path) as file:
+            return file.get_tensor(self.name)
 
 
 def read_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -75,13 +79,13 @@ def read_tensors(directory: Path) -> dict[str, StoredTensor]:
     if not (directory / INDEX).is_file():
         if not (directory / SINGLE).is_file():
             raise ConversionError(f"{directory} holds neither {SINGLE} nor {INDEX}; other weight formats are not read.")
-        return _read_header(directory / SINGLE)
+        return _tensors_of(directory / SINGLE)
     try:
         located = json.loads((directory / INDEX).read_bytes())["weight_map"]
         files = sorted(set(located.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(f"{directory / INDEX} cannot be read: {type(error).__name__}: {error}.") from error
-    tensors = {name: tensor for file in files for name, tensor in _read_header(directory / file).items()}
+    tensors = {name: tensor for file in files for name, tensor in _tensors_of(directory / file).items()}
     absent = [f"{name} ({file})" for name, file in located.items() if name not in tensors]
     unlisted = [name for name in tensors if name not in located]
     if absent or unlisted:
@@ -143,28 +147,18 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     return len(content).to_bytes(8, "little") + content
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if header_bytes > _LARGEST_HEADER_BYTES:
-                raise ValueError(f"its header claims {header_bytes:,} bytes")
-            header = json.loads(file.read(header_bytes))
-            file_bytes = file.seek(0, os.SEEK_END)
-        header.pop("__metadata__", None)
-        return {name: _stored(path, entry, 8 + header_bytes, file_bytes) for name, entry in header.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        with safe_open(path, framework="numpy") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
         raise ConversionError(
             f"{path} is no whole safetensors file: {type(error).__name__}: {error}. Download it again."
         ) from error
 
 
-def _stored(path: Path, entry: Mapping[str, Any], data_start: int, file_bytes: int) -> StoredTensor:
-    shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
-    tensor = StoredTensor(path, entry["dtype"], shape, data_start + start, end - start)
-    if not 0 <= start <= end or data_start + end > file_bytes:
-        raise ValueError(f"a tensor ends at byte {data_start + end:,} of {file_bytes:,}")
-    dtype = tensor.numpy_dtype
-    if dtype is not None and TensorSpec("", dtype, shape).size_bytes != tensor.size_bytes:
-        raise ValueError(f"a tensor of shape {shape} has {tensor.size_bytes:,} bytes")
-    return tensor
+def _tensors_of(path: Path) -> dict[str, StoredTensor]:
+    with _opened(path) as file:
+        slices = {name: file.get_slice(name) for name in file.offset_keys()}
+    return {name: StoredTensor(path, name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}

@@ -60,8 +60,8 @@ class HuggingFaceFormat:
     """The checkpoint format `hf:DIR`.
 
     A run that comes from one keeps its tokenizer's files under `tokenizer/`, and under `huggingface/` the two configs
-    that no run reads whole, so that they go back as they came. Parameters pass one by one: memory holds one or two of
-    them, or as many as fill a gibibyte.
+    that no run reads whole, so that they go back as they came. Parameters pass one by one: memory holds about four of
+    the largest, of which reading takes one, or as many as fill a gibibyte.
     """
 
     def import_run(self, directory: Path, run: Path, *, progress: Progress | None = None) -> Conversion:

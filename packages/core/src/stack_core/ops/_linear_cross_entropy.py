@@ -16,7 +16,8 @@ from stack_core.ops._dispatch import Implementation, dispatch
 
 __all__ = ["REFERENCE", "linear_cross_entropy"]
 
-_CHUNK_BYTES = 64 * 2**20
+_CHUNK_BYTES = 8 * 2**20
+_FEWEST_ROWS = 256
 _MOST_CHUNKS = 64
 
 
@@ -153,8 +154,9 @@ _total.defvjp(_total_forward, _total_backward)
 
 
 def _chunks(rows: int, vocab: int) -> int:
-    """The number of chunks: few enough for large batches over many devices, of a moderate size on one."""
-    wanted = min(-(-rows * vocab * 4 // _CHUNK_BYTES), _MOST_CHUNKS, max(rows, 1))
+    """The number of chunks: few enough for large batches over many devices, on one small enough to stay in its cache."""
+    chunk_rows = max(_CHUNK_BYTES // (vocab * 4), _FEWEST_ROWS)
+    wanted = min(-(-rows // chunk_rows), _MOST_CHUNKS)
     divisors = (count for count in range(wanted, 2 * wanted) if rows % count == 0)
     return next(divisors, wanted) or 1
 

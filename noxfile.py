@@ -113,7 +113,7 @@ def bench(session: nox.Session) -> None:
     if name not in known:
         session.error(f"name a benchmark after `--`; there are: {', '.join(known)}")
     _install(session, "core", "train")
-    session.run("python", f"benchmarks/{name}.py", *arguments)
+    session.run("python", f"benchmarks/{name}.py", *arguments, env={"UV": str(nox.virtualenv.UV)})
 
 
 @nox.session(default=False)

@@ -31,6 +31,7 @@ def main() -> None:
 
     say("3. Generate.")
     prompt = "def read_file(path):\n"
+    print(prompt, end="", flush=True)
     subprocess.run(
         [*STACK, "generate", str(directory), "--prompt", prompt, "--max-tokens", "80", "--temperature", "0.7"],
         check=True,

@@ -46,7 +46,7 @@ def main() -> None:
 
 def kill_after_checkpoint(command: tuple[str, ...], directory: Path) -> None:
     process = subprocess.Popen(command)
-    while not any((directory / "checkpoints").glob("[0-9]*")):
+    while not any(path.name.isdigit() for path in (directory / "checkpoints").glob("*")):
         if process.poll() is not None:
             raise SystemExit(f"Training ended with status {process.returncode} before its first checkpoint.")
         time.sleep(POLL_S)

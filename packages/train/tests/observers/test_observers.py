@@ -60,7 +60,7 @@ def test_tensorboard_files_hold_the_scalars(tmp_path):
 
 def terminal(*, live):
     text = io.StringIO()
-    console = Console(file=text, width=120, force_terminal=live, highlight=False)
+    console = Console(file=text, width=120, force_terminal=live, highlight=False, soft_wrap=True)
     return TerminalObserver(live=live, console=console), text
 
 

@@ -154,7 +154,7 @@ _total.defvjp(_total_forward, _total_backward)
 
 
 def _chunks(rows: int, vocab: int) -> int:
-    """The number of chunks: few enough for large batches over many devices, on one small enough to stay in its cache."""
+    """The number of chunks: few for large batches over many devices; on one, small enough to stay in its cache."""
     chunk_rows = max(_CHUNK_BYTES // (vocab * 4), _FEWEST_ROWS)
     wanted = min(-(-rows // chunk_rows), _MOST_CHUNKS)
     divisors = (count for count in range(wanted, 2 * wanted) if rows % count == 0)

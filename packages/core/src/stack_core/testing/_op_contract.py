@@ -14,8 +14,8 @@ import numpy as np
 from stack_core import ops
 from stack_core.abi import OpImplementation
 from stack_core.errors import UnsupportedOp
-from stack_core.testing._cases import CASES, OpCase
-from stack_core.testing._oracles import ORACLES
+from stack_core.testing._cases import OpCase
+from stack_core.testing.op_suites import SUITES
 
 __all__ = ["OpCheck", "op_checks"]
 
@@ -54,7 +54,7 @@ def op_checks(op: str) -> tuple[OpCheck, ...]:
     def test_contract(check):
         check(MY_IMPLEMENTATION)
     """
-    return tuple(OpCheck(case, aspect) for case in CASES[op] for aspect in (*_TOLERANCES, _TRANSFORMED))
+    return tuple(OpCheck(case, aspect) for case in SUITES[op].cases for aspect in (*_TOLERANCES, _TRANSFORMED))
 
 
 def _check_against_oracle(case: OpCase, implementation: OpImplementation, dtype: str) -> None:
@@ -91,7 +91,7 @@ def _value_and_gradients(case: OpCase, implementation: OpImplementation | None) 
 
     def call(arrays: Mapping[str, Any]) -> Any:
         if implementation is None:
-            return ORACLES[case.op](**arrays, **case.options)
+            return SUITES[case.op].oracle(**arrays, **case.options)
         return getattr(ops, case.op)(**arrays, **case.options, implementation=implementation)
 
     def value_and_gradients(arrays: Mapping[str, Any]) -> Any:

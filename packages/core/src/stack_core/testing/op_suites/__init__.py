@@ -1,0 +1,24 @@
+"""One file an op: the calls of its contract suite, and its oracle in float64."""
+
+from collections.abc import Mapping
+
+from stack_core.testing._cases import OpSuite
+from stack_core.testing.op_suites import (
+    attention,
+    gated_linear_unit,
+    linear,
+    linear_cross_entropy,
+    norm,
+    rope,
+)
+
+__all__ = ["SUITES"]
+
+SUITES: Mapping[str, OpSuite] = {
+    "attention": attention.SUITE,
+    "gated_linear_unit": gated_linear_unit.SUITE,
+    "linear": linear.SUITE,
+    "linear_cross_entropy": linear_cross_entropy.SUITE,
+    "norm": norm.SUITE,
+    "rope": rope.SUITE,
+}

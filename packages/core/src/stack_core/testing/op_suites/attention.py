@@ -1,0 +1,145 @@
+"""The contract suite of `attention`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core.testing._cases import OpCase, OpSuite, integers
+
+__all__ = ["SUITE"]
+
+
+def _attention_case(
+    name: str,
+    *,
+    sizes: tuple[int, int, int, int, int, int] = (2, 5, 7, 4, 2, 8),
+    extra: Callable[[np.random.Generator], Mapping[str, Any]] = lambda rng: {},
+    **options: Any,
+) -> OpCase:
+    """`sizes` are batch, q_seq, kv_seq, heads, kv_heads, head_dim."""
+    batch, q_seq, kv_seq, heads, kv_heads, head_dim = sizes
+
+    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
+        return {
+            "query": rng.normal(size=(batch, q_seq, heads, head_dim)),
+            "key": rng.normal(size=(batch, kv_seq, kv_heads, head_dim)),
+            "value": rng.normal(size=(batch, kv_seq, kv_heads, head_dim)),
+            **extra(rng),
+        }
+
+    return OpCase("attention", name, arrays, options)
+
+
+_SEGMENTS = integers([1, 1, 2, 2, 2, 0, 0], [1, 2, 2, 3, 3, 3, 0])
+
+_CASES = (
+    _attention_case("plain"),
+    _attention_case("causal", causal=True),
+    _attention_case("one_query", sizes=(3, 1, 9, 6, 3, 8), causal=True),
+    _attention_case("odd_sizes", sizes=(1, 131, 67, 3, 1, 20), causal=True, query_offset=3),
+    _attention_case("more_queries_than_keys", sizes=(2, 7, 3, 2, 2, 8), causal=True, return_lse=True),
+    _attention_case("offset_per_row", causal=True, extra=lambda rng: {"query_offset": integers(0, -3)}),
+    _attention_case("window", window=(2, 1), query_offset=1),
+    _attention_case("left_window", window=(2, None), causal=True, return_lse=True),
+    _attention_case("bias", extra=lambda rng: {"bias": rng.normal(size=(2, 4, 5, 7))}),
+    _attention_case("broadcast_bias", extra=lambda rng: {"bias": rng.normal(size=(1, 4, 1, 7))}, causal=True),
+    _attention_case(
+        "mask",
+        extra=lambda rng: {"mask": rng.random((2, 1, 5, 7)) < 0.5 * (np.arange(5) > 0)[:, None]},
+        return_lse=True,
+    ),
+    _attention_case("mask_per_head", extra=lambda rng: {"mask": rng.random((1, 4, 5, 7)) < 0.4}),
+    _attention_case("segments", sizes=(2, 7, 7, 4, 4, 8), causal=True, extra=lambda rng: {"segment_ids": _SEGMENTS}),
+    _attention_case(
+        "segment_pair", extra=lambda rng: {"segment_ids": (_SEGMENTS[:, 1:6] + 1, _SEGMENTS)}, return_lse=True
+    ),
+    _attention_case("kv_lengths", extra=lambda rng: {"kv_lengths": integers(4, 0)}, return_lse=True),
+    _attention_case("softcap", softcap=1.5, causal=True),
+    _attention_case("sinks", extra=lambda rng: {"sinks": rng.normal(size=4)}, causal=True, return_lse=True),
+    _attention_case(
+        "sinks_and_empty_rows", extra=lambda rng: {"sinks": rng.normal(size=4), "kv_lengths": integers(0, 3)}
+    ),
+    _attention_case("scale", scale=0.7),
+    _attention_case(
+        "everything",
+        sizes=(2, 7, 7, 4, 2, 8),
+        extra=lambda rng: {
+            "bias": rng.normal(size=(2, 1, 7, 7)),
+            "mask": rng.random((1, 1, 7, 7)) < 0.8,
+            "segment_ids": _SEGMENTS,
+            "kv_lengths": integers(5, 6),
+            "sinks": rng.normal(size=4),
+            "query_offset": integers(1, 0),
+        },
+        causal=True,
+        window=(3, None),
+        softcap=2.0,
+        scale=0.5,
+        return_lse=True,
+    ),
+)
+
+
+def _oracle(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    bias: Any = None,
+    sinks: Any = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    **masking: Any,
+) -> Any:
+    batch, q_seq, heads, head_dim = query.shape
+    key, value = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (key, value))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * (head_dim**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    allowed = _allowed((batch, heads, q_seq, key.shape[1]), **masking)
+    sink_weight = jnp.zeros(heads) if sinks is None else jnp.exp(sinks)
+    weights = jnp.where(allowed, jnp.exp(scores), 0.0)
+    denominator = jnp.sum(weights, axis=-1) + sink_weight[None, :, None]
+    empty = denominator == 0
+    safe = jnp.where(empty, 1.0, denominator)
+    output = jnp.einsum("bhqk,bkhd->bqhd", weights / safe[..., None], value)
+    lse = jnp.where(empty, -jnp.inf, jnp.log(safe)).swapaxes(1, 2)
+    return (output, lse) if return_lse else output
+
+
+def _allowed(
+    shape: tuple[int, int, int, int],
+    *,
+    causal: bool = False,
+    query_offset: Any = None,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Any = None,
+    segment_ids: Any = None,
+    kv_lengths: Any = None,
+) -> np.ndarray:
+    """The definition, one (row, head, query, key) at a time."""
+    batch, _, q_seq, kv_seq = shape
+    left, right = window or (None, None)
+    offsets = np.broadcast_to(kv_seq - q_seq if query_offset is None else query_offset, batch)
+    allowed = np.ones(shape, bool) if mask is None else np.broadcast_to(mask, shape).copy()
+    q_segments, kv_segments = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    for row, _, i, j in np.ndindex(shape):
+        place = i + offsets[row]
+        forbidden = (
+            (causal and j > place)
+            or (left is not None and j < place - left)
+            or (right is not None and j > place + right)
+            or (kv_lengths is not None and j >= kv_lengths[row])
+            or (segment_ids is not None and q_segments[row, i] != kv_segments[row, j])
+        )
+        if forbidden:
+            allowed[row, :, i, j] = False
+    return allowed
+
+
+SUITE = OpSuite(_CASES, _oracle)

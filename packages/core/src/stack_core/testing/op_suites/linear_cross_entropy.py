@@ -1,0 +1,69 @@
+"""The contract suite of `linear_cross_entropy`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core.testing._cases import OpCase, OpSuite
+
+__all__ = ["SUITE"]
+
+
+def _cross_entropy_case(
+    name: str, rows: tuple[int, ...] = (2, 7), embed: int = 12, vocab: int = 37, ignored: float = 0.0, **options: Any
+) -> OpCase:
+    ignore_index = options.get("ignore_index", -100)
+
+    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
+        labels = rng.integers(0, vocab, size=rows).astype(np.int32)
+        return {
+            "hidden": rng.normal(size=(*rows, embed)),
+            "weight": rng.normal(size=(embed, vocab)) / 2,
+            "labels": np.where(rng.random(rows) < ignored, np.int32(ignore_index), labels),
+        }
+
+    return OpCase("linear_cross_entropy", name, arrays, options)
+
+
+_CASES = (
+    _cross_entropy_case("plain"),
+    _cross_entropy_case("sum", reduction="sum"),
+    _cross_entropy_case("none", reduction="none", ignored=0.3),
+    _cross_entropy_case("ignored", ignored=0.5),
+    _cross_entropy_case("all_ignored", ignored=1.1),
+    _cross_entropy_case("all_ignored_none", ignored=1.1, reduction="none"),
+    _cross_entropy_case("other_ignore_index", ignored=0.5, ignore_index=3),
+    _cross_entropy_case("odd_sizes", rows=(131,), embed=19, vocab=1000),
+    _cross_entropy_case("large_vocabulary", rows=(3,), embed=8, vocab=50257, ignored=0.3),
+    _cross_entropy_case("empty_rows", rows=(0,)),
+    _cross_entropy_case("z_loss", z_loss=0.1, ignored=0.2),
+    _cross_entropy_case("label_smoothing", label_smoothing=0.1, ignored=0.2),
+    _cross_entropy_case("everything", z_loss=0.01, label_smoothing=0.2, ignored=0.3, reduction="none"),
+)
+
+
+def _oracle(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Any:
+    logits = hidden @ weight
+    vocab = logits.shape[-1]
+    log_partition = jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
+    target = (1 - label_smoothing) * (np.asarray(labels)[..., None] == np.arange(vocab)) + label_smoothing / vocab
+    losses = log_partition - jnp.sum(target * logits, axis=-1) + z_loss * log_partition**2
+    counted = np.asarray(labels) != ignore_index
+    losses = jnp.where(counted, losses, 0.0)
+    if reduction == "none":
+        return losses
+    return jnp.sum(losses) / (max(counted.sum(), 1) if reduction == "mean" else 1)
+
+
+SUITE = OpSuite(_CASES, _oracle)

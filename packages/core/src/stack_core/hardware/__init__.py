@@ -2,5 +2,16 @@
 
 from stack_core.hardware.chips import Chip, chip_of, count_units, current_chip
 from stack_core.hardware.flops import Flops, count_flops, model_flops_per_step
+from stack_core.hardware.target_chip import target_chip, use_chip
 
-__all__ = ["Chip", "Flops", "chip_of", "count_flops", "count_units", "current_chip", "model_flops_per_step"]
+__all__ = [
+    "Chip",
+    "Flops",
+    "chip_of",
+    "count_flops",
+    "count_units",
+    "current_chip",
+    "model_flops_per_step",
+    "target_chip",
+    "use_chip",
+]

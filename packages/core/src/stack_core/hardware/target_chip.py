@@ -1,0 +1,36 @@
+"""The chip that a program is traced for, which need not be the one at hand."""
+
+import contextlib
+from typing import Final
+
+from stack_core.hardware.chips import Chip, current_chip
+from stack_core.jit_context import JitContext
+
+__all__ = ["target_chip", "use_chip"]
+
+_target: Final[JitContext[Chip]] = JitContext()
+
+
+def target_chip() -> Chip:
+    """The chip of the surrounding `use_chip`; outside of one, that of JAX's first device.
+
+    Raises:
+      HardwareError: as `current_chip` does.
+    """
+    return _target.value or _current_chip()
+
+
+def use_chip(chip: Chip) -> contextlib.AbstractContextManager[None]:
+    """Makes `chip` the target of what is traced in this context; it nests.
+
+    Ops choose their implementations for the target. A function that `jax.jit` traced for another chip, or outside of
+    any `use_chip`, is traced again.
+    """
+    return _target(chip)
+
+
+def _current_chip() -> Chip:
+    import jax
+
+    with jax.ensure_compile_time_eval():  # A measurement must run, not become part of the program that is traced.
+        return current_chip()

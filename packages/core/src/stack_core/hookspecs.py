@@ -28,6 +28,11 @@ def stack_register_ops(registry: Registrar) -> None:
 
 
 @hookspec
+def stack_register_tuned_tables(registry: Registrar) -> None:
+    """Tuned tables, each a `TunedTable`; of several that know a call, the first by name is followed."""
+
+
+@hookspec
 def stack_register_array_types(registry: Registrar) -> None:
     """Quantized array classes, each with a `__stack_qview__` method."""
 

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
+    from stack_core.abi import OpCall, TunedChoice
     from stack_core.events import Event
+    from stack_core.hardware import Chip
 
 __all__ = [
     "AttentionSpec",
@@ -25,6 +27,7 @@ __all__ = [
     "Observer",
     "Tokenizer",
     "Trainer",
+    "TunedTable",
 ]
 
 
@@ -193,6 +196,18 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def save(self, directory: Path) -> None: ...
+
+
+@runtime_checkable
+class TunedTable(Protocol):
+    """Measurements that choose among the implementations of ops, and their configs."""
+
+    def lookup(self, call: OpCall, chip: Chip) -> TunedChoice | None:
+        """What to use for one direction of a call on a chip, or None where nothing near enough was measured.
+
+        It is asked while JAX traces, for the forward and the backward pass apart, and reads no arrays.
+        """
+        ...
 
 
 ObserverFactory = Callable[[Any], "Observer | None"]

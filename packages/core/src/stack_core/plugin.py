@@ -5,7 +5,34 @@ from stack_core.registry import Registrar
 
 STACK_ABI_MINOR = 0
 
-_OPS = ("attention", "gated_linear_unit", "linear", "linear_cross_entropy", "norm", "rope")
+# A row and the device kinds, as JAX spells them, that it is for. GPUs that are partitioned have kinds of their own.
+_CHIPS = {
+    "cpu": ("measure:measured_cpu", "cpu"),
+    "v4": ("tpus:V4", "TPU v4"),
+    "v5e": ("tpus:V5E", "TPU v5 lite", "TPU v5e"),
+    "v5p": ("tpus:V5P", "TPU v5", "TPU v5p"),
+    "v6e": ("tpus:V6E", "TPU v6 lite", "TPU v6e"),
+    "v7x": ("tpus:V7X", "TPU7x"),
+    "a100-40gb": ("gpus:A100_40GB", "NVIDIA A100-SXM4-40GB"),
+    "a100-80gb": ("gpus:A100_80GB", "NVIDIA A100-SXM4-80GB"),
+    "a100-pcie-40gb": ("gpus:A100_PCIE_40GB", "NVIDIA A100-PCIE-40GB"),
+    "a100-pcie-80gb": ("gpus:A100_PCIE_80GB", "NVIDIA A100 80GB PCIe"),
+    "h100": ("gpus:H100", "NVIDIA H100 80GB HBM3"),
+    "h100-pcie": ("gpus:H100_PCIE", "NVIDIA H100 PCIe"),
+    "h200": ("gpus:H200", "NVIDIA H200", "NVIDIA H200 141GB HBM3e"),
+    "b200": ("gpus:B200", "NVIDIA B200"),
+}
+_OPS = (
+    "attention",
+    "collective_matmul",
+    "gated_linear_unit",
+    "linear",
+    "linear_attention",
+    "linear_cross_entropy",
+    "norm",
+    "ragged_dot",
+    "rope",
+)
 
 
 @hookimpl
@@ -16,7 +43,8 @@ def stack_register_ops(registry: Registrar) -> None:
 
 @hookimpl
 def stack_register_chips(registry: Registrar) -> None:
-    registry.add("cpu", "stack_core.hardware.measure:measured_cpu")
+    for name, (target, *device_kinds) in _CHIPS.items():
+        registry.add(name, f"stack_core.hardware.{target}", device_kinds=tuple(device_kinds))
 
 
 @hookimpl

@@ -17,7 +17,7 @@ from stack_core.plugins import registries
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["Chip", "chip_of", "count_units", "current_chip"]
+__all__ = ["Chip", "chip_of", "count_units", "current_chip", "row_name"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,10 @@ class Chip:
     Attributes:
       kind: its name in the registry, or JAX's `device_kind` where no row is registered.
       unit: what the numbers are of. "device": one JAX device. "core": one of the cores of a chip, each of them a JAX
-        device. "chip": all JAX devices at one place, such as the two halves of a TPU v7x, or all devices of a CPU.
+        device, such as the halves of a TPU v7x. "chip": all JAX devices at one place, such as all devices of a CPU.
       peak_flops: FLOP/s of dense matrix products by the dtype of the operands, such as "bfloat16"; integer operations
-        count likewise.
+        count likewise. "float32" is the rate at JAX's default precision, which rounds the operands to TF32 on NVIDIA's
+        GPUs and to bfloat16 on TPUs; "float32/highest" that at `precision="highest"`, where it is another.
       hbm_bytes: size of the memory that holds arrays.
       hbm_bandwidth_bytes_s: bytes read and written per second.
       on_chip_bytes: the largest memory that kernels can keep data in: VMEM, L2, a CPU's last-level cache.
@@ -85,20 +86,30 @@ def count_units(chip: Chip, devices: Sequence["jax.Device"]) -> int:
     return len({(device.process_index, tuple(getattr(device, "coords", ()))) for device in devices})
 
 
-@functools.cache
-def _row(device_kind: str) -> Chip | None:
+def row_name(device_kind: str) -> str | None:
+    """The name of the row for devices of a kind, or None where there is none; the row is not measured.
+
+    Raises:
+      HardwareError: two rows claim them.
+    """
     names = [entry.name for entry in registries.chips.entries() if _matches(device_kind, entry.name, entry.details)]
     if len(names) > 1:
         raise HardwareError(
             f"The chips {' and '.join(map(repr, names))} both claim devices of kind {device_kind!r}. "
             "Block the plugin of one with STACK_DISABLE_PLUGINS; `stack plugins` lists them."
         )
-    if not names:
+    return names[0] if names else None
+
+
+@functools.cache
+def _row(device_kind: str) -> Chip | None:
+    name = row_name(device_kind)
+    if name is None:
         return None
-    target = registries.chips[names[0]]
+    target = registries.chips[name]
     chip = target() if callable(target) else target
     if not isinstance(chip, Chip):
-        raise HardwareError(f"The registered chip {names[0]!r} is a {type(chip).__name__}; expected a Chip.")
+        raise HardwareError(f"The registered chip {name!r} is a {type(chip).__name__}; expected a Chip.")
     return chip
 
 

@@ -9,7 +9,16 @@ import pytest
 from stack_core.ops._attention import REFERENCE as ATTENTION
 from stack_core.testing import OpCheck, op_checks
 
-OPS = ("attention", "gated_linear_unit", "linear", "linear_cross_entropy", "norm", "rope")
+OPS = (
+    "attention",
+    "gated_linear_unit",
+    "linear",
+    "linear_attention",
+    "linear_cross_entropy",
+    "norm",
+    "ragged_dot",
+    "rope",
+)  # collective_matmul needs several devices: test_collective_matmul.py
 
 
 @pytest.mark.parametrize("check", [pytest.param(check, id=f"{op}-{check}") for op in OPS for check in op_checks(op)])

@@ -13,11 +13,14 @@ def test_public_names() -> None:
         "RopeScaling",
         "YarnScaling",
         "attention",
+        "collective_matmul",
         "dequantize",
         "gated_linear_unit",
         "linear",
+        "linear_attention",
         "linear_cross_entropy",
         "norm",
+        "ragged_dot",
         "rope",
     }
 
@@ -28,9 +31,12 @@ def test_signatures_are_those_of_abi_1() -> None:
     assert names == {
         "attention": "query key value causal query_offset window bias mask segment_ids kv_lengths softcap sinks scale "
         "return_lse implementation",
+        "collective_matmul": "x weight axis_name kind implementation",
         "gated_linear_unit": "x w_gate w_up activation implementation",
         "linear": "x weight bias preferred_dtype implementation",
+        "linear_attention": "query key value decay beta initial_state implementation",
         "linear_cross_entropy": "hidden weight labels ignore_index z_loss label_smoothing reduction implementation",
         "norm": "x scale offset kind epsilon scale_offset residual axis implementation",
+        "ragged_dot": "lhs rhs group_sizes implementation",
         "rope": "x positions theta scaling interleaved rotary_dim implementation",
     }

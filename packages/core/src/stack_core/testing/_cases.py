@@ -18,6 +18,10 @@ from stack_core.abi import QView
 __all__ = ["OpCase", "OpSuite", "TiledInt8", "dense", "integers"]
 
 
+def _call(op: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    return op(**arrays, **options)
+
+
 @dataclass(frozen=True)
 class OpCase:
     """One call of an op.
@@ -26,6 +30,8 @@ class OpCase:
       arrays: draws the array arguments by parameter name; float64 arrays are rounded to the dtype under test.
       options: the other arguments.
       fixed: names of float arrays that no gradient is asked of.
+      call: `(op, arrays, options) -> output`, for an op that needs something around it; may raise `unittest.SkipTest`
+        with what is missing. The oracle is called without it.
     """
 
     op: str
@@ -33,6 +39,7 @@ class OpCase:
     arrays: Callable[[np.random.Generator], Mapping[str, Any]]
     options: Mapping[str, Any] = field(default_factory=dict)
     fixed: tuple[str, ...] = ()
+    call: Callable[..., Any] = _call
 
 
 @dataclass(frozen=True)

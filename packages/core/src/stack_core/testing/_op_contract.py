@@ -1,5 +1,6 @@
 """The contract of an op: value and gradient in every dtype against float64, and under jit, vmap and scan."""
 
+import functools
 import operator
 import unittest
 import zlib
@@ -92,7 +93,8 @@ def _value_and_gradients(case: OpCase, implementation: OpImplementation | None) 
     def call(arrays: Mapping[str, Any]) -> Any:
         if implementation is None:
             return SUITES[case.op].oracle(**arrays, **case.options)
-        return getattr(ops, case.op)(**arrays, **case.options, implementation=implementation)
+        op = functools.partial(getattr(ops, case.op), implementation=implementation)
+        return case.call(op, arrays, case.options)
 
     def value_and_gradients(arrays: Mapping[str, Any]) -> Any:
         moving = {name: x for name, x in arrays.items() if name not in case.fixed and _is_floating(x)}

@@ -5,10 +5,13 @@ from collections.abc import Mapping
 from stack_core.testing._cases import OpSuite
 from stack_core.testing.op_suites import (
     attention,
+    collective_matmul,
     gated_linear_unit,
     linear,
+    linear_attention,
     linear_cross_entropy,
     norm,
+    ragged_dot,
     rope,
 )
 
@@ -16,9 +19,12 @@ __all__ = ["SUITES"]
 
 SUITES: Mapping[str, OpSuite] = {
     "attention": attention.SUITE,
+    "collective_matmul": collective_matmul.SUITE,
     "gated_linear_unit": gated_linear_unit.SUITE,
     "linear": linear.SUITE,
+    "linear_attention": linear_attention.SUITE,
     "linear_cross_entropy": linear_cross_entropy.SUITE,
     "norm": norm.SUITE,
+    "ragged_dot": ragged_dot.SUITE,
     "rope": rope.SUITE,
 }

@@ -1,0 +1,110 @@
+"""A matrix product and the collective that it needs when a mesh axis shards its operands."""
+
+from typing import Any
+
+import jax
+from jax import lax
+from jaxtyping import Array, Float
+
+from stack_core.abi import AUTODIFF, OpImplementation
+from stack_core.errors import ArgumentError, ShapeError
+from stack_core.ops._check import Axes, check_floating, check_known, check_same_dtype
+from stack_core.ops._contract import contract
+from stack_core.ops._dispatch import Implementation, dispatch
+from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array
+
+__all__ = ["REFERENCE", "collective_matmul"]
+
+
+def collective_matmul(
+    x: Float[Array, "*batch rows d_in"],
+    weight: Float[Array, "d_in d_out"] | QuantizedArray,
+    *,
+    axis_name: str | tuple[str, ...],
+    kind: str = "all_gather",
+    implementation: Implementation = None,
+) -> Float[Array, "*batch out_rows d_out"]:
+    """One half of a tensor-parallel block, inside `jax.shard_map`: each device gives its part and gets its part.
+
+        all_gather:      y_i = concatenate(x_0, ..., x_(n-1)) W_i       rows of all devices, columns of this one
+        reduce_scatter:  y_i = rows_i(sum_j x_j W_j)                    products of all devices, rows of this one
+
+    i and j are devices along `axis_name`, n there are; x_i and W_i are what device i passes. The rows are the last axis
+    but one of x and y. Gathered or scattered, device i has the i-th of n equal blocks of them.
+
+    Products are accumulated in fp32 and rounded to the dtype of `x` before devices add them up, as in Megatron-LM and
+    as XLA partitions such a product: fp32 sums would double what travels. The gradient of "all_gather" gathers again
+    instead of keeping the rows of all devices.
+
+    Args:
+      x: "all_gather": this device's block of the rows, [..., rows / n, d_in]. "reduce_scatter": all rows of this
+        device's share of the columns, [..., rows, d_in / n].
+      weight: W, of the dtype of `x`. "all_gather": usually this device's columns, [d_in, d_out / n], or all.
+        "reduce_scatter": the rows that meet this device's columns of `x`, [d_in / n, d_out]. It may be quantized, any
+        class with `__stack_qview__`.
+      axis_name: the mesh axis to gather or reduce over, or several.
+      kind: "all_gather" or "reduce_scatter".
+      implementation: a name, several in order of preference, or None to let core choose.
+
+    Returns:
+      y, of the dtype of `x`: [..., rows, d_out / n] for "all_gather", [..., rows / n, d_out] for "reduce_scatter".
+
+    Raises:
+      ShapeError: d_in differs between the arguments, or n does not divide the rows to scatter.
+      ArgumentError: wrong dtypes, or an `axis_name` that no surrounding `jax.shard_map` has.
+      UnknownName: the kind is neither of the two.
+      UnsupportedOp: no implementation, or not the one named, supports the call.
+
+    Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition, ASPLOS 2023; Korthikanti et
+    al., Reducing Activation Recomputation in Large Transformer Models, 2022 (arXiv:2205.05198), section 4.2.2.
+    """
+    axes = Axes("collective_matmul")
+    axes.match("x", x, "... rows d_in")
+    axes.match("weight", logical_array(weight), "d_in d_out")
+    check_floating("collective_matmul", x=x)
+    if not is_quantized(weight):
+        check_same_dtype("collective_matmul", x=x, weight=weight)
+    check_known("collective_matmul", "kind", kind, ("all_gather", "reduce_scatter"))
+    devices = _axis_size(axis_name)
+    if kind == "reduce_scatter" and axes["rows"] % devices:
+        fewer = axes["rows"] // devices * devices
+        raise ShapeError(
+            f"collective_matmul: axis 'rows' is {axes['rows']} in x, and {axis_name!r} spans {devices} devices; "
+            f"expected a multiple, to scatter equal blocks. Pad x to {fewer + devices} rows"
+            + (f" or cut it to {fewer}." if fewer else ".")
+        )
+    arrays = {"x": x, "weight": weight}
+    return dispatch("collective_matmul", arrays, {"axis_name": axis_name, "kind": kind}, implementation)
+
+
+def _axis_size(axis_name: str | tuple[str, ...]) -> int:
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        bound = ", ".join(map(repr, jax.sharding.get_abstract_mesh().manual_axes)) or "none"
+        raise ArgumentError(
+            f"collective_matmul: axis_name is {axis_name!r}, which is not bound here; bound by jax.shard_map: {bound}. "
+            "Call the op inside jax.shard_map over a mesh with that axis."
+        ) from error
+
+
+def _reference(x: Any, weight: Any, *, axis_name: Any, kind: str) -> Any:
+    weight = dequantize(weight, x.dtype)
+    rows = x.ndim - 2
+    if kind == "reduce_scatter":
+        return lax.psum_scatter(_product(x, weight), axis_name, scatter_dimension=rows, tiled=True)
+
+    @jax.checkpoint
+    def gathered_product(x: Any, weight: Any) -> Any:
+        return _product(lax.all_gather(x, axis_name, axis=rows, tiled=True), weight)
+
+    return gathered_product(x, weight)
+
+
+def _product(x: Any, weight: Any) -> Any:
+    product = contract("ni,io->no", x.reshape(-1, x.shape[-1]), weight, x.dtype)
+    return product.reshape(*x.shape[:-1], weight.shape[-1])
+
+
+REFERENCE = OpImplementation(op="collective_matmul", name="reference", function=_reference, vjp=AUTODIFF)
+"""Plain collectives before or after the product, nothing overlapped."""

@@ -1,0 +1,79 @@
+"""The contract suite of `linear_attention`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core.testing._cases import OpCase, OpSuite
+
+__all__ = ["SUITE"]
+
+
+def _case(
+    name: str,
+    *,
+    sizes: tuple[int, int, int, int, int] = (2, 7, 3, 8, 5),
+    absent: tuple[str, ...] = (),
+    forgets: float = 0.0,
+) -> OpCase:
+    """`sizes` are batch, seq, heads, key_dim, value_dim; `forgets` is the share of tokens whose decay is -inf."""
+    batch, seq, heads, key_dim, value_dim = sizes
+
+    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
+        query, key = (_unit(rng.normal(size=(batch, seq, heads, key_dim))) for _ in range(2))
+        decay = -rng.uniform(0, 0.7, size=(batch, seq, heads))
+        drawn = {
+            "query": query,
+            "key": key,
+            "value": rng.normal(size=(batch, seq, heads, value_dim)),
+            "decay": np.where(rng.random(decay.shape) < forgets, -np.inf, decay),
+            "beta": rng.uniform(0, 1, size=(batch, seq, heads)),
+            "initial_state": rng.normal(size=(batch, heads, key_dim, value_dim)).astype(np.float32),
+        }
+        return {name: x for name, x in drawn.items() if name not in absent}
+
+    return OpCase("linear_attention", name, arrays, dict.fromkeys(absent))
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+_CASES = (
+    _case("plain", absent=("initial_state",)),
+    _case("initial_state"),
+    _case("one_token", sizes=(3, 1, 2, 8, 8)),
+    _case("no_tokens", sizes=(2, 0, 2, 4, 3)),
+    _case("empty_rows", sizes=(0, 3, 2, 4, 3)),
+    _case("odd_sizes", sizes=(1, 67, 1, 19, 33)),
+    _case("many_tokens", sizes=(1, 300, 2, 16, 8), absent=("initial_state",)),
+    _case("wide_values", sizes=(1, 16, 2, 4, 24)),
+    _case("forgets_everything", sizes=(2, 11, 3, 8, 5), forgets=0.3),
+    _case("without_decay", absent=("decay",)),
+    _case("without_beta", absent=("beta", "initial_state")),
+    _case("without_gates", absent=("decay", "beta")),
+)
+
+
+def _oracle(query: Any, key: Any, value: Any, *, decay: Any, beta: Any, initial_state: Any = None) -> Any:
+    """The paper's equation 10: the state times alpha (I - beta k k^T), plus beta v k^T, one token at a time."""
+    batch, seq, heads, key_dim = query.shape
+    value_dim = value.shape[-1]
+    alpha = jnp.ones((batch, seq, heads)) if decay is None else jnp.exp(decay)
+    beta = jnp.ones((batch, seq, heads)) if beta is None else beta
+    state = jnp.zeros((batch, heads, value_dim, key_dim))
+    if initial_state is not None:
+        state = jnp.swapaxes(initial_state, -1, -2)
+    outputs = [jnp.zeros((batch, 0, heads, value_dim))]
+    for t in range(seq):
+        outer = key[:, t, :, :, None] * key[:, t, :, None, :]
+        transition = alpha[:, t, :, None, None] * (jnp.eye(key_dim) - beta[:, t, :, None, None] * outer)
+        written = beta[:, t, :, None, None] * value[:, t, :, :, None] * key[:, t, :, None, :]
+        state = jnp.matmul(state, transition) + written
+        outputs.append(jnp.matmul(state, query[:, t, :, :, None])[:, None, ..., 0])
+    return jnp.concatenate(outputs, axis=1), jnp.swapaxes(state, -1, -2)
+
+
+SUITE = OpSuite(_CASES, _oracle)

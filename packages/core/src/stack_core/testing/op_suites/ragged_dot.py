@@ -1,0 +1,61 @@
+"""The contract suite of `ragged_dot`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core.testing._cases import OpCase, OpSuite, TiledInt8, dense, integers
+
+__all__ = ["SUITE"]
+
+
+def _ragged_case(name: str, group_sizes: tuple[int, ...], *, rows: int | None = None, d_in: int, d_out: int) -> OpCase:
+    """Without `rows`, exactly those of the groups."""
+    total = sum(group_sizes) if rows is None else rows
+
+    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
+        return {
+            "lhs": rng.normal(size=(total, d_in)),
+            "rhs": rng.normal(size=(len(group_sizes), d_in, d_out)),
+            "group_sizes": rng.permutation(integers(*group_sizes)),
+        }
+
+    return OpCase("ragged_dot", name, arrays)
+
+
+def _quantized_case(name: str, scales: tuple[int, int, int], zeros: bool) -> OpCase:
+    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
+        offsets = rng.integers(-4, 5, size=scales).astype(np.int8) if zeros else None
+        values = rng.integers(-100, 101, size=(4, 12, 10)).astype(np.int8)
+        rhs = TiledInt8(values, rng.uniform(0.01, 0.02, size=scales).astype(np.float32), offsets)
+        return {"lhs": rng.normal(size=(9, 12)), "rhs": rhs, "group_sizes": rng.permutation(integers(3, 0, 4, 1))}
+
+    return OpCase("ragged_dot", name, arrays, fixed=("rhs",))
+
+
+_CASES = (
+    _ragged_case("plain", (5, 3, 8), d_in=12, d_out=10),
+    _ragged_case("one_group", (7,), d_in=5, d_out=9),
+    _ragged_case("empty_groups", (0, 9, 0, 0, 4, 0), d_in=8, d_out=4),
+    _ragged_case("rows_of_no_group", (3, 2, 0, 1), rows=11, d_in=8, d_out=4),
+    _ragged_case("only_rows_of_no_group", (0, 0, 0), rows=5, d_in=8, d_out=4),
+    _ragged_case("empty_rows", (0, 0), d_in=8, d_out=4),
+    _ragged_case("more_groups_than_rows", (1, 0, 1, 0, 0, 0, 2, 0, 0, 0, 0), rows=5, d_in=8, d_out=4),
+    _ragged_case("one_row_a_group", (1, 1, 1, 1, 1), d_in=8, d_out=4),
+    _ragged_case("odd_sizes", (131, 1, 67, 0, 259), rows=461, d_in=37, d_out=19),
+    _ragged_case("one_large_group", (300, 1, 0, 0, 2, 0, 0, 0), rows=307, d_in=16, d_out=24),
+    _quantized_case("quantized_by_channel", (4, 1, 10), zeros=False),
+    _quantized_case("quantized_by_tile", (4, 3, 5), zeros=True),
+    _quantized_case("quantized_over_groups", (2, 12, 1), zeros=True),
+)
+
+
+def _oracle(lhs: Any, rhs: Any, group_sizes: Any) -> Any:
+    group_of_row = np.repeat(np.arange(len(group_sizes)), np.asarray(group_sizes))
+    product = jnp.einsum("rk,rkn->rn", lhs[: len(group_of_row)], dense(rhs)[group_of_row])
+    return jnp.pad(product, ((0, len(lhs) - len(group_of_row)), (0, 0)))
+
+
+SUITE = OpSuite(_CASES, _oracle)

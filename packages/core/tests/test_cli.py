@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from stack_core.abi import ABI_MAJOR, ABI_MINOR
 from stack_core.cli import overrides_from
 from stack_core.errors import ConfigError
 
@@ -38,9 +39,25 @@ def test_importing_core_is_pure_and_brings_no_jax():
 
 def test_plugins_as_json():
     done = stack("plugins", "--json")
-    reports = {report["name"]: report for report in json.loads(done.stdout)}
-    assert done.returncode == 0
+    answer = json.loads(done.stdout)
+    reports = {report["name"]: report for report in answer["plugins"]}
+    assert (done.returncode, done.stderr, answer["problems"]) == (0, "", [])
+    assert answer["abi"] == f"{ABI_MAJOR}.{ABI_MINOR}"
     assert "attention/reference" in reports["core"]["registered"]["ops"]
+
+
+def test_plugins_as_lines():
+    lines = stack("plugins").stdout.splitlines()
+    assert any(line.startswith("core: stack-core ") and line.endswith(", loaded") for line in lines)
+    assert any(line.startswith("    ops: attention/reference, ") for line in lines)
+
+
+def test_a_variable_that_blocks_nothing_is_noted_once(monkeypatch):
+    monkeypatch.setenv("STACK_DISABLE_PLUGINS", "no_such_plugin")
+    note = "STACK_DISABLE_PLUGINS names 'no_such_plugin'"
+    assert stack("--help").stderr.count(note) == 1
+    listed = stack("plugins")
+    assert (listed.stdout + listed.stderr).count(note) == 1
 
 
 @pytest.mark.parametrize(

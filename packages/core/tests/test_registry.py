@@ -8,14 +8,14 @@ from stack_core.errors import PluginError, UnknownName
 from stack_core.registry import Entry, Registrar, Registry
 
 
-def registry(entries, refused=(), provider_of=lambda kind, name: None):
+def registry(entries, refused=(), advise=lambda kind, name: ""):
     calls = []
 
     def load():
         calls.append(1)
         return {entry.name: entry for entry in entries}, dict(refused)
 
-    return Registry("models", load, provider_of), calls
+    return Registry("models", load, advise), calls
 
 
 def test_a_string_target_is_imported_on_first_use_only():
@@ -43,9 +43,9 @@ def test_unknown_names_suggest_neighbours():
         models["lama"]
 
 
-def test_unknown_names_name_the_package_that_would_provide_them():
-    models, _ = registry([], provider_of=lambda kind, name: "stack-train")
-    with pytest.raises(UnknownName, match="`pip install stack-train` provides it"):
+def test_unknown_names_say_where_they_may_come_from():
+    models, _ = registry([], advise=lambda kind, name: f" Ask for {kind} {name}.")
+    with pytest.raises(UnknownName, match=r"Ask for models llama\. Registered: none\."):
         models["llama"]
 
 
@@ -55,17 +55,39 @@ def test_refused_names_say_why():
         models["llama"]
 
 
-@pytest.mark.parametrize("target", ["no_such_module_anywhere:x", "decimal:NoSuchAttribute"])
-def test_targets_that_cannot_be_loaded_name_their_plugin(target):
+@pytest.mark.parametrize("target", ["no_such_module_anywhere:x", "decimal:NoSuchAttribute", "torn_module:x"])
+def test_targets_that_cannot_be_loaded_name_their_plugin(target, tmp_path, monkeypatch):
+    (tmp_path / "torn_module.py").write_text("def broken(:")
+    monkeypatch.syspath_prepend(tmp_path)
     models, _ = registry([Entry("x", target, "stranger")])
     with pytest.raises(PluginError, match=r"'x' of plugin 'stranger' cannot be loaded"):
         models["x"]
 
 
-def test_registrars_refuse_malformed_and_repeated_names():
+@pytest.mark.parametrize(
+    ("kind", "name", "target", "details", "reason"),
+    [
+        ("models", "x", "module.attribute", {}, "'module:attribute'"),
+        ("models", "x", "module:", {}, "'module:attribute'"),
+        ("models", "", 1, {}, "expected a name of letters"),
+        ("models", "--x", 1, {}, "expected a name of letters"),
+        ("ops", "linear", 1, {}, "of the form op/implementation"),
+        ("commands", "x", 1, {"hlep": "text"}, "unknown detail 'hlep'. Did you mean 'help'"),
+        ("commands", "x", 1, {"help": 3}, "help is 3; expected a str"),
+    ],
+)
+def test_registrars_refuse_what_is_malformed(kind, name, target, details, reason):
+    registrar = Registrar(kind, "p", {"help": str})
+    with pytest.raises(PluginError, match=reason):
+        registrar.add(name, target, **details)
+    assert registrar.close() == ()
+
+
+def test_registrars_refuse_a_name_twice_and_any_name_after_the_hook():
     registrar = Registrar("models", "p")
-    with pytest.raises(PluginError, match="module:attribute"):
-        registrar.add("x", "module.attribute")
     registrar.add("x", 1)
     with pytest.raises(PluginError, match="twice"):
         registrar.add("x", 2)
+    assert [(entry.name, entry.target) for entry in registrar.close()] == [("x", 1)]
+    with pytest.raises(PluginError, match="too late"):
+        registrar.add("y", 2)

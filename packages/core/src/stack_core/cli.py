@@ -19,6 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
         app = _app()
+        if tokens[:1] != ["plugins"]:  # which reports the same at length
+            _warn_of_plugins()
         if tokens and not tokens[0].startswith("-"):
             registries.commands[tokens[0]]  # raises UnknownName, which names the package to install
         app(tokens, exit_on_error=False, print_error=False)
@@ -60,17 +62,31 @@ def _app() -> cyclopts.App:
         result_action="return_value",
     )
     for entry in registries.commands.entries():
-        app.command(entry.target, name=entry.name, help=entry.details.get("help", ""))
-    for report in plugins.reports():
-        if report.status == "failed":
-            print(
-                f"stack: plugin {report.name!r} is left out: {report.problems[0]} See `stack plugins`.", file=sys.stderr
-            )
+        try:
+            app.command(entry.target, name=entry.name, help=entry.details.get("help", ""))
+        except Exception as error:  # A stranger's target may be anything; the other commands must work.
+            problem = f"{type(error).__name__}: {error}"
+            _note(f"command {entry.name!r} of plugin {entry.provider!r} is left out, it cannot be called: {problem}")
     return app
 
 
+def _warn_of_plugins() -> None:
+    """Says what is left out, as far as it shows once plugins are loaded and commands registered."""
+    for report in plugins.reports():
+        if report.status in ("failed", "incomplete"):
+            left_out = "is left out" if report.status == "failed" else "is incomplete"
+            remedy = f"Mend or uninstall {report.distribution}, or set STACK_DISABLE_PLUGINS={report.name}."
+            _note(f"plugin {report.name!r} {left_out}: {'; '.join(report.problems)}\n  {remedy}")
+    for problem in plugins.problems():
+        _note(problem)
+
+
+def _note(message: str) -> None:
+    print(f"stack: {message}", file=sys.stderr)
+
+
 def _fail(message: str, status: int) -> None:
-    print(f"stack: error: {message}", file=sys.stderr)
+    _note(f"error: {message}")
     sys.exit(status)
 
 

@@ -5,13 +5,14 @@ Every `stack_register_<things>(registry)` hook is called once, on first use of t
 registering imports nothing.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import pluggy
 
 from stack_core.registry import Registrar
 
-__all__ = ["REGISTRY_KINDS", "hookimpl", "hookspec"]
+__all__ = ["DETAILS", "HOOKS", "REGISTRY_KINDS", "hookimpl", "hookspec"]
 
 hookspec = pluggy.HookspecMarker("stack")
 hookimpl = pluggy.HookimplMarker("stack")
@@ -107,6 +108,8 @@ def stack_select_op(call: Any, chip: Any, candidates: tuple[str, ...]) -> str | 
     """Chooses among the implementations that support a call, by name; None leaves the choice to the next plugin."""
 
 
-REGISTRY_KINDS = tuple(
-    name.removeprefix("stack_register_") for name in tuple(globals()) if name.startswith("stack_register_")
-)
+HOOKS = tuple(name for name in tuple(globals()) if name.startswith("stack_"))
+REGISTRY_KINDS = tuple(name.removeprefix("stack_register_") for name in HOOKS if name.startswith("stack_register_"))
+
+DETAILS: Mapping[str, Mapping[str, type]] = {"chips": {"device_kinds": tuple}, "commands": {"help": str}}
+"""The details that `registry.add` takes beside name and target, with their types, by registry."""

@@ -1,29 +1,34 @@
-"""Finds plugins, loads each in its own guard, and fills the registries from their hooks.
+"""Loads each plugin in its own guard, and fills the registries from their hooks.
 
 A plugin is a module that a distribution names in the entry-point group `stack.plugins.v1`. One that fails is reported
-and left out; it stops no other. `STACK_DISABLE_PLUGINS=a,b` blocks plugins by name, `STACK_LOAD_PLUGINS=a,b` loads
-only those named (core is always loaded).
+and left out; it stops no other. `STACK_DISABLE_PLUGINS=a,b` blocks plugins, `STACK_LOAD_PLUGINS=a,b` loads only those
+named, each by its own name or its distribution's. Core is always loaded.
 """
 
 import functools
-import importlib.metadata
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import EntryPoint
+from typing import Any, TypeVar
 
 import pluggy
 
 from stack_core import hookspecs
-from stack_core.abi import ABI_MAJOR, ABI_MINOR, ENTRY_POINT_GROUP
-from stack_core.errors import StackError, nearest
-from stack_core.hookspecs import REGISTRY_KINDS, hookimpl
+from stack_core.abi import ABI_MAJOR, ABI_MINOR
+from stack_core.discovery import PluginReport, discover
+from stack_core.errors import PluginError, StackError, nearest
+from stack_core.hookspecs import DETAILS, HOOKS, REGISTRY_KINDS, hookimpl
 from stack_core.registry import Entry, Registrar, Registry
 
 __all__ = ["PluginReport", "Plugins", "Registries", "hookimpl", "plugins", "registries"]
 
-_GROUP_PREFIX = "stack.plugins.v"
+T = TypeVar("T")
+
 _CORE = "core"
+_CORE_DISTRIBUTION = "stack-core"
+_DISABLE, _LOAD = "STACK_DISABLE_PLUGINS", "STACK_LOAD_PLUGINS"
 
 _PACKAGE_OF_KIND = {
     "models": "stack-train",
@@ -39,6 +44,7 @@ _PACKAGE_OF_KIND = {
 _PACKAGE_OF_NAME = {
     "commands": {
         "train": "stack-train",
+        "compile": "stack-train",
         "generate": "stack-train",
         "convert": "stack-train",
         "checkpoint": "stack-train",
@@ -55,185 +61,218 @@ _PACKAGE_OF_NAME = {
 }
 
 
-@dataclass
-class PluginReport:
-    """What became of one entry point.
-
-    Attributes:
-      status: "loaded", "blocked", or "failed".
-      problems: why it, or a part of it, was left out.
-      registered: names by registry, as far as registries have been read.
-    """
-
-    name: str
-    distribution: str
-    version: str
-    abi: str
-    status: str = "loaded"
-    problems: list[str] = field(default_factory=list)
-    registered: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def fail(self, problem: str) -> None:
-        self.status = "failed"
-        self.problems.append(problem)
-
-
 class Plugins:
-    """The loaded plugins of this process.
+    """The plugins of this process, loaded on first use.
 
     Args:
-      entry_points: the entry points to consider; by default those of every installed distribution.
+      path: folders to search for distributions, by default `sys.path`.
       environ: where the block and select variables are read.
     """
 
-    def __init__(
-        self,
-        entry_points: Iterable[importlib.metadata.EntryPoint] | None = None,
-        environ: Mapping[str, str] | None = None,
-    ) -> None:
-        self._entry_points = entry_points
+    def __init__(self, path: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> None:
+        self._path = path
         self._environ = os.environ if environ is None else environ
+        self._lock = threading.RLock()
+        self._results: dict[str, Any] = {}
+        self._running: set[str] = set()
+        self._silenced: set[str] = set()
 
     def reports(self) -> tuple[PluginReport, ...]:
-        """One report per entry point, by name."""
-        return tuple(sorted(self._loaded[1].values(), key=lambda report: report.name))
+        """One report per plugin, by name."""
+        return self._loaded().reports
+
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong with the environment variables that block and select plugins."""
+        known = sorted({name for report in self.reports() for name in (report.name, report.distribution)})
+        found = [
+            f"{variable} names {name!r}, which no installed distribution offers.{nearest(name, known)}"
+            for variable in (_DISABLE, _LOAD)
+            for name in self._named_in(variable)
+            if name not in known
+        ]
+        if {_CORE, _CORE_DISTRIBUTION} & set(self._named_in(_DISABLE)):
+            found.append(f"{_DISABLE} names core, which is always loaded.")
+        return tuple(found)
 
     def select_op(self, **call: Any) -> str | None:
-        """The first answer of the `stack_select_op` hooks."""
-        return self._loaded[0].hook.stack_select_op(**call)
+        """The first answer of the `stack_select_op` hooks; one that raises is reported, and not asked again."""
+        loaded = self._loaded()
+        for provider in [impl.plugin_name for impl in reversed(loaded.manager.hook.stack_select_op.get_hookimpls())]:
+            if provider in self._silenced:
+                continue
+            try:
+                answer = loaded.hook(provider, "stack_select_op")(**call)
+            except Exception as error:  # A hook may fail in any way; the op can be chosen without it.
+                self._silenced.add(provider)
+                problem = f"stack_select_op failed, so it is not asked again: {_described(error)}"
+                loaded.by_name[provider].lose(problem)
+                warnings.warn(f"Plugin {provider!r}: {problem}", RuntimeWarning, stacklevel=2)
+                continue
+            if answer is not None:
+                return answer
+        return None
 
-    def collect(self, kind: str) -> tuple[dict[str, Entry], dict[str, str]]:
-        """Calls one registration hook of every plugin; returns the entries, and names refused with the reason."""
-        manager, reports = self._loaded
+    def collect(self, kind: str) -> tuple[Mapping[str, Entry], Mapping[str, str]]:
+        """The entries of one registry, and the names refused with the reason; its hooks are called once."""
+        return self._once(f"the registry of {kind}", functools.partial(self._collect, kind))
+
+    def _collect(self, kind: str) -> tuple[Mapping[str, Entry], Mapping[str, str]]:
+        loaded = self._loaded()
         claims: dict[str, list[Entry]] = {}
-        for provider, report in reports.items():
-            for entry in _registered(manager, report, provider, kind):
+        for provider in loaded.by_name:
+            for entry in _registered(loaded, provider, kind):
                 claims.setdefault(entry.name, []).append(entry)
         entries = {name: found[0] for name, found in claims.items() if len(found) == 1}
-        refused = {name: _clash(kind, name, found, reports) for name, found in claims.items() if len(found) > 1}
-        for provider, report in reports.items():
+        refused = {name: _refuse(loaded, kind, name, found) for name, found in claims.items() if len(found) > 1}
+        for provider, report in loaded.by_name.items():
             names = tuple(sorted(name for name, entry in entries.items() if entry.provider == provider))
             if names:
                 report.registered[kind] = names
         return entries, refused
 
-    @functools.cached_property
-    def _loaded(self) -> tuple[pluggy.PluginManager, dict[str, PluginReport]]:
+    def _loaded(self) -> "_Loaded":
+        return self._once("the list of plugins", self._load)
+
+    def _load(self) -> "_Loaded":
         manager = pluggy.PluginManager("stack")
         manager.add_hookspecs(hookspecs)
-        reports: dict[str, PluginReport] = {}
-        for entry_point in self._discovered():
-            report = _report(entry_point)
-            if entry_point.name in reports:
-                first = reports[entry_point.name]
-                report.fail(f"the name {report.name!r} is also taken by distribution {first.distribution!r}.")
-                first.fail(f"the name {report.name!r} is also taken by distribution {report.distribution!r}.")
-                if manager.has_plugin(report.name):
-                    manager.unregister(name=report.name)
-                reports[f"{report.name} ({report.distribution})"] = report
-                continue
-            reports[entry_point.name] = report
-            if self._admitted(entry_point, report):
-                _load(manager, entry_point, report)
-        return manager, reports
+        offers = discover(self._path)
+        for offer in offers:
+            self._block(offer.report)
+        _refuse_shared_names([offer.report for offer in offers])
+        for offer in reversed(offers):  # pluggy asks the last one first, so that selectors answer in the order of names
+            if offer.entry_point is not None and offer.report.status == "loaded":
+                _load_one(manager, offer.entry_point, offer.report)
+        return _Loaded(manager, tuple(offer.report for offer in offers))
 
-    def _discovered(self) -> list[importlib.metadata.EntryPoint]:
-        if self._entry_points is not None:
-            return list(self._entry_points)
-        found = importlib.metadata.entry_points()
-        return [
-            point for group in found.groups if group.startswith(_GROUP_PREFIX) for point in found.select(group=group)
-        ]
-
-    def _admitted(self, entry_point: importlib.metadata.EntryPoint, report: PluginReport) -> bool:
-        selected = _names(self._environ, "STACK_LOAD_PLUGINS")
-        if entry_point.group != ENTRY_POINT_GROUP:
-            report.fail(
-                f"built for plugin ABI {report.abi}; this core offers ABI {ABI_MAJOR}. Install a matching release."
-            )
-        elif entry_point.name in _names(self._environ, "STACK_DISABLE_PLUGINS"):
-            report.status = "blocked"
-            report.problems.append("blocked by STACK_DISABLE_PLUGINS.")
-        elif selected and entry_point.name not in (*selected, _CORE):
-            report.status = "blocked"
-            report.problems.append("not among STACK_LOAD_PLUGINS.")
-        return report.status == "loaded"
-
-
-def _names(environ: Mapping[str, str], variable: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in environ.get(variable, "").split(",") if name.strip())
-
-
-def _report(entry_point: importlib.metadata.EntryPoint) -> PluginReport:
-    distribution = entry_point.dist
-    return PluginReport(
-        name=entry_point.name,
-        distribution=distribution.name if distribution else "unknown",
-        version=distribution.version if distribution else "unknown",
-        abi=entry_point.group.removeprefix(_GROUP_PREFIX),
-    )
-
-
-def _load(manager: pluggy.PluginManager, entry_point: importlib.metadata.EntryPoint, report: PluginReport) -> None:
-    try:
-        module = entry_point.load()
-    except Exception as error:  # A plugin may fail in any way while it is imported; that must stop no other plugin.
-        report.fail(f"importing {entry_point.value} raised {type(error).__name__}: {error}")
-        return
-    minor = getattr(module, "STACK_ABI_MINOR", None)
-    report.abi = f"{ABI_MAJOR}.{minor}"
-    if not isinstance(minor, int):
-        report.fail(f"{entry_point.value} does not define the integer STACK_ABI_MINOR.")
-    elif minor > ABI_MINOR:
-        report.fail(
-            f"needs plugin ABI {ABI_MAJOR}.{minor}; this core offers {ABI_MAJOR}.{ABI_MINOR}. Update stack-core."
-        )
-    else:
-        _register(manager, module, report)
-
-
-def _register(manager: pluggy.PluginManager, module: Any, report: PluginReport) -> None:
-    try:
-        manager.register(module, name=report.name)
-    except (pluggy.PluginValidationError, ValueError) as error:
-        report.fail(str(error))
-        return
-    known = [name for name in vars(hookspecs) if name.startswith("stack_")]
-    for caller in manager.get_hookcallers(module) or ():
-        if caller.spec is None:
-            manager.unregister(name=report.name)
-            report.fail(f"implements the unknown hook {caller.name!r}.{nearest(caller.name, known)}")
+    def _block(self, report: PluginReport) -> None:
+        names = {report.name, report.distribution}
+        selected = self._named_in(_LOAD)
+        if report.distribution == _CORE_DISTRIBUTION:
             return
+        if names.intersection(self._named_in(_DISABLE)):
+            report.block(f"blocked by {_DISABLE}.")
+        elif selected and not names.intersection(selected):
+            report.block(f"not among {_LOAD}.")
+
+    def _named_in(self, variable: str) -> list[str]:
+        return [name.strip() for name in self._environ.get(variable, "").split(",") if name.strip()]
+
+    def _once(self, what: str, compute: Callable[[], T]) -> T:
+        """Computes a result when it is first asked for, while other threads wait."""
+        with self._lock:
+            if what in self._running:
+                raise PluginError(
+                    f"A plugin reads {what} while it is made, on import or in a hook. Read it later, inside a function."
+                )
+            if what not in self._results:
+                self._running.add(what)
+                try:
+                    self._results[what] = compute()
+                finally:
+                    self._running.discard(what)
+            return self._results[what]
 
 
-def _registered(manager: pluggy.PluginManager, report: PluginReport, provider: str, kind: str) -> list[Entry]:
-    if report.status != "loaded":
-        return []
-    others = [plugin for name, plugin in manager.list_name_plugin() if name != provider and plugin is not None]
-    registrar = Registrar(kind, provider)
+class _Loaded:
+    """The outcome of loading: the manager, all reports, and by name the reports of the plugins that it holds."""
+
+    def __init__(self, manager: pluggy.PluginManager, reports: tuple[PluginReport, ...]) -> None:
+        self.manager = manager
+        self.reports = reports
+        self.by_name = {report.name: report for report in reports if report.status == "loaded"}
+
+    def hook(self, provider: str, name: str) -> Callable[..., Any]:
+        """A hook as one plugin alone implements it."""
+        others = [plugin for other, plugin in self.manager.list_name_plugin() if other != provider]
+        return self.manager.subset_hook_caller(name, others)
+
+
+def _refuse_shared_names(reports: Sequence[PluginReport]) -> None:
+    """Two plugins of one name are both refused, unless one of them is core."""
+    claims: dict[str, list[PluginReport]] = {}
+    for report in reports:
+        if report.status == "loaded":
+            claims.setdefault(report.name, []).append(report)
+    for name, claimants in claims.items():
+        distributions = sorted(repr(report.distribution) for report in claimants)
+        for report in claimants if len(claimants) > 1 else ():
+            if report.distribution != _CORE_DISTRIBUTION:
+                report.fail(
+                    f"distributions {' and '.join(distributions)} each name their plugin {name!r}; uninstall one, or "
+                    f"block it by its distribution: {_DISABLE}={report.distribution}."
+                )
+
+
+def _load_one(manager: pluggy.PluginManager, entry_point: EntryPoint, report: PluginReport) -> None:
     try:
-        manager.subset_hook_caller(f"stack_register_{kind}", others)(registry=registrar)
-    except Exception as error:  # A hook may fail in any way; that must cost its own plugin's names and no others.
-        detail = str(error) if isinstance(error, StackError) else f"{type(error).__name__}: {error}"
-        report.problems.append(f"stack_register_{kind} failed, so its {kind} are left out: {detail}")
-        return []
-    return registrar.entries
+        plugin = entry_point.load()
+        problem = _register(manager, plugin, report)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # A plugin may fail in any way, by SystemExit or a compiled module's panic too.
+        problem = f"importing {entry_point.value} raised {_described(error)}"
+    if problem is not None:
+        report.fail(problem)
+        manager.unregister(name=report.name)
 
 
-def _clash(kind: str, name: str, found: list[Entry], reports: Mapping[str, PluginReport]) -> str:
+def _register(manager: pluggy.PluginManager, plugin: Any, report: PluginReport) -> str | None:
+    """Hands the plugin to the manager, or says what is wrong with it."""
+    minor = getattr(plugin, "STACK_ABI_MINOR", None)
+    if type(minor) is not int:
+        return f"{plugin!r} does not define the integer STACK_ABI_MINOR."
+    report.abi = f"{ABI_MAJOR}.{minor}"
+    if minor > ABI_MINOR:
+        return f"needs plugin ABI {report.abi}, and this core offers {ABI_MAJOR}.{ABI_MINOR}; update stack-core."
+    if manager.is_registered(plugin):
+        return f"its module is already loaded as plugin {manager.get_name(plugin)!r}; name it once."
+    try:
+        manager.register(plugin, name=report.name)
+    except pluggy.PluginValidationError as error:
+        return str(error)
+    return " ".join(_misspelled(manager, plugin)) or None
+
+
+def _misspelled(manager: pluggy.PluginManager, plugin: Any) -> list[str]:
+    """Hooks that no core would ever call."""
+    callers = {caller.name: caller for caller in manager.get_hookcallers(plugin) or ()}
+    unknown = [
+        f"implements the unknown hook {name!r}.{nearest(name, HOOKS)}"
+        for name, caller in callers.items()
+        if caller.spec is None
+        and not all(impl.optionalhook for impl in caller.get_hookimpls() if impl.plugin is plugin)
+    ]
+    unmarked = [
+        f"defines {name} without @hookimpl, so that it is never called."
+        for name in HOOKS
+        if name not in callers and callable(getattr(plugin, name, None))
+    ]
+    return unknown + unmarked
+
+
+def _registered(loaded: _Loaded, provider: str, kind: str) -> Sequence[Entry]:
+    registrar = Registrar(kind, provider, DETAILS.get(kind, {}))
+    try:
+        loaded.hook(provider, f"stack_register_{kind}")(registry=registrar)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # A hook may fail in any way; that must cost its own plugin's names and no others.
+        loaded.by_name[provider].lose(f"stack_register_{kind} failed, so its {kind} are left out: {_described(error)}")
+        return ()
+    return registrar.close()
+
+
+def _refuse(loaded: _Loaded, kind: str, name: str, found: Sequence[Entry]) -> str:
     providers = [entry.provider for entry in found]
-    reason = f"plugins {' and '.join(map(repr, providers))} both register it; block one with STACK_DISABLE_PLUGINS."
+    reason = f"plugins {' and '.join(map(repr, providers))} each register it; block one with {_DISABLE}."
     for provider in providers:
-        reports[provider].problems.append(f"{kind} {name!r} refused: {reason}")
+        loaded.by_name[provider].lose(f"{kind} {name!r} refused: {reason}")
     return reason
 
 
-def _provider_of(kind: str, name: str) -> str | None:
-    """The distribution that would provide a missing name, unless it is installed already."""
-    package = _PACKAGE_OF_NAME.get(kind, {}).get(name) or _PACKAGE_OF_KIND.get(kind)
-    if package is None or package in {report.distribution for report in plugins.reports()}:
-        return None
-    return package
+def _described(error: BaseException) -> str:
+    return str(error) if isinstance(error, StackError) else f"{type(error).__name__}: {error}"
 
 
 class Registries:
@@ -247,8 +286,17 @@ class Registries:
         if kind not in REGISTRY_KINDS:
             raise AttributeError(f"there is no registry {kind!r}.{nearest(kind, REGISTRY_KINDS)}")
         if kind not in self._by_kind:
-            self._by_kind[kind] = Registry(kind, functools.partial(self._source.collect, kind), _provider_of)
+            self._by_kind[kind] = Registry(kind, functools.partial(self._source.collect, kind), self._advice)
         return self._by_kind[kind]
+
+    def _advice(self, kind: str, name: str) -> str:
+        """Where a missing name may come from: a package that is not installed, or a plugin that was left out."""
+        package = _PACKAGE_OF_NAME.get(kind, {}).get(name) or _PACKAGE_OF_KIND.get(kind)
+        reports = self._source.reports()
+        absent = package is not None and package not in {report.distribution for report in reports}
+        left_out = ", ".join(repr(report.name) for report in reports if report.status != "loaded")
+        install = f" `pip install {package}` provides it." if absent else ""
+        return install + (f" Left out, in whole or in part: {left_out}; see `stack plugins`." if left_out else "")
 
 
 plugins = Plugins()

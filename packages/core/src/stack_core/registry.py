@@ -1,6 +1,7 @@
 """Named things that plugins provide, filled once by hooks and read as a dict ever after."""
 
 import importlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -10,6 +11,10 @@ from stack_core.errors import PluginError, StackError, UnknownName, nearest
 __all__ = ["Entry", "Registrar", "Registry"]
 
 T = TypeVar("T")
+
+_NAME = re.compile(r"\w([\w .+/-]*[\w.+])?")
+_NAMES = {"ops": re.compile(r"\w+/[\w.+-]+")}
+_TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 
 
 @dataclass(frozen=True)
@@ -30,23 +35,54 @@ class Entry:
 
 @dataclass
 class Registrar:
-    """What a hook is handed: collects one plugin's entries for one registry."""
+    """What a hook is handed: collects one plugin's entries for one registry.
+
+    Attributes:
+      known_details: the details that this registry's entries may have, with their types.
+    """
 
     kind: str
     provider: str
-    entries: list[Entry] = field(default_factory=list)
+    known_details: Mapping[str, type] = field(default_factory=dict)
+    _entries: dict[str, Entry] = field(default_factory=dict)
+    _closed: bool = False
 
     def add(self, name: str, target: Any, **details: Any) -> None:
         """Registers `target`, an object or a "module:attribute" string, under `name`.
 
         Raises:
-          PluginError: the plugin registers the name twice, or the string is not "module:attribute".
+          PluginError: the name, the target or a detail is malformed, the name is registered twice, or the hook that
+            this was handed to has returned.
         """
-        if isinstance(target, str) and target.count(":") != 1:
+        if self._closed:
+            raise PluginError(
+                f"{self.kind} {name!r} comes too late: register inside the hook stack_register_{self.kind}."
+            )
+        if not isinstance(name, str) or not _NAMES.get(self.kind, _NAME).fullmatch(name):
+            form = "of the form op/implementation" if self.kind == "ops" else "of letters, digits and _ . + - / within"
+            raise PluginError(f"{self.kind} {name!r}: expected a name {form}.")
+        if isinstance(target, str) and not _TARGET.fullmatch(target):
             raise PluginError(f"{self.kind} {name!r}: target {target!r} is not of the form 'module:attribute'.")
-        if any(entry.name == name for entry in self.entries):
+        if name in self._entries:
             raise PluginError(f"{self.kind} {name!r} is registered twice by plugin {self.provider!r}.")
-        self.entries.append(Entry(name, target, self.provider, details))
+        for detail, value in details.items():
+            self._check_detail(name, detail, value)
+        self._entries[name] = Entry(name, target, self.provider, details)
+
+    def close(self) -> tuple[Entry, ...]:
+        """The entries; none can be added any more."""
+        self._closed = True
+        return tuple(self._entries.values())
+
+    def _check_detail(self, name: str, detail: str, value: Any) -> None:
+        if detail not in self.known_details:
+            known = ", ".join(self.known_details) or "none"
+            raise PluginError(
+                f"{self.kind} {name!r}: unknown detail {detail!r}.{nearest(detail, self.known_details)} Known: {known}."
+            )
+        if not isinstance(value, self.known_details[detail]):
+            expected = self.known_details[detail].__name__
+            raise PluginError(f"{self.kind} {name!r}: {detail} is {value!r}; expected a {expected}.")
 
 
 class Registry(Generic[T]):
@@ -55,18 +91,18 @@ class Registry(Generic[T]):
     Args:
       kind: what it holds, in the plural, for messages: "models".
       load: returns all entries and, for names that were refused, the reason.
-      provider_of: names the package that would provide a missing name, or returns None.
+      advise: says where a missing name may come from; empty, or a sentence after a space.
     """
 
     def __init__(
         self,
         kind: str,
         load: Callable[[], tuple[Mapping[str, Entry], Mapping[str, str]]],
-        provider_of: Callable[[str, str], str | None] = lambda kind, name: None,
+        advise: Callable[[str, str], str] = lambda kind, name: "",
     ) -> None:
         self.kind = kind
         self._load = load
-        self._provider_of = provider_of
+        self._advise = advise
         self._entries: Mapping[str, Entry] | None = None
         self._refused: Mapping[str, str] = {}
         self._resolved: dict[str, T] = {}
@@ -110,7 +146,7 @@ class Registry(Generic[T]):
         module, attribute = entry.target.split(":")
         try:
             return getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # Whatever a plugin's module does on import, the message must name the plugin.
             raise PluginError(
                 f"{self.kind} {name!r} of plugin {entry.provider!r} cannot be loaded from {entry.target!r}: "
                 f"{type(error).__name__}: {error}"
@@ -120,7 +156,6 @@ class Registry(Generic[T]):
         if name in self._refused:
             return PluginError(f"{self.kind} {name!r} is not available: {self._refused[name]}")
         known = self.names()
-        provider = self._provider_of(self.kind, name)
-        remedy = f" `pip install {provider}` provides it." if provider else nearest(name, known)
+        remedy = nearest(name, known) + self._advise(self.kind, name)
         listing = ", ".join(known) or "none"
         return UnknownName(f"Unknown name {name!r} among {self.kind}.{remedy} Registered: {listing}.")

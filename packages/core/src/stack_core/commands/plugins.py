@@ -2,11 +2,13 @@
 
 import dataclasses
 import json as json_format
-
-from rich.console import Console
-from rich.table import Table
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
 
 from stack_core import plugins as loaded
+from stack_core.abi import ABI_MAJOR, ABI_MINOR
 from stack_core.hookspecs import REGISTRY_KINDS
 
 __all__ = ["plugins"]
@@ -20,18 +22,26 @@ def plugins(*, json: bool = False) -> None:
     """
     for kind in REGISTRY_KINDS:
         getattr(loaded.registries, kind).names()
-    reports = loaded.plugins.reports()
+    reports, problems = loaded.plugins.reports(), loaded.plugins.problems()
+    abi = f"{ABI_MAJOR}.{ABI_MINOR}"
     if json:
-        print(json_format.dumps([dataclasses.asdict(report) for report in reports], indent=2))
+        listing = [dataclasses.asdict(report) for report in reports]
+        print(json_format.dumps({"abi": abi, "problems": problems, "plugins": listing}, indent=2))
         return
-    table = Table("plugin", "distribution", "ABI", "status", "registered")
+    print(f"This core offers plugin ABI {abi}.")
+    for line in (*problems, *_lines(reports)):
+        print(_wrapped(line))
+
+
+def _lines(reports: tuple[loaded.PluginReport, ...]) -> Iterator[str]:
     for report in reports:
-        registered = [f"{kind}: {', '.join(names)}" for kind, names in report.registered.items()]
-        table.add_row(
-            report.name,
-            f"{report.distribution} {report.version}",
-            report.abi,
-            report.status,
-            "\n".join([*registered, *report.problems]) or "nothing",
-        )
-    Console().print(table)
+        yield f"{report.name}: {report.distribution} {report.version}, ABI {report.abi}, {report.status}"
+        yield from (f"    {kind}: {', '.join(names)}" for kind, names in report.registered.items())
+        yield from (f"    ! {' '.join(problem.split())}" for problem in report.problems)
+
+
+def _wrapped(line: str) -> str:
+    """The line as it fits a terminal; one line elsewhere, so that it can be searched."""
+    if not sys.stdout.isatty():
+        return line
+    return textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * 6, break_on_hyphens=False)

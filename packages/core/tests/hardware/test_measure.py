@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from stack_core import machine
 from stack_core.hardware import measure
 from stack_core.hardware.measure import ChipCacheWarning, measured_cpu
 
@@ -57,7 +58,7 @@ def test_the_row_has_what_a_cpu_can_be_asked():
     assert chip.hbm_bandwidth_bytes_s > 1e6
     assert chip.hbm_bytes > 2**26
     assert chip.link_bandwidth_bytes_s is None
-    assert f"{measure._usable_cores()} cores" in chip.provenance
+    assert f"{machine.usable_cores()} cores" in chip.provenance
     assert jax.__version__ in chip.provenance
 
 
@@ -76,14 +77,14 @@ def test_it_is_measured_once_a_machine(measurements, tmp_path):
     assert json.loads(cache_file(tmp_path).read_text())["identity"]["jax"] == jax.__version__
 
 
-@pytest.mark.parametrize("part", ["_cpu_model", "_usable_cores", "XLA_FLAGS", "jax"])
+@pytest.mark.parametrize("part", ["cpu_model", "usable_cores", "XLA_FLAGS", "jax"])
 def test_another_machine_version_or_setting_is_measured_anew(measurements, monkeypatch, part):
     measured()
     match part:
-        case "_cpu_model":
-            monkeypatch.setattr(measure, "_cpu_model", lambda: "another")
-        case "_usable_cores":
-            monkeypatch.setattr(measure, "_usable_cores", lambda: 999)
+        case "cpu_model":
+            monkeypatch.setattr(machine, "cpu_model", lambda: "another")
+        case "usable_cores":
+            monkeypatch.setattr(machine, "usable_cores", lambda: 999)
         case "XLA_FLAGS":
             monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " ")
         case "jax":
@@ -179,5 +180,5 @@ def test_importing_measures_nothing_and_starts_no_backend():
 @pytest.mark.parametrize(("load", "busy"), [(0.4, False), (1.1, True)])
 def test_a_machine_is_busy_when_half_of_it_is_in_use(monkeypatch, load, busy):
     monkeypatch.undo()
-    monkeypatch.setattr(os, "getloadavg", lambda: (load * measure._usable_cores(), 0.0, 0.0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load * machine.usable_cores(), 0.0, 0.0))
     assert measure._is_busy() is busy

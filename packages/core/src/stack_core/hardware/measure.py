@@ -5,12 +5,10 @@ that no cache holds. It takes one or two seconds. A measurement that was taken w
 at the first start at which it is not.
 """
 
-import contextlib
 import functools
 import hashlib
 import json
 import os
-import platform
 import tempfile
 import time
 import warnings
@@ -24,6 +22,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from stack_core import machine
 from stack_core.errors import HardwareError
 from stack_core.hardware.chips import Chip
 from stack_core.user_cache import user_cache_dir
@@ -73,29 +72,17 @@ def measured_cpu() -> Chip:
 def _identity() -> dict[str, str | int]:
     """What a measurement is valid for."""
     return {
-        "cpu": _cpu_model(),
-        "cores": _usable_cores(),
+        "cpu": machine.cpu_model(),
+        "cores": machine.usable_cores(),
         "jax": jax.__version__,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _is_busy() -> bool:
     """Whether more than half of the cores were in use during the last minute."""
     try:
-        return os.getloadavg()[0] > _usable_cores() / 2
+        return os.getloadavg()[0] > machine.usable_cores() / 2
     except (AttributeError, OSError):  # not every system tells
         return False
 
@@ -173,7 +160,7 @@ def _measure(identity: Mapping[str, Any], *, busy: bool) -> Chip:
         kind="cpu",
         unit="chip",
         peak_flops={dtype: peak for dtype, peak in peaks.items() if peak is not None},
-        hbm_bytes=_memory_bytes(),
+        hbm_bytes=machine.memory_bytes(),
         hbm_bandwidth_bytes_s=bandwidth_bytes_s,
         on_chip_bytes=_last_level_cache_bytes(),
         link_bandwidth_bytes_s=None,
@@ -223,18 +210,6 @@ def _best_s(function: Callable[[], jax.Array], budget_s: float) -> float:
         function().block_until_ready()
         durations_s.append(time.perf_counter() - started_s)
     return min(durations_s)
-
-
-def _memory_bytes() -> int | None:
-    """The machine's memory, or the part of it that a container may use."""
-    try:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # without a container there is no such file, or it holds "max"
-            total = min(total, int(Path(limit).read_text()))
-    return total
 
 
 def _last_level_cache_bytes() -> int | None:

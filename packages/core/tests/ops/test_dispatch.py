@@ -9,8 +9,9 @@ import pytest
 from stack_core import ops
 from stack_core.abi import AUTODIFF, OpImplementation
 from stack_core.errors import PluginError, UnknownName, UnsupportedOp
+from stack_core.hardware import current_chip, use_chip
 from stack_core.ops import _dispatch
-from stack_core.ops._linear import REFERENCE
+from stack_core.ops._linear import REFERENCE as LINEAR
 from stack_core.ops._rope import REFERENCE as ROPE
 from stack_core.registry import Entry, Registry
 
@@ -29,18 +30,6 @@ def _returning(value: float, name: str = "other", **fields: Any) -> OpImplementa
 
 def _only(direction: str) -> Any:
     return lambda call, chip: call.direction == direction or f"does {direction} only"
-
-
-@pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts implementations of `linear` beside the reference."""
-
-    def register(*implementations: Any) -> None:
-        entries = {f"linear/{found.name}": found for found in (REFERENCE, *implementations)}
-        found = {name: Entry(name, target, "test") for name, target in entries.items()}
-        monkeypatch.setattr(_dispatch.registries, "ops", Registry("ops", lambda: (found, {})), raising=False)
-
-    return register
 
 
 def _chosen(implementation: Any = None) -> tuple[str, str]:
@@ -163,8 +152,203 @@ def test_a_config_is_passed_to_those_that_have_some() -> None:
 def test_an_implementation_that_cannot_be_loaded_is_reported_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = {
         "linear/broken": Entry("linear/broken", "no_such_module:REFERENCE", "test"),
-        "linear/reference": Entry("linear/reference", REFERENCE, "core"),
+        "linear/reference": Entry("linear/reference", LINEAR, "core"),
     }
     monkeypatch.setattr(_dispatch.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
     with pytest.warns(RuntimeWarning, match="linear/broken"):
         assert _chosen() == ("reference", "reference")
+
+
+def _configured(name: str, configs: tuple[Any, ...] = (64, 128), **fields: Any) -> OpImplementation:
+    """Its value is its config."""
+
+    def function(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, config: int) -> Any:
+        return jnp.full((*x.shape[:-1], weight.shape[1]), float(config), preferred_dtype) + 0 * jnp.sum(x)
+
+    return OpImplementation(op="linear", name=name, function=function, configs=configs, **fields)
+
+
+def _config_vjp(arrays: Any, options: Any, output: Any, cotangent: Any, *, config: int) -> Mapping[str, Any]:
+    return {"x": jnp.full_like(arrays["x"], config)}
+
+
+def _plan(implementation: Any = None) -> Any:
+    return _dispatch.plan("linear", STRUCTS, OPTIONS, implementation)
+
+
+def test_a_tuned_table_chooses_implementation_and_config_in_each_direction(register: Any, register_tables: Any) -> None:
+    register(
+        _configured("fast", vjp=AUTODIFF), _configured("other", vjp=_config_vjp), _returning(9.0, "high", priority=9)
+    )
+    tables = register_tables(mine={"forward": ("fast", 128, "1.3 ms at 2 x 3"), "backward": ("other", 96, "2.5 ms")})
+    plan = _plan()
+    assert (plan.forward.implementation.name, plan.forward.config) == ("fast", 128)
+    assert plan.forward.reason == "tuned table 'mine': 1.3 ms at 2 x 3"
+    assert (plan.backward.implementation.name, plan.backward.config) == ("other", 96)
+    assert float(ops.linear(X, WEIGHT)[0, 0]) == 128.0
+    assert jnp.array_equal(_gradient()["x"], jnp.full((2, 3), 96.0))
+    call, chip = tables["mine"].asked[0]
+    assert (call.op, call.direction, call.arrays["x"].shape, chip) == ("linear", "forward", (2, 3), current_chip())
+
+
+def test_order_is_named_then_tuned_then_hook_then_priority(
+    register: Any, register_tables: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(*(_returning(1.0, name, priority=priority) for priority, name in enumerate(("named", "table", "hook"))))
+    tables = register_tables(mine={"forward": ("table", None, "measured")})
+    monkeypatch.setattr(_dispatch.plugins, "select_op", lambda call, chip, candidates: candidates[-1])
+    assert [_chosen("named")[0], _chosen()[0]] == ["named", "table"]
+    tables["mine"].answers.clear()
+    assert _plan().forward.reason == "chosen by stack_select_op"
+    monkeypatch.setattr(_dispatch.plugins, "select_op", lambda call, chip, candidates: None)
+    assert _plan().forward.reason == "priority 2"
+
+
+def test_a_table_gives_its_config_to_what_the_caller_names(register: Any, register_tables: Any) -> None:
+    register(_configured("fast"), _configured("other"))
+    register_tables(
+        first={"forward": ("other", 128, "measured")}, second={"forward": ("fast", None, "default is best")}
+    )
+    plan = _plan("other")
+    assert (plan.forward.implementation.name, plan.forward.config) == ("other", 128)
+    assert plan.forward.reason == "named by the caller; config of tuned table 'first': measured"
+    assert (_plan("fast").forward.config, _plan("reference").forward.config) == (64, None)
+
+
+def test_of_several_tables_the_first_by_name_that_knows_the_call_is_followed(
+    register: Any, register_tables: Any
+) -> None:
+    register(_returning(1.0, "one"), _returning(2.0, "two"))
+    register_tables(c={"forward": ("two", None, "")}, b={"forward": ("one", None, "")}, a={})
+    assert _chosen()[0] == "one"
+
+
+@pytest.mark.parametrize(
+    ("advice", "expected"),
+    [
+        (("fats", 64, ""), r"'mine' chooses 'fats' for linear forward, but there is no such .* Did you mean 'fast'"),
+        (("wide", None, ""), "'wide' for linear forward, but that does not support the call: too wide"),
+        (("fast", "64", ""), r"'fast' for linear forward, but its config '64' is of type str; expected int"),
+        (("reference", 64, ""), "'reference' for linear forward, but its config 64 is of type int; it takes none"),
+    ],
+)
+def test_advice_that_cannot_be_followed_is_reported_once_and_passed_over(
+    register: Any, register_tables: Any, advice: Any, expected: str
+) -> None:
+    register(_configured("fast"), _returning(1.0, "wide", supports=lambda call, chip: "too wide"))
+    register_tables(mine={"forward": advice}, other={"forward": ("fast", 128, "measured")})
+    with pytest.warns(RuntimeWarning, match=expected):
+        assert _plan().forward.config == 128
+    assert _plan().forward.config == 128  # warnings are errors: a second one would raise
+
+
+def test_advice_for_a_backward_that_is_not_there_is_passed_over(register: Any, register_tables: Any) -> None:
+    register(_configured("fast", priority=1))
+    register_tables(mine={"backward": ("fast", 64, "")})
+    with pytest.warns(RuntimeWarning, match="linear backward, but .* has no backward pass of its own"):
+        assert _chosen() == ("fast", "reference")
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ({"forward": KeyError("bucket")}, r"'mine' is ignored where it fails; .* linear forward it raised KeyError"),
+        ({"forward": "fast"}, "'mine' is ignored where it answers with a str; expected a TunedChoice"),
+        ("no_such_module:TABLE", "'mine' .* raised PluginError: .* cannot be loaded from 'no_such_module:TABLE'"),
+    ],
+)
+def test_a_table_that_fails_is_reported_once_and_ignored(register_tables: Any, table: Any, expected: str) -> None:
+    register_tables(mine=table)
+    with pytest.warns(RuntimeWarning, match=expected) as caught:
+        assert _chosen() == ("reference", "reference")
+    assert len(caught) == 1
+    assert _chosen() == ("reference", "reference")
+
+
+def test_what_autodiff_gives_both_passes_has_one_config(register: Any, register_tables: Any) -> None:
+    register(_configured("fast", vjp=AUTODIFF))
+    register_tables(mine={"forward": ("fast", 64, ""), "backward": ("fast", 128, "")})
+    plan = _plan()
+    assert (plan.forward.config, plan.backward.config) == (64, 64)
+    assert plan.backward.reason.endswith("with the forward's config, as autodiff must")
+    assert "custom_vjp" not in str(jax.make_jaxpr(ops.linear)(X, WEIGHT))
+
+
+def test_a_vjp_of_an_implementation_with_configs_gets_its_default(register: Any) -> None:
+    register(_configured("fast", vjp=_config_vjp, priority=1))
+    assert jnp.array_equal(_gradient()["x"], jnp.full((2, 3), 64.0))
+
+
+def test_a_backward_that_nothing_supports_raises_when_it_is_asked_for(register: Any) -> None:
+    register()
+    refusing = dataclasses.replace(_returning(7.0, "reference", vjp=AUTODIFF), supports=_only("forward"))
+    assert float(ops.linear(X, WEIGHT, implementation=refusing)[0, 0]) == 7.0
+    with pytest.raises(
+        UnsupportedOp, match=r"linear backward: no .*\n.*\n.*\n  reference: does forward only\n"
+    ) as caught:
+        _gradient(implementation=refusing)
+    assert "x float32[2, 3]" in str(caught.value)
+
+
+def test_a_tie_of_backward_passes_is_an_error_for_those_who_differentiate(register: Any) -> None:
+    two = [_returning(1.0, name, vjp=AUTODIFF, priority=5, supports=_only("backward")) for name in ("one", "two")]
+    register(*two)
+    assert float(ops.linear(X, WEIGHT)[0, 0]) == 1.5
+    with pytest.raises(UnsupportedOp, match=r"linear backward: 'one' and 'two' .* same priority 5"):
+        _gradient()
+
+
+def test_a_named_implementation_that_refuses_the_backward_pass_says_so_once(register: Any) -> None:
+    register()
+    forward_only = _returning(7.0, "mine", vjp=AUTODIFF, supports=_only("forward"))
+    assert float(ops.linear(X, WEIGHT, implementation=forward_only)[0, 0]) == 7.0
+    expected = r"'mine' was named .* not backward: does forward only\. 'reference' gives .*\['mine', 'reference'\]"
+    with pytest.warns(RuntimeWarning, match=expected):
+        gradient = _gradient(implementation=forward_only)
+    assert jnp.array_equal(gradient["x"], jnp.full((2, 3), 2.0))
+    _gradient(implementation=forward_only)
+
+
+def test_nothing_is_said_where_the_caller_names_the_backward_too(register: Any) -> None:
+    register()
+    forward_only = _returning(7.0, "mine", vjp=AUTODIFF, supports=_only("forward"))
+    gradient = _gradient(implementation=[forward_only, "reference"])
+    assert jnp.array_equal(gradient["x"], jnp.full((2, 3), 2.0))
+
+
+def test_a_supports_that_raises_is_a_refusal(register: Any) -> None:
+    def supports(call: Any, chip: Any) -> bool:
+        return call.arrays["no such array"] is not None
+
+    register(_returning(1.0, "broken", supports=supports, priority=9))
+    with pytest.warns(RuntimeWarning, match="linear/broken is passed over: its `supports` raised KeyError"):
+        assert _chosen() == ("reference", "reference")
+    with pytest.raises(UnsupportedOp, match="broken: its `supports` raised KeyError"):
+        _chosen("broken")
+
+
+def test_choices_are_made_while_tracing_only(
+    register: Any, register_tables: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    register(_returning(1.0, "one", priority=1))
+    tables = register_tables(mine={})
+    monkeypatch.setattr(
+        _dispatch.plugins, "select_op", lambda call, chip, candidates: asked.append(call.direction) or "one"
+    )
+    step = jax.jit(lambda x: ops.linear(x, WEIGHT))
+    step(X)
+    first = (len(asked), len(tables["mine"].asked))
+    step(X)
+    assert first == (len(asked), len(tables["mine"].asked)) == (1, 2)
+
+
+def test_a_function_is_traced_again_for_another_target(register: Any) -> None:
+    register(
+        _returning(1.0, "wide", priority=1, supports=lambda call, chip: chip.kind == "wide chip" or "for wide chips")
+    )
+    step = jax.jit(lambda x: ops.linear(x, WEIGHT)[0, 0])
+    assert float(step(X)) == 1.5
+    with use_chip(dataclasses.replace(current_chip(), kind="wide chip")):
+        assert float(step(X)) == 1.0
+    assert float(step(X)) == 1.5

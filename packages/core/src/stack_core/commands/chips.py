@@ -1,0 +1,122 @@
+"""`stack chips`: what is known of each kind of hardware, and which of it is here."""
+
+import collections
+import dataclasses
+import json as json_format
+import sys
+import threading
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stack_core.errors import HardwareError
+from stack_core.hardware import Chip
+from stack_core.hardware.chips import row_name
+from stack_core.plugins import registries
+from stack_core.registry import Entry
+
+__all__ = ["chips"]
+
+_WIDTH_OF_A_PIPE = 180
+_QUIET_S = 0.5
+
+
+def chips(*, json: bool = False) -> None:
+    """List chips: dense peaks, memory, bandwidths and their sources; what is here is marked.
+
+    A row that has to be measured, as the CPU's, is measured if it is here, once a machine.
+
+    Args:
+      json: print machine-readable results.
+    """
+    here = _devices()
+    names = {kind: row_name(kind) for kind in here}
+    rows = [(entry, _chip(entry, here=entry.name in names.values())) for entry in registries.chips.entries()]
+    if json:
+        devices = [{"kind": kind, "count": count, "chip": names[kind]} for kind, count in here.items()]
+        print(json_format.dumps({"devices": devices, "chips": [_record(*row) for row in rows]}, indent=2))
+        return
+    counts = {name: here[kind] for kind, name in names.items() if name is not None}
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH_OF_A_PIPE)
+    console.print(_table(rows, counts))
+    for entry, chip in rows:
+        if chip is not None:
+            console.print(f"{entry.name}: {chip.provenance}.", style="dim", highlight=False)
+    for kind in (kind for kind, name in names.items() if name is None):
+        console.print(
+            f"{here[kind]} x {kind!r} is here and has no row, so its peaks are not known; "
+            "a plugin can add one with `stack_register_chips`.",
+            highlight=False,
+        )
+
+
+def _devices() -> dict[str, int]:
+    """JAX's devices by kind; where JAX does not start there are none, which stderr says."""
+    import jax
+
+    try:
+        return dict(collections.Counter(device.device_kind for device in jax.devices()))
+    except RuntimeError as error:
+        _say(f"JAX finds no device: {error} `stack doctor` says what to do.")
+        return {}
+
+
+def _chip(entry: Entry, *, here: bool) -> Chip | None:
+    target = registries.chips[entry.name]
+    if callable(target) and here:
+        hint = threading.Timer(_QUIET_S, _say, [f"measuring {entry.name!r}, once a machine ..."])
+        hint.start()
+        try:
+            target = target()
+        finally:
+            hint.cancel()
+    if callable(target):
+        return None
+    if not isinstance(target, Chip):
+        raise HardwareError(f"The registered chip {entry.name!r} is a {type(target).__name__}; expected a Chip.")
+    return target
+
+
+def _record(entry: Entry, chip: Chip | None) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "plugin": entry.provider,
+        "device_kinds": list(entry.details.get("device_kinds", (entry.name,))),
+        "chip": None if chip is None else dataclasses.asdict(chip),
+    }
+
+
+def _table(rows: list[tuple[Entry, Chip | None]], counts: dict[str, int]) -> Table:
+    table = Table("chip", "here", "unit", "dense TFLOP/s by dtype")
+    for column in ("memory, GiB", "its GB/s", "on chip, MiB", "links, GB/s one way"):
+        table.add_column(column, justify="right")
+    for entry, chip in rows:
+        here = str(counts.get(entry.name, ""))
+        if chip is None:
+            table.add_row(entry.name, here, "", "measured where it is")
+            continue
+        table.add_row(
+            entry.name,
+            here,
+            chip.unit,
+            ", ".join(f"{dtype} {_number(flops, 1e12)}" for dtype, flops in chip.peak_flops.items()),
+            _number(chip.hbm_bytes, 2**30),
+            _number(chip.hbm_bandwidth_bytes_s, 1e9),
+            _number(chip.on_chip_bytes, 2**20),
+            _number(chip.link_bandwidth_bytes_s, 1e9),
+            style="bold" if here else "",
+        )
+    return table
+
+
+def _say(message: str) -> None:
+    print(f"stack: {message}", file=sys.stderr, flush=True)
+
+
+def _number(amount: int | float | None, unit: int | float) -> str:
+    """Three digits at least; a dash is "not known"."""
+    if amount is None:
+        return "-"
+    value = amount / unit
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from stack_core.compile_cache import keep_compiled
 from stack_core.config import parse
 from stack_core.errors import GenerationError
 
@@ -52,6 +53,7 @@ def generate(  # noqa: PLR0913, each parameter is an option of the command
         "stop": stop,
     }
     sampling = parse(SamplingConfig, {name: value for name, value in settings.items() if value is not None})
+    keep_compiled()
     generator = load_generator(run)
     result = generator.generate(_read_prompt(prompt), sampling, write=(lambda piece: None) if json else _write)
     if json:

@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stack_core.cli import overrides_from
+from stack_core.compile_cache import keep_compiled
 from stack_core.config import apply_overrides, load_yaml, parse
 
 __all__ = ["train"]
@@ -35,6 +36,7 @@ def train(
     from stack_train.config import RunConfig  # imports jax, which a mistyped file should not wait for
     from stack_train.run import train as run
 
+    keep_compiled()
     summary = run(parse(RunConfig, mapping), resume=resume, terminal=sys.stderr.isatty())
     if json:
         print(json_format.dumps(dataclasses.asdict(summary), default=str))

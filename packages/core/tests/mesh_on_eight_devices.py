@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from stack_core.errors import ShardingError
-from stack_core.mesh import AXES, DEFAULT_RULES, MeshConfig, constrain, make_mesh, use_mesh
+from stack_core.mesh import AXES, DEFAULT_RULES, MeshConfig, check_shardings, constrain, make_mesh, parts_of, use_mesh
 
 
 def every_axis_is_there_and_auto():
@@ -36,6 +36,27 @@ def shards_have_their_part_of_the_values():
     placed = jax.device_put(values, shardings["w"])
     assert {shard.data.shape for shard in placed.addressable_shards} == {(4, 1)}
     np.testing.assert_array_equal(placed.addressable_shards[0].data, values[:4, :1])
+
+
+def leaves_that_lie_elsewhere_are_named_with_both_places():
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
+    values = {"layer": {"up": jnp.ones((8, 4)), "down": jnp.ones((4, 8))}}
+    axes = {"layer": {"up": ("embed", "mlp"), "down": ("mlp", "embed")}}
+    shardings = DEFAULT_RULES.tree_shardings(mesh, values, axes)
+    placed = jax.device_put(values, shardings)
+    check_shardings(placed, shardings)
+    placed["layer"]["up"] = jax.device_put(placed["layer"]["up"], jax.devices()[1])
+    with pytest.raises(ShardingError) as caught:
+        check_shardings(placed, shardings)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 2 and lines[0].startswith("layer/up (8, 4) should lie as NamedSharding"), lines
+    assert "('fsdp', 'tensor')" in lines[0] and "SingleDeviceSharding" in lines[0], lines
+
+
+def parts_are_counted_inside_the_context_only():
+    with use_mesh(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
+        assert parts_of("batch") == 4 and parts_of("seq") == 1 and parts_of("no such axis") == 1
+    assert parts_of("batch") == 1
 
 
 def constrain_splits_inside_its_context_only():
@@ -78,9 +99,9 @@ def constrain_goes_through_scan_remat_and_grad():
 def constrain_refuses_what_does_not_divide():
     with (
         use_mesh(make_mesh(MeshConfig(fsdp=4, tensor=2))),
-        pytest.raises(ShardingError, match=r"axis 0, 'batch', has size 6, .* size 4 or 8"),
+        pytest.raises(ShardingError, match=r"^the rows \(6, 2\): axis 0, 'batch', has size 6, .* size 4 or 8"),
     ):
-        jax.jit(lambda x: constrain(x, "batch", None))(jnp.ones((6, 2)))
+        jax.jit(lambda x: constrain(x, "batch", None, name="the rows"))(jnp.ones((6, 2)))
 
 
 if __name__ == "__main__":

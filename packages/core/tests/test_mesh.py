@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from stack_core import mesh as mesh_module
-from stack_core.config import parse
+from stack_core.config import parse, to_mapping
 from stack_core.errors import ConfigError, ShardingError
 from stack_core.mesh import AXES, DEFAULT_RULES, MeshConfig, ShardingRules, constrain, make_mesh, use_mesh
 
@@ -78,6 +78,29 @@ def test_a_mesh_config_is_checked(mapping, expected):
         parse(MeshConfig, mapping, path="mesh")
 
 
+def test_a_mesh_config_completes_its_rules_and_reads_back_what_it_wrote():
+    given = {"norm_seq": ["context", "tensor"], "embed": None, "mlp": "expert", "expert_mlp": "tensor"}
+    written = to_mapping(parse(MeshConfig, {"rules": given}))
+    defaults = to_mapping(MeshConfig())["rules"]
+    assert written["rules"] == {**defaults, **given}
+    assert defaults["batch"] == ["data", "fsdp"] and defaults["seq"] == "context" and defaults["norm"] is None
+    assert parse(MeshConfig, written) == parse(MeshConfig, {"rules": given})
+    assert ShardingRules(MeshConfig().rules) == DEFAULT_RULES
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ({"mlp": "tenser"}, r"mesh.rules.mlp names the mesh axis 'tenser'. Did you mean 'tensor'\? .* data, fsdp"),
+        ({"mlp": ["data", "modle"]}, "mesh.rules.mlp names the mesh axis 'modle'"),
+        ({"mlp": 3}, r"mesh.rules.mlp"),
+    ],
+)
+def test_rules_of_a_mesh_config_name_its_axes(rules, expected):
+    with pytest.raises(ConfigError, match=expected):
+        parse(MeshConfig, {"rules": rules}, path="mesh")
+
+
 @pytest.mark.parametrize(
     ("logical_axes", "expected"),
     [
@@ -87,7 +110,10 @@ def test_a_mesh_config_is_checked(mapping, expected):
         (("norm",), PartitionSpec(None)),
         (("batch", "seq", "act_embed"), PartitionSpec(("data", "fsdp"), "context", None)),
         (("batch", "seq", "act_heads", None), PartitionSpec(("data", "fsdp"), "context", "tensor", None)),
+        (("batch", "seq", "act_kv_heads", None), PartitionSpec(("data", "fsdp"), "context", "tensor", None)),
         (("batch", "seq", "act_vocab"), PartitionSpec(("data", "fsdp"), "context", "tensor")),
+        (("batch", "norm_seq", "act_embed"), PartitionSpec(("data", "fsdp"), "context", None)),
+        (("lookup_batch", "seq", "embed"), PartitionSpec("data", "context", "fsdp")),
         ((), PartitionSpec()),
     ],
 )
@@ -104,9 +130,13 @@ def test_rules_are_values():
 
 
 def test_collisions_name_the_array_both_axes_and_the_mesh_axis():
-    expected = r"layer/kernel .*\('mlp', 'heads'\): 'mlp' -> 'tensor' and 'heads' -> 'tensor' .* mesh axis 'tensor'"
-    with pytest.raises(ShardingError, match=expected):
+    expected = (
+        r"layer/kernel .*\('mlp', 'heads'\): 'mlp' -> 'tensor' and 'heads' -> 'tensor' .* mesh axis 'tensor'"
+        r".* Change mesh.rules.mlp or mesh.rules.heads; null"
+    )
+    with pytest.raises(ShardingError, match=expected) as caught:
         DEFAULT_RULES.spec(("mlp", "heads"), abstract(), name="layer/kernel")
+    assert caught.value.logical_axes == ("mlp", "heads")
 
 
 def test_unknown_logical_axes_suggest_neighbours():
@@ -123,15 +153,15 @@ def test_a_rule_for_an_axis_that_the_mesh_lacks_is_an_error():
 @pytest.mark.parametrize(
     ("logical_axes", "shape", "expected"),
     [
-        (("vocab", "embed"), (33, 8), r"kernel: axis 0, 'vocab', has size 33, .* 2, the mesh's tensor=2"),
-        (("vocab", "embed"), (33, 8), r"fit: size 32 or 34; tensor=1; a rule that maps it to None"),
+        (("vocab", "embed"), (33, 8), r"kernel \(33, 8\): axis 0, 'vocab', has size 33, .* of 2 \(mesh.tensor=2\)"),
+        (("vocab", "embed"), (33, 8), r"fit: size 32 or 34; mesh.tensor=1; mesh.rules.vocab=null, which does not"),
         (("embed", "batch"), (8, 6), "'embed' -> 'fsdp' and 'batch' -> "),
         (
             ("norm", "batch"),
             (3, 6),
-            r"axis 1, 'batch', has size 6, .* of 4, the mesh's data=2 x fsdp=2\. .* size 4 or 8",
+            r"'batch', has size 6, .* of 4 \(mesh.data=2 x mesh.fsdp=2\)\. .* size 4 or 8; mesh.data=1; mesh.fsdp=1;",
         ),
-        (("batch",), (1,), "fit: size 4; a rule"),
+        (("batch",), (1,), "fit: size 4; mesh.rules"),
         (("embed",), (4, 4), r"kernel: 1 logical axes \('embed',\) for an array of 2 axes, \(4, 4\)"),
     ],
 )
@@ -144,8 +174,10 @@ def test_a_tree_names_everything_that_does_not_fit_by_its_path():
     values = {"blocks": {"up": jnp.ones((4, 5)), "down": jnp.ones((7, 4))}, "scale": jnp.ones(3)}
     axes = {"blocks": {"up": ("embed", "mlp"), "down": ("mlp", "embed")}, "scale": ("norm",)}
     mesh = abstract(fsdp=2, tensor=2)
-    with pytest.raises(ShardingError, match=r"blocks/down: axis 0, 'mlp', has size 7.*\nblocks/up: axis 1"):
+    expected = r"blocks/down \(7, 4\): axis 0, 'mlp', has size 7.*\nblocks/up \(4, 5\): axis 1"
+    with pytest.raises(ShardingError, match=expected) as caught:
         DEFAULT_RULES.tree_shardings(mesh, values, axes)
+    assert caught.value.logical_axes == ("mlp",)
     shardings = DEFAULT_RULES.tree_shardings(abstract(fsdp=2), values, axes)
     assert jax.tree.map(lambda sharding: sharding.spec, shardings) == {
         "blocks": {"up": PartitionSpec("fsdp", "tensor"), "down": PartitionSpec("tensor", "fsdp")},

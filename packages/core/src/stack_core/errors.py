@@ -72,7 +72,12 @@ class ArgumentError(StackError): ...
 class ShapeError(ArgumentError): ...
 
 
-class ShardingError(StackError): ...
+class ShardingError(StackError):
+    """`logical_axes` are those that do not fit, where the mistake is theirs."""
+
+    def __init__(self, message: str, *, logical_axes: Iterable[str | None] = ()) -> None:
+        super().__init__(message)
+        self.logical_axes = tuple(axis for axis in logical_axes if axis is not None)
 
 
 class HardwareError(StackError): ...

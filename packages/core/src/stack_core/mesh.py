@@ -5,21 +5,32 @@ the mesh. A parameter or activation is split only where a rule says so, and a ru
 """
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from pydantic import AfterValidator, Field
 
 from stack_core.config import config
 from stack_core.errors import ConfigError, ShardingError, nearest
 
-__all__ = ["AXES", "DEFAULT_RULES", "LogicalAxes", "MeshConfig", "ShardingRules", "constrain", "make_mesh", "use_mesh"]
+__all__ = [
+    "AXES",
+    "DEFAULT_RULES",
+    "LogicalAxes",
+    "MeshConfig",
+    "ShardingRules",
+    "check_shardings",
+    "constrain",
+    "make_mesh",
+    "parts_of",
+    "use_mesh",
+]
 
 AXES: Final = ("data", "fsdp", "tensor", "expert", "context", "stage")
 """The axes of every mesh: copies of the model, parameters split over copies, matrices, experts, sequence, layers."""
@@ -29,75 +40,11 @@ LogicalAxes: TypeAlias = Sequence[str | None]
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 
+MeshAxes: TypeAlias = str | tuple[str, ...] | None
+"""Where a logical axis goes: to one mesh axis, to several, the major one first, or nowhere."""
+
 # From least to most traffic. On a torus the last axis gets the best links, elsewhere neighbouring device ids.
 _BY_TRAFFIC = ("stage", "data", "fsdp", "context", "expert", "tensor")
-
-
-@config
-class MeshConfig:
-    """How many devices each axis spans; -1, for at most one axis, takes the devices that the others leave."""
-
-    data: int = 1
-    fsdp: int = -1
-    tensor: int = 1
-    expert: int = 1
-    context: int = 1
-    stage: int = 1
-
-    def __post_init__(self) -> None:
-        sizes = dataclasses.asdict(self)
-        for axis, size in sizes.items():
-            if size < 1 and size != -1:
-                raise ConfigError(f"mesh.{axis} is {size}; expected a number of devices, or -1 for all that are left.")
-        rest = [axis for axis, size in sizes.items() if size == -1]
-        if len(rest) > 1:
-            raise ConfigError(f"mesh.{' and mesh.'.join(rest)} are -1; only one axis can take what the others leave.")
-
-
-def make_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns a mesh with all of `AXES`, over all `devices` (by default those of `jax.devices()`).
-
-    The axes are of type Auto: XLA propagates shardings between the constraints it is given. `tensor` gets the
-    fastest links.
-
-    Raises:
-      ShardingError: the sizes do not multiply to the number of devices.
-    """
-    from jax.experimental import mesh_utils
-
-    devices = jax.devices() if devices is None else list(devices)
-    sizes = _axis_sizes(mesh, len(devices))
-    grid = mesh_utils.create_device_mesh([sizes[axis] for axis in _BY_TRAFFIC], devices, allow_split_physical_axes=True)
-    grid = grid.transpose([_BY_TRAFFIC.index(axis) for axis in AXES])
-    # Passed because the defaults differ: Explicit in `jax.make_mesh`, Auto in `Mesh`.
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def _axis_sizes(mesh: MeshConfig, device_count: int) -> dict[str, int]:
-    """The size of every axis, with -1 resolved."""
-    asked = dataclasses.asdict(mesh)
-    rest = next((axis for axis, size in asked.items() if size == -1), None)
-    fixed = math.prod(size for size in asked.values() if size != -1)
-    if (rest is None and fixed != device_count) or device_count % fixed:
-        raise ShardingError(_misfit(asked, rest, fixed, device_count))
-    return {axis: device_count // fixed if axis == rest else size for axis, size in asked.items()}
-
-
-def _misfit(asked: Mapping[str, int], rest: str | None, fixed: int, device_count: int) -> str:
-    """The message of sizes that do not multiply to the number of devices, with the nearest that would."""
-    given = ", ".join(f"{axis}={size}" for axis, size in asked.items() if size != 1)
-    remedies = []
-    for axis, size in asked.items():
-        left, remainder = divmod(device_count, fixed // size)
-        if size > 1 and not remainder:
-            legal = _divisors(left) if rest else [left]
-            remedies.append(f"{axis}={' or '.join(map(str, _around(legal, size)))}")
-    if rest is None:
-        problem = f"The mesh {given or 'of one device'} takes {fixed} devices, but there are {device_count}."
-        remedies.append("-1 for one axis, which gives it all that the others leave")
-    else:
-        problem = f"The mesh {given} takes a multiple of {fixed} devices, but there are {device_count}."
-    return f"{problem} These would fit: {'; '.join(remedies) or 'several axes changed together'}."
 
 
 def _as_tuple(axes: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -161,11 +108,12 @@ class ShardingRules:
         for logical_axis, mesh_axes in zip(logical_axes, entries, strict=True):
             for mesh_axis in mesh_axes:
                 if mesh_axis in taken:
-                    raise ShardingError(self._collision(name, logical_axes, mesh_axis, taken[mesh_axis], logical_axis))
+                    raise self._collision(name, logical_axes, mesh_axis, taken[mesh_axis], logical_axis)
                 if mesh_axis not in mesh.axis_names:
                     raise ShardingError(
                         f"{name}: {logical_axis!r} goes to the mesh axis {mesh_axis!r}; this mesh has "
-                        f"{', '.join(mesh.axis_names)}.{nearest(mesh_axis, mesh.axis_names)} Change the rule or mesh."
+                        f"{', '.join(mesh.axis_names)}.{nearest(mesh_axis, mesh.axis_names)} Change the rule or mesh.",
+                        logical_axes=[logical_axis],
                     )
                 taken[mesh_axis] = logical_axis
         return PartitionSpec(*(_entry(mesh_axes) for mesh_axes in entries))
@@ -191,7 +139,11 @@ class ShardingRules:
         for index, (logical_axis, size) in enumerate(zip(logical_axes, shape, strict=True)):
             mesh_axes = self.mesh_axes(logical_axis)
             if size % math.prod(mesh.shape[axis] for axis in mesh_axes):
-                raise ShardingError(f"{name}: axis {index}, {logical_axis!r}, {_indivisible(size, mesh, mesh_axes)}")
+                raise ShardingError(
+                    f"{name} {tuple(shape)}: axis {index}, {logical_axis!r}, has size {size}, "
+                    f"{_indivisible(size, mesh, mesh_axes)}; mesh.rules.{logical_axis}=null, which does not split it.",
+                    logical_axes=[logical_axis],
+                )
         return NamedSharding(mesh, spec)
 
     def tree_shardings(self, mesh: AnyMesh, values: Any, logical_axes: Any) -> Any:
@@ -204,27 +156,28 @@ class ShardingRules:
         Raises:
           ShardingError: names everything that `sharding` refuses, not only the first.
         """
-        problems: list[str] = []
+        problems: list[ShardingError] = []
 
         def sharding(path: Any, value: Any, axes: LogicalAxes) -> NamedSharding | None:
             try:
-                return self.sharding(
-                    mesh, axes, value.shape, name=jax.tree_util.keystr(path, simple=True, separator="/")
-                )
+                return self.sharding(mesh, axes, value.shape, name=_name(path))
             except ShardingError as error:
-                problems.append(str(error))
+                problems.append(error)
                 return None
 
         shardings = jax.tree.map_with_path(sharding, values, logical_axes)
         if problems:
-            raise ShardingError("\n".join(problems))
+            axes = dict.fromkeys(axis for problem in problems for axis in problem.logical_axes)
+            raise ShardingError("\n".join(map(str, problems)), logical_axes=axes)
         return shardings
 
-    def _collision(self, name: str, logical_axes: LogicalAxes, mesh_axis: str, *colliding: str | None) -> str:
+    def _collision(self, name: str, logical_axes: LogicalAxes, mesh_axis: str, *colliding: str | None) -> ShardingError:
         first, second = (f"{axis!r} -> {_entry(self.mesh_axes(axis))!r}" for axis in colliding)
-        return (
+        keys = " or ".join(f"mesh.rules.{axis}" for axis in dict.fromkeys(colliding))
+        return ShardingError(
             f"{name} with the logical axes {tuple(logical_axes)}: {first} and {second} both use the mesh axis "
-            f"{mesh_axis!r}, which can split one axis of an array only. Map one of them elsewhere or to None."
+            f"{mesh_axis!r}, which can split one axis of an array only. Change {keys}; null does not split an axis.",
+            logical_axes=colliding,
         )
 
 
@@ -242,13 +195,113 @@ DEFAULT_RULES: Final = ShardingRules(
         # Activations: `fsdp` splits the batch as `data` does, so that parameters are gathered layer by layer.
         "batch": ("data", "fsdp"),
         "seq": "context",
+        # The sequence where only norms and sums act on it; ("context", "tensor") is Megatron's sequence parallelism.
+        "norm_seq": "context",
+        # The batch while it reads rows of the embedding, which are split as `embed` is: the axes that leaves free.
+        "lookup_batch": "data",
         "act_embed": None,
         "act_heads": "tensor",
+        "act_kv_heads": "tensor",
         "act_mlp": "tensor",
         "act_vocab": "tensor",
     }
 )
 """Fully sharded data parallelism (ZeRO stage 3) with Megatron's tensor parallelism, for decoder models."""
+
+
+def _completed_rules(rules: Mapping[str, MeshAxes]) -> dict[str, MeshAxes]:
+    """The default rules with `rules` in their place, so that a resolved config shows all that held."""
+    for logical_axis, mesh_axes in rules.items():
+        for axis in _as_tuple(mesh_axes):
+            if axis not in AXES:
+                raise ConfigError(
+                    f"mesh.rules.{logical_axis} names the mesh axis {axis!r}.{nearest(axis, AXES)} "
+                    f"A mesh has: {', '.join(AXES)}; null does not split the axis."
+                )
+    defaults = {name: _entry(mesh_axes) for name, mesh_axes in DEFAULT_RULES.table}
+    return defaults | {name: _entry(_as_tuple(mesh_axes)) for name, mesh_axes in rules.items()}
+
+
+@config
+class MeshConfig:
+    """How many devices each axis spans, and by which rules arrays are split over the axes.
+
+    One axis at most may be -1: it takes the devices that the others leave.
+
+    Attributes:
+      rules: logical axis -> mesh axis, several mesh axes (major first), or None for never split; those that are not
+        given are those of `DEFAULT_RULES`.
+    """
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+    expert: int = 1
+    context: int = 1
+    stage: int = 1
+    rules: Annotated[Mapping[str, MeshAxes], AfterValidator(_completed_rules)] = Field(
+        default_factory=dict, validate_default=True
+    )
+
+    def __post_init__(self) -> None:
+        for axis, size in self.sizes.items():
+            if size < 1 and size != -1:
+                raise ConfigError(f"mesh.{axis} is {size}; expected a number of devices, or -1 for all that are left.")
+        rest = [axis for axis, size in self.sizes.items() if size == -1]
+        if len(rest) > 1:
+            raise ConfigError(f"mesh.{' and mesh.'.join(rest)} are -1; only one axis can take what the others leave.")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every axis as it was given."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+
+def make_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns a mesh with all of `AXES`, over all `devices` (by default those of `jax.devices()`).
+
+    The axes are of type Auto: XLA propagates shardings between the constraints it is given. `tensor` gets the
+    fastest links.
+
+    Raises:
+      ShardingError: the sizes do not multiply to the number of devices.
+    """
+    from jax.experimental import mesh_utils
+
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = _axis_sizes(mesh, len(devices))
+    grid = mesh_utils.create_device_mesh([sizes[axis] for axis in _BY_TRAFFIC], devices, allow_split_physical_axes=True)
+    grid = grid.transpose([_BY_TRAFFIC.index(axis) for axis in AXES])
+    # Passed because the defaults differ: Explicit in `jax.make_mesh`, Auto in `Mesh`.
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _axis_sizes(mesh: MeshConfig, device_count: int) -> dict[str, int]:
+    """The size of every axis, with -1 resolved."""
+    asked = mesh.sizes
+    rest = next((axis for axis, size in asked.items() if size == -1), None)
+    fixed = math.prod(size for size in asked.values() if size != -1)
+    if (rest is None and fixed != device_count) or device_count % fixed:
+        raise ShardingError(_misfit(asked, rest, fixed, device_count))
+    return {axis: device_count // fixed if axis == rest else size for axis, size in asked.items()}
+
+
+def _misfit(asked: Mapping[str, int], rest: str | None, fixed: int, device_count: int) -> str:
+    """The message of sizes that do not multiply to the number of devices, with the nearest that would."""
+    given = ", ".join(f"{axis}={size}" for axis, size in asked.items() if size != 1)
+    remedies = []
+    for axis, size in asked.items():
+        left, remainder = divmod(device_count, fixed // size)
+        if size > 1 and not remainder:
+            legal = _divisors(left) if rest else [left]
+            remedies.append(f"{axis}={' or '.join(map(str, _around(legal, size)))}")
+    if rest is None:
+        problem = f"The mesh {given or 'of one device'} takes {fixed} devices, but there are {device_count}."
+        remedies.append("-1 for one axis, which gives it all that the others leave")
+    else:
+        problem = f"The mesh {given} takes a multiple of {fixed} devices, but there are {device_count}."
+    return f"{problem} These would fit: {'; '.join(remedies) or 'several axes changed together'}."
+
 
 _current: ContextVar[tuple[Mesh, ShardingRules] | None] = ContextVar("stack_core.mesh", default=None)
 
@@ -269,11 +322,12 @@ def use_mesh(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Iterator[None]
         _current.reset(token)
 
 
-def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
+def constrain(x: jax.Array, *logical_axes: str | None, name: str = "constrain") -> jax.Array:
     """Returns `x`, split as the rules of the surrounding `use_mesh` say; outside of one, or on one device, `x` itself.
 
     Args:
       logical_axes: one name, or None, per axis of `x`.
+      name: what the array is, for messages.
 
     Raises:
       ShardingError: as `ShardingRules.sharding` does, on one device too.
@@ -281,25 +335,55 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     if (current := _current.get()) is None:
         return x
     mesh, rules = current
-    sharding = rules.sharding(mesh, logical_axes, x.shape, name="constrain")
+    sharding = rules.sharding(mesh, logical_axes, x.shape, name=name)
     return x if mesh.size == 1 else jax.lax.with_sharding_constraint(x, sharding)
 
 
+def parts_of(logical_axis: str) -> int:
+    """Into how many parts the surrounding `use_mesh` splits a logical axis; 1 outside of one, or without a rule."""
+    if (current := _current.get()) is None:
+        return 1
+    mesh, rules = current
+    return math.prod(mesh.shape[axis] for axis in dict(rules.table).get(logical_axis, ()))
+
+
+def check_shardings(values: Any, expected: Any) -> None:
+    """Compares where every leaf of a pytree lies with where it should.
+
+    Args:
+      values: pytree of arrays.
+      expected: the same pytree of shardings.
+
+    Raises:
+      ShardingError: names each leaf that lies elsewhere, and both places.
+    """
+    problems = []
+
+    def check(path: Any, value: jax.Array, wanted: jax.sharding.Sharding) -> None:
+        if not value.sharding.is_equivalent_to(wanted, value.ndim):
+            problems.append(f"{_name(path)} {value.shape} should lie as {wanted}, but lies as {value.sharding}.")
+
+    jax.tree.map_with_path(check, values, expected)
+    if problems:
+        raise ShardingError("\n".join([*problems, "Place each with jax.device_put, or jax.jit's out_shardings."]))
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
 def _indivisible(size: int, mesh: AnyMesh, mesh_axes: Sequence[str]) -> str:
-    """The message of a size that the mesh does not divide, with the nearest sizes and mesh sizes that would do."""
+    """Says why the mesh does not divide a size, and the nearest sizes and mesh sizes that would do."""
     parts = math.prod(mesh.shape[axis] for axis in mesh_axes)
-    product = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in mesh_axes)
+    product = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in mesh_axes)
     below = size - size % parts
     remedies = [f"size {' or '.join(str(legal) for legal in (below, below + parts) if legal)}"]
     for axis in mesh_axes:
         others = parts // mesh.shape[axis]
         if size % others == 0:
             legal = _divisors(math.gcd(size, mesh.size) // others)
-            remedies.append(f"{axis}={' or '.join(map(str, _around(legal, mesh.shape[axis])))}")
-    return (
-        f"has size {size}, which is no multiple of {parts}, the mesh's {product}. "
-        f"These would fit: {'; '.join(remedies)}; a rule that maps it to None."
-    )
+            remedies.append(f"mesh.{axis}={' or '.join(map(str, _around(legal, mesh.shape[axis])))}")
+    return f"which is no multiple of {parts} ({product}). These would fit: {'; '.join(remedies)}"
 
 
 def _divisors(number: int) -> list[int]:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from stack_core.abi import AUTODIFF, OpImplementation
 from stack_core.errors import ArgumentError
+from stack_core.mesh import constrain, parts_of
 from stack_core.ops._check import Axes, check_floating, check_known, check_same_dtype
 from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._dispatch import Implementation, dispatch
@@ -85,13 +86,14 @@ def _reference(
     row_losses = functools.partial(
         _row_losses, ignore_index=ignore_index, z_loss=z_loss, label_smoothing=label_smoothing
     )
-    rows = labels.size
-    chunks = _chunks(rows, weight.shape[1])
-    hidden_chunks = _split_rows(hidden.reshape(rows, weight.shape[0]), chunks, fill=0)
-    label_chunks = _split_rows(labels.reshape(rows), chunks, fill=ignore_index)
+    parts = _parts(labels)
+    part_rows = labels.size // parts
+    chunks = _chunks(part_rows, weight.shape[1])
+    hidden_chunks = _split_rows(hidden.reshape(parts, part_rows, weight.shape[0]), chunks, fill=0)
+    label_chunks = _split_rows(labels.reshape(parts, part_rows), chunks, fill=ignore_index)
     if reduction == "none":
         losses = _map_rows(row_losses, hidden_chunks, weight, label_chunks)
-        return losses.swapaxes(0, 1).reshape(-1)[:rows].reshape(labels.shape)
+        return jnp.moveaxis(losses, 0, 2).reshape(parts, -1)[:, :part_rows].reshape(labels.shape)
     total = _total(row_losses, hidden_chunks, weight, label_chunks)
     if reduction == "sum":
         return total
@@ -115,9 +117,13 @@ def _row_losses(
 
 
 def _map_rows(row_losses: Any, hidden_chunks: Any, weight: Any, label_chunks: Any) -> Any:
+    """The losses [chunks, parts, rows]."""
+    # A weight for each part has a gradient for each part, and they are added after the loop.
+    weights = jnp.broadcast_to(weight, (hidden_chunks.shape[1], *weight.shape))
+
     @jax.checkpoint
     def chunk_losses(hidden: Any, labels: Any) -> Any:
-        return row_losses(hidden, weight, labels)
+        return jax.vmap(row_losses)(hidden, weights, labels)
 
     return lax.map(lambda chunk: chunk_losses(*chunk), (hidden_chunks, label_chunks))
 
@@ -130,17 +136,19 @@ def _total(row_losses: Any, hidden_chunks: Any, weight: Any, label_chunks: Any) 
 
 def _total_forward(row_losses: Any, hidden_chunks: Any, weight: Any, label_chunks: Any) -> Any:
     chunk_total = jax.value_and_grad(lambda *chunk: jnp.sum(row_losses(*chunk)), argnums=(0, 1))
+    part_totals = jax.vmap(chunk_total, in_axes=(0, None, 0))
     accumulator = accurate_dtype(weight.dtype)
 
     def add_chunk(carry: Any, chunk: Any) -> Any:
         total, weight_gradient = carry
         hidden, labels = chunk
-        loss, (of_hidden, of_weight) = chunk_total(hidden, weight, labels)
-        return (total + loss, weight_gradient + of_weight.astype(accumulator)), of_hidden
+        losses, (of_hidden, of_weight) = part_totals(hidden, weight, labels)
+        return (total + losses, weight_gradient + of_weight.astype(accumulator)), of_hidden
 
-    start = jnp.zeros((), accumulator), jnp.zeros(weight.shape, accumulator)
-    (total, weight_gradient), hidden_gradient = lax.scan(add_chunk, start, (hidden_chunks, label_chunks))
-    return total, (hidden_gradient, weight_gradient.astype(weight.dtype))
+    parts = hidden_chunks.shape[1]
+    start = jnp.zeros((parts,), accumulator), jnp.zeros((parts, *weight.shape), accumulator)
+    (totals, weight_gradient), hidden_gradient = lax.scan(add_chunk, start, (hidden_chunks, label_chunks))
+    return jnp.sum(totals), (hidden_gradient, jnp.sum(weight_gradient, axis=0).astype(weight.dtype))
 
 
 def _total_backward(row_losses: Any, gradients: Any, cotangent: Any) -> Any:
@@ -153,8 +161,17 @@ def _total_backward(row_losses: Any, gradients: Any, cotangent: Any) -> Any:
 _total.defvjp(_total_forward, _total_backward)
 
 
+def _parts(labels: Any) -> int:
+    """Into how many parts the mesh splits the rows.
+
+    Each part sums the gradient of the weight by itself; a sum over all rows would travel with every chunk.
+    """
+    parts = parts_of("batch")
+    return parts if labels.ndim and labels.shape[0] % parts == 0 else 1
+
+
 def _chunks(rows: int, vocab: int) -> int:
-    """The number of chunks: few for large batches over many devices; on one, small enough to stay in its cache."""
+    """The number of chunks: small enough to stay in a cache, but not too many of them."""
     chunk_rows = max(_CHUNK_BYTES // (vocab * 4), _FEWEST_ROWS)
     wanted = min(-(-rows // chunk_rows), _MOST_CHUNKS)
     divisors = (count for count in range(wanted, 2 * wanted) if rows % count == 0)
@@ -162,10 +179,15 @@ def _chunks(rows: int, vocab: int) -> int:
 
 
 def _split_rows(array: Any, chunks: int, fill: Any) -> Any:
-    """[rows, ...] -> [chunks, rows per chunk, ...]; each takes rows from all over, so a sharded batch stays sharded."""
-    padding = -array.shape[0] % chunks
-    padded = jnp.pad(array, [(0, padding), *[(0, 0)] * (array.ndim - 1)], constant_values=fill)
-    return padded.reshape(-1, chunks, *array.shape[1:]).swapaxes(0, 1)
+    """[parts, rows, ...] -> [chunks, parts, rows per chunk, ...].
+
+    Each chunk takes rows from all over, so that rows stay on their devices where no mesh says how they are split.
+    """
+    if array.shape[0] > 1:
+        array = constrain(array, "batch", *[None] * (array.ndim - 1), name="linear_cross_entropy's rows")
+    padding = -array.shape[1] % chunks
+    padded = jnp.pad(array, [(0, 0), (0, padding), *[(0, 0)] * (array.ndim - 2)], constant_values=fill)
+    return jnp.moveaxis(padded.reshape(array.shape[0], -1, chunks, *array.shape[2:]), 2, 0)
 
 
 REFERENCE = OpImplementation(op="linear_cross_entropy", name="reference", function=_reference, vjp=AUTODIFF)

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from stack_core.ops._manual_axes import vary_alike
+
 __all__ = ["accurate_dtype", "contract"]
 
 
@@ -32,7 +34,7 @@ def contract(subscripts: str, left: jax.Array, right: jax.Array, dtype: DTypeLik
     """
     if jnp.finfo(left.dtype).bits >= 32:
         return jnp.einsum(subscripts, left, right).astype(dtype)
-    return _narrow(subscripts, jnp.dtype(dtype), left, right)
+    return _narrow(subscripts, jnp.dtype(dtype), *vary_alike(left, right))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -14,6 +14,7 @@ from stack_core.errors import ArgumentError
 from stack_core.ops._check import Axes, check_floating, check_same_dtype
 from stack_core.ops._contract import accurate_dtype
 from stack_core.ops._dispatch import Implementation, dispatch
+from stack_core.ops._manual_axes import vary_alike
 
 __all__ = ["REFERENCE", "linear_attention"]
 
@@ -102,8 +103,8 @@ def _reference(query: Any, key: Any, value: Any, *, decay: Any, beta: Any, initi
     def read_chunk(state: Any, tokens: Any) -> Any:
         return lax.scan(_read_token, state, tokens)
 
-    tokens = [_split(x, chunks) for x in (query, key, value, decay, beta)]
-    state, output = lax.scan(read_chunk, initial_state, tokens)
+    state, *tokens = vary_alike(initial_state, query, key, value, decay, beta)
+    state, output = lax.scan(read_chunk, state, [_split(x, chunks) for x in tokens])
     output = output.reshape(-1, *output.shape[2:])[:seq]
     return jnp.moveaxis(output, 0, 1), state
 

@@ -13,6 +13,7 @@ from stack_core.errors import ArgumentError, ShapeError
 from stack_core.ops._check import Axes, check_floating, check_same_dtype
 from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._dispatch import Implementation, dispatch
+from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array
 
 __all__ = ["REFERENCE", "ragged_dot"]
@@ -65,7 +66,7 @@ def ragged_dot(
 
 
 def _reference(lhs: Any, rhs: Any, group_sizes: Any) -> Any:
-    return _ragged_dot(lhs, rhs, group_sizes.astype(jnp.int32))
+    return _ragged_dot(*vary_alike(lhs, rhs, group_sizes.astype(jnp.int32)))
 
 
 @jax.custom_vjp
@@ -132,7 +133,7 @@ def _multiply(subscripts: str, lhs: Any, rhs: Any, group_sizes: Any) -> Any:
 
     shape = logical_array(rhs).shape
     width = shape[2] if subscripts.endswith("n") else shape[1]
-    output = jnp.zeros((rows + tile_rows, width), lhs.dtype)
+    output = jnp.zeros_like(lhs, shape=(rows + tile_rows, width))
     output, _ = lax.scan(multiply_tile, output, _tiles(group_sizes, rows, tile_rows))
     return jnp.where(jnp.arange(rows)[:, None] < jnp.sum(group_sizes), output[:rows], 0)
 
@@ -151,7 +152,7 @@ def _sum_of_outer_products(lhs: Any, cotangent: Any, group_sizes: Any) -> Any:
         product = contract("rk,rn->kn", *blocks, accumulator)
         return lax.dynamic_update_index_in_dim(total, total[tile.group] + product, tile.group, axis=0), None
 
-    total = jnp.zeros((groups, lhs.shape[1], cotangent.shape[1]), accumulator)
+    total = jnp.zeros_like(lhs, shape=(groups, lhs.shape[1], cotangent.shape[1]), dtype=accumulator)
     total, _ = lax.scan(add_tile, total, _tiles(group_sizes, rows, tile_rows))
     return total.astype(lhs.dtype)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from stack_core.hardware.chips import Chip
 
-__all__ = ["Flops", "count_flops", "model_flops_per_step"]
+__all__ = ["Flops", "count_flops", "model_flops_per_step", "valid_pairs"]
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,16 @@ def _equation_flops(equation: Any) -> Flops:
     count = _COUNTS.get(equation.primitive.name)
     if count is not None:
         return count(equation)
-    return sum((_jaxpr_flops(inner) for inner in _inner_jaxprs(equation.params.values())), Flops())
+    return sum((_jaxpr_flops(inner) for inner in inner_jaxprs(equation.params.values())), Flops())
 
 
-def _inner_jaxprs(values: Any) -> Iterator[Any]:
+def inner_jaxprs(values: Any) -> Iterator[Any]:
+    """The jaxprs among the parameters of an equation, which may hold them in lists."""
     for value in values:
         if hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns"):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _inner_jaxprs(value)
+            yield from inner_jaxprs(value)
 
 
 def _product(flops: int, *operands: Any) -> Flops:
@@ -126,13 +127,13 @@ def _ragged_dot_general(equation: Any) -> Flops:
 
 
 def _convolution(equation: Any) -> Flops:
-    """2 * batch * features out * features in of a group * what `_pairs` counts along every other axis."""
+    """2 * batch * features out * features in of a group * what `valid_pairs` counts along every other axis."""
     left, right = equation.invars
     params = equation.params
     left_axes, right_axes, out_axes = params["dimension_numbers"]
     left_shape, right_shape, out_shape = left.aval.shape, right.aval.shape, equation.outvars[0].aval.shape
     pairs = [
-        _pairs(
+        valid_pairs(
             left_shape[left_axes[2 + axis]],
             right_shape[right_axes[2 + axis]],
             out_shape[out_axes[2 + axis]],
@@ -146,7 +147,7 @@ def _convolution(equation: Any) -> Flops:
     return _product(2 * channels * math.prod(pairs), left, right)
 
 
-def _pairs(size: int, kernel: int, out: int, *, stride: int, padding: int, dilations: tuple[int, int]) -> int:
+def valid_pairs(size: int, kernel: int, out: int, *, stride: int, padding: int, dilations: tuple[int, int]) -> int:
     """Along one axis, the pairs of a result and a kernel element that meet an input, not padding or a hole."""
     input_dilation, kernel_dilation = dilations
     place = np.arange(out)[:, None] * stride + np.arange(kernel)[None] * kernel_dilation - padding

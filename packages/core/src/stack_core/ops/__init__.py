@@ -3,6 +3,9 @@
 from stack_core.ops._attention import attention as attention
 from stack_core.ops._collective_matmul import collective_matmul as collective_matmul
 from stack_core.ops._dispatch import Implementation as Implementation
+from stack_core.ops._explain import ExplainedCall as ExplainedCall
+from stack_core.ops._explain import Explanation as Explanation
+from stack_core.ops._explain import explain as explain
 from stack_core.ops._gated_linear_unit import gated_linear_unit as gated_linear_unit
 from stack_core.ops._linear import linear as linear
 from stack_core.ops._linear_attention import linear_attention as linear_attention
@@ -20,6 +23,8 @@ from stack_core.ops._rope_scaling import YarnScaling as YarnScaling
 
 __all__ = [
     "DynamicScaling",
+    "ExplainedCall",
+    "Explanation",
     "Implementation",
     "LinearScaling",
     "Llama3Scaling",
@@ -29,6 +34,7 @@ __all__ = [
     "attention",
     "collective_matmul",
     "dequantize",
+    "explain",
     "gated_linear_unit",
     "linear",
     "linear_attention",

@@ -1,0 +1,251 @@
+"""Says what every op call in a function would get, and why, by tracing the function and running nothing."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from stack_core.errors import StackError
+from stack_core.hardware.chips import Chip
+from stack_core.hardware.flops import inner_jaxprs
+from stack_core.hardware.target_chip import use_chip
+from stack_core.ops._dispatch import Choice, Implementation, Plan, described, plan, recording, run
+
+__all__ = ["ExplainedCall", "Explanation", "explain"]
+
+# Between an op and the line that calls it there may be its own file, JAX's transformations and run-time type checks.
+_NOT_THE_CALLER = frozenset({"stack_core", "jax", "jaxtyping", "beartype", "contextlib", "functools"})
+
+
+@dataclass(frozen=True)
+class ExplainedCall:
+    """Calls of an op that are alike: from one line, with the same shapes, dtypes and options, and the same choices.
+
+    Attributes:
+      op: the op's name.
+      arrays: dtype and shape by parameter name, as the op sees them: under `vmap` those of one element.
+      options: the other arguments that differ from the op's defaults.
+      forward: what runs, with which config, and why; or the error that the call raises.
+      backward: what would give the gradient if the call were differentiated; or the error that this raises.
+      calls: how often one call of the function computes the forward pass: a scan once a trip, what is computed again
+        under `jax.checkpoint` again, each branch of a `cond` as if it were taken, 0 where no result is used.
+      at_least: it is in a `while` loop, whose trips only the run decides; they count as one.
+      source: "path:line" of the caller, outside of stack_core.
+    """
+
+    op: str
+    arrays: Mapping[str, str]
+    options: Mapping[str, Any]
+    forward: Choice | StackError
+    backward: Choice | StackError
+    calls: int
+    at_least: bool
+    source: str
+
+
+class Explanation(tuple[ExplainedCall, ...]):
+    """The calls, in the order in which they are traced; `str` of it is a table."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "No op of stack_core.ops is called."
+        rows = [("calls", "op", "pass", "implementation", "config", "why"), *_rows(self)]
+        widths = [max(len(row[column]) for row in rows if isinstance(row, tuple)) for column in range(5)]
+        return "\n".join(_line(row, widths) for row in rows)
+
+
+def explain(fn: Callable[..., Any], *args: Any, chip: Chip | None = None) -> Explanation:
+    """What each op call in `fn(*args)` would get, forward and backward, and why.
+
+    `fn` is traced, never compiled or run. Calls inside of jitted functions, loops, models and derivatives are seen,
+    those inside of programs that are already compiled or exported are not. A call that would raise because no
+    implementation supports it stands in the table with its error, and tracing goes on with the op's reference.
+
+    The first call of `explain` in a process makes JAX trace, and compile, anew whatever it compiled before.
+
+    Args:
+      args: pytrees. What has a shape and a dtype is traced, a `jax.ShapeDtypeStruct` too; all else is passed as it is.
+      chip: the chip to explain for, by default the target of the surrounding context.
+
+    Raises:
+      UnsupportedOp: no implementation supports a call, and not even the op's reference can stand in for one.
+    """
+    leaves, structure = jax.tree.flatten(args)
+    places = [place for place, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def traced(*arrays: Any) -> list[Any]:
+        filled = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            filled[place] = array
+        return [leaf for leaf in jax.tree.leaves(fn(*jax.tree.unflatten(structure, filled))) if _is_array(leaf)]
+
+    recorder = _Recorder()
+    with recording(recorder), contextlib.nullcontext() if chip is None else use_chip(chip):
+        jaxpr = jax.make_jaxpr(traced)(*(leaves[place] for place in places))
+    counts = _Counts()
+    counts.add(jaxpr, 1, at_least=False)
+    return Explanation(_merged(recorder.calls, counts))
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+@dataclass(eq=False)
+class _Recorder:
+    """Stands in for `dispatch`: notes each call, runs what it gets, and marks its output by the call's number."""
+
+    calls: list[ExplainedCall] = field(default_factory=list)
+
+    def __call__(
+        self, op: str, arrays: Mapping[str, Any], options: Mapping[str, Any], implementation: Implementation
+    ) -> Any:
+        forward, backward, chosen = _planned(op, arrays, options, implementation)
+        number = len(self.calls)
+        shapes = {name: described(array) for name, array in arrays.items() if array is not None}
+        call = ExplainedCall(op, shapes, _given(op, options), forward, backward, 0, False, _caller())
+        self.calls.append(call)
+        leaves, structure = jax.tree.flatten(run(chosen, arrays, options))
+        return jax.tree.unflatten(structure, _marker().bind(*leaves, call=number))
+
+
+def _planned(
+    op: str, arrays: Mapping[str, Any], options: Mapping[str, Any], implementation: Implementation
+) -> tuple[Choice | StackError, Choice | StackError, Plan]:
+    """What a call gets forward and backward, or their errors; and a plan that can be traced in any case."""
+    try:
+        chosen = plan(op, arrays, options, implementation)
+    except StackError as error:
+        with contextlib.suppress(StackError):
+            return error, error, plan(op, arrays, options, "reference")
+        raise
+    if isinstance(chosen.backward, Choice):
+        return chosen.forward, chosen.backward, chosen
+    with contextlib.suppress(StackError):
+        stand_in = plan(op, arrays, options, "reference")
+        return chosen.forward, chosen.backward, dataclasses.replace(chosen, backward=stand_in.backward)
+    return chosen.forward, chosen.backward, chosen
+
+
+def _given(op: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that differ from the defaults of the op's public function."""
+    from stack_core import ops  # which imports this file
+
+    function = getattr(ops, op, None)
+    if function is None:
+        return dict(options)
+    parameters = inspect.signature(function).parameters
+    return {
+        name: value for name, value in options.items() if name not in parameters or value != parameters[name].default
+    }
+
+
+def _caller() -> str:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_CALLER:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+@functools.cache
+def _marker() -> Any:
+    """A primitive that returns its operands, and stays in a jaxpr wherever one of them is used."""
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+
+    marker = Primitive("stack_op_call")
+    marker.multiple_results = True
+    marker.def_impl(lambda *arrays, call: list(arrays))
+    marker.def_abstract_eval(lambda *arrays, call: list(arrays))
+    ad.primitive_jvps[marker] = lambda primals, tangents, *, call: (marker.bind(*primals, call=call), list(tangents))
+    batching.primitive_batchers[marker] = lambda arrays, axes, *, call: (marker.bind(*arrays, call=call), axes)
+    mlir.register_lowering(marker, lambda context, *arrays, call: list(arrays))
+    return marker
+
+
+@dataclass
+class _Counts:
+    """How often a jaxpr computes each call, by its number, and which are in loops of unknown length."""
+
+    calls: Counter[int] = field(default_factory=Counter)
+    at_least: set[int] = field(default_factory=set)
+
+    def add(self, jaxpr: Any, times: int, *, at_least: bool) -> None:
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:  # closed or not: JAX 0.11 made them one class
+            if equation.primitive is _marker():
+                self.calls[equation.params["call"]] += times
+                if at_least:
+                    self.at_least.add(equation.params["call"])
+            trips = equation.params["length"] if equation.primitive.name == "scan" else 1
+            for inner in inner_jaxprs(equation.params.values()):
+                self.add(inner, times * trips, at_least=at_least or equation.primitive.name == "while")
+
+
+def _merged(recorded: Sequence[ExplainedCall], counts: _Counts) -> list[ExplainedCall]:
+    merged: list[ExplainedCall] = []
+    for number, call in enumerate(recorded):
+        place = next((place for place, other in enumerate(merged) if _alike(call, other)), len(merged))
+        before, at_least = (merged[place].calls, merged[place].at_least) if place < len(merged) else (0, False)
+        calls, at_least = before + counts.calls[number], at_least or number in counts.at_least
+        merged[place : place + 1] = [dataclasses.replace(call, calls=calls, at_least=at_least)]
+    return merged
+
+
+def _alike(one: ExplainedCall, other: ExplainedCall) -> bool:
+    def compared(call: ExplainedCall) -> tuple[Any, ...]:
+        choices = (str(x) if isinstance(x, StackError) else x for x in (call.forward, call.backward))
+        return (call.op, call.source, call.arrays, call.options, *choices)
+
+    return compared(one) == compared(other)
+
+
+def _rows(explanation: Explanation) -> Iterator[tuple[str, ...] | str]:
+    """Six columns, or a line that spans them."""
+    for call in explanation:
+        passes = {"forward": call.forward, "backward": call.backward}
+        if isinstance(call.forward, StackError):
+            del passes["backward"]  # It is the same error.
+        titles = iter([f"{call.calls}{'+' if call.at_least else ''}", call.op])
+        for direction, choice in passes.items():
+            yield next(titles, ""), next(titles, ""), direction, *_columns(choice)
+        arguments = [f"{name} {array}" for name, array in call.arrays.items()]
+        yield ", ".join(arguments + [f"{name}={option}" for name, option in call.options.items()])
+        for direction, choice in passes.items():
+            yield from _details(direction, choice)
+        path, _, line = call.source.rpartition(":")
+        if path:
+            yield f"at {'/'.join(Path(path).parts[-2:])}:{line}"
+
+
+def _columns(choice: Choice | StackError) -> tuple[str, str, str]:
+    """Implementation, config and why."""
+    if isinstance(choice, StackError):
+        return "none", "", f"{type(choice).__name__}: {str(choice).splitlines()[0]}"
+    return choice.implementation.name, "" if choice.config is None else str(choice.config), choice.reason
+
+
+def _details(direction: str, choice: Choice | StackError) -> Iterator[str]:
+    """Why it was none of the others."""
+    if isinstance(choice, StackError):
+        yield from str(choice).splitlines()[1:]
+    else:
+        yield from (f"not {name} {direction}: {reason}" for name, reason in choice.refused)
+
+
+def _line(row: tuple[str, ...] | str, widths: Sequence[int]) -> str:
+    if isinstance(row, str):
+        return " " * (widths[0] + widths[1] + 4) + row
+    calls, *texts, why = row
+    padded = [text.ljust(width) for text, width in zip(texts, widths[1:], strict=True)]
+    return "  ".join([calls.rjust(widths[0]), *padded, why]).rstrip()

@@ -78,6 +78,30 @@ def constrain_splits_inside_its_context_only():
     np.testing.assert_array_equal(inside, before)
 
 
+def a_jitted_function_is_traced_once_for_each_set_of_rules():
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    traced = []
+
+    @jax.jit
+    def inner(x):
+        traced.append(1)
+        return constrain(2 * x, "batch", "act_mlp")
+
+    outer = jax.jit(lambda x: inner(x) + 1)
+    x = jnp.ones((8, 4))
+    for _ in range(2):
+        for rules, spec in (
+            (DEFAULT_RULES, PartitionSpec(("data", "fsdp"), "tensor")),
+            (DEFAULT_RULES.updated({"act_mlp": None}), PartitionSpec(("data", "fsdp"), None)),
+            (DEFAULT_RULES.updated({"batch": "tensor", "act_mlp": "data"}), PartitionSpec("tensor", "data")),
+        ):
+            with use_mesh(mesh, rules):
+                for function in (inner, outer):
+                    result = function(x)
+                    assert result.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 2), result.sharding
+    assert len(traced) == 3
+
+
 def constrain_goes_through_scan_remat_and_grad():
     mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
     weights, x = jnp.full((3, 8, 8), 0.1), jnp.arange(64.0).reshape(8, 8) / 64

@@ -40,6 +40,27 @@ def test_importing_initializes_no_backend():
     )
 
 
+def test_a_step_that_enters_its_mesh_is_traced_once():
+    run(
+        "-c",
+        """if True:
+        import jax
+        from stack_core.mesh import MeshConfig, make_mesh, use_mesh
+
+        mesh, traced = make_mesh(MeshConfig()), []
+
+        @jax.jit
+        def step(x):
+            with use_mesh(mesh):
+                traced.append(1)
+                return 2 * x
+
+        step(1.0), step(1.0)
+        assert len(traced) == 1
+        """,
+    )
+
+
 def test_the_default_takes_every_device():
     assert mesh_module._axis_sizes(MeshConfig(), 6) == dict.fromkeys(AXES, 1) | {"fsdp": 6}
 

@@ -7,7 +7,6 @@ the mesh. A parameter or activation is split only where a rule says so, and a ru
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -303,23 +302,19 @@ def _misfit(asked: Mapping[str, int], rest: str | None, fixed: int, device_count
     return f"{problem} These would fit: {'; '.join(remedies) or 'several axes changed together'}."
 
 
-_current: ContextVar[tuple[Mesh, ShardingRules] | None] = ContextVar("stack_core.mesh", default=None)
+# A part of the key of JAX's caches. Made here because the first to enter it may be a step that is being traced: making
+# it outdates whatever JAX traced before, so that this step would be traced and compiled twice.
+_current: Any = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Iterator[None]:
     """Makes `constrain` act on what is traced in this context; it nests, and may be entered inside `jax.jit`.
 
-    A function that `jax.jit` traced under another mesh, or none, is traced again; under other rules for the same mesh
-    it is not, so give each set of rules a jitted function of its own.
+    A function that `jax.jit` traced under another mesh, other rules, or none, is traced again.
     """
-    token = _current.set((mesh, rules))
-    try:
-        # JAX's caches have the mesh in their key, but know nothing of `_current`.
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            yield
-    finally:
-        _current.reset(token)
+    with _current((mesh, rules)), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        yield
 
 
 def constrain(x: jax.Array, *logical_axes: str | None, name: str = "constrain") -> jax.Array:
@@ -332,18 +327,18 @@ def constrain(x: jax.Array, *logical_axes: str | None, name: str = "constrain") 
     Raises:
       ShardingError: as `ShardingRules.sharding` does, on one device too.
     """
-    if (current := _current.get()) is None:
+    if _current.value is None:
         return x
-    mesh, rules = current
+    mesh, rules = _current.value
     sharding = rules.sharding(mesh, logical_axes, x.shape, name=name)
     return x if mesh.size == 1 else jax.lax.with_sharding_constraint(x, sharding)
 
 
 def parts_of(logical_axis: str) -> int:
     """Into how many parts the surrounding `use_mesh` splits a logical axis; 1 outside of one, or without a rule."""
-    if (current := _current.get()) is None:
+    if _current.value is None:
         return 1
-    mesh, rules = current
+    mesh, rules = _current.value
     return math.prod(mesh.shape[axis] for axis in dict(rules.table).get(logical_axis, ()))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from stack_core.hardware.chips import Chip
 
-__all__ = ["Flops", "count_flops", "model_flops_per_step", "valid_pairs"]
+__all__ = ["Flops", "count_flops", "inner_jaxprs", "model_flops_per_step", "valid_pairs"]
 
 
 @dataclass(frozen=True)

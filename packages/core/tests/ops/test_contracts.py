@@ -16,6 +16,7 @@ OPS = (
     "linear_attention",
     "linear_cross_entropy",
     "norm",
+    "paged_attention",
     "ragged_dot",
     "rope",
 )  # collective_matmul needs several devices: test_collective_matmul.py
@@ -78,3 +79,8 @@ def test_an_implementation_that_says_no_is_skipped_with_its_reason() -> None:
     refuses = dataclasses.replace(ATTENTION, name="refuses", supports=lambda call, chip: "no such tile")
     with pytest.raises(unittest.SkipTest, match="no such tile"):
         op_checks("attention")[0](refuses)
+
+
+def test_an_implementation_of_the_forward_pass_alone_keeps_the_contract() -> None:
+    forward = dataclasses.replace(ATTENTION, name="forward", supports=lambda call, chip: call.direction == "forward")
+    op_checks("attention")[0](forward)

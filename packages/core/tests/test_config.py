@@ -46,6 +46,7 @@ SECTIONS = Registry(
 class Outer:
     output: str
     figure: Annotated[Any, Selected(SHAPES, "shape")] = Square()
+    ground: Annotated[Any, Selected(SHAPES, "shape")] = None
     inner: Inner = Inner()
     optional: Inner | None = None
     sections: Annotated[Mapping[str, Any], Sections(SECTIONS)] = Field(default_factory=dict)
@@ -55,6 +56,10 @@ def test_defaults_and_nested_values():
     parsed = parse(Outer, {"output": "x", "inner": {"steps": 3}, "figure": {"shape": "circle", "radius": 2}})
     assert parsed == Outer(output="x", inner=Inner(steps=3), figure=Circle(radius=2.0))
     assert parse(Outer, {"output": "x", "figure": "circle"}).figure == Circle()
+
+
+def test_settings_without_a_name_are_those_of_the_default():
+    assert parse(Outer, {"output": "x", "figure": {"side": 4}}).figure == Square(side=4)
 
 
 def test_sections_come_from_registered_classes():
@@ -82,7 +87,7 @@ def test_a_resolved_config_survives_yaml(tmp_path):
         ({"output": "x", "inner": {"steps": 0}}, r"inner.steps: .*greater than 0"),
         ({"output": "x", "inner": 3}, "inner is 3; a mapping with keys of Inner was expected"),
         ({}, "output is missing"),
-        ({"output": "x", "figure": {"radius": 2}}, "figure lacks the key 'shape', which names one of: circle, square"),
+        ({"output": "x", "ground": {"radius": 2}}, "ground lacks the key 'shape', which names one of: circle, square"),
         ({"output": "x", "figure": {"shape": "square", "radius": 2}}, "Unknown key 'figure.radius'"),
         ({"output": "x", "iner": {}}, "Unknown section 'iner'. Did you mean 'inner'"),
         ({"output": "x", "sections": {}}, "Unknown name 'sections' among configs"),

@@ -46,7 +46,8 @@ def config(cls: type[C]) -> type[C]:
 class Selected:
     """Marks a field whose mapping names, under `key`, an entry of `registry`: `Annotated[Any, Selected(...)]`.
 
-    The entry is a config class, or an object whose `config_class` is one; that class has a field `key` as well.
+    The entry is a config class, or an object whose `config_class` is one; that class has a field `key` as well. A
+    mapping without `key` is of the class that the field's default has.
     """
 
     registry: Registry[Any]
@@ -131,15 +132,15 @@ def parse(cls: type[C], mapping: Any, *, path: str = "") -> C:
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{path or 'The config'} is {mapping!r}; a mapping with keys of {cls.__name__} was expected.")
     hints = typing.get_type_hints(cls, include_extras=True)
-    fields = [field.name for field in dataclasses.fields(cls)]  # pyrefly: ignore
-    sections_field = next((name for name in fields if _mark(hints[name], Sections)), None)
-    names = [name for name in fields if name != sections_field]
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # pyrefly: ignore
+    sections_field = next((name for name in defaults if _mark(hints[name], Sections)), None)
+    names = [name for name in defaults if name != sections_field]
     values: dict[str, Any] = {}
     sections: dict[str, Any] = {}
     for key, value in mapping.items():
         where = f"{path}.{key}" if path else str(key)
         if key in names:
-            values[key] = _parse_field(hints[key], value, where)
+            values[key] = _parse_field(hints[key], value, where, defaults[key])
         elif sections_field:
             sections[key] = _parse_section(hints[sections_field], key, value, names)
         else:
@@ -199,9 +200,9 @@ def _mark(hint: Any, kind: type[C]) -> C | None:
     return next((mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, kind)), None)
 
 
-def _parse_field(hint: Any, value: Any, path: str) -> Any:
+def _parse_field(hint: Any, value: Any, path: str, default: Any) -> Any:
     if selection := _mark(hint, Selected):
-        return _parse_selected(selection, value, path)
+        return _parse_selected(selection, value, path, default)
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     nested = next((option for option in options if dataclasses.is_dataclass(option)), None)
     if nested is None or isinstance(value, nested) or (value is None and type(None) in options):
@@ -209,10 +210,12 @@ def _parse_field(hint: Any, value: Any, path: str) -> Any:
     return parse(nested, value, path=path)
 
 
-def _parse_selected(selection: Selected, value: Any, path: str) -> Any:
+def _parse_selected(selection: Selected, value: Any, path: str, default: Any) -> Any:
     if not isinstance(value, Mapping) and not isinstance(value, str):
         return value
     mapping = {selection.key: value} if isinstance(value, str) else value
+    if hasattr(default, selection.key):  # settings without a name are those of the default
+        mapping = {selection.key: getattr(default, selection.key), **mapping}
     known = ", ".join(selection.registry.names()) or "none is registered"
     if selection.key not in mapping:
         raise ConfigError(f"{path} lacks the key {selection.key!r}, which names one of: {known}.")

@@ -46,7 +46,7 @@ SECTIONS = Registry(
 class Outer:
     output: str
     figure: Annotated[Any, Selected(SHAPES, "shape")] = Square()
-    ground: Annotated[Any, Selected(SHAPES, "shape")] = None
+    backdrop: Annotated[Any, Selected(SHAPES, "shape")] = None
     inner: Inner = Inner()
     optional: Inner | None = None
     sections: Annotated[Mapping[str, Any], Sections(SECTIONS)] = Field(default_factory=dict)
@@ -87,7 +87,10 @@ def test_a_resolved_config_survives_yaml(tmp_path):
         ({"output": "x", "inner": {"steps": 0}}, r"inner.steps: .*greater than 0"),
         ({"output": "x", "inner": 3}, "inner is 3; a mapping with keys of Inner was expected"),
         ({}, "output is missing"),
-        ({"output": "x", "ground": {"radius": 2}}, "ground lacks the key 'shape', which names one of: circle, square"),
+        (
+            {"output": "x", "backdrop": {"radius": 2}},
+            "backdrop lacks the key 'shape', which names one of: circle, square",
+        ),
         ({"output": "x", "figure": {"shape": "square", "radius": 2}}, "Unknown key 'figure.radius'"),
         ({"output": "x", "iner": {}}, "Unknown section 'iner'. Did you mean 'inner'"),
         ({"output": "x", "sections": {}}, "Unknown name 'sections' among configs"),

@@ -7,10 +7,8 @@ process, and ratios are formed within a round. Writes `results/train_vs_peers-DT
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,10 +21,10 @@ from typing import Any
 from peers import maxtext, pytorch, stack_train
 from peers.measure import measure
 from peers.peer import Peer, Workload
+from report import RESULTS, circumstances, table, write
 
 OURS = stack_train.PEER
 PEERS = {"stack": OURS, "maxtext": maxtext.PEER, "pytorch": pytorch.PEER}
-RESULTS = Path(__file__).parent / "results"
 COLUMNS = {
     "tokens_per_s": ("tokens/s", 1.0),
     "step_s": ("s a step", 1.0),
@@ -55,15 +53,14 @@ def main() -> None:
             runs[peer.name].append(figures)
             print(json.dumps({"round": round_number, "peer": peer.name, **figures}), flush=True)
     record = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": _machine(),
+        **circumstances(),
         "workload": asdict(workload),
         "steps": arguments.steps,
         "warmup_steps": arguments.warmup_steps,
         "versions": {peer.name: _versions(pythons[peer.name], peer.packages) for peer in chosen},
         "runs": runs,
     }
-    _write(record, arguments.results)
+    write(arguments.results, f"train_vs_peers-{workload.dtype}", record, _markdown(record))
 
 
 def _arguments() -> argparse.Namespace:
@@ -96,25 +93,6 @@ def _versions(python: Path, packages: Sequence[str]) -> dict[str, str]:
     return dict(zip(packages, found.stdout.split(), strict=True))
 
 
-def _machine() -> dict[str, Any]:
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": platform.platform(terse=True),
-    }
-
-
-def _write(record: Mapping[str, Any], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"train_vs_peers-{record['workload']['dtype']}"
-    path.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
-    table = _markdown(record)
-    path.with_suffix(".md").write_text(table)
-    print(table)
-
-
 def _markdown(record: Mapping[str, Any]) -> str:
     machine, workload, runs = record["machine"], record["workload"], record["runs"]
     sizes = ", ".join(f"{name} {value}" for name, value in workload.items())
@@ -126,11 +104,11 @@ def _markdown(record: Mapping[str, Any]) -> str:
         f"Llama: {sizes}.",
         f"Medians of {rounds} rounds of {record['steps']} steps, {record['warmup_steps']} of them warm-up.",
         "",
-        *_table(["", *(heading for heading, _ in COLUMNS.values())], [_row(name, runs[name]) for name in runs]),
+        *table(["", *(heading for heading, _ in COLUMNS.values())], [_row(name, runs[name]) for name in runs]),
         "",
         f"{OURS.name} over each peer, ratios within a round: median (least to most).",
         "",
-        *_table(["", *(heading for heading, _ in COLUMNS.values())], _ratio_rows(runs)),
+        *table(["", *(heading for heading, _ in COLUMNS.values())], _ratio_rows(runs)),
         "",
         *(
             f"- {name}: " + ", ".join(f"{package} {version}" for package, version in versions.items())
@@ -156,11 +134,6 @@ def _ratio_rows(runs: Runs) -> list[list[str]]:
 def _ratio(ours: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]], key: str) -> str:
     ratios = [our[key] / their[key] for our, their in zip(ours, theirs, strict=True)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-
-
-def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    ruler = ["---"] + ["---:"] * (len(heading) - 1)
-    return ["| " + " | ".join(cells) + " |" for cells in (heading, ruler, *rows)]
 
 
 if __name__ == "__main__":

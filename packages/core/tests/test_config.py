@@ -38,7 +38,9 @@ SHAPES = Registry(
     "shapes", lambda: ({"square": Entry("square", Square, "p"), "circle": Entry("circle", Circle, "p")}, {})
 )
 SECTIONS = Registry(
-    "configs", lambda: ({"profile": Entry("profile", Profile, "p")}, {}), lambda kind, name: "stack-quant"
+    "configs",
+    lambda: ({"profile": Entry("profile", Profile, "p")}, {}),
+    lambda kind, name: f" `pip install stack-{name}` provides it.",
 )
 
 

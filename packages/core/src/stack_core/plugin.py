@@ -50,4 +50,5 @@ def stack_register_chips(registry: Registrar) -> None:
 @hookimpl
 def stack_register_commands(registry: Registrar) -> None:
     registry.add("chips", "stack_core.commands.chips:chips", help="List chips and their peaks, and what is here.")
+    registry.add("doctor", "stack_core.commands.doctor:doctor", help="Check this installation; say what to do.")
     registry.add("plugins", "stack_core.commands.plugins:plugins", help="List plugins and what they register.")

@@ -1,0 +1,157 @@
+"""Python, the packages with their dependencies, and the plugins: what is installed and whether it fits together."""
+
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.metadata import Distribution
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from stack_core.doctor.findings import Finding
+from stack_core.hookspecs import REGISTRY_KINDS
+from stack_core.plugins import Plugins, Registries
+
+__all__ = ["accelerator_findings", "dependency_findings", "plugin_findings", "python_findings"]
+
+_CORE = "stack-core"
+# What lets JAX use an accelerator, and the extra of jax whose requirements say which release fits.
+_ACCELERATORS = {
+    "libtpu": "tpu",
+    "jax-cuda13-plugin": "cuda13",
+    "jax-cuda13-pjrt": "cuda13",
+    "jax-cuda12-plugin": "cuda12",
+    "jax-cuda12-pjrt": "cuda12",
+}
+
+
+def installed() -> dict[str, Distribution]:
+    """Distributions by their normalized name; the first on the path of each, which is the one that is imported."""
+    found: dict[str, Distribution] = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata.get("Name")  # an installation that was cut off may have left no metadata
+        if name:
+            found.setdefault(canonicalize_name(name), distribution)
+    return found
+
+
+def python_findings(distributions: Mapping[str, Distribution], version: str | None = None) -> Iterator[Finding]:
+    """Whether this Python is one that stack-core supports."""
+    version = version or platform.python_version()
+    supported = distributions[_CORE].metadata["Requires-Python"] if _CORE in distributions else None
+    found = f"Python {version} at {sys.executable}"
+    if supported and not SpecifierSet(supported).contains(version, prereleases=True):
+        yield Finding("python", "problem", found, f"Use a Python {supported}: stack-core supports no other.")
+    else:
+        yield Finding("python", "ok", found)
+
+
+def dependency_findings(distributions: Mapping[str, Distribution], roots: list[str]) -> Iterator[Finding]:
+    """For each root distribution: whether what it needs, and what that needs in turn, is there in the right version."""
+    seen: set[tuple[str, frozenset[str]]] = set()
+    for root in roots:
+        name = canonicalize_name(root)
+        if name not in distributions:
+            yield Finding(root, "problem", f"{root} is not installed", f'pip install "{root}"')
+            continue
+        wrong = list(_misfits(distributions, name, frozenset(), seen, direct=True))
+        yield from wrong
+        if not any(finding.status == "problem" for finding in wrong):
+            yield Finding(root, "ok", f"version {distributions[name].version}; what it needs is there")
+
+
+def _misfits(
+    distributions: Mapping[str, Distribution],
+    name: str,
+    extras: frozenset[str],
+    seen: set[tuple[str, frozenset[str]]],
+    *,
+    direct: bool,
+) -> Iterator[Finding]:
+    if (name, extras) in seen:
+        return
+    seen.add((name, extras))
+    for requirement in _requirements(distributions[name], extras):
+        needed = canonicalize_name(requirement.name)
+        # What a stack package or JAX asks for was tried; ranges further away are often narrower than need be.
+        finding = _misfit(distributions, name, requirement, serious=direct or name == "jax")
+        if finding is not None:
+            yield finding
+        if needed in distributions:
+            yield from _misfits(distributions, needed, frozenset(requirement.extras), seen, direct=False)
+
+
+def _misfit(
+    distributions: Mapping[str, Distribution], name: str, requirement: Requirement, *, serious: bool
+) -> Finding | None:
+    needed = canonicalize_name(requirement.name)
+    asked = f"{distributions[name].metadata['Name']} {distributions[name].version} needs {_plain(requirement)}"
+    command = f'pip install "{_plain(requirement)}"'
+    if needed not in distributions:
+        return Finding(needed, "problem", f"{asked}, which is not installed", command)
+    version = distributions[needed].version
+    if requirement.specifier.contains(version, prereleases=True):
+        return None
+    return Finding(needed, "problem" if serious else "warning", f"{asked}; {version} is installed", command)
+
+
+def _requirements(distribution: Distribution, extras: frozenset[str]) -> Iterator[Requirement]:
+    """What a distribution needs on this Python and platform."""
+    for line in distribution.requires or ():
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:  # metadata of an old package; pip would not read it either
+            continue
+        if requirement.marker is None or any(requirement.marker.evaluate({"extra": one}) for one in extras or {""}):
+            yield requirement
+
+
+def _plain(requirement: Requirement) -> str:
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    return f"{requirement.name}{extras}{requirement.specifier}"
+
+
+def accelerator_findings(distributions: Mapping[str, Distribution]) -> Iterator[Finding]:
+    """Whether the installed TPU and CUDA packages are of the release that the installed JAX needs."""
+    jax = distributions.get("jax")
+    if jax is None:
+        return
+    needed: dict[str, dict[str, Requirement]] = {
+        extra: {str(canonicalize_name(one.name)): one for one in _requirements(jax, frozenset({extra}))}
+        for extra in _ACCELERATORS.values()
+    }
+    plugins = {name: distributions[name] for name in _ACCELERATORS if name in distributions}
+    for name, distribution in plugins.items():
+        requirement = needed[_ACCELERATORS[name]].get(name)
+        for plugin in plugins.values():  # jax names the CUDA plugin, which names its runtime
+            for one in _requirements(plugin, frozenset()):
+                requirement = one if canonicalize_name(one.name) == name else requirement
+        if requirement is None or requirement.specifier.contains(distribution.version, prereleases=True):
+            yield Finding(name, "ok", f"version {distribution.version}, for jax {jax.version}")
+        else:
+            yield Finding(
+                name,
+                "problem",
+                f"version {distribution.version} does not fit jax {jax.version}, which needs {_plain(requirement)}",
+                f'pip install --upgrade "jax[{_ACCELERATORS[name]}]=={jax.version}"',
+            )
+
+
+def plugin_findings(plugins: Plugins, registries: Registries) -> Iterator[Finding]:
+    """Plugins that were left out or lost a part, and variables that name none."""
+    for kind in REGISTRY_KINDS:
+        getattr(registries, kind).names()
+    reports = plugins.reports()
+    loaded = [report.name for report in reports if report.status == "loaded"]
+    yield Finding("plugins", "ok", f"loaded: {', '.join(loaded) or 'none'}")
+    for report in reports:
+        found = f"{report.name!r} of {report.distribution} {report.version}, {report.status}: "
+        if report.status == "blocked":
+            yield Finding("plugins", "note", found + " ".join(report.problems))
+        elif report.status != "loaded":
+            advice = f"Update or mend {report.distribution}, or block it with STACK_DISABLE_PLUGINS={report.name}."
+            yield Finding("plugins", "problem", found + " ".join(report.problems), advice)
+    for problem in plugins.problems():
+        yield Finding("plugins", "warning", problem, "Correct the variable or unset it.")

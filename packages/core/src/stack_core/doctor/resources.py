@@ -1,0 +1,98 @@
+"""Cores, memory, disks and the clock of the machine, as far as they make work slow or impossible."""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from stack_core import machine
+from stack_core.doctor.findings import Finding
+from stack_core.user_cache import user_cache_dir
+
+__all__ = ["cache_findings", "clock_findings", "core_findings", "memory_findings"]
+
+_GIB = 2**30
+_LITTLE_MEMORY = 2 * _GIB
+_LITTLE_DISK = 5 * _GIB
+
+
+def core_findings(root: Path = Path("/")) -> Iterator[Finding]:
+    """Cores that this process may use, of how many, and whether other work wants them."""
+    usable, present = machine.usable_cores(), os.cpu_count() or 1
+    quota = machine.cpu_quota_cores(root)
+    found = f"{usable} of {present} cores of {machine.cpu_model(root)}"
+    if quota is not None and quota < usable:
+        yield Finding(
+            "cores",
+            "warning",
+            f"{found}; the container grants the time of {quota:g}, and threads for {usable} will wait for each other",
+            f"Give the container whole cores (docker run --cpuset-cpus) or more time (--cpus={usable}).",
+        )
+    else:
+        yield Finding("cores", "ok", found)
+    if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > present:
+        yield Finding(
+            "load",
+            "warning",
+            f"{load:.1f} processes wanted {present} cores during the last minute",
+            "Timings will be wrong and training slow until other work ends; `top` lists it.",
+        )
+
+
+def memory_findings(root: Path = Path("/")) -> Iterator[Finding]:
+    """Memory of the machine or of its container, and how much of it is free."""
+    total, available = machine.memory_bytes(root), machine.available_memory_bytes(root)
+    if total is None or available is None:
+        yield Finding("memory", "note", "the system does not tell how much memory is free")
+        return
+    found = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB are free"
+    if available < _LITTLE_MEMORY:
+        yield Finding("memory", "warning", found, "End what is not needed, or give the container more memory.")
+    else:
+        yield Finding("memory", "ok", found)
+
+
+def cache_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether the folders that keep results between runs can be written, and have room."""
+    folders = {"temporary files": (Path(tempfile.gettempdir()), "TMPDIR")}
+    if environ.get("JAX_COMPILATION_CACHE_DIR") and "://" not in environ["JAX_COMPILATION_CACHE_DIR"]:
+        folders["JAX's compilations"] = (Path(environ["JAX_COMPILATION_CACHE_DIR"]), "JAX_COMPILATION_CACHE_DIR")
+    try:
+        folders["stack's cache"] = (user_cache_dir(), "XDG_CACHE_HOME")
+    except RuntimeError:
+        yield Finding(
+            "stack's cache",
+            "warning",
+            "there is no home directory, so measurements and tokenized data are not kept",
+            "Set XDG_CACHE_HOME to a folder that can be written.",
+        )
+    for name, (folder, variable) in folders.items():
+        yield _folder(name, folder, variable)
+
+
+def _folder(name: str, folder: Path, variable: str) -> Finding:
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return Finding(
+            name, "warning", f"{folder} cannot be written", f"Set {variable} to a folder that can be written."
+        )
+    free = shutil.disk_usage(existing).free
+    found = f"{free / _GIB:.1f} GiB are free for {folder}"
+    if free < _LITTLE_DISK:
+        return Finding(name, "warning", found, f"Make room, or set {variable} to a folder on another disk.")
+    return Finding(name, "ok", found)
+
+
+def clock_findings(now_s: float | None = None) -> Iterator[Finding]:
+    """A clock that is behind confuses caches and checkpoints, and breaks downloads."""
+    now_s = time.time() if now_s is None else now_s
+    if now_s < Path(__file__).stat().st_mtime:
+        date = time.strftime("%Y-%m-%d %H:%M", time.gmtime(now_s))
+        yield Finding(
+            "clock",
+            "warning",
+            f"the clock says {date} UTC, which is before stack-core was installed",
+            "Set the machine's clock.",
+        )

@@ -4,6 +4,7 @@ The doctor runs this file in a process of its own: JAX may fail to import, abort
 package while it runs, so that nothing but Python itself is needed to tell that JAX is missing.
 """
 
+import importlib.metadata
 import importlib.util
 import json
 import sys
@@ -31,9 +32,8 @@ def _find() -> dict[str, Any]:
 
 def _import() -> dict[str, Any]:
     import jax
-    import jaxlib
 
-    return {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    return {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")}
 
 
 def _devices() -> dict[str, Any]:

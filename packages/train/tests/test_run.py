@@ -53,7 +53,7 @@ def config_of(tmp_path, monkeypatch):
 
 def final_state(config):
     """The newest checkpoint's leaves, as NumPy arrays by path."""
-    trainer = run._build_trainer(config)
+    trainer = run.build_trainer(config)
     with CheckpointStore(RunDirectory(config_path(config)).checkpoints) as store:
         state = store.restore(trainer.abstract_state).state
     return {name: np.asarray(leaf) for name, leaf in named_leaves(jax.tree.map(_plain, state)).items()}

@@ -3,18 +3,18 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from stack_core.config import differences, parse_yaml, to_mapping, to_yaml
-from stack_core.errors import ConfigError
+from stack_core.errors import ConfigError, ShardingError, nearest
 from stack_core.event_bus import EventBus, ObserverContext, observers_from
 from stack_core.events import RunFailed, RunStarted
 from stack_core.hardware import count_units, current_chip, model_flops_per_step
-from stack_core.mesh import make_mesh
+from stack_core.mesh import DEFAULT_RULES, ShardingRules, check_shardings, make_mesh
 from stack_core.plugins import registries
 from stack_train.checkpoint import CheckpointStore
 from stack_train.config import RunConfig
@@ -26,11 +26,13 @@ from stack_train.signals import stop_requests
 from stack_train.step import LanguageModelTrainer, TrainState, batch_shapes
 from stack_train.weights import load_params
 
-__all__ = ["train"]
+__all__ = ["build_trainer", "traced_step", "train"]
 
 # What a run learns may not change when it is resumed; how long it goes on, where it lies and what it writes may.
 _FIXED = ("model", "data", "objective", "optimizer", "trainer.accumulation_steps", "trainer.seed")
 _FREE = ("data.prefetch_batches", "model.remat")
+# Where the sizes of logical axes are set that are no fields of a model's config.
+_SIZES = {"batch": ("data.batch_size", "trainer.accumulation_steps"), "seq": ("data.seq_tokens",)}
 
 
 def train(config: RunConfig, *, resume: bool = False, terminal: bool = False) -> RunSummary:
@@ -48,13 +50,14 @@ def train(config: RunConfig, *, resume: bool = False, terminal: bool = False) ->
     directory.check(resume=resume)
     if resume:
         _check_same_run(config, directory)
+    trainer = build_trainer(config)
+    step = traced_step(config, trainer)
     pipeline = build_pipeline(config.data, seed=config.trainer.seed)
-    trainer = _build_trainer(config)
-    _check_fit(config, trainer, pipeline)
+    _check_vocabulary(config, pipeline)
     with directory.open(resume=resume), _observed(config, directory, terminal=terminal) as bus:
         directory.write(to_yaml(config), pipeline.tokenizer)
         with CheckpointStore(directory.checkpoints, config.checkpoint, emit=bus.emit) as store:
-            return _run(config, directory, pipeline, trainer, store, bus)
+            return _run(config, directory, pipeline, trainer, step, store, bus)
 
 
 def _run(
@@ -62,16 +65,16 @@ def _run(
     directory: RunDirectory,
     pipeline: Pipeline,
     trainer: LanguageModelTrainer,
+    step: jax.stages.Traced,
     store: CheckpointStore,
     bus: EventBus,
 ) -> RunSummary:
     batches = pipeline.train_iterator()
     state, first_step = _first_state(config, trainer, store, batches)
-    shapes = batch_shapes(config.data.batch_size, config.data.seq_tokens)
     started_s = time.perf_counter()
-    compiled = trainer.compile(shapes)
+    compiled = step.lower().compile()
     compile_s = time.perf_counter() - started_s
-    flops, ideal_step_s = _cost(trainer, shapes)
+    flops, ideal_step_s = _cost(trainer, batch_shapes(config.data.batch_size, config.data.seq_tokens))
     loop = TrainingLoop(
         config=config,
         trainer=trainer,
@@ -113,25 +116,34 @@ def _check_same_run(config: RunConfig, directory: RunDirectory) -> None:
         )
 
 
-def _build_trainer(config: RunConfig) -> LanguageModelTrainer:
+def build_trainer(config: RunConfig, devices: Sequence[jax.Device] | None = None) -> LanguageModelTrainer:
+    """The trainer of a run, on all of `devices`, by default those that are there; nothing is allocated.
+
+    Raises:
+      ShardingError: the sizes of the mesh do not multiply to the number of devices.
+    """
     return LanguageModelTrainer(
         family=registries.models[config.model.family],
         model_config=config.model,
         objective=config.objective.build(),
         optimizer=config.optimizer,
         steps=config.trainer.steps,
-        mesh=make_mesh(config.mesh),
+        mesh=make_mesh(config.mesh, devices),
         accumulation_steps=config.trainer.accumulation_steps,
+        rules=ShardingRules(config.mesh.rules),
     )
 
 
-def _check_fit(config: RunConfig, trainer: LanguageModelTrainer, pipeline: Pipeline) -> None:
-    """Raises where model, data and mesh contradict each other."""
+def _check_vocabulary(config: RunConfig, pipeline: Pipeline) -> None:
     if pipeline.tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"The tokenizer has {pipeline.tokenizer.vocab_size} tokens, but model.vocab_size is "
             f"{config.model.vocab_size}. Set model.vocab_size to {pipeline.tokenizer.vocab_size} or more."
         )
+
+
+def _check_sizes(config: RunConfig) -> None:
+    """Raises where sections of the config contradict each other."""
     if config.trainer.init_from and config.trainer.init_from.startswith("hf:"):
         source = config.trainer.init_from
         raise ConfigError(f"trainer.init_from takes a run directory. Convert first: stack convert {source} RUN.")
@@ -145,25 +157,61 @@ def _check_fit(config: RunConfig, trainer: LanguageModelTrainer, pipeline: Pipel
             f"data.batch_size {config.data.batch_size} is not a multiple of trainer.accumulation_steps "
             f"{config.trainer.accumulation_steps}."
         )
-    trainer.batch_shardings(
-        batch_shapes(config.data.batch_size // config.trainer.accumulation_steps, config.data.seq_tokens)
-    )
-    _ = trainer.state_shardings
+
+
+def traced_step(config: RunConfig, trainer: LanguageModelTrainer) -> jax.stages.Traced:
+    """The step, for `.lower().compile()`; nothing is allocated.
+
+    Raises:
+      ConfigError: model and batch contradict each other, or a rule is for a logical axis that no array has.
+      ShardingError: the mesh does not divide an array; names the keys of the config that set the sizes.
+    """
+    _check_sizes(config)
+    known = {name for name, _ in DEFAULT_RULES.table} | set(jax.tree.leaves(trainer.logical_axes))
+    for name in config.mesh.rules:
+        if name not in known:
+            raise ConfigError(
+                f"mesh.rules.{name} is for a logical axis that no array has.{nearest(name, known)} "
+                f"There are: {', '.join(sorted(known))}."
+            )
+    try:
+        return trainer.trace(batch_shapes(config.data.batch_size, config.data.seq_tokens))
+    except ShardingError as error:
+        keys = {key: None for axis in error.logical_axes for key in _size_keys(config, axis)}
+        if not keys:
+            raise
+        raise ShardingError(f"{error}\nSizes come from {', '.join(keys)}.", logical_axes=error.logical_axes) from error
+
+
+def _size_keys(config: RunConfig, logical_axis: str) -> list[str]:
+    """What in the config sets the size of a logical axis, as "key=value"."""
+    axis = logical_axis.removeprefix("act_").removeprefix("norm_").removeprefix("lookup_")
+    keys = _SIZES.get(axis, (f"model.{axis}", f"model.{axis}_size"))
+    sections = [(key, *key.split(".")) for key in keys]
+    return [
+        f"{key}={getattr(getattr(config, section), name)}"
+        for key, section, name in sections
+        if hasattr(getattr(config, section), name)
+    ]
 
 
 def _first_state(
     config: RunConfig, trainer: LanguageModelTrainer, store: CheckpointStore, batches: TrainIterator
 ) -> tuple[TrainState, int]:
     """The state to start from and the steps it has behind it; `batches` is moved there too."""
+    steps = 0
+    key = jax.random.key(config.trainer.seed)
     if store.latest() is not None:
         restored = store.restore(trainer.abstract_state)
         batches.set_state(restored.data_state)
-        return restored.state, restored.step
-    key = jax.random.key(config.trainer.seed)
-    if config.trainer.init_from is None:
-        return trainer.init(key=key), 0
-    params = load_params(Path(config.trainer.init_from), config.model, trainer.state_shardings.params)
-    return trainer.init_from(params, key=key), 0
+        state, steps = restored.state, restored.step
+    elif config.trainer.init_from is None:
+        state = trainer.init(key=key)
+    else:
+        params = load_params(Path(config.trainer.init_from), config.model, trainer.state_shardings.params)
+        state = trainer.init_from(params, key=key)
+    check_shardings(state, trainer.state_shardings)
+    return state, steps
 
 
 def _cost(trainer: LanguageModelTrainer, shapes: Mapping[str, Any]) -> tuple[int, float | None]:

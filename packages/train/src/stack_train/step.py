@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from stack_core.mesh import DEFAULT_RULES, ShardingRules, use_mesh
+from stack_core.mesh import DEFAULT_RULES, ShardingRules, constrain, use_mesh
 from stack_core.protocols import ModelFamily, Objective
 from stack_train.optim import decayed_by_axes
 
@@ -76,14 +76,21 @@ class LanguageModelTrainer:
 
     def compile(self, batch: Mapping[str, Any]) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """Compiles `step` for the shapes of `batch`; the state it is called with is donated."""
+        return self.trace(batch).lower().compile()
+
+    def trace(self, batch: Mapping[str, Any]) -> jax.stages.Traced:
+        """Traces `step` for the shapes of `batch`; nothing is allocated.
+
+        Raises:
+          ShardingError: the mesh does not divide a parameter, the batch, or what the step computes from them.
+        """
         jitted = jax.jit(
             self.step,
             donate_argnums=0,
             in_shardings=(self.state_shardings, self.batch_shardings(batch)),
             out_shardings=(self.state_shardings, self._replicated),
         )
-        shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}
-        return jitted.lower(self.abstract_state, shapes).compile()
+        return jitted.trace(self.abstract_state, _shapes(batch))
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One update; pure.
@@ -114,8 +121,7 @@ class LanguageModelTrainer:
     def compile_evaluation(self, batch: Mapping[str, Any]) -> Callable[[Any, Batch], Metrics]:
         """Compiles `evaluate` for the shapes of `batch`."""
         jitted = jax.jit(self.evaluate, in_shardings=(self.state_shardings.params, self.batch_shardings(batch)))
-        shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}
-        return jitted.lower(self.abstract_state.params, shapes).compile()
+        return jitted.lower(self.abstract_state.params, _shapes(batch)).compile()
 
     def model(self, params: Any) -> nnx.Module:
         """The model with the given parameters."""
@@ -193,9 +199,10 @@ class LanguageModelTrainer:
     def _gradients(self, params: Any, batch: Batch, key: jax.Array) -> tuple[Any, Metrics]:
         if self.accumulation_steps == 1:
             return self._part_gradients(params, batch, key)
-        parts = jax.tree.map(lambda x: x.reshape(self.accumulation_steps, -1, *x.shape[1:]), batch)
+        parts = jax.tree.map(self._split, dict(batch))
         keys = jax.random.split(key, self.accumulation_steps)
-        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(self._part_gradients, params, _first(parts), keys[0]))
+        shapes = jax.eval_shape(self._part_gradients, params, _first(parts), keys[0])
+        grads, metrics = jax.tree.map(jnp.zeros_like, shapes)
 
         def add(total: Any, part: Any) -> tuple[Any, None]:
             result = self._part_gradients(params, *part)
@@ -203,7 +210,8 @@ class LanguageModelTrainer:
             weighted = jax.tree.map(lambda sum_, x: sum_ + x * weight.astype(x.dtype), total[:2], result)
             return (*weighted, total[2] + weight), None
 
-        (grads, metrics, weight), _ = jax.lax.scan(add, (*zeros, jnp.zeros(())), (parts, keys))
+        start = self._like_params(grads), metrics, jnp.zeros(())
+        (grads, metrics, weight), _ = jax.lax.scan(add, start, (parts, keys))
         mean = jax.tree.map(lambda x: x / jnp.maximum(weight, 1).astype(x.dtype), (grads, metrics))
         return mean[0], {**mean[1], "weight": weight}
 
@@ -212,8 +220,21 @@ class LanguageModelTrainer:
             return self.objective(self.model(params), batch, key=key)
 
         (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        return grads, metrics
+        return self._like_params(grads), metrics
+
+    def _split(self, x: jax.Array) -> jax.Array:
+        """[batch, ...] -> [parts, rows, ...]; each takes rows from all over, so that rows stay on their devices."""
+        parts = x.reshape(-1, self.accumulation_steps, *x.shape[1:]).swapaxes(0, 1)
+        return constrain(parts, None, "batch", *[None] * (x.ndim - 1), name="a part of the batch")
+
+    def _like_params(self, grads: Any) -> Any:
+        """Splits gradients as their parameters are, so that sums and updates of them are split as well."""
+        return grads if self.mesh.size == 1 else jax.lax.with_sharding_constraint(grads, self._param_shardings)
 
 
 def _first(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[0], tree)
+
+
+def _shapes(batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}

@@ -1,4 +1,4 @@
-"""What decoder architectures share: a linear layer, and a scan over stacked layers."""
+"""What decoder architectures share: a linear layer, an embedding, how activations are split, a scan over layers."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -6,11 +6,14 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from stack_core import ops
+from stack_core.mesh import constrain
 
-__all__ = ["FloatName", "Linear", "RematPolicy", "scan_layers"]
+__all__ = ["FloatName", "Linear", "RematPolicy", "as_residual", "gathered", "lookup", "scan_layers"]
+
+Hidden = Float[Array, "batch seq embed"]
 
 FloatName = Literal["bfloat16", "float16", "float32"]
 RematPolicy = Literal["none", "full", "dots", "dots_no_batch"]
@@ -50,6 +53,32 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "... d_in"]) -> Float[Array, "... d_out"]:
         bias = None if self.bias is None else self.bias[...]
         return ops.linear(x, self.kernel[...].astype(x.dtype), bias=bias)
+
+
+def lookup(table: Float[Array, "vocab embed"], tokens: Int[Array, "batch seq"], dtype: FloatName) -> Hidden:
+    """Returns the rows of an embedding for tokens, cast to `dtype`; a token outside the vocabulary gets NaN.
+
+    Each device reads the part of a row that it holds for the tokens of all devices that hold the other parts, and then
+    they exchange parts of rows for whole ones. XLA by itself may gather the table on every device, or each row.
+    """
+    tokens = constrain(tokens, "lookup_batch", "seq", name="tokens")
+    parts = jnp.take(table, tokens, axis=0, mode="fill").astype(dtype)
+    return as_residual(constrain(parts, "lookup_batch", "seq", "embed", name="embedded tokens"))
+
+
+def as_residual(x: Hidden) -> Hidden:
+    """Splits activations as the residual stream is split, where only norms and sums act on them.
+
+    Where rules split its sequence over `tensor`, the sum of products that `tensor` leaves in parts becomes a
+    reduce-scatter. Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022
+    (arXiv:2205.05198).
+    """
+    return constrain(x, "batch", "norm_seq", "act_embed", name="the residual stream")
+
+
+def gathered(x: Hidden) -> Hidden:
+    """Splits activations as products and attention need them, with the whole sequence on each part of `tensor`."""
+    return constrain(x, "batch", "seq", "act_embed", name="normed activations")
 
 
 def scan_layers(

@@ -22,7 +22,7 @@ from stack_core.mesh import constrain
 from stack_core.protocols import AttentionSpec, KVCache
 from stack_train.models.cache import DenseKVCache
 from stack_train.models.config_map import ConfigField, ConfigMap
-from stack_train.models.layers import FloatName, Linear, RematPolicy, scan_layers
+from stack_train.models.layers import FloatName, Linear, RematPolicy, as_residual, gathered, lookup, scan_layers
 from stack_train.models.weight_map import WeightRule, linear_rules
 
 __all__ = ["FAMILY", "Llama", "LlamaConfig", "LlamaFamily"]
@@ -110,17 +110,19 @@ class Attention(nnx.Module):
         cache: KVCache | None,
         layer_cache: Any,
     ) -> tuple[Hidden, Any]:
-        query = constrain(self._rotate(self._heads(self.query(x)), positions), "batch", "seq", "act_heads", None)
-        key = self._rotate(self._heads(self.key(x)), positions)
-        value = self._heads(self.value(x))
+        query = self._rotate(self._heads(self.query(x), "act_heads", "queries"), positions)
+        key = self._rotate(self._heads(self.key(x), "act_kv_heads", "keys"), positions)
+        value = self._heads(self.value(x), "act_kv_heads", "values")
         if cache is None:
             output: Any = ops.attention(query, key, value, causal=True, segment_ids=segment_ids)
         else:
             output, layer_cache = cache.attend(layer_cache, query, key, value, AttentionSpec())
         return self.output(output.reshape(*x.shape[:2], -1)), layer_cache
 
-    def _heads(self, x: Float[Array, "batch seq features"]) -> Float[Array, "batch seq heads head_dim"]:
-        return x.reshape(*x.shape[:2], -1, self.config.head_size)
+    def _heads(
+        self, x: Float[Array, "batch seq features"], axis: str, name: str
+    ) -> Float[Array, "batch seq heads head_dim"]:
+        return constrain(x.reshape(*x.shape[:2], -1, self.config.head_size), "batch", "seq", axis, None, name=name)
 
     def _rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         return ops.rope(x, positions, theta=self.config.rope_theta, scaling=self.config.rope_scaling)
@@ -142,7 +144,7 @@ class FeedForward(nnx.Module):
             gated = ops.gated_linear_unit(x, self.gate.kernel[...].astype(x.dtype), self.up.kernel[...].astype(x.dtype))
         else:
             gated = jax.nn.silu(self.gate(x)) * self.up(x)  # the op has no biases
-        return self.down(constrain(gated, "batch", "seq", "act_mlp"))
+        return self.down(constrain(gated, "batch", "seq", "act_mlp", name="gated activations"))
 
 
 class Block(nnx.Module):
@@ -163,9 +165,9 @@ class Block(nnx.Module):
         self, x: Hidden, positions: Any, segment_ids: Any, cache: KVCache | None, layer_cache: Any
     ) -> tuple[Hidden, Any]:
         normed: Any = ops.norm(x, self.attention_norm[...], epsilon=self.epsilon)
-        attended, layer_cache = self.attention(normed, positions, segment_ids, cache, layer_cache)
-        normed, x = ops.norm(attended, self.feed_forward_norm[...], epsilon=self.epsilon, residual=x)
-        return constrain(x + self.feed_forward(normed), "batch", "seq", "act_embed"), layer_cache
+        attended, layer_cache = self.attention(gathered(normed), positions, segment_ids, cache, layer_cache)
+        normed, x = ops.norm(as_residual(attended), self.feed_forward_norm[...], epsilon=self.epsilon, residual=x)
+        return x + as_residual(self.feed_forward(gathered(normed))), layer_cache
 
 
 class Llama(nnx.Module):
@@ -203,15 +205,14 @@ class Llama(nnx.Module):
           ShapeError: more tokens than `max_positions`, or segments together with a cache.
         """
         self._check(tokens, segment_ids, cache)
-        x = jnp.take(self.embedding[...], tokens, axis=0, mode="fill").astype(self.config.dtype)
-        x = constrain(x, "batch", "seq", "act_embed")
+        x = lookup(self.embedding[...], tokens, self.config.dtype)
 
         def run(block: Block, x: jax.Array, layer_cache: Any) -> tuple[jax.Array, Any]:
             return block(x, positions, segment_ids, cache, layer_cache)
 
         layers = None if cache is None else cache.layers
         x, layers = scan_layers(run, self.blocks, x, layers, remat=self.config.remat)
-        hidden: Any = ops.norm(x, self.norm[...], epsilon=self.config.norm_epsilon)
+        hidden = gathered(ops.norm(x, self.norm[...], epsilon=self.config.norm_epsilon))
         return hidden if cache is None else (hidden, cache.advance(layers, tokens.shape[1]))
 
     def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
@@ -221,7 +222,8 @@ class Llama(nnx.Module):
     def head_weight(self) -> Float[Array, "embed vocab"]:
         """The head in `config.dtype`, whether tied or not."""
         weight = self.embedding[...].T if self.head is None else self.head[...]
-        return weight.astype(self.config.dtype)
+        # Gathered here, once, and not in the loop that the loss runs over chunks of rows.
+        return constrain(weight.astype(self.config.dtype), "act_embed", "act_vocab", name="head")
 
     def empty_cache(self, batch: int, capacity: int) -> DenseKVCache:
         """A cache with room for `capacity` tokens a row.

@@ -168,6 +168,13 @@ def test_what_an_upgrade_left_behind_is_no_second_plugin(site):
     assert [report.name for report in site.plugins().reports()] == ["good"]
 
 
+def test_a_distribution_that_another_hides_on_the_path_offers_nothing(site, tmp_path):
+    newer = tmp_path / "first" / "dist_good-2.0.dist-info"
+    newer.mkdir(parents=True)
+    (newer / "METADATA").write_text("Metadata-Version: 2.1\nName: dist-good\nVersion: 2.0\n")
+    assert Plugins([str(newer.parent), str(site.folder)], {}).reports() == ()
+
+
 @pytest.mark.parametrize("error", ["OSError('boom')", "SystemExit('boom')"])
 def test_a_hook_that_raises_costs_only_its_own_names(site, error):
     name = type(eval(error)).__name__
@@ -299,6 +306,11 @@ def test_the_first_answer_selects_and_a_selector_that_raises_is_not_asked_again(
     assert plugins.select_op(**call) == "first"
     assert sys.modules["plugin_b_raising"].calls == ["linear"]
     assert report_of(plugins, "b_raising").status == "incomplete"
+
+
+def test_a_plugin_that_failed_selects_nothing(site):
+    site.add("failed", HEADER + "def stack_register_ops(registry): ...\n" + SELECTING + "return 'second'")
+    assert site.plugins().select_op(call="linear", chip=None, candidates=("first", "second")) is None
 
 
 def test_an_unknown_name_says_which_plugins_are_left_out(site):

@@ -1,4 +1,4 @@
-"""The hooks of ABI 1: what a plugin may register.
+"""The hooks of ABI 1: what a plugin may register. `docs/hooks.md` has a section with an example for each.
 
 Every `stack_register_<things>(registry)` hook is called once, on first use of that registry, with a `Registrar`:
 `registry.add(name, target, **details)`. Targets are objects or, better, "module:attribute" strings, so that
@@ -50,7 +50,7 @@ def stack_register_data_sources(registry: Registrar) -> None:
 
 @hookspec
 def stack_register_optimizers(registry: Registrar) -> None:
-    """Optimizers, each a config class whose `build(steps)` returns an `optax.GradientTransformation`."""
+    """Optimizers, each a config class with `build(steps, decayed)` and `learning_rate_schedule(steps)`."""
 
 
 @hookspec
@@ -65,7 +65,7 @@ def stack_register_trainers(registry: Registrar) -> None:
 
 @hookspec
 def stack_register_checkpoint_formats(registry: Registrar) -> None:
-    """Checkpoint formats by the scheme of their address, such as "hf"."""
+    """Checkpoint formats by the scheme of their address, such as "hf", each with `import_run` and `export_run`."""
 
 
 @hookspec
@@ -105,7 +105,7 @@ def stack_register_configs(registry: Registrar) -> None:
 
 @hookspec(firstresult=True)
 def stack_select_op(call: Any, chip: Any, candidates: tuple[str, ...]) -> str | None:
-    """Chooses among the implementations that support a call, by name; None leaves the choice to the next plugin."""
+    """Chooses among the implementations that support an `OpCall`, by name; None leaves it to the next plugin."""
 
 
 HOOKS = tuple(name for name in tuple(globals()) if name.startswith("stack_"))

@@ -1,0 +1,97 @@
+"""Every hook and every contract has its section, and no section speaks of what is not there."""
+
+import ast
+import re
+from pathlib import Path
+
+import pluggy
+import pytest
+
+from stack_core import abi, hookspecs, protocols
+from stack_core.abi import OpCall
+from stack_core.hookspecs import DETAILS, HOOKS
+from stack_core.registry import Registrar
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def sections(page):
+    """The text below each heading of the third level, or of the second if it names a hook, by the names in it."""
+    parts = re.split(r"^(?=##)", (DOCS / page).read_text(), flags=re.MULTILINE)
+    headings = [(re.findall(r"`(\w+)`", part.partition("\n")[0]), part) for part in parts]
+    return {name: text for names, text in headings for name in names}
+
+
+def blocks(text):
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+HOOK_SECTIONS = sections("hooks.md")
+CONTRACT_SECTIONS = sections("abi.md")
+
+
+def test_every_hook_has_a_section_and_every_section_a_hook():
+    assert sorted(HOOK_SECTIONS) == sorted(HOOKS)
+
+
+def test_every_contract_has_a_section_and_every_section_a_contract():
+    assert sorted(CONTRACT_SECTIONS) == sorted([*abi.__all__, *protocols.__all__])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_examples_are_python(page):
+    for block in blocks(page.read_text()):
+        ast.parse(block)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        target = (page.parent / path) if path else page
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings], link
+
+
+def plugin_of(block):
+    """A plugin manager that knows the hooks which a block of Python implements."""
+    namespace = {"__name__": "an_example"}
+    exec(block, namespace)
+    manager = pluggy.PluginManager("stack")
+    manager.add_hookspecs(hookspecs)
+    manager.register(type("Plugin", (), {name: staticmethod(namespace[name]) for name in namespace if name in HOOKS}))
+    manager.check_pending()
+    return manager.hook
+
+
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook.startswith("stack_register_")])
+def test_a_hooks_example_registers_something(hook):
+    (block,) = blocks(HOOK_SECTIONS[hook])
+    kind = hook.removeprefix("stack_register_")
+    registrar = Registrar(kind, "example", DETAILS.get(kind, {}))
+    getattr(plugin_of(block), hook)(registry=registrar)
+    assert registrar.close()
+
+
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook.startswith("stack_register_")])
+def test_a_hooks_section_says_what_the_target_is_and_names_its_details(hook):
+    text = HOOK_SECTIONS[hook]
+    details = DETAILS.get(hook.removeprefix("stack_register_"), {})
+    (line,) = re.findall(r"^- Details: (.*)$", text, re.MULTILINE)
+    assert re.findall(r"^`(\w+)`", line) == list(details) if details else line == "none."
+    assert re.search(r"^- Target: ", text, re.MULTILINE)
+    assert re.search(r"^- Read ", text, re.MULTILINE)
+
+
+def test_the_selecting_hooks_example_selects():
+    (block,) = blocks(HOOK_SECTIONS["stack_select_op"])
+    select = plugin_of(block).stack_select_op
+    call = OpCall("norm", {}, {}, "forward")
+    assert select(call=call, chip=None, candidates=("reference", "acme_forward")) == "acme_forward"
+    assert select(call=call, chip=None, candidates=("reference", "other")) is None

@@ -1,0 +1,21 @@
+"""`journal.txt` in a run's directory: what happened, one line an event."""
+
+import time
+
+
+def journal(context):
+    """Makes the observer of one run."""
+    return Journal(context.directory / "journal.txt")
+
+
+class Journal:
+    """Writes each event as it happens; a resumed run goes on in the same file."""
+
+    def __init__(self, path):
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def observe(self, event):
+        print(time.strftime("%F %T"), event, file=self._file)
+
+    def close(self):
+        self._file.close()

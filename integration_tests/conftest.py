@@ -1,0 +1,76 @@
+"""A temporary environment that distributions are installed into and removed from, offline."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Environment:
+    """A virtual environment of its own, which also sees all that is installed in the running one.
+
+    Args:
+      folder: where it is made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.python = folder / "bin" / "python"
+        self._wheels = folder / "wheels"
+        self._uv("venv", "--python", sys.executable, str(folder))
+        packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+        running = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+        # addsitedir, and not the bare folder, because the packages may be installed there as links.
+        lines = [f"import site; site.addsitedir({path!r})" for path in sorted(running)]
+        (packages / "running_environment.pth").write_text("\n".join(lines) + "\n")
+
+    @contextlib.contextmanager
+    def installed(self, *projects: Path) -> Iterator[None]:
+        """Builds the distributions in these folders, and has them installed for a while."""
+        wheels = [self._built(project) for project in projects]
+        self._uv("pip", "install", "--no-deps", f"--python={self.python}", *map(str, wheels))
+        try:
+            yield
+        finally:
+            names = [wheel.name.split("-")[0] for wheel in wheels]
+            self._uv("pip", "uninstall", f"--python={self.python}", *names)
+
+    def run(self, *arguments: str, check: bool = True, **environ: str) -> subprocess.CompletedProcess[str]:
+        """Runs Python, with these environment variables beside those of the tests."""
+        command = [str(self.python), *arguments]
+        done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, check=False)
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def stack(self, *arguments: str, check: bool = True, **environ: str) -> subprocess.CompletedProcess[str]:
+        return self.run("-m", "stack_core.cli", *arguments, check=check, **environ)
+
+    def plugins(self, **environ: str) -> dict[str, dict[str, Any]]:
+        """What `stack plugins --json` reports, by distribution."""
+        done = self.stack("plugins", "--json", **environ)
+        assert done.stderr == ""
+        return {report["distribution"]: report for report in json.loads(done.stdout)["plugins"]}
+
+    def _built(self, project: Path) -> Path:
+        folder = self._wheels / project.name
+        build = [sys.executable, "-m", "hatchling", "build", "--target=wheel", f"--directory={folder}"]
+        subprocess.run(build, cwd=project, check=True, capture_output=True)
+        (wheel,) = folder.glob("*.whl")
+        return wheel
+
+    def _uv(self, *arguments: str) -> None:
+        from uv import find_uv_bin
+
+        offline = {"UV_OFFLINE": "1", "UV_NO_CACHE": "1", "UV_PYTHON_DOWNLOADS": "never"}
+        subprocess.run([find_uv_bin(), *arguments, "--quiet"], env=os.environ | offline, check=True)
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return Environment(tmp_path_factory.mktemp("environment"))

@@ -1,0 +1,155 @@
+"""What third parties bring works when it is installed, and vanishes when it is removed."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core import ops
+from stack_core.abi import QView
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "plugins"
+TRAINING = """
+model: {{family: llama, vocab_size: 280, layers: 1, embed: 16, heads: 2, mlp: 24, max_positions: 16, dtype: float32}}
+data: {{source: "text:{text}", seq_tokens: 16, batch_size: 2, validation_fraction: 0}}
+trainer: {{steps: 3}}
+output: {output}
+"""
+
+
+@pytest.mark.parametrize("name", ["op", "command", "observer"])
+def test_an_example_is_a_whole_distribution_of_fewer_than_sixty_lines(name):
+    files = [path for path in (EXAMPLES / name).rglob("*") if path.suffix in (".py", ".toml")]
+    assert {"pyproject.toml", "plugin.py"} <= {path.name for path in files}
+    assert sum(len(path.read_text().splitlines()) for path in files) < 60
+
+
+CALL = """
+import jax, jax.numpy as jnp
+from stack_core import ops
+x, w_gate, w_up = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(3, 8), (8, 5), (8, 5)]))
+expected = ops.gated_linear_unit(x, w_gate, w_up, implementation="reference")
+actual = ops.gated_linear_unit(x, w_gate, w_up, implementation="one_product")
+assert jnp.allclose(actual, expected, rtol=1e-5), (actual, expected)
+products = str(jax.make_jaxpr(lambda *a: ops.gated_linear_unit(*a, implementation="one_product"))(x, w_gate, w_up))
+assert products.count("dot_general[") == 1
+"""
+
+
+def test_an_op_implementation_is_chosen_by_name_and_meets_the_contract(environment, tmp_path):
+    with environment.installed(EXAMPLES / "op"):
+        assert environment.plugins()["acme-glu"]["registered"] == {"ops": ["gated_linear_unit/one_product"]}
+        environment.run("-c", CALL)
+        suite = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-c", "/dev/null"]
+        passed = environment.run(*suite, str(EXAMPLES / "op" / "test_contract.py"))
+    assert re.search(r"^\d+ passed, \d+ skipped", passed.stdout, re.MULTILINE), passed.stdout
+    removed = environment.run("-c", CALL, check=False)
+    assert "UnknownName: Unknown name 'gated_linear_unit/one_product' among ops" in removed.stderr
+
+
+def test_a_command_runs(environment, tmp_path):
+    records = [{"kind": "train", "step": step, "loss": 8.0 - step} for step in range(8)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with environment.installed(EXAMPLES / "command"):
+        assert "Draw the losses of a run." in environment.stack("--help").stdout
+        drawn = environment.stack("losses", str(tmp_path), PYTHONUTF8="1")
+        refused = environment.stack("losses", str(tmp_path / "nowhere"), check=False)
+    assert drawn.stdout == "█▇▆▅▄▃▂▁ 8.000 to 1.000\n"
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "does not exist. Name the output directory" in refused.stderr
+    removed = environment.stack("losses", str(tmp_path), check=False)
+    assert removed.returncode == 2
+    assert "Unknown name 'losses' among commands" in removed.stderr
+
+
+def test_an_observer_sees_the_events_of_a_run(environment, tmp_path):
+    (tmp_path / "run.yaml").write_text(TRAINING.format(text=__file__, output=tmp_path / "run"))
+    with environment.installed(EXAMPLES / "observer"):
+        environment.stack("train", str(tmp_path / "run.yaml"), XDG_CACHE_HOME=str(tmp_path / "cache"))
+    journal = (tmp_path / "run" / "journal.txt").read_text()
+    events = re.findall(r"^[\d-]+ [\d:]+ (\w+)\(", journal, re.MULTILINE)
+    assert (events[0], events[-1]) == ("RunStarted", "RunFinished")
+    assert re.findall(r"StepFinished\(step=(\d+)", journal) == ["1", "2", "3"]
+    assert "CheckpointSaved(step=3" in journal
+    assert "acme-journal" not in environment.plugins()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PackedNibbles:
+    """A stranger's weight: two 4-bit codes a byte, the output axis first, one offset and one step size a tile of rows.
+
+    Attributes:
+      packed: uint8[..., d_out, d_in / 2]; the code of an even row is in the low half.
+      steps, offsets: float32 and int8 [..., d_out, tiles].
+    """
+
+    packed: Any
+    steps: Any
+    offsets: Any
+
+    def __stack_qview__(self) -> QView:
+        codes = jnp.stack([self.packed & 15, self.packed >> 4], axis=-1).reshape(*self.packed.shape[:-1], -1)
+        qvalue, scale, zero_point = (
+            jnp.swapaxes(array, -1, -2) for array in (codes.astype(jnp.int8), self.steps, self.offsets)
+        )
+        return QView((1, 0), qvalue, scale, zero_point, "nibbles")
+
+    @classmethod
+    def draw(cls, rng, *, d_in, d_out, tiles, lead=()):
+        packed = rng.integers(0, 256, size=(*lead, d_out, d_in // 2)).astype(np.uint8)
+        steps = rng.uniform(0.01, 0.1, size=(*lead, d_out, tiles)).astype(np.float32)
+        offsets = rng.integers(6, 10, size=(*lead, d_out, tiles)).astype(np.int8)
+        return cls(*map(jnp.asarray, (packed, steps, offsets)))
+
+    def by_hand(self):
+        """The same weight [..., d_in, d_out], in numpy and code by code."""
+        packed, steps, offsets = (np.asarray(array) for array in (self.packed, self.steps, self.offsets))
+        *lead, d_out, bytes_in = packed.shape
+        weight = np.zeros((*lead, 2 * bytes_in, d_out), np.float32)
+        rows_of_tile = 2 * bytes_in // steps.shape[-1]
+        for row, column in np.ndindex(2 * bytes_in, d_out):
+            byte, tile = packed[..., column, row // 2].astype(np.int32), row // rows_of_tile
+            code = byte >> 4 if row % 2 else byte & 15
+            weight[..., row, column] = (code - offsets[..., column, tile]) * steps[..., column, tile]
+        return jnp.asarray(weight)
+
+
+def _linear(rng, lead):
+    weight = PackedNibbles.draw(rng, d_in=12, d_out=5, tiles=3, lead=lead)
+    return weight, (jnp.asarray(rng.normal(size=(*lead, 7, 12)), jnp.float32),), lambda w, x: ops.linear(x, w)
+
+
+def _ragged_dot(rng, lead):
+    weight = PackedNibbles.draw(rng, d_in=8, d_out=6, tiles=2, lead=(*lead, 3))
+    lhs = jnp.asarray(rng.normal(size=(*lead, 9, 8)), jnp.float32)
+    group_sizes = jnp.broadcast_to(jnp.asarray([4, 0, 5], jnp.int32), (*lead, 3))
+    return weight, (lhs, group_sizes), lambda w, x, sizes: ops.ragged_dot(x, w, sizes)
+
+
+TRANSFORMS = {
+    "jit": ((), jax.jit),
+    "vmap": ((2,), jax.vmap),
+    "scan": ((2,), lambda call: lambda *args: jax.lax.scan(lambda _, one: ((), call(*one)), (), args)[1]),
+    "jit_of_scan_of_vmap": (
+        (2, 3),
+        lambda call: jax.jit(lambda *args: jax.lax.scan(lambda _, one: ((), jax.vmap(call)(*one)), (), args)[1]),
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("draw", [_linear, _ragged_dot])
+def test_a_foreign_quantized_array_multiplies_as_its_dequantized_self(draw, transform):
+    lead, transformed = TRANSFORMS[transform]
+    weight, arguments, call = draw(np.random.default_rng(0), lead)
+    actual = transformed(call)(weight, *arguments)
+    expected = transformed(call)(weight.by_hand(), *arguments)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(expected).max() > 0.1

@@ -194,14 +194,19 @@ def test_a_tuned_table_chooses_implementation_and_config_in_each_direction(regis
 def test_order_is_named_then_tuned_then_hook_then_priority(
     register: Any, register_tables: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register(*(_returning(1.0, name, priority=priority) for priority, name in enumerate(("named", "table", "hook"))))
+    register(
+        *(
+            _returning(1.0, name, priority=priority)
+            for priority, name in enumerate(("named", "table", "hook", "highest"))
+        )
+    )
     tables = register_tables(mine={"forward": ("table", None, "measured")})
-    monkeypatch.setattr(_dispatch.plugins, "select_op", lambda call, chip, candidates: candidates[-1])
+    monkeypatch.setattr(_dispatch.plugins, "select_op", lambda call, chip, candidates: "hook")
     assert [_chosen("named")[0], _chosen()[0]] == ["named", "table"]
     tables["mine"].answers.clear()
-    assert _plan().forward.reason == "chosen by stack_select_op"
+    assert _chosen()[0] == "hook"
     monkeypatch.setattr(_dispatch.plugins, "select_op", lambda call, chip, candidates: None)
-    assert _plan().forward.reason == "priority 2"
+    assert _chosen()[0] == "highest"
 
 
 def test_a_table_gives_its_config_to_what_the_caller_names(register: Any, register_tables: Any) -> None:

@@ -23,7 +23,7 @@ from stack_core.ops._dispatch import Choice, Implementation, Plan, described, pl
 __all__ = ["ExplainedCall", "Explanation", "explain"]
 
 # Between an op and the line that calls it there may be its own file, JAX's transformations and run-time type checks.
-_NOT_THE_CALLER = frozenset({"stack_core", "jax", "jaxtyping", "beartype", "contextlib", "functools"})
+_NOT_THE_CALLER = frozenset({"stack_core", "jax", "jaxtyping"})
 
 
 @dataclass(frozen=True)

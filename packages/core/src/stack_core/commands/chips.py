@@ -18,8 +18,16 @@ from stack_core.registry import Entry
 
 __all__ = ["chips"]
 
-_WIDTH_OF_A_PIPE = 180
 _QUIET_S = 0.5
+_COLUMNS = (
+    ("bf16", "TF/s"),
+    ("int8", "TO/s"),
+    ("fp8", "TF/s"),
+    ("memory", "GiB"),
+    ("memory", "GB/s"),
+    ("on chip", "MiB"),
+    ("links", "GB/s"),
+)
 
 
 def chips(*, json: bool = False) -> None:
@@ -38,11 +46,13 @@ def chips(*, json: bool = False) -> None:
         print(json_format.dumps({"devices": devices, "chips": [_record(*row) for row in rows]}, indent=2))
         return
     counts = {name: here[kind] for kind, name in names.items() if name is not None}
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH_OF_A_PIPE)
+    console = Console(soft_wrap=True)
     console.print(_table(rows, counts))
-    for entry, chip in rows:
-        if chip is not None:
-            console.print(f"{entry.name}: {chip.provenance}.", style="dim", highlight=False)
+    console.print(
+        "All dense peaks in TFLOP/s by the operands' dtype, and where the numbers come from:", highlight=False
+    )
+    for row in rows:
+        console.print(_line(*row), style="dim", highlight=False)
     for kind in (kind for kind, name in names.items() if name is None):
         console.print(
             f"{here[kind]} x {kind!r} is here and has no row, so its peaks are not known; "
@@ -88,19 +98,20 @@ def _record(entry: Entry, chip: Chip | None) -> dict[str, Any]:
 
 
 def _table(rows: list[tuple[Entry, Chip | None]], counts: dict[str, int]) -> Table:
-    table = Table("chip", "here", "unit", "dense TFLOP/s by dtype")
-    for column in ("memory, GiB", "its GB/s", "on chip, MiB", "links, GB/s one way"):
-        table.add_column(column, justify="right")
+    # Eighty columns wide, so that no cell is cut.
+    table = Table("chip", "here", "unit", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for quantity, unit in _COLUMNS:
+        table.add_column(f"{quantity}\n{unit}", justify="right")
     for entry, chip in rows:
         here = str(counts.get(entry.name, ""))
         if chip is None:
-            table.add_row(entry.name, here, "", "measured where it is")
+            table.add_row(entry.name, here, "", "?")
             continue
         table.add_row(
             entry.name,
             here,
             chip.unit,
-            ", ".join(f"{dtype} {_number(flops, 1e12)}" for dtype, flops in chip.peak_flops.items()),
+            *(_number(chip.peak_flops.get(dtype), 1e12) for dtype in ("bfloat16", "int8", "float8_e4m3fn")),
             _number(chip.hbm_bytes, 2**30),
             _number(chip.hbm_bandwidth_bytes_s, 1e9),
             _number(chip.on_chip_bytes, 2**20),
@@ -108,6 +119,13 @@ def _table(rows: list[tuple[Entry, Chip | None]], counts: dict[str, int]) -> Tab
             style="bold" if here else "",
         )
     return table
+
+
+def _line(entry: Entry, chip: Chip | None) -> str:
+    if chip is None:
+        return f"{entry.name}: measured where it is."
+    peaks = ", ".join(f"{dtype} {_number(flops, 1e12)}" for dtype, flops in chip.peak_flops.items())
+    return f"{entry.name}: {peaks}. {chip.provenance}."
 
 
 def _say(message: str) -> None:

@@ -1,13 +1,15 @@
 """Hands the events of a run to its observers."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stack_core.errors import PluginError, StackError
 from stack_core.events import Event
 from stack_core.protocols import Observer
+from stack_core.registry import Registry
 
 __all__ = ["EventBus", "ObserverContext", "observers_from"]
 
@@ -57,7 +59,27 @@ class EventBus:
             warnings.warn(f"Observer {name} failed and is left out: {type(error).__name__}: {error}", stacklevel=3)
 
 
-def observers_from(factories: Iterable[Any], context: ObserverContext) -> list[Observer]:
-    """Builds the observers that have something to do in `context`."""
-    built = (factory(context) for factory in factories)
+def observers_from(registry: Registry[Any], context: ObserverContext) -> list[Observer]:
+    """Builds the observers that have something to do in `context`; one that fails is named in a warning and left out.
+
+    Args:
+      registry: functions from the context to an observer or None, by name.
+
+    Raises:
+      StackError: an observer refuses the run as it is configured.
+    """
+    built = (_built(registry, name, context) for name in registry)
     return [observer for observer in built if observer is not None]
+
+
+def _built(registry: Registry[Any], name: str, context: ObserverContext) -> Observer | None:
+    try:
+        return registry[name](context)
+    except PluginError as error:
+        problem = str(error)
+    except StackError:
+        raise
+    except Exception as error:  # An observer, perhaps a stranger's, must never cost the run it would watch.
+        problem = f"{type(error).__name__}: {error}"
+    warnings.warn(f"Observer {name!r} cannot be made and is left out: {problem}", stacklevel=4)
+    return None

@@ -225,8 +225,7 @@ def _cost(trainer: LanguageModelTrainer, shapes: Mapping[str, Any]) -> tuple[int
 def _observed(config: RunConfig, directory: RunDirectory, *, terminal: bool) -> Iterator[EventBus]:
     """The bus of all registered observers; tells them when the run fails."""
     context = ObserverContext(directory.path, config, terminal)
-    factories = [registries.observers[name] for name in registries.observers]
-    with EventBus(observers_from(factories, context)) as bus:
+    with EventBus(observers_from(registries.observers, context)) as bus:
         try:
             yield bus
         except BaseException as error:  # Observers learn of every end, Ctrl-C's included; it goes on unchanged.

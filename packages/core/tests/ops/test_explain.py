@@ -75,7 +75,7 @@ def test_its_text_is_an_aligned_table(register: Any, register_tables: Any) -> No
     assert str(explain(layers, SHAPE, WEIGHTS)).splitlines() == [
         "calls  op      pass      implementation  config  why",
         "    3  linear  forward   fast            128     tuned table 'mine': 1.3 ms",
-        "               backward  reference               priority 0",
+        "               backward  reference               the only one that supports the call",
         "               x float32[4, 4], weight float32[4, 4], preferred_dtype=float32",
         "               not wide forward: 4 < 128",
         "               not fast backward: has no backward pass of its own",

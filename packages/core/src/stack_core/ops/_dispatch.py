@@ -207,6 +207,8 @@ def _selected_by_hook(call: OpCall, able: Mapping[str, OpImplementation]) -> Cho
 
 
 def _highest_priority(call: OpCall, able: Mapping[str, OpImplementation], forward: Choice | None) -> Choice:
+    if len(able) == 1:
+        return _choice(*able.values(), reason="the only one that supports the call")
     top = max(candidate.priority for candidate in able.values())
     best = [candidate for candidate in able.values() if candidate.priority == top]
     if forward is not None and forward.implementation in best:

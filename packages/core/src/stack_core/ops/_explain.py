@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -137,10 +138,8 @@ def _planned(
 
 
 def _given(op: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that differ from the defaults of the op's public function."""
-    from stack_core import ops  # which imports this file
-
-    function = getattr(ops, op, None)
+    """The options that differ from the defaults of the op's public function, the innermost of its name on the stack."""
+    function = next((frame.f_globals.get(op) for frame in _frames() if frame.f_code.co_name == op), None)
     if function is None:
         return dict(options)
     parameters = inspect.signature(function).parameters
@@ -150,12 +149,18 @@ def _given(op: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _caller() -> str:
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in _frames():
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_CALLER:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
     return ""
+
+
+def _frames() -> Iterator[FrameType]:
+    """The frames of the stack, the innermost first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 @functools.cache

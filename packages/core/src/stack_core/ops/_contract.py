@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from stack_core.ops._manual_axes import vary_alike
 
-__all__ = ["accurate_dtype", "contract"]
+__all__ = ["accurate_dtype", "contract", "transposed"]
 
 
 def accurate_dtype(dtype: DTypeLike) -> jnp.dtype:
@@ -61,14 +61,14 @@ def _backward(
     axes = first[0][:-2] + first[0][-1] + first[0][-2]
     return (
         _narrow(f"{result},{right_axes}->{left_axes}", left.dtype, cotangent, right),
-        _narrow(f"{axes},{second[0]}->{right_axes}", right.dtype, _transposed(first[1]), second[1]),
+        _narrow(f"{axes},{second[0]}->{right_axes}", right.dtype, transposed(first[1]), second[1]),
     )
 
 
 _narrow.defvjp(_forward, _backward)
 
 
-def _transposed(array: jax.Array) -> jax.Array:
+def transposed(array: jax.Array) -> jax.Array:
     """The last two axes exchanged, on CPUs in two steps.
 
     XLA's CPU backend folds a plain transpose into the product that follows, which then has no narrow kernel and runs

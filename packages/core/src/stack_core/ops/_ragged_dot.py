@@ -6,26 +6,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from stack_core.abi import AUTODIFF, OpImplementation, QView
 from stack_core.errors import ArgumentError, ShapeError
 from stack_core.ops._check import Axes, check_floating, check_same_dtype
-from stack_core.ops._contract import accurate_dtype, contract
+from stack_core.ops._contract import accurate_dtype, contract, transposed
 from stack_core.ops._dispatch import Implementation, dispatch
 from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array
 
 __all__ = ["REFERENCE", "ragged_dot"]
 
-_FEWEST_TILE_ROWS = 8
+_FEWEST_TILE_ROWS = 16
 _MOST_TILE_ROWS = 128
 
 
 def ragged_dot(
     lhs: Float[Array, "rows d_in"],
     rhs: Float[Array, "groups d_in d_out"] | QuantizedArray,
-    group_sizes: Int[Array, " groups"],
+    group_sizes: Integer[Array, " groups"],
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "rows d_out"]:
@@ -114,9 +114,12 @@ def _tiles(group_sizes: Any, rows: int, tile_rows: int) -> _Tiles:
 
 
 def _tile_rows(rows: int, groups: int) -> int:
-    """A power of two, such that the tiles that groups do not fill do not outweigh the others."""
-    average = max(rows // groups, 1)
-    return min(max(2 ** (average.bit_length() - 1), _FEWEST_TILE_ROWS), _MOST_TILE_ROWS)
+    """A power of two, small enough that what groups leave free in their tiles adds at most a quarter to the work.
+
+    Groups of few rows are an exception, since products of fewer than 16 rows are slower than their FLOPs say.
+    """
+    quarter = max(rows // (4 * groups), 1)
+    return min(max(2 ** (quarter.bit_length() - 1), _FEWEST_TILE_ROWS), _MOST_TILE_ROWS)
 
 
 def _multiply(subscripts: str, lhs: Any, rhs: Any, group_sizes: Any) -> Any:
@@ -149,7 +152,7 @@ def _sum_of_outer_products(lhs: Any, cotangent: Any, group_sizes: Any) -> Any:
         in_group = (tile.start + jnp.arange(tile_rows, dtype=jnp.int32) < tile.end)[:, None]
         # Both are masked, since a row outside all groups may hold anything, infinities too.
         blocks = [jnp.where(in_group, lax.dynamic_slice_in_dim(x, tile.start, tile_rows), 0) for x in padded]
-        product = contract("rk,rn->kn", *blocks, accumulator)
+        product = contract("kr,rn->kn", transposed(blocks[0]), blocks[1], accumulator)
         return lax.dynamic_update_index_in_dim(total, total[tile.group] + product, tile.group, axis=0), None
 
     total = jnp.zeros_like(lhs, shape=(groups, lhs.shape[1], cotangent.shape[1]), dtype=accumulator)

@@ -55,8 +55,9 @@ def collective_matmul(
       UnknownName: the kind is neither of the two.
       UnsupportedOp: no implementation, or not the one named, supports the call.
 
-    Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition, ASPLOS 2023; Korthikanti et
-    al., Reducing Activation Recomputation in Large Transformer Models, 2022 (arXiv:2205.05198), section 4.2.2.
+    Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022 (arXiv:2205.05198),
+    section 4.2.2; Wang et al., Overlap Communication with Dependent Computation via Decomposition in Large Deep
+    Learning Models, ASPLOS 2023, for implementations that overlap the two.
     """
     axes = Axes("collective_matmul")
     axes.match("x", x, "... rows d_in")
@@ -91,6 +92,8 @@ def _axis_size(axis_name: str | tuple[str, ...]) -> int:
 def _reference(x: Any, weight: Any, *, axis_name: Any, kind: str) -> Any:
     weight = dequantize(weight, x.dtype)
     rows = x.ndim - 2
+    if x.shape[rows] == 0:  # XLA has no collective along an empty axis.
+        return _product(x, weight)
     if kind == "reduce_scatter":
         return lax.psum_scatter(_product(x, weight), axis_name, scatter_dimension=rows, tiled=True)
 

@@ -1,5 +1,7 @@
 """FLOPs counted from jaxprs equal those worked out by hand, and XLA's where it counts the same things."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from stack_core import ops
 from stack_core.hardware import Chip, Flops, count_flops, model_flops_per_step
 
 M, K, N = 3, 5, 7
@@ -102,6 +105,33 @@ def test_ragged_products_meet_one_group_a_row():
 
     args = zeros(8, K), zeros(3, K, N), zeros(3, dtype=jnp.int32)
     assert count_flops(ragged, *args).total == 2 * 8 * K * N
+
+
+@pytest.mark.parametrize("groups", [1, 8, 64])
+def test_ragged_dot_counts_its_rows_and_less_than_a_tile_a_group(groups):
+    rows, d_in, d_out = 2048, 24, 40
+    args = zeros(rows, d_in), zeros(groups, d_in, d_out), zeros(groups, dtype=jnp.int32)
+    needed = 2 * rows * d_in * d_out
+    forward = count_flops(ops.ragged_dot, *args)
+    assert forward.uncounted == ()
+    assert needed <= forward.total <= 1.5 * needed
+    gradient = jax.value_and_grad(lambda *args: ops.ragged_dot(*args).sum(), argnums=(0, 1))
+    assert count_flops(gradient, *args).total == 3 * forward.total
+
+
+def test_linear_attention_counts_three_products_a_token():
+    tokens, gates = zeros(2, 64, 3, 8), zeros(2, 64, 3)
+    flops = count_flops(lambda x, g: ops.linear_attention(x, x, x[..., :5], decay=g, beta=g), tokens, gates)
+    assert flops.by_dtype == {"float32": 3 * 2 * (2 * 64 * 3) * 8 * 5}
+
+
+def test_collective_matmul_counts_what_all_devices_do():
+    mesh = jax.sharding.AbstractMesh((4,), ("x",), (AxisType.Auto,))
+    columns, rows, whole = PartitionSpec(None, "x"), PartitionSpec("x", None), 2 * 16 * 8 * 12
+    for kind, specs in (("all_gather", (rows, columns, columns)), ("reduce_scatter", (columns, rows, rows))):
+        product = functools.partial(ops.collective_matmul, axis_name="x", kind=kind)
+        sharded = jax.shard_map(product, mesh=mesh, in_specs=specs[:2], out_specs=specs[2])
+        assert count_flops(sharded, zeros(16, 8), zeros(8, 12)).total == whole
 
 
 def test_loops_and_branches():

@@ -51,6 +51,32 @@ def test_attention(arguments: dict[str, Any], kind: type[StackError], parts: tup
     _expect(kind, parts, ops.attention, {"query": QUERY, "key": KEY, "value": KEY, **arguments})
 
 
+TOKENS, GATES = _zeros(2, 5, 3, 8), _zeros(2, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "parts"),
+    [
+        ({"key": _zeros(2, 5, 3, 6)}, ShapeError, ("'key_dim' is 6 in key, but 8 in query",)),
+        ({"key": _zeros(2, 5, 1, 8)}, ShapeError, ("'heads' is 1 in key, but 3 in query",)),
+        ({"value": _zeros(2, 4, 3, 8)}, ShapeError, ("'seq' is 4 in value, but 5 in query",)),
+        ({"decay": _zeros(2, 3, 5)}, ShapeError, ("'seq' is 3 in decay",)),
+        ({"beta": _zeros(2, 5, 3, 8)}, ShapeError, ("beta has shape (2, 5, 3, 8)", "[batch, seq, heads]")),
+        ({"initial_state": _zeros(2, 3, 4, 8)}, ShapeError, ("'key_dim' is 4 in initial_state",)),
+        ({"beta": _zeros(2, 5, 3, dtype=jnp.int32)}, ArgumentError, ("beta has dtype int32",)),
+        ({"value": TOKENS.astype(jnp.bfloat16)}, ArgumentError, ("query float32", "value bfloat16", "cast")),
+        (
+            {"initial_state": _zeros(2, 3, 8, 8, dtype=jnp.bfloat16)},
+            ArgumentError,
+            ("initial_state has dtype bfloat16", "expected float32"),
+        ),
+    ],
+)
+def test_linear_attention(arguments: dict[str, Any], kind: type[StackError], parts: tuple[str, ...]) -> None:
+    operands = {"query": TOKENS, "key": TOKENS, "value": TOKENS, "decay": GATES, "beta": GATES}
+    _expect(kind, parts, ops.linear_attention, {**operands, **arguments})
+
+
 @pytest.mark.parametrize(
     ("op", "arguments", "kind", "parts"),
     [
@@ -101,6 +127,36 @@ def test_attention(arguments: dict[str, Any], kind: type[StackError], parts: tup
             },
             ArgumentError,
             ("label_smoothing is 2",),
+        ),
+        (
+            "ragged_dot",
+            {"lhs": _zeros(6, 3), "rhs": _zeros(2, 4, 5), "group_sizes": _zeros(2, dtype=jnp.int32)},
+            ShapeError,
+            ("'d_in' is 4 in rhs, but 3 in lhs",),
+        ),
+        (
+            "ragged_dot",
+            {"lhs": _zeros(6, 3), "rhs": _zeros(2, 3, 5), "group_sizes": _zeros(3, dtype=jnp.int32)},
+            ShapeError,
+            ("'groups' is 3 in group_sizes, but 2 in rhs",),
+        ),
+        (
+            "ragged_dot",
+            {"lhs": _zeros(6, 3), "rhs": _zeros(0, 3, 5), "group_sizes": _zeros(0, dtype=jnp.int32)},
+            ShapeError,
+            ("'groups' is 0 in rhs", "at least one group"),
+        ),
+        (
+            "ragged_dot",
+            {"lhs": _zeros(6, 3), "rhs": _zeros(2, 3, 5), "group_sizes": _zeros(2)},
+            ArgumentError,
+            ("group_sizes has dtype float32",),
+        ),
+        (
+            "ragged_dot",
+            {"lhs": _zeros(6, 3), "rhs": _zeros(2, 3, 5, dtype=jnp.float16), "group_sizes": _zeros(2, dtype=jnp.int32)},
+            ArgumentError,
+            ("lhs float32, rhs float16", "cast"),
         ),
     ],
 )

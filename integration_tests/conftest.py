@@ -55,7 +55,9 @@ class Environment:
         """What `stack plugins --json` reports, by distribution."""
         done = self.stack("plugins", "--json", **environ)
         assert done.stderr == ""
-        return {report["distribution"]: report for report in json.loads(done.stdout)["plugins"]}
+        reports = {report["distribution"]: report for report in json.loads(done.stdout)["plugins"]}
+        assert len(reports) == len(json.loads(done.stdout)["plugins"]), "each is reported once"
+        return reports
 
     def _built(self, project: Path) -> Path:
         folder = self._wheels / project.name

@@ -41,7 +41,7 @@ BAD = {
     "acme-raising": (REWARDS + "registry.add('kind', 1); 1 / 0", "incomplete", "ZeroDivisionError: division by zero"),
     "acme-nameless": (REWARDS + "registry.add(None, 1)", "incomplete", "rewards None: expected a name"),
     "acme-no-target": (REWARDS + "registry.add('kind', 'module')", "incomplete", "'module:attribute'"),
-    "acme-uncallable": (
+    "acme-detail": (
         HEADER + "@hookimpl\ndef stack_register_commands(registry): registry.add('wish', 1, hlep='?')",
         "incomplete",
         "unknown detail 'hlep'. Did you mean 'help'",
@@ -88,7 +88,9 @@ def test_all_bad_plugins_at_once_leave_every_command_working(environment, projec
     }
     assert "plugins" in shown.stdout
     noted = re.findall(r"^stack: plugin '(acme-.*?)' is (?:left out|incomplete): ", shown.stderr, re.MULTILINE)
-    assert sorted(noted) == sorted(name for name, (_, status, _) in BAD.items() if status == "failed" or "call" in name)
+    # Starting up reads the commands: what is wrong with other entries shows when they are asked for.
+    known = [name for name, (source, status, _) in BAD.items() if status == "failed" or "_commands" in source]
+    assert sorted(noted) == sorted(known)
     assert environment.plugins() == before
 
 

@@ -226,3 +226,20 @@ def test_a_fusion_that_runs_beside_others_counts_as_any_other():
         computations=FUSIONS,
     )
     assert memory_traffic(module) == 2 * ROW + 4
+
+
+def test_a_collective_in_a_call_that_runs_beside_others_counts():
+    gather = """%called (p: bf16[64,256]) -> bf16[512,256] {
+  %p = bf16[64,256]{1,0} parameter(0)
+  ROOT %gathered = bf16[512,256]{1,0} all-gather(%p), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+}, execution_thread="sparsecore"
+"""
+    module = module_of(
+        "%x = bf16[64,256]{1,0} parameter(0)",
+        '%start = ((), (), s32[]{:S(2)}) call-start(), async_execution_thread="sparsecore", to_apply=%called',
+        "%update = ((bf16[64,256]{1,0}), bf16[512,256]{1,0}) call-update(%start, %x)",
+        "ROOT %done = bf16[512,256]{1,0} call-done(%update)",
+        computations=gather,
+    )
+    assert [found.array_bytes for found in collectives(module, 8)] == [512 * 256 * 2]
+    assert memory_traffic(module) == (512 + 64) * 256 * 2

@@ -13,11 +13,7 @@ from typing import Final
 
 from stack_core.errors import HardwareError
 
-__all__ = ["FUSIONS", "ArrayShape", "Computation", "Execution", "Instruction", "Module", "parse_hlo"]
-
-
-FUSIONS: Final = ("fusion", "fusion-start")
-"""The opcodes of fusions, which read and write memory as a whole; the second runs beside what follows it."""
+__all__ = ["ArrayShape", "Computation", "Execution", "Instruction", "Module", "parse_hlo"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +56,11 @@ class Instruction:
     @property
     def bytes(self) -> int:
         return sum(shape.bytes for shape in self.shapes)
+
+    @property
+    def operation(self) -> str:
+        """The opcode, also of what only starts here and runs beside the instructions that follow."""
+        return self.opcode.removesuffix("-start")
 
     @property
     def op_name(self) -> str:
@@ -175,8 +176,8 @@ class Module:
             if instruction.opcode == "while":
                 trips = self.trips(instruction, computation)
                 inner_times, inner_loops = times * (1 if trips is None else trips), (*loops, instruction.name)
-            inside = fused or instruction.opcode in FUSIONS
-            for name in instruction.called(*_CALLS.get(instruction.opcode, ())):
+            inside = fused or instruction.operation == "fusion"
+            for name in instruction.called(*_CALLS.get(instruction.operation, ())):
                 yield from self._executions(self.computations[name], inner_times, inner_loops, fused=inside)
 
 
@@ -215,9 +216,9 @@ _OPCODE: Final = re.compile(r"\s*([\w\-]+)\(")
 _COPIES: Final = ("copy", "copy-start", "copy-done", "convert", "bitcast", "reshape")
 
 _CALLS: Final[Mapping[str, tuple[str, ...]]] = {
-    **dict.fromkeys(FUSIONS, ("calls",)),
+    "fusion": ("calls",),
     "call": ("to_apply",),
-    "async-start": ("calls",),
+    "async": ("calls",),
     "custom-call": ("called_computations",),
     "while": ("body",),
     "conditional": ("branch_computations", "true_computation", "false_computation"),

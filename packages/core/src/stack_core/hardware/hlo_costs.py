@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from stack_core.hardware.flops import Flops, valid_pairs
-from stack_core.hardware.hlo import FUSIONS, ArrayShape, Computation, Execution, Instruction, Module
+from stack_core.hardware.hlo import ArrayShape, Computation, Execution, Instruction, Module
 
 __all__ = ["Collective", "collectives", "executed_flops", "memory_traffic"]
 
@@ -89,7 +89,7 @@ def collectives(module: Module, device_count: int) -> tuple[Collective, ...]:
     found = []
     for execution in module.executions():
         instruction, computation = execution.instruction, execution.computation
-        kind = instruction.opcode.removesuffix("-start")
+        kind = instruction.operation
         if kind not in _COLLECTIVES:
             continue
         group = _group(instruction, device_count)
@@ -188,7 +188,7 @@ def _window(attributes: str, axes: int) -> dict[str, list[int]]:
 # Opcodes that move nothing: names for other results, control flow whose parts count for themselves, and the ends of
 # what a start has counted.
 _FREE: Final = frozenset({
-    "after-all", "async-start", "async-update", "bitcast", "call", "conditional", "constant", "get-dimension-size",
+    "after-all", "async", "bitcast", "call", "conditional", "constant", "get-dimension-size",
     "get-tuple-element", "iota", "opt-barrier", "parameter", "partition-id", "replica-id", "tuple", "while",
 })  # fmt: skip
 
@@ -198,10 +198,11 @@ _SLICES: Final = ("dynamic-slice", "slice", "gather")
 def _traffic(execution: Execution, module: Module) -> int:
     instruction, computation = execution.instruction, execution.computation
     allocates = 'custom_call_target="AllocateBuffer"' in instruction.attributes
-    if execution.fused or allocates or instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
+    ends = instruction.opcode.endswith(("-update", "-done"))
+    if execution.fused or allocates or ends or instruction.operation in _FREE:
         return 0
     operands = computation.operands(instruction)
-    if instruction.opcode in FUSIONS:
+    if instruction.operation == "fusion":
         inner = module.computations[instruction.called("calls")[0]]
         pairs = zip(operands, inner.parameters, strict=True)
         return sum(_read(inner, parameter, operand) for operand, parameter in pairs) + _written(inner, inner.root)

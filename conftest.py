@@ -36,10 +36,15 @@ def _tpu_aot(config: pytest.Config) -> str | None:
     return None if importlib.util.find_spec("libtpu") else "needs `pip install stack-core[tpu]`, but no TPU"
 
 
+def _gpu_aot(config: pytest.Config) -> str | None:
+    plugin = importlib.util.find_spec("jax_cuda13_plugin")
+    return None if plugin else "needs `pip install stack-core[cuda13]`, but no GPU"
+
+
 def _parity(config: pytest.Config) -> str | None:
     peers = ("torch", "transformers")
     missing = [peer for peer in peers if importlib.util.find_spec(peer) is None]
     return f"needs {' and '.join(missing)}, as in `nox -s parity`" if missing else None
 
 
-_MISSING = {"slow": _slow, "gpu": _gpu, "tpu_aot": _tpu_aot, "parity": _parity}
+_MISSING = {"slow": _slow, "gpu": _gpu, "tpu_aot": _tpu_aot, "gpu_aot": _gpu_aot, "parity": _parity}

@@ -3,10 +3,12 @@
 from stack_core.hardware.chips import Chip, chip_of, count_units, current_chip
 from stack_core.hardware.flops import Flops, count_flops, model_flops_per_step
 from stack_core.hardware.target_chip import target_chip, use_chip
+from stack_core.hardware.targets import Target, use_target
 
 __all__ = [
     "Chip",
     "Flops",
+    "Target",
     "chip_of",
     "count_flops",
     "count_units",
@@ -14,4 +16,5 @@ __all__ = [
     "model_flops_per_step",
     "target_chip",
     "use_chip",
+    "use_target",
 ]

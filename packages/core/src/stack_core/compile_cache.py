@@ -35,6 +35,6 @@ def _machine_digest() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        lines = []
+        lines = list[str]()
     facts = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]

@@ -38,7 +38,7 @@ def _case(name: str, kind: str, axis_size: int, x: tuple[int, ...], out: int, qu
     """`x` is the shape of the whole array."""
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
-        drawn = {"x": rng.normal(size=x), "weight": rng.normal(size=(x[-1], out))}
+        drawn: dict[str, Any] = {"x": rng.normal(size=x), "weight": rng.normal(size=(x[-1], out))}
         if quantized:
             values = rng.integers(-100, 101, size=(x[-1], out)).astype(np.int8)
             drawn["weight"] = TiledInt8(values, rng.uniform(0.01, 0.02, size=(x[-1] // 2, out)).astype(np.float32))

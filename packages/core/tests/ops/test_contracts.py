@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import pytest
 
+from stack_core.ops import _attention_tiles
 from stack_core.ops._attention import REFERENCE as ATTENTION
 from stack_core.testing import OpCheck, op_checks
 
@@ -34,15 +35,25 @@ def _in_chunks(op: str, *names: str) -> list[OpCheck]:
 @pytest.mark.parametrize(
     "check",
     _in_chunks(
-        "attention", "odd_sizes", "broadcast_bias", "mask", "segment_pair", "sinks_and_empty_rows", "everything"
+        "attention",
+        "odd_sizes",
+        "more_queries_than_keys",
+        "window",
+        "left_window",
+        "broadcast_bias",
+        "mask",
+        "segment_pair",
+        "kv_lengths",
+        "sinks_and_empty_rows",
+        "everything",
     ),
     ids=str,
 )
-def test_attention_in_many_chunks(check: OpCheck, monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = importlib.import_module("stack_core.ops._attention")
-    monkeypatch.setattr(attention, "_CHUNK_BYTES", 1)
-    monkeypatch.setattr(attention, "_FEWEST_ROWS", 2)
-    check(attention.REFERENCE)
+def test_attention_in_many_tiles(check: OpCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_attention_tiles, "_TILE_BYTES", 1)
+    monkeypatch.setattr(_attention_tiles, "_FEWEST_ROWS", 2)
+    monkeypatch.setattr(_attention_tiles, "_FEWEST_KEYS", 3)
+    check(ATTENTION)
 
 
 @pytest.mark.parametrize("check", _in_chunks("linear_cross_entropy", "plain", "none", "ignored", "everything"), ids=str)

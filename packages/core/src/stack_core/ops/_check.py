@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from stack_core.errors import ArgumentError, ShapeError, UnknownName, nearest
 
-__all__ = ["Axes", "check_floating", "check_known", "check_positive", "check_same_dtype"]
+__all__ = ["Axes", "check_floating", "check_known", "check_positive", "check_same_dtype", "check_window"]
 
 
 class Axes:
@@ -82,3 +82,12 @@ def check_positive(op: str, **values: float | None) -> None:
             raise ArgumentError(f"{op}: {name} is an array; expected a Python number, which is fixed when tracing.")
         if value is not None and not value > 0:
             raise ArgumentError(f"{op}: {name} is {value}; expected a positive number or None.")
+
+
+def check_window(op: str, window: Any) -> None:
+    """Raises ArgumentError when `window` is neither None nor a pair of distances."""
+    if window is None:
+        return
+    sides = tuple(window)
+    if len(sides) != 2 or any(side is not None and side < 0 for side in sides):
+        raise ArgumentError(f"{op}: window is {window}; expected (left, right), each None or at least 0.")

@@ -30,6 +30,7 @@ _OPS = (
     "linear_attention",
     "linear_cross_entropy",
     "norm",
+    "paged_attention",
     "ragged_dot",
     "rope",
 )

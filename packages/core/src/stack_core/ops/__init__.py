@@ -11,6 +11,7 @@ from stack_core.ops._linear import linear as linear
 from stack_core.ops._linear_attention import linear_attention as linear_attention
 from stack_core.ops._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from stack_core.ops._norm import norm as norm
+from stack_core.ops._paged_attention import paged_attention as paged_attention
 from stack_core.ops._quantized import dequantize as dequantize
 from stack_core.ops._ragged_dot import ragged_dot as ragged_dot
 from stack_core.ops._rope import rope as rope
@@ -40,6 +41,7 @@ __all__ = [
     "linear_attention",
     "linear_cross_entropy",
     "norm",
+    "paged_attention",
     "ragged_dot",
     "rope",
 ]

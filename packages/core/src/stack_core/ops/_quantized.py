@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from stack_core.abi import ABI_MAJOR, QView
 from stack_core.errors import ArgumentError, ShapeError
 
-__all__ = ["QuantizedArray", "dequantize", "is_quantized", "logical_array"]
+__all__ = ["QuantizedArray", "dequantize", "is_quantized", "logical_array", "take"]
 
 
 @runtime_checkable
@@ -39,10 +39,34 @@ def dequantize(array: Any, dtype: DTypeLike) -> jax.Array:
     if not is_quantized(array):
         return array
     view = _checked_view(array)
-    value = view.qvalue.astype(jnp.float32)
-    if view.zero_point is not None:
-        value = value - _repeated(view.zero_point, value.shape)
-    return (value * _repeated(view.scale, value.shape)).astype(dtype)
+    return _dequantized(view.qvalue, view.scale, view.zero_point, dtype)
+
+
+def _dequantized(qvalue: jax.Array, scale: jax.Array, zero_point: jax.Array | None, dtype: DTypeLike) -> jax.Array:
+    value = qvalue.astype(jnp.float32)
+    if zero_point is not None:
+        value = value - _repeated(zero_point, value.shape)
+    return (value * _repeated(scale, value.shape)).astype(dtype)
+
+
+def take(array: Any, indices: jax.Array, axis: int, dtype: DTypeLike) -> jax.Array:
+    """The slices at `indices` along an axis of an array that may be quantized, as `dtype`; no others are dequantized.
+
+    Indices outside the array take its first or last slice.
+    """
+    if not is_quantized(array):
+        return jnp.take(array, indices, axis=axis, mode="clip")
+    view = _checked_view(array)
+    size = view.qvalue.shape[axis]
+
+    def taken(part: jax.Array | None) -> jax.Array | None:
+        if part is None or part.shape[axis] == 1:
+            return part if part is None else jnp.expand_dims(part, tuple(range(axis, axis + indices.ndim - 1)))
+        return jnp.take(part, indices // (size // part.shape[axis]), axis=axis, mode="clip")
+
+    return _dequantized(
+        jnp.take(view.qvalue, indices, axis=axis, mode="clip"), taken(view.scale), taken(view.zero_point), dtype
+    )
 
 
 def _repeated(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:

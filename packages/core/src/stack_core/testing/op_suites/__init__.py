@@ -11,6 +11,7 @@ from stack_core.testing.op_suites import (
     linear_attention,
     linear_cross_entropy,
     norm,
+    paged_attention,
     ragged_dot,
     rope,
 )
@@ -25,6 +26,7 @@ SUITES: Mapping[str, OpSuite] = {
     "linear_attention": linear_attention.SUITE,
     "linear_cross_entropy": linear_cross_entropy.SUITE,
     "norm": norm.SUITE,
+    "paged_attention": paged_attention.SUITE,
     "ragged_dot": ragged_dot.SUITE,
     "rope": rope.SUITE,
 }

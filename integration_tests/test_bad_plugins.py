@@ -111,6 +111,8 @@ def test_another_abi_major_is_never_imported(environment, project, tmp_path):
 def test_the_canary_would_have_sung(environment, project, tmp_path):
     sings = tmp_path / "imported"
     with environment.installed(project("acme-present", canary(sings) + REWARDS + "registry.add('kind', len)")):
+        environment.run("-c", "import stack_core")
+        assert not sings.exists(), "importing core loads no plugin"
         report = environment.plugins()["acme-present"]
     assert (report["status"], report["registered"]) == ("loaded", {"rewards": ["kind"]})
     assert sings.exists()

@@ -20,7 +20,7 @@ def circumstances() -> dict[str, Any]:
         "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": platform.platform(terse=True),
+        "system": f"{platform.system()} {platform.machine()}",
     }
     return {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "machine": machine}
 

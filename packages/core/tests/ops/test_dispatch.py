@@ -149,6 +149,23 @@ def test_a_config_is_passed_to_those_that_have_some() -> None:
     assert float(ops.linear(X, WEIGHT, implementation=tuned)[0, 0]) == 64.0
 
 
+@pytest.mark.parametrize(
+    "target",
+    [len, dataclasses.replace(LINEAR, name="another"), OpImplementation("norm", "odd", len)],
+    ids=["callable", "name", "op"],
+)
+def test_what_is_no_implementation_under_its_own_name_is_reported_and_passed_over(
+    monkeypatch: pytest.MonkeyPatch, target: Any
+) -> None:
+    targets = {"linear/odd": target, "linear/reference": LINEAR}
+    entries = {name: Entry(name, target, "test") for name, target in targets.items()}
+    monkeypatch.setattr(_dispatch.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
+    with pytest.warns(RuntimeWarning, match="ops 'linear/odd' is registered as .* Calls go to other implementations"):
+        assert _chosen() == ("reference", "reference")
+    with pytest.raises(PluginError, match="expected an OpImplementation of that op and that name"):
+        _chosen("odd")
+
+
 def test_an_implementation_that_cannot_be_loaded_is_reported_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = {
         "linear/broken": Entry("linear/broken", "no_such_module:REFERENCE", "test"),

@@ -100,7 +100,7 @@ def _named(op: str, implementation: Implementation) -> list[OpImplementation]:
     if implementation is None:
         return []
     names = [implementation] if isinstance(implementation, str | OpImplementation) else list(implementation)
-    return [name if isinstance(name, OpImplementation) else registries.ops[f"{op}/{name}"] for name in names]
+    return [name if isinstance(name, OpImplementation) else _registered(f"{op}/{name}") for name in names]
 
 
 def _candidates(op: str) -> dict[str, OpImplementation]:
@@ -109,9 +109,19 @@ def _candidates(op: str) -> dict[str, OpImplementation]:
         if not name.startswith(f"{op}/"):
             continue
         try:
-            found[name.removeprefix(f"{op}/")] = registries.ops[name]
+            found[name.removeprefix(f"{op}/")] = _registered(name)
         except PluginError as error:
             warn_once(name, message=f"{error} Calls go to other implementations.")
+    return found
+
+
+def _registered(name: str) -> OpImplementation:
+    found = registries.ops[name]
+    if not isinstance(found, OpImplementation) or f"{found.op}/{found.name}" != name:
+        raise PluginError(
+            f"ops {name!r} is registered as {found!r}; expected an OpImplementation of that op and that name. "
+            "`stack plugins` says whose it is."
+        )
     return found
 
 

@@ -123,7 +123,7 @@ def _map_rows(row_losses: Any, hidden_chunks: Any, weight: Any, label_chunks: An
 
     @jax.checkpoint
     def chunk_losses(hidden: Any, labels: Any) -> Any:
-        return jax.vmap(row_losses)(hidden, weights, labels)
+        return _over_parts(row_losses, 0)(hidden, weights, labels)
 
     return lax.map(lambda chunk: chunk_losses(*chunk), (hidden_chunks, label_chunks))
 
@@ -136,7 +136,7 @@ def _total(row_losses: Any, hidden_chunks: Any, weight: Any, label_chunks: Any) 
 
 def _total_forward(row_losses: Any, hidden_chunks: Any, weight: Any, label_chunks: Any) -> Any:
     chunk_total = jax.value_and_grad(lambda *chunk: jnp.sum(row_losses(*chunk)), argnums=(0, 1))
-    part_totals = jax.vmap(chunk_total, in_axes=(0, None, 0))
+    part_totals = _over_parts(chunk_total, None)
     accumulator = accurate_dtype(weight.dtype)
 
     def add_chunk(carry: Any, chunk: Any) -> Any:
@@ -168,6 +168,21 @@ def _parts(labels: Any) -> int:
     """
     parts = parts_of("batch")
     return parts if labels.ndim and labels.shape[0] % parts == 0 else 1
+
+
+def _over_parts(function: Any, weight_axis: int | None) -> Any:
+    """Maps a function of (hidden, weight, labels) over their parts; `weight_axis` is that of `jax.vmap`.
+
+    A single part is not mapped: XLA would transpose the product that forms the weight's gradient.
+    """
+
+    def call(hidden: Any, weight: Any, labels: Any) -> Any:
+        if hidden.shape[0] > 1:
+            return jax.vmap(function, in_axes=(0, weight_axis, 0))(hidden, weight, labels)
+        result = function(hidden[0], weight if weight_axis is None else weight[0], labels[0])
+        return jax.tree.map(lambda x: x[None], result)
+
+    return call
 
 
 def _chunks(rows: int, vocab: int) -> int:

@@ -8,6 +8,7 @@ import pytest
 
 from stack_core.abi import ABI_MAJOR, ABI_MINOR
 from stack_core.cli import overrides_from
+from stack_core.commands.plugins import plugins as list_plugins
 from stack_core.errors import ConfigError
 
 
@@ -50,6 +51,15 @@ def test_plugins_as_lines():
     lines = stack("plugins").stdout.splitlines()
     assert any(line.startswith("core: stack-core ") and line.endswith(", loaded") for line in lines)
     assert any(line.startswith("    ops: attention/reference, ") for line in lines)
+
+
+def test_lines_fit_a_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    list_plugins()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert any(line.startswith("      ") for line in lines), "names that go on in the next line"
 
 
 def test_a_variable_that_blocks_nothing_is_noted_once(monkeypatch):

@@ -1,0 +1,170 @@
+"""Whole runs on meshes of eight devices; `test_meshes.py` runs this in a process that has eight.
+
+Its arguments are a directory, and a pattern of text files to train on.
+"""
+
+import json
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from stack_core.config import apply_overrides, load_yaml, parse
+from stack_core.errors import ConfigError, ShardingError
+from stack_core.mesh import DEFAULT_RULES
+from stack_train import run
+from stack_train.checkpoint import CheckpointStore, named_leaves
+from stack_train.config import RunConfig
+
+CONFIG = {
+    "model": {
+        "family": "llama",
+        "vocab_size": 288,
+        "layers": 2,
+        "embed": 32,
+        "heads": 4,
+        "mlp": 64,
+        "dtype": "float32",
+    },
+    "data": {"seq_tokens": 16, "batch_size": 8, "vocab_size": 288, "validation_fraction": 0.2},
+    "optimizer": {"name": "adamw", "learning_rate": 0.01},
+    "trainer": {"steps": 4},
+    "checkpoint": {"every_steps": 1, "keep": 10},
+}
+OTHER_MESH = ("mesh.data=2", "mesh.fsdp=1", "mesh.tensor=4", "mesh.rules.norm_seq=[context, tensor]")
+REFUSED = (
+    (
+        ["model.heads=3", "model.head_dim=16", "mesh.tensor=2", "mesh.fsdp=4"],
+        ShardingError,
+        ["queries (8, 16, 3, 16): axis 2, 'act_heads', has size 3", "(mesh.tensor=2)", "size 2 or 4", "model.heads=3"],
+    ),
+    (
+        ["data.batch_size=6", "mesh.data=4", "mesh.tensor=2", "mesh.fsdp=1"],
+        ShardingError,
+        ["axis 0, 'batch', has size 6", "mesh.data=4", "size 4 or 8", "mesh.data=2", "data.batch_size=6"],
+    ),
+    (
+        ["trainer.accumulation_steps=2", "mesh.fsdp=8"],
+        ShardingError,
+        ["a part of the batch (2, 4, 16): axis 1, 'batch', has size 4", "trainer.accumulation_steps=2"],
+    ),
+    (
+        ["model.vocab_size=289", "mesh.tensor=2", "mesh.fsdp=4"],
+        ShardingError,
+        ["embedding (289, 32): axis 0, 'vocab', has size 289", "\nhead (32, 289)", "model.vocab_size=289"],
+    ),
+    (
+        ["data.seq_tokens=15", "mesh.context=2", "mesh.fsdp=4"],
+        ShardingError,
+        ["'seq', has size 15", "mesh.context=2", "size 14 or 16", "data.seq_tokens=15"],
+    ),
+    (
+        ["mesh.rules.embed=tensor"],
+        ShardingError,
+        ["blocks/attention/key/kernel", "'embed' -> 'tensor' and 'kv_heads' -> 'tensor'", "mesh.rules.embed or"],
+    ),
+    (["mesh.rules.norm_sq=tensor"], ConfigError, ["mesh.rules.norm_sq", "Did you mean 'norm_seq'", "act_heads"]),
+    (["mesh.rules.norm_seq=tenser"], ConfigError, ["mesh.rules.norm_seq", "'tenser'", "Did you mean 'tensor'"]),
+)
+
+
+def config_of(output, texts, *overrides):
+    base = apply_overrides(CONFIG, [f"data.source=text:{texts}", f"output={output}", *overrides])
+    return parse(RunConfig, base)
+
+
+def stop_after(step):
+    """Makes the next run stop once `step` is done."""
+    original = run.TrainingLoop._finish
+
+    def finish(self, dispatched):
+        original(self, dispatched)
+        if dispatched is not None and dispatched.step == step:
+            run.TrainingLoop._finish = original
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run.TrainingLoop._finish = finish
+
+
+def state_of(config, step):
+    """The state saved at a step, restored onto the config's mesh, and its leaves on the host."""
+    trainer = run.build_trainer(config)
+    with CheckpointStore(Path(config.output) / "checkpoints") as store:
+        state = store.restore(trainer.abstract_state, step).state
+    return state, {
+        name: np.asarray(jax.random.key_data(leaf) if name == "key" else leaf)
+        for name, leaf in named_leaves(state).items()
+    }
+
+
+def losses(config):
+    lines = (Path(config.output) / "metrics.jsonl").read_text().splitlines()
+    return {(record["kind"], record["step"]): record["loss"] for record in map(json.loads, lines)}
+
+
+def assert_bitwise(left, right):
+    assert left.keys() == right.keys()
+    for name, leaf in left.items():
+        np.testing.assert_array_equal(leaf, right[name], err_msg=name)
+
+
+def a_run_resumes_on_its_mesh_and_on_another(root, texts):
+    whole, cut, moved = (config_of(root / name, texts, "mesh.fsdp=8") for name in ("whole", "cut", "moved"))
+    moved_on = config_of(root / "moved", texts, *OTHER_MESH)
+    summary = run.train(whole)
+    assert summary.step == 4 and math.isfinite(summary.validation_loss)
+    for config in (cut, moved):
+        stop_after(2)
+        assert run.train(config).stopped_by == "SIGTERM"
+    with CheckpointStore(root / "moved" / "checkpoints") as store:
+        stopped = store.latest()
+    saved, on_other_mesh = state_of(moved, stopped), state_of(moved_on, stopped)
+    assert_bitwise(saved[1], on_other_mesh[1])
+    kernel = on_other_mesh[0].params["blocks"]["attention"]["query"]["kernel"]
+    assert kernel.addressable_shards[0].data.shape == (2, 32, 8)
+    assert dict(kernel.sharding.mesh.shape)["tensor"] == 4
+
+    assert run.train(cut, resume=True).validation_loss == summary.validation_loss
+    assert_bitwise(state_of(whole, 4)[1], state_of(cut, 4)[1])
+    assert losses(cut) == losses(whole)
+
+    assert run.train(moved_on, resume=True).step == 4
+    expected, found = losses(whole), losses(moved_on)
+    assert expected.keys() == found.keys() and ("evaluation", 4) in found
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+
+
+def the_resolved_config_has_every_rule(root, texts):
+    rules = load_yaml(root / "whole" / "config.yaml")["mesh"]["rules"]
+    assert rules.keys() == dict(DEFAULT_RULES.table).keys()
+    assert rules["batch"] == ["data", "fsdp"] and rules["norm"] is None
+    assert load_yaml(root / "moved" / "config.yaml")["mesh"]["rules"]["norm_seq"] == ["context", "tensor"]
+
+
+def a_run_starts_from_the_weights_of_another_mesh(root, texts):
+    config = config_of(root / "started", texts, *OTHER_MESH, f"trainer.init_from={root / 'whole'}", "trainer.steps=1")
+    run.train(config)
+    assert losses(config)["train", 1] < 0.9 * losses(config_of(root / "whole", texts))["train", 1]
+
+
+def what_the_mesh_does_not_divide_is_refused_before_anything_is_written(root, texts):
+    os.environ["XDG_CACHE_HOME"] = str(root / "no cache")
+    for overrides, expected, parts in REFUSED:
+        with pytest.raises(expected) as caught:
+            run.train(config_of(root / "refused", texts, *overrides))
+        missing = [part for part in parts if part not in str(caught.value)]
+        assert not missing, f"{missing} missing from:\n{caught.value}"
+        assert not (root / "refused").exists() and not (root / "no cache").exists()
+
+
+if __name__ == "__main__":
+    root, texts = Path(sys.argv[1]), sys.argv[2]
+    a_run_resumes_on_its_mesh_and_on_another(root, texts)
+    the_resolved_config_has_every_rule(root, texts)
+    a_run_starts_from_the_weights_of_another_mesh(root, texts)
+    what_the_mesh_does_not_divide_is_refused_before_anything_is_written(root, texts)

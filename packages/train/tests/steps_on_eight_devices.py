@@ -1,0 +1,165 @@
+"""Training steps on meshes of up to eight devices; `test_meshes.py` runs this in a process that has eight."""
+
+import math
+
+import jax
+import numpy as np
+
+from stack_core.hardware.hlo import Execution, parse_hlo
+from stack_core.mesh import DEFAULT_RULES, MeshConfig, check_shardings, make_mesh
+from stack_core.ops import _attention_tiles, _linear_cross_entropy
+from stack_train.models.llama import FAMILY, LlamaConfig
+from stack_train.objectives import CausalLMConfig
+from stack_train.optim import AdamWConfig, ScheduleConfig
+from stack_train.step import LanguageModelTrainer
+
+MODEL = LlamaConfig(
+    vocab_size=48,
+    layers=6,
+    embed=32,
+    heads=8,
+    kv_heads=4,
+    mlp=64,
+    max_positions=16,
+    dtype="float32",
+    initializer_std=0.2,
+)
+MESHES = (
+    {"data": 8},
+    {"fsdp": 8},
+    {"tensor": 4},
+    {"data": 2, "fsdp": 4},
+    {"data": 2, "tensor": 4},
+    {"fsdp": 2, "tensor": 4},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+)
+SEQUENCE_SHARDED = DEFAULT_RULES.updated({"norm_seq": ("context", "tensor")})
+ROWS, SEQ, STEPS, CHUNKS = 16, 16, 4, 4
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+def make_trainer(sizes, **changes):
+    mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())])
+    fields = {
+        "family": FAMILY,
+        "model_config": MODEL,
+        "objective": CausalLMConfig().build(),
+        "optimizer": AdamWConfig(learning_rate=1e-2, schedule=ScheduleConfig(warmup_steps=2)),
+        "steps": STEPS,
+        "mesh": mesh,
+    }
+    return LanguageModelTrainer(**{**fields, **changes})
+
+
+def batches():
+    rng = np.random.default_rng(0)
+    for _ in range(STEPS):
+        tokens = rng.integers(0, MODEL.vocab_size, (ROWS, SEQ + 1), dtype=np.int32)
+        targets = tokens[:, 1:].copy()
+        targets[0, : SEQ // 2] = -100  # rows weigh differently, so that a mean of means would be wrong
+        segments = np.repeat(np.array([[1] * 6 + [2] * (SEQ - 6)], np.int32), ROWS, axis=0)
+        positions = np.tile(np.concatenate([np.arange(6), np.arange(SEQ - 6)]).astype(np.int32), (ROWS, 1))
+        yield {"tokens": tokens[:, :-1], "targets": targets, "positions": positions, "segment_ids": segments}
+
+
+def trained(trainer, state):
+    """The losses and gradient norms of all steps, the last state, and the compiled step."""
+    results, compiled = [], None
+    for batch in batches():
+        placed = jax.device_put(batch, trainer.batch_shardings(batch))
+        compiled = compiled or trainer.compile(placed)
+        state, metrics = compiled(state, placed)
+        results.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    return np.array(results), state, compiled
+
+
+def expected_sharding(trainer, path, leaf):
+    """The sharding of a leaf of the state by the name that its path ends with, read from the rules anew."""
+    if leaf.ndim == 0:
+        return trainer.rules.sharding(trainer.mesh, (), ())
+    names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+    axes = trainer.logical_axes
+    for name in names[names.index("params" if "params" in names else "mu" if "mu" in names else "nu") + 1 :]:
+        axes = axes[name]
+    return trainer.rules.sharding(trainer.mesh, axes, leaf.shape)
+
+
+def check_state(trainer, state):
+    """Every parameter and every moment lies by its rule, and parameters do not lie whole where a rule splits them."""
+    check_shardings(state, jax.tree.map_with_path(lambda *leaf: expected_sharding(trainer, *leaf), state))
+    parts = math.prod(trainer.mesh.shape[axis] for axis in ("fsdp", "tensor"))
+    kernel = state.params["blocks"]["feed_forward"]["up"]["kernel"]
+    assert kernel.addressable_shards[0].data.size == kernel.size // parts
+
+
+def elements(execution: Execution):
+    return [math.prod(shape.dims) for shape in execution.instruction.shapes]
+
+
+def check_collectives(trainer, compiled, sizes):
+    """Parameters are gathered layer by layer, the head once; its gradient is summed once; updates stay in place."""
+    tensor = sizes.get("tensor", 1)
+    stacked = {leaf.size // tensor for leaf in jax.tree.leaves(trainer.abstract_params["blocks"]) if leaf.ndim == 3}
+    head = trainer.abstract_params["head"].size // tensor
+    found = [
+        execution
+        for execution in parse_hlo(compiled.as_text()).executions()
+        if execution.instruction.opcode.removesuffix("-start") in COLLECTIVES
+    ]
+    gathers = [execution for execution in found if execution.instruction.opcode.startswith("all-gather")]
+    for execution in found:
+        assert not (execution.loops and head in elements(execution)), execution.instruction
+    for execution in gathers:
+        assert not stacked & set(elements(execution)), execution.instruction
+    whole = [size for execution in gathers if not execution.loops for size in elements(execution)]
+    if sizes.get("fsdp", 1) > 1:
+        layer = {size // MODEL.layers for size in stacked}
+        in_loops = {size for execution in gathers if execution.loops for size in elements(execution)}
+        assert layer <= in_loops, (layer, in_loops)
+        assert sorted(set(whole) - {ROWS * SEQ // sizes.get("data", 1)}) == [head], whole  # and the tokens
+    else:
+        assert not whole, whole
+
+
+def same_losses_on_every_mesh():
+    single = make_trainer({"data": 1})
+    start = jax.device_get(jax.tree.map(_plain, single.init(key=jax.random.key(0))))
+    expected, _, _ = trained(single, _placed(single, start))
+    assert expected[-1, 0] < expected[0, 0]
+    for sizes in MESHES:
+        for rules in (DEFAULT_RULES, SEQUENCE_SHARDED) if "tensor" in sizes else (DEFAULT_RULES,):
+            trainer = make_trainer(sizes, rules=rules, accumulation_steps=2 if len(sizes) == 3 else 1)
+            found, state, compiled = trained(trainer, _placed(trainer, start))
+            where = f"{sizes}, norm_seq -> {dict(rules.table)['norm_seq']}"
+            np.testing.assert_allclose(found[:, 0], expected[:, 0], rtol=1e-5, err_msg=f"losses, {where}")
+            np.testing.assert_allclose(found[:, 1], expected[:, 1], rtol=1e-4, err_msg=f"gradient norms, {where}")
+            check_state(trainer, state)
+            if rules is DEFAULT_RULES and trainer.accumulation_steps == 1:
+                check_collectives(trainer, compiled, sizes)
+
+
+def initial_values_do_not_depend_on_the_mesh():
+    states = [make_trainer(sizes).init(key=jax.random.key(0)) for sizes in ({"data": 1}, {"fsdp": 4, "tensor": 2})]
+    check_state(make_trainer({"fsdp": 4, "tensor": 2}), states[1])
+    for one, other in zip(*map(jax.tree.leaves, (states[0].params, states[1].params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def _plain(leaf):
+    return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def _placed(trainer, start):
+    """A host's state on a trainer's mesh."""
+    with_key = type(start)(start.step, start.params, start.opt_state, jax.random.wrap_key_data(start.key))
+    return jax.device_put(with_key, trainer.state_shardings)
+
+
+if __name__ == "__main__":
+    # Several chunks of the loss and tiles of attention, small as the model is.
+    _attention_tiles._TILE_BYTES = 1
+    _attention_tiles._FEWEST_ROWS = _attention_tiles._FEWEST_KEYS = SEQ // 2
+    _linear_cross_entropy._FEWEST_ROWS = _linear_cross_entropy._CHUNK_BYTES = 1
+    _linear_cross_entropy._MOST_CHUNKS = CHUNKS
+    same_losses_on_every_mesh()
+    initial_values_do_not_depend_on_the_mesh()

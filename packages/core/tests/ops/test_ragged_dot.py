@@ -24,7 +24,7 @@ def _gradients(lhs: Any, rhs: Any, group_sizes: Any) -> Any:
     return jax.grad(lambda lhs, rhs: jnp.sum(ops.ragged_dot(lhs, rhs, group_sizes) * weights), argnums=(0, 1))(lhs, rhs)
 
 
-@pytest.mark.parametrize("tile_rows", [1, 2, 64, 1024])
+@pytest.mark.parametrize("tile_rows", [1, 1024])
 @pytest.mark.parametrize(
     "check", [c for c in op_checks("ragged_dot") if c.aspect == "float32" and c.case.name != "empty_rows"], ids=str
 )
@@ -36,13 +36,14 @@ def test_tiles_of_any_size(check: OpCheck, tile_rows: int, monkeypatch: pytest.M
 @pytest.mark.parametrize("garbage", [jnp.nan, jnp.inf])
 def test_rows_of_no_group_may_hold_anything(garbage: float) -> None:
     group_sizes = jnp.array([2, 0, 4])
-    spoilt = LHS.at[6:].set(garbage)
-    np.testing.assert_array_equal(ops.ragged_dot(spoilt, RHS, group_sizes)[6:], 0)
-    of_lhs, of_rhs = _gradients(spoilt, RHS, group_sizes)
-    expected_of_lhs, expected_of_rhs = _gradients(LHS, RHS, group_sizes)
-    np.testing.assert_array_equal(of_lhs, expected_of_lhs)
-    np.testing.assert_array_equal(of_rhs, expected_of_rhs)
+    output, vjp = jax.vjp(lambda lhs, rhs: ops.ragged_dot(lhs, rhs, group_sizes), LHS.at[6:].set(garbage), RHS)
+    np.testing.assert_array_equal(output[6:], 0)
+    cotangent = jnp.ones_like(output)
+    expected = jax.vjp(lambda lhs, rhs: ops.ragged_dot(lhs, rhs, group_sizes), LHS, RHS)[1](cotangent)
+    of_lhs, of_rhs = vjp(cotangent.at[6:].set(garbage))
     np.testing.assert_array_equal(of_lhs[6:], 0)
+    np.testing.assert_array_equal(of_lhs, expected[0])
+    np.testing.assert_array_equal(of_rhs, expected[1])
 
 
 def test_what_exceeds_the_rows_is_cut_off() -> None:

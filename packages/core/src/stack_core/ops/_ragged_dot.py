@@ -103,14 +103,14 @@ class _Tiles(NamedTuple):
 def _tiles(group_sizes: Any, rows: int, tile_rows: int) -> _Tiles:
     """As many tiles as any sizes of groups may need; those in excess are of the last group and have no rows in it."""
     groups = group_sizes.shape[0]
-    ends = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), rows)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-    tiles_before = jnp.cumsum(-((starts - ends) // tile_rows), dtype=jnp.int32)
-    first_tiles = jnp.concatenate([jnp.zeros(1, jnp.int32), tiles_before[:-1]])
-    begun = min(rows, groups)  # Each group with rows has a tile that it may not fill, and no row is in two.
+    begun = min(rows, groups)  # At most so many groups have rows, and each may leave one tile unfilled.
     tile = jnp.arange(begun + (rows - begun) // tile_rows, dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(tiles_before, tile, side="right"), groups - 1)
-    return _Tiles(group, jnp.minimum(starts[group] + (tile - first_tiles[group]) * tile_rows, rows), ends[group])
+    tiles = -(-group_sizes // tile_rows)
+    tile_ends, row_ends = (jnp.cumsum(x, dtype=jnp.int32) for x in (tiles, group_sizes))
+    group = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right"), groups - 1)
+    of_group = tile - (tile_ends - tiles)[group]
+    # Whatever starts beyond the rows is clamped to their padding when it is sliced.
+    return _Tiles(group, (row_ends - group_sizes)[group] + of_group * tile_rows, row_ends[group])
 
 
 def _tile_rows(rows: int, groups: int) -> int:
@@ -126,7 +126,7 @@ def _multiply(subscripts: str, lhs: Any, rhs: Any, group_sizes: Any) -> Any:
     """Each row, from r, times the matrix kn of its group."""
     rows, groups = lhs.shape[0], group_sizes.shape[0]
     tile_rows = _tile_rows(rows, groups)
-    padded = jnp.pad(lhs, ((0, tile_rows), (0, 0)))
+    padded = _padded(lhs, tile_rows)
 
     def multiply_tile(output: Any, tile: _Tiles) -> Any:
         block = lax.dynamic_slice_in_dim(padded, tile.start, tile_rows)
@@ -141,12 +141,17 @@ def _multiply(subscripts: str, lhs: Any, rhs: Any, group_sizes: Any) -> Any:
     return jnp.where(jnp.arange(rows)[:, None] < jnp.sum(group_sizes), output[:rows], 0)
 
 
+def _padded(array: Any, tile_rows: int) -> Any:
+    """Lets a tile begin at any row, or after the last."""
+    return jnp.pad(array, ((0, tile_rows), (0, 0)))
+
+
 def _sum_of_outer_products(lhs: Any, cotangent: Any, group_sizes: Any) -> Any:
     """[groups, d_in, d_out]: the gradient of each group's matrix."""
     rows, groups = lhs.shape[0], group_sizes.shape[0]
     tile_rows = _tile_rows(rows, groups)
     accumulator = accurate_dtype(lhs.dtype)
-    padded = [jnp.pad(x, ((0, tile_rows), (0, 0))) for x in (lhs, cotangent)]
+    padded = [_padded(x, tile_rows) for x in (lhs, cotangent)]
 
     def add_tile(total: Any, tile: _Tiles) -> Any:
         in_group = (tile.start + jnp.arange(tile_rows, dtype=jnp.int32) < tile.end)[:, None]

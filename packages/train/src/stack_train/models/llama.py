@@ -212,7 +212,8 @@ class Llama(nnx.Module):
 
         layers = None if cache is None else cache.layers
         x, layers = scan_layers(run, self.blocks, x, layers, remat=self.config.remat)
-        hidden = gathered(ops.norm(x, self.norm[...], epsilon=self.config.norm_epsilon))
+        normed: Any = ops.norm(x, self.norm[...], epsilon=self.config.norm_epsilon)
+        hidden = gathered(normed)
         return hidden if cache is None else (hidden, cache.advance(layers, tokens.shape[1]))
 
     def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:

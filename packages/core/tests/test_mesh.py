@@ -155,9 +155,8 @@ def test_collisions_name_the_array_both_axes_and_the_mesh_axis():
         r"layer/kernel .*\('mlp', 'heads'\): 'mlp' -> 'tensor' and 'heads' -> 'tensor' .* mesh axis 'tensor'"
         r".* Change mesh.rules.mlp or mesh.rules.heads; null"
     )
-    with pytest.raises(ShardingError, match=expected) as caught:
+    with pytest.raises(ShardingError, match=expected):
         DEFAULT_RULES.spec(("mlp", "heads"), abstract(), name="layer/kernel")
-    assert caught.value.logical_axes == ("mlp", "heads")
 
 
 def test_unknown_logical_axes_suggest_neighbours():

@@ -73,7 +73,7 @@ class ShapeError(ArgumentError): ...
 
 
 class ShardingError(StackError):
-    """`logical_axes` are those that do not fit, where the mistake is theirs."""
+    """`logical_axes` are those whose sizes the mesh does not divide, if that is the mistake."""
 
     def __init__(self, message: str, *, logical_axes: Iterable[str | None] = ()) -> None:
         super().__init__(message)

@@ -107,12 +107,11 @@ class ShardingRules:
         for logical_axis, mesh_axes in zip(logical_axes, entries, strict=True):
             for mesh_axis in mesh_axes:
                 if mesh_axis in taken:
-                    raise self._collision(name, logical_axes, mesh_axis, taken[mesh_axis], logical_axis)
+                    raise ShardingError(self._collision(name, logical_axes, mesh_axis, taken[mesh_axis], logical_axis))
                 if mesh_axis not in mesh.axis_names:
                     raise ShardingError(
                         f"{name}: {logical_axis!r} goes to the mesh axis {mesh_axis!r}; this mesh has "
-                        f"{', '.join(mesh.axis_names)}.{nearest(mesh_axis, mesh.axis_names)} Change the rule or mesh.",
-                        logical_axes=[logical_axis],
+                        f"{', '.join(mesh.axis_names)}.{nearest(mesh_axis, mesh.axis_names)} Change the rule or mesh."
                     )
                 taken[mesh_axis] = logical_axis
         return PartitionSpec(*(_entry(mesh_axes) for mesh_axes in entries))
@@ -170,13 +169,12 @@ class ShardingRules:
             raise ShardingError("\n".join(map(str, problems)), logical_axes=axes)
         return shardings
 
-    def _collision(self, name: str, logical_axes: LogicalAxes, mesh_axis: str, *colliding: str | None) -> ShardingError:
+    def _collision(self, name: str, logical_axes: LogicalAxes, mesh_axis: str, *colliding: str | None) -> str:
         first, second = (f"{axis!r} -> {_entry(self.mesh_axes(axis))!r}" for axis in colliding)
         keys = " or ".join(f"mesh.rules.{axis}" for axis in dict.fromkeys(colliding))
-        return ShardingError(
+        return (
             f"{name} with the logical axes {tuple(logical_axes)}: {first} and {second} both use the mesh axis "
-            f"{mesh_axis!r}, which can split one axis of an array only. Change {keys}; null does not split an axis.",
-            logical_axes=colliding,
+            f"{mesh_axis!r}, which can split one axis of an array only. Change {keys}; null does not split an axis."
         )
 
 

@@ -6,10 +6,13 @@ an index; everything else is pinned by `constraints/`.
 """
 
 import functools
+import itertools
 import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import nox
@@ -116,6 +119,20 @@ def bench(session: nox.Session) -> None:
     session.run("python", f"benchmarks/{name}.py", *arguments, env={"UV": str(nox.virtualenv.UV)})
 
 
+@nox.session(default=False, python=list(JAX_OF_PYTHON))
+def matrix(session: nox.Session) -> None:
+    """Every combination of packages, from wheels, on each Python with its JAX; arguments choose packages to combine."""
+    optional = [package for package in PACKAGES[1:] if not session.posargs or package in session.posargs]
+    rows, failures = [], []
+    for packages in _combinations(optional):
+        duration_s, failure = _try_together(session, packages, steps=packages == ("core", "train"))
+        rows.append(f"{'+'.join(packages):50} {duration_s:6.1f} s  {'failed' if failure else 'ok'}")
+        failures += [f"{'+'.join(packages)}:\n{failure}"] if failure else []
+    session.log("\n".join([f"Python {session.python}, {JAX_OF_PYTHON[str(session.python)]}:", *rows]))
+    if failures:
+        session.error("\n".join(failures))
+
+
 @nox.session(default=False)
 def lowest(session: nox.Session) -> None:
     """Tests core and train with the lowest versions of the dependencies that they name."""
@@ -124,6 +141,14 @@ def lowest(session: nox.Session) -> None:
     sources = [f"packages/{package}/pyproject.toml" for package in tested]
     _compile(session, pins, *sources, "--resolution=lowest-direct", f"--python={session.bin}/python")
     session.install(*_wheels(*tested), *GROUPS("test"), "--requirements", str(pins))
+    _pytest(session, [f"packages/{package}/tests" for package in tested], "-m", "not slow")
+
+
+@nox.session(default=False)
+def newest(session: nox.Session) -> None:
+    """Tests core and train with the newest versions that they allow, whatever `constraints/` pins."""
+    tested = ("core", "train")
+    session.install("--upgrade", *_wheels(*tested), *GROUPS("test"))
     _pytest(session, [f"packages/{package}/tests" for package in tested], "-m", "not slow")
 
 
@@ -143,6 +168,32 @@ def _install(session: nox.Session, *requirements: str, groups: tuple[str, ...] =
     wheels = _wheels(*(requirement for requirement in requirements if requirement in PACKAGES))
     python = str(session.python or _running_python())
     session.install(*wheels, *others, *GROUPS(*groups), "--constraint", str(_constraints(python)))
+
+
+def _combinations(optional: list[str]) -> Iterator[tuple[str, ...]]:
+    """Core with every choice among the other packages, from none to all."""
+    for size in range(len(optional) + 1):
+        for chosen in itertools.combinations(optional, size):
+            yield ("core", *chosen)
+
+
+def _try_together(session: nox.Session, packages: tuple[str, ...], *, steps: bool) -> tuple[float, str]:
+    """Installs packages into a fresh environment and tries them; returns how long it took, and what failed."""
+    environment = Path(session.create_tmp()) / "together"
+    python = str(environment / "bin" / "python")
+    uv = str(nox.virtualenv.UV)
+    constraints = f"--constraints={_constraints(str(session.python))}"
+    commands = [
+        [uv, "venv", "--quiet", "--clear", f"--python={session.bin}/python", str(environment)],
+        [uv, "pip", "install", "--quiet", f"--python={python}", constraints, *_wheels(*packages)],
+        [python, "integration_tests/smoke.py", *packages, *(["--steps"] if steps else [])],
+    ]
+    started_s = time.monotonic()
+    for command in commands:
+        done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            return time.monotonic() - started_s, f"{' '.join(command)}\n{done.stdout}"
+    return time.monotonic() - started_s, ""
 
 
 def _pytest(session: nox.Session, folders: list[str], *options: str) -> None:

@@ -23,7 +23,7 @@ from stack_core.ops._running_softmax import RunningSoftmax, add_tile, by_group, 
 
 __all__ = ["attend"]
 
-_TILE_BYTES = 4 * 2**20
+_TILE_BYTES = 2**20
 _FEWEST_ROWS = 64
 _FEWEST_KEYS = 256
 

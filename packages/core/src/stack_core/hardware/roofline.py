@@ -25,6 +25,7 @@ class ProgramMemory:
 
     Attributes:
       aliased_bytes: of the outputs, what takes the place of donated arguments.
+      temporary_bytes: the most that exists at one time beside arguments and outputs.
       code_bytes: of the program itself, where the backend says so.
     """
 
@@ -102,7 +103,7 @@ def program_cost(
     bandwidth = chip.hbm_bandwidth_bytes_s
     ideal_s = flops.ideal_s(chip)
     return ProgramCost(
-        memory=_memory(compiled),
+        memory=_memory(compiled, devices[0].platform),
         flops=flops,
         traffic_bytes=traffic,
         collectives=found,
@@ -115,15 +116,18 @@ def program_cost(
     )
 
 
-def _memory(compiled: "jax.stages.Compiled") -> ProgramMemory:
+def _memory(compiled: "jax.stages.Compiled", platform: str) -> ProgramMemory:
     stats = compiled.memory_analysis()
     if stats is None:
         raise HardwareError("The compiler does not say how much memory the program takes; update jax and its plugins.")
+    resident = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    # XLA sums temporaries over all memories, VMEM included; its peak is of main memory alone, and wrong on CPUs.
+    peak = 0 if platform == "cpu" else stats.peak_memory_in_bytes
     return ProgramMemory(
         argument_bytes=stats.argument_size_in_bytes,
         output_bytes=stats.output_size_in_bytes,
         aliased_bytes=stats.alias_size_in_bytes,
-        temporary_bytes=stats.temp_size_in_bytes,
+        temporary_bytes=peak - resident if peak > resident else stats.temp_size_in_bytes,
         code_bytes=stats.generated_code_size_in_bytes,
     )
 

@@ -1,0 +1,137 @@
+"""`stack compile`: the train step of a run, compiled for hardware that need not be there."""
+
+import json as json_format
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from stack_core.cli import overrides_from
+from stack_core.config import apply_overrides, load_yaml, parse
+from stack_core.errors import HardwareError
+
+if TYPE_CHECKING:
+    from stack_train.compilation import StepReport
+
+__all__ = ["compile_run"]
+
+_GIB = 2**30
+# JAX takes this share of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+_GPU_SHARE = 0.75
+
+
+def compile_run(
+    config: Path,
+    /,
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    target: Annotated[tuple[str, ...], Parameter(consume_multiple=False)],
+    check: Annotated[bool, Parameter(negative=())] = False,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Compile a run's train step: stack compile run.yaml --target v5p:8x16x16 --data.batch_size 2048
+
+    Nothing is allocated, run or written: the target need not be there. A step that does not fit is no error, unless
+    --check is given.
+
+    Args:
+      config: YAML file of the run.
+      overrides: --section.key VALUE, any number of them.
+      target: hardware to compile for: v6e:4x4 is a TPU's torus, h100:1x1x8 slices x hosts x GPUs; may be repeated.
+      check: exit with status 2 if the step does not fit the memory of a target.
+      json: print machine-readable results, a list with an entry a target.
+    """
+    mapping = apply_overrides(load_yaml(config), overrides_from(overrides))
+    import jax  # after what a mistyped file should not wait for
+
+    from stack_core.hardware.targets import Target
+    from stack_train.compilation import compile_step
+    from stack_train.config import RunConfig
+
+    if not jax.config.jax_platforms:
+        # Of the devices that are here only one is used, for a random key; a GPU's memory should not be taken for it.
+        jax.config.update("jax_platforms", "cpu")
+    run = parse(RunConfig, mapping)
+    targets = [Target(name) for name in target]
+    progress = Console(stderr=True)
+    reports = []
+    for each in targets:
+        with progress.status(f"Compiling for {each.name}; minutes for a large model"):
+            reports.append(compile_step(run, each))
+        if not json:
+            _print(reports[-1])
+    if json:
+        print(json_format.dumps([report.as_mapping() for report in reports], indent=2))
+    if check and (misfits := [report.target for report in reports if report.fits is False]):
+        raise HardwareError(
+            f"The step does not fit {', '.join(misfits)}. Split it over more devices with mesh.fsdp or mesh.tensor, "
+            "lower data.batch_size, raise trainer.accumulation_steps, or set model.remat to full."
+        )
+
+
+def _print(report: "StepReport") -> None:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items()) or "one device"
+    print(
+        f"{report.target}: {report.devices} devices ({mesh}), {report.parameters:,} parameters, "
+        f"{report.tokens_per_step:,} tokens a step"
+    )
+    for line in [*_memory(report), *_speed(report)]:
+        print(f"  {line}")
+    if report.cost is not None and report.cost.collectives:
+        table = Table(
+            "collectives", "a step", "of arrays, GiB", "sent, GiB", title="of each device", title_justify="left"
+        )
+        for kind, sums in report.collectives_by_kind().items():
+            table.add_row(kind, f"{sums['count']:,}", _gib(sums["array_bytes"]), _gib(sums["sent_bytes"]))
+        Console(file=sys.stdout).print(table)
+    print(f"  traced in {report.trace_s:.0f} s, compiled in {report.compile_s:.0f} s")
+
+
+def _memory(report: "StepReport") -> list[str]:
+    if report.cost is None:
+        return [f"memory: does not fit; the compiler says:\n{report.refusal}"]
+    memory = report.cost.memory
+    parts = (
+        f"arguments {_gib(memory.argument_bytes)}, outputs {_gib(memory.output_bytes - memory.aliased_bytes)} beside "
+        f"those in their place, temporaries {_gib(memory.temporary_bytes)}, code {_gib(memory.code_bytes)}"
+    )
+    if report.memory_bytes is None:
+        return [f"memory of a device: {_gib(memory.total_bytes)} GiB; how much it has is not known ({parts})"]
+    left = report.memory_bytes - memory.total_bytes
+    verdict = f"fits, {_gib(left)} GiB left" if left >= 0 else f"does NOT fit, {_gib(-left)} GiB too much"
+    lines = [f"memory: {_gib(memory.total_bytes)} of a device's {_gib(report.memory_bytes)} GiB: {verdict} ({parts})"]
+    if report.platform == "gpu" and _GPU_SHARE * report.memory_bytes < memory.total_bytes <= report.memory_bytes:
+        lines.append(f"JAX takes {_GPU_SHARE:.0%} of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is larger")
+    return lines
+
+
+def _speed(report: "StepReport") -> list[str]:
+    if report.cost is None:
+        return [f"FLOPs of a step: {report.model_flops.total:.4g} for the model"]
+    hardware = report.cost.flops.total * report.devices
+    ratio = hardware / report.model_flops.total
+    roofline = report.cost.roofline
+    terms = {"compute": roofline.compute_s, "memory": roofline.memory_s, "network": roofline.network_s}
+    seconds = ", ".join(f"{name} {_seconds(term)}" for name, term in terms.items())
+    lines = [
+        f"FLOPs of a step: {report.model_flops.total:.4g} for the model, {hardware:.4g} done ({ratio:.2f} times)",
+        f"time of a step at peak rates: {seconds}",
+    ]
+    if roofline.step_s is None:
+        lines.append("roofline: not known, for a part of it is not")
+    else:
+        lines.append(
+            f"roofline: {_seconds(roofline.step_s)}, bound by {roofline.binding}; MFU {report.mfu or 0:.1%} at most"
+        )
+    lines += [f"not counted beyond one trip: {name}" for name in report.cost.unknown_loops]
+    return lines
+
+
+def _gib(size_bytes: int | float) -> str:
+    return f"{size_bytes / _GIB:,.2f}"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "not known" if seconds is None else f"{seconds:.4g} s"

@@ -39,8 +39,8 @@ def gated_linear_unit(
 
     Args:
       x: [..., d_in].
-      w_gate: G, [d_in, d_out], of the dtype of `x`, or quantized.
-      w_up: U, [d_in, d_out], of the dtype of `x`, or quantized.
+      w_gate: G, [d_in, d_out], of the dtype of `x`; or quantized, any class with `__stack_qview__`.
+      w_up: U, [d_in, d_out], likewise; either may be quantized without the other.
       activation: f: "silu" (SwiGLU), "gelu" (exact), "gelu_tanh", "relu", "relu_squared" or "sigmoid".
       implementation: a name, several in order of preference, or None to let core choose.
 

@@ -27,8 +27,8 @@ def linear(
 
     Args:
       x: [..., d_in].
-      weight: W, [d_in, d_out], of the dtype of `x`; or quantized, any class with `__stack_qview__`; its
-        scale then has a gradient, its integers have none.
+      weight: W, [d_in, d_out], of the dtype of `x`; or quantized, any class with `__stack_qview__`: its scales and
+        zero points then have a gradient where they are floating, its values have none.
       bias: b, [d_out], added to the accumulator in fp32.
       preferred_dtype: the dtype of the result, by default that of `x`. The products are accumulated in fp32 whatever
         it is, so that float32 returns the accumulator unrounded.

@@ -14,6 +14,7 @@ from stack_core.mesh import constrain, parts_of
 from stack_core.ops._check import Axes, check_floating, check_known, check_same_dtype
 from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._dispatch import Implementation, dispatch
+from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array
 
 __all__ = ["REFERENCE", "linear_cross_entropy"]
 
@@ -24,7 +25,7 @@ _MOST_CHUNKS = 64
 
 def linear_cross_entropy(
     hidden: Float[Array, "*batch embed"],
-    weight: Float[Array, "embed vocab"],
+    weight: Float[Array, "embed vocab"] | QuantizedArray,
     labels: Int[Array, "*batch"],
     *,
     ignore_index: int = -100,
@@ -42,7 +43,8 @@ def linear_cross_entropy(
 
     Args:
       hidden: h, [..., embed].
-      weight: W, [embed, vocab], of the dtype of `hidden`; a tied head passes its embedding transposed.
+      weight: W, [embed, vocab], of the dtype of `hidden`, a tied head passes its embedding transposed; or quantized,
+        then the reference dequantizes it once, since every chunk of rows meets all of it.
       labels: y, [...], integers in [0, vocab). Any other label but `ignore_index` makes its loss NaN.
       ignore_index: rows with this label count as absent: no loss, no gradient, no share in the mean.
       z_loss: c, the weight of the squared log-partition.
@@ -61,10 +63,11 @@ def linear_cross_entropy(
     """
     axes = Axes("linear_cross_entropy")
     axes.match("hidden", hidden, "... embed")
-    axes.match("weight", weight, "embed vocab")
+    axes.match("weight", logical_array(weight), "embed vocab")
     axes.match("labels", labels, "...")
     check_floating("linear_cross_entropy", hidden=hidden)
-    check_same_dtype("linear_cross_entropy", hidden=hidden, weight=weight)
+    if not is_quantized(weight):
+        check_same_dtype("linear_cross_entropy", hidden=hidden, weight=weight)
     check_known("linear_cross_entropy", "reduction", reduction, ("mean", "sum", "none"))
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ArgumentError(f"linear_cross_entropy: labels has dtype {labels.dtype}; expected an integer dtype.")
@@ -86,6 +89,7 @@ def _reference(
     row_losses = functools.partial(
         _row_losses, ignore_index=ignore_index, z_loss=z_loss, label_smoothing=label_smoothing
     )
+    weight = dequantize(weight, hidden.dtype)
     parts = _parts(labels)
     part_rows = labels.size // parts
     chunks = _chunks(part_rows, weight.shape[1])

@@ -4,6 +4,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from stack_core.abi import ABI_MAJOR, QView
@@ -32,6 +33,9 @@ def logical_array(array: Any) -> Any:
 def dequantize(array: Any, dtype: DTypeLike) -> jax.Array:
     """(qvalue - zero_point) * scale, in fp32, as `dtype`; a plain array of that dtype is returned as it is.
 
+    The scale has a gradient, and so has a floating zero point; the stored values have none, even if they are floating:
+    they are codes, and what moves them is the quantizer's to say.
+
     Raises:
       ArgumentError: the view is of another ABI major version.
       ShapeError: a scale does not divide its axis.
@@ -43,7 +47,7 @@ def dequantize(array: Any, dtype: DTypeLike) -> jax.Array:
 
 
 def _dequantized(qvalue: jax.Array, scale: jax.Array, zero_point: jax.Array | None, dtype: DTypeLike) -> jax.Array:
-    value = qvalue.astype(jnp.float32)
+    value = lax.stop_gradient(qvalue).astype(jnp.float32)
     if zero_point is not None:
         value = value - _repeated(zero_point, value.shape)
     return (value * _repeated(scale, value.shape)).astype(dtype)
@@ -87,7 +91,7 @@ def _checked_view(array: Any) -> QView:
         )
     value_shape, scale_shape = view.qvalue.shape, view.scale.shape
     divides = len(value_shape) == len(scale_shape) and all(
-        v % s == 0 for v, s in zip(value_shape, scale_shape, strict=True)
+        v == s or (s and v % s == 0) for v, s in zip(value_shape, scale_shape, strict=True)
     )
     if not divides:
         raise ShapeError(

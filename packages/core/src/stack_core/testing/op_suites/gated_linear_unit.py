@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing._cases import OpCase, OpSuite, dense
+from stack_core.testing._cases import OpCase, OpSuite, TiledInt8, dense
 
 __all__ = ["SUITE"]
 
@@ -19,9 +19,24 @@ def _gated_case(name: str, x: tuple[int, ...], out: int, **options: Any) -> OpCa
     return OpCase("gated_linear_unit", name, arrays, options)
 
 
+def _quantized_case(name: str, *quantized: str, zeros: bool = False) -> OpCase:
+    def weight(rng: np.random.Generator) -> TiledInt8:
+        values = rng.integers(-100, 101, size=(12, 10)).astype(np.int8)
+        offsets = rng.integers(-4, 5, size=(3, 5)).astype(np.int8) if zeros else None
+        return TiledInt8(values, rng.uniform(0.01, 0.02, size=(3, 5)).astype(np.float32), offsets)
+
+    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
+        plain = {name: rng.normal(size=(12, 10)) for name in ("w_gate", "w_up")}
+        return {"x": rng.normal(size=(3, 12)), **plain, **{name: weight(rng) for name in quantized}}
+
+    return OpCase("gated_linear_unit", name, arrays, fixed=quantized)
+
+
 _CASES = (
     _gated_case("odd_sizes", (2, 37, 19), 33),
     _gated_case("empty_rows", (2, 0, 8), 4),
+    _quantized_case("quantized", "w_gate", "w_up", zeros=True),
+    _quantized_case("one_quantized", "w_up"),
     *(
         _gated_case(activation, (3, 12), 10, activation=activation)
         for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid")

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing._cases import OpCase, OpSuite
+from stack_core.testing._cases import OpCase, OpSuite, TiledInt8, dense
 
 __all__ = ["SUITE"]
 
@@ -27,6 +27,17 @@ def _cross_entropy_case(
     return OpCase("linear_cross_entropy", name, arrays, options)
 
 
+def _quantized_case(name: str, scales: tuple[int, int]) -> OpCase:
+    plain = _cross_entropy_case(name, ignored=0.3)
+
+    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
+        values = rng.integers(-100, 101, size=(12, 37)).astype(np.int8)
+        weight = TiledInt8(values, rng.uniform(0.005, 0.01, size=scales).astype(np.float32))
+        return {**plain.arrays(rng), "weight": weight}
+
+    return OpCase(plain.op, name, arrays, plain.options, fixed=("weight",))
+
+
 _CASES = (
     _cross_entropy_case("plain"),
     _cross_entropy_case("sum", reduction="sum"),
@@ -40,6 +51,8 @@ _CASES = (
     _cross_entropy_case("empty_rows", rows=(0,)),
     _cross_entropy_case("z_loss", z_loss=0.1, ignored=0.2),
     _cross_entropy_case("label_smoothing", label_smoothing=0.1, ignored=0.2),
+    _quantized_case("quantized_by_word", (1, 37)),
+    _quantized_case("quantized_by_tile", (4, 1)),
     _cross_entropy_case("everything", z_loss=0.01, label_smoothing=0.2, ignored=0.3, reduction="none"),
 )
 
@@ -54,7 +67,7 @@ def _oracle(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Any:
-    logits = hidden @ weight
+    logits = hidden @ dense(weight)
     vocab = logits.shape[-1]
     log_partition = jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
     target = (1 - label_smoothing) * (np.asarray(labels)[..., None] == np.arange(vocab)) + label_smoothing / vocab

@@ -1,0 +1,137 @@
+"""Quantized operands of a class that core has never heard of."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core import ops
+from stack_core.abi import QView
+from stack_core.ops._gated_linear_unit import REFERENCE as GATED_LINEAR_UNIT
+from stack_core.ops._linear import REFERENCE as LINEAR
+from stack_core.ops._linear_cross_entropy import REFERENCE as LINEAR_CROSS_ENTROPY
+
+
+@jax.tree_util.register_pytree_node_class
+class Foreign:
+    """Defines `__stack_qview__` and what a pytree needs; stores its parts in an order and under names of its own."""
+
+    def __init__(self, step: Any, codes: Any, middle: Any) -> None:
+        self.step, self.codes, self.middle = step, codes, middle
+
+    def __stack_qview__(self) -> QView:
+        return QView((1, 0), self.codes, self.step, self.middle, "foreign")
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        return (self.step, self.codes, self.middle), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, parts: Any) -> "Foreign":
+        return cls(*parts)
+
+
+D_IN, D_OUT = 12, 10
+SCALES = {
+    "tensor": (1, 1),
+    "channel": (1, D_OUT),
+    "row": (D_IN, 1),
+    "tile": (3, 5),
+    "row_tile": (4, D_OUT),
+}
+
+
+def _weight(seed: int = 0, scales: tuple[int, int] = (3, 5), dtype: Any = "int8", *, zeros: bool = True) -> Foreign:
+    rng = np.random.default_rng(seed)
+    codes = jnp.asarray(rng.integers(-8, 8, size=(D_IN, D_OUT)), dtype)
+    middle = jnp.asarray(rng.integers(-4, 5, size=scales), "int8") if zeros else None
+    return Foreign(jnp.asarray(rng.uniform(0.1, 0.2, size=scales), jnp.float32), codes, middle)
+
+
+def _dense(weight: Foreign) -> Any:
+    """What the weight stands for, written another way than core's."""
+
+    def spread(part: Any) -> Any:
+        tiles = np.array(weight.codes.shape) // np.array(part.shape)
+        return jnp.kron(part.astype(jnp.float32), jnp.ones(tiles))
+
+    codes = weight.codes.astype(jnp.float32) - (0.0 if weight.middle is None else spread(weight.middle))
+    return codes * spread(weight.step)
+
+
+X = jax.random.normal(jax.random.key(0), (6, D_IN))
+LABELS = jnp.arange(6)
+OPS = {
+    "linear": (lambda weight, **named: ops.linear(X, weight, **named), LINEAR),
+    "gated_linear_unit": (lambda weight, **named: ops.gated_linear_unit(X, weight, weight, **named), GATED_LINEAR_UNIT),
+    "linear_cross_entropy": (
+        lambda weight, **named: ops.linear_cross_entropy(X, weight, LABELS, reduction="none", **named),
+        LINEAR_CROSS_ENTROPY,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize("scales", SCALES.values(), ids=SCALES.keys())
+def test_it_is_the_op_of_the_dequantized_weight(scales: tuple[int, int], dtype: str) -> None:
+    weight = _weight(0, scales, dtype)
+    np.testing.assert_allclose(ops.linear(X, weight), X @ _dense(weight), atol=2e-5)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_it_is_the_same_under_jit_vmap_and_scan(op: str, dtype: str) -> None:
+    call, _ = OPS[op]
+    weights = [_weight(seed, dtype=dtype) for seed in range(3)]
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *weights)
+    expected = [call(_dense(weight)) for weight in weights]
+    np.testing.assert_allclose(jax.jit(call)(weights[0]), expected[0], atol=2e-5)
+    np.testing.assert_allclose(jax.jit(jax.vmap(call))(stacked), expected, atol=2e-5)
+    scanned = jax.jit(lambda weights: jax.lax.scan(lambda carry, weight: (carry, call(weight)), (), weights)[1])
+    np.testing.assert_allclose(scanned(stacked), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("own_vjp", [True, False], ids=["autodiff", "reference_vjp"])
+def test_scales_have_a_gradient_and_integers_none(op: str, own_vjp: bool) -> None:
+    call, reference = OPS[op]
+    implementation = reference if own_vjp else dataclasses.replace(reference, name="other", vjp=None)
+    weight = _weight(zeros=True)
+
+    def loss(call: Any, weight: Any) -> Any:
+        return jnp.sum(jnp.sin(call(weight)))
+
+    gradient = jax.grad(functools.partial(loss, functools.partial(call, implementation=implementation)), allow_int=True)
+    found = jax.jit(gradient)(weight)
+    expected = jax.grad(lambda step: loss(call, _dense(Foreign(step, weight.codes, weight.middle))))(weight.step)
+    np.testing.assert_allclose(found.step, expected, atol=2e-5)
+    assert found.codes.dtype == jax.dtypes.float0 and found.middle.dtype == jax.dtypes.float0
+
+
+def test_floating_values_are_codes_and_have_no_gradient() -> None:
+    weight = _weight(dtype="float8_e4m3fn", zeros=False)
+    gradient = jax.grad(lambda weight: jnp.sum(ops.linear(X, weight)))(weight)
+    assert not np.any(gradient.codes.astype(jnp.float32)) and np.all(gradient.step != 0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_result_has_the_dtype_of_x_whatever_that_of_the_scale(dtype: str) -> None:
+    weight = _weight()
+    weight = Foreign(weight.step.astype("bfloat16"), weight.codes, weight.middle)
+    product = ops.linear(X.astype(dtype), weight)
+    assert product.dtype == dtype
+    np.testing.assert_allclose(product.astype("float32"), X @ _dense(weight), atol=0.1)
+
+
+def test_a_pytree_that_holds_one_is_trained_by_its_other_leaves() -> None:
+    def loss(parameters: Any) -> Any:
+        return jnp.sum(jnp.square(ops.linear(X, parameters["frozen"]) @ parameters["adapter"]))
+
+    parameters = {"frozen": _weight(), "adapter": jnp.ones((D_OUT, 2))}
+    gradients = jax.jit(jax.grad(loss, allow_int=True))(parameters)
+    assert np.all(np.isfinite(gradients["adapter"])) and np.any(gradients["adapter"])
+    adapters = jax.jit(jax.grad(lambda adapter, rest: loss({**rest, "adapter": adapter})))
+    np.testing.assert_allclose(adapters(parameters["adapter"], {"frozen": parameters["frozen"]}), gradients["adapter"])

@@ -77,6 +77,38 @@ def test_linear_attention(arguments: dict[str, Any], kind: type[StackError], par
     _expect(kind, parts, ops.linear_attention, {**operands, **arguments})
 
 
+TOKENS, POOL, PLACES = _zeros(5, 4, 8), _zeros(9, 2, 16, 8), _zeros(3, dtype=jnp.int32)
+PAGED = {
+    "query": TOKENS,
+    "key_pages": POOL,
+    "value_pages": POOL,
+    "block_tables": _zeros(3, 2, dtype=jnp.int32),
+    "kv_lengths": PLACES,
+    "query_starts": _zeros(4, dtype=jnp.int32),
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "parts"),
+    [
+        ({"layout": "phds"}, UnknownName, ("unknown layout 'phds'", "Did you mean 'phsd'", "pshd")),
+        ({"layout": "pshd"}, ShapeError, ("4 heads", "16 kv_heads")),
+        ({"key_pages": _zeros(9, 2, 16, 6)}, ShapeError, ("'head_dim' is 6 in key_pages, but 8 in query",)),
+        ({"value_pages": _zeros(8, 2, 16, 8)}, ShapeError, ("'pages' is 8 in value_pages, but 9 in key_pages",)),
+        ({"query": _zeros(5, 32)}, ShapeError, ("query has shape (5, 32)", "tokens, heads, head_dim")),
+        ({"kv_lengths": PLACES[:2]}, ShapeError, ("'batch' is 2 in kv_lengths, but 3 in block_tables",)),
+        ({"query_starts": PLACES}, ShapeError, ("query_starts has shape (3,); expected (4,)", "3 sequences")),
+        ({"kv_lengths": _zeros(3)}, ArgumentError, ("kv_lengths has dtype float32", "integer")),
+        ({"sinks": _zeros(2)}, ShapeError, ("'heads' is 2 in sinks",)),
+        ({"window": (-1, 0)}, ArgumentError, ("paged_attention: window is (-1, 0)",)),
+        ({"softcap": 0.0}, ArgumentError, ("softcap is 0.0",)),
+        ({"query": TOKENS.astype(jnp.bfloat16)}, ArgumentError, ("query bfloat16, key_pages float32", "cast")),
+    ],
+)
+def test_paged_attention(arguments: dict[str, Any], kind: type[StackError], parts: tuple[str, ...]) -> None:
+    _expect(kind, parts, ops.paged_attention, {**PAGED, **arguments})
+
+
 @pytest.mark.parametrize(
     ("op", "arguments", "kind", "parts"),
     [

@@ -41,8 +41,8 @@ def test_signatures_are_those_of_abi_1() -> None:
         "linear_attention": "query key value decay beta initial_state implementation",
         "linear_cross_entropy": "hidden weight labels ignore_index z_loss label_smoothing reduction implementation",
         "norm": "x scale offset kind epsilon scale_offset residual axis implementation",
-        "paged_attention": "query key_pages value_pages block_tables kv_lengths query_starts window softcap sinks scale "
-        "layout implementation",
+        "paged_attention": "query key_pages value_pages block_tables kv_lengths query_starts window softcap sinks "
+        "scale layout implementation",
         "ragged_dot": "lhs rhs group_sizes implementation",
         "rope": "x positions theta scaling interleaved rotary_dim implementation",
     }

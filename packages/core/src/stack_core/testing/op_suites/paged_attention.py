@@ -118,35 +118,36 @@ def _oracle(
     block_tables: Any,
     kv_lengths: Any,
     query_starts: Any,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    sinks: Any = None,
-    scale: float | None = None,
-    layout: str = "phsd",
+    layout: str,
+    **scoring: Any,
 ) -> Any:
     """The definition, one sequence at a time."""
     order = [layout.index(axis) for axis in _AXES]
     key_pages, value_pages = (dense(pages).transpose(order) for pages in (key_pages, value_pages))
-    tokens, heads, head_dim = query.shape
     slots = key_pages.shape[2]
     outputs = []
     for row, length in enumerate(kv_lengths):
-        queries = query[query_starts[row] : query_starts[row + 1]]
         keys = np.arange(length)
-        key, value = (
-            jnp.repeat(pages[block_tables[row, keys // slots], :, keys % slots], heads // pages.shape[1], axis=1)
-            for pages in (key_pages, value_pages)
-        )
-        scores = jnp.einsum("qhd,khd->hqk", queries, key) * (head_dim**-0.5 if scale is None else scale)
-        if softcap is not None:
-            scores = softcap * jnp.tanh(scores / softcap)
-        distances = (length - len(queries) + np.arange(len(queries)))[:, None] - keys
-        seen = (distances >= 0) & (window is None or window[0] is None or distances <= window[0])
-        weights = jnp.where(seen, jnp.exp(scores), 0.0)
-        denominator = jnp.sum(weights, axis=-1) + (0.0 if sinks is None else jnp.exp(sinks)[:, None])
-        safe = jnp.where(denominator == 0, 1.0, denominator)
-        outputs.append(jnp.einsum("hqk,khd->qhd", weights / safe[..., None], value))
-    return jnp.concatenate([*outputs, jnp.zeros((tokens - query_starts[-1], heads, head_dim))])
+        key, value = (pages[block_tables[row, keys // slots], :, keys % slots] for pages in (key_pages, value_pages))
+        outputs.append(_attended(query[query_starts[row] : query_starts[row + 1]], key, value, **scoring))
+    return jnp.concatenate([*outputs, jnp.zeros_like(query[query_starts[-1] :])])
+
+
+def _attended(
+    query: Any, key: Any, value: Any, *, window: Any = None, softcap: Any = None, sinks: Any = None, scale: Any = None
+) -> Any:
+    """The last queries of a sequence, [queries, heads, head_dim], with all its keys, [keys, kv_heads, head_dim]."""
+    queries, heads, head_dim = query.shape
+    key, value = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (key, value))
+    scores = jnp.einsum("qhd,khd->hqk", query, key) * (head_dim**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    distances = (len(key) - queries + np.arange(queries))[:, None] - np.arange(len(key))
+    seen = (distances >= 0) & (window is None or window[0] is None or distances <= window[0])
+    weights = jnp.where(seen, jnp.exp(scores), 0.0)
+    denominator = jnp.sum(weights, axis=-1) + (0.0 if sinks is None else jnp.exp(sinks)[:, None])
+    safe = jnp.where(denominator == 0, 1.0, denominator)
+    return jnp.einsum("hqk,khd->qhd", weights / safe[..., None], value)
 
 
 SUITE = OpSuite(_CASES, _oracle)

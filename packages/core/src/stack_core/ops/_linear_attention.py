@@ -105,8 +105,8 @@ def _reference(query: Any, key: Any, value: Any, *, decay: Any, beta: Any, initi
 
     state, *tokens = vary_alike(initial_state, query, key, value, decay, beta)
     state, output = lax.scan(read_chunk, state, [_split(x, chunks) for x in tokens])
-    output = output.reshape(-1, *output.shape[2:])[:seq]
-    return jnp.moveaxis(output, 0, 1), state
+    output = output.reshape(output.shape[0] * output.shape[1], *output.shape[2:])
+    return jnp.moveaxis(output[:seq], 0, 1), state
 
 
 def _read_token(state: Any, token: Any) -> Any:

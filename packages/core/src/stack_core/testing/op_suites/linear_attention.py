@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -59,21 +60,21 @@ _CASES = (
 
 def _oracle(query: Any, key: Any, value: Any, *, decay: Any, beta: Any, initial_state: Any = None) -> Any:
     """The paper's equation 10: the state times alpha (I - beta k k^T), plus beta v k^T, one token at a time."""
-    batch, seq, heads, key_dim = query.shape
-    value_dim = value.shape[-1]
-    alpha = jnp.ones((batch, seq, heads)) if decay is None else jnp.exp(decay)
-    beta = jnp.ones((batch, seq, heads)) if beta is None else beta
-    state = jnp.zeros((batch, heads, value_dim, key_dim))
-    if initial_state is not None:
-        state = jnp.swapaxes(initial_state, -1, -2)
-    outputs = [jnp.zeros((batch, 0, heads, value_dim))]
-    for t in range(seq):
-        outer = key[:, t, :, :, None] * key[:, t, :, None, :]
-        transition = alpha[:, t, :, None, None] * (jnp.eye(key_dim) - beta[:, t, :, None, None] * outer)
-        written = beta[:, t, :, None, None] * value[:, t, :, :, None] * key[:, t, :, None, :]
-        state = jnp.matmul(state, transition) + written
-        outputs.append(jnp.matmul(state, query[:, t, :, :, None])[:, None, ..., 0])
-    return jnp.concatenate(outputs, axis=1), jnp.swapaxes(state, -1, -2)
+    batch, _, heads, key_dim = query.shape
+    alpha = jnp.ones(query.shape[:3]) if decay is None else jnp.exp(decay)
+    beta = jnp.ones(query.shape[:3]) if beta is None else beta
+    first = jnp.zeros((batch, heads, key_dim, value.shape[-1])) if initial_state is None else initial_state
+
+    def read(state: Any, token: Any) -> Any:
+        query, key, value, alpha, beta = token
+        write = (beta[..., None] * key)[..., None, :]
+        transition = alpha[..., None, None] * (jnp.eye(key_dim) - key[..., :, None] * write)
+        state = state @ transition + value[..., :, None] * write
+        return state, jnp.squeeze(state @ query[..., None], -1)
+
+    tokens = [jnp.moveaxis(x, 1, 0) for x in (query, key, value, alpha, beta)]
+    state, output = jax.lax.scan(read, jnp.swapaxes(first, -1, -2), tokens)
+    return jnp.moveaxis(output, 0, 1), jnp.swapaxes(state, -1, -2)
 
 
 SUITE = OpSuite(_CASES, _oracle)

@@ -22,6 +22,8 @@ PACKAGES = ("core", "kernels", "quant", "train", "rl", "serve", "profile")
 JAX_OF_PYTHON = {"3.11": "jax==0.10.2", "3.12": "jax==0.11.2", "3.13": "jax==0.12.0.*"}
 PARITY_PYTHON = "3.11"
 TORCH = "torch==2.13.0"
+# Compilers for hardware that is not there: libtpu, and the CUDA plugin without what only running on a GPU needs.
+COMPILERS = ("jax[tpu,cuda13-local]", "nvidia-cuda-nvcc>=13,<14")
 NO_PARITY = "--ignore=integration_tests/parity"
 
 ROOT = Path(__file__).parent
@@ -93,6 +95,14 @@ def slow(session: nox.Session) -> None:
     _pytest(session, ["packages", "integration_tests"], NO_PARITY, "-m", "slow")
 
 
+@nox.session(default=False)
+def aot(session: nox.Session) -> None:
+    """Compiles for TPUs and GPUs that are not there."""
+    _install(session, "core", "train", *COMPILERS, groups=("test",))
+    session.env["JAX_PLATFORMS"] = "cpu"  # else JAX complains that the CUDA plugin lacks libraries
+    _pytest(session, [f"packages/{package}/tests" for package in ("core", "train")], "-m", "tpu_aot or gpu_aot")
+
+
 # pip, because a machine may offer it a small CPU-only PyTorch through `find-links`, where uv does not look.
 @nox.session(default=False, python=PARITY_PYTHON, venv_backend="venv")
 def parity(session: nox.Session) -> None:
@@ -158,7 +168,7 @@ def lock(session: nox.Session) -> None:
     tools = Path(session.create_tmp()) / "tools.txt"
     sources = [f"packages/{package}/pyproject.toml" for package in PACKAGES]
     for python, jax in JAX_OF_PYTHON.items():
-        tools.write_text("\n".join([jax, *GROUPS("build", "lint", "types", "test", "parity")]))
+        tools.write_text("\n".join([jax, *COMPILERS, *GROUPS("build", "lint", "types", "test", "parity")]))
         _compile(session, _constraints(python), *sources, str(tools), "--upgrade", f"--python-version={python}")
 
 
@@ -188,9 +198,14 @@ def _try_together(session: nox.Session, packages: tuple[str, ...], *, steps: boo
         [uv, "pip", "install", "--quiet", f"--python={python}", constraints, *_wheels(*packages)],
         [python, "integration_tests/smoke.py", *packages, *(["--steps"] if steps else [])],
     ]
+    # The environments succeed each other at one place, so that bytecode of one serves the next.
+    variables = {**os.environ, "PYTHONPYCACHEPREFIX": str(environment.with_name("bytecode"))}
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
     started_s = time.monotonic()
     for command in commands:
-        done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(
+            command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables
+        )
         if done.returncode:
             return time.monotonic() - started_s, f"{' '.join(command)}\n{done.stdout}"
     return time.monotonic() - started_s, ""

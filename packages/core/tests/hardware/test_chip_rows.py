@@ -139,6 +139,7 @@ def test_device_kinds_are_those_of_libtpu():
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
     done = subprocess.run(
         [sys.executable, "-c", code, *topologies.values()],

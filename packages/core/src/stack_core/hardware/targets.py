@@ -53,6 +53,15 @@ _TPUS: Final = {
 }
 
 
+# Without a TPU libtpu would ask Google's metadata server what machine this is, complain that it gets no answer, and keep
+# other processes from compiling at the same time.
+_WITHOUT_TPU: Final = {
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
 @dataclass(frozen=True)
 class Target:
     """A slice of TPUs or some GPUs, by name.
@@ -173,9 +182,7 @@ def _tpu_devices(target: Target) -> tuple["jax.Device", ...]:
     options = dict(kind.options)
     if math.prod(sizes) == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
-    # Without a TPU libtpu would ask Google's metadata server what machine this is, and complain that it gets no answer.
-    absent = {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
-    with _environment(absent if "TPU_SKIP_MDS_QUERY" in os.environ else {}):
+    with _environment(_WITHOUT_TPU if "TPU_SKIP_MDS_QUERY" in os.environ else {}):
         try:
             description = topologies.get_topology_desc(topology, platform="tpu", **options)
         except RuntimeError as error:

@@ -77,9 +77,9 @@ def test_linear_attention(arguments: dict[str, Any], kind: type[StackError], par
     _expect(kind, parts, ops.linear_attention, {**operands, **arguments})
 
 
-TOKENS, POOL, PLACES = _zeros(5, 4, 8), _zeros(9, 2, 16, 8), _zeros(3, dtype=jnp.int32)
+RAGGED, POOL, PLACES = _zeros(5, 4, 8), _zeros(9, 2, 16, 8), _zeros(3, dtype=jnp.int32)
 PAGED = {
-    "query": TOKENS,
+    "query": RAGGED,
     "key_pages": POOL,
     "value_pages": POOL,
     "block_tables": _zeros(3, 2, dtype=jnp.int32),
@@ -91,7 +91,7 @@ PAGED = {
 @pytest.mark.parametrize(
     ("arguments", "kind", "parts"),
     [
-        ({"layout": "phds"}, UnknownName, ("unknown layout 'phds'", "Did you mean 'phsd'", "pshd")),
+        ({"layout": "phds"}, UnknownName, ("unknown layout 'phds'", "or 'phsd'?", "phsd, pshd, hpsd")),
         ({"layout": "pshd"}, ShapeError, ("4 heads", "16 kv_heads")),
         ({"key_pages": _zeros(9, 2, 16, 6)}, ShapeError, ("'head_dim' is 6 in key_pages, but 8 in query",)),
         ({"value_pages": _zeros(8, 2, 16, 8)}, ShapeError, ("'pages' is 8 in value_pages, but 9 in key_pages",)),
@@ -102,7 +102,7 @@ PAGED = {
         ({"sinks": _zeros(2)}, ShapeError, ("'heads' is 2 in sinks",)),
         ({"window": (-1, 0)}, ArgumentError, ("paged_attention: window is (-1, 0)",)),
         ({"softcap": 0.0}, ArgumentError, ("softcap is 0.0",)),
-        ({"query": TOKENS.astype(jnp.bfloat16)}, ArgumentError, ("query bfloat16, key_pages float32", "cast")),
+        ({"query": RAGGED.astype(jnp.bfloat16)}, ArgumentError, ("query bfloat16, key_pages float32", "cast")),
     ],
 )
 def test_paged_attention(arguments: dict[str, Any], kind: type[StackError], parts: tuple[str, ...]) -> None:

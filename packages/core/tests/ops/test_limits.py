@@ -1,5 +1,6 @@
 """What the references promise about memory and work, read from what XLA compiles."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from stack_core import ops
+from stack_core.hardware.flops import count_flops
 
 MIB = 2**20
 
@@ -16,14 +18,38 @@ def _temporary_bytes(function: Any, *arrays: jax.ShapeDtypeStruct) -> int:
     return memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_attention_of_32k_tokens_and_8_heads_needs_less_than_2_gib(dtype: str) -> None:
-    operand = jax.ShapeDtypeStruct((1, 32768, 8, 64), dtype)
+def _attention_bytes(attention: Any, tokens: int, dtype: str = "float32") -> int:
+    """What XLA plans for attention with 8 heads and its gradient."""
+    operand = jax.ShapeDtypeStruct((1, tokens, 8, 64), dtype)
 
     def total(query: Any, key: Any, value: Any) -> Any:
-        return jnp.sum(ops.attention(query, key, value, causal=True).astype(jnp.float32))
+        return jnp.sum(attention(query, key, value).astype(jnp.float32))
 
-    assert _temporary_bytes(jax.value_and_grad(total, argnums=(0, 1, 2)), operand, operand, operand) < 1200 * MIB
+    return _temporary_bytes(jax.value_and_grad(total, argnums=(0, 1, 2)), operand, operand, operand)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_of_32k_tokens_and_8_heads_needs_less_than_1_gib(dtype: str) -> None:
+    assert _attention_bytes(functools.partial(ops.attention, causal=True), 32768, dtype) < 1024 * MIB
+
+
+def test_attention_of_8k_tokens_needs_less_than_a_quarter_of_jax_own() -> None:
+    dense = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+    assert _attention_bytes(ops.attention, 8192) < _attention_bytes(dense, 8192) / 4
+
+
+@pytest.mark.parametrize(("causal", "window", "share"), [(True, None, 0.53), (True, (256, 0), 0.08), (False, None, 1)])
+def test_attention_leaves_out_what_is_hidden(causal: bool, window: Any, share: float) -> None:
+    operand = jax.ShapeDtypeStruct((1, 8192, 8, 64), "float32")
+    call = functools.partial(ops.attention, causal=causal, window=window)
+    assert count_flops(call, operand, operand, operand).total <= share * 4 * 8 * 64 * 8192**2
+
+
+@pytest.mark.parametrize("sizes", [(0, 5000), (5000, 0), (1, 0)])
+def test_attention_without_queries_or_keys(sizes: tuple[int, int]) -> None:
+    query, key = jnp.ones((1, sizes[0], 2, 4)), jnp.ones((1, sizes[1], 2, 4))
+    output, gradient = jax.value_and_grad(lambda query: jnp.sum(ops.attention(query, key, key)))(query)
+    assert float(output) == 0 and gradient.shape == query.shape and not jnp.any(gradient)
 
 
 def test_the_gradient_of_a_bf16_weight_multiplies_bf16_operands() -> None:

@@ -189,7 +189,7 @@ def _by_group(array: Any, kv_heads: int) -> Any:
     """[batch, heads, q_seq, kv_seq] -> [batch, kv_heads, group, q_seq, kv_seq]; a head axis of 1 stays 1."""
     if array is None or array.shape[1] == 1:
         return None if array is None else array[:, :, None]
-    return array.reshape(array.shape[0], kv_heads, -1, *array.shape[2:])
+    return array.reshape(array.shape[0], kv_heads, array.shape[1] // kv_heads, *array.shape[2:])
 
 
 REFERENCE = OpImplementation(op="attention", name="reference", function=_reference, vjp=AUTODIFF)

@@ -75,11 +75,11 @@ def attend(
     kv_seq = operands["key"].shape[2]
     logits = functools.partial(masked_logits, scale=scale, softcap=softcap, window=window)
     rows, keys = _tile_sizes(batch * kv_heads * group, q_seq, kv_seq)
-    if rows >= q_seq and keys >= kv_seq:
+    if (rows >= q_seq and keys >= kv_seq) or q_seq * kv_seq == 0:
         tiles = _Tiles(q_seq, kv_seq, ((0, 0),), logits)
         return finish(_with_tile(tiles, empty_softmax(operands["query"]), operands, 0))
-    offset = query_offset if isinstance(query_offset, int) else None
-    needed = _needed_tiles(rows, keys, (q_seq, kv_seq), window, offset)
+    hidden = (window, query_offset) if isinstance(query_offset, int) else ((None, None), 0)
+    needed = _needed_tiles(rows, keys, (q_seq, kv_seq), *hidden)
     output, lse = _attend(_Tiles(rows, keys, needed, logits), _padded(operands, rows, keys))
     return output[..., :q_seq, :], lse[..., :q_seq]
 
@@ -89,18 +89,24 @@ def _tile_sizes(heads: int, q_seq: int, kv_seq: int) -> tuple[int, int]:
     pairs = _TILE_BYTES // (4 * max(heads, 1))
     rows = max(math.isqrt(pairs // 2), _FEWEST_ROWS)
     keys = max(pairs // max(min(rows, q_seq), 1), _FEWEST_KEYS)
-    return tuple(math.ceil(size / max(math.ceil(size / most), 1)) for size, most in ((q_seq, rows), (kv_seq, keys)))
+
+    def evenly(size: int, most: int) -> int:
+        return math.ceil(size / max(math.ceil(size / most), 1))
+
+    return evenly(q_seq, rows), evenly(kv_seq, keys)
 
 
 def _needed_tiles(
-    rows: int, keys: int, sizes: tuple[int, int], window: tuple[int | None, int | None], offset: int | None
+    rows: int, keys: int, sizes: tuple[int, int], window: tuple[int | None, int | None], offset: int
 ) -> tuple[tuple[int, int], ...]:
+    """The tiles with a pair that the window allows, where query 0 stands at key position `offset`."""
     q_seq, kv_seq = sizes
-    left, right = (None, None) if offset is None else window
-    needed = []
+    left, right = window
+    needed: list[tuple[int, int]] = []
     for start in range(0, q_seq, rows):
+        last = min(start + rows, q_seq) - 1
         first_key = 0 if left is None else max(start + offset - left, 0)
-        last_key = kv_seq - 1 if right is None else min(min(start + rows, q_seq) - 1 + offset + right, kv_seq - 1)
+        last_key = kv_seq - 1 if right is None else min(last + offset + right, kv_seq - 1)
         needed += [(start // rows, column) for column in range(first_key // keys, last_key // keys + 1)]
     return tuple(needed)
 

@@ -63,14 +63,13 @@ def take(array: Any, indices: jax.Array, axis: int, dtype: DTypeLike) -> jax.Arr
     view = _checked_view(array)
     size = view.qvalue.shape[axis]
 
-    def taken(part: jax.Array | None) -> jax.Array | None:
-        if part is None or part.shape[axis] == 1:
-            return part if part is None else jnp.expand_dims(part, tuple(range(axis, axis + indices.ndim - 1)))
+    def taken(part: jax.Array) -> jax.Array:
+        if part.shape[axis] == 1:
+            return jnp.expand_dims(part, tuple(range(axis, axis + indices.ndim - 1)))
         return jnp.take(part, indices // (size // part.shape[axis]), axis=axis, mode="clip")
 
-    return _dequantized(
-        jnp.take(view.qvalue, indices, axis=axis, mode="clip"), taken(view.scale), taken(view.zero_point), dtype
-    )
+    zero_point = None if view.zero_point is None else taken(view.zero_point)
+    return _dequantized(taken(view.qvalue), taken(view.scale), zero_point, dtype)
 
 
 def _repeated(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:

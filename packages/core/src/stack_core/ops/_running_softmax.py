@@ -61,7 +61,8 @@ def with_sinks(output: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
 
 def by_group(subscripts: str, left: Any, right: Any) -> Any:
     """`contract` in fp32, with the group and the rows of `left` as one axis."""
-    flat = left.reshape(*left.shape[:2], -1, left.shape[-1])
+    batch, kv_heads, group, rows, last = left.shape
+    flat = left.reshape(batch, kv_heads, group * rows, last)
     product = contract(subscripts, flat, right, accurate_dtype(left.dtype))
     return product.reshape(*left.shape[:-1], product.shape[-1])
 

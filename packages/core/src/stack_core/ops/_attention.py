@@ -44,7 +44,9 @@ def attention(
     (`causal`), p_i - left <= j <= p_i + right (`window`), j < `kv_lengths`, equal segments, `mask`. A query with
     nothing to attend to has output 0, lse -inf (its sink, if there are sinks) and no gradient.
 
-    Products run in the dtype of the operands with an fp32 accumulator, the softmax in fp32.
+    Products run in the dtype of the operands with an fp32 accumulator, the softmax in fp32. No more than a tile of the
+    scores exists at a time, in the gradient neither, and tiles that `causal` and `window` hide cost nothing when
+    `query_offset` is an int. Where one tile does not hold all scores, the reference has no forward-mode derivative.
 
     Args:
       query: q, [batch, q_seq, heads, head_dim].

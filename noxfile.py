@@ -137,6 +137,7 @@ def matrix(session: nox.Session) -> None:
     for packages in _combinations(optional):
         duration_s, failure = _try_together(session, packages, steps=packages == ("core", "train"))
         rows.append(f"{'+'.join(packages):50} {duration_s:6.1f} s  {'failed' if failure else 'ok'}")
+        session.debug(rows[-1])
         failures += [f"{'+'.join(packages)}:\n{failure}"] if failure else []
     session.log("\n".join([f"Python {session.python}, {JAX_OF_PYTHON[str(session.python)]}:", *rows]))
     if failures:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from functools import cached_property
+from pathlib import Path
 
 import jax
 import pytest
@@ -17,6 +18,7 @@ from stack_train.config import RunConfig
 from stack_train.run import build_trainer
 from stack_train.step import batch_shapes
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 CONFIG = """
 output: OUTPUT
 model: {family: llama, vocab_size: 512, layers: 3, embed: 128, heads: 8, mlp: 256, dtype: float32}
@@ -135,6 +137,12 @@ def test_the_command_refuses_what_no_compiler_is_needed_for(config_file, capsys,
 def test_what_does_not_fit_together_is_refused_as_a_run_would(config_file, override, error, message):
     with pytest.raises(error, match=message):
         compile_step(config_of(config_file, override), Here("here:1"))
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("llama3_8b", 8_030_261_248), ("llama3_70b", 70_553_706_496)])
+def test_the_examples_are_the_published_models(name, parameters):
+    trainer = build_trainer(config_of(EXAMPLES / f"{name}.yaml", "mesh.fsdp=1"), jax.devices()[:1])
+    assert sum(leaf.size for leaf in jax.tree.leaves(trainer.abstract_params)) == parameters
 
 
 def check_gathers(report):

@@ -54,10 +54,6 @@ class Instruction:
     attributes: str
 
     @property
-    def bytes(self) -> int:
-        return sum(shape.bytes for shape in self.shapes)
-
-    @property
     def operation(self) -> str:
         """The opcode, also of what only starts here and runs beside the instructions that follow."""
         return self.opcode.removesuffix("-start")
@@ -153,7 +149,7 @@ class Module:
         """How often the body of a while instruction of `computation` runs; None where its run decides.
 
         XLA notes it for CPUs and GPUs. Otherwise it follows from a counter that starts at a constant, is compared
-        with a constant and grows by one.
+        with a constant and grows by a constant.
         """
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
             return int(known[1])

@@ -52,9 +52,8 @@ _TPUS: Final = {
     "v7x": _TpuKind(name="tpu7x", axes=3, largest_chips=9216),
 }
 
-
-# Without a TPU libtpu would ask Google's metadata server what machine this is, complain that it gets no answer, and keep
-# other processes from compiling at the same time.
+# Without a TPU libtpu would ask Google's metadata server what machine this is, complain that it gets no answer, and
+# keep other processes from compiling at the same time.
 _WITHOUT_TPU: Final = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",

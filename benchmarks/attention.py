@@ -55,10 +55,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="*", choices=ROUNDS, default=list(ROUNDS))
     parser.add_argument("--dtypes", nargs="*", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, help="by default 4 to 1, the fewer the more tokens")
-    available = int(0.8 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
-    parser.add_argument("--memory-bytes", type=int, default=available, help="calls that need more are not run")
+    most = int(0.8 * _available_bytes())
+    parser.add_argument("--memory-bytes", type=int, default=most, help="calls that need more are not run")
     parser.add_argument("--results", type=Path, default=RESULTS)
     return parser.parse_args()
+
+
+def _available_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 def _calls(arguments: argparse.Namespace) -> Iterator[Call]:
@@ -173,7 +178,8 @@ def _markdown(heading: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
         f"{heading['date']}, {heading['cpus']} CPUs of {heading['cpu']}, {heading['memory_bytes'] / 1e9:.0f} GB; "
         f"Python {platform.python_version()}, {versions}.",
         f"Batch 1, {HEADS} heads, head_dim {HEAD_DIM}. Ratios within a round: median (least to most). "
-        "Peak memory is the process's, less what it held before it compiled.",
+        "Peak memory is the process's, less what it held before it compiled; what needs more than the "
+        f"{heading['memory_limit_bytes'] / 2**30:.0f} GiB there was to spare is not run.",
         "",
         "| " + " | ".join(HEADINGS) + " |",
         "| " + " | ".join(["---:", "---", "---", "---", *["---:"] * 7]) + " |",
@@ -192,7 +198,7 @@ def _row(row: Mapping[str, Any]) -> list[str]:
         cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "-")
     cells.append(f"{ours['peak_bytes'] / 2**20:.0f}")
     cells.append(f"{ours['peak_bytes'] / theirs['peak_bytes']:.2f}" if theirs["runs"] else "-")
-    needs = f"out of memory: needs {theirs['needs_bytes'] / 2**30:.0f} GiB"
+    needs = f"not run: needs {theirs['needs_bytes'] / 2**30:.0f} GiB"
     return [*cells, f"{theirs['peak_bytes'] / 2**20:.0f} MiB" if theirs["runs"] else needs]
 
 

@@ -1,4 +1,4 @@
-"""The train step of a run, compiled for hardware that need not be there: does it fit, and how fast could it be?"""
+"""The train step of a run, compiled for hardware that need not be there: does it fit, and how fast would it be?"""
 
 import dataclasses
 import time
@@ -30,7 +30,7 @@ class StepReport:
       memory_bytes: of a device; None is "not known".
       refusal: why the compiler gave up for lack of memory; None if it did not.
       cost: of one device; None after a refusal.
-      mfu: model FLOPs over what the devices can do in the time of the roofline, which no run exceeds.
+      mfu: predicted: model FLOPs over what the devices can do in the time of the roofline.
       trace_s: seconds to trace and lower the step.
     """
 

@@ -1,4 +1,4 @@
-"""What a compiled program takes of a device: its memory, and the least time that its peaks allow."""
+"""What a compiled program takes of a device: its memory, and how long it takes at the device's peaks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,8 +44,8 @@ class ProgramMemory:
 class Roofline:
     """Seconds that each part of a device needs at its peak; None is "not known".
 
-    Whatever overlaps, a run takes no less than the longest. Units that are not at their peak, and parts that wait for
-    each other, make it longer.
+    The step's time is predicted as that of the longest, as if everything overlapped. Units that are not at their peak,
+    and parts that wait for each other, make a run longer; what stays in a cache, a GPU's L2, makes `memory_s` shorter.
     """
 
     compute_s: float | None

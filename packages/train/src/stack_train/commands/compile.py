@@ -72,17 +72,13 @@ def compile_run(
 
 
 def _print(report: "StepReport") -> None:
-    mesh = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items()) or "one device"
-    print(
-        f"{report.target}: {report.devices} devices ({mesh}), {report.parameters:,} parameters, "
-        f"{report.tokens_per_step:,} tokens a step"
-    )
+    mesh = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items())
+    devices = f"{report.devices} devices ({mesh})" if mesh else "one device"
+    print(f"{report.target}: {devices}, {report.parameters:,} parameters, {report.tokens_per_step:,} tokens a step")
     for line in [*_memory(report), *_speed(report)]:
         print(f"  {line}")
     if report.cost is not None and report.cost.collectives:
-        table = Table(
-            "collectives", "a step", "of arrays, GiB", "sent, GiB", title="of each device", title_justify="left"
-        )
+        table = Table("collectives of a device", "a step", "of arrays, GiB", "sent, GiB")
         for kind, sums in report.collectives_by_kind().items():
             table.add_row(kind, f"{sums['count']:,}", _gib(sums["array_bytes"]), _gib(sums["sent_bytes"]))
         Console(file=sys.stdout).print(table)
@@ -120,11 +116,10 @@ def _speed(report: "StepReport") -> list[str]:
         f"time of a step at peak rates: {seconds}",
     ]
     if roofline.step_s is None:
-        lines.append("roofline: not known, for a part of it is not")
+        lines.append("predicted: not known, for a part of it is not")
     else:
-        lines.append(
-            f"roofline: {_seconds(roofline.step_s)}, bound by {roofline.binding}; MFU {report.mfu or 0:.1%} at most"
-        )
+        mfu = "not known" if report.mfu is None else f"{report.mfu:.1%}"
+        lines.append(f"predicted: {_seconds(roofline.step_s)} a step, bound by {roofline.binding}, MFU {mfu}")
     lines += [f"not counted beyond one trip: {name}" for name in report.cost.unknown_loops]
     return lines
 

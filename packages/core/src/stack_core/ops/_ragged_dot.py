@@ -107,7 +107,7 @@ def _tiles(group_sizes: Any, rows: int, tile_rows: int) -> _Tiles:
     tile = jnp.arange(begun + (rows - begun) // tile_rows, dtype=jnp.int32)
     tiles = -(-group_sizes // tile_rows)
     tile_ends, row_ends = (jnp.cumsum(x, dtype=jnp.int32) for x in (tiles, group_sizes))
-    group = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right"), groups - 1)
+    group = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right", method="compare_all"), groups - 1)
     of_group = tile - (tile_ends - tiles)[group]
     # Whatever starts beyond the rows is clamped to their padding when it is sliced.
     return _Tiles(group, (row_ends - group_sizes)[group] + of_group * tile_rows, row_ends[group])

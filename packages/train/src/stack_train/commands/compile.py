@@ -27,7 +27,7 @@ def compile_run(
     config: Path,
     /,
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    target: Annotated[tuple[str, ...], Parameter(consume_multiple=False)],
+    target: Annotated[tuple[str, ...], Parameter(negative=())],
     check: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:

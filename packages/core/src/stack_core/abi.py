@@ -89,7 +89,8 @@ class OpImplementation:
         `function`; a callable `(arrays, options, output, cotangent) -> gradients by parameter name`, which takes
         `config` too when `configs` is not empty, can be chosen apart from any forward.
       configs: tunable configurations of one type, best default first; a tuned table may know better ones of that type.
-      priority: among those that support a call the highest wins; a tie is an error.
+      priority: among those that support a call the highest wins; a tie is an error. The references have 0, so that a
+        negative one runs only where it is named.
     """
 
     op: str
@@ -98,7 +99,7 @@ class OpImplementation:
     supports: Callable[[OpCall, Any], bool | str] = supports_everything
     vjp: Callable[..., Mapping[str, Any]] | str | None = None
     configs: tuple[Any, ...] = field(default=())
-    priority: int = 0
+    priority: int = 1
 
 
 @dataclass(frozen=True)

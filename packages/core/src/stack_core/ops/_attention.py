@@ -194,4 +194,4 @@ def _by_group(array: Any, kv_heads: int) -> Any:
     return array.reshape(array.shape[0], kv_heads, array.shape[1] // kv_heads, *array.shape[2:])
 
 
-REFERENCE = OpImplementation(op="attention", name="reference", function=_reference, vjp=AUTODIFF)
+REFERENCE = OpImplementation(op="attention", name="reference", function=_reference, vjp=AUTODIFF, priority=0)

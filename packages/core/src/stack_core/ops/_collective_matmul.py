@@ -109,5 +109,5 @@ def _product(x: Any, weight: Any) -> Any:
     return product.reshape(*x.shape[:-1], weight.shape[-1])
 
 
-REFERENCE = OpImplementation(op="collective_matmul", name="reference", function=_reference, vjp=AUTODIFF)
+REFERENCE = OpImplementation(op="collective_matmul", name="reference", function=_reference, vjp=AUTODIFF, priority=0)
 """Plain collectives before or after the product, nothing overlapped."""

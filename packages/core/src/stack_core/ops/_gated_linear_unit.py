@@ -75,4 +75,4 @@ def _reference(x: Any, w_gate: Any, w_up: Any, *, activation: str) -> Any:
     return gated.astype(x.dtype).reshape(*x.shape[:-1], up.shape[-1])
 
 
-REFERENCE = OpImplementation(op="gated_linear_unit", name="reference", function=_reference, vjp=AUTODIFF)
+REFERENCE = OpImplementation(op="gated_linear_unit", name="reference", function=_reference, vjp=AUTODIFF, priority=0)

@@ -65,4 +65,4 @@ def _reference(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> Any:
     return product.reshape(*x.shape[:-1], weight.shape[-1])
 
 
-REFERENCE = OpImplementation(op="linear", name="reference", function=_reference, vjp=AUTODIFF)
+REFERENCE = OpImplementation(op="linear", name="reference", function=_reference, vjp=AUTODIFF, priority=0)

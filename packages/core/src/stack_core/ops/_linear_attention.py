@@ -132,4 +132,4 @@ def _split(array: Any, chunks: int) -> Any:
     return by_token.reshape(chunks, by_token.shape[0] // chunks, *by_token.shape[1:])
 
 
-REFERENCE = OpImplementation(op="linear_attention", name="reference", function=_reference, vjp=AUTODIFF)
+REFERENCE = OpImplementation(op="linear_attention", name="reference", function=_reference, vjp=AUTODIFF, priority=0)

@@ -94,4 +94,4 @@ def _reference(
     return normed if residual is None else (normed, x)
 
 
-REFERENCE = OpImplementation(op="norm", name="reference", function=_reference, vjp=AUTODIFF)
+REFERENCE = OpImplementation(op="norm", name="reference", function=_reference, vjp=AUTODIFF, priority=0)

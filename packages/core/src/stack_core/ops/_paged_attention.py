@@ -286,4 +286,4 @@ def _slots(pages: Any, numbers: Any, layout: str, dtype: Any) -> Any:
     return ordered.reshape(*ordered.shape[:2], -1, ordered.shape[-1])
 
 
-REFERENCE = OpImplementation(op="paged_attention", name="reference", function=_reference, vjp=AUTODIFF)
+REFERENCE = OpImplementation(op="paged_attention", name="reference", function=_reference, vjp=AUTODIFF, priority=0)

@@ -187,5 +187,5 @@ class _OneGroup:
         return self.view
 
 
-REFERENCE = OpImplementation(op="ragged_dot", name="reference", function=_reference, vjp=AUTODIFF)
+REFERENCE = OpImplementation(op="ragged_dot", name="reference", function=_reference, vjp=AUTODIFF, priority=0)
 """Tile after tile of rows that share a group: its FLOPs are those of the rows and of less than a tile per group."""

@@ -87,4 +87,4 @@ def _reference(x: Any, positions: Any, *, theta: float, scaling: Any, interleave
     return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
 
 
-REFERENCE = OpImplementation(op="rope", name="reference", function=_reference, vjp=AUTODIFF)
+REFERENCE = OpImplementation(op="rope", name="reference", function=_reference, vjp=AUTODIFF, priority=0)

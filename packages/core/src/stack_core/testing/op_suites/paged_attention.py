@@ -91,7 +91,7 @@ _CASES = (
     _paged_case("fewer_keys_than_queries", (3, 0), (4, 2), (1, 5)),
     _paged_case("no_queries", (0, 3), (0, 0), padding_tokens=2),
     _paged_case("window", *_MIXED, window=(2, 1)),
-    _paged_case("window_in_later_pages", (1, 300), (3, 290), sizes=(2, 1, 64, 8), window=(5, None)),
+    _paged_case("window_in_later_pages", (1, 261), (3, 290), sizes=(2, 1, 64, 8), window=(5, None)),
     _paged_case("softcap", *_MIXED, softcap=1.5),
     _paged_case("sinks_and_empty_rows", (2, 0), (3, 4), padding_tokens=1, extra=_sinks),
     _quantized_case("quantized_by_slot", (6, 2, 4, 1), zeros=False),

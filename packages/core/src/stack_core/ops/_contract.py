@@ -1,19 +1,17 @@
 """The product of two arrays in their own dtype with an fp32 accumulator, forward and backward."""
 
 import functools
-import math
 import string
 from collections.abc import Callable
 
 import jax
 import jax.custom_batching
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 from stack_core.ops._manual_axes import vary_alike
 
-__all__ = ["accurate_dtype", "contract", "transposed"]
+__all__ = ["accurate_dtype", "contract"]
 
 
 def accurate_dtype(dtype: DTypeLike) -> jnp.dtype:
@@ -54,35 +52,13 @@ def _backward(
     left, right = operands
     left_axes, right_axes, result = _terms(subscripts)
     cotangent = cotangent.astype(left.dtype)
-    # Both terms of the right gradient end in [..., summed, kept]: the one whose axis comes first in it is transposed.
-    first, second = ((left_axes, left), (result, cotangent))
-    if right_axes[-2] in result:
-        first, second = second, first
-    axes = first[0][:-2] + first[0][-1] + first[0][-2]
     return (
         _narrow(f"{result},{right_axes}->{left_axes}", left.dtype, cotangent, right),
-        _narrow(f"{axes},{second[0]}->{right_axes}", right.dtype, transposed(first[1]), second[1]),
+        _narrow(f"{left_axes},{result}->{right_axes}", right.dtype, left, cotangent),
     )
 
 
 _narrow.defvjp(_forward, _backward)
-
-
-def transposed(array: jax.Array) -> jax.Array:
-    """The last two axes exchanged, on CPUs in two steps.
-
-    XLA's CPU backend folds a plain transpose into the product that follows, which then has no narrow kernel and runs
-    at 1/3 to 1/7 of the speed; it does not see through a transpose in blocks.
-    """
-    *batch, rows, columns = array.shape
-    block = math.gcd(rows, 32)
-    leading = tuple(range(len(batch)))
-
-    def in_blocks(array: jax.Array) -> jax.Array:
-        blocks = array.reshape(*batch, rows // block, block, columns)
-        return blocks.transpose(*leading, len(batch) + 2, len(batch), len(batch) + 1).reshape(*batch, columns, rows)
-
-    return lax.platform_dependent(array, cpu=in_blocks, default=lambda array: array.swapaxes(-1, -2))
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Integer
 from stack_core.abi import AUTODIFF, OpImplementation, QView
 from stack_core.errors import ArgumentError, ShapeError
 from stack_core.ops._check import Axes, check_floating, check_same_dtype
-from stack_core.ops._contract import accurate_dtype, contract, transposed
+from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._dispatch import Implementation, dispatch
 from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array
@@ -157,7 +157,7 @@ def _sum_of_outer_products(lhs: Any, cotangent: Any, group_sizes: Any) -> Any:
         in_group = (tile.start + jnp.arange(tile_rows, dtype=jnp.int32) < tile.end)[:, None]
         # Both are masked, since a row outside all groups may hold anything, infinities too.
         blocks = [jnp.where(in_group, lax.dynamic_slice_in_dim(x, tile.start, tile_rows), 0) for x in padded]
-        product = contract("kr,rn->kn", transposed(blocks[0]), blocks[1], accumulator)
+        product = contract("rk,rn->kn", *blocks, accumulator)
         return lax.dynamic_update_index_in_dim(total, total[tile.group] + product, tile.group, axis=0), None
 
     total = jnp.zeros_like(lhs, shape=(groups, lhs.shape[1], cotangent.shape[1]), dtype=accumulator)

@@ -156,8 +156,8 @@ def _sum_of_outer_products(lhs: Any, cotangent: Any, group_sizes: Any) -> Any:
     def add_tile(total: Any, tile: _Tiles) -> Any:
         in_group = (tile.start + jnp.arange(tile_rows, dtype=jnp.int32) < tile.end)[:, None]
         # Both are masked, since a row outside all groups may hold anything, infinities too.
-        blocks = [jnp.where(in_group, lax.dynamic_slice_in_dim(x, tile.start, tile_rows), 0) for x in padded]
-        product = contract("rk,rn->kn", *blocks, accumulator)
+        mine, theirs = (jnp.where(in_group, lax.dynamic_slice_in_dim(x, tile.start, tile_rows), 0) for x in padded)
+        product = contract("rk,rn->kn", mine, theirs, accumulator)
         return lax.dynamic_update_index_in_dim(total, total[tile.group] + product, tile.group, axis=0), None
 
     total = jnp.zeros_like(lhs, shape=(groups, lhs.shape[1], cotangent.shape[1]), dtype=accumulator)

@@ -182,18 +182,12 @@ def _attend_backward(tiles: _Tiles, residuals: Any, cotangents: Any) -> Any:
         of_products, of_bias = scores_vjp(weights * (of_weights + mine["offset"][..., None]))
         of_products = of_products.astype(dtype)
         added = {
-            "query": by_group("bhqk,bhkd->bhqd", of_products, part["key"]),
-            "key": _over_rows(mine_turned["query"], of_products),
-            "value": _over_rows(mine_turned["output"], weights.astype(dtype)),
-            "bias": of_bias,
+            "query": (by_group("bhqk,bhkd->bhqd", of_products, part["key"]), {3: row}),
+            "key": (_over_rows(mine_turned["query"], of_products), {3: column}),
+            "value": (_over_rows(mine_turned["output"], weights.astype(dtype)), {3: column}),
+            "bias": (of_bias, {3: row, 4: column}),
         }
-        places = {
-            "query": ((3, row),),
-            "key": ((3, column),),
-            "value": ((3, column),),
-            "bias": ((3, row), (4, column)),
-        }
-        return {name: _added(x, places[name], added[name]) for name, x in gradients.items()}
+        return {name: _added(x, *added[name]) for name, x in gradients.items()}
 
     zeros = jnp.zeros((*key.shape[:2], key.shape[3], key.shape[2]), accurate)
     start = {"query": jnp.zeros(query.shape, accurate), "key": zeros, "value": zeros}
@@ -224,10 +218,10 @@ def _replaced(x: Any, axis: int, index: Any, part: Any) -> Any:
     return lax.dynamic_update_slice_in_dim(x, part, index * part.shape[axis], axis)
 
 
-def _added(x: Any, places: tuple[tuple[int, Any], ...], part: Any) -> Any:
-    """Adds a part at its place; along axes of size 1, which stand for all parts, everywhere."""
+def _added(x: Any, part: Any, places: Mapping[int, Any]) -> Any:
+    """Adds a part at its place, by axis; along axes of size 1, which stand for all parts, everywhere."""
     start = [jnp.zeros((), jnp.int32)] * x.ndim
-    for axis, index in places:
+    for axis, index in places.items():
         if x.shape[axis] > 1:
             start[axis] = index * part.shape[axis]
     return lax.dynamic_update_slice(x, lax.dynamic_slice(x, start, part.shape) + part, start)

@@ -38,8 +38,10 @@ def array_digests(arrays: Mapping[str, Any]) -> dict[str, str]:
     Args:
       arrays: JAX arrays (of any sharding, without typed keys), NumPy arrays or scalars, by name.
     """
-    sums = {name: _digest_sums(_host_words(array)) for name, array in arrays.items()}
-    return {name: f"{int(first):08x}{int(second):08x}" for name, (first, second) in jax.device_get(sums).items()}
+    # One program at a time: with several in flight, the devices of a CPU backend (met on jax 0.10.2) may start them in
+    # different orders, and then wait in one's collective for those that wait in another's.
+    sums = {name: jax.device_get(_digest_sums(_host_words(array))) for name, array in arrays.items()}
+    return {name: f"{int(first):08x}{int(second):08x}" for name, (first, second) in sums.items()}
 
 
 def _host_words(array: Any) -> Any:

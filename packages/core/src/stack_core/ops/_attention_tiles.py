@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from stack_core.mesh import parts_of
 from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._running_softmax import RunningSoftmax, add_tile, by_group, empty_softmax, finish, masked_logits
@@ -74,7 +75,8 @@ def attend(
     batch, kv_heads, group, q_seq, _ = operands["query"].shape
     kv_seq = operands["key"].shape[2]
     logits = functools.partial(masked_logits, scale=scale, softcap=softcap, window=window)
-    rows, keys = _tile_sizes(batch * kv_heads * group, q_seq, kv_seq)
+    devices = parts_of("batch") * parts_of("act_heads")
+    rows, keys = _tile_sizes(math.ceil(batch * kv_heads * group / devices), q_seq, kv_seq)
     if (rows >= q_seq and keys >= kv_seq) or q_seq * kv_seq == 0:
         tiles = _Tiles(q_seq, kv_seq, ((0, 0),), logits)
         return finish(_with_tile(tiles, empty_softmax(operands["query"]), operands, 0))
@@ -85,7 +87,11 @@ def attend(
 
 
 def _tile_sizes(heads: int, q_seq: int, kv_seq: int) -> tuple[int, int]:
-    """Rows and keys of tiles that fill `_TILE_BYTES`, twice as many keys as rows, and that are equally full."""
+    """Rows and keys of tiles that fill `_TILE_BYTES`, twice as many keys as rows, and that are equally full.
+
+    Args:
+      heads: of all the batch, on one device.
+    """
     pairs = _TILE_BYTES // (4 * max(heads, 1))
     rows = max(math.isqrt(pairs // 2), _FEWEST_ROWS)
     keys = max(pairs // max(min(rows, q_seq), 1), _FEWEST_KEYS)

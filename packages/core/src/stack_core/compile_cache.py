@@ -19,7 +19,7 @@ def keep_compiled() -> None:
     """
     import jax
 
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     try:
         folder = user_cache_dir() / "compiled" / _machine_digest()

@@ -98,7 +98,8 @@ def _identity(distribution: Distribution) -> tuple[str, str]:
         metadata = distribution.metadata  # parsed anew at every access
     except UnicodeDecodeError:
         return _UNKNOWN, _UNKNOWN
-    return metadata.get("Name", _UNKNOWN), metadata.get("Version", _UNKNOWN)
+    name, version = (metadata[field] if field in metadata else _UNKNOWN for field in ("Name", "Version"))  # noqa: SIM401
+    return name, version
 
 
 def _offers(distribution: Distribution) -> list[Offer]:

@@ -31,9 +31,9 @@ def installed() -> dict[str, Distribution]:
     """Distributions by their normalized name; the first on the path of each, which is the one that is imported."""
     found: dict[str, Distribution] = {}
     for distribution in importlib.metadata.distributions():
-        name = distribution.metadata.get("Name")  # an installation that was cut off may have left no metadata
-        if name:
-            found.setdefault(canonicalize_name(name), distribution)
+        metadata = distribution.metadata
+        if "Name" in metadata:  # an installation that was cut off may have left none
+            found.setdefault(canonicalize_name(metadata["Name"]), distribution)
     return found
 
 

@@ -50,7 +50,7 @@ def compile_run(
     from stack_train.compilation import compile_step
     from stack_train.config import RunConfig
 
-    if not jax.config.jax_platforms:
+    if not jax.config.values["jax_platforms"]:
         # Of the devices that are here only one is used, for a random key; a GPU's memory should not be taken for it.
         jax.config.update("jax_platforms", "cpu")
     run = parse(RunConfig, mapping)

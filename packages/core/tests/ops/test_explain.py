@@ -131,7 +131,21 @@ with_custom_vjp.defvjp(lambda x: (jnp.sum(linear(x)), None), lambda _, cotangent
         (with_custom_vjp, (SHAPE,), 1),
         (lambda x: jax.eval_shape(linear, x).shape, (SHAPE,), 0),
     ],
-    ids=str,
+    ids=[
+        "call",
+        "two calls",
+        "jitted scan",
+        "gradient of a scan",
+        "rematerialized",
+        "vmap",
+        "vmapped gradient",
+        "map",
+        "scan in a map",
+        "cond",
+        "linearized",
+        "custom vjp",
+        "unused",
+    ],
 )
 def test_calls_are_counted_as_often_as_they_run(fn: Any, args: Any, expected: int) -> None:
     assert _calls(fn, *args) == [("linear", expected)]

@@ -181,7 +181,7 @@ def _attend_backward(tiles: _Tiles, residuals: Any, cotangents: Any) -> Any:
         mine_turned = {name: _part(x, 4, row, tiles.rows) for name, x in turned.items()}
         products = by_group("bhqd,bhkd->bhqk", part["query"], part["key"])
         bias = None if part["bias"] is None else part["bias"].astype(accurate)  # so is its gradient, then
-        scores, scores_vjp = jax.vjp(lambda *operands: tiles.scores(*operands, part, column), products, bias)
+        scores, scores_vjp = jax.vjp(lambda products, bias: tiles.scores(products, bias, part, column), products, bias)
         weights = jnp.exp(scores - mine["lse"][..., None])
         of_weights = by_group("bhqd,bhkd->bhqk", mine["output"], part["value"])
         of_products, of_bias = scores_vjp(weights * (of_weights + mine["offset"][..., None]))

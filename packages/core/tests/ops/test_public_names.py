@@ -1,6 +1,7 @@
 import inspect
 
 from stack_core import ops
+from stack_core.ops import building
 
 
 def test_public_names() -> None:
@@ -26,6 +27,20 @@ def test_public_names() -> None:
         "paged_attention",
         "ragged_dot",
         "rope",
+    }
+
+
+def test_public_names_of_building() -> None:
+    assert set(building.__all__) == {
+        "ACTIVATIONS",
+        "QuantizedArray",
+        "accurate_dtype",
+        "contract",
+        "dequantize",
+        "is_quantized",
+        "logical_array",
+        "take",
+        "vary_alike",
     }
 
 

@@ -1,0 +1,1 @@
+"""Measures implementations of ops and keeps what was measured in tables that choose among them."""

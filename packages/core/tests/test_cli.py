@@ -3,13 +3,16 @@
 import json
 import subprocess
 import sys
+import types
 
 import pytest
 
+from stack_core import cli
 from stack_core.abi import ABI_MAJOR, ABI_MINOR
 from stack_core.cli import overrides_from
 from stack_core.commands.plugins import plugins as list_plugins
 from stack_core.errors import ConfigError
+from stack_core.registry import Entry, Registry
 
 
 def stack(*arguments):
@@ -82,6 +85,66 @@ def test_wrong_usage_exits_with_2_and_suggests(arguments, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def ops_command(op: str = "all"):
+    """Measure ops."""
+    sys.stdout.write(f"measured {op}\n")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs `stack` in this process with commands of these names; returns exit status, stdout and stderr."""
+
+    def with_commands(*names):
+        entries = {name: Entry(name, ops_command, "acme", {"help": f"Help of {name}."}) for name in names}
+        registry = Registry("commands", lambda: (entries, {}))
+        monkeypatch.setattr(cli, "registries", types.SimpleNamespace(commands=registry))
+
+        def stack(*arguments):
+            try:
+                cli.main(arguments)
+                status = 0
+            except SystemExit as error:
+                status = error.code
+            return (status, *capsys.readouterr())
+
+        return stack
+
+    return with_commands
+
+
+def test_packages_share_the_first_word_of_their_commands(run):
+    stack = run("bench ops", "bench serve", "benchmark", "tune")
+    assert stack("bench", "ops", "--op", "norm") == (0, "measured norm\n", "")
+    assert stack("benchmark") == (0, "measured all\n", "")
+    listed = stack("--help")[1]
+    assert listed.count("bench ") == 1, "the group is one line"
+    assert "A group of commands: ops, serve." in listed
+    group = stack("bench")[1]
+    assert "Help of bench ops." in group and "Help of bench serve." in group
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bench", "opz"), "Unknown name 'bench opz' among commands. Did you mean 'bench ops'"),
+        (("bench", "ops", "--opp", "x"), "Run `stack bench ops --help`."),
+        (("bench", "--opp"), "Run `stack bench --help`."),
+        (("bensh", "ops"), "Unknown name 'bensh' among commands."),
+    ],
+)
+def test_wrong_usage_of_a_group_exits_with_2_and_says_what_is_right(run, arguments, message):
+    status, printed, said = run("bench ops", "bench serve")(*arguments)
+    assert (status, printed) == (2, "")
+    assert message in said
+
+
+def test_a_command_with_the_name_of_a_group_is_left_out(run):
+    stack = run("bench", "bench ops")
+    status, printed, said = stack("bench", "ops")
+    assert (status, printed) == (0, "measured all\n")
+    assert "command 'bench' of plugin 'acme' is left out: other commands begin with its name" in said
 
 
 def test_overrides_take_both_spellings():

@@ -1,5 +1,6 @@
 """The `stack` command: subcommands come from plugins and are imported only when they run."""
 
+import itertools
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -17,15 +18,17 @@ USER_ERROR = 2
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs `stack`; exits with 0, with 2 after a `StackError` or wrong usage, with 130 after an unhandled Ctrl-C."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
+    name = ""
     try:
         app = _app()
+        name = _command_name(tokens)
         if tokens[:1] != ["plugins"]:  # which reports the same at length
             _warn_of_plugins()
-        if tokens and not tokens[0].startswith("-"):
-            registries.commands[tokens[0]]  # raises UnknownName, which names the package to install
+        if name and not _is_group(name):
+            registries.commands[name]  # raises UnknownName, which names the package to install
         app(tokens, exit_on_error=False, print_error=False)
     except cyclopts.CycloptsError as error:
-        _fail(f"{error}\nRun `stack {' '.join(tokens[:1])} --help`." if tokens else str(error), USER_ERROR)
+        _fail(f"{error}\nRun `stack {name} --help`." if name else str(error), USER_ERROR)
     except StackError as error:
         _fail(str(error), USER_ERROR)
     except KeyboardInterrupt:
@@ -54,6 +57,21 @@ def overrides_from(tokens: Sequence[str]) -> list[str]:
     return overrides
 
 
+def _command_name(tokens: Sequence[str]) -> str:
+    """The leading words that name a command or a group of them: "bench ops" of `bench ops --json FILE`."""
+    name = ""
+    for word in itertools.takewhile(lambda token: not token.startswith("-"), tokens):
+        name = f"{name} {word}".lstrip()
+        if not _is_group(name):
+            break
+    return name
+
+
+def _is_group(name: str) -> bool:
+    """Whether commands begin with this name, as "bench ops" and "bench serve" of two packages do with "bench"."""
+    return any(known.startswith(f"{name} ") for known in registries.commands)
+
+
 def _app() -> cyclopts.App:
     app = cyclopts.App(
         name="stack",
@@ -61,13 +79,28 @@ def _app() -> cyclopts.App:
         version=lambda: version("stack-core"),
         result_action="return_value",
     )
+    groups = {"": app}
     for entry in registries.commands.entries():
+        left_out = f"command {entry.name!r} of plugin {entry.provider!r} is left out"
+        if _is_group(entry.name):
+            _note(f"{left_out}: other commands begin with its name, which makes it a group.")
+            continue
         try:
-            app.command(entry.target, name=entry.name, help=entry.details.get("help", ""))
+            group, _, name = entry.name.rpartition(" ")
+            _group(group, groups).command(entry.target, name=name, help=entry.details.get("help", ""))
         except Exception as error:  # A stranger's target may be anything; the other commands must work.
-            problem = f"{type(error).__name__}: {error}"
-            _note(f"command {entry.name!r} of plugin {entry.provider!r} is left out, it cannot be called: {problem}")
+            _note(f"{left_out}, it cannot be called: {type(error).__name__}: {error}")
     return app
+
+
+def _group(name: str, groups: dict[str, cyclopts.App]) -> cyclopts.App:
+    """The group of that name, made where it is first met."""
+    if name not in groups:
+        parent, _, word = name.rpartition(" ")
+        known = [each.removeprefix(f"{name} ") for each in registries.commands if each.startswith(f"{name} ")]
+        groups[name] = cyclopts.App(name=word, help=f"A group of commands: {', '.join(known)}.")
+        _group(parent, groups).command(groups[name])
+    return groups[name]
 
 
 def _warn_of_plugins() -> None:

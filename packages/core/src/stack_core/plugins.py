@@ -51,6 +51,8 @@ _PACKAGE_OF_NAME = {
         "quantize": "stack-quant",
         "tune": "stack-kernels",
         "bench": "stack-kernels",
+        "bench ops": "stack-kernels",
+        "bench serve": "stack-serve",
         "serve": "stack-serve",
         "chat": "stack-serve",
         "export": "stack-serve",

@@ -1,1 +1,18 @@
 """Fast implementations of stack's ops for TPU, GPU and CPU, and the tables that choose among them."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stack_kernels.user_kernels import implementation as implementation
+
+__all__ = ["implementation"]
+
+# Imported on first use: importing this package imports no jax.
+_MODULES = {"implementation": "user_kernels"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

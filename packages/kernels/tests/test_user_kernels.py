@@ -1,0 +1,111 @@
+"""A function becomes an implementation, or the message says what does not fit."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import stack_kernels
+from stack_core import ops
+from stack_core.abi import AUTODIFF, OpImplementation
+from stack_core.errors import ArgumentError, UnknownName
+from stack_kernels.user_kernels import implementation
+
+
+@dataclass(frozen=True)
+class Split:
+    parts: int
+
+
+@dataclass
+class Thawed:
+    parts: int
+
+
+@dataclass(frozen=True)
+class Nested:
+    sizes: tuple[int, ...]
+
+
+def gated(x, w_gate, w_up, *, activation, config):
+    gates = [jax.nn.silu(x @ part) for part in jnp.split(w_gate, config.parts, axis=1)]
+    return jnp.concatenate(gates, axis=1) * (x @ w_up)
+
+
+def test_the_function_runs_where_it_is_named_with_its_first_config():
+    mine = implementation("gated_linear_unit", name="mine", configs=[Split(2), Split(1)], vjp=AUTODIFF)(gated)
+    assert isinstance(mine, OpImplementation)
+    assert (mine.op, mine.name, mine.vjp, mine.configs, mine.priority) == (
+        "gated_linear_unit",
+        "mine",
+        AUTODIFF,
+        (Split(2), Split(1)),
+        1,
+    )
+    x, w = jnp.ones((3, 4)), jnp.ones((4, 6))
+    jaxpr = jax.make_jaxpr(lambda x: ops.gated_linear_unit(x, w, w, implementation=mine))(x)
+    assert str(jaxpr).count("dot_general") == 3
+
+
+def test_it_is_the_packages_own_name():
+    assert stack_kernels.implementation is implementation
+    with pytest.raises(AttributeError, match="has no attribute 'implementatoin'"):
+        _ = stack_kernels.implementatoin
+
+
+@pytest.mark.parametrize("op", ["attention", "rope", "paged_attention", "linear_attention", "collective_matmul"])
+def test_every_op_takes_what_its_reference_takes(op):
+    from stack_core.plugins import registries
+
+    reference = registries.ops[f"{op}/reference"]
+    assert implementation(op, name="copy")(reference.function).function is reference.function
+
+
+def test_keywords_may_be_gathered():
+    assert implementation("norm", name="mine")(lambda x, **others: x).configs == ()
+
+
+def test_an_unknown_op_is_named_with_its_neighbours():
+    with pytest.raises(UnknownName, match=r"Unknown op 'atention'. Did you mean 'attention'.* There are: attention,"):
+        implementation("atention", name="mine")
+
+
+@pytest.mark.parametrize(
+    ("function", "configs", "message"),
+    [
+        (lambda x, w_gate, w_up: x, (), "it lacks activation. Expected, all passed by name: x, w_gate, w_up, activ"),
+        (gated, (), "nothing is passed as config"),
+        (lambda x, w_gate, w_up, *, activation: x, (Split(1),), "it lacks config"),
+        (
+            lambda x, w_gate, w_up, *, activatoin="silu": x,
+            (),
+            "it lacks activation; nothing is passed as activatoin Did you mean 'activation'?",
+        ),
+        (lambda x, /, w_gate, w_up, *, activation: x, (), "x must not be positional-only"),
+    ],
+)
+def test_parameters_that_are_not_the_ops_are_named(function, configs, message):
+    with pytest.raises(ArgumentError) as refused:
+        implementation("gated_linear_unit", name="mine", configs=configs)(function)
+    assert "implementation 'mine' of 'gated_linear_unit': " in str(refused.value)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"configs": (Split(1), Nested((1,)))}, "configs are of several types, Nested, Split; expected one"),
+        ({"configs": (Thawed(1),)}, r"config Thawed\(parts=1\) is no object of a frozen dataclass"),
+        ({"configs": (Split,)}, "is no object of a frozen dataclass"),
+        ({"configs": ({"parts": 1},)}, r"config \{'parts': 1\} is no object of a frozen dataclass"),
+        ({"configs": (Nested((1, 2)),)}, r"comes back from a tuned table as Nested\(sizes=\[1, 2\]\)"),
+        ({"configs": (Split(jnp.float32),)}, "cannot be kept in a tuned table"),
+        ({"supports": lambda call: True}, r"supports is .*; expected a function of \(call, chip\): too many"),
+        ({"vjp": "autodif"}, "vjp is 'autodif'; expected a function of"),
+        ({"vjp": lambda arrays, options, output, cotangent: {}, "configs": (Split(1),)}, "unexpected keyword.*config"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_refused(settings, message):
+    with pytest.raises(ArgumentError, match=message):
+        implementation("gated_linear_unit", name="mine", **settings)

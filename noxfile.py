@@ -125,7 +125,7 @@ def bench(session: nox.Session) -> None:
     name, *arguments = session.posargs or [""]
     if name not in known:
         session.error(f"name a benchmark after `--`; there are: {', '.join(known)}")
-    _install(session, "core", "train")
+    _install(session, "core", "kernels", "train")
     session.run("python", f"benchmarks/{name}.py", *arguments, env={"UV": str(nox.virtualenv.UV)})
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
-    from stack_core.abi import OpCall, TunedChoice
+    from stack_core.abi import OpCall, OpImplementation, TunedChoice
     from stack_core.events import Event
     from stack_core.hardware import Chip
 
@@ -202,10 +202,21 @@ class Tokenizer(Protocol):
 class TunedTable(Protocol):
     """Measurements that choose among the implementations of ops, and their configs."""
 
-    def lookup(self, call: OpCall, chip: Chip) -> TunedChoice | None:
+    def lookup(
+        self,
+        call: OpCall,
+        chip: Chip,
+        *,
+        candidates: Mapping[str, OpImplementation],
+        forward: TunedChoice | None = None,
+    ) -> TunedChoice | None:
         """What to use for one direction of a call on a chip, or None where nothing near enough was measured.
 
-        It is asked while JAX traces, for the forward and the backward pass apart, and reads no arrays.
+        It is asked while JAX traces, for the forward and then for the backward pass, and reads no arrays.
+
+        Args:
+          candidates: what it may choose from, by name: all that support the call, or the one that the caller named.
+          forward: what runs forward, when this is the backward pass.
         """
         ...
 

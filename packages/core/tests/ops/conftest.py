@@ -18,8 +18,8 @@ class Table:
         self.answers = answers
         self.asked: list[tuple[OpCall, Any]] = []
 
-    def lookup(self, call: OpCall, chip: Any) -> Any:
-        self.asked.append((call, chip))
+    def lookup(self, call: OpCall, chip: Any, *, candidates: Any, forward: Any = None) -> Any:
+        self.asked.append((call, chip, tuple(candidates), forward))
         answer = self.answers.get(call.direction)
         if isinstance(answer, Exception):
             raise answer

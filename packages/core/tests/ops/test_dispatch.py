@@ -204,8 +204,12 @@ def test_a_tuned_table_chooses_implementation_and_config_in_each_direction(regis
     assert (plan.backward.implementation.name, plan.backward.config) == ("other", 96)
     assert float(ops.linear(X, WEIGHT)[0, 0]) == 128.0
     assert jnp.array_equal(_gradient()["x"], jnp.full((2, 3), 96.0))
-    call, chip = tables["mine"].asked[0]
+    call, chip, candidates, before = tables["mine"].asked[0]
     assert (call.op, call.direction, call.arrays["x"].shape, chip) == ("linear", "forward", (2, 3), current_chip())
+    assert (set(candidates), before) == ({"fast", "other", "high", "reference"}, None)
+    call, _, candidates, before = tables["mine"].asked[1]
+    assert (call.direction, set(candidates)) == ("backward", {"fast", "other", "reference"})
+    assert (before.implementation, before.config, before.reason) == ("fast", 128, plan.forward.reason)
 
 
 def test_order_is_named_then_tuned_then_hook_then_priority(
@@ -235,6 +239,31 @@ def test_a_table_gives_its_config_to_what_the_caller_names(register: Any, regist
     assert (plan.forward.implementation.name, plan.forward.config) == ("other", 128)
     assert plan.forward.reason == "named by the caller; config of tuned table 'first': measured"
     assert (_plan("fast").forward.config, _plan("reference").forward.config) == (64, None)
+
+
+def test_a_table_chooses_among_what_supports_the_call_or_was_named(register: Any, register_tables: Any) -> None:
+    register(_configured("fast"), _returning(1.0, "wide", supports=lambda call, chip: "too wide"))
+    asked = register_tables(mine={})["mine"].asked
+    _plan()
+    _plan("fast")
+    forward = [candidates for call, _, candidates, _ in asked if call.direction == "forward"]
+    assert [set(candidates) for candidates in forward] == [{"fast", "reference"}, {"fast"}]
+
+
+def test_a_table_in_use_is_the_only_one_and_part_of_jits_key(register: Any, register_tables: Any) -> None:
+    register(_returning(1.0, "one"), _returning(2.0, "two"))
+    two = register_tables(mine={"forward": ("two", None, "measured")})["mine"]
+    reference = register_tables(mine={"forward": ("reference", None, "")})["mine"]
+    register_tables(mine={"forward": ("one", None, "measured")})
+    value = jax.jit(lambda: ops.linear(X, WEIGHT)[0, 0])
+    assert float(value()) == 1.0
+    with ops.use_tuned_table(two):
+        assert float(value()) == 2.0
+        assert _plan().forward.reason == "tuned table 'in use': measured"
+        with ops.use_tuned_table(reference):
+            assert float(value()) == 1.5
+        assert float(value()) == 2.0
+    assert float(value()) == 1.0
 
 
 def test_of_several_tables_the_first_by_name_that_knows_the_call_is_followed(

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from stack_core import ops
-from stack_core.abi import AUTODIFF, OpImplementation
+from stack_core.abi import AUTODIFF, OpCall, OpImplementation
 from stack_core.errors import UnknownName, UnsupportedOp
 from stack_core.hardware import current_chip, use_chip
 from stack_core.ops import Explanation, explain
@@ -149,6 +149,42 @@ with_custom_vjp.defvjp(lambda x: (jnp.sum(linear(x)), None), lambda _, cotangent
 )
 def test_calls_are_counted_as_often_as_they_run(fn: Any, args: Any, expected: int) -> None:
     assert _calls(fn, *args) == [("linear", expected)]
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "expected"),
+    [
+        (linear, (SHAPE, SHAPE), ()),
+        (jax.grad(lambda x, weight: jnp.sum(linear(x, weight))), (SHAPE, SHAPE), ("x",)),
+        (lambda x, weight: jax.jvp(lambda weight: linear(x, weight), (weight,), (weight,)), (X, X), ("weight",)),
+        (jax.jit(jax.grad(scanned)), (SHAPE, WEIGHTS), ("x",)),
+        (jax.grad(scanned, argnums=1), (SHAPE, WEIGHTS), ("x", "weight")),
+        (jax.vmap(jax.grad(rematerialized, argnums=(0, 1)), in_axes=(0, None)), (WEIGHTS, WEIGHTS), ("x", "weight")),
+        (jax.grad(lambda x, weight: jnp.sum(linear(jax.lax.stop_gradient(x), weight))), (SHAPE, SHAPE), ()),
+    ],
+    ids=["forward", "gradient", "jvp", "scan", "scan over weights", "rematerialized in a vmap", "stopped"],
+)
+def test_it_knows_which_arguments_are_differentiated(fn: Any, args: Any, expected: tuple[str, ...]) -> None:
+    (call,) = explain(fn, *args)
+    assert call.differentiated == expected
+
+
+def test_a_line_that_is_differentiated_in_one_place_counts_as_differentiated() -> None:
+    (call,) = explain(lambda x: (linear(x), jax.grad(lambda x: jnp.sum(linear(x)))(x)), SHAPE)
+    assert (call.calls, call.differentiated) == (2, ("x",))
+
+
+def test_a_named_backward_is_no_hindrance(register: Any) -> None:
+    register(_fast(vjp=_fast_vjp, priority=9))
+    (call,) = explain(jax.grad(lambda x, weight: jnp.sum(linear(x, weight)), argnums=1), SHAPE, SHAPE)
+    assert (call.backward.implementation.name, call.differentiated) == ("fast", ("weight",))
+
+
+def test_it_keeps_the_call_as_choosers_see_it() -> None:
+    (call,) = explain(lambda x: ops.linear(x, X, preferred_dtype="float32"), SHAPE)
+    assert call.call == OpCall(
+        "linear", {"x": SHAPE, "weight": SHAPE, "bias": None}, {"preferred_dtype": jnp.dtype("float32")}, "forward"
+    )
 
 
 def test_a_custom_vjp_counts_by_where_it_calls() -> None:

@@ -27,6 +27,7 @@ def test_public_names() -> None:
         "paged_attention",
         "ragged_dot",
         "rope",
+        "use_tuned_table",
     }
 
 
@@ -46,7 +47,7 @@ def test_public_names_of_building() -> None:
 
 def test_signatures_are_those_of_abi_1() -> None:
     names = {op: " ".join(inspect.signature(getattr(ops, op)).parameters) for op in ops.__all__ if op.islower()}
-    del names["dequantize"], names["explain"]
+    del names["dequantize"], names["explain"], names["use_tuned_table"]
     assert names == {
         "attention": "query key value causal query_offset window bias mask segment_ids kv_lengths softcap sinks scale "
         "return_lse implementation",

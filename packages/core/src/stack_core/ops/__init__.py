@@ -21,6 +21,7 @@ from stack_core.ops._rope_scaling import Llama3Scaling as Llama3Scaling
 from stack_core.ops._rope_scaling import LongRopeScaling as LongRopeScaling
 from stack_core.ops._rope_scaling import RopeScaling as RopeScaling
 from stack_core.ops._rope_scaling import YarnScaling as YarnScaling
+from stack_core.ops._tuned import use_tuned_table as use_tuned_table
 
 __all__ = [
     "DynamicScaling",
@@ -44,4 +45,5 @@ __all__ = [
     "paged_attention",
     "ragged_dot",
     "rope",
+    "use_tuned_table",
 ]

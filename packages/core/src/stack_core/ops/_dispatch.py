@@ -23,7 +23,7 @@ from stack_core.ops._report import warn_once
 from stack_core.ops._tuned import tuned_choices
 from stack_core.plugins import plugins, registries
 
-__all__ = ["Choice", "Implementation", "Plan", "described", "dispatch", "plan", "recording", "run"]
+__all__ = ["Choice", "Implementation", "Plan", "described", "dispatch", "op_call", "plan", "recording", "run"]
 
 Implementation: TypeAlias = str | OpImplementation | Sequence[str | OpImplementation] | None
 """What a caller may name: nothing, one implementation, or several in order of preference."""
@@ -85,15 +85,20 @@ def dispatch(op: str, arrays: Mapping[str, Any], options: Mapping[str, Any], imp
 
 def plan(op: str, arrays: Mapping[str, Any], options: Mapping[str, Any], implementation: Implementation = None) -> Plan:
     """What `dispatch` would choose for a call; reads shapes and dtypes only, and raises as `dispatch` does."""
-    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(arrays))
+    call = op_call(op, arrays, options)
     named = _named(op, implementation)
     candidates = _candidates(op) | {candidate.name: candidate for candidate in named}
-    forward = _choose(OpCall(op, structs, options, "forward"), candidates, named)
+    forward = _choose(call, candidates, named)
     try:
-        backward = _choose(OpCall(op, structs, options, "backward"), candidates, named, forward)
+        backward = _choose(dataclasses.replace(call, direction="backward"), candidates, named, forward)
     except UnsupportedOp as error:
         return Plan(forward, error)
     return Plan(forward, backward, _unheeded(named, forward, backward))
+
+
+def op_call(op: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> OpCall:
+    """The forward pass of a call, without the values of its arrays."""
+    return OpCall(op, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(arrays)), options)
 
 
 def _named(op: str, implementation: Implementation) -> list[OpImplementation]:
@@ -147,7 +152,8 @@ def _choose(
     wanted = next((candidate for candidate in named if candidate.name in able), None)
     if not able or (named and wanted is None and forward is None):
         raise UnsupportedOp(_refusals(call, answers, named if forward is None else ()))
-    tuned = tuned_choices(call, candidates, answers)
+    ran = None if forward is None else TunedChoice(forward.implementation.name, forward.config, forward.reason)
+    tuned = tuned_choices(call, candidates, answers, wanted, ran)
     if wanted is not None:
         choice = _named_choice(wanted, tuned)
     else:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -15,11 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from stack_core.abi import OpCall
 from stack_core.errors import StackError
 from stack_core.hardware.chips import Chip
 from stack_core.hardware.flops import inner_jaxprs
 from stack_core.hardware.target_chip import use_chip
-from stack_core.ops._dispatch import Choice, Implementation, Plan, described, plan, recording, run
+from stack_core.ops._dispatch import Choice, Implementation, Plan, described, op_call, plan, recording, run
 
 __all__ = ["ExplainedCall", "Explanation", "explain"]
 
@@ -41,6 +42,8 @@ class ExplainedCall:
         under `jax.checkpoint` again, each branch of a `cond` as if it were taken, 0 where no result is used.
       at_least: it is in a `while` loop, whose trips only the run decides; they count as one.
       source: "path:line" of the caller, outside of stack_core.
+      call: the call as choosers see its forward pass.
+      differentiated: the array arguments that the function asks a gradient of, in forward or reverse mode.
     """
 
     op: str
@@ -51,6 +54,8 @@ class ExplainedCall:
     calls: int
     at_least: bool
     source: str
+    call: OpCall
+    differentiated: tuple[str, ...] = ()
 
 
 class Explanation(tuple[ExplainedCall, ...]):
@@ -94,7 +99,7 @@ def explain(fn: Callable[..., Any], *args: Any, chip: Chip | None = None) -> Exp
         jaxpr = jax.make_jaxpr(traced)(*(leaves[place] for place in places))
     counts = _Counts()
     counts.add(jaxpr, 1, at_least=False)
-    return Explanation(_merged(recorder.calls, counts))
+    return Explanation(_merged(recorder.explained(counts)))
 
 
 def _is_array(leaf: Any) -> bool:
@@ -103,9 +108,10 @@ def _is_array(leaf: Any) -> bool:
 
 @dataclass(eq=False)
 class _Recorder:
-    """Stands in for `dispatch`: notes each call, runs what it gets, and marks its output by the call's number."""
+    """Stands in for `dispatch`: notes each call, runs what it gets, and marks its arguments and its output."""
 
     calls: list[ExplainedCall] = field(default_factory=list)
+    differentiated: dict[tuple[int, str], None] = field(default_factory=dict)
 
     def __call__(
         self, op: str, arrays: Mapping[str, Any], options: Mapping[str, Any], implementation: Implementation
@@ -113,10 +119,18 @@ class _Recorder:
         forward, backward, chosen = _planned(op, arrays, options, implementation)
         number = len(self.calls)
         shapes = {name: described(array) for name, array in arrays.items() if array is not None}
-        call = ExplainedCall(op, shapes, _given(op, options), forward, backward, 0, False, _caller())
+        alone = op_call(op, arrays, options)
+        call = ExplainedCall(op, shapes, _given(op, options), forward, backward, 0, False, _caller(), alone)
         self.calls.append(call)
-        leaves, structure = jax.tree.flatten(run(chosen, arrays, options))
-        return jax.tree.unflatten(structure, _marker().bind(*leaves, call=number))
+        arrays = {name: _marked(array, number, name) for name, array in arrays.items()}
+        return _marked(run(chosen, arrays, options), number, None)
+
+    def explained(self, counts: "_Counts") -> Iterator[ExplainedCall]:
+        """The calls with what is known once all is traced."""
+        for number, call in enumerate(self.calls):
+            names = tuple(name for name in call.arrays if (number, name) in self.differentiated)
+            times, at_least = counts.calls[number], number in counts.at_least
+            yield dataclasses.replace(call, calls=times, at_least=at_least, differentiated=names)
 
 
 def _planned(
@@ -163,19 +177,35 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def _marked(arrays: Any, call: int, argument: str | None) -> Any:
+    """The arrays of an argument of a call, or of its output, through the marker."""
+    leaves, structure = jax.tree.flatten(arrays)
+    return jax.tree.unflatten(structure, _marker().bind(*leaves, call=call, argument=argument)) if leaves else arrays
+
+
 @functools.cache
 def _marker() -> Any:
-    """A primitive that returns its operands, and stays in a jaxpr wherever one of them is used."""
+    """A primitive that returns its operands, and stays in a jaxpr wherever one of them is used.
+
+    Its parameters are the number of a call and the name of the argument that it marks, None for the output. It tells
+    the recorder of the context which arguments are differentiated, which a jaxpr does not show afterwards.
+    """
     from jax.extend.core import Primitive
     from jax.interpreters import ad, batching, mlir
 
     marker = Primitive("stack_op_call")
     marker.multiple_results = True
-    marker.def_impl(lambda *arrays, call: list(arrays))
-    marker.def_abstract_eval(lambda *arrays, call: list(arrays))
-    ad.primitive_jvps[marker] = lambda primals, tangents, *, call: (marker.bind(*primals, call=call), list(tangents))
-    batching.primitive_batchers[marker] = lambda arrays, axes, *, call: (marker.bind(*arrays, call=call), axes)
-    mlir.register_lowering(marker, lambda context, *arrays, call: list(arrays))
+
+    def jvp(primals: Any, tangents: Any, *, call: int, argument: str | None) -> Any:
+        if argument is not None and isinstance(recording.value, _Recorder):
+            recording.value.differentiated[call, argument] = None
+        return marker.bind(*primals, call=call, argument=argument), list(tangents)
+
+    marker.def_impl(lambda *arrays, **mark: list(arrays))
+    marker.def_abstract_eval(lambda *arrays, **mark: list(arrays))
+    ad.primitive_jvps[marker] = jvp
+    batching.primitive_batchers[marker] = lambda arrays, axes, **mark: (marker.bind(*arrays, **mark), axes)
+    mlir.register_lowering(marker, lambda context, *arrays, **mark: list(arrays))
     return marker
 
 
@@ -188,7 +218,7 @@ class _Counts:
 
     def add(self, jaxpr: Any, times: int, *, at_least: bool) -> None:
         for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:  # closed or not: JAX 0.11 made them one class
-            if equation.primitive is _marker():
+            if equation.primitive is _marker() and equation.params["argument"] is None:
                 self.calls[equation.params["call"]] += times
                 if at_least:
                     self.at_least.add(equation.params["call"])
@@ -197,13 +227,20 @@ class _Counts:
                 self.add(inner, times * trips, at_least=at_least or equation.primitive.name == "while")
 
 
-def _merged(recorded: Sequence[ExplainedCall], counts: _Counts) -> list[ExplainedCall]:
+def _merged(recorded: Iterable[ExplainedCall]) -> list[ExplainedCall]:
     merged: list[ExplainedCall] = []
-    for number, call in enumerate(recorded):
-        place = next((place for place, other in enumerate(merged) if _alike(call, other)), len(merged))
-        before, at_least = (merged[place].calls, merged[place].at_least) if place < len(merged) else (0, False)
-        calls, at_least = before + counts.calls[number], at_least or number in counts.at_least
-        merged[place : place + 1] = [dataclasses.replace(call, calls=calls, at_least=at_least)]
+    for call in recorded:
+        place = next((place for place, other in enumerate(merged) if _alike(call, other)), None)
+        if place is None:
+            merged.append(call)
+            continue
+        other = merged[place]
+        merged[place] = dataclasses.replace(
+            other,
+            calls=other.calls + call.calls,
+            at_least=other.at_least or call.at_least,
+            differentiated=tuple(name for name in call.arrays if name in other.differentiated + call.differentiated),
+        )
     return merged
 
 

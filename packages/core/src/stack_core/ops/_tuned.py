@@ -1,19 +1,39 @@
 """What the tuned tables of plugins advise for a call. A table that is wrong is reported, and stops nothing."""
 
-from collections.abc import Mapping
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from stack_core.abi import OpCall, OpImplementation, TunedChoice
 from stack_core.errors import nearest
 from stack_core.hardware.target_chip import target_chip
+from stack_core.jit_context import JitContext
 from stack_core.ops._report import warn_once
 from stack_core.plugins import registries
+from stack_core.protocols import TunedTable
 
-__all__ = ["tuned_choices"]
+__all__ = ["tuned_choices", "use_tuned_table"]
+
+_in_use: Final[JitContext[TunedTable]] = JitContext()
+_IN_USE = "in use"
+
+
+def use_tuned_table(table: TunedTable) -> contextlib.AbstractContextManager[None]:
+    """Makes `table` the only one that is asked for what is traced in this context; it nests.
+
+    A function that `jax.jit` traced under another table, or under those of the plugins, is traced again. Tables are
+    compared by `==` and hashed.
+    """
+    return _in_use(table)
 
 
 def tuned_choices(
-    call: OpCall, candidates: Mapping[str, OpImplementation], answers: Mapping[str, bool | str]
+    call: OpCall,
+    candidates: Mapping[str, OpImplementation],
+    answers: Mapping[str, bool | str],
+    wanted: OpImplementation | None = None,
+    forward: TunedChoice | None = None,
 ) -> dict[str, TunedChoice]:
     """What can be followed of what the tables advise, by the table's name, in the order of the names.
 
@@ -23,10 +43,14 @@ def tuned_choices(
     Args:
       candidates: the implementations of the op by name.
       answers: whether each supports the call, True or the reason why not.
+      wanted: what the caller named and gets; the tables advise on its config.
+      forward: what runs forward, when this is the backward pass.
     """
+    able = {name: candidate for name, candidate in candidates.items() if answers[name] is True}
+    among = able if wanted is None else {wanted.name: wanted}
     choices: dict[str, TunedChoice] = {}
-    for table in registries.tuned_tables.names():
-        choice = _looked_up(table, call)
+    for table, load in _tables().items():
+        choice = _looked_up(table, load, call, among, forward)
         if choice is None:
             continue
         problem = _problem(choice, candidates, answers)
@@ -43,10 +67,25 @@ def tuned_choices(
     return choices
 
 
-def _looked_up(table: str, call: OpCall) -> TunedChoice | None:
+def _tables() -> dict[str, Callable[[], Any]]:
+    """What loads each table to ask, by its name."""
+    table = _in_use.value
+    if table is not None:
+        return {_IN_USE: lambda: table}
+    registered = registries.tuned_tables
+    return {name: functools.partial(registered.__getitem__, name) for name in registered.names()}
+
+
+def _looked_up(
+    table: str,
+    load: Callable[[], Any],
+    call: OpCall,
+    among: Mapping[str, OpImplementation],
+    forward: TunedChoice | None,
+) -> TunedChoice | None:
     chip = target_chip()
     try:
-        choice = registries.tuned_tables[table].lookup(call, chip)
+        choice = load().lookup(call, chip, candidates=among, forward=forward)
     except Exception as error:  # A table may fail in any way; that must cost its advice and nothing else.
         warn_once(
             table,

@@ -59,6 +59,7 @@ def test_the_row_has_what_a_cpu_can_be_asked():
     assert chip.hbm_bytes > 2**26
     assert chip.link_bandwidth_bytes_s is None
     assert f"{machine.usable_cores()} cores" in chip.provenance
+    assert chip.model == f"{machine.cpu_model()}, {machine.usable_cores()} cores"
     assert jax.__version__ in chip.provenance
 
 

@@ -36,6 +36,7 @@ class Chip:
       on_chip_bytes: the largest memory that kernels can keep data in: VMEM, L2, a CPU's last-level cache.
       link_bandwidth_bytes_s: to other units, one direction, all links together.
       provenance: where the numbers come from.
+      model: what tells chips of one kind apart, such as a CPU's name and cores; "" where the kind says it all.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Chip:
     on_chip_bytes: int | None
     link_bandwidth_bytes_s: float | None
     provenance: str
+    model: str = ""
 
 
 def current_chip() -> Chip:

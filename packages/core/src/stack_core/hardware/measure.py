@@ -88,7 +88,9 @@ def _is_busy() -> bool:
 
 
 def _cache_path(identity: Mapping[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    # A core whose rows have other fields keeps them in files of its own.
+    content = {"identity": identity, "fields": sorted(Chip.__dataclass_fields__)}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     return user_cache_dir() / "chips" / f"cpu-{digest}.json"
 
 
@@ -164,6 +166,7 @@ def _measure(identity: Mapping[str, Any], *, busy: bool) -> Chip:
         hbm_bandwidth_bytes_s=bandwidth_bytes_s,
         on_chip_bytes=_last_level_cache_bytes(),
         link_bandwidth_bytes_s=None,
+        model=f"{identity['cpu']}, {identity['cores']} cores",
         provenance=f"measured on {identity['cores']} cores of {identity['cpu']}, {state}, with jax {identity['jax']}",
     )
 

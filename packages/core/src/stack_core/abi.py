@@ -38,14 +38,17 @@ AUTODIFF: Final = "autodiff"
 class QView:
     """What any quantized array shows of itself, through `__stack_qview__()`.
 
-    The logical array is `(qvalue - zero_point) * scale`, each scale repeated over the tile it covers.
+    The logical array is `(value - zero_point) * scale`, each scale repeated over the tile it covers, where value is
+    `codebook[qvalue]`, or `qvalue` itself without a codebook.
 
     Invariants: `qvalue.shape` is the logical shape; `scale.ndim == qvalue.ndim` and
-    `qvalue.shape[i] % scale.shape[i] == 0`; `zero_point` is None or has the shape of `scale`.
+    `qvalue.shape[i] % scale.shape[i] == 0`; `zero_point` is None or has the shape of `scale`; `codebook` is None, or
+    float32[levels] and `qvalue` integers, `0 <= qvalue < levels`.
 
     Attributes:
       abi: (major, minor) that the view was written for.
       scheme: a name for messages, such as "int4/t128".
+      codebook: the values that codes stand for where they are not evenly spaced, as in nf4.
     """
 
     abi: tuple[int, int]
@@ -53,6 +56,7 @@ class QView:
     scale: jax.Array
     zero_point: jax.Array | None
     scheme: str
+    codebook: jax.Array | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 from stack_core import ops
 from stack_core.abi import QView
 from stack_core.errors import ArgumentError, ShapeError, StackError, UnknownName
-from stack_core.testing._cases import TiledInt8
+from stack_core.testing._cases import Quantized
 
 
 @pytest.fixture(autouse=True)
@@ -197,12 +197,26 @@ def test_other_ops(op: str, arguments: dict[str, Any], kind: type[StackError], p
 
 
 def test_a_scale_that_does_not_divide_its_weight() -> None:
-    weight = TiledInt8(_zeros(4, 6, dtype=jnp.int8), _zeros(3, 6))
-    _expect(ShapeError, ("TiledInt8", "(3, 6)", "(4, 6)"), ops.linear, {"x": _zeros(2, 4), "weight": weight})
+    weight = Quantized(_zeros(4, 6, dtype=jnp.int8), _zeros(3, 6))
+    _expect(ShapeError, ("Quantized", "(3, 6)", "(4, 6)"), ops.linear, {"x": _zeros(2, 4), "weight": weight})
+
+
+@pytest.mark.parametrize(
+    ("codes", "codebook", "kind", "parts"),
+    [
+        ("float8_e4m3fn", (4,), ArgumentError, ("float8_e4m3fn", "codebook", "integers")),
+        ("int8", (4, 1), ShapeError, ("codebook", "(4, 1)", "[levels]")),
+    ],
+)
+def test_a_codebook_that_does_not_fit(
+    codes: str, codebook: tuple[int, ...], kind: type[StackError], parts: tuple[str, ...]
+) -> None:
+    weight = Quantized(_zeros(4, 6, dtype=codes), _zeros(1, 6), codebook=_zeros(*codebook))
+    _expect(kind, parts, ops.linear, {"x": _zeros(2, 4), "weight": weight})
 
 
 def test_a_view_of_another_abi() -> None:
-    class Later(TiledInt8):
+    class Later(Quantized):
         def __stack_qview__(self) -> QView:
             return QView((2, 0), self.values, self.scales, None, "later")
 

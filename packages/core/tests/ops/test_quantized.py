@@ -11,6 +11,7 @@ import pytest
 
 from stack_core import ops
 from stack_core.abi import QView
+from stack_core.ops import building
 from stack_core.ops._gated_linear_unit import REFERENCE as GATED_LINEAR_UNIT
 from stack_core.ops._linear import REFERENCE as LINEAR
 from stack_core.ops._linear_cross_entropy import REFERENCE as LINEAR_CROSS_ENTROPY
@@ -79,6 +80,34 @@ OPS = {
 def test_it_is_the_op_of_the_dequantized_weight(scales: tuple[int, int], dtype: str) -> None:
     weight = _weight(0, scales, dtype)
     np.testing.assert_allclose(ops.linear(X, weight), X @ _dense(weight), atol=2e-5)
+
+
+def test_x_may_be_quantized_too() -> None:
+    x, weight = _weight(1, (6, 5)), _weight(2, (5, 2))
+    x = Foreign(x.step[:6, :2], x.codes[:6, :10], None)
+    weight = Foreign(weight.step, weight.codes.T[:10], None)
+    expected = _dense(x) @ _dense(weight)
+    product = ops.linear(x, weight)
+    assert product.dtype == jnp.float32
+    np.testing.assert_allclose(product, expected, atol=2e-5)
+    assert ops.linear(x, weight, preferred_dtype="bfloat16").dtype == jnp.bfloat16
+    mixed = ops.linear(x, _dense(weight).astype("float16"))
+    assert mixed.dtype == jnp.float16
+    np.testing.assert_allclose(mixed.astype("float32"), expected, atol=0.02)
+
+
+def test_a_codebook_holds_what_the_codes_stand_for() -> None:
+    class Coded(Foreign):
+        def __stack_qview__(self) -> QView:
+            return dataclasses.replace(super().__stack_qview__(), codebook=jnp.asarray([-1.0, 0.25, 7.0, 0.5]))
+
+    jax.tree_util.register_pytree_node_class(Coded)
+    codes = np.arange(D_IN * D_OUT).reshape(D_IN, D_OUT) % 4
+    weight = Coded(jnp.full((3, 5), 2.0), jnp.asarray(codes, "int4"), jnp.ones((3, 5)))
+    expected = 2 * np.array([-2.0, -0.75, 6.0, -0.5])[codes]
+    np.testing.assert_array_equal(ops.dequantize(weight, jnp.float32), expected)
+    indices = jnp.asarray([3, 0])
+    np.testing.assert_array_equal(building.take(weight, indices, 0, jnp.float32), expected[[3, 0]])
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -11,7 +11,7 @@ import pytest
 
 from stack_core import ops
 from stack_core.testing import OpCheck, op_checks
-from stack_core.testing._cases import TiledInt8
+from stack_core.testing._cases import Quantized
 
 RNG = np.random.default_rng(0)
 LHS = jnp.asarray(RNG.normal(size=(9, 4)), jnp.float32)
@@ -66,7 +66,7 @@ def test_the_scale_of_a_quantized_operand_has_a_gradient(scale_shape: tuple[int,
     group_sizes = jnp.array([5, 0, 3])
 
     def total(lhs: Any, scales: Any, prepare: Any) -> Any:
-        return jnp.sum(jnp.sin(ops.ragged_dot(lhs, prepare(TiledInt8(values, scales)), group_sizes)))
+        return jnp.sum(jnp.sin(ops.ragged_dot(lhs, prepare(Quantized(values, scales)), group_sizes)))
 
     actual = jax.grad(total, argnums=(0, 1))(LHS, scales, lambda rhs: rhs)
     expected = jax.grad(total, argnums=(0, 1))(LHS, scales, lambda rhs: ops.dequantize(rhs, jnp.float32))

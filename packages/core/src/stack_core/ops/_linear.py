@@ -16,7 +16,7 @@ __all__ = ["REFERENCE", "linear"]
 
 
 def linear(
-    x: Float[Array, "*batch d_in"],
+    x: Float[Array, "*batch d_in"] | QuantizedArray,
     weight: Float[Array, "d_in d_out"] | QuantizedArray,
     *,
     bias: Float[Array, " d_out"] | None = None,
@@ -26,12 +26,12 @@ def linear(
     """y = x W + b.
 
     Args:
-      x: [..., d_in].
-      weight: W, [d_in, d_out], of the dtype of `x`; or quantized, any class with `__stack_qview__`: its scales and
-        zero points then have a gradient where they are floating, its values have none.
+      x: [..., d_in], floating; or quantized, any class with `__stack_qview__`: its scales and zero points then have a
+        gradient where they are floating, its values have none.
+      weight: W, [d_in, d_out], of the dtype of `x`; or quantized, likewise. One may be quantized without the other.
       bias: b, [d_out], added to the accumulator in fp32.
-      preferred_dtype: the dtype of the result, by default that of `x`. The products are accumulated in fp32 whatever
-        it is, so that float32 returns the accumulator unrounded.
+      preferred_dtype: the dtype of the result, by default that of the operand that is not quantized, float32 if both
+        are. The products are accumulated in fp32 whatever it is, so that float32 returns the accumulator unrounded.
       implementation: a name, several in order of preference, or None to let core choose.
 
     Returns:
@@ -43,20 +43,25 @@ def linear(
       UnsupportedOp: no implementation, or not the one named, supports the call.
     """
     axes = Axes("linear")
-    axes.match("x", x, "... d_in")
+    axes.match("x", logical_array(x), "... d_in")
     axes.match("weight", logical_array(weight), "d_in d_out")
     axes.match("bias", bias, "d_out")
-    check_floating("linear", x=x, bias=bias)
-    if not is_quantized(weight):
-        check_same_dtype("linear", x=x, weight=weight)
+    plain = {name: array for name, array in (("x", x), ("weight", weight)) if not is_quantized(array)}
+    check_floating("linear", **plain, bias=bias)
+    check_same_dtype("linear", **plain)
     arrays = {"x": x, "weight": weight, "bias": bias}
-    options = {"preferred_dtype": jnp.dtype(x.dtype if preferred_dtype is None else preferred_dtype)}
+    options = {"preferred_dtype": jnp.dtype(_dtype(x, weight) if preferred_dtype is None else preferred_dtype)}
     return dispatch("linear", arrays, options, implementation)
 
 
+def _dtype(x: Any, weight: Any) -> Any:
+    """The dtype of the operand that is not quantized; quantized ones are dequantized to it."""
+    return next((array.dtype for array in (x, weight) if not is_quantized(array)), jnp.float32)
+
+
 def _reference(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> Any:
+    x, weight = (dequantize(array, _dtype(x, weight)) for array in (x, weight))
     rows = x.reshape(-1, x.shape[-1])
-    weight = dequantize(weight, x.dtype)
     if bias is None:
         product = contract("ni,io->no", rows, weight, preferred_dtype)
     else:

@@ -1,5 +1,6 @@
 """Quantized operands: any pytree class with a `__stack_qview__` method, found by type and never imported."""
 
+import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -31,26 +32,32 @@ def logical_array(array: Any) -> Any:
 
 
 def dequantize(array: Any, dtype: DTypeLike) -> jax.Array:
-    """(qvalue - zero_point) * scale, in fp32, as `dtype`; a plain array of that dtype is returned as it is.
+    """(value - zero_point) * scale, in fp32, as `dtype`; a plain array of that dtype is returned as it is.
 
-    The scale has a gradient, and so has a floating zero point; the stored values have none, even if they are floating:
-    they are codes, and what moves them is the quantizer's to say.
+    The value is `codebook[qvalue]`, or `qvalue` itself without a codebook. The scale has a gradient, and so has a
+    floating zero point; the stored values have none, even if they are floating, nor has the codebook: they are codes,
+    and what moves them is the quantizer's to say.
 
     Raises:
-      ArgumentError: the view is of another ABI major version.
-      ShapeError: a scale does not divide its axis.
+      ArgumentError: the view is of another ABI major version, or has a codebook for codes that are no integers.
+      ShapeError: a scale does not divide its axis, or the codebook has several axes or none.
     """
     if not is_quantized(array):
         return array
     view = _checked_view(array)
-    return _dequantized(view.qvalue, view.scale, view.zero_point, dtype)
+    return _dequantized(view, dtype)
 
 
-def _dequantized(qvalue: jax.Array, scale: jax.Array, zero_point: jax.Array | None, dtype: DTypeLike) -> jax.Array:
-    value = lax.stop_gradient(qvalue).astype(jnp.float32)
-    if zero_point is not None:
-        value = value - _repeated(zero_point, value.shape)
-    return (value * _repeated(scale, value.shape)).astype(dtype)
+def _dequantized(view: QView, dtype: DTypeLike) -> jax.Array:
+    value = lax.stop_gradient(view.qvalue if view.codebook is None else _decoded(view.qvalue, view.codebook))
+    value = value.astype(jnp.float32)
+    if view.zero_point is not None:
+        value = value - _repeated(view.zero_point, value.shape)
+    return (value * _repeated(view.scale, value.shape)).astype(dtype)
+
+
+def _decoded(codes: jax.Array, codebook: jax.Array) -> jax.Array:
+    return jnp.take(codebook, codes.astype(jnp.int32), mode="clip")
 
 
 def take(array: Any, indices: jax.Array, axis: int, dtype: DTypeLike) -> jax.Array:
@@ -69,7 +76,8 @@ def take(array: Any, indices: jax.Array, axis: int, dtype: DTypeLike) -> jax.Arr
         return jnp.take(part, indices // (size // part.shape[axis]), axis=axis, mode="clip")
 
     zero_point = None if view.zero_point is None else taken(view.zero_point)
-    return _dequantized(taken(view.qvalue), taken(view.scale), zero_point, dtype)
+    parts = dataclasses.replace(view, qvalue=taken(view.qvalue), scale=taken(view.scale), zero_point=zero_point)
+    return _dequantized(parts, dtype)
 
 
 def _repeated(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -100,4 +108,16 @@ def _checked_view(array: Any) -> QView:
         raise ShapeError(
             f"The zero point of {name} has shape {view.zero_point.shape}; expected its scale's {scale_shape}."
         )
+    if view.codebook is not None:
+        _check_codebook(name, view.qvalue, view.codebook)
     return view
+
+
+def _check_codebook(name: str, codes: jax.Array, codebook: jax.Array) -> None:
+    if codebook.ndim != 1:
+        raise ShapeError(f"The codebook of {name} has shape {codebook.shape}; expected one axis, [levels].")
+    if not jnp.issubdtype(codes.dtype, jnp.integer):
+        raise ArgumentError(
+            f"The values of {name} are {codes.dtype} and index a codebook; expected integers. "
+            "Leave the codebook out where the values stand for themselves."
+        )

@@ -15,7 +15,7 @@ import numpy as np
 
 from stack_core.abi import QView
 
-__all__ = ["OpCase", "OpSuite", "TiledInt8", "dense", "integers"]
+__all__ = ["OpCase", "OpSuite", "Quantized", "dense", "integers"]
 
 
 def _call(op: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
@@ -56,26 +56,27 @@ class OpSuite:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class TiledInt8:
+class Quantized:
     """A quantized array that core knows nothing of but its `__stack_qview__`."""
 
     values: Any
     scales: Any
     zeros: Any = None
+    codebook: Any = None
 
     def __stack_qview__(self) -> QView:
-        return QView((1, 0), self.values, self.scales, self.zeros, "int8/tiled")
+        return QView((1, 0), self.values, self.scales, self.zeros, "tiled", self.codebook)
 
 
-def dense(weight: Any) -> Any:
+def dense(array: Any) -> Any:
     """What a quantized array stands for, in float64; any other array itself."""
-    if not hasattr(type(weight), "__stack_qview__"):
-        return weight
-    view = weight.__stack_qview__()
-    tiles = np.array(view.qvalue.shape) // np.array(view.scale.shape)
-    scale = np.kron(np.asarray(view.scale, np.float64), np.ones(tiles))
-    zero = 0.0 if view.zero_point is None else np.kron(np.asarray(view.zero_point, np.float64), np.ones(tiles))
-    return jnp.asarray((np.asarray(view.qvalue, np.float64) - zero) * scale)
+    if not hasattr(type(array), "__stack_qview__"):
+        return array
+    view = array.__stack_qview__()
+    tiles = np.ones(np.array(view.qvalue.shape) // np.array(view.scale.shape))
+    value = view.qvalue if view.codebook is None else view.codebook[view.qvalue.astype(np.int32)]
+    zero = 0.0 if view.zero_point is None else jnp.kron(view.zero_point.astype(np.float64), tiles)
+    return (jax.lax.stop_gradient(value).astype(np.float64) - zero) * jnp.kron(view.scale.astype(np.float64), tiles)
 
 
 def integers(*values: Any) -> np.ndarray:

@@ -86,12 +86,12 @@ def _stack(trees: list[Any]) -> Any:
 def _expected(case: OpCase, arrays: Mapping[str, Any]) -> Any:
     """The oracle's (output, gradients) at the arrays as they were rounded."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        exact = jax.tree.map(lambda x: np.asarray(x, np.float64) if _is_floating(x) else np.asarray(x), dict(arrays))
+        exact = jax.tree.map(lambda x: jnp.asarray(x, np.float64) if _is_floating(x) else jnp.asarray(x), dict(arrays))
         return jax.tree.map(np.asarray, _value_and_gradients(case, None)(exact))
 
 
 def _value_and_gradients(case: OpCase, implementation: OpImplementation | None) -> Callable[[Mapping[str, Any]], Any]:
-    """A function from the arrays to (output, gradients by name); of the oracle if there is no implementation."""
+    """A function from the arrays to (output, gradients by leaf); of the oracle if there is no implementation."""
 
     def call(arrays: Mapping[str, Any]) -> Any:
         if implementation is None:
@@ -100,9 +100,20 @@ def _value_and_gradients(case: OpCase, implementation: OpImplementation | None) 
         return case.call(op, arrays, case.options)
 
     def value_and_gradients(arrays: Mapping[str, Any]) -> Any:
-        moving = {name: x for name, x in arrays.items() if name not in case.fixed and _is_floating(x)}
-        output, vjp = jax.vjp(lambda moving: call({**arrays, **moving}), moving)
-        return output, vjp(_cotangent(output))[0]
+        leaves, structure = jax.tree.flatten_with_path(dict(arrays))
+        moving = {
+            place: leaf
+            for place, (path, leaf) in enumerate(leaves)
+            if path[0].key not in case.fixed and _is_floating(leaf)
+        }
+
+        def moved(moving: Mapping[int, Any]) -> Any:
+            rest = [moving.get(place, leaf) for place, (_, leaf) in enumerate(leaves)]
+            return call(jax.tree.unflatten(structure, rest))
+
+        output, vjp = jax.vjp(moved, moving)
+        gradients = vjp(_cotangent(output))[0]
+        return output, {jax.tree_util.keystr(leaves[place][0]): x for place, x in gradients.items()}
 
     return value_and_gradients
 
@@ -123,8 +134,8 @@ def _draw(case: OpCase, dtype: str, seed: int = 0) -> dict[str, Any]:
     )
 
 
-def _is_floating(tree: Any) -> bool:
-    return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(tree))
+def _is_floating(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def _assert_close(actual: Any, expected: Any, tolerance: float) -> None:

@@ -42,6 +42,8 @@ _CASES = (
     _attention_case("more_queries_than_keys", sizes=(2, 7, 3, 2, 2, 8), causal=True, return_lse=True),
     _attention_case("offset_per_row", causal=True, extra=lambda rng: {"query_offset": integers(0, -3)}),
     _attention_case("window", window=(2, 1), query_offset=1),
+    _attention_case("window_and_more_keys", sizes=(2, 3, 11, 4, 2, 8), window=(3, 1)),
+    _attention_case("window_and_more_queries", sizes=(1, 9, 4, 4, 2, 8), window=(2, 0), return_lse=True),
     _attention_case("left_window", window=(2, None), causal=True, return_lse=True),
     _attention_case("bias", extra=lambda rng: {"bias": rng.normal(size=(2, 4, 5, 7))}),
     _attention_case("broadcast_bias", extra=lambda rng: {"bias": rng.normal(size=(1, 4, 1, 7))}, causal=True),
@@ -55,7 +57,7 @@ _CASES = (
     _attention_case(
         "segment_pair", extra=lambda rng: {"segment_ids": (_SEGMENTS[:, 1:6] + 1, _SEGMENTS)}, return_lse=True
     ),
-    _attention_case("kv_lengths", extra=lambda rng: {"kv_lengths": integers(4, 0)}, return_lse=True),
+    _attention_case("kv_lengths", extra=lambda rng: {"kv_lengths": integers(5, 0)}, return_lse=True),
     _attention_case("softcap", softcap=1.5, causal=True),
     _attention_case("sinks", extra=lambda rng: {"sinks": rng.normal(size=4)}, causal=True, return_lse=True),
     _attention_case(

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from stack_core.testing._cases import OpCase, OpSuite, TiledInt8, dense
+from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense
 
 __all__ = ["SUITE"]
 
@@ -41,7 +41,7 @@ def _case(name: str, kind: str, axis_size: int, x: tuple[int, ...], out: int, qu
         drawn: dict[str, Any] = {"x": rng.normal(size=x), "weight": rng.normal(size=(x[-1], out))}
         if quantized:
             values = rng.integers(-100, 101, size=(x[-1], out)).astype(np.int8)
-            drawn["weight"] = TiledInt8(values, rng.uniform(0.01, 0.02, size=(x[-1] // 2, out)).astype(np.float32))
+            drawn["weight"] = Quantized(values, rng.uniform(0.01, 0.02, size=(x[-1] // 2, out)).astype(np.float32))
         return drawn
 
     return OpCase(

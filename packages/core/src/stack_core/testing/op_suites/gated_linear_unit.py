@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing._cases import OpCase, OpSuite, TiledInt8, dense
+from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense
 
 __all__ = ["SUITE"]
 
@@ -19,11 +19,15 @@ def _gated_case(name: str, x: tuple[int, ...], out: int, **options: Any) -> OpCa
     return OpCase("gated_linear_unit", name, arrays, options)
 
 
-def _quantized_case(name: str, *quantized: str, zeros: bool = False) -> OpCase:
-    def weight(rng: np.random.Generator) -> TiledInt8:
+def _quantized_case(name: str, *quantized: str, zeros: bool = False, codebook: bool = False) -> OpCase:
+    def weight(rng: np.random.Generator) -> Quantized:
+        if codebook:
+            codes = rng.integers(0, 16, size=(12, 10)).astype(np.uint8)
+            levels = np.linspace(-1, 1, 16).astype(np.float32)
+            return Quantized(codes, rng.uniform(0.5, 2, size=(3, 10)).astype(np.float32), None, levels)
         values = rng.integers(-100, 101, size=(12, 10)).astype(np.int8)
         offsets = rng.integers(-4, 5, size=(3, 5)).astype(np.int8) if zeros else None
-        return TiledInt8(values, rng.uniform(0.01, 0.02, size=(3, 5)).astype(np.float32), offsets)
+        return Quantized(values, rng.uniform(0.01, 0.02, size=(3, 5)).astype(np.float32), offsets)
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
         plain = {name: rng.normal(size=(12, 10)) for name in ("w_gate", "w_up")}
@@ -37,6 +41,7 @@ _CASES = (
     _gated_case("empty_rows", (2, 0, 8), 4),
     _quantized_case("quantized", "w_gate", "w_up", zeros=True),
     _quantized_case("one_quantized", "w_up"),
+    _quantized_case("one_with_a_codebook", "w_gate", codebook=True),
     *(
         _gated_case(activation, (3, 12), 10, activation=activation)
         for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid")

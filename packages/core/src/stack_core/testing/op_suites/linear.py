@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing._cases import OpCase, OpSuite, TiledInt8, dense
+from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense
 
 __all__ = ["SUITE"]
 
@@ -19,14 +19,70 @@ def _linear_case(name: str, x: tuple[int, ...], out: int, bias: bool = False, **
     return OpCase("linear", name, arrays, options)
 
 
-def _quantized_case(name: str, scales: tuple[int, int], zeros: bool = False, scale_dtype: Any = np.float32) -> OpCase:
-    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
-        offsets = rng.integers(-4, 5, size=scales).astype(np.int8) if zeros else None
-        values = rng.integers(-100, 101, size=(12, 10)).astype(np.int8)
-        weight = TiledInt8(values, rng.uniform(0.01, 0.02, size=scales).astype(scale_dtype), offsets)
-        return {"x": rng.normal(size=(3, 12)), "weight": weight}
+_CODES = {"int8": 127, "uint8": 255, "int4": 7, "float8_e4m3fn": 448, "float8_e5m2": 57344, "float4_e2m1fn": 6}
+"""The largest magnitude of each dtype of codes."""
 
-    return OpCase("linear", name, arrays, fixed=("weight",))
+
+def _quantized(
+    rng: np.random.Generator,
+    shape: tuple[int, ...],
+    scales: tuple[int, ...],
+    dtype: str = "int8",
+    zeros: Any = None,
+    levels: int = 0,
+    scale_dtype: Any = np.float32,
+) -> Quantized:
+    """A random quantized array whose entries are of the order of 1.
+
+    Args:
+      zeros: the dtype of zero points, if there are any.
+      levels: those of a codebook, if there is one.
+    """
+    largest = levels - 1 if levels else _CODES[dtype]
+    lowest = 0 if levels or dtype == "uint8" else -largest
+    # Drawn on a logarithmic scale as well, so that floating codes take all their exponents.
+    drawn = rng.uniform(lowest, largest, size=shape) * (2.0 ** rng.integers(-6, 1, size=shape) if lowest else 1)
+    values = (np.rint(drawn) if jnp.issubdtype(dtype, jnp.integer) else drawn).astype(jnp.dtype(dtype))
+    scale = rng.uniform(1, 2, size=scales) / (1 if levels else largest)
+    offsets = None if zeros is None else rng.uniform(0.1 * lowest, 0.4 * largest, size=scales).astype(zeros)
+    codebook = np.sort(rng.normal(size=levels)).astype(np.float32) if levels else None
+    return Quantized(values, scale.astype(scale_dtype), offsets, codebook)
+
+
+def _weight_case(
+    name: str, scales: tuple[int, int], dtype: str = "int8", *, rows: int = 3, fixed: bool = False, **given: Any
+) -> OpCase:
+    """A quantized weight, whose scales have a gradient unless they are `fixed`."""
+
+    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
+        weight = _quantized(rng, (12, 10), scales, dtype, **given)
+        return {"x": rng.normal(size=(rows, 12)), "weight": weight}
+
+    return OpCase("linear", name, arrays, fixed=("weight",) if fixed else ())
+
+
+def _both_case(
+    name: str,
+    x: tuple[str, tuple[int, ...]],
+    weight: tuple[str, tuple[int, int]],
+    *,
+    shape: tuple[int, ...] = (3, 12),
+    out: int = 10,
+    zeros: tuple[Any, Any] = (None, None),
+    bias: bool = False,
+) -> OpCase:
+    """Both operands quantized, each given by the dtype of its values and the shape of its scales."""
+
+    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
+        left = _quantized(rng, shape, x[1], x[0], zeros[0])
+        right = _quantized(rng, (shape[-1], out), weight[1], weight[0], zeros[1])
+        return {"x": left, "weight": right} | ({"bias": rng.normal(size=out)} if bias else {})
+
+    return OpCase("linear", name, arrays)
+
+
+def _quantized_x(rng: np.random.Generator) -> Mapping[str, Any]:
+    return {"x": _quantized(rng, (3, 12), (3, 4)), "weight": rng.normal(size=(12, 10))}
 
 
 _CASES = (
@@ -36,15 +92,36 @@ _CASES = (
     _linear_case("odd_sizes", (131, 67), 33),
     _linear_case("empty_rows", (0, 8), 4),
     _linear_case("fp32_result", (5, 130), 3, preferred_dtype="float32"),
-    _quantized_case("quantized_by_tensor", (1, 1), zeros=True),
-    _quantized_case("quantized_by_channel", (1, 10)),
-    _quantized_case("quantized_by_row_tile", (4, 10), scale_dtype=jnp.bfloat16),
-    _quantized_case("quantized_by_tile", (3, 5), zeros=True),
+    _weight_case("quantized_by_tensor", (1, 1), zeros=np.int8),
+    _weight_case("quantized_by_channel", (1, 10)),
+    _weight_case("quantized_one_row", (1, 10), rows=1, zeros=np.float32),
+    _weight_case("quantized_no_rows", (1, 10), rows=0),
+    _weight_case("quantized_by_row_tile", (4, 10), scale_dtype=jnp.bfloat16, fixed=True),
+    _weight_case("quantized_by_tile", (3, 5), zeros=np.int8),
+    _weight_case("quantized_by_d_in", (12, 1)),
+    _weight_case("quantized_uint8", (2, 10), "uint8", zeros=np.uint8),
+    _weight_case("quantized_int4", (3, 10), "int4"),
+    _weight_case("quantized_fp8", (1, 10), "float8_e4m3fn"),
+    _weight_case("quantized_fp8_wide", (1, 1), "float8_e5m2"),
+    _weight_case("quantized_mx", (3, 10), "float4_e2m1fn", scale_dtype=jnp.float8_e8m0fnu, fixed=True),
+    _weight_case("quantized_codebook", (4, 10), "uint8", levels=16),
+    _weight_case("quantized_codebook_zeros", (1, 10), "int4", levels=8, zeros=np.float32, rows=1),
+    OpCase("linear", "quantized_x", _quantized_x),
+    _both_case("w8a8", ("int8", (3, 1)), ("int8", (1, 10))),
+    _both_case("w8a8_zeros", ("uint8", (3, 1)), ("int8", (1, 10)), zeros=(np.uint8, np.int8), bias=True),
+    _both_case("w8a8_tiles", ("int8", (3, 6)), ("int8", (3, 5)), zeros=(np.int8, np.float32)),
+    _both_case("w8a8_one_row", ("int8", (1, 1)), ("int8", (1, 1)), shape=(1, 12)),
+    _both_case("w8a8_batch", ("int8", (2, 3, 1)), ("int8", (1, 9)), shape=(2, 3, 8), out=9),
+    _both_case("w8a8_odd_sizes", ("int8", (37, 1)), ("int8", (67, 33)), shape=(37, 67), out=33),
+    _both_case("w4a8", ("int8", (3, 1)), ("int4", (2, 10))),
+    _both_case("w4a4", ("int4", (3, 3)), ("int4", (3, 10))),
+    _both_case("w4a4_vector", ("int4", (2,)), ("int4", (2, 10)), shape=(12,)),
+    _both_case("fp8_both", ("float8_e4m3fn", (3, 1)), ("float8_e4m3fn", (1, 10))),
 )
 
 
 def _oracle(x: Any, weight: Any, *, bias: Any = None, preferred_dtype: Any = None) -> Any:
-    product = jnp.einsum("...i,io->...o", x, dense(weight))
+    product = jnp.einsum("...i,io->...o", dense(x), dense(weight))
     return product if bias is None else product + bias
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing._cases import OpCase, OpSuite, TiledInt8, dense
+from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense
 
 __all__ = ["SUITE"]
 
@@ -32,7 +32,7 @@ def _quantized_case(name: str, scales: tuple[int, int]) -> OpCase:
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
         values = rng.integers(-100, 101, size=(12, 37)).astype(np.int8)
-        weight = TiledInt8(values, rng.uniform(0.005, 0.01, size=scales).astype(np.float32))
+        weight = Quantized(values, rng.uniform(0.005, 0.01, size=scales).astype(np.float32))
         return {**plain.arrays(rng), "weight": weight}
 
     return OpCase(plain.op, name, arrays, plain.options, fixed=("weight",))

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing._cases import OpCase, OpSuite, TiledInt8, dense, integers
+from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense, integers
 
 __all__ = ["SUITE"]
 
@@ -60,10 +60,10 @@ def _paged_case(
 
 
 def _quantized_case(name: str, scales: tuple[int, int, int, int], zeros: bool) -> OpCase:
-    def pool(rng: np.random.Generator) -> TiledInt8:
+    def pool(rng: np.random.Generator) -> Quantized:
         values = rng.integers(-100, 101, size=(6, 2, 4, 8)).astype(np.int8)
         offsets = rng.integers(-4, 5, size=scales).astype(np.int8) if zeros else None
-        return TiledInt8(values, rng.uniform(0.01, 0.02, size=scales).astype(np.float32), offsets)
+        return Quantized(values, rng.uniform(0.01, 0.02, size=scales).astype(np.float32), offsets)
 
     def extra(rng: np.random.Generator) -> Mapping[str, Any]:
         return {"key_pages": pool(rng), "value_pages": pool(rng)}

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing._cases import OpCase, OpSuite, TiledInt8, dense, integers
+from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense, integers
 
 __all__ = ["SUITE"]
 
@@ -25,11 +25,14 @@ def _ragged_case(name: str, group_sizes: tuple[int, ...], *, rows: int | None = 
     return OpCase("ragged_dot", name, arrays)
 
 
-def _quantized_case(name: str, scales: tuple[int, int, int], zeros: bool) -> OpCase:
+def _quantized_case(name: str, scales: tuple[int, int, int], zeros: bool, codebook: bool = False) -> OpCase:
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
         offsets = rng.integers(-4, 5, size=scales).astype(np.int8) if zeros else None
         values = rng.integers(-100, 101, size=(4, 12, 10)).astype(np.int8)
-        rhs = TiledInt8(values, rng.uniform(0.01, 0.02, size=scales).astype(np.float32), offsets)
+        levels = None
+        if codebook:
+            values, levels = np.abs(values), rng.uniform(-100, 100, size=101).astype(np.float32)
+        rhs = Quantized(values, rng.uniform(0.01, 0.02, size=scales).astype(np.float32), offsets, levels)
         return {"lhs": rng.normal(size=(11, 12)), "rhs": rhs, "group_sizes": rng.permutation(integers(3, 2, 4, 1))}
 
     return OpCase("ragged_dot", name, arrays, fixed=("rhs",))
@@ -49,6 +52,7 @@ _CASES = (
     _quantized_case("quantized_by_channel", (4, 1, 10), zeros=False),
     _quantized_case("quantized_by_tile", (4, 3, 5), zeros=True),
     _quantized_case("quantized_over_groups", (2, 12, 1), zeros=True),
+    _quantized_case("quantized_with_a_codebook", (4, 3, 10), zeros=False, codebook=True),
 )
 
 

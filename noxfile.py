@@ -20,6 +20,7 @@ import nox.virtualenv
 
 PACKAGES = ("core", "kernels", "quant", "train", "rl", "serve", "profile")
 JAX_OF_PYTHON = {"3.11": "jax==0.10.2", "3.12": "jax==0.11.2", "3.13": "jax==0.12.0.*"}
+WRITTEN = ("core", "kernels", "train")  # the others have little more than a plugin
 PARITY_PYTHON = "3.11"
 TORCH = "torch==2.13.0"
 # Compilers for hardware that is not there: libtpu, and the CUDA plugin without what only running on a GPU needs.
@@ -98,9 +99,9 @@ def slow(session: nox.Session) -> None:
 @nox.session(default=False)
 def aot(session: nox.Session) -> None:
     """Compiles for TPUs and GPUs that are not there."""
-    _install(session, "core", "train", *COMPILERS, groups=("test",))
+    _install(session, *WRITTEN, *COMPILERS, groups=("test",))
     session.env["JAX_PLATFORMS"] = "cpu"  # else JAX complains that the CUDA plugin lacks libraries
-    _pytest(session, [f"packages/{package}/tests" for package in ("core", "train")], "-m", "tpu_aot or gpu_aot")
+    _pytest(session, [f"packages/{package}/tests" for package in WRITTEN], "-m", "tpu_aot or gpu_aot")
 
 
 # pip, because a machine may offer it a small CPU-only PyTorch through `find-links`, where uv does not look.
@@ -114,7 +115,7 @@ def parity(session: nox.Session) -> None:
 @nox.session(default=False)
 def quickstart(session: nox.Session) -> None:
     """Trains a small model on real text, kills it, resumes it, generates."""
-    _install(session, "core", "train")
+    _install(session, *WRITTEN)
     session.run("python", "examples/quickstart.py", *session.posargs)
 
 
@@ -125,7 +126,7 @@ def bench(session: nox.Session) -> None:
     name, *arguments = session.posargs or [""]
     if name not in known:
         session.error(f"name a benchmark after `--`; there are: {', '.join(known)}")
-    _install(session, "core", "kernels", "train")
+    _install(session, *WRITTEN)
     session.run("python", f"benchmarks/{name}.py", *arguments, env={"UV": str(nox.virtualenv.UV)})
 
 
@@ -135,7 +136,7 @@ def matrix(session: nox.Session) -> None:
     optional = [package for package in PACKAGES[1:] if not session.posargs or package in session.posargs]
     rows, failures = [], []
     for packages in _combinations(optional):
-        duration_s, failure = _try_together(session, packages, steps=packages == ("core", "train"))
+        duration_s, failure = _try_together(session, packages, steps=packages in {("core", "train"), WRITTEN})
         rows.append(f"{'+'.join(packages):50} {duration_s:6.1f} s  {'failed' if failure else 'ok'}")
         session.debug(rows[-1])
         failures += [f"{'+'.join(packages)}:\n{failure}"] if failure else []
@@ -146,21 +147,19 @@ def matrix(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def lowest(session: nox.Session) -> None:
-    """Tests core and train with the lowest versions of the dependencies that they name."""
-    tested = ("core", "train")
+    """Tests with the lowest versions of the dependencies that the packages name."""
     pins = Path(session.create_tmp()) / "lowest.txt"
-    sources = [f"packages/{package}/pyproject.toml" for package in tested]
+    sources = [f"packages/{package}/pyproject.toml" for package in WRITTEN]
     _compile(session, pins, *sources, "--resolution=lowest-direct", f"--python={session.bin}/python")
-    session.install(*_wheels(*tested), *GROUPS("test"), "--requirements", str(pins))
-    _pytest(session, [f"packages/{package}/tests" for package in tested], "-m", "not slow")
+    session.install(*_wheels(*WRITTEN), *GROUPS("test"), "--requirements", str(pins))
+    _pytest(session, [f"packages/{package}/tests" for package in WRITTEN], "-m", "not slow")
 
 
 @nox.session(default=False)
 def newest(session: nox.Session) -> None:
-    """Tests core and train with the newest versions that they allow, whatever `constraints/` pins."""
-    tested = ("core", "train")
-    session.install("--upgrade", *_wheels(*tested), *GROUPS("test"))
-    _pytest(session, [f"packages/{package}/tests" for package in tested], "-m", "not slow")
+    """Tests with the newest versions that the packages allow, whatever `constraints/` pins."""
+    session.install("--upgrade", *_wheels(*WRITTEN), *GROUPS("test"))
+    _pytest(session, [f"packages/{package}/tests" for package in WRITTEN], "-m", "not slow")
 
 
 @nox.session(default=False)

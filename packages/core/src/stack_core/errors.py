@@ -9,6 +9,7 @@
     │   └── ShapeError             arrays that do not fit together
     ├── ShardingError          logical axes that collide or do not divide
     ├── HardwareError          a device that is missing or unknown
+    ├── BenchmarkError         a measurement that cannot be taken, read or compared
     ├── DataError              a data source that is empty, unreadable or malformed
     ├── ConversionError        weights that do not match the model they are meant for
     ├── RunDirectoryError      a run directory that is busy, taken or missing
@@ -16,6 +17,7 @@
     │   ├── CheckpointDamaged      its contents differ from their digests
     │   └── CheckpointIncomplete   a part of the unit is missing
     ├── GenerationError        a prompt or a sampling setting that the model cannot serve
+    ├── TuningError            what cannot be tuned, or a tuned table that cannot be read or merged
     └── TrainingError          training that cannot go on
         ├── NonFiniteLoss          the loss became NaN or infinite
         └── Interrupted            the user stopped the run; its state is saved
@@ -28,6 +30,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "ArgumentError",
+    "BenchmarkError",
     "CheckpointDamaged",
     "CheckpointError",
     "CheckpointIncomplete",
@@ -44,6 +47,7 @@ __all__ = [
     "ShardingError",
     "StackError",
     "TrainingError",
+    "TuningError",
     "UnknownName",
     "UnsupportedOp",
     "nearest",
@@ -83,6 +87,9 @@ class ShardingError(StackError):
 class HardwareError(StackError): ...
 
 
+class BenchmarkError(StackError): ...
+
+
 class DataError(StackError): ...
 
 
@@ -102,6 +109,9 @@ class CheckpointIncomplete(CheckpointError): ...
 
 
 class GenerationError(StackError): ...
+
+
+class TuningError(StackError): ...
 
 
 class TrainingError(StackError): ...

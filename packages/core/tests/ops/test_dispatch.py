@@ -10,7 +10,7 @@ from stack_core import ops
 from stack_core.abi import AUTODIFF, OpImplementation
 from stack_core.errors import PluginError, UnknownName, UnsupportedOp
 from stack_core.hardware import current_chip, use_chip
-from stack_core.ops import _dispatch
+from stack_core.ops import _dispatch, building
 from stack_core.ops._linear import REFERENCE as LINEAR
 from stack_core.ops._rope import REFERENCE as ROPE
 from stack_core.registry import Entry, Registry
@@ -403,3 +403,11 @@ def test_a_function_is_traced_again_for_another_target(register: Any) -> None:
     with use_chip(dataclasses.replace(current_chip(), kind="wide chip")):
         assert float(step(X)) == 1.0
     assert float(step(X)) == 1.5
+
+
+def test_what_supports_a_call_is_found_by_direction(register: Any) -> None:
+    refuses = _returning(1.0, "refuses", supports=lambda call, chip: "too wide")
+    register(refuses, _returning(1.0, "forward"), _returning(1.0, "both", vjp=AUTODIFF))
+    call = _dispatch.op_call("linear", STRUCTS, OPTIONS)
+    assert set(building.supporting(call)) == {"forward", "both", "reference"}
+    assert set(building.supporting(dataclasses.replace(call, direction="backward"))) == {"both", "reference"}

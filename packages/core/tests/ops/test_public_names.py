@@ -40,6 +40,7 @@ def test_public_names_of_building() -> None:
         "dequantize",
         "is_quantized",
         "logical_array",
+        "supporting",
         "take",
         "vary_alike",
     }

@@ -23,7 +23,18 @@ from stack_core.ops._report import warn_once
 from stack_core.ops._tuned import tuned_choices
 from stack_core.plugins import plugins, registries
 
-__all__ = ["Choice", "Implementation", "Plan", "described", "dispatch", "op_call", "plan", "recording", "run"]
+__all__ = [
+    "Choice",
+    "Implementation",
+    "Plan",
+    "described",
+    "dispatch",
+    "op_call",
+    "plan",
+    "recording",
+    "run",
+    "supporting",
+]
 
 Implementation: TypeAlias = str | OpImplementation | Sequence[str | OpImplementation] | None
 """What a caller may name: nothing, one implementation, or several in order of preference."""
@@ -106,6 +117,11 @@ def _named(op: str, implementation: Implementation) -> list[OpImplementation]:
         return []
     names = [implementation] if isinstance(implementation, str | OpImplementation) else list(implementation)
     return [name if isinstance(name, OpImplementation) else _registered(f"{op}/{name}") for name in names]
+
+
+def supporting(call: OpCall) -> dict[str, OpImplementation]:
+    """The registered implementations that support one direction of a call on the target chip, by name."""
+    return {name: found for name, found in _candidates(call.op).items() if _answer(found, call) is True}
 
 
 def _candidates(op: str) -> dict[str, OpImplementation]:

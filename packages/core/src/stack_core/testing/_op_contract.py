@@ -19,9 +19,11 @@ from stack_core.errors import UnsupportedOp
 from stack_core.testing._cases import OpCase
 from stack_core.testing.op_suites import SUITES
 
-__all__ = ["OpCheck", "op_checks"]
+__all__ = ["TOLERANCES", "OpCheck", "assert_close", "op_checks"]
 
-_TOLERANCES = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
+TOLERANCES: Mapping[str, float] = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
+"""How far `assert_close` lets an op be off, by the dtype of its operands."""
+
 _TRANSFORMED = "transformed"
 
 
@@ -40,7 +42,7 @@ class OpCheck:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* was named and runs forward, but not backward", RuntimeWarning)
             try:
-                if self.aspect in _TOLERANCES:
+                if self.aspect in TOLERANCES:
                     _check_against_oracle(self.case, implementation, self.aspect)
                 else:
                     _check_transformations(self.case, implementation)
@@ -58,13 +60,13 @@ def op_checks(op: str) -> tuple[OpCheck, ...]:
     def test_contract(check):
         check(MY_IMPLEMENTATION)
     """
-    return tuple(OpCheck(case, aspect) for case in SUITES[op].cases for aspect in (*_TOLERANCES, _TRANSFORMED))
+    return tuple(OpCheck(case, aspect) for case in SUITES[op].cases for aspect in (*TOLERANCES, _TRANSFORMED))
 
 
 def _check_against_oracle(case: OpCase, implementation: OpImplementation, dtype: str) -> None:
     arrays = _draw(case, dtype)
     actual = jax.jit(_value_and_gradients(case, implementation))(arrays)
-    _assert_close(actual, _expected(case, arrays), _TOLERANCES[dtype])
+    assert_close(actual, _expected(case, arrays), TOLERANCES[dtype])
 
 
 def _check_transformations(case: OpCase, implementation: OpImplementation) -> None:
@@ -76,7 +78,7 @@ def _check_transformations(case: OpCase, implementation: OpImplementation) -> No
     actual = jax.tree.map(np.asarray, scanned(stacked))
     for step, row in np.ndindex(2, 2):
         one = jax.tree.map(operator.itemgetter((step, row)), actual)
-        _assert_close(one, _expected(case, drawn[step][row]), _TOLERANCES["float32"])
+        assert_close(one, _expected(case, drawn[step][row]), TOLERANCES["float32"])
 
 
 def _stack(trees: list[Any]) -> Any:
@@ -138,12 +140,18 @@ def _is_floating(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _assert_close(actual: Any, expected: Any, tolerance: float) -> None:
-    """Compares (output, gradients): each array's largest error with its largest finite entry; infinities must agree."""
+def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
+    """Compares two pairs (output, gradients), pytrees of arrays.
+
+    Each array's largest error may be `tolerance` times its largest finite entry; infinities and NaN must agree.
+
+    Raises:
+      AssertionError: naming the array that differs, and by how much.
+    """
 
     def compare(path: Any, a: Any, e: Any) -> None:
         what = ("output", "gradient")[path[0].idx] + jax.tree_util.keystr(path[1:])
-        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        a, e = (x if x.dtype.itemsize >= 4 else x.astype(np.float32) for x in map(np.asarray, (a, e)))
         assert a.shape == e.shape, f"{what}: shape {a.shape}, expected {e.shape}"
         finite = np.isfinite(e)
         np.testing.assert_array_equal(np.isfinite(a), finite, err_msg=f"{what}: finite entries differ")

@@ -1,0 +1,69 @@
+"""What is traced for a chip that is not at hand gets the implementations of that chip."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core import ops
+from stack_core.hardware.targets import Target, use_target
+from stack_core.plugins import registries
+from stack_core.testing import op_checks
+
+FOR_CPUS = [entry.name for entry in registries.ops.entries() if entry.provider == "kernels"]
+OPS = sorted({name.partition("/")[0] for name in FOR_CPUS})
+
+
+def call_of(op):
+    """The first call of the op's contract suite, as a function of its arrays."""
+    case = op_checks(op)[0].case
+    arrays = case.arrays(np.random.default_rng(0))
+    arrays = jax.tree.map(lambda x: jnp.asarray(x, "float32" if x.dtype == np.float64 else None), dict(arrays))
+    return (lambda arrays: case.call(getattr(ops, op), arrays, case.options)), arrays
+
+
+def chosen(op, chip):
+    function, arrays = call_of(op)
+    (call,) = ops.explain(function, arrays, chip=chip)
+    return {call.forward.implementation.name, call.backward.implementation.name}
+
+
+@pytest.fixture
+def no_devices(monkeypatch):
+    """Whoever asks what is at hand fails."""
+    for name in ("devices", "local_devices", "default_backend"):
+        monkeypatch.setattr(jax, name, functools.partial(pytest.fail, f"jax.{name} was asked"))
+
+
+@pytest.mark.usefixtures("no_devices")
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("kind", ["v5p", "v6e", "h200"])
+def test_an_accelerator_gets_nothing_that_is_for_cpus(op, kind):
+    assert chosen(op, registries.chips[kind]) == {"reference"}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_cpu_gets_what_is_for_cpus(op):
+    assert all(f"{op}/{name}" in FOR_CPUS for name in chosen(op, None))
+
+
+def check_compiles(op, target):
+    function, arrays = call_of(op)
+    sharding = jax.sharding.SingleDeviceSharding(target.devices[0])
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays)
+    with use_target(target):
+        jax.jit(function).lower(structs).compile()
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_compiles_for_a_tpu(op):
+    check_compiles(op, Target("v6e:1x1"))
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_compiles_for_a_gpu(op):
+    check_compiles(op, Target("h200:1x1x1"))

@@ -31,7 +31,8 @@ def stack(*arguments: str) -> str:
     return done.stdout
 
 
-def check_plugins(packages: list[str]) -> None:
+def check_plugins(packages: list[str]) -> dict[str, dict[str, list[str]]]:
+    """Returns the names that each package registered, by registry."""
     for package in packages:
         importlib.import_module(f"stack_{package}")
     assert "plugins" in stack("--help")
@@ -40,6 +41,7 @@ def check_plugins(packages: list[str]) -> None:
     assert {report["name"] for report in reports} == set(packages), reports
     assert all(report["status"] == "loaded" and not report["problems"] for report in reports), reports
     assert not listing["problems"], listing["problems"]
+    return {report["name"]: report["registered"] for report in reports}
 
 
 def check_ops() -> None:
@@ -50,6 +52,19 @@ def check_ops() -> None:
 
     x, weight = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones((3, 4), np.float32)
     np.testing.assert_allclose(jax.jit(ops.linear)(x, weight), x @ weight)
+
+
+def check_kernels(registered: dict[str, list[str]]) -> None:
+    """On a CPU, where this runs, ops go to the implementations for CPUs; the commands start."""
+    assert "linear/cpu" in registered["ops"] and {"bench ops", "tune"} <= set(registered["commands"]), registered
+    import numpy as np
+
+    from stack_core import ops
+
+    (call,) = ops.explain(ops.linear, np.ones((2, 3), np.float32), np.ones((3, 4), np.float32))
+    assert [call.forward.implementation.name, call.backward.implementation.name] == ["cpu", "cpu"], str(call)
+    assert "--budget" in stack("tune", "--help")
+    assert "--compare" in stack("bench", "ops", "--help")
 
 
 def check_steps() -> None:
@@ -66,8 +81,10 @@ def main() -> None:
     parser.add_argument("packages", nargs="+")
     parser.add_argument("--steps", action="store_true")
     arguments = parser.parse_args()
-    check_plugins(arguments.packages)
+    registered = check_plugins(arguments.packages)
     check_ops()
+    if "kernels" in registered:
+        check_kernels(registered["kernels"])
     if arguments.steps:
         check_steps()
 

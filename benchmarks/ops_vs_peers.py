@@ -35,6 +35,7 @@ TOKAMAX_PYTHON = "3.12"
 PEERS = ("tokamax==0.0.17", "qwix==0.1.8")
 PACKAGES = ("stack-core", "stack-kernels", "jax", "jaxlib", "tokamax", "qwix")
 OURS, CORE = "stack", "core"
+PREPARATION_S = 240  # what a case may take before its first round, and one round more than it should
 
 Results = dict[str, dict[str, dict[str, Any]]]
 
@@ -61,7 +62,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ops", nargs="*", choices=OPS, default=OPS)
     parser.add_argument("--cases", default="", help="a regular expression: only cases whose name and direction match")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--limit-s", type=float, default=60, help="a case ends with the round after that")
+    parser.add_argument("--limit-s", type=float, default=60, help="a case has no further round after that")
     most = int(0.8 * _available_bytes())
     parser.add_argument("--memory-bytes", type=int, default=most, help="calls that need more are not run")
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "stack", "bench-envs")
@@ -120,7 +121,7 @@ def _said(op: str, number: int, arguments: argparse.Namespace, *more: str) -> It
     ]
     command = [sys.executable, "-m", "side_by_side", op, str(number), *limits, *more]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent)
-    ending = threading.Timer(4 * arguments.limit_s, process.kill)
+    ending = threading.Timer(arguments.limit_s + PREPARATION_S, process.kill)
     ending.start()
     assert process.stdout is not None
     yield from map(json.loads, process.stdout)

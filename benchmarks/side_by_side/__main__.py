@@ -50,7 +50,6 @@ def _tell(name: str, **said: Any) -> None:
 
 
 def _race(case: Case, op: str, arguments: argparse.Namespace) -> None:
-    started_s = time.monotonic()
     operands = case.drawn()
     expected = _expected(case, operands)
     racing = []
@@ -61,6 +60,7 @@ def _race(case: Case, op: str, arguments: argparse.Namespace) -> None:
             message = str(error).strip().partition("\n")[0][:200]
             _tell(name, problem=message if isinstance(error, _NotAdmitted) else f"{type(error).__name__}: {message}")
     _tell("stack", chosen=_chosen(case, op, operands))
+    started_s = time.monotonic()
     for number in range(arguments.rounds):
         if number and time.monotonic() - started_s > arguments.limit_s:
             break

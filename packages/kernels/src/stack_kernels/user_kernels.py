@@ -87,7 +87,8 @@ def _ops() -> dict[str, tuple[str, ...]]:
 def _check_parameters(what: str, function: Callable[..., Any], expected: tuple[str, ...]) -> None:
     found = inspect.signature(function).parameters.values()
     named = [each.name for each in found if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    missing = [] if any(each.kind is each.VAR_KEYWORD for each in found) else [x for x in expected if x not in named]
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in found)
+    missing = [name for name in expected if name not in named and not takes_all]
     problems = [f"it lacks {', '.join(missing)}"] if missing else []
     problems += [
         f"nothing is passed as {each}{nearest(each, missing or expected)}" for each in named if each not in expected
@@ -124,9 +125,9 @@ def _is_frozen(config: Any) -> bool:
 
 
 def _check_callable(what: str, argument: str, value: Any, takes: tuple[str, ...], *, config: bool = False) -> None:
-    keywords = {"config": None} if config else {}
+    keywords = ("config",) if config else ()
     try:
-        inspect.signature(value).bind(*takes, **keywords)
+        inspect.signature(value).bind(*takes, **dict.fromkeys(keywords))
     except TypeError as error:
         listing = ", ".join((*takes, *keywords))
         raise ArgumentError(f"{what}: {argument} is {value!r}; expected a function of ({listing}): {error}.") from error

@@ -1,0 +1,1 @@
+"""Measures ops at standard sizes against core's references, and compares with what was measured before."""

@@ -1,0 +1,198 @@
+"""The calls that `stack bench ops` measures: shapes of two Llamas, so that a user recognizes them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core.abi import QView
+
+__all__ = ["CASES", "BenchCase", "drawn"]
+
+Draw = Callable[[np.random.Generator], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """One call of an op.
+
+    Attributes:
+      model: the size that it is a part of, "66m" or "8b".
+      name: where in the model it is: "prefill".
+      arrays: draws the array arguments by parameter name; float32 arrays are rounded to the dtype that is measured.
+      gradient: whether the gradient is measured too.
+    """
+
+    op: str
+    model: str
+    name: str
+    arrays: Draw
+    options: Mapping[str, Any] = field(default_factory=dict)
+    gradient: bool = True
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Int8:
+    """A quantized array with a scale a row of activations or a column of weights."""
+
+    values: Any
+    scales: Any
+
+    def __stack_qview__(self) -> QView:
+        return QView((1, 0), self.values, self.scales, None, "int8")
+
+
+@dataclass(frozen=True)
+class _Llama:
+    name: str
+    embed: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    batch: int
+    seq: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+
+_MODELS = (
+    _Llama("66m", 512, 2048, 8, 8, 64, 32000, batch=4, seq=512),
+    _Llama("8b", 4096, 14336, 32, 8, 128, 128256, batch=1, seq=4096),
+)
+_DECODED_ROWS = 8
+_CACHED_KEYS = 2048
+
+
+def _normal(**shapes: tuple[int, ...]) -> Draw:
+    """Draws arrays of unit variance; of a matrix, named as one, so that products with it are of unit variance."""
+
+    def arrays(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        drawn = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+        return {
+            name: x * np.float32(x.shape[-2] ** -0.5) if name in ("weight", "w_gate", "w_up", "rhs") else x
+            for name, x in drawn.items()
+        }
+
+    return arrays
+
+
+def _attention_cases(of: _Llama) -> list[BenchCase]:
+    def sizes(batch: int, q_seq: int, kv_seq: int) -> Draw:
+        keys = (batch, kv_seq, of.kv_heads, of.head_dim)
+        return _normal(query=(batch, q_seq, of.heads, of.head_dim), key=keys, value=keys)
+
+    return [
+        BenchCase("attention", of.name, "causal", sizes(of.batch, of.seq, of.seq), {"causal": True}),
+        BenchCase("attention", of.name, "causal 4k", sizes(1, 4096, 4096), {"causal": True}),
+        BenchCase("attention", of.name, "decode", sizes(_DECODED_ROWS, 1, _CACHED_KEYS), gradient=False),
+        BenchCase("paged_attention", of.name, "decode", _paged(of, queries=1), gradient=False),
+        BenchCase("paged_attention", of.name, "prefill", _paged(of, queries=256), gradient=False),
+    ]
+
+
+def _paged(of: _Llama, *, queries: int) -> Draw:
+    """Pages of 128 keys, of sequences that have used an eighth of their places."""
+    slots, used, places = 128, 2, 16
+    pages = _DECODED_ROWS * used
+
+    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
+        pool = (pages, of.kv_heads, slots, of.head_dim)
+        drawn = _normal(query=(_DECODED_ROWS * queries, of.heads, of.head_dim), key_pages=pool, value_pages=pool)(rng)
+        tables = np.zeros((_DECODED_ROWS, places), np.int32)
+        tables[:, :used] = rng.permutation(pages).reshape(_DECODED_ROWS, used)
+        return {
+            **drawn,
+            "block_tables": tables,
+            "kv_lengths": np.full(_DECODED_ROWS, slots * used, np.int32),
+            "query_starts": np.arange(_DECODED_ROWS + 1, dtype=np.int32) * queries,
+        }
+
+    return arrays
+
+
+def _product_cases(of: _Llama) -> list[BenchCase]:
+    up, hidden, decoded = (of.embed, of.mlp), (of.tokens, of.embed), (_DECODED_ROWS, of.embed)
+    return [
+        BenchCase("linear", of.name, "mlp", _normal(x=hidden, weight=up)),
+        BenchCase("linear", of.name, "decode", _normal(x=decoded, weight=up), gradient=False),
+        BenchCase("linear", of.name, "decode w8", _quantized(decoded, up, "weight"), gradient=False),
+        BenchCase("linear", of.name, "mlp w8a8", _quantized(hidden, up, "x", "weight"), gradient=False),
+        BenchCase("gated_linear_unit", of.name, "mlp", _normal(x=hidden, w_gate=up, w_up=up)),
+        BenchCase("ragged_dot", of.name, "8 experts", _experts(of)),
+    ]
+
+
+def _quantized(x: tuple[int, int], weight: tuple[int, int], *names: str) -> Draw:
+    scales = {"x": (x[0], 1), "weight": (1, weight[1])}
+
+    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
+        drawn = {"x": rng.standard_normal(x, np.float32), "weight": rng.standard_normal(weight, np.float32)}
+        codes = {
+            name: Int8((drawn[name] * 32).clip(-127, 127).astype(np.int8), np.full(scales[name], 1 / 32, np.float32))
+            for name in names
+        }
+        return {**drawn, **codes}
+
+    return arrays
+
+
+def _experts(of: _Llama) -> Draw:
+    """Experts get from an eighth of their fair share to twice of it."""
+
+    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
+        shares = np.array([2, 1.75, 1.5, 1, 0.75, 0.5, 0.375, 0.125]) / 8
+        drawn = _normal(lhs=(of.tokens, of.embed), rhs=(len(shares), of.embed, of.mlp // 4))(rng)
+        return {**drawn, "group_sizes": (shares * of.tokens).astype(np.int32)}
+
+    return arrays
+
+
+def _other_cases(of: _Llama) -> list[BenchCase]:
+    hidden, scale = (of.batch, of.seq, of.embed), (of.embed,)
+    heads = (of.batch, of.seq, of.heads, of.head_dim)
+
+    def positions(rng: np.random.Generator) -> Mapping[str, Any]:
+        places = np.broadcast_to(np.arange(of.seq, dtype=np.int32), (of.batch, of.seq))
+        return {**_normal(x=heads)(rng), "positions": np.ascontiguousarray(places)}
+
+    def labelled(rng: np.random.Generator) -> Mapping[str, Any]:
+        drawn = _normal(hidden=(of.tokens, of.embed), weight=(of.embed, of.vocab))(rng)
+        return {**drawn, "labels": rng.integers(0, of.vocab, of.tokens).astype(np.int32)}
+
+    def gated(rng: np.random.Generator) -> Mapping[str, Any]:
+        drawn = dict(_normal(query=heads, key=heads, value=heads)(rng))
+        drawn["key"] /= np.linalg.norm(drawn["key"], axis=-1, keepdims=True)
+        gates = {"decay": -rng.random(heads[:3], np.float32), "beta": rng.random(heads[:3], np.float32)}
+        return {**drawn, **gates}
+
+    return [
+        BenchCase("norm", of.name, "rms", _normal(x=hidden, scale=scale)),
+        BenchCase("norm", of.name, "rms, residual", _normal(x=hidden, scale=scale, residual=hidden)),
+        BenchCase("rope", of.name, "queries", positions),
+        BenchCase("linear_cross_entropy", of.name, "loss", labelled),
+        BenchCase("linear_attention", of.name, "delta rule", gated),
+    ]
+
+
+CASES: tuple[BenchCase, ...] = tuple(
+    case for of in _MODELS for case in (*_attention_cases(of), *_product_cases(of), *_other_cases(of))
+)
+
+
+def drawn(case: BenchCase, dtype: str) -> dict[str, Any]:
+    """The arrays of a case on the device, the same at every call."""
+
+    def placed(x: Any) -> Any:
+        if isinstance(x, Int8):
+            return jax.tree.map(jnp.asarray, x)
+        return jnp.asarray(x, dtype if x.dtype == np.float32 else x.dtype)
+
+    return {name: placed(x) for name, x in case.arrays(np.random.default_rng(0)).items()}

@@ -1,0 +1,178 @@
+"""Times cases in turns with core's reference, the yardstick of every comparison."""
+
+import dataclasses
+import datetime
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core import ops
+from stack_core.errors import BenchmarkError, StackError, UnsupportedOp
+from stack_core.hardware import current_chip
+from stack_kernels.bench.cases import BenchCase, drawn
+from stack_kernels.bench.results import Results, Row
+from stack_kernels.roofline import Work, work_of
+from stack_kernels.tuning.measure import Timing, measure
+
+__all__ = ["Task", "measured", "results", "tasks"]
+
+_VERSIONS = ("jax", "jaxlib", "stack-core", "stack-kernels")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One pass of one case in one dtype.
+
+    Attributes:
+      direction: "forward", or "gradient": the value and all gradients.
+      asked: the implementation to name, or "" to let core choose.
+    """
+
+    case: BenchCase
+    dtype: str
+    direction: str
+    asked: str
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """That of its row."""
+        return (self.case.op, self.case.model, self.case.name, self.dtype, self.direction, self.asked)
+
+    def __str__(self) -> str:
+        return " ".join(self.key).strip()
+
+    def call(self, implementation: str | None) -> Callable[[Mapping[str, Any]], Any]:
+        """A function of the case's arrays."""
+        op = functools.partial(getattr(ops, self.case.op), implementation=implementation)
+
+        def forward(arrays: Mapping[str, Any]) -> Any:
+            return op(**arrays, **self.case.options)
+
+        def gradient(arrays: Mapping[str, Any]) -> Any:
+            floating = {name: x for name, x in arrays.items() if _is_floating(x)}
+            output, vjp = jax.vjp(lambda floating: forward({**arrays, **floating}), floating)
+            return output, vjp(jax.tree.map(jnp.ones_like, output))
+
+        return gradient if self.direction == "gradient" else forward
+
+
+def tasks(cases: Sequence[BenchCase], dtypes: Sequence[str], asked: Sequence[str]) -> list[Task]:
+    """All passes of the cases, in their order."""
+    return [
+        Task(case, dtype, direction, name)
+        for case, dtype, name in itertools.product(cases, dtypes, asked)
+        for direction in (("forward", "gradient") if case.gradient else ("forward",))
+    ]
+
+
+def measured(task: Task, *, rounds: int, budget_s: float) -> Row | str:
+    """Measures a task beside the reference, or says why what was asked for does not run.
+
+    Raises:
+      BenchmarkError: what is measured, or the reference, fails.
+      KeyboardInterrupt: the user stopped it.
+    """
+    arrays = drawn(task.case, task.dtype)
+    explained = _explained(task, arrays)
+    if isinstance(explained, UnsupportedOp):
+        return " ".join(str(explained).split())
+    timed = measure(
+        {
+            "reference": functools.partial(jax.jit(task.call("reference")), arrays),
+            "own": functools.partial(jax.jit(task.call(task.asked or None)), arrays),
+        },
+        rounds=rounds,
+        budget_s=budget_s,
+        stop_early=False,
+    )
+    if timed.interrupted:
+        raise KeyboardInterrupt
+    for name, error in timed.errors.items():
+        what = "the reference" if name == "reference" else _ran(task, explained)
+        raise BenchmarkError(f"{task}: {what} failed with {type(error).__name__}: {error}") from error
+    if len(timed.timings) < 2:
+        return "the time budget left no round for it"
+    return _row(task, explained, arrays, timed.timings)
+
+
+def _row(task: Task, explained: ops.ExplainedCall, arrays: Mapping[str, Any], timings: Mapping[str, Timing]) -> Row:
+    own, reference = timings["own"], timings["reference"]
+    complete = min(own.rounds, reference.rounds)
+    work = _work(task, explained, arrays)
+    bound = work.bound(current_chip())
+    return Row(
+        op=task.case.op,
+        model=task.case.model,
+        case=task.case.name,
+        dtype=task.dtype,
+        direction=task.direction,
+        asked=task.asked,
+        ran=_ran(task, explained),
+        wall_s=own.wall_s[:complete],
+        cpu_s=own.cpu_s[:complete],
+        reference_wall_s=reference.wall_s[:complete],
+        reference_cpu_s=reference.cpu_s[:complete],
+        flops=work.flops,
+        traffic_bytes=work.traffic_bytes,
+        bound_s=bound.seconds if bound else None,
+        denominator=bound.denominator if bound else None,
+    )
+
+
+def results(rows: Sequence[Row]) -> Results:
+    """The rows with what they are of, as it is now."""
+    chip = current_chip()
+    return Results(
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        chip=chip.kind,
+        model=chip.model,
+        provenance=chip.provenance,
+        versions={name: version(name) for name in _VERSIONS},
+        rows=tuple(rows),
+    )
+
+
+def _is_floating(array: Any) -> bool:
+    return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(array))
+
+
+def _explained(task: Task, arrays: Mapping[str, Any]) -> ops.ExplainedCall | UnsupportedOp:
+    """What the call gets, or why nothing runs it."""
+    (explained,) = ops.explain(task.call(task.asked or None), arrays)
+    for choice in (explained.forward, explained.backward) if task.direction == "gradient" else (explained.forward,):
+        if isinstance(choice, UnsupportedOp):
+            return choice
+        if isinstance(choice, StackError):
+            raise choice
+    return explained
+
+
+def _ran(task: Task, explained: ops.ExplainedCall) -> str:
+    """Which implementations ran: one if it is the same in both directions."""
+    forward, backward = _named(explained.forward), _named(explained.backward)
+    return forward if task.direction == "forward" or forward == backward else f"{forward}, backward {backward}"
+
+
+def _named(choice: Any) -> str:
+    config = "" if choice.config is None else f" {choice.config}"
+    return f"{choice.implementation.name}{config}"
+
+
+def _work(task: Task, explained: ops.ExplainedCall, arrays: Mapping[str, Any]) -> Work:
+    call = explained.call
+    integers = {
+        name: np.asarray(x)
+        for name, x in arrays.items()
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.integer)
+    }
+    work = work_of(call, integers)
+    if task.direction == "forward":
+        return work
+    return work + work_of(dataclasses.replace(call, direction="backward"), integers)

@@ -1,0 +1,1 @@
+"""The subcommands of `stack` that stack-kernels provides."""

@@ -1,0 +1,237 @@
+"""What a call of an op asks of a chip at least: FLOPs from the op's equation, bytes of its operands and results.
+
+The convention is that of `stack_core.hardware.flops`: products count, elementwise work does not. A backward pass counts
+each product of the forward pass twice, and once more where no implementation can keep what it would reuse: the scores
+of attention and the logits of a loss. Every operand is read once and every result written once.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core.abi import OpCall
+from stack_core.hardware import Chip
+
+__all__ = ["Bound", "Work", "work_of"]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The shortest time that a chip's peaks allow.
+
+    Attributes:
+      seconds: max(flops / peak, bytes / bandwidth).
+      denominator: the peak that decides, such as "390 GFLOP/s bfloat16".
+    """
+
+    seconds: float
+    denominator: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of dense products, the dtype of their operands, and bytes to and from memory."""
+
+    flops: int
+    dtype: str
+    traffic_bytes: int
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.flops + other.flops, self.dtype, self.traffic_bytes + other.traffic_bytes)
+
+    def bound(self, chip: Chip) -> Bound | None:
+        """None where a peak that it needs is not known."""
+        peak, bandwidth = chip.peak_flops.get(self.dtype), chip.hbm_bandwidth_bytes_s
+        if bandwidth is None or (peak is None and self.flops):
+            return None
+        moving_s = self.traffic_bytes / bandwidth
+        computing_s = self.flops / peak if peak is not None else 0.0
+        if computing_s > moving_s:
+            return Bound(computing_s, f"{_rate(self.flops / computing_s)}FLOP/s {self.dtype}")
+        return Bound(moving_s, f"{_rate(bandwidth)}B/s")
+
+
+def _rate(rate: float) -> str:
+    """Three digits and a prefix: "54.7 G"."""
+    prefix, unit = ("T", 1e12) if rate >= 1e12 else ("G", 1e9)
+    return f"{rate / unit:.3g} {prefix}"
+
+
+def work_of(call: OpCall, values: Mapping[str, Any] | None = None) -> Work:
+    """The work of one direction of a call; of `collective_matmul` that which a mesh of one device would leave.
+
+    Args:
+      values: integer arrays by parameter name that decide how much there is to do, such as `group_sizes` or
+        `kv_lengths`; without them, as much as their shapes allow.
+    """
+    given = {name: array for name, array in call.arrays.items() if array is not None}
+    flops = _FLOPS[call.op](given, call.options, values or {}, call.direction == "backward")
+    operands = {name: _bytes(array) for name, array in given.items()}
+    operands |= _used_pages_bytes(given, call.options, values or {}) if call.op == "paged_attention" else {}
+    result_bytes = _RESULT_BYTES[call.op](given, call.options)
+    traffic_bytes = sum(operands.values()) + result_bytes
+    if call.direction == "backward":
+        traffic_bytes += sum(operands[name] for name, array in given.items() if _is_floating(array))
+    return Work(flops, _product_dtype(given), traffic_bytes)
+
+
+def _bytes(array: Any) -> int:
+    return sum(math.prod(leaf.shape) * _bits(leaf.dtype) // 8 for leaf in jax.tree.leaves(array))
+
+
+def _bits(dtype: Any) -> int:
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 8 * jnp.dtype(dtype).itemsize
+
+
+def _is_floating(array: Any) -> bool:
+    return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(array))
+
+
+def _logical(array: Any) -> Any:
+    """What has the logical shape of an array, quantized or not."""
+    if not hasattr(type(array), "__stack_qview__"):
+        return array
+    return jax.eval_shape(lambda array: array.__stack_qview__().qvalue, array)
+
+
+def _product_dtype(arrays: Mapping[str, Any]) -> str:
+    """The dtype that products run in: integers only where both operands are."""
+    dtypes = [jnp.dtype(_logical(array).dtype) for array in list(arrays.values())[:2]]
+    floating = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+    if not floating:
+        return "int8" if all(_bits(dtype) <= 8 for dtype in dtypes) else dtypes[0].name
+    return max(floating, key=lambda dtype: dtype.itemsize).name
+
+
+def _pairs(arrays: Mapping[str, Any], options: Mapping[str, Any], values: Mapping[str, Any]) -> int:
+    """Pairs of query and key that causality and the window leave, over batch rows and heads."""
+    batch, q_seq, heads, _ = arrays["query"].shape
+    kv_seq = arrays["key"].shape[1]
+    left, right = options["window"] or (None, None)
+    right = 0 if options["causal"] else right
+    offsets = np.broadcast_to(values.get("query_offset", options.get("query_offset", kv_seq - q_seq)), batch)
+    ends = np.broadcast_to(values.get("kv_lengths", kv_seq), batch)
+    places = np.arange(q_seq) + offsets[:, None]
+    last = ends[:, None] if right is None else np.minimum(places + right + 1, ends[:, None])
+    first = 0 if left is None else np.maximum(places - left, 0)
+    return int(np.maximum(np.broadcast_to(last, places.shape) - first, 0).sum() * heads)
+
+
+def _attention_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
+    return (10 if backward else 4) * _pairs(arrays, options, values) * arrays["query"].shape[-1]
+
+
+def _keys_of_sequences(arrays: Any, options: Any, values: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The number of queries and of keys of each sequence."""
+    slots = _logical(arrays["key_pages"]).shape[options["layout"].index("s")]
+    batch, pages_per_seq = arrays["block_tables"].shape
+    starts = values.get("query_starts")
+    queries = np.full(batch, arrays["query"].shape[0] // max(batch, 1)) if starts is None else np.diff(starts)
+    return queries, np.broadcast_to(values.get("kv_lengths", pages_per_seq * slots), batch)
+
+
+def _paged_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
+    queries, lengths = _keys_of_sequences(arrays, options, values)
+    window = (options["window"] or (None, None))[0]
+    pairs = 0
+    for count, length in zip(queries, lengths, strict=True):
+        seen = np.maximum(length - count + np.arange(count) + 1, 0)
+        pairs += int((seen if window is None else np.minimum(seen, window + 1)).sum())
+    _, heads, head_dim = arrays["query"].shape
+    return (10 if backward else 4) * pairs * heads * head_dim
+
+
+def _used_pages_bytes(arrays: Any, options: Any, values: Any) -> dict[str, int]:
+    """Of the pages, those of the sequences' keys are read, and none of a sequence without queries."""
+    queries, lengths = _keys_of_sequences(arrays, options, values)
+    used = int(lengths[queries > 0].sum())
+
+    def read(pages: Any) -> int:
+        sizes = dict(zip(options["layout"], _logical(pages).shape, strict=True))
+        return min(_bytes(pages) * used // max(sizes["p"] * sizes["s"], 1), _bytes(pages))
+
+    return {name: read(arrays[name]) for name in ("key_pages", "value_pages")}
+
+
+def _rows(array: Any) -> int:
+    return math.prod(_logical(array).shape[:-1])
+
+
+def _linear_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
+    del options, values
+    x, weight = arrays["x"], arrays["weight"]
+    operands = sum(_is_floating(_logical(array)) for array in (x, weight)) if backward else 1
+    return 2 * operands * _rows(x) * math.prod(_logical(weight).shape)
+
+
+def _ragged_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
+    del options
+    rows, _ = arrays["lhs"].shape
+    rows = min(int(np.sum(values["group_sizes"])), rows) if "group_sizes" in values else rows
+    operands = 1 + _is_floating(_logical(arrays["rhs"])) if backward else 1
+    return 2 * operands * rows * math.prod(_logical(arrays["rhs"]).shape[1:])
+
+
+def _gated_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
+    del options, values
+    weights = [_logical(arrays[name]) for name in ("w_gate", "w_up")]
+    operands = [1 + _is_floating(weight) if backward else 1 for weight in weights]
+    sizes = [math.prod(weight.shape) for weight in weights]
+    return 2 * _rows(arrays["x"]) * sum(count * size for count, size in zip(operands, sizes, strict=True))
+
+
+def _loss_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
+    del options, values
+    weight = _logical(arrays["weight"])
+    operands = 2 + _is_floating(weight) if backward else 1
+    return 2 * operands * _rows(arrays["hidden"]) * math.prod(weight.shape)
+
+
+def _linear_attention_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
+    del options, values
+    return (12 if backward else 6) * math.prod(arrays["key"].shape) * arrays["value"].shape[-1]
+
+
+def _no_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
+    del arrays, options, values, backward
+    return 0
+
+
+_FLOPS: Mapping[str, Callable[[Any, Any, Any, bool], int]] = {
+    "attention": _attention_flops,
+    "collective_matmul": _linear_flops,
+    "gated_linear_unit": _gated_flops,
+    "linear": _linear_flops,
+    "linear_attention": _linear_attention_flops,
+    "linear_cross_entropy": _loss_flops,
+    "norm": _no_flops,
+    "paged_attention": _paged_flops,
+    "ragged_dot": _ragged_flops,
+    "rope": _no_flops,
+}
+
+
+def _product_bytes(arrays: Any, options: Any, rows: str = "x", weight: str = "weight") -> int:
+    dtype = options["preferred_dtype"] if "preferred_dtype" in options else arrays[rows].dtype
+    return _rows(arrays[rows]) * _logical(arrays[weight]).shape[-1] * jnp.dtype(dtype).itemsize
+
+
+_RESULT_BYTES: Mapping[str, Callable[[Any, Any], int]] = {
+    "attention": lambda arrays, options: _bytes(arrays["query"]),
+    "collective_matmul": _product_bytes,
+    "gated_linear_unit": lambda arrays, options: _product_bytes(arrays, options, weight="w_up"),
+    "linear": _product_bytes,
+    "linear_attention": lambda arrays, options: _bytes(arrays["value"]),
+    "linear_cross_entropy": lambda arrays, options: 4,
+    "norm": lambda arrays, options: _bytes(arrays["x"]) * (1 + ("residual" in arrays)),
+    "paged_attention": lambda arrays, options: _bytes(arrays["query"]),
+    "ragged_dot": lambda arrays, options: _product_bytes(arrays, options, "lhs", "rhs"),
+    "rope": lambda arrays, options: _bytes(arrays["x"]),
+}

@@ -35,14 +35,21 @@ def test_public_names_of_building() -> None:
     assert set(building.__all__) == {
         "ACTIVATIONS",
         "QuantizedArray",
+        "RunningSoftmax",
         "accurate_dtype",
+        "add_tile",
+        "by_group",
         "contract",
         "dequantize",
+        "empty_softmax",
+        "finish",
         "is_quantized",
         "logical_array",
+        "masked_logits",
         "supporting",
         "take",
         "vary_alike",
+        "with_sinks",
     }
 
 

@@ -13,6 +13,9 @@ hypothesis.settings.load_profile("stack")
 # Read when jax is first imported, and inherited by the processes that tests start.
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 
+# What was measured on this machine changes which implementations are chosen; tests of that name tables of their own.
+os.environ["STACK_TUNED_TABLES"] = ""
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips what this environment cannot run, and says what it would need."""

@@ -4,12 +4,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stack_kernels.tuning.search import tune as tune
+    from stack_kernels.tuning.sources import tuned as tuned
     from stack_kernels.user_kernels import implementation as implementation
 
-__all__ = ["implementation"]
+__all__ = ["implementation", "tune", "tuned"]
 
 # Imported on first use: importing this package imports no jax.
-_MODULES = {"implementation": "user_kernels"}
+_MODULES = {"implementation": "user_kernels", "tune": "tuning.search", "tuned": "tuning.sources"}
 
 
 def __getattr__(name: str) -> Any:

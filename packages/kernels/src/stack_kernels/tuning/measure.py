@@ -19,7 +19,7 @@ K = TypeVar("K", bound=Hashable)
 
 _SHORTEST_TURN_S = 1e-3
 _MOST_CALLS_A_TURN = 1000
-_FEWEST_ROUNDS = 3
+_FEWEST_ROUNDS = 5
 _HOPELESS = 3.0
 
 

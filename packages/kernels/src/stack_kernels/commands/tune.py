@@ -1,0 +1,221 @@
+"""`stack tune`: measures what could compute a function's ops, and keeps what is fastest."""
+
+import contextlib
+import importlib.util
+import inspect
+import json as json_format
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from stack_core.errors import TuningError, nearest
+
+if TYPE_CHECKING:
+    from stack_kernels.tuning.search import Job, TuneReport
+    from stack_kernels.tuning.tables import Table
+
+__all__ = ["tune"]
+
+_ARGUMENTS = "example_args"
+
+
+def tune(
+    target: str | None = None,
+    /,
+    *,
+    budget_s: float = 60.0,
+    out: Path | None = None,
+    again: Annotated[bool, Parameter(negative=())] = False,
+    merge: Annotated[list[Path] | None, Parameter(negative=(), consume_multiple=True)] = None,
+    export: Path | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Choose ops by measurement: stack tune FILE.py:fn measures all that could compute the ops of fn(*example_args())
+
+    example_args is a function beside fn that returns the tuple of its arguments; jax.ShapeDtypeStruct do. A function
+    without parameters needs none. Results are kept in the user's cache, where every later process finds them.
+    Without a function, lists what is known. Ctrl-C keeps what was measured and exits with status 130.
+
+    Args:
+      target: the function to tune.
+      budget_s: seconds to measure, compilations included.
+      out: keep the results in this file instead, for `stack_kernels.tuned`.
+      again: measure also what was measured before.
+      merge: first take over the measurements of these files.
+      export: then write all that is known of this chip there.
+      json: print machine-readable results.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    if merge:
+        _merge(merge, out)
+    report = None
+    if target is not None:
+        fn, arguments = _function(target)
+        from stack_kernels.tuning.search import tune as search
+
+        with _progress() as progress:
+            report = search(fn, *arguments, budget_s=budget_s, out=out, again=again, progress=progress)
+    if export is not None:
+        _known_here(out).write(export)
+    if json:
+        print(json_format.dumps(_record(report) if report else _records(), indent=2))
+    elif report:
+        _print(console, report)
+    else:
+        _print_known(console)
+    if report and report.interrupted:
+        sys.exit(130)
+
+
+def _function(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function that FILE.py:fn names, and its arguments."""
+    path, separator, name = target.rpartition(":")
+    if not separator or not Path(path).is_file():
+        raise TuningError(f"{target!r} names no function of a file; write FILE.py:fn, with a file that exists.")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise TuningError(f"{path!r} is no Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    fn = getattr(module, name, None)
+    if not callable(fn):
+        functions = [each for each, value in vars(module).items() if callable(value)]
+        raise TuningError(f"{path!r} has no function {name!r}.{nearest(name, functions)}")
+    return fn, _arguments(module, fn, target)
+
+
+def _arguments(module: Any, fn: Callable[..., Any], target: str) -> tuple[Any, ...]:
+    if hasattr(module, _ARGUMENTS):
+        arguments = getattr(module, _ARGUMENTS)()
+        return arguments if isinstance(arguments, tuple) else (arguments,)
+    required = [
+        parameter.name
+        for parameter in inspect.signature(fn).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if required:
+        raise TuningError(
+            f"{target} takes {', '.join(required)}, and its file has no {_ARGUMENTS}(). Define one that returns the "
+            "tuple of arguments; jax.ShapeDtypeStruct(shape, dtype) does for an array."
+        )
+    return ()
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on a terminal, a line a job elsewhere; on standard error."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        yield lambda done, total, what: console.print(f"{done}/{total}  {what}", markup=False)
+        return
+    columns = (MofNCompleteColumn(), BarColumn(bar_width=24), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("tracing", total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+def _merge(files: Sequence[Path], out: Path | None) -> None:
+    from stack_kernels.tuning.tables import Table, user_table_path
+
+    for file in files:
+        table = Table.read(file)
+        path = user_table_path(table.chip) if out is None else out
+        known = Table.read(path) if path.exists() else Table(table.chip)
+        known.merge(table).write(path)
+
+
+def _known_here(out: Path | None) -> "Table":
+    """All measurements of this chip: of a file, or of those that are read without being named."""
+    from stack_core.hardware import current_chip
+    from stack_kernels.tuning.sources import known_tables
+    from stack_kernels.tuning.tables import ChipName, Table
+
+    if out is not None:
+        return Table.read(out)
+    name = ChipName.of(current_chip())
+    tables = known_tables()
+    if name not in tables:
+        raise TuningError(f"Nothing was measured on {name}; `stack tune FILE.py:fn` measures.")
+    return tables[name]
+
+
+def _print(console: Console, report: "TuneReport") -> None:
+    from stack_kernels.tuning.lookup import duration
+
+    for job in report.jobs:
+        seconds = report.seconds(job)
+        change = f"{job.before} -> {job.after}" if job.before != job.after else f"{job.after}, as before"
+        if job.before in seconds and job.after in seconds and job.before != job.after:
+            change += f": {duration(seconds[job.before])} -> {duration(seconds[job.after])}"
+        console.print(f"{job.calls} x {job}\n  {change}", markup=False)
+        notes = [job.skipped] if job.skipped else ["known already"] if job.cached else []
+        refused = [each for each in report.measured(job) if each.outcome != "measured"]
+        notes += [f"{each.implementation} {each.config or ''} {each.outcome}: {each.reason}" for each in refused]
+        for note in notes:
+            console.print(f"  {note}", markup=False, style="dim")
+    ended = "interrupted, " if report.interrupted else "out of time, " if report.out_of_time else ""
+    console.print(f"{ended}{report.duration_s:.1f} s -> {report.path}", markup=False)
+
+
+def _record(report: "TuneReport") -> dict[str, Any]:
+    return {
+        "path": str(report.path),
+        "chip": str(report.table.chip),
+        "duration_s": report.duration_s,
+        "interrupted": report.interrupted,
+        "out_of_time": report.out_of_time,
+        "calls": [_job_record(report, job) for job in report.jobs],
+    }
+
+
+def _job_record(report: "TuneReport", job: "Job") -> dict[str, Any]:
+    keys = ("implementation", "config", "outcome", "reason", "median_s", "spread", "rounds")
+    return {
+        "op": job.case.shape.op,
+        "direction": job.case.direction,
+        "sizes": dict(job.case.shape.sizes),
+        "calls": job.calls,
+        "sources": list(job.sources),
+        "before": str(job.before),
+        "after": str(job.after),
+        "reason": job.reason,
+        "cached": job.cached,
+        "skipped": job.skipped,
+        "measurements": [{key: getattr(found, key) for key in keys} for found in report.measured(job)],
+    }
+
+
+def _records() -> list[dict[str, Any]]:
+    from stack_kernels.tuning.sources import table_files
+    from stack_kernels.tuning.tables import Table
+
+    records: list[dict[str, Any]] = []
+    for file in table_files():
+        try:
+            table = Table.read(file)
+        except TuningError as error:
+            records.append({"path": str(file), "error": str(error)})
+            continue
+        cases = {found.case.key for found in table.measurements}
+        about = {"chip": str(table.chip), "cases": len(cases), "measurements": len(table.measurements)}
+        records.append({"path": str(file), **about})
+    return records
+
+
+def _print_known(console: Console) -> None:
+    records = _records()
+    for record in records:
+        about = (
+            record.get("error") or f"{record['chip']}: {record['cases']} cases, {record['measurements']} measurements"
+        )
+        console.print(f"{record['path']}\n  {about}", markup=False)
+    if not records:
+        console.print("Nothing was measured yet; `stack tune FILE.py:fn` measures.", markup=False)

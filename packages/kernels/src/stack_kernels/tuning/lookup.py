@@ -1,0 +1,302 @@
+"""Chooses from measurements, for calls that were measured and for those near them.
+
+The nearest measured sizes decide which implementations and configs are compared; how they compare at the sizes of the
+call is interpolated from all that is near. Sizes that are together more than eight times those of the call, or less
+than an eighth, are no advice.
+
+What runs forward is chosen before it is known whether the call will be differentiated. Where gradients were measured,
+the pair of forward and backward with the least time for value and gradient decides both:
+
+    T(f, b) = G(b)           b is f, whose two passes are one function and share what they compute
+    T(f, b) = F(f) + G(b)    otherwise: b computes its own forward pass again if it is such a function
+
+F and G are the measured times of the forward pass and of the gradient, G of value and gradient for such a function.
+Where no gradient was measured, the fastest forward pass decides.
+"""
+
+import contextlib
+import json
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from stack_core.abi import OpCall, OpImplementation, TunedChoice
+from stack_core.hardware import Chip
+from stack_kernels.tuning.costs import estimate_s
+from stack_kernels.tuning.shapes import CallShape, shape_of
+from stack_kernels.tuning.tables import ChipName, Measurement, Table, decoded_config, encoded_config
+
+__all__ = ["OneTable", "RelativeChipWarning", "TunedTables", "duration", "nearest_chip"]
+
+_FARTHEST = 3.0  # of the sum of |log2| of the ratios of sizes
+_KNOWN_CALLS = 4096
+
+
+class RelativeChipWarning(UserWarning):
+    """No measurements of this chip are there, and those of another are used."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Estimate:
+    """What an implementation with a config takes for a call, in seconds, by a measurement at or near its sizes."""
+
+    measurement: Measurement
+    config: Any
+    seconds: float
+
+
+class TunedTables:
+    """A `TunedTable` of the measurements in several tables, at most one a chip.
+
+    Args:
+      load: gives the tables when the first call is looked up.
+    """
+
+    def __init__(self, load: Callable[[], Sequence[Table]]) -> None:
+        self._load = load
+        self._loaded: dict[ChipName, _Measurements] | None = None
+        self._told: set[ChipName] = set()
+
+    def lookup(
+        self,
+        call: OpCall,
+        chip: Chip,
+        *,
+        candidates: Mapping[str, OpImplementation],
+        forward: TunedChoice | None = None,
+    ) -> TunedChoice | None:
+        """What to use for one direction of a call; see `stack_core.protocols.TunedTable`."""
+        name = ChipName.of(chip)
+        if self._loaded is None:
+            self._loaded = {table.chip: _Measurements(table) for table in self._load()}
+        near = nearest_chip(name, self._loaded)
+        if near is None or not candidates:
+            return None
+        choice = _chosen(self._loaded[near], call, candidates, forward)
+        if choice is not None and near != name:
+            self._say_relative(name, near)
+        return choice
+
+    def forget(self) -> None:
+        """Loads the tables again when the next call is looked up."""
+        self._loaded = None
+
+    def _say_relative(self, name: ChipName, near: ChipName) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            warnings.warn(
+                f"Nothing was measured on {name}; ops are chosen by what was measured on {near}. "
+                "`stack tune FILE.py:fn` measures here.",
+                RelativeChipWarning,
+                stacklevel=3,
+            )
+
+
+class OneTable(TunedTables):
+    """A `TunedTable` of one table. Those of equal tables are equal, so that `jax.jit` traces nothing again for them."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__(lambda: (table,))
+        self._table = table
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OneTable) and self._table == other._table
+
+    def __hash__(self) -> int:
+        return hash(self._table)
+
+
+class _Measurements:
+    """A table, arranged to be asked."""
+
+    def __init__(self, table: Table) -> None:
+        self._by_kind: dict[tuple[Any, ...], dict[tuple[str, ...], list[Measurement]]] = {}
+        for found in table.measurements:
+            kind = (found.case.shape.op, found.case.shape.traits, found.case.direction)
+            self._by_kind.setdefault(kind, {}).setdefault(found.case.gradients_of, []).append(found)
+        self._rankings: dict[tuple[Any, ...], tuple[_Near, ...]] = {}
+
+    def near(self, shape: CallShape, direction: str) -> tuple["_Near", ...]:
+        """What was measured near a call, the nearest sizes first; of gradients, those of the most arguments."""
+        key = (shape.op, shape.traits, shape.sizes, direction)
+        if key not in self._rankings:
+            if len(self._rankings) >= _KNOWN_CALLS:
+                self._rankings.clear()
+            found = self._by_kind.get((shape.op, shape.traits, direction), {})
+            self._rankings[key] = tuple(
+                near for names in sorted(found, key=len, reverse=True) for near in _by_distance(found[names], shape)
+            )
+        return self._rankings[key]
+
+
+@dataclass(frozen=True)
+class _Near:
+    """What was measured at one shape.
+
+    Attributes:
+      seconds: what each implementation and config takes at the sizes of the call, estimated from all shapes near it.
+    """
+
+    measurements: tuple[Measurement, ...]
+    seconds: Mapping[tuple[str, str], float]
+
+
+def _by_distance(found: Sequence[Measurement], shape: CallShape) -> Iterator[_Near]:
+    by_bucket: dict[Any, list[Measurement]] = {}
+    for measurement in found:
+        if measurement.case.shape.distance(shape) <= _FARTHEST:
+            by_bucket.setdefault(measurement.case.shape.bucket, []).append(measurement)
+    groups = [_of_one_jax(group) for group in by_bucket.values()]
+    samples: dict[tuple[str, str], list[tuple[CallShape, float]]] = {}
+    for measurement in (each for group in groups for each in group if each.outcome == "measured"):
+        samples.setdefault(measurement.candidate, []).append((measurement.case.shape, measurement.median_s))
+    seconds = {candidate: estimate_s(of_one, shape) for candidate, of_one in samples.items()}
+    for group in sorted(groups, key=lambda group: group[0].case.shape.distance(shape)):
+        yield _Near(tuple(group), seconds)
+
+
+def _of_one_jax(group: Sequence[Measurement]) -> list[Measurement]:
+    """Times under different versions of JAX cannot be compared: those of this one, or else of the newest."""
+    minors = {measurement.jax for measurement in group}
+    here = ".".join(jax.__version__.split(".")[:2])
+    used = here if here in minors else max(minors, key=lambda minor: [int(part) for part in minor.split(".") if part])
+    return [measurement for measurement in group if measurement.jax == used]
+
+
+def _chosen(
+    table: _Measurements,
+    call: OpCall,
+    candidates: Mapping[str, OpImplementation],
+    forward: TunedChoice | None,
+) -> TunedChoice | None:
+    shape = shape_of(call)
+    nearby = {direction: table.near(shape, direction) for direction in ("forward", "backward")}
+    estimates = _estimates(nearby[call.direction], candidates)
+    if not estimates:
+        return None
+    if forward is not None:
+        return _advice(_seconds_after(forward, nearby["forward"], estimates), shape, beside=False)
+    gradients = _estimates(nearby["backward"], candidates, whole=True)
+    foreign_s = _fastest_foreign_s(nearby["backward"], candidates)
+    pairs = {estimate: estimate.seconds for estimate in gradients}
+    if foreign_s < math.inf:
+        pairs |= {estimate: estimate.seconds + foreign_s for estimate in estimates}
+    return _advice(pairs or {estimate: estimate.seconds for estimate in estimates}, shape)
+
+
+def _estimates(
+    nearby: Sequence[_Near], candidates: Mapping[str, OpImplementation], *, whole: bool = False
+) -> list[_Estimate]:
+    """Of the candidates, at the nearest sizes where any was measured and those of the highest priority were tried.
+
+    What was never tried may be faster than all that was: it stays the choice until it is measured too.
+
+    Args:
+      whole: only those whose forward and backward pass are one function, whatever else was tried.
+    """
+    highest = max(candidate.priority for candidate in candidates.values())
+    needed = {name for name, candidate in candidates.items() if candidate.priority == highest}
+    for near in nearby:
+        tried = {measurement.implementation for measurement in near.measurements}
+        found = [estimate for estimate in _decoded(near, candidates) if estimate.measurement.whole or not whole]
+        if found and (whole or needed <= tried):
+            return found
+    return []
+
+
+def _decoded(near: _Near, candidates: Mapping[str, OpImplementation]) -> Iterator[_Estimate]:
+    """The measurements of candidates whose configs are still of the type that the implementation takes."""
+    for measurement in near.measurements:
+        if measurement.outcome == "measured" and measurement.implementation in candidates:
+            with contextlib.suppress(ValueError):
+                config = decoded_config(measurement.config, candidates[measurement.implementation].configs)
+                yield _Estimate(measurement, config, near.seconds[measurement.candidate])
+
+
+def _fastest_foreign_s(nearby: Sequence[_Near], candidates: Mapping[str, OpImplementation]) -> float:
+    """The fastest gradient for another's forward pass; infinite where none was measured."""
+    for near in nearby:
+        found = [
+            near.seconds[measurement.candidate]
+            for measurement in near.measurements
+            if measurement.outcome == "measured"
+            and not (measurement.whole and measurement.implementation in candidates)
+        ]
+        if found:
+            return min(found)
+    return math.inf
+
+
+def _seconds_after(
+    forward: TunedChoice, nearby: Sequence[_Near], estimates: Sequence[_Estimate]
+) -> dict[_Estimate, float]:
+    """Value and gradient with each backward pass, after a forward pass that is given."""
+    config = json.dumps(encoded_config(forward.config), sort_keys=True)
+    forward_s = next((near.seconds.get((forward.implementation, config)) for near in nearby), None)
+    seconds: dict[_Estimate, float] = {}
+    for estimate in estimates:
+        if not estimate.measurement.whole or estimate.measurement.implementation != forward.implementation:
+            seconds[estimate] = estimate.seconds + (forward_s or 0.0)
+        elif estimate.config == forward.config:
+            if forward_s is None:  # then no other pair is known to be better
+                return {estimate: estimate.seconds}
+            seconds[estimate] = estimate.seconds
+    return seconds
+
+
+def _advice(seconds: Mapping[_Estimate, float], shape: CallShape, *, beside: bool = True) -> TunedChoice | None:
+    """The fastest of what is known, and in words how fast it is beside the fastest other implementation."""
+    if not seconds:
+        return None
+    best = min(seconds, key=lambda estimate: seconds[estimate])
+    measurement = best.measurement
+    others = [estimate for estimate in seconds if estimate.measurement.implementation != measurement.implementation]
+    second = min(others, key=lambda estimate: seconds[estimate], default=None) if beside else None
+    times = (
+        ""
+        if second is None
+        else f"; {seconds[second] / seconds[best]:.2f} x as fast as {second.measurement.implementation}"
+    )
+    what = {True: "value and gradient", False: measurement.case.direction}[measurement.whole]
+    where = f"{what} {duration(measurement.median_s)} at {measurement.case.shape}"
+    here = "" if measurement.case.shape.bucket == shape.bucket else f"; about {duration(best.seconds)} here"
+    how = f"{measurement.rounds} rounds, jax {measurement.versions.get('jax', 'unknown')}"
+    return TunedChoice(measurement.implementation, best.config, f"{where} ({how}){here}{times}")
+
+
+def duration(seconds: float) -> str:
+    """Three digits and a unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def nearest_chip(name: ChipName, known: Iterable[ChipName]) -> ChipName | None:
+    """The chip itself, or the one of the same platform whose peaks are nearest in ratio; None where there is none."""
+    relatives = [other for other in known if _platform(other.kind) == _platform(name.kind)]
+    if name in relatives:
+        return name
+    return min(relatives, key=lambda other: (_apart(name.rates, other.rates), str(other)), default=None)
+
+
+def _apart(rates: Mapping[str, float], others: Mapping[str, float]) -> float:
+    """The mean |log| of the ratios of the rates that both have; infinite where they have none in common."""
+    shared = rates.keys() & others.keys()
+    return sum(abs(math.log(rates[rate] / others[rate])) for rate in shared) / len(shared) if shared else math.inf
+
+
+def _platform(kind: str) -> str:
+    """Chips of different platforms have no implementations in common."""
+    for platform, pattern in _PLATFORMS.items():
+        if re.match(pattern, kind.lower()):
+            return platform
+    return kind
+
+
+_PLATFORMS = {"cpu": r"cpu", "tpu": r"tpu|v\d", "gpu": r"nvidia|amd|[abhlv]\d{2,}"}

@@ -1,0 +1,311 @@
+"""Measures every implementation and config of the op calls in a function, on the device that is there."""
+
+import contextlib
+import datetime
+import importlib.metadata
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from stack_core import ops
+from stack_core.abi import OpCall
+from stack_core.errors import StackError, TuningError
+from stack_core.hardware import Chip, current_chip, use_chip
+from stack_core.ops import Explanation
+from stack_kernels.tuning.candidates import Candidate, Trial, candidates_of
+from stack_kernels.tuning.costs import estimate_s, roofline_s
+from stack_kernels.tuning.lookup import OneTable
+from stack_kernels.tuning.measure import measure
+from stack_kernels.tuning.shapes import shape_of
+from stack_kernels.tuning.sources import MEASURED
+from stack_kernels.tuning.tables import Case, ChipName, Measurement, Table, encoded_config, user_table_path
+
+__all__ = ["Job", "Progress", "TuneReport", "tune"]
+
+Progress = Callable[[int, int, str], None]
+"""Called with (jobs done, jobs, what is measured)."""
+
+_FEWEST_S = 3.0
+_TRYING_SHARE = 0.6
+_MESH_OPS = ("collective_matmul",)  # its devices are those of the program, inside shard_map
+_PACKAGES = ("jax", "jaxlib", "stack-core", "stack-kernels")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One direction of calls that are alike, and what was found.
+
+    Attributes:
+      calls: how often one call of the function computes it.
+      sources: the lines that call it.
+      before: what it got.
+      after: what it gets now.
+      reason: why.
+      cached: everything was known already.
+      skipped: why it was not measured, or not to the end.
+    """
+
+    case: Case
+    call: OpCall = field(repr=False)
+    calls: int
+    sources: tuple[str, ...]
+    before: Candidate
+    after: Candidate
+    reason: str = ""
+    cached: bool = False
+    skipped: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.case.shape.op} {self.case.direction} {self.case.shape}"
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """What `tune` did.
+
+    Attributes:
+      table: all that is known of the chip, for `stack_kernels.tuned`.
+      path: the file that holds it.
+      interrupted: Ctrl-C ended it.
+      out_of_time: the budget ended it.
+    """
+
+    table: Table
+    path: Path
+    jobs: tuple[Job, ...]
+    duration_s: float
+    interrupted: bool = False
+    out_of_time: bool = False
+
+    def measured(self, job: Job) -> list[Measurement]:
+        """All that is known of a job."""
+        return [found for found in self.table.measurements if found.case.key == job.case.key]
+
+    def seconds(self, job: Job) -> dict[Candidate, float]:
+        """What its candidates before and after take, as far as they were measured."""
+        known = {found.candidate: found.median_s for found in self.measured(job) if found.outcome == "measured"}
+        return {each: known[each.key] for each in (job.before, job.after) if each.key in known}
+
+
+def tune(
+    fn: Callable[..., Any],
+    *args: Any,
+    budget_s: float = 60.0,
+    out: Path | str | None = None,
+    again: bool = False,
+    progress: Progress | None = None,
+) -> TuneReport:
+    """Measures what could compute the ops in `fn(*args)`, so that later calls get the fastest.
+
+    `fn` is traced and not run. For each distinct call in it, inside `jit`, `scan`, `vmap`, `grad` and `checkpoint`
+    alike, every implementation that supports it on the device is tried with every config, on operands that are drawn,
+    forward and, where the call is differentiated, with the gradient by the arguments that are. What leaves the
+    tolerance of the op's contract is rejected, what raises is recorded. The rest is timed in turns, to completion.
+
+    The calls that cost the most come first, and of each what it gets now and the reference, so that the table is right
+    as far as it goes when the budget or Ctrl-C ends the search. What was measured before under the same minor version
+    of JAX is not measured again.
+
+    What JAX has compiled stays as it is. What is traced later, in this process and in others, is chosen by the table;
+    one in a file of another name is for `tuned`.
+
+    Args:
+      args: what `fn` takes; `jax.ShapeDtypeStruct`s do.
+      budget_s: wall seconds, compilations included. What runs when they end is let finish.
+      out: the table's file, by default one for the chip in the user's cache, which is read without being named.
+      again: measure also what was measured before.
+      progress: is told of each job.
+
+    Raises:
+      TuningError: `fn` calls no op, or the table cannot be read or written.
+    """
+    started_s = time.perf_counter()
+    chip = current_chip()
+    name = ChipName.of(chip)
+    path = user_table_path(name) if out is None else Path(out)
+    table = Table.read(path) if path.exists() else Table(name)
+    if table.chip != name:
+        raise TuningError(f"{str(path)!r} is a table of {table.chip}, and this is {name}; name another file.")
+    search = _Search(table, path, chip, started_s + budget_s, again=again)
+    with use_chip(chip):
+        jobs = sorted(_jobs(ops.explain(fn, *args)), key=lambda job: -_weight_s(job, table, chip))
+        if not jobs:
+            raise TuningError("The function calls no op of stack_core.ops, so there is nothing to tune.")
+        for number, job in enumerate(jobs):
+            if progress is not None:
+                progress(number, len(jobs), str(job))
+            jobs[number] = search.run(job, jobs[number + 1 :])
+        MEASURED.forget()
+        with ops.use_tuned_table(OneTable(search.table)):
+            chosen = {job.case.key: job for job in _jobs(ops.explain(fn, *args))}
+    jobs = [_with_choice(job, chosen[job.case.key]) for job in jobs]
+    if progress is not None:
+        progress(len(jobs), len(jobs), "done")
+    duration_s = time.perf_counter() - started_s
+    return TuneReport(search.table, path, tuple(jobs), duration_s, search.interrupted, search.out_of_time)
+
+
+def _with_choice(job: Job, chosen: Job) -> Job:
+    return replace(job, after=chosen.before, reason=chosen.reason)
+
+
+def _jobs(explanation: Explanation) -> list[Job]:
+    """The directions that run of all calls; those that share their measurements as one."""
+    jobs: dict[tuple[Any, ...], Job] = {}
+    for explained in explanation:
+        for direction in ("forward", "backward") if explained.differentiated else ("forward",):
+            call = replace(explained.call, direction=direction)
+            names = explained.differentiated if direction == "backward" else ()
+            case = Case(shape_of(call), direction, names)
+            choice = explained.forward if direction == "forward" else explained.backward
+            if isinstance(choice, StackError):
+                gets, reason = candidates_of(call)[0], _first_line(choice)
+            else:
+                gets, reason = Candidate(choice.implementation, choice.config), choice.reason
+            job = Job(case, call, explained.calls, (explained.source,), gets, gets, reason, skipped=_untunable(call))
+            jobs[case.key] = _together(jobs[case.key], job) if case.key in jobs else job
+    return [job for job in jobs.values() if job.calls]
+
+
+def _together(one: Job, other: Job) -> Job:
+    sources = tuple(dict.fromkeys(one.sources + other.sources))
+    return replace(one, calls=one.calls + other.calls, sources=sources)
+
+
+def _untunable(call: OpCall) -> str:
+    if call.op in _MESH_OPS:
+        return "it runs inside shard_map alone"
+    empty = [name for name, struct in call.arrays.items() for leaf in jax.tree.leaves(struct) if not leaf.size]
+    return f"{empty[0]} is empty" if empty else ""
+
+
+def _is_without_choice(call: OpCall) -> bool:
+    """Whether one candidate alone supports the call in both directions."""
+    return all(len(candidates_of(replace(call, direction=direction))) < 2 for direction in ("forward", "backward"))
+
+
+def _weight_s(job: Job, table: Table, chip: Chip) -> float:
+    """What a job costs in one call of the function: as it was measured, or at the chip's peaks."""
+    known = [
+        found.median_s
+        for found in table.measurements
+        if found.case.key == job.case.key and found.candidate == job.before.key and found.outcome == "measured"
+    ]
+    return max(job.calls, 1) * (known[-1] if known else roofline_s(job.case.shape, chip))
+
+
+class _Search:
+    """Measures job after job, and writes the table after each."""
+
+    def __init__(self, table: Table, path: Path, chip: Chip, end_s: float, *, again: bool) -> None:
+        self.table = table
+        self.interrupted = False
+        self.out_of_time = False
+        self._path, self._chip, self._end_s, self._again = path, chip, end_s, again
+        self._versions = _versions()
+
+    def run(self, job: Job, later: Sequence[Job]) -> Job:
+        """The job, measured as far as its share of the remaining time goes."""
+        if job.skipped:
+            return job
+        if _is_without_choice(job.call):
+            return replace(job, skipped="nothing else supports it")
+        left_s = self._end_s - time.perf_counter()
+        wanted = self._wanted(job)
+        if not wanted:
+            return replace(job, cached=True)
+        self.out_of_time = self.out_of_time or left_s <= 0
+        if self.interrupted or self.out_of_time:
+            return replace(job, skipped="interrupted" if self.interrupted else "out of time")
+        weights = [_weight_s(each, self.table, self._chip) for each in (job, *later)]
+        share_s = max(left_s * weights[0] / sum(weights), min(_FEWEST_S, left_s))
+        found: list[Measurement] = []
+        try:
+            skipped = self._measure(job, wanted, share_s, found)
+        except KeyboardInterrupt:
+            self.interrupted, skipped = True, "interrupted"
+        self.table = self.table.merge(found)
+        self.table.write(self._path)
+        return replace(job, skipped=skipped)
+
+    def _wanted(self, job: Job) -> list[Candidate]:
+        """What to measure: what is not known, beside what runs now, the reference and the best that is known."""
+        candidates = candidates_of(job.call)
+        known = {found.key: found for found in self.table.measurements}
+        records = {candidate: known.get(self._record(job, candidate, outcome="").key) for candidate in candidates}
+        missing = [candidate for candidate, record in records.items() if record is None or self._again]
+        if not missing:
+            return []
+        times_s = {each: record.median_s for each, record in records.items() if record and record.median_s}
+        best = sorted(times_s, key=lambda candidate: times_s[candidate])[:1]
+        promising = sorted(missing, key=lambda candidate: self._expected_s(job, candidate))
+        return list(dict.fromkeys([job.before, candidates[0], *best, *promising]))
+
+    def _expected_s(self, job: Job, candidate: Candidate) -> float:
+        """From what is known of it at other sizes; infinite where that is nothing."""
+        kind = (job.case.shape.op, job.case.shape.traits, job.case.direction, candidate.key, "measured")
+        samples = [
+            (found.case.shape, found.median_s)
+            for found in self.table.measurements
+            if kind
+            == (found.case.shape.op, found.case.shape.traits, found.case.direction, found.candidate, found.outcome)
+        ]
+        return estimate_s(samples, job.case.shape) if samples else float("inf")
+
+    def _measure(self, job: Job, wanted: Sequence[Candidate], share_s: float, found: list[Measurement]) -> str:
+        """Adds to `found`; returns what is missing in it."""
+        end_s = time.perf_counter() + share_s
+        trial = Trial(job.call, job.case.gradients_of)
+        try:
+            trial.prepare(candidates_of(job.call)[0])
+        except Exception as error:  # Operands may not fit, or the reference fail: then nothing can be compared.
+            return f"the reference failed: {_first_line(error)}"
+        accepted: dict[Candidate, Callable[[], Any]] = {}
+        for candidate in wanted:
+            if len(accepted) >= 2 and time.perf_counter() > end_s - (1 - _TRYING_SHARE) * share_s:
+                break
+            try:
+                accepted[candidate] = trial.accept(candidate)
+            except AssertionError as error:
+                found.append(self._record(job, candidate, outcome="rejected", reason=_first_line(error)))
+            except Exception as error:  # A candidate may fail in any way, which is a result like others.
+                reason = f"{type(error).__name__}: {_first_line(error)}"
+                found.append(self._record(job, candidate, outcome="failed", reason=reason))
+        timed = measure(accepted, budget_s=max(end_s - time.perf_counter(), (1 - _TRYING_SHARE) * share_s))
+        for candidate, error in timed.errors.items():
+            found.append(self._record(job, candidate, outcome="failed", reason=_first_line(error)))
+        for candidate, timing in timed.timings.items():
+            numbers = {"median_s": timing.median_s, "spread": timing.spread, "cpu_s": timing.median_cpu_s}
+            found.append(self._record(job, candidate, outcome="measured", rounds=timing.rounds, **numbers))
+        self.interrupted = timed.interrupted
+        if timed.interrupted:
+            return "interrupted"
+        return "" if len(found) == len(wanted) else f"out of time for {len(wanted) - len(found)} of {len(wanted)}"
+
+    def _record(self, job: Job, candidate: Candidate, *, outcome: str, **numbers: Any) -> Measurement:
+        return Measurement(
+            case=job.case,
+            implementation=candidate.implementation.name,
+            config=encoded_config(candidate.config),
+            outcome=outcome,
+            whole=job.case.direction == "backward" and candidate.is_whole,
+            versions=self._versions,
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            **numbers,
+        )
+
+
+def _versions() -> dict[str, str]:
+    versions: dict[str, str] = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

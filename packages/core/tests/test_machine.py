@@ -33,6 +33,11 @@ def test_the_cpu_is_named_as_the_system_names_it(system):
     assert (
         machine.cpu_model(system(proc__cpuinfo="processor : 0\nmodel name\t: Fast CPU @ 9 GHz\n")) == "Fast CPU @ 9 GHz"
     )
+    first = "cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n"
+    assert (
+        machine.cpu_model(system(proc__cpuinfo=f"{first}\nprocessor : 1\n{first.replace('17', '18')}"))
+        == "AMD EPYC (family 25, model 17)"
+    )
 
 
 def test_without_a_name_the_architecture_stands_in(tmp_path):

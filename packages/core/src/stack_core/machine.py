@@ -10,15 +10,23 @@ __all__ = ["available_memory_bytes", "cpu_model", "cpu_quota_cores", "memory_byt
 # A limit of the container: cgroup version 2, then version 1. Without a container there is no such file.
 _MEMORY_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
 _MEMORY_USES = ("sys/fs/cgroup/memory.current", "sys/fs/cgroup/memory/memory.usage_in_bytes")
+_CPU_NUMBERS = {"family": "cpu family", "model": "model"}
 
 
 def cpu_model(root: Path = Path("/")) -> str:
-    """The CPU's name, or that of its architecture where the system does not tell."""
+    """The CPU's name with its family and model, for virtual machines may shorten the name to that of a whole series.
+
+    That of its architecture where the system does not tell.
+    """
+    fields: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in (root / "proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    if "model name" not in fields:
+        return platform.processor() or platform.machine()
+    numbers = ", ".join(f"{name} {fields[key]}" for name, key in _CPU_NUMBERS.items() if key in fields)
+    return f"{fields['model name']} ({numbers})" if numbers else fields["model name"]
 
 
 def usable_cores() -> int:

@@ -4,14 +4,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stack_kernels.expectations import expected as expected
     from stack_kernels.tuning.search import tune as tune
     from stack_kernels.tuning.sources import tuned as tuned
     from stack_kernels.user_kernels import implementation as implementation
 
-__all__ = ["implementation", "tune", "tuned"]
+__all__ = ["expected", "implementation", "tune", "tuned"]
 
 # Imported on first use: importing this package imports no jax.
-_MODULES = {"implementation": "user_kernels", "tune": "tuning.search", "tuned": "tuning.sources"}
+_MODULES = {
+    "expected": "expectations",
+    "implementation": "user_kernels",
+    "tune": "tuning.search",
+    "tuned": "tuning.sources",
+}
 
 
 def __getattr__(name: str) -> Any:

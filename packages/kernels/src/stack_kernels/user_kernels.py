@@ -11,7 +11,7 @@ from stack_core import ops
 from stack_core.abi import AUTODIFF, OpCall, OpImplementation, supports_everything
 from stack_core.errors import ArgumentError, UnknownName, nearest
 
-__all__ = ["implementation"]
+__all__ = ["implementation", "parameters_of"]
 
 
 def implementation(
@@ -50,7 +50,7 @@ def implementation(
       ArgumentError: the function's parameters are not the op's, or a setting is not what it is described as above.
     """
     what = f"implementation {name!r} of {op!r}"
-    parameters = _parameters(op)
+    parameters = parameters_of(op)
     _check_configs(what, tuple(configs))
     _check_callable(what, "supports", supports, ("call", "chip"))
     if vjp is not None and vjp != AUTODIFF:
@@ -64,8 +64,12 @@ def implementation(
     return implement
 
 
-def _parameters(op: str) -> tuple[str, ...]:
-    """The parameters of an op that its implementations take."""
+def parameters_of(op: str) -> tuple[str, ...]:
+    """The parameters of an op that its implementations take.
+
+    Raises:
+      UnknownName: there is no such op.
+    """
     known = _ops()
     if op not in known:
         raise UnknownName(f"Unknown op {op!r}.{nearest(op, known)} There are: {', '.join(known)}.")

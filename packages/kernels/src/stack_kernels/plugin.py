@@ -13,3 +13,16 @@ _OPS: dict[str, str] = {}
 def stack_register_ops(registry: Registrar) -> None:
     for name, target in _OPS.items():
         registry.add(name, f"stack_kernels.{target}")
+
+
+@hookimpl
+def stack_register_tuned_tables(registry: Registrar) -> None:
+    registry.add("measured", "stack_kernels.tuning.sources:MEASURED")
+
+
+@hookimpl
+def stack_register_commands(registry: Registrar) -> None:
+    registry.add("tune", "stack_kernels.commands.tune:tune", help="Choose a function's ops by measurement.")
+    registry.add(
+        "bench ops", "stack_kernels.commands.bench_ops:bench_ops", help="Measure ops; compare with a baseline."
+    )

@@ -6,7 +6,10 @@ from stack_core.registry import Registrar
 STACK_ABI_MINOR = 0
 
 # One line an implementation: "op/implementation", and the attribute of stack_kernels that holds it.
-_OPS: dict[str, str] = {}
+_OPS: dict[str, str] = {
+    "gated_linear_unit/cpu": "gated_linear_unit.cpu:CPU",
+    "linear/cpu": "linear.cpu:CPU",
+}
 
 
 @hookimpl

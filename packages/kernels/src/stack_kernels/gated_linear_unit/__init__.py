@@ -1,0 +1,1 @@
+"""Implementations of `gated_linear_unit`."""

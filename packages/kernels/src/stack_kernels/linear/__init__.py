@@ -1,0 +1,1 @@
+"""Implementations of `linear`, and the product that others share."""

@@ -1,0 +1,23 @@
+"""`linear` on CPUs: products in the forms that are fast there."""
+
+from typing import Any
+
+from stack_core.abi import AUTODIFF, OpImplementation
+from stack_core.ops.building import accurate_dtype
+from stack_kernels.cpu import on_cpu_unquantized
+from stack_kernels.linear.product import product
+
+__all__ = ["CPU"]
+
+
+def _linear(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> Any:
+    rows = x.reshape(-1, x.shape[-1])
+    if bias is None:
+        result = product(rows, weight, preferred_dtype)
+    else:
+        result = product(rows, weight, accurate_dtype(x.dtype))
+        result = (result + bias.astype(result.dtype)).astype(preferred_dtype)
+    return result.reshape(*x.shape[:-1], weight.shape[-1])
+
+
+CPU = OpImplementation(op="linear", name="cpu", function=_linear, supports=on_cpu_unquantized, vjp=AUTODIFF)

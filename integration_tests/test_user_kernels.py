@@ -1,0 +1,74 @@
+"""A user's kernel is built, installed, used, held to its contract, tuned, benchmarked and removed."""
+
+import json
+import re
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "plugins" / "kernel"
+
+CALL = """
+import jax, jax.numpy as jnp
+from stack_core import ops
+x, scale = jax.random.normal(jax.random.key(0), (67, 96)), jnp.linspace(0.5, 2, 96)
+expected = ops.norm(x, scale, implementation="reference")
+assert jnp.allclose(ops.norm(x, scale, implementation="acme_rows"), expected, rtol=1e-5)
+assert "pallas_call" in str(jax.make_jaxpr(lambda x: ops.norm(x, scale, implementation="acme_rows"))(x))
+assert "pallas_call" not in str(jax.make_jaxpr(lambda x: ops.norm(x, scale))(x)), "its priority is negative"
+"""
+TUNED = """
+import jax, jax.numpy as jnp
+from stack_core import ops
+
+def normed(x, scale):
+    return ops.norm(x, scale)
+
+def example_args():
+    return jnp.ones((64, 128)), jnp.ones(128)
+"""
+
+
+def test_the_example_has_fewer_than_forty_lines_of_python():
+    lines = [line for path in EXAMPLE.rglob("*.py") for line in path.read_text().splitlines()]
+    assert sum(bool(line.strip()) for line in lines) < 40
+
+
+def test_a_kernel_of_a_user_gets_all_that_our_own_get(environment, tmp_path):
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    with environment.installed(EXAMPLE):
+        assert environment.plugins()["acme-rows"]["registered"] == {"ops": ["norm/acme_rows"]}
+        environment.run("-c", CALL)
+        _meets_the_contract(environment, tmp_path)
+        _is_tuned(environment, tmp_path, cache)
+        _is_benchmarked(environment, tmp_path, cache)
+    removed = environment.stack("bench", "ops", "--implementations", "acme_rows", check=False, **cache)
+    assert removed.returncode == 2
+    assert "Unknown name 'acme_rows' among implementations" in removed.stderr
+
+
+def _meets_the_contract(environment, folder):
+    suite = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}", "-c", "/dev/null"]
+    passed = environment.run(*suite, str(EXAMPLE / "test_contract.py"))
+    assert re.search(r"^16 passed, \d+ skipped", passed.stdout, re.MULTILINE), passed.stdout
+
+
+def _is_tuned(environment, folder, cache):
+    (folder / "tuned.py").write_text(TUNED)
+    table = folder / "table.json"
+    environment.stack("tune", f"{folder / 'tuned.py'}:normed", "--out", str(table), "--budget-s", "30", **cache)
+    (case,) = json.loads(table.read_text())["cases"]
+    measured = [each["config"] for each in case["measurements"] if each["implementation"] == "acme_rows"]
+    assert sorted(config["rows"] for config in measured) == [8, 32]
+    assert {each["outcome"] for each in case["measurements"]} == {"measured"}
+
+
+def _is_benchmarked(environment, folder, cache):
+    results = folder / "results.json"
+    arguments = ["--ops", "norm", "--implementations", "acme_rows", "--dtypes", "float32", "--rounds", "2"]
+    done = environment.stack("bench", "ops", *arguments, "--json", str(results), **cache)
+    rows = json.loads(results.read_text())["rows"]
+    assert [(row["case"], row["direction"], row["ran"]) for row in rows] == [
+        ("rms", "forward", "acme_rows Tile(rows=32)"),
+        ("rms", "gradient", "acme_rows Tile(rows=32), backward reference"),
+    ]
+    assert "left out: norm 66m rms, residual float32 forward acme_rows" in done.stdout
+    assert "computes rms norms of the last axis, from x and scale alone" in done.stdout

@@ -125,6 +125,14 @@ def test_packages_share_the_first_word_of_their_commands(run):
     assert "Help of bench ops." in group and "Help of bench serve." in group
 
 
+def test_a_commands_own_help_is_its_docstring(run):
+    stack = run("bench ops", "tune")
+    for command in (("bench", "ops"), ("tune",)):
+        own = stack(*command, "--help")[1]
+        assert "Measure ops." in own and "Help of" not in own
+    assert "Help of tune." in stack("--help")[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

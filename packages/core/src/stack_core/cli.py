@@ -20,8 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     name = ""
     try:
-        app = _app()
         name = _command_name(tokens)
+        app = _app(name)
         if tokens[:1] != ["plugins"]:  # which reports the same at length
             _warn_of_plugins()
         if name and not _is_group(name):
@@ -72,7 +72,8 @@ def _is_group(name: str) -> bool:
     return any(known.startswith(f"{name} ") for known in registries.commands)
 
 
-def _app() -> cyclopts.App:
+def _app(named: str) -> cyclopts.App:
+    """All commands, each with its line of help; the one that is named has its docstring, for which it is imported."""
     app = cyclopts.App(
         name="stack",
         help="Train, quantize, align, serve and profile models on JAX.",
@@ -87,7 +88,8 @@ def _app() -> cyclopts.App:
             continue
         try:
             group, _, name = entry.name.rpartition(" ")
-            _group(group, groups).command(entry.target, name=name, help=entry.details.get("help", ""))
+            line = {} if entry.name == named else {"help": entry.details.get("help", "")}
+            _group(group, groups).command(entry.target, name=name, **line)
         except Exception as error:  # A stranger's target may be anything; the other commands must work.
             _note(f"{left_out}, it cannot be called: {type(error).__name__}: {error}")
     return app

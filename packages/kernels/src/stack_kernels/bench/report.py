@@ -63,7 +63,8 @@ def write_report(
     notes = [
         "Times are medians of rounds in which the call and core's reference took turns; the spread is their "
         "interquartile range over the median. The share of the roofline is the shortest time that the chip's peaks "
-        "allow over the median, beside the peak that decides; above 100% the operands stay in caches.",
+        "allow over the median, beside the peak that decides; above 100% operands stay in caches, or the peak was "
+        "measured while the machine was busy.",
         f"Peaks: {found.provenance}.",
     ]
     if baseline is not None:
@@ -123,7 +124,10 @@ def _plots(found: "Results", compared: "Mapping[tuple[str, ...], Comparison]") -
             axes.legend()
         axes.axvline(1, color="gray", linewidth=0.8)
         axes.set_xscale("log")
-        axes.set_xlabel("time over the reference's, with its 95% interval")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("{x:g}")
+        axes.tick_params(axis="x", which="both", labelsize=8)
+        axes.set_xlabel("time over the reference's, with its 95% interval, of few rounds with their range")
 
     def roofline(axes: Any) -> None:
         axes.barh(range(len(rows)), shares)

@@ -20,10 +20,10 @@ class Selection:
     """Names with commas between.
 
     Attributes:
-      ops: by default all that have cases.
-      implementations: what to measure instead of what core chooses.
-      models: the sizes, 66m, 8b or both; by default 66m on a CPU and 8b elsewhere.
-      dtypes: float32, bfloat16, float16; by default the first two.
+      ops: names with commas between, by default all that have cases.
+      implementations: what to measure instead of what core chooses, with commas between.
+      models: the sizes of the calls, 66m or 8b or 66m,8b; by default 66m on a CPU and 8b elsewhere.
+      dtypes: float32, bfloat16 and float16; by default float32,bfloat16.
     """
 
     ops: str = ""

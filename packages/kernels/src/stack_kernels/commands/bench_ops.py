@@ -47,7 +47,6 @@ def bench_ops(
     tolerance, and two further measurements agree; what is compared is its time over the reference's.
 
     Args:
-      selection: names, with commas between.
       rounds: turns that each call takes, at most 50.
       budget: about how many seconds to measure; what it does not reach is left out.
       compare: results of an earlier run on this chip.
@@ -56,15 +55,14 @@ def bench_ops(
       html: write a report with plots there; needs stack-kernels[plots].
     """
     _check(rounds, budget, tolerance, writes=(json, html))
-    if html is not None:
-        from stack_kernels.bench.report import check_plots
-
-        check_plots()
     from stack_core.hardware import current_chip
     from stack_kernels.bench.compare import check_comparable
+    from stack_kernels.bench.report import check_plots, write_report
     from stack_kernels.bench.results import Results
     from stack_kernels.bench.run import results
 
+    if html is not None:
+        check_plots()
     baseline = None if compare is None else Results.read(compare)
     wanted = selection.tasks()
     if baseline is not None:
@@ -81,8 +79,6 @@ def bench_ops(
     if json is not None:
         found.write(json)
     if html is not None:
-        from stack_kernels.bench.report import write_report
-
         write_report(html, found, comparisons, baseline)
     if measured.failed:
         raise BenchmarkError("\n".join(measured.failed))

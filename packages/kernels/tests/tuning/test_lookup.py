@@ -180,6 +180,7 @@ def test_times_under_other_versions_of_jax_count_where_there_are_no_others() -> 
     assert _name(_table(_measured(faster, **old)), _call()) == "a"
     assert _name(_table(_measured(faster, **old), _measured(BOTH)), _call()) == "b"
     assert _name(_table(_measured(BOTH, **older), _measured(faster, **old)), _call()) == "a"
+    assert _name(_table(_measured(BOTH), _measured(faster, versions={"jax": "99.1"})), _call()) == "b"
 
 
 BACKWARD = _call(direction="backward")
@@ -200,6 +201,16 @@ def test_a_backward_pass_of_its_own_joins_the_fastest_forward_pass() -> None:
     )
     assert _name(table, _call()) == "a"
     assert _name(table, BACKWARD, forward=TunedChoice("a", None, "")) == "a"
+
+
+def test_a_forward_pass_pays_for_the_gradient_that_it_needs() -> None:
+    """a takes 1 ms forward and needs the 4.5 ms of c's backward pass, which is more than b's 5 ms for both."""
+    table = _table(
+        _measured({"a": 1e-3, "b": 2e-3, "c": 3e-3}),
+        _measured({"b": 5e-3}, BACKWARD, whole=True),
+        _measured({"c": 4.5e-3}, BACKWARD),
+    )
+    assert _name(table, _call()) == "b"
 
 
 def test_after_a_given_forward_pass_what_shares_nothing_pays_for_both() -> None:

@@ -204,24 +204,30 @@ def test_nothing_is_measured_without_time(register: Callable[..., None]) -> None
 
 
 def test_the_most_expensive_calls_come_first_and_the_budget_ends_it(
-    register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    register: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     register(SLOW, FAST)
     told: list[str] = []
+    written: list[int | None] = []
+    path = tmp_path / "table.json"
     clock = SimpleNamespace(now_s=0.0)
     monkeypatch.setattr(search, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
 
     def progress(done: int, total: int, what: str) -> None:
         told.append(what)
+        written.append(len(Table.read(path).measurements) if path.exists() else None)
         clock.now_s = 1000.0 * done
 
     def two(x: Any, y: Any, weight: Any) -> Any:
         return layer(x, weight), layer(y, weight)
 
-    report = tune(two, X, jax.ShapeDtypeStruct((240, 16), "float32"), WEIGHT, budget_s=500.0, progress=progress)
+    report = tune(
+        two, X, jax.ShapeDtypeStruct((240, 16), "float32"), WEIGHT, budget_s=500.0, progress=progress, out=path
+    )
     assert told == ["linear forward d_in=16 d_out=16 rows=240", "linear forward d_in=16 d_out=16 rows=24", "done"]
     assert report.out_of_time
     assert [job.skipped for job in report.jobs] == ["", "out of time"]
+    assert written == [None, 3, 3]
     assert {dict(found.case.shape.sizes)["rows"] for found in report.table.measurements} == {240}
 
 

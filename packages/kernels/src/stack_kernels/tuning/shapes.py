@@ -5,6 +5,7 @@ out where no kernel cares, as with `scale` or `theta`. Sizes are the op's axes u
 among the options, such as the sides of a window.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,7 +87,16 @@ def bucket_of(size: int) -> int:
 
 
 def shape_of(call: OpCall) -> CallShape:
-    """The kind of a call of one of core's ops, from shapes, dtypes and options alone."""
+    """The kind of a call of one of core's ops, from shapes, dtypes and options alone, which must be hashable."""
+    leaves, structure = jax.tree.flatten(dict(call.arrays))
+    return _shape_of(call.op, structure, tuple(leaves), tuple(call.options.items()), call.direction)
+
+
+@functools.lru_cache(maxsize=4096)  # Each op call asks several times while JAX traces, and models repeat their layers.
+def _shape_of(
+    op: str, structure: Any, leaves: tuple[Any, ...], options: tuple[tuple[str, Any], ...], direction: str
+) -> CallShape:
+    call = OpCall(op, jax.tree.unflatten(structure, leaves), dict(options), direction)
     sizes, work = _array_sizes(call), work_of(call)
     traits = {name: _described(name, array) for name, array in call.arrays.items() if array is not None}
     for name, value in _options(call, sizes).items():

@@ -9,6 +9,7 @@ STACK_ABI_MINOR = 0
 _OPS: dict[str, str] = {
     "gated_linear_unit/cpu": "gated_linear_unit.cpu:CPU",
     "linear/cpu": "linear.cpu:CPU",
+    "linear/cpu_quantized": "linear.cpu_quantized:CPU_QUANTIZED",
 }
 
 

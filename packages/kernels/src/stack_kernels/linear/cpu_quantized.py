@@ -1,0 +1,204 @@
+"""`linear` on CPUs when an operand is quantized, each scheme in the form that is fast for its codes and its rows."""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from stack_core.abi import AUTODIFF, OpCall, OpImplementation
+from stack_core.hardware import Chip
+from stack_core.ops.building import is_quantized, vary_alike
+from stack_kernels.cpu import on_cpu
+from stack_kernels.linear.codes import Columns, columns, dequantized, interleaved
+from stack_kernels.linear.integer_dot import has_integer_dot, integer_dot
+from stack_kernels.linear.product import product
+
+__all__ = ["CPU_QUANTIZED", "QuantizedConfig", "quantized_product", "supports_quantized"]
+
+_FUSED_TERMS = (16, 8, 4)
+_FEW_ROWS = 64
+
+
+@dataclass(frozen=True)
+class QuantizedConfig:
+    """What a machine may want otherwise.
+
+    Attributes:
+      fused_rows: up to so many rows, weights are decoded inside the loop that multiplies them, and never written down.
+      block_bytes: up to 64 rows, weights are decoded so many bytes at a time, which stay in the cache.
+    """
+
+    fused_rows: int
+    block_bytes: int
+
+
+# XLA of jax 0.10 does not vectorize the fused loop.
+_CONFIGS = (
+    QuantizedConfig(fused_rows=2 if jax.__version_info__ >= (0, 11) else 0, block_bytes=2**20),
+    QuantizedConfig(fused_rows=0, block_bytes=2**20),
+    QuantizedConfig(fused_rows=4, block_bytes=2**22),
+)
+
+
+def supports_quantized(call: OpCall, chip: Chip) -> bool | str:
+    """For calls with a quantized operand whose other arrays are of at most 32 bits, on a CPU."""
+    if not any(is_quantized(array) for array in call.arrays.values()):
+        return "no operand is quantized"
+    if any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(dict(call.arrays))):
+        return "it computes in float32, and an array is float64"
+    return on_cpu(chip)
+
+
+def quantized_product(x: Any, weight: Any, dtype: DTypeLike, config: QuantizedConfig) -> jax.Array:
+    """x[..., d_in] @ weight[d_in, d_out], one or both of them quantized, as `dtype`.
+
+    The gradients are those of the product of the dequantized operands.
+    """
+    return _product(jnp.dtype(dtype), config, *vary_alike(x, weight))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(dtype: jnp.dtype, config: QuantizedConfig, x: Any, weight: Any) -> jax.Array:
+    if not is_quantized(weight):
+        return _dense_product(dtype, x, weight)
+    shape = (*_shape(x)[:-1], _shape(weight)[-1])
+    if is_quantized(x):
+        view = x.__stack_qview__()
+        if has_integer_dot(view, weight.__stack_qview__()) and not _is_better_fused(x, weight, config):
+            return integer_dot(view, weight).astype(dtype).reshape(shape)
+        x = dequantized(x, jnp.float32)
+    rows = x.reshape(-1, x.shape[-1])
+    products = [_weight_only(rows, part, dtype, config) for part in columns(weight)]
+    return interleaved(products).reshape(shape)
+
+
+def _dense_product(dtype: jnp.dtype, x: Any, weight: Any) -> jax.Array:
+    """The definition; its gradients are everybody's."""
+    floating = next((array.dtype for array in (x, weight) if not is_quantized(array)), jnp.float32)
+    if is_quantized(x):
+        x = dequantized(x, floating)
+    rows = x.reshape(-1, x.shape[-1])
+    if is_quantized(weight):
+        result = interleaved([product(rows, part.dense(floating), dtype) for part in columns(weight)])
+    else:
+        result = product(rows, weight, dtype)
+    return result.reshape(*x.shape[:-1], result.shape[-1])
+
+
+def _forward(dtype: jnp.dtype, config: QuantizedConfig, x: Any, weight: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+    return _product(dtype, config, x, weight), (x, weight)
+
+
+def _backward(
+    dtype: jnp.dtype, config: QuantizedConfig, operands: tuple[Any, Any], cotangent: jax.Array
+) -> tuple[Any, Any]:
+    # XLA drops what nobody asks for: the product, and the gradient of a weight whose scales are not trained.
+    _, vjp = jax.vjp(functools.partial(_dense_product, dtype), *operands)
+    return vjp(cotangent)
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _shape(array: Any) -> tuple[int, ...]:
+    return array.__stack_qview__().qvalue.shape if is_quantized(array) else array.shape
+
+
+def _is_better_fused(x: Any, weight: Any, config: QuantizedConfig) -> bool:
+    """Whether a product of two quantized operands is faster in floats: that of one row, or of few rows in tiles."""
+    view = weight.__stack_qview__()
+    tiles = math.lcm(view.scale.shape[0], x.__stack_qview__().scale.shape[-1])
+    most_rows = config.fused_rows if tiles > 1 else min(config.fused_rows, 1)
+    return math.prod(_shape(x)[:-1]) <= most_rows and _fused_terms(columns(weight)[0]) > 0
+
+
+def _weight_only(rows: jax.Array, part: Columns, dtype: jnp.dtype, config: QuantizedConfig) -> jax.Array:
+    terms = _fused_terms(part)
+    if 0 < rows.shape[0] <= config.fused_rows and terms:
+        return _fused(rows.astype(jnp.float32), part, terms).astype(dtype)
+    blocks = _blocks(part, rows, config)
+    if blocks > 1:
+        return _in_blocks(rows, part, blocks).astype(dtype)
+    return product(rows, part.dense(rows.dtype), dtype)
+
+
+def _fused_terms(part: Columns) -> int:
+    """How many entries of d_in the fused loop may add up before it scales them; 0 if it cannot be."""
+    tile_rows = part.stored.shape[0] // part.scale.shape[0]
+    return next((terms for terms in _FUSED_TERMS if tile_rows % terms == 0), 0)
+
+
+def _fused(rows: jax.Array, part: Columns, terms: int) -> jax.Array:
+    """Sums of `terms` products each in one pass over the codes; scales and the rest of the sum follow.
+
+    The loop runs along the columns, as the codes lie in memory, with all its terms in registers.
+    """
+    d_in, width = part.stored.shape
+    groups = d_in // terms
+    x = rows.reshape(-1, groups, terms)
+    stored = part.stored.reshape(groups, terms, width)
+    sums = 0.0
+    for term in range(terms):
+        sums = sums + x[:, :, term, None] * part.decode(stored[:, term]).astype(jnp.float32)
+    sums = lax.optimization_barrier(sums)  # Fused with the second sum, the loop would run along d_in.
+
+    def by_group(values: jax.Array) -> jax.Array:
+        return values if len(values) == 1 else jnp.repeat(values, groups // len(values), axis=0)
+
+    if part.zero_point is not None:
+        sums = sums - jnp.sum(x, axis=2)[:, :, None] * by_group(part.zero_point.astype(jnp.float32))
+    return jnp.sum(sums * by_group(part.scale), axis=1)
+
+
+def _blocks(part: Columns, rows: jax.Array, config: QuantizedConfig) -> int:
+    """How many blocks of d_in to decode one after the other: a multiple or a divisor of the tiles."""
+    d_in, width = part.stored.shape
+    tiles = part.scale.shape[0]
+    wanted = d_in * width * rows.dtype.itemsize // config.block_bytes
+    if rows.shape[0] > _FEW_ROWS or wanted < 2:
+        return 1
+    blocks = math.gcd(d_in, 2 ** (wanted.bit_length() - 1))
+    return blocks if blocks % tiles == 0 or tiles % blocks == 0 else 1
+
+
+def _in_blocks(rows: jax.Array, part: Columns, blocks: int) -> jax.Array:
+    width = part.stored.shape[1]
+
+    def by_block(values: jax.Array | None) -> jax.Array | None:
+        if values is None:
+            return None
+        if len(values) < blocks:
+            values = jnp.repeat(values, blocks // len(values), axis=0)
+        return values.reshape(blocks, -1, values.shape[1])
+
+    def add_block(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
+        x, stored, scale, zero_point = block
+        dense = Columns(stored, part.decode, scale, zero_point).dense(x.dtype)
+        return total + product(x, dense, jnp.float32), None
+
+    x = rows.reshape(len(rows), blocks, -1).swapaxes(0, 1)
+    xs = (x, by_block(part.stored), by_block(part.scale), by_block(part.zero_point))
+    total = jnp.zeros_like(rows, shape=(len(rows), width), dtype=jnp.float32)
+    return lax.scan(add_block, total, xs)[0]
+
+
+def _linear(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, config: QuantizedConfig) -> jax.Array:
+    if bias is None:
+        return quantized_product(x, weight, preferred_dtype, config)
+    result = quantized_product(x, weight, jnp.float32, config)
+    return (result + bias.astype(jnp.float32)).astype(preferred_dtype)
+
+
+CPU_QUANTIZED = OpImplementation(
+    op="linear",
+    name="cpu_quantized",
+    function=_linear,
+    supports=supports_quantized,
+    vjp=AUTODIFF,
+    configs=_CONFIGS,
+)

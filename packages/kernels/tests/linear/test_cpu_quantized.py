@@ -1,0 +1,116 @@
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core import ops
+from stack_core.abi import QView
+from stack_core.errors import UnsupportedOp
+from stack_core.testing import OpCheck, op_checks
+from stack_kernels.linear.codes import columns, dequantized, interleaved
+from stack_kernels.linear.cpu_quantized import CPU_QUANTIZED, QuantizedConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    codes: Any
+    scales: Any
+    zeros: Any = None
+    codebook: Any = None
+
+    def __stack_qview__(self) -> QView:
+        return QView((1, 0), self.codes, self.scales, self.zeros, "stored", self.codebook)
+
+
+@pytest.mark.parametrize("check", op_checks("linear"), ids=str)
+def test_contract(check: OpCheck) -> None:
+    check(CPU_QUANTIZED)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int8", "uint8", "int4", "uint4", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float4_e2m1fn"]
+)
+def test_every_code_is_what_it_stands_for(dtype: str) -> None:
+    bits = 4 if "4" in dtype.split("_", maxsplit=1)[0] else 8
+    codes = jnp.asarray(np.arange(2**bits, dtype=np.uint8))
+    if bits == 8:
+        codes = jax.lax.bitcast_convert_type(codes, dtype).reshape(16, 16)
+    else:
+        codes = jax.lax.bitcast_convert_type(codes.astype(jnp.uint4), dtype).reshape(2, 8)
+    array = Stored(codes, jnp.full((2, 1), 0.75))
+    expected = np.asarray(codes, np.float32) * np.float32(0.75)
+    np.testing.assert_array_equal(jax.jit(lambda array: dequantized(array, jnp.float32))(array), expected)
+    parts = jax.jit(lambda array: [part.dense(jnp.float32) for part in columns(array)])(array)
+    np.testing.assert_array_equal(interleaved(parts), expected)
+
+
+@pytest.mark.parametrize("levels", [1, 5, 16, 40])
+@pytest.mark.parametrize("codes", ["uint8", "int4", "int32"])
+def test_codes_of_any_width_look_their_levels_up(codes: str, levels: int) -> None:
+    drawn = np.arange(24).reshape(4, 6) % min(levels, jnp.iinfo(codes).max + 1)
+    codebook = np.random.default_rng(0).normal(size=levels).astype(np.float32)
+    weight = Stored(jnp.asarray(drawn, codes), jnp.ones((1, 1)), None, jnp.asarray(codebook))
+    parts = jax.jit(lambda weight: [part.dense(jnp.float32) for part in columns(weight)])(weight)
+    np.testing.assert_array_equal(interleaved(parts), codebook[drawn])
+
+
+# What stands below is beyond the contract's small calls: each form that a config or the rows choose, on one weight.
+FORMS = {
+    "fused": (1, QuantizedConfig(fused_rows=2, block_bytes=2**20)),
+    "dense": (3, QuantizedConfig(fused_rows=0, block_bytes=2**20)),
+    "blocks": (3, QuantizedConfig(fused_rows=0, block_bytes=2**9)),
+    "blocks_in_tiles": (3, QuantizedConfig(fused_rows=0, block_bytes=2**11)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_forms_agree(tiles: int, dtype: str, form: str) -> None:
+    rows, config = FORMS[form]
+    rng = np.random.default_rng(0)
+    codes = jnp.asarray(rng.integers(-7, 8, size=(64, 32)), dtype)
+    zeros = jnp.asarray(rng.integers(-3, 4, size=(tiles, 32)), jnp.int8)
+    weight = Stored(codes, jnp.asarray(rng.uniform(1, 2, size=(tiles, 32)), jnp.float32), zeros)
+    x = jnp.asarray(rng.normal(size=(rows, 64)), jnp.float32)
+    implementation = dataclasses.replace(CPU_QUANTIZED, configs=(config,))
+    found = jax.jit(lambda x, weight: ops.linear(x, weight, implementation=implementation))(x, weight)
+    np.testing.assert_allclose(found, x @ ops.dequantize(weight, jnp.float32), rtol=2e-5, atol=2e-4)
+    program = str(jax.make_jaxpr(lambda x, weight: ops.linear(x, weight, implementation=implementation))(x, weight))
+    assert ("scan" in program) == form.startswith("blocks") and ("dot_general" in program) == (form != "fused")
+
+
+def test_integers_are_multiplied_as_integers_in_long_tiles_only() -> None:
+    def program(tile: int) -> str:
+        x = Stored(jnp.ones((3, 256), jnp.int8), jnp.ones((3, 256 // tile)))
+        weight = Stored(jnp.ones((256, 8), jnp.int4), jnp.ones((256 // tile, 8)))
+        return str(jax.make_jaxpr(lambda *operands: ops.linear(*operands, implementation=CPU_QUANTIZED))(x, weight))
+
+    assert "preferred_element_type=int32" in program(256) and "preferred_element_type=int32" in program(64)
+    assert "preferred_element_type=int32" not in program(32)
+
+
+def test_tiles_of_x_and_weight_that_differ() -> None:
+    rng = np.random.default_rng(0)
+
+    def drawn(shape: tuple[int, int], scales: tuple[int, int]) -> Stored:
+        codes, zeros = (rng.integers(-100, 101, size=size) for size in (shape, scales))
+        scale = jnp.asarray(rng.uniform(1, 2, size=scales), jnp.float32)
+        return Stored(jnp.asarray(codes, jnp.int8), scale, jnp.asarray(zeros, jnp.int8))
+
+    x, weight = drawn((3, 384), (3, 2)), drawn((384, 8), (3, 4))
+    found = ops.linear(x, weight, implementation=CPU_QUANTIZED)
+    expected = np.asarray(ops.dequantize(x, "float32"), float) @ np.asarray(ops.dequantize(weight, "float32"), float)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+def test_it_leaves_plain_and_double_precision_calls_to_others() -> None:
+    weight = Stored(jnp.ones((4, 2), jnp.int8), jnp.ones((1, 2)))
+    with pytest.raises(UnsupportedOp, match="no operand is quantized"):
+        ops.linear(jnp.ones((3, 4)), jnp.ones((4, 2)), implementation="cpu_quantized")
+    with jax.enable_x64(True), pytest.raises(UnsupportedOp, match="float64"):
+        ops.linear(jnp.ones((3, 4), jnp.float64), weight, implementation="cpu_quantized")

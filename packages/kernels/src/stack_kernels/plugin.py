@@ -7,9 +7,12 @@ STACK_ABI_MINOR = 0
 
 # One line an implementation: "op/implementation", and the attribute of stack_kernels that holds it.
 _OPS: dict[str, str] = {
+    "attention/cpu": "attention.cpu:CPU",
     "gated_linear_unit/cpu": "gated_linear_unit.cpu:CPU",
+    "gated_linear_unit/cpu_quantized": "gated_linear_unit.cpu_quantized:CPU_QUANTIZED",
     "linear/cpu": "linear.cpu:CPU",
     "linear/cpu_quantized": "linear.cpu_quantized:CPU_QUANTIZED",
+    "linear_cross_entropy/cpu": "linear_cross_entropy.cpu:CPU",
 }
 
 

@@ -1,0 +1,73 @@
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core import ops
+from stack_core.testing import OpCheck, op_checks
+from stack_kernels.linear_cross_entropy.cpu import CPU, Chunks
+
+SMALL = dataclasses.replace(CPU, configs=(Chunks(chunk_rows=5, tile_bytes=16 * 5 * 4),))
+
+
+@pytest.mark.parametrize("check", op_checks("linear_cross_entropy"), ids=str)
+def test_contract(check: OpCheck) -> None:
+    check(CPU)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        check
+        for check in op_checks("linear_cross_entropy")
+        if check.aspect == "float32" and check.case.name not in {"large_vocabulary", "odd_sizes", "empty_rows"}
+    ],
+    ids=str,
+)
+def test_tiles_that_overlap_and_a_chunk_that_is_not_filled(check: OpCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The contract's 37 columns make three tiles of 16, and its 14 rows three chunks of 5."""
+    monkeypatch.setattr("stack_kernels.linear_cross_entropy.cpu._SMALL_BYTES", 0)
+    check(SMALL)
+
+
+def test_a_nearly_certain_label_has_an_accurate_gradient_in_bf16() -> None:
+    """Of the probability's distance from 1, not of the rounded probability."""
+    hidden, weight = jnp.ones((4, 1), jnp.bfloat16), jnp.zeros((1, 37), jnp.bfloat16).at[0, 5].set(12)
+    of_weight = jax.grad(lambda w: ops.linear_cross_entropy(hidden, w, jnp.full(4, 5), implementation=SMALL))(weight)
+    expected = -36 * np.exp(-12) / (1 + 36 * np.exp(-12))
+    np.testing.assert_allclose(of_weight[0, 5].astype(jnp.float32), expected, rtol=2e-2)
+
+
+def test_a_label_whose_tile_has_no_part_in_the_sum_still_has_its_gradient() -> None:
+    hidden, weight = jnp.ones((2, 1)), jnp.zeros((1, 37)).at[0, 20].set(500.0)
+    loss, of_weight = jax.value_and_grad(
+        lambda w: ops.linear_cross_entropy(hidden, w, jnp.array([3, 20]), implementation=SMALL)
+    )(weight)
+    np.testing.assert_allclose(loss, 250, rtol=1e-6)
+    np.testing.assert_allclose(
+        of_weight[0], np.zeros(37) + 0.5 * (np.arange(37) == 20) - 0.5 * (np.arange(37) == 3), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("label", [-1, 37, 2**30])
+def test_a_label_outside_the_vocabulary_makes_its_loss_nan(label: int) -> None:
+    losses = ops.linear_cross_entropy(
+        jnp.ones((3, 2)), jnp.ones((2, 37)), jnp.array([0, label, -100]), reduction="none", implementation=SMALL
+    )
+    assert np.isnan(losses).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_logits_are_never_whole(reduction: str) -> None:
+    rows, vocab = 2048, 50_000
+    operands = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((rows, 16), (16, vocab))]
+
+    def total(hidden: Any, weight: Any) -> Any:
+        labels = jnp.zeros(rows, jnp.int32)
+        return jnp.sum(ops.linear_cross_entropy(hidden, weight, labels, reduction=reduction, implementation=CPU))
+
+    compiled = jax.jit(jax.grad(total, argnums=(0, 1))).lower(*operands).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * rows * vocab // 3

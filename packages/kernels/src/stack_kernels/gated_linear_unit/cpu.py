@@ -9,7 +9,7 @@ from jax import lax
 from stack_core.abi import AUTODIFF, OpImplementation
 from stack_core.ops.building import ACTIVATIONS, accurate_dtype, vary_alike
 from stack_kernels.cpu import on_cpu_unquantized
-from stack_kernels.linear.product import product, row_gradient, transposed, weight_gradient
+from stack_kernels.linear.product import row_gradient, times, transposed, weight_gradient
 
 __all__ = ["CPU"]
 
@@ -28,7 +28,7 @@ def _gated_linear_unit(activation: str, rows: Any, w_gate: Any, w_up: Any) -> An
 
 def _forward(activation: str, rows: Any, w_gate: Any, w_up: Any) -> Any:
     """What the backward pass finds saved: x and the two products, in their dtype; f(x G) is computed again."""
-    gate, up = product(rows, w_gate, rows.dtype), product(rows, w_up, rows.dtype)
+    gate, up = times(rows, w_gate, rows.dtype), times(rows, w_up, rows.dtype)
     accurate = accurate_dtype(rows.dtype)
     gated = ACTIVATIONS[activation](gate.astype(accurate)) * up.astype(accurate)
     return gated.astype(rows.dtype), (rows, w_gate, w_up, gate, up)

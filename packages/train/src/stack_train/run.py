@@ -30,7 +30,7 @@ __all__ = ["build_trainer", "traced_step", "train"]
 
 # What a run learns may not change when it is resumed; how long it goes on, where it lies and what it writes may.
 _FIXED = ("model", "data", "objective", "optimizer", "trainer.accumulation_steps", "trainer.seed")
-_FREE = ("data.prefetch_batches", "model.remat")
+_FREE = ("data.prefetch_batches", "model.remat", "model.unroll")
 # Where the sizes of logical axes are set that are no fields of a model's config.
 _SIZES = {"batch": ("data.batch_size", "trainer.accumulation_steps"), "seq": ("data.seq_tokens",)}
 

@@ -95,7 +95,7 @@ VALUE_CHANGES = {
 
 
 def test_every_config_field_is_covered_here():
-    elsewhere = {"family", "max_positions", "remat"}
+    elsewhere = {"family", "max_positions", "remat", "unroll"}
     assert {field.name for field in dataclasses.fields(LlamaConfig)} == {*SHAPE_CHANGES, *VALUE_CHANGES, *elsewhere}
 
 
@@ -135,6 +135,17 @@ def test_remat_leaves_the_gradient_as_it_is(remat):
     expected, actual = (jax.jit(jax.grad(loss))(build(remat=policy)) for policy in ("none", remat))
     for left, right in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-7)
+
+
+def test_unrolled_layers_stand_in_no_loop_and_have_the_same_gradient():
+    def loops(model):
+        return jax.jit(lambda model: model(*tokens_and_positions())).lower(model).as_text().count("stablehlo.while")
+
+    assert loops(build(unroll=True)) == loops(build()) - 1
+    for remat in ("none", "full"):
+        expected, actual = (jax.jit(jax.grad(loss))(build(unroll=unroll, remat=remat)) for unroll in (False, True))
+        for left, right in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
+            np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-7)
 
 
 def test_blocks_are_traced_once_whatever_their_number(monkeypatch):

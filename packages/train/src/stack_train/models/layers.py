@@ -88,6 +88,7 @@ def scan_layers(
     inputs: Any,
     *,
     remat: RematPolicy,
+    unroll: bool,
 ) -> tuple[Any, Any]:
     """Runs stacked layers one after the other, traced once for all of them.
 
@@ -97,6 +98,8 @@ def scan_layers(
       remat: what the backward pass finds saved of each layer's forward pass. "none": everything it needs, without any
         `jax.checkpoint`; "dots": matrix products; "dots_no_batch": matrix products without batch axes, so none of
         attention's; "full": the layer's input alone. The rest is computed again.
+      unroll: compile every layer by itself and no loop, which would copy what it saves of each layer in and out of
+        arrays of all layers.
 
     Returns:
       The last carry, and the outputs stacked [layers, ...].
@@ -108,5 +111,5 @@ def scan_layers(
         return body(nnx.merge(graph, layer_state), carry, layer_input)
 
     if remat != "none":
-        step = jax.checkpoint(step, policy=_SAVED[remat], prevent_cse=False)  # scan itself keeps the body apart
-    return jax.lax.scan(step, carry, (state, inputs))
+        step = jax.checkpoint(step, policy=_SAVED[remat], prevent_cse=unroll)  # a loop itself keeps the body apart
+    return jax.lax.scan(step, carry, (state, inputs), unroll=unroll)

@@ -45,6 +45,7 @@ class LlamaConfig:
       dtype: what activations are computed in.
       param_dtype: what parameters are held in.
       remat: what the backward pass computes again; see `scan_layers`.
+      unroll: train on layers that are compiled one by one: steps of few layers take less time on CPUs, compilation more.
     """
 
     family: Literal["llama"] = "llama"
@@ -66,6 +67,7 @@ class LlamaConfig:
     dtype: FloatName = "bfloat16"
     param_dtype: FloatName = "float32"
     remat: RematPolicy = "none"
+    unroll: bool = False
 
     def __post_init__(self) -> None:
         if self.head_dim is None and self.embed % self.heads:
@@ -211,7 +213,8 @@ class Llama(nnx.Module):
             return block(x, positions, segment_ids, cache, layer_cache)
 
         layers = None if cache is None else cache.layers
-        x, layers = scan_layers(run, self.blocks, x, layers, remat=self.config.remat)
+        unroll = self.config.unroll and cache is None  # a loop updates a cache in place
+        x, layers = scan_layers(run, self.blocks, x, layers, remat=self.config.remat, unroll=unroll)
         normed: Any = ops.norm(x, self.norm[...], epsilon=self.config.norm_epsilon)
         hidden = gathered(normed)
         return hidden if cache is None else (hidden, cache.advance(layers, tokens.shape[1]))

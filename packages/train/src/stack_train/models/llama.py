@@ -45,7 +45,7 @@ class LlamaConfig:
       dtype: what activations are computed in.
       param_dtype: what parameters are held in.
       remat: what the backward pass computes again; see `scan_layers`.
-      unroll: train on layers that are compiled one by one: steps of few layers take less time on CPUs, compilation more.
+      unroll: train on layers that are compiled one by one: on CPUs steps of few layers are faster, compilation slower.
     """
 
     family: Literal["llama"] = "llama"

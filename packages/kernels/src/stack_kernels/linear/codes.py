@@ -66,6 +66,9 @@ def columns(weight: QuantizedArray) -> tuple[Columns, ...]:
     if view.qvalue.dtype.name not in _FOUR_BITS or d_out % 2:
         decode = _decoder(view.qvalue.dtype, view.codebook)
         return (Columns(_stored(view.qvalue), decode, scale, zero_point),)
+    if view.qvalue.dtype == jnp.float4_e2m1fn:  # Their doubles are integers.
+        scale = scale * np.float32(0.5)
+        zero_point = None if zero_point is None else zero_point.astype(jnp.float32) * np.float32(2)
     pairs = view.qvalue.reshape(-1, d_out // 2, 2)
     stored = lax.bitcast_convert_type(pairs, jnp.int8)
     return tuple(
@@ -127,7 +130,7 @@ def _nibble_decoder(dtype: jnp.dtype, codebook: jax.Array | None, half: int) -> 
         return (pair >> np.int8(4) if half else pair) & np.int8(15)
 
     if dtype.name == "float4_e2m1fn":
-        return lambda pair: _from_e2m1fn(unsigned(pair))
+        return lambda pair: _twice_e2m1fn(unsigned(pair))
     integer = signed if dtype.name == "int4" else unsigned
     return integer if codebook is None else lambda pair: _looked_up(integer(pair), codebook)
 
@@ -148,7 +151,7 @@ def _looked_up(codes: jax.Array, codebook: jax.Array) -> jax.Array:
     return jnp.broadcast_to(chosen[0], codes.shape)
 
 
-# An fp8 or fp4 code, shifted, is an fp16 number with the same sign, exponent and mantissa but another bias, subnormals
+# An fp8 code, shifted, is an fp16 number with the same sign, exponent and mantissa but another bias, subnormals
 # included: what remains is a product with the power of two between the biases.
 
 
@@ -167,7 +170,9 @@ def _from_e4m3fn(codes: jax.Array) -> jax.Array:
 _FROM_BYTES = {"float8_e4m3fn": _from_e4m3fn, "float8_e5m2": _from_e5m2}
 
 
-def _from_e2m1fn(nibbles: jax.Array) -> jax.Array:
-    bits = nibbles.astype(jnp.int16)
-    half = ((bits & np.int16(8)) << np.int16(12)) | ((bits & np.int16(7)) << np.int16(9))
-    return lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * np.float32(2.0**14)
+def _twice_e2m1fn(nibbles: jax.Array) -> jax.Array:
+    """0, 1, 2, 3, 4, 6, 8, 12 for the magnitudes 0 to 7, with the sign of bit 3."""
+    magnitude = nibbles & np.int8(7)
+    value = magnitude + jnp.maximum(magnitude - np.int8(4), np.int8(0))
+    value = value + jnp.where(magnitude == np.int8(7), np.int8(2), np.int8(0))
+    return jnp.where(nibbles > np.int8(7), -value, value)

@@ -18,7 +18,7 @@ from stack_kernels.linear.codes import Columns, columns, dequantized, interleave
 from stack_kernels.linear.integer_dot import has_integer_dot, integer_dot
 from stack_kernels.linear.product import product
 
-__all__ = ["CPU_QUANTIZED", "QuantizedConfig", "quantized_product", "supports_quantized"]
+__all__ = ["CONFIGS", "CPU_QUANTIZED", "QuantizedConfig", "quantized_product", "supports_quantized"]
 
 _FUSED_TERMS = (16, 8, 4)
 _FEW_ROWS = 64
@@ -38,7 +38,7 @@ class QuantizedConfig:
 
 
 # XLA of jax 0.10 does not vectorize the fused loop.
-_CONFIGS = (
+CONFIGS = (
     QuantizedConfig(fused_rows=2 if jax.__version_info__ >= (0, 11) else 0, block_bytes=2**20),
     QuantizedConfig(fused_rows=0, block_bytes=2**20),
     QuantizedConfig(fused_rows=4, block_bytes=2**22),
@@ -200,5 +200,5 @@ CPU_QUANTIZED = OpImplementation(
     function=_linear,
     supports=supports_quantized,
     vjp=AUTODIFF,
-    configs=_CONFIGS,
+    configs=CONFIGS,
 )

@@ -63,10 +63,12 @@ def check_comparable(baseline: Results, chip: Chip, calls: Iterable[tuple[str, .
             f"The baseline {where!r} was measured on {baseline.chip_name}, and this is {here}; ratios to the reference "
             "differ there. Compare with a baseline of this chip, which `stack bench ops --json FILE` makes."
         )
-    known = {row.key: row.title for row in baseline.rows}
-    if known.keys().isdisjoint(calls):
+    titles = {row.key: row.title for row in baseline.rows}
+    if titles.keys().isdisjoint(calls):
+        has = f"{len(titles)}, such as {next(iter(titles.values()))!r}" if titles else "none at all"
         raise BenchmarkError(
-            f"The baseline {where!r} has none of the calls that were asked for. It has: {', '.join(known.values())}."
+            f"The baseline {where!r} has none of the calls that were asked for; it has {has}. Ask for what it has, or "
+            "make a baseline with the same options."
         )
 
 

@@ -57,6 +57,7 @@ class _Llama:
     vocab: int
     batch: int
     seq: int
+    long_seq: int
 
     @property
     def tokens(self) -> int:
@@ -64,8 +65,8 @@ class _Llama:
 
 
 _MODELS = (
-    _Llama("66m", 512, 2048, 8, 8, 64, 32000, batch=4, seq=512),
-    _Llama("8b", 4096, 14336, 32, 8, 128, 128256, batch=1, seq=4096),
+    _Llama("66m", 512, 2048, 8, 8, 64, 32000, batch=4, seq=512, long_seq=4096),
+    _Llama("8b", 4096, 14336, 32, 8, 128, 128256, batch=1, seq=4096, long_seq=16384),
 )
 _DECODED_ROWS = 8
 _CACHED_KEYS = 2048
@@ -91,7 +92,7 @@ def _attention_cases(of: _Llama) -> list[BenchCase]:
 
     return [
         BenchCase("attention", of.name, "causal", sizes(of.batch, of.seq, of.seq), {"causal": True}),
-        BenchCase("attention", of.name, "causal 4k", sizes(1, 4096, 4096), {"causal": True}),
+        BenchCase("attention", of.name, "causal, long", sizes(1, of.long_seq, of.long_seq), {"causal": True}),
         BenchCase("attention", of.name, "decode", sizes(_DECODED_ROWS, 1, _CACHED_KEYS), gradient=False),
         BenchCase("paged_attention", of.name, "decode", _paged(of, queries=1), gradient=False),
         BenchCase("paged_attention", of.name, "prefill", _paged(of, queries=256), gradient=False),
@@ -169,7 +170,7 @@ def _other_cases(of: _Llama) -> list[BenchCase]:
 
     def gated(rng: np.random.Generator) -> Mapping[str, Any]:
         drawn = dict(_normal(query=heads, key=heads, value=heads)(rng))
-        drawn["key"] /= np.linalg.norm(drawn["key"], axis=-1, keepdims=True)
+        drawn["key"] = drawn["key"] / np.linalg.norm(drawn["key"], axis=-1, keepdims=True)
         gates = {"decay": -rng.random(heads[:3], np.float32), "beta": rng.random(heads[:3], np.float32)}
         return {**drawn, **gates}
 

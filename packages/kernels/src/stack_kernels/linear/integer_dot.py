@@ -97,16 +97,10 @@ def _sum_over_tiles(left: _Part, right: _Part, tiles: int) -> jax.Array:
     if tiles == 1:
         return _of_one_tile(left, right)
     rows, width = left.codes.shape[0], right.codes.shape[1]
-
-    def of_left(part: jax.Array | None) -> jax.Array | None:
-        return None if part is None else _repeated(part, tiles, 1).T[:, :, None]
-
-    def of_right(part: jax.Array | None) -> jax.Array | None:
-        return None if part is None else _repeated(part, tiles, 0)[:, None, :]
-
-    codes = left.codes.reshape(rows, tiles, -1).swapaxes(0, 1)
-    lefts = _Part(codes, of_left(left.scale), of_left(left.zero_point))
-    rights = _Part(right.codes.reshape(tiles, -1, width), of_right(right.scale), of_right(right.zero_point))
+    of_left = jax.tree.map(lambda part: _repeated(part, tiles, 1).T[:, :, None], (left.scale, left.zero_point))
+    of_right = jax.tree.map(lambda part: _repeated(part, tiles, 0)[:, None, :], (right.scale, right.zero_point))
+    lefts = _Part(left.codes.reshape(rows, tiles, -1).swapaxes(0, 1), *of_left)
+    rights = _Part(right.codes.reshape(tiles, -1, width), *of_right)
 
     def add_tile(total: jax.Array, tile: tuple[_Part, _Part]) -> tuple[jax.Array, None]:
         return total + _of_one_tile(*tile), None

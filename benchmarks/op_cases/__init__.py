@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["Case", "forward_and_gradient", "normal"]
+__all__ = ["TOLERANCES", "Case", "forward_and_gradient", "normal"]
 
-_TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
+TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Case:
 
     def allowed(self, dtype: Any) -> float:
         """The tolerance of an array of that dtype."""
-        return _TOLERANCES[str(dtype)] if self.tolerance is None else self.tolerance
+        return TOLERANCES[str(dtype)] if self.tolerance is None else self.tolerance
 
 
 def _cotangent(output: jax.Array) -> jax.Array:

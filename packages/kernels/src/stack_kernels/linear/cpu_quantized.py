@@ -37,10 +37,10 @@ class QuantizedConfig:
     block_bytes: int
 
 
-# XLA of jax 0.10 does not vectorize the fused loop.
+_FUSED_ROWS = 2 if jax.__version_info__ >= (0, 11) else 0  # XLA of jax 0.10 does not vectorize that loop.
 CONFIGS = (
-    QuantizedConfig(fused_rows=2 if jax.__version_info__ >= (0, 11) else 0, block_bytes=2**20),
-    QuantizedConfig(fused_rows=0, block_bytes=2**20),
+    QuantizedConfig(fused_rows=_FUSED_ROWS, block_bytes=2**20),
+    QuantizedConfig(fused_rows=2 - _FUSED_ROWS, block_bytes=2**20),
     QuantizedConfig(fused_rows=4, block_bytes=2**22),
 )
 
@@ -111,8 +111,7 @@ def _shape(array: Any) -> tuple[int, ...]:
 
 def _is_better_fused(x: Any, weight: Any, config: QuantizedConfig) -> bool:
     """Whether a product of two quantized operands is faster in floats: that of one row, or of few rows in tiles."""
-    view = weight.__stack_qview__()
-    tiles = math.lcm(view.scale.shape[0], x.__stack_qview__().scale.shape[-1])
+    tiles = math.lcm(weight.__stack_qview__().scale.shape[0], x.__stack_qview__().scale.shape[-1])
     most_rows = config.fused_rows if tiles > 1 else min(config.fused_rows, 1)
     return math.prod(_shape(x)[:-1]) <= most_rows and _fused_terms(columns(weight)[0]) > 0
 

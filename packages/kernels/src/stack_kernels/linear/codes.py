@@ -30,8 +30,8 @@ class Columns:
       stored: [d_in, columns], as they lie in memory.
       decode: elementwise from `stored`, or any part of it, to values: int8 or uint8 for integer codes of up to 8 bits
         that stand for themselves, else float32.
-      scale: float32[tiles, columns or 1].
-      zero_point: of the shape of `scale`, or None.
+      scale: float32[tiles, columns or 1], of the values as they are decoded.
+      zero_point: of the shape of `scale`, likewise, or None.
     """
 
     stored: jax.Array
@@ -61,14 +61,10 @@ def columns(weight: QuantizedArray) -> tuple[Columns, ...]:
     """
     view = weight.__stack_qview__()
     d_out = view.qvalue.shape[1]
-    scale = _spread(view.scale, d_out).astype(jnp.float32)
-    zero_point = None if view.zero_point is None else _spread(view.zero_point, d_out)
+    scale, zero_point = (None if part is None else _spread(part, d_out) for part in _in_units(view))
     if view.qvalue.dtype.name not in _FOUR_BITS or d_out % 2:
         decode = _decoder(view.qvalue.dtype, view.codebook)
         return (Columns(_stored(view.qvalue), decode, scale, zero_point),)
-    if view.qvalue.dtype == jnp.float4_e2m1fn:  # Their doubles are integers.
-        scale = scale * np.float32(0.5)
-        zero_point = None if zero_point is None else zero_point.astype(jnp.float32) * np.float32(2)
     pairs = view.qvalue.reshape(-1, d_out // 2, 2)
     stored = lax.bitcast_convert_type(pairs, jnp.int8)
     return tuple(
@@ -94,7 +90,18 @@ def dequantized(array: QuantizedArray, dtype: DTypeLike) -> jax.Array:
     """What `ops.dequantize` gives, sooner."""
     view = array.__stack_qview__()
     values = _decoder(view.qvalue.dtype, view.codebook)(_stored(view.qvalue))
-    return dequantize(_Shown(dataclasses.replace(view, qvalue=values, codebook=None)), dtype)
+    scale, zero_point = _in_units(view)
+    parts = {"qvalue": values, "scale": scale, "zero_point": zero_point, "codebook": None}
+    return dequantize(_Shown(dataclasses.replace(view, **parts)), dtype)
+
+
+def _in_units(view: QView) -> tuple[jax.Array, jax.Array | None]:
+    """The scale, times what decoded values must still be multiplied by, and the zero point over it."""
+    scale, zero_point = view.scale.astype(jnp.float32), view.zero_point
+    unit = np.float32(_UNITS.get(view.qvalue.dtype.name, 1))
+    if unit == 1:
+        return scale, zero_point
+    return scale * unit, None if zero_point is None else zero_point.astype(jnp.float32) / unit
 
 
 def _spread(part: jax.Array, d_out: int) -> jax.Array:
@@ -117,20 +124,21 @@ def _decoder(dtype: jnp.dtype, codebook: jax.Array | None) -> Callable[[jax.Arra
     if jnp.issubdtype(dtype, jnp.integer):
         narrow = jnp.iinfo(dtype).bits < 8
         return (lambda codes: codes.astype(jnp.int8)) if narrow else (lambda codes: codes)
-    return _FROM_BYTES.get(dtype.name, lambda codes: codes.astype(jnp.float32))
+    unit = np.float32(_UNITS.get(dtype.name, 1))
+    return _FROM_BYTES.get(dtype.name, lambda codes: codes.astype(jnp.float32) / unit)
 
 
 def _nibble_decoder(dtype: jnp.dtype, codebook: jax.Array | None, half: int) -> Callable[[jax.Array], jax.Array]:
     """From int8 bytes that hold two codes of 4 bits, the first in the low half."""
 
     def signed(pair: jax.Array) -> jax.Array:
-        return (pair if half else pair << np.int8(4)) >> np.int8(4)
+        return pair >> np.int8(4) if half else (pair & np.int8(15) ^ np.int8(8)) - np.int8(8)
 
     def unsigned(pair: jax.Array) -> jax.Array:
         return (pair >> np.int8(4) if half else pair) & np.int8(15)
 
     if dtype.name == "float4_e2m1fn":
-        return lambda pair: _twice_e2m1fn(unsigned(pair))
+        return _from_high_e2m1fn if half else _from_low_e2m1fn
     integer = signed if dtype.name == "int4" else unsigned
     return integer if codebook is None else lambda pair: _looked_up(integer(pair), codebook)
 
@@ -151,28 +159,33 @@ def _looked_up(codes: jax.Array, codebook: jax.Array) -> jax.Array:
     return jnp.broadcast_to(chosen[0], codes.shape)
 
 
-# An fp8 code, shifted, is an fp16 number with the same sign, exponent and mantissa but another bias, subnormals
-# included: what remains is a product with the power of two between the biases.
+# An fp8 or fp4 code, shifted, is an fp16 number with the same sign, exponent and mantissa but another bias, subnormals
+# included. The power of two between the biases goes into the scale. Widening and shifting to the right copy the sign, and
+# a mask leaves one.
+
+_UNITS = {"float8_e4m3fn": 2.0**8, "float4_e2m1fn": 2.0**14}
+
+
+def _from_fp16_bits(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
 
 
 def _from_e5m2(codes: jax.Array) -> jax.Array:
-    half = codes.astype(jnp.int16) << np.int16(8)
-    return lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32)
+    return _from_fp16_bits(codes.astype(jnp.int16) << np.int16(8))
 
 
 def _from_e4m3fn(codes: jax.Array) -> jax.Array:
-    half = (codes.astype(jnp.int16) << np.int16(7)) & np.int16(-0x4001)  # of two copies of the sign, the first stays
-    value = lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * np.float32(2.0**8)
+    value = _from_fp16_bits((codes.astype(jnp.int16) << np.int16(7)) & np.int16(-0x4001))
     is_nan = (codes & np.int8(0x7F)) == np.int8(0x7F)
     return jnp.where(is_nan, np.float32(np.nan), value)
 
 
+def _from_high_e2m1fn(pair: jax.Array) -> jax.Array:
+    return _from_fp16_bits((pair.astype(jnp.int16) << np.int16(5)) & np.int16(-0x7200))
+
+
+def _from_low_e2m1fn(pair: jax.Array) -> jax.Array:
+    return _from_fp16_bits(((pair.astype(jnp.int16) << np.int16(12)) >> np.int16(3)) & np.int16(-0x7200))
+
+
 _FROM_BYTES = {"float8_e4m3fn": _from_e4m3fn, "float8_e5m2": _from_e5m2}
-
-
-def _twice_e2m1fn(nibbles: jax.Array) -> jax.Array:
-    """0, 1, 2, 3, 4, 6, 8, 12 for the magnitudes 0 to 7, with the sign of bit 3."""
-    magnitude = nibbles & np.int8(7)
-    value = magnitude + jnp.maximum(magnitude - np.int8(4), np.int8(0))
-    value = value + jnp.where(magnitude == np.int8(7), np.int8(2), np.int8(0))
-    return jnp.where(nibbles > np.int8(7), -value, value)

@@ -193,6 +193,13 @@ def test_gradients_decide_both_passes_where_they_were_measured() -> None:
     assert _name(table, BACKWARD, forward=TunedChoice("b", None, "")) == "b"
 
 
+def test_gradients_alone_decide_the_forward_pass_too() -> None:
+    wholes = _measured({"a": 9e-3, "b": 5e-3}, BACKWARD, whole=True)
+    assert _name(_table(wholes), _call()) == "b"
+    new = CANDIDATES | {"new": _implementation("new", priority=3)}
+    assert _choice(_table(wholes), _call(), new) is None
+
+
 def test_a_backward_pass_of_its_own_joins_the_fastest_forward_pass() -> None:
     table = _table(
         _measured({"a": 1e-3, "b": 2e-3}),

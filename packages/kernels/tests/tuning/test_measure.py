@@ -47,6 +47,11 @@ def test_the_first_calls_do_not_count_and_the_others_take_turns(clock: Clock) ->
     assert not found.interrupted and not found.out_of_time
 
 
+def test_what_was_called_before_is_called_once_before_it_counts(clock: Clock) -> None:
+    measure({"a": clock.candidate("a", 1.0)}, rounds=2, compiled=True)
+    assert clock.log == ["a"] * 3
+
+
 def test_a_call_that_is_too_short_for_the_clock_is_repeated(clock: Clock) -> None:
     found = measure({"short": clock.candidate("s", 1e-5)}, rounds=2, stop_early=False)
     assert len(clock.log) == 2 + 2 * 100

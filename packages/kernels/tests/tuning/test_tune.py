@@ -231,6 +231,19 @@ def test_the_most_expensive_calls_come_first_and_the_budget_ends_it(
     assert {dict(found.case.shape.sizes)["rows"] for found in report.table.measurements} == {240}
 
 
+def test_forward_passes_that_decide_nothing_come_last(register: Callable[..., None]) -> None:
+    """Where every candidate is timed with its gradient, the forward pass alone is not needed for the choice."""
+    register(SLOW, FAST)
+    differentiated = tune(jax.grad(loss), X, WEIGHT, budget_s=0.0)
+    assert [(job.case.direction, job.decides) for job in differentiated.jobs] == [
+        ("backward", True),
+        ("forward", False),
+    ]
+    assert [job.decides for job in tune(layer, X, WEIGHT, budget_s=0.0).jobs] == [True]
+    register(SLOW, linear("forward only", vjp=None))
+    assert all(job.decides for job in tune(jax.grad(loss), X, WEIGHT, budget_s=0.0).jobs)
+
+
 def test_ctrl_c_keeps_and_writes_what_was_measured(register: Callable[..., None]) -> None:
     def interrupted(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> Any:
         if x.shape[0] == 24:

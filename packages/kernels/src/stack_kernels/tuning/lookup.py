@@ -177,11 +177,9 @@ def _chosen(
     shape = shape_of(call)
     nearby = {direction: table.near(shape, direction) for direction in ("forward", "backward")}
     estimates = _estimates(nearby[call.direction], candidates)
-    if not estimates:
-        return None
     if forward is not None:
         return _advice(_seconds_after(forward, nearby["forward"], estimates), shape, beside=False)
-    gradients = _estimates(nearby["backward"], candidates, whole=True)
+    gradients = _estimates(nearby["backward"], candidates, whole=True, tried_before=bool(estimates))
     foreign_s = _fastest_foreign_s(nearby["backward"], candidates)
     pairs = {estimate: estimate.seconds for estimate in gradients}
     if foreign_s < math.inf:
@@ -190,21 +188,26 @@ def _chosen(
 
 
 def _estimates(
-    nearby: Sequence[_Near], candidates: Mapping[str, OpImplementation], *, whole: bool = False
+    nearby: Sequence[_Near],
+    candidates: Mapping[str, OpImplementation],
+    *,
+    whole: bool = False,
+    tried_before: bool = False,
 ) -> list[_Estimate]:
     """Of the candidates, at the nearest sizes where any was measured and those of the highest priority were tried.
 
     What was never tried may be faster than all that was: it stays the choice until it is measured too.
 
     Args:
-      whole: only those whose forward and backward pass are one function, whatever else was tried.
+      whole: only those whose forward and backward pass are one function.
+      tried_before: those of the highest priority were, in the other direction.
     """
     highest = max(candidate.priority for candidate in candidates.values())
     needed = {name for name, candidate in candidates.items() if candidate.priority == highest}
     for near in nearby:
         tried = {measurement.implementation for measurement in near.measurements}
         found = [estimate for estimate in _decoded(near, candidates) if estimate.measurement.whole or not whole]
-        if found and (whole or needed <= tried):
+        if found and (tried_before or needed <= tried):
             return found
     return []
 

@@ -114,9 +114,10 @@ class _Candidate:
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, compiled: bool) -> None:
         """Compiles, and then sees how long a call takes."""
-        jax.block_until_ready(self.call())
+        if not compiled:
+            jax.block_until_ready(self.call())
         started_s = time.perf_counter()
         jax.block_until_ready(self.call())
         duration_s = max(time.perf_counter() - started_s, 1e-9)
@@ -141,12 +142,13 @@ def measure(
     budget_s: float = math.inf,
     rounds: int = 15,
     stop_early: bool = True,
+    compiled: bool = False,
     on_round: Callable[[], None] | None = None,
 ) -> Measured[K]:
     """Times the candidates in turns.
 
     Each is first called twice, for its compilation and for its length; what raises then is left out. Ctrl-C ends the
-    measurement and keeps what there is.
+    measurement and keeps what there is. The first round is whole, whatever the budget.
 
     Args:
       candidates: functions without arguments, by any key; their results are waited for.
@@ -155,6 +157,7 @@ def measure(
       rounds: the most turns that one gets.
       stop_early: leave out in later rounds what is clearly slower than the fastest, and end when nothing else is left.
         Without, all candidates have equally many rounds.
+      compiled: they were called before, so that once is enough.
       on_round: called after each round, for progress.
     """
     end_s = time.perf_counter() + budget_s
@@ -168,7 +171,7 @@ def measure(
                 break
             candidate = _Candidate(call)
             try:
-                candidate.warm_up()
+                candidate.warm_up(compiled=compiled)
             except Exception as error:  # What is measured may fail in any way, and costs only itself.
                 errors[key] = error
                 continue

@@ -3,8 +3,9 @@
 import contextlib
 import datetime
 import importlib.metadata
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class Job:
       reason: why.
       cached: everything was known already.
       skipped: why it was not measured, or not to the end.
+      decides: the choice depends on it; not on a forward pass all of whose candidates were timed with their gradients.
     """
 
     case: Case
@@ -58,6 +60,7 @@ class Job:
     reason: str = ""
     cached: bool = False
     skipped: str = ""
+    decides: bool = True
 
     def __str__(self) -> str:
         return f"{self.case.shape.op} {self.case.direction} {self.case.shape}"
@@ -127,7 +130,7 @@ def tune(
         raise TuningError(f"{str(path)!r} is a table of {table.chip}, and this is {name}; name another file.")
     search = _Search(table, path, chip, started_s + budget_s, again=again)
     with use_chip(chip):
-        jobs = sorted(_jobs(ops.explain(fn, *args)), key=lambda job: -_weight_s(job, table, chip))
+        jobs = sorted(_jobs(ops.explain(fn, *args)), key=lambda job: (not job.decides, -_weight_s(job, table, chip)))
         if not jobs:
             raise TuningError("The function calls no op of stack_core.ops, so there is nothing to tune.")
         for number, job in enumerate(jobs):
@@ -165,7 +168,15 @@ def _jobs(explanation: Explanation) -> list[Job]:
                 gets, reason = Candidate(choice.implementation, choice.config), choice.reason
             job = Job(case, call, explained.calls, (explained.source,), gets, gets, reason, skipped=_untunable(call))
             jobs[case.key] = _together(jobs[case.key], job) if case.key in jobs else job
-    return [job for job in jobs.values() if job.calls]
+    return [replace(job, decides=_decides(job, jobs.values())) for job in jobs.values() if job.calls]
+
+
+def _decides(job: Job, jobs: Iterable[Job]) -> bool:
+    if job.case.direction == "backward":
+        return True
+    gradients = [other for other in jobs if other.case.key[:3] == job.case.key[:3] and other.case.gradients_of]
+    calls = (job.call, *(other.call for other in gradients))
+    return not gradients or not all(each.is_whole for call in calls for each in candidates_of(call))
 
 
 def _together(one: Job, other: Job) -> Job:
@@ -218,7 +229,9 @@ class _Search:
         self.out_of_time = self.out_of_time or left_s <= 0
         if self.interrupted or self.out_of_time:
             return replace(job, skipped="interrupted" if self.interrupted else "out of time")
-        weights = [_weight_s(each, self.table, self._chip) for each in (job, *later)]
+        # The square root, because much of the time goes into compilations, which cost alike.
+        alike = [each for each in (job, *later) if each.decides == job.decides]
+        weights = [math.sqrt(_weight_s(each, self.table, self._chip)) for each in alike]
         share_s = max(left_s * weights[0] / sum(weights), min(_FEWEST_S, left_s))
         found: list[Measurement] = []
         try:
@@ -272,7 +285,8 @@ class _Search:
             except Exception as error:  # A candidate may fail in any way, which is a result like others.
                 reason = f"{type(error).__name__}: {_first_line(error)}"
                 found.append(self._record(job, candidate, outcome="failed", reason=reason))
-        timed = measure(accepted, budget_s=max(end_s - time.perf_counter(), (1 - _TRYING_SHARE) * share_s))
+        budget_s = max(end_s - time.perf_counter(), (1 - _TRYING_SHARE) * share_s)
+        timed = measure(accepted, budget_s=budget_s, compiled=True)
         for candidate, error in timed.errors.items():
             found.append(self._record(job, candidate, outcome="failed", reason=_first_line(error)))
         for candidate, timing in timed.timings.items():

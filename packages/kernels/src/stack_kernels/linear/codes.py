@@ -160,8 +160,8 @@ def _looked_up(codes: jax.Array, codebook: jax.Array) -> jax.Array:
 
 
 # An fp8 or fp4 code, shifted, is an fp16 number with the same sign, exponent and mantissa but another bias, subnormals
-# included. The power of two between the biases goes into the scale. Widening and shifting to the right copy the sign, and
-# a mask leaves one.
+# included. The power of two between the biases goes into the scale. To widen and to shift right copies the sign; a mask
+# leaves one.
 
 _UNITS = {"float8_e4m3fn": 2.0**8, "float4_e2m1fn": 2.0**14}
 

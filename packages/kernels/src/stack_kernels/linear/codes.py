@@ -61,21 +61,18 @@ def columns(weight: QuantizedArray) -> tuple[Columns, ...]:
     """
     view = weight.__stack_qview__()
     d_out = view.qvalue.shape[1]
-    scale, zero_point = (None if part is None else _spread(part, d_out) for part in _in_units(view))
+    parts = jax.tree.map(lambda part: _spread(part, d_out), _in_units(view))
     if view.qvalue.dtype.name not in _FOUR_BITS or d_out % 2:
         decode = _decoder(view.qvalue.dtype, view.codebook)
-        return (Columns(_stored(view.qvalue), decode, scale, zero_point),)
+        return (Columns(_stored(view.qvalue), decode, *parts),)
     pairs = view.qvalue.reshape(-1, d_out // 2, 2)
     stored = lax.bitcast_convert_type(pairs, jnp.int8)
-    return tuple(
-        Columns(
-            stored,
-            _nibble_decoder(view.qvalue.dtype, view.codebook, half),
-            _half(scale, half),
-            None if zero_point is None else _half(zero_point, half),
-        )
-        for half in (0, 1)
-    )
+
+    def every_second(half: int) -> Columns:
+        decode = _nibble_decoder(view.qvalue.dtype, view.codebook, half)
+        return Columns(stored, decode, *jax.tree.map(lambda part: _half(part, half), parts))
+
+    return every_second(0), every_second(1)
 
 
 def interleaved(parts: list[jax.Array]) -> jax.Array:

@@ -61,6 +61,8 @@ def test_tables_are_exported_merged_and_listed(module: Path, capsys: pytest.Capt
     tune(merge=[folder / "two.json"], out=folder / "three.json")
     assert len({(folder / f"{name}.json").read_text() for name in ("one", "two", "three")}) == 1
     table = Table.read(folder / "one.json")
+    tune(out=folder / "one.json", export=folder)
+    assert Table.read(folder / table.chip.file_name) == table
     assert "cpu" in {found.implementation for found in table.measurements}
     tune(merge=[folder / "one.json"])
     (folder / "stack" / "tuned" / "damaged.json").write_text("{")

@@ -288,6 +288,19 @@ def test_what_is_missing_is_measured_beside_the_best_known(register: Callable[..
     assert _outcomes(report) == dict.fromkeys(("slow", "slower", "fast", "reference"), "measured")
 
 
+def test_two_processes_that_tune_at_once_keep_what_both_measured(register: Callable[..., None], tmp_path: Path) -> None:
+    register(SLOW)
+    path = tmp_path / "table.json"
+
+    def progress(done: int, total: int, what: str) -> None:
+        if done == 0:
+            tune(layer, jax.ShapeDtypeStruct((240, 16), "float32"), WEIGHT, out=path)
+
+    report = tune(layer, X, WEIGHT, out=path, progress=progress)
+    assert {dict(found.case.shape.sizes)["rows"] for found in report.table.measurements} == {24, 240}
+    assert Table.read(path) == report.table
+
+
 def test_what_nothing_else_supports_costs_no_time(register: Callable[..., None]) -> None:
     register()
     report = tune(jax.grad(loss), X, WEIGHT)

@@ -48,7 +48,7 @@ def tune(
       out: keep the results in this file instead, for `stack_kernels.tuned`.
       again: measure also what was measured before.
       merge: first take over the measurements of these files.
-      export: then write all that is known of this chip there.
+      export: then write all that is known of this chip there; in a folder, under the chip's name.
       json: print machine-readable results.
     """
     console = Console(highlight=False, soft_wrap=True)
@@ -62,7 +62,8 @@ def tune(
         with _progress() as progress:
             report = search(fn, *arguments, budget_s=budget_s, out=out, again=again, progress=progress)
     if export is not None:
-        _known_here(out).write(export)
+        table = _known_here(out)
+        table.write(export / table.chip.file_name if export.is_dir() else export)
     if json:
         print(json_format.dumps(_record(report) if report else _records(), indent=2))
     elif report:

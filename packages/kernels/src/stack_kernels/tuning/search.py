@@ -238,6 +238,8 @@ class _Search:
             skipped = self._measure(job, wanted, share_s, found)
         except KeyboardInterrupt:
             self.interrupted, skipped = True, "interrupted"
+        if self._path.exists():  # Another process may have written meanwhile.
+            self.table = Table.read(self._path).merge(self.table)
         self.table = self.table.merge(found)
         self.table.write(self._path)
         return replace(job, skipped=skipped)

@@ -156,7 +156,7 @@ class Table:
             raise TuningError(f"The tuned table {str(path)!r} cannot be read: {error}.") from error
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are among them
             raise TuningError(
-                f"The tuned table {str(path)!r} is damaged: {error}. Delete it, or tune again."
+                f"The tuned table {str(path)!r} is damaged: {error}. Delete it, and tune again."
             ) from error
         found = content.get("format") if isinstance(content, dict) else None
         if found != FORMAT:
@@ -170,7 +170,7 @@ class Table:
             return cls(ChipName(**content["chip"]), tuple(_measurements(content["cases"])))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise TuningError(
-                f"The tuned table {str(path)!r} is damaged: {type(error).__name__}: {error}. Delete it, or tune again."
+                f"The tuned table {str(path)!r} is damaged: {type(error).__name__}: {error}. Delete it, and tune again."
             ) from error
 
     def write(self, path: Path) -> None:

@@ -111,13 +111,15 @@ def _shape(array: Any) -> tuple[int, ...]:
 
 def _is_better_fused(x: Any, weight: Any, config: QuantizedConfig) -> bool:
     """Whether a product of two quantized operands is faster in floats: that of one row, or of few rows in tiles."""
-    tiles = math.lcm(weight.__stack_qview__().scale.shape[0], x.__stack_qview__().scale.shape[-1])
-    most_rows = config.fused_rows if tiles > 1 else min(config.fused_rows, 1)
-    return math.prod(_shape(x)[:-1]) <= most_rows and _fused_terms(columns(weight)[0]) > 0
+    *batch, d_in = _shape(x)
+    tiles = weight.__stack_qview__().scale.shape[0]
+    in_tiles = math.lcm(tiles, x.__stack_qview__().scale.shape[-1]) > 1
+    most_rows = config.fused_rows if in_tiles else min(config.fused_rows, 1)
+    return math.prod(batch) <= most_rows and _fused_terms(d_in // tiles) > 0
 
 
 def _weight_only(rows: jax.Array, part: Columns, dtype: jnp.dtype, config: QuantizedConfig) -> jax.Array:
-    terms = _fused_terms(part)
+    terms = _fused_terms(part.stored.shape[0] // part.scale.shape[0])
     if 0 < rows.shape[0] <= config.fused_rows and terms:
         return _fused(rows.astype(jnp.float32), part, terms).astype(dtype)
     blocks = _blocks(part, rows, config)
@@ -126,9 +128,8 @@ def _weight_only(rows: jax.Array, part: Columns, dtype: jnp.dtype, config: Quant
     return product(rows, part.dense(rows.dtype), dtype)
 
 
-def _fused_terms(part: Columns) -> int:
-    """How many entries of d_in the fused loop may add up before it scales them; 0 if it cannot be."""
-    tile_rows = part.stored.shape[0] // part.scale.shape[0]
+def _fused_terms(tile_rows: int) -> int:
+    """How many of a tile's entries along d_in the fused loop adds up before it scales them; 0 if none will do."""
     return next((terms for terms in _FUSED_TERMS if tile_rows % terms == 0), 0)
 
 

@@ -1,0 +1,50 @@
+"""Attention of few queries to many keys, as in decoding, with one product for all heads of a batch row.
+
+Keys [batch, kv_seq, kv_heads * head_dim] are read where they lie. Each query is as wide as all key heads, and zero but
+in its own head's part:
+
+    z[(h, i), j] = sum_(h', d) q[i, h, d] [h = h'] k[j, h', d]
+
+which is kv_heads times the work of a product for each head, and needs no transposed copy of keys and values. While the
+queries of all heads are few, such a copy takes longer than all else.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from stack_core.ops.building import accurate_dtype, contract, finish
+from stack_kernels.attention.tiles import Operands, Tiles, softmax_of
+
+__all__ = ["are_few", "attend_few"]
+
+_MOST_ROWS = 64
+
+
+def are_few(q_seq: int, heads: int) -> bool:
+    """Whether the queries of all heads are so few that the way of the keys from memory is what takes the time."""
+    return q_seq * heads <= _MOST_ROWS
+
+
+def attend_few(tiles: Tiles, operands: Operands, key: Any, value: Any) -> tuple[Any, Any]:
+    """What `attend` gives.
+
+    Args:
+      operands: as `attend` takes them.
+      key: [batch, kv_seq, kv_heads, head_dim], which is not read from `operands`; `value` likewise.
+    """
+    query = operands["query"]
+    batch, kv_heads, _, _, head_dim = query.shape
+    dtype, width = accurate_dtype(query.dtype), kv_heads * head_dim
+    own = jnp.eye(kv_heads, dtype=query.dtype)[None, :, None, None, :, None]
+    wide = (query[:, :, :, :, None, :] * own).reshape(batch, -1, width)
+    products = contract("bqe,bke->bqk", wide, key.reshape(batch, -1, width), dtype)
+    scores = tiles.scores(operands, products.reshape(*query.shape[:4], -1), operands["bias"], 0)
+
+    def weighed(weights: Any) -> Any:
+        narrow = weights.astype(value.dtype).reshape(batch, -1, weights.shape[-1])
+        sums = contract("bqk,bke->bqe", narrow, value.reshape(batch, -1, width), dtype)
+        of_heads = sums.reshape(*query.shape[:4], kv_heads, head_dim)
+        return jnp.sum(of_heads * own.astype(dtype), axis=4)
+
+    return finish(softmax_of(scores, weighed))

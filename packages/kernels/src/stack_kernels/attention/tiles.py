@@ -1,0 +1,261 @@
+"""Attention of a few batch rows, block of query rows by block of query rows, and its gradient.
+
+A block whose keys fit one tile takes their softmax at once; others carry a running softmax over their tiles. Few blocks
+are laid out one by one, each with just the keys that causality and a window leave it; many are one loop.
+
+Query-like arrays are [batch, kv_heads, group, rows, _], keys and values [batch, kv_heads, keys, head_dim]. Gradients of
+keys and values are summed transposed, [batch, kv_heads, head_dim, keys]: XLA's CPU backend runs a product that
+contracts the rows of both its operands at a third of the speed of others.
+
+Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691).
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stack_core.ops.building import (
+    RunningSoftmax,
+    accurate_dtype,
+    add_tile,
+    by_group,
+    contract,
+    empty_softmax,
+    finish,
+    masked_logits,
+    vary_alike,
+)
+
+__all__ = ["Operands", "Tiles", "attend", "gradients", "softmax_of"]
+
+Operands = Mapping[str, Any]
+
+_MOST_LAID_OUT = 8
+
+# The axes of each operand that follow the queries and the keys. An axis of size 1 stands for all.
+_QUERY_AXES = {"query": 3, "query_positions": 1, "bias": 3, "mask": 3, "q_segments": 1}
+_KEY_AXES = {"key": 2, "value": 2, "bias": 4, "mask": 4, "kv_segments": 1}
+
+# jax 0.10's CPU backend runs a bf16 product over more than 64 terms below the speed of fp32.
+_WIDE_WEIGHTS = jax.__version_info__ < (0, 11)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How attention is cut up, and how scores are made.
+
+    Attributes:
+      rows: queries of a block; divides the padded number of queries where blocks are not laid out.
+      keys: the most keys of a tile.
+      window: what is seen to the left and to the right of a query, in keys; None leaves a side open.
+      offset: the key position of query 0, None where it is known only when the program runs.
+    """
+
+    rows: int
+    keys: int
+    window: tuple[int | None, int | None]
+    offset: int | None
+    scale: float
+    softcap: float | None
+
+    def laid_out(self, q_seq: int) -> bool:
+        return self.offset is not None and q_seq <= _MOST_LAID_OUT * self.rows
+
+    def bounds(self, start: Any, operands: Operands) -> tuple[Any, Any]:
+        """The first key that queries of the block at `start` may see, and the one after the last; ints if known."""
+        kv_seq = operands["key"].shape[2]
+        left, right = self.window
+        if self.offset is not None and isinstance(start, int):
+            first_position, last_position = start + self.offset, start + self.rows - 1 + self.offset
+        else:
+            positions = _part(operands["query_positions"], 1, start, self.rows)
+            first_position, last_position = jnp.min(positions), jnp.max(positions)
+        low, high = (max, min) if isinstance(first_position, int) else (jnp.maximum, jnp.minimum)
+        first = 0 if left is None else low(first_position - left, 0)
+        stop = kv_seq if right is None else high(last_position + right + 1, kv_seq)
+        return first, stop
+
+    def scores(self, part: Operands, products: Any, bias: Any, first_key: Any) -> Any:
+        places = {name: x for name, x in part.items() if name not in {"query", "key", "value", "bias"}}
+        options = {"scale": self.scale, "softcap": self.softcap, "window": self.window}
+        return masked_logits(products, bias=bias, first_key=first_key, **places, **options)
+
+
+def attend(tiles: Tiles, operands: Operands) -> tuple[Any, Any]:
+    """The output in fp32, shaped as the query, and the log of the softmax's denominator."""
+    q_seq = operands["query"].shape[3]
+    if tiles.laid_out(q_seq):
+        starts = range(0, q_seq, tiles.rows)
+        outputs, lses = zip(*(_attend_block(tiles, operands, start) for start in starts), strict=True)
+        return jnp.concatenate(outputs, axis=3), jnp.concatenate(lses, axis=3)
+    blocks = lax.map(functools.partial(_attend_block, tiles, operands), jnp.arange(0, q_seq, tiles.rows))
+    return tuple(_in_rows(x) for x in blocks)
+
+
+def _in_rows(blocks: Any) -> Any:
+    """[blocks, batch, kv_heads, group, rows, ...] -> [batch, kv_heads, group, blocks * rows, ...]."""
+    ordered = jnp.moveaxis(blocks, 0, 3)
+    return ordered.reshape(*ordered.shape[:3], -1, *ordered.shape[5:])
+
+
+def _attend_block(tiles: Tiles, operands: Operands, start: Any) -> tuple[Any, Any]:
+    block = _rows_of(operands, start, min(tiles.rows, operands["query"].shape[3]))
+
+    def scores(part: Operands, first_key: Any) -> Any:
+        return tiles.scores(part, by_group("bhqd,bhkd->bhqk", part["query"], part["key"]), part["bias"], first_key)
+
+    first, stop = tiles.bounds(start, operands)
+    if isinstance(first, int) and isinstance(stop, int) and stop - first <= tiles.keys:
+        part = _keys_of(block, first, max(stop - first, 0))
+        return finish(softmax_of(scores(part, first), functools.partial(_weighed, value=part["value"])))
+
+    def visit(number: Any, state: RunningSoftmax) -> RunningSoftmax:
+        part = _keys_of(block, number * tiles.keys, tiles.keys)
+        return add_tile(state, scores(part, number * tiles.keys), part["value"])
+
+    state = vary_alike(empty_softmax(block["query"]), operands)[0]
+    return finish(_over_tiles(tiles, first, stop, visit, state))
+
+
+def _over_tiles(tiles: Tiles, first: Any, stop: Any, visit: Callable[..., Any], state: Any) -> Any:
+    return lax.fori_loop(first // tiles.keys, -(-stop // tiles.keys), visit, state)
+
+
+def softmax_of(scores: Any, weighed: Callable[[Any], Any]) -> RunningSoftmax:
+    """What `add_tile` makes of nothing and these scores; `weighed` sums the values with the weights it is given."""
+    largest = jnp.max(scores, axis=-1, initial=jnp.finfo(scores.dtype).min)
+    weights = jnp.exp(scores - largest[..., None])
+    return RunningSoftmax(largest, jnp.sum(weights, axis=-1), weighed(weights))
+
+
+def _weighed(weights: Any, value: Any) -> Any:
+    return by_group("bhqk,bhkd->bhqd", *_alike(weights, value))
+
+
+def _alike(weights: Any, other: Any) -> tuple[Any, Any]:
+    """Both in the dtype in which their product is fastest."""
+    dtype = weights.dtype if _WIDE_WEIGHTS else other.dtype
+    return weights.astype(dtype), other.astype(dtype)
+
+
+def gradients(tiles: Tiles, operands: Operands, output: Any, lse: Any, of_output: Any, of_lse: Any) -> dict[str, Any]:
+    """Gradients in fp32 of the query, the keys, the values and the bias; each tile's weights are formed again.
+
+    dz_ij = w_ij (do_i v_j - do_i o_i + dlse_i)        w_ij = exp(z_ij - lse_i)
+    """
+    query, key = operands["query"], operands["key"]
+    accurate, q_seq = accurate_dtype(query.dtype), query.shape[3]
+    products = of_output.astype(accurate) * output.astype(accurate)
+    by_query = {
+        "output": of_output,
+        "lse": jnp.maximum(lse, jnp.finfo(accurate).min),
+        "offset": jnp.where(lse > -jnp.inf, of_lse - jnp.sum(products, axis=-1), 0),
+    }
+    turned = {"query": query.swapaxes(3, 4), "output": of_output.swapaxes(3, 4)}
+    zeros = jnp.zeros((*key.shape[:2], key.shape[3], key.shape[2]), accurate)
+    shared = {"key": zeros, "value": zeros}
+    if operands["bias"] is not None:
+        shared["bias"] = jnp.zeros(operands["bias"].shape, accurate)
+    shared = vary_alike(shared, operands, by_query)[0]
+
+    def visit(shared: dict[str, Any], start: Any) -> tuple[dict[str, Any], Any]:
+        size = min(tiles.rows, q_seq)
+        mine = {name: _part(x, 3, start, size) for name, x in by_query.items()}
+        mine |= {f"turned_{name}": _part(x, 4, start, size) for name, x in turned.items()}
+        return _block_gradients(tiles, operands, mine, shared, start)
+
+    if tiles.laid_out(q_seq):
+        of_blocks = []
+        for start in range(0, q_seq, tiles.rows):
+            shared, of_block = visit(shared, start)
+            of_blocks.append(of_block)
+        of_query = jnp.concatenate(of_blocks, axis=3)
+    else:
+        shared, of_blocks = lax.scan(visit, shared, jnp.arange(0, q_seq, tiles.rows))
+        of_query = _in_rows(of_blocks)
+    turned_back = {name: shared[name].swapaxes(2, 3) for name in ("key", "value")}
+    return {**shared, **turned_back, "query": of_query}
+
+
+def _block_gradients(
+    tiles: Tiles, operands: Operands, mine: Operands, shared: dict[str, Any], start: Any
+) -> tuple[dict[str, Any], Any]:
+    """What a block of queries adds to the gradients of what it shares, and the gradient of its queries."""
+    size = mine["output"].shape[3]
+    block = _rows_of(operands, start, size)
+
+    def add(shared: dict[str, Any], of_query: Any, first_key: Any, keys: int) -> tuple[dict[str, Any], Any]:
+        added = _tile_gradients(tiles, _keys_of(block, first_key, keys), mine, first_key)
+        places = {"key": {3: first_key}, "value": {3: first_key}, "bias": {3: start, 4: first_key}}
+        of_query = added["query"] if of_query is None else of_query + added["query"]
+        return {name: _added(x, added[name], places[name]) for name, x in shared.items()}, of_query
+
+    first, stop = tiles.bounds(start, operands)
+    if isinstance(first, int) and isinstance(stop, int) and stop - first <= tiles.keys:
+        return add(shared, None, first, max(stop - first, 0))
+    zeros = jnp.zeros(block["query"].shape, accurate_dtype(block["query"].dtype))
+    carry = (shared, vary_alike(zeros, operands, mine)[0])
+
+    def visit(number: Any, carry: tuple[dict[str, Any], Any]) -> tuple[dict[str, Any], Any]:
+        return add(carry[0], carry[1], number * tiles.keys, tiles.keys)
+
+    return _over_tiles(tiles, first, stop, visit, carry)
+
+
+def _tile_gradients(tiles: Tiles, part: Operands, mine: Operands, first_key: Any) -> dict[str, Any]:
+    products = by_group("bhqd,bhkd->bhqk", part["query"], part["key"])
+    bias = None if part["bias"] is None else part["bias"].astype(products.dtype)  # so is its gradient, then
+    scores, scores_vjp = jax.vjp(lambda products, bias: tiles.scores(part, products, bias, first_key), products, bias)
+    weights = jnp.exp(scores - mine["lse"][..., None])
+    of_weights = by_group("bhqd,bhkd->bhqk", mine["output"], part["value"])
+    weights_in_product, turned_output = _alike(weights, mine["turned_output"])
+    # Formed once: each of the two is the operand of one product and the source of another pass.
+    weights_in_product = lax.optimization_barrier(weights_in_product)
+    of_products, of_bias = scores_vjp(
+        weights_in_product.astype(weights.dtype) * (of_weights + mine["offset"][..., None])
+    )
+    of_products, turned_query = _alike(of_products, mine["turned_query"])
+    of_products = lax.optimization_barrier(of_products)
+    return {
+        "query": by_group("bhqk,bhkd->bhqd", of_products, part["key"].astype(of_products.dtype)),
+        "key": _over_rows(turned_query, of_products),
+        "value": _over_rows(turned_output, weights_in_product),
+        "bias": of_bias,
+    }
+
+
+def _over_rows(left: Any, right: Any) -> Any:
+    """[batch, kv_heads, group, head_dim, rows] @ [batch, kv_heads, group, rows, keys], in fp32, over group and rows."""
+    flat_left = left.swapaxes(2, 3).reshape(*left.shape[:2], left.shape[3], -1)
+    flat_right = right.reshape(*right.shape[:2], -1, right.shape[-1])
+    return contract("bhdq,bhqk->bhdk", flat_left, flat_right, accurate_dtype(left.dtype))
+
+
+def _rows_of(operands: Operands, start: Any, size: int) -> dict[str, Any]:
+    return {name: _part(x, _QUERY_AXES.get(name), start, size) for name, x in operands.items()}
+
+
+def _keys_of(block: Operands, start: Any, size: int) -> dict[str, Any]:
+    return {name: _part(x, _KEY_AXES.get(name), start, size) for name, x in block.items()}
+
+
+def _part(x: Any, axis: int | None, start: Any, size: int) -> Any:
+    if x is None or axis is None or x.shape[axis] == 1:
+        return x
+    if isinstance(start, int):
+        return lax.slice_in_dim(x, start, min(start + size, x.shape[axis]), axis=axis)
+    return lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def _added(x: Any, part: Any, places: Mapping[int, Any]) -> Any:
+    """Adds a part at its place, by axis; along axes of size 1, which stand for all parts, everywhere."""
+    starts: list[Any] = [0] * x.ndim
+    for axis, start in places.items():
+        if x.shape[axis] > 1:
+            starts[axis] = start
+    return lax.dynamic_update_slice(x, lax.dynamic_slice(x, starts, part.shape) + part, starts)

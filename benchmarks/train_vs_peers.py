@@ -24,7 +24,12 @@ from peers.peer import Peer, Workload
 from report import RESULTS, circumstances, table, write
 
 OURS = stack_train.PEER
-PEERS = {"stack": OURS, "maxtext": maxtext.PEER, "pytorch": pytorch.PEER}
+PEERS = {
+    "stack": OURS,
+    "without_kernels": stack_train.WITHOUT_KERNELS,
+    "maxtext": maxtext.PEER,
+    "pytorch": pytorch.PEER,
+}
 COLUMNS = {
     "tokens_per_s": ("tokens/s", 1.0),
     "step_s": ("s a step", 1.0),

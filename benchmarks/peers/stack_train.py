@@ -1,4 +1,4 @@
-"""This repository's `stack train`, with core and train installed in the environment that runs the benchmark.
+"""This repository's `stack train`, with core, train and kernels installed in the environment that runs the benchmark.
 
 It trains on real text, whose tokenizer and tokens are in the cache before anything is measured; the others make up
 their data.
@@ -6,11 +6,12 @@ their data.
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from peers.peer import Command, Peer, Workload, run_quietly
 
-__all__ = ["PEER"]
+__all__ = ["PEER", "WITHOUT_KERNELS"]
 
 
 def _install(folder: Path, workload: Workload) -> Path:
@@ -30,6 +31,11 @@ def _command(python: Path, workload: Workload, steps: int) -> Command:
         log="run/metrics.jsonl",
         environment={"JAX_PLATFORMS": "cpu"},
     )
+
+
+def _command_without_kernels(python: Path, workload: Workload, steps: int) -> Command:
+    command = _command(python, workload, steps)
+    return replace(command, environment={**command.environment, "STACK_DISABLE_PLUGINS": "kernels"})
 
 
 def _arguments(python: Path, options: dict[str, object]) -> list[str]:
@@ -59,5 +65,11 @@ PEER = Peer(
     name="stack",
     install=_install,
     command=_command,
+    packages=("stack-core", "stack-train", "stack-kernels", "jax", "flax", "optax"),
+)
+WITHOUT_KERNELS = replace(
+    PEER,
+    name="stack without kernels",
+    command=_command_without_kernels,
     packages=("stack-core", "stack-train", "jax", "flax", "optax"),
 )

@@ -97,6 +97,14 @@ CALLS = (
         P(ROWS, None, "tensor"),
     ),
     Call(
+        "gated_linear_unit",
+        ops.gated_linear_unit,
+        (normal(8, 6, 32), int8(32, 24, tiles=4), int8(32, 24, tiles=1)),
+        (P(ROWS), Int8(P("fsdp", "tensor"), P("fsdp", "tensor")), Int8(P("fsdp", "tensor"), P(None, "tensor"))),
+        (P(ROWS), P(None, "tensor"), P(None, "tensor")),
+        P(ROWS, None, "tensor"),
+    ),
+    Call(
         "linear",
         lambda x, weight, bias, **o: ops.linear(x, weight, bias=bias, **o),
         (normal(8, 6, 32), normal(32, 24, scale=0.2), normal(24)),

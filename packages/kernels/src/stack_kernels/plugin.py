@@ -13,6 +13,7 @@ _OPS: dict[str, str] = {
     "linear/cpu": "linear.cpu:CPU",
     "linear/cpu_quantized": "linear.cpu_quantized:CPU_QUANTIZED",
     "linear_cross_entropy/cpu": "linear_cross_entropy.cpu:CPU",
+    "ragged_dot/cpu": "ragged_dot.cpu:CPU",
 }
 
 

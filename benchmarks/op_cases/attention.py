@@ -1,4 +1,4 @@
-"""A 66M Llama's training step, decoding, a window, and 4k to 32k tokens, where scores do not fit."""
+"""A 66M Llama's training steps and the quickstart's, short and long prompts, and one token against a cache."""
 
 from functools import partial
 from typing import Any
@@ -10,92 +10,56 @@ import numpy as np
 from op_cases import Case, forward_and_gradient, normal
 from stack_core import ops
 
-_OFTEN = 8192  # tokens up to which everything is compared, and exactly
+# batch, q_seq, kv_seq, heads, kv_heads, head_dim
+TRAINING = ((4, 512, 512, 8, 8, 64), (16, 128, 128, 3, 1, 64), (32, 32, 32, 8, 8, 64), (2, 256, 256, 8, 2, 128))
+LONG = ((1, 4096, 4096, 8, 8, 64), (1, 8192, 8192, 8, 8, 64))
+CROSS = ((2, 64, 512, 8, 8, 64),)
+DECODING = ((1, 1, 4096, 8, 8, 64), (8, 1, 1024, 8, 2, 64), (32, 1, 128, 8, 8, 64))
 
 
-def _ours(query: Any, key: Any, value: Any, *, window: int | None, implementation: Any = None, **options: Any) -> Any:
-    sides = None if window is None else (window, None)
-    return ops.attention(query, key, value, window=sides, implementation=implementation, **options)
+def _jnp(query: Any, key: Any, value: Any, *, causal: bool) -> Any:
+    batch, q_seq, _, head_dim = query.shape
+    grouped = query.reshape(batch, q_seq, key.shape[2], -1, head_dim)
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key, preferred_element_type=jnp.float32) * head_dim**-0.5
+    if causal:
+        scores = jnp.where(jnp.tri(q_seq, key.shape[1], key.shape[1] - q_seq, dtype=bool), scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    return jnp.einsum("bhgqk,bkhd->bqhgd", weights, value).reshape(query.shape)
 
 
-def _jnp(query: Any, key: Any, value: Any, *, causal: bool, window: int | None) -> Any:
-    """Dense scores and a softmax in fp32 at least."""
-    (q_seq, heads, head_dim), (kv_seq, kv_heads) = query.shape[1:], key.shape[1:3]
-    key, value = (jnp.repeat(x, heads // kv_heads, axis=2) for x in (key, value))
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=wide) * head_dim**-0.5
-    distance = jnp.arange(q_seq)[:, None] + kv_seq - q_seq - jnp.arange(kv_seq)
-    seen = (distance >= 0 if causal else True) & (distance <= window if window is not None else True)
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(query.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+def _xla(query: Any, key: Any, value: Any, *, causal: bool) -> Any:
+    # Its causality aligns the first query with the first key, ours the last with the last.
+    offset = key.shape[1] - query.shape[1]
+    mask = jnp.tri(query.shape[1], key.shape[1], offset, dtype=bool)[None, None] if causal and offset else None
+    is_causal = causal and not offset
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=is_causal, implementation="xla")
 
 
-def _jax(query: Any, key: Any, value: Any, *, causal: bool, window: int | None) -> Any:
-    sides = None if window is None else (window, 0)
-    causal = causal and query.shape[1] > 1  # it counts from the first key, and a single query sees all
-    return jax.nn.dot_product_attention(query, key, value, is_causal=causal, local_window_size=sides)
+def _case(sizes: tuple[int, ...], dtype: str, *, causal: bool = True, memory: bool = False) -> Case:
+    batch, q_seq, kv_seq, heads, kv_heads, head_dim = sizes
 
-
-def _tokamax(query: Any, key: Any, value: Any, *, causal: bool, window: int | None, implementation: str) -> Any:
-    import tokamax
-
-    sides = None if window is None else (window, 0)
-    return tokamax.dot_product_attention(
-        query,
-        key,
-        value,
-        is_causal=causal and query.shape[1] > 1,
-        local_window_size=sides,
-        implementation=implementation,
-    )
-
-
-def _case(
-    batch: int,
-    q_seq: int,
-    kv_seq: int,
-    dtype: str,
-    *,
-    heads: tuple[int, int] = (8, 8),
-    causal: bool = True,
-    window: int | None = None,
-) -> Case:
     def operands(rng: np.random.Generator) -> tuple[Any, ...]:
-        keys = (batch, kv_seq, heads[1], 64)
-        return normal(rng, (batch, q_seq, heads[0], 64), dtype), normal(rng, keys, dtype), normal(rng, keys, dtype)
+        keys = [normal(rng, (batch, kv_seq, kv_heads, head_dim), dtype) for _ in range(2)]
+        return normal(rng, (batch, q_seq, heads, head_dim), dtype), *keys
 
-    functions = {
-        "stack": _ours,
-        "core": partial(_ours, implementation="reference"),
-        "jnp": _jnp,
-        "jax": _jax,
-        "tokamax xla": partial(_tokamax, implementation="xla"),
-        "tokamax xla_chunked": partial(_tokamax, implementation="xla_chunked"),
+    contenders = {
+        "stack": partial(ops.attention, causal=causal),
+        "core": partial(ops.attention, causal=causal, implementation="reference"),
+        "jax.nn": partial(_xla, causal=causal),
+        "jnp": partial(_jnp, causal=causal),
     }
-    kind = f"window {window}" if window is not None else "causal" if causal else "full"
-    return Case(
-        name=f"{batch} x {q_seq} of {kv_seq}, heads {heads[0]} of {heads[1]}, {dtype}, {kind}",
-        operands=operands,
-        contenders={name: partial(function, causal=causal, window=window) for name, function in functions.items()},
-        exact_dtype="float64" if q_seq < _OFTEN else "float32",
-        memory=q_seq >= 4096,
-    )
+    kind = "causal" if causal else "full"
+    name = f"{batch} x {q_seq} to {kv_seq}, {heads}/{kv_heads} heads of {head_dim}, {kind}, {dtype}"
+    exact_dtype = "float32" if memory else "float64"
+    return Case(name=name, operands=operands, contenders=contenders, exact_dtype=exact_dtype, memory=memory)
 
 
-DTYPES = ("float32", "bfloat16")
 CASES = (
-    *(case for dtype in DTYPES for case in forward_and_gradient(_case(4, 512, 512, dtype), (0, 1, 2))),
-    *(_case(8, 1, 2048, dtype, heads=(8, kv_heads)) for dtype in DTYPES for kv_heads in (8, 2)),
     *(
         case
-        for dtype in DTYPES
-        for options in ({}, {"causal": False}, {"window": 511})
-        for case in forward_and_gradient(_case(1, 4096, 4096, dtype, **options), (0, 1, 2))
+        for dtype in ("float32", "bfloat16")
+        for sizes in (*TRAINING, *LONG, *CROSS)
+        for case in forward_and_gradient(_case(sizes, dtype, memory=sizes in LONG), moving=(0, 1, 2))
     ),
-    *(
-        case
-        for dtype in DTYPES
-        for tokens in (8192, 16384, 32768)
-        for case in forward_and_gradient(_case(1, tokens, tokens, dtype), (0, 1, 2))
-    ),
+    *(_case(sizes, dtype, causal=False) for sizes in DECODING for dtype in ("float32", "bfloat16")),
 )

@@ -1,9 +1,56 @@
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from stack_core import ops
 from stack_core.testing import OpCheck, op_checks
-from stack_kernels.attention.cpu import CPU
+from stack_kernels.attention.cpu import CPU, TileConfig
+
+SMALL_TILES = dataclasses.replace(CPU, configs=(TileConfig(rows=16, tile_bytes=2**13),))
 
 
 @pytest.mark.parametrize("check", op_checks("attention"), ids=str)
 def test_contract(check: OpCheck) -> None:
     check(CPU)
+
+
+def _normal(seed: int, *shape: int) -> Any:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+OPTIONS = {
+    "laid_out_one_by_one": (100, {"causal": True, "window": (40, None)}),
+    "loops": (
+        203,
+        {
+            "bias": _normal(3, 1, 4, 203, 301),
+            "segment_ids": (jnp.arange(203)[None].repeat(2, 0) // 70, jnp.arange(301)[None].repeat(2, 0) // 90),
+            "kv_lengths": jnp.array([250, 0]),
+            "softcap": 3.0,
+            "window": (90, 60),
+        },
+    ),
+    "offset_per_row": (203, {"causal": True, "query_offset": jnp.array([98, -20]), "sinks": jnp.ones(4)}),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_many_blocks_and_tiles_give_what_the_reference_gives(case: str) -> None:
+    q_seq, options = OPTIONS[case]
+    moving = {"query": _normal(0, 2, q_seq, 4, 8), "key": _normal(1, 2, 301, 2, 8), "value": _normal(2, 2, 301, 2, 8)}
+    moving |= {name: options[name] for name in ("bias", "sinks") if name in options}
+
+    def value_and_gradients(implementation: Any) -> Any:
+        def call(moving: Any) -> Any:
+            output, lse = ops.attention(**{**options, **moving}, return_lse=True, implementation=implementation)
+            return output, jnp.where(jnp.isfinite(lse), lse, 0)
+
+        output, vjp = jax.vjp(call, moving)
+        return output, vjp(jax.tree.map(jnp.cos, output))
+
+    ours, theirs = (jax.jit(lambda by=by: value_and_gradients(by))() for by in (SMALL_TILES, "reference"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), ours, theirs)

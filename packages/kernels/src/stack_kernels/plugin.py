@@ -12,6 +12,7 @@ _OPS: dict[str, str] = {
     "gated_linear_unit/cpu_quantized": "gated_linear_unit.cpu_quantized:CPU_QUANTIZED",
     "linear/cpu": "linear.cpu:CPU",
     "linear/cpu_quantized": "linear.cpu_quantized:CPU_QUANTIZED",
+    "linear_attention/cpu": "linear_attention.cpu:CPU",
     "linear_cross_entropy/cpu": "linear_cross_entropy.cpu:CPU",
     "ragged_dot/cpu": "ragged_dot.cpu:CPU",
 }

@@ -60,9 +60,9 @@ SCHEMES = (
     Scheme("fp8", "float8_e4m3fn"),
     Scheme("fp8 e5m2", "float8_e5m2"),
     Scheme("mxfp4", "float4_e2m1fn", tile=32),
-    Scheme("w8a8", "int8", "int8", tolerance=0.1),
-    Scheme("w4a8 t128", "int4", "int8", 128, tolerance=0.1),
-    Scheme("w4a4 t128", "int4", "int4", 128, tolerance=1.0),
+    Scheme("w8a8", "int8", "int8", tolerance=0.03),
+    Scheme("w4a8 t128", "int4", "int8", 128, tolerance=0.03),
+    Scheme("w4a4 t128", "int4", "int4", 128, tolerance=0.4),
 )
 
 

@@ -158,7 +158,7 @@ def test_a_failure_costs_one_call_and_is_told(bench, speed, monkeypatch):
 def test_a_budget_leaves_calls_out(bench, monkeypatch):
     now = iter(range(100))
     monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
-    status, printed, said = bench("--budget", "0.5")
+    status, printed, said = bench("--budget-s", "0.5")
     assert (status, printed) == (2, "")
     assert "Nothing was measured" in said and "the time budget did not reach it" in said
 
@@ -172,7 +172,7 @@ def test_a_budget_leaves_calls_out(bench, monkeypatch):
         (("--models", "7b"), "Unknown name '7b' among models. There are: 66m, 8b"),
         (("--dtypes", "int8"), "Unknown name 'int8' among dtypes"),
         (("--rounds", "0"), "expected 1 to 50 rounds"),
-        (("--budget", "0"), "a budget above 0"),
+        (("--budget-s", "0"), "a budget above 0"),
         (("--tolerance", "-1"), "a tolerance of at least 0"),
         (("--compare", "none.json"), "The baseline 'none.json' cannot be read"),
         (("--json", "nowhere/base.json"), "there is no directory 'nowhere'"),

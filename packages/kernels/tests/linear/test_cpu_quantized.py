@@ -114,3 +114,11 @@ def test_it_leaves_plain_and_double_precision_calls_to_others() -> None:
         ops.linear(jnp.ones((3, 4)), jnp.ones((4, 2)), implementation="cpu_quantized")
     with jax.enable_x64(True), pytest.raises(UnsupportedOp, match="float64"):
         ops.linear(jnp.ones((3, 4), jnp.float64), weight, implementation="cpu_quantized")
+
+
+def test_sums_of_unsigned_codes_do_not_overflow() -> None:
+    tokens, d_in = 2, 2**16
+    x = Stored(jnp.full((tokens, d_in), 255, jnp.uint8), jnp.ones((tokens, 1)))
+    weight = Stored(jnp.full((d_in, 1), 255, jnp.uint8), jnp.ones((1, 1)))
+    result = ops.linear(x, weight, implementation=CPU_QUANTIZED)
+    np.testing.assert_allclose(result, 255.0**2 * d_in, rtol=1e-4)

@@ -34,7 +34,7 @@ def bench_ops(
     *,
     selection: Annotated[Selection, Parameter(name="*")] = _EVERYTHING,
     rounds: int = 15,
-    budget: float = math.inf,
+    budget_s: float = math.inf,
     compare: Path | None = None,
     tolerance: float = 0.05,
     json: Path | None = None,
@@ -48,13 +48,13 @@ def bench_ops(
 
     Args:
       rounds: turns that each call takes, at most 50.
-      budget: about how many seconds to measure; what it does not reach is left out.
+      budget_s: about how long to measure; what it does not reach is left out.
       compare: results of an earlier run on this chip.
       tolerance: the share by which a call may be slower before it counts, 0.05 is 5%.
       json: write the results there, as a baseline of later runs.
       html: write a report with plots there; needs stack-kernels[plots].
     """
-    _check(rounds, budget, tolerance, writes=(json, html))
+    _check(rounds, budget_s, tolerance, writes=(json, html))
     from stack_core.hardware import current_chip
     from stack_kernels.bench.compare import check_comparable
     from stack_kernels.bench.report import check_plots, write_report
@@ -67,7 +67,7 @@ def bench_ops(
     wanted = selection.tasks()
     if baseline is not None:
         check_comparable(baseline, current_chip(), [task.key for task in wanted], where=str(compare))
-    measured = _Measuring(rounds, time.monotonic() + budget)
+    measured = _Measuring(rounds, time.monotonic() + budget_s)
     rows = measured(wanted)
     if not rows:
         raise BenchmarkError("\n".join(["Nothing was measured.", *measured.left_out, *measured.failed]))

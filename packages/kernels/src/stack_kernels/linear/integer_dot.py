@@ -17,8 +17,8 @@ __all__ = ["has_integer_dot", "integer_dot"]
 _FEWEST_TILE_ROWS = 64
 """Below so many entries of d_in a scale, rescaling the sums of each tile costs more than fp32 products do."""
 
-_MOST_TILE_ROWS = 2**16
-"""So many products of two int8 may be added up in int32."""
+_MOST_TILE_ROWS = 2**15
+"""So many products of two 8-bit integers, each less its zero point, stay below 2^31 whatever they are."""
 
 
 class _Part(NamedTuple):

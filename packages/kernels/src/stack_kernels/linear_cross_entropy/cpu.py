@@ -180,12 +180,13 @@ def _add_chunk(loss: _Loss, chunk: _Rows, weight: Any, of_weight: Any) -> Any:
     """`of_weight` with what the chunk adds to it; the losses [rows] and the gradient of `hidden`."""
     seen, exponentials = lax.map(lambda tile: _read_tile(loss, chunk, weight, tile), _tiles(loss))
     joined = _joined(loss, chunk, seen)
-    columns_first = transposed(chunk.hidden.astype(exponentials.dtype))
+    columns_first = transposed(chunk.hidden.astype(_product_dtype(weight.dtype)))
 
     def add_tile(carry: Any, tile: Any) -> Any:
         of_hidden, of_weight = carry
         index, largest, exponentials = tile
         begin, block, columns = _columns(loss, weight, index)
+        exponentials = lax.bitcast_convert_type(exponentials, block.dtype)
         share = jnp.maximum(jnp.exp(largest - joined.log_partition), _LEAST_SHARE)
         slopes = _slopes(loss, chunk, joined, exponentials, columns, share)
         scale = share * chunk.shares
@@ -222,7 +223,13 @@ def _read_tile(loss: _Loss, rows: _Rows, weight: Any, tile: Any) -> tuple[_Seen,
     place = jnp.clip(rows.labels - begin, 0, loss.width - 1)
     label_logit = jnp.take_along_axis(logits, place[:, None], axis=-1)[:, 0]
     label_logit = jnp.where(columns[place] == rows.labels, label_logit, 0)
-    return _Seen(largest, jnp.sum(exponentials, axis=-1), label_logit, logit_total), exponentials.astype(block.dtype)
+    kept = _as_bits(exponentials.astype(block.dtype))
+    return _Seen(largest, jnp.sum(exponentials, axis=-1), label_logit, logit_total), kept
+
+
+def _as_bits(array: Any) -> Any:
+    """bf16 as integers: what loops hand on in bf16, XLA's CPU backend of jax 0.10 keeps in fp32."""
+    return lax.bitcast_convert_type(array, jnp.uint16) if array.dtype == jnp.bfloat16 else array
 
 
 class _Joined(NamedTuple):

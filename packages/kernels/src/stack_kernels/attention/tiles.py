@@ -195,11 +195,11 @@ def _block_gradients(
         of_query = added["query"] if of_query is None else of_query + added["query"]
         return {name: _added(x, added[name], places[name]) for name, x in shared.items()}, of_query
 
-    first, stop = tiles.bounds(start, operands)
-    if isinstance(first, int) and isinstance(stop, int) and stop - first <= tiles.keys:
-        return add(shared, None, first, max(stop - first, 0))
     zeros = jnp.zeros(block["query"].shape, accurate_dtype(block["query"].dtype))
     carry = (shared, vary_alike(zeros, operands, mine)[0])
+    first, stop = tiles.bounds(start, operands)
+    if isinstance(first, int) and isinstance(stop, int) and stop - first <= tiles.keys:
+        return add(shared, None, first, stop - first) if first < stop else carry
 
     def visit(number: Any, carry: tuple[dict[str, Any], Any]) -> tuple[dict[str, Any], Any]:
         return add(carry[0], carry[1], number * tiles.keys, tiles.keys)

@@ -185,6 +185,24 @@ CALLS = (
         P(None, "tensor"),
     ),
     Call(
+        "paged_attention",
+        lambda q, k, v, tables, lengths, starts, sinks, **o: ops.paged_attention(
+            q, k, v, block_tables=tables, kv_lengths=lengths, query_starts=starts, sinks=sinks, layout="pshd", **o
+        ),
+        (
+            normal(2, 4, 8),
+            normal(6, 4, 2, 8),
+            normal(6, 4, 2, 8),
+            integers([4, 1, 0], [5, 2, 0]),
+            integers(9, 6),
+            integers(0, 1, 2),
+            normal(4),
+        ),
+        (P("data", "tensor"), P("data", None, "tensor"), P("data", None, "tensor"), P(), P(), P(), P("tensor")),
+        (P(None, "tensor"), P(None, None, "tensor"), P(None, None, "tensor"), P(), P(), P(), P("tensor")),
+        P(None, "tensor"),
+    ),
+    Call(
         "ragged_dot",
         ops.ragged_dot,
         (normal(40, 16), normal(4, 16, 24, scale=0.3), integers(11, 0, 17, 5)),

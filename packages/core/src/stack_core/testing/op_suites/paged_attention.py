@@ -83,6 +83,7 @@ _CASES = (
     _paged_case("mixed", *_MIXED, padding_tokens=3),
     _paged_case("slot_major", *_MIXED, layout="pshd"),
     _paged_case("head_first", *_MIXED, layout="hpsd"),
+    _paged_case("slot_major_decode", (1, 9), (0, 5), (1, 1), (1, 4), padding_tokens=1, layout="pshd"),
     _paged_case("head_a_key_head", (1, 5), (1, 7), sizes=(3, 3, 2, 8)),
     _paged_case("odd_sizes", (37, 53), (1, 67), sizes=(6, 2, 7, 20)),
     _paged_case("one_slot", (2, 3), (1, 4), sizes=(4, 4, 1, 8)),

@@ -46,6 +46,8 @@ def test_public_names_of_building() -> None:
         "is_quantized",
         "logical_array",
         "masked_logits",
+        "rope_angles",
+        "rotated",
         "supporting",
         "take",
         "vary_alike",

@@ -14,7 +14,9 @@ _OPS: dict[str, str] = {
     "linear/cpu_quantized": "linear.cpu_quantized:CPU_QUANTIZED",
     "linear_attention/cpu": "linear_attention.cpu:CPU",
     "linear_cross_entropy/cpu": "linear_cross_entropy.cpu:CPU",
+    "paged_attention/cpu": "paged_attention.cpu:CPU",
     "ragged_dot/cpu": "ragged_dot.cpu:CPU",
+    "rope/cpu": "rope.cpu:CPU",
 }
 
 

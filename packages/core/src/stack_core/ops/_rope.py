@@ -12,7 +12,7 @@ from stack_core.ops._contract import accurate_dtype
 from stack_core.ops._dispatch import Implementation, dispatch
 from stack_core.ops._rope_scaling import RopeScalingMethod, unscaled_frequencies
 
-__all__ = ["REFERENCE", "rope"]
+__all__ = ["REFERENCE", "rope", "rope_angles", "rotated"]
 
 
 def rope(
@@ -70,13 +70,23 @@ def rope(
 
 
 def _reference(x: Any, positions: Any, *, theta: float, scaling: Any, interleaved: bool, rotary_dim: int) -> Any:
+    angles, factor = rope_angles(positions, theta=theta, scaling=scaling, rotary_dim=rotary_dim)
+    return rotated(x, factor * jnp.cos(angles), factor * jnp.sin(angles), interleaved=interleaved)
+
+
+def rope_angles(positions: Any, *, theta: float, scaling: Any, rotary_dim: int) -> tuple[Any, Any]:
+    """Angles [..., seq, 1, rotary_dim / 2] in fp32 of positions [..., seq], and the factor of their cosine and sine."""
     if scaling is None:
         frequencies, factor = unscaled_frequencies(theta, rotary_dim), 1.0
     else:
         frequencies, factor = scaling.frequencies(theta, rotary_dim, positions)
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies
-    dtype = accurate_dtype(x.dtype)
-    cosine, sine = (factor * jnp.cos(angles)).astype(dtype), (factor * jnp.sin(angles)).astype(dtype)
+    return positions[..., None, None].astype(jnp.float32) * frequencies, factor
+
+
+def rotated(x: Any, cosine: Any, sine: Any, *, interleaved: bool) -> Any:
+    """x[..., seq, heads, head_dim] with its first features turned in pairs, as many as the tables have angles."""
+    dtype, rotary_dim = accurate_dtype(x.dtype), 2 * cosine.shape[-1]
+    cosine, sine = cosine.astype(dtype), sine.astype(dtype)
     turning, rest = x[..., :rotary_dim].astype(dtype), x[..., rotary_dim:]
     if interleaved:
         first, second = turning[..., 0::2], turning[..., 1::2]

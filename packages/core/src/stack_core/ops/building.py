@@ -5,6 +5,7 @@ from stack_core.ops._dispatch import supporting
 from stack_core.ops._gated_linear_unit import ACTIVATIONS
 from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array, take
+from stack_core.ops._rope import rope_angles, rotated
 from stack_core.ops._running_softmax import (
     RunningSoftmax,
     add_tile,
@@ -29,6 +30,8 @@ __all__ = [
     "is_quantized",
     "logical_array",
     "masked_logits",
+    "rope_angles",
+    "rotated",
     "supporting",
     "take",
     "vary_alike",

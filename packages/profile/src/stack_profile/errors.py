@@ -1,0 +1,25 @@
+"""Every exception that a user of stack-profile can cause.
+
+stack_core.errors.StackError
+└── ProfileError
+    ├── TraceError      a trace that is missing, damaged, or no trace
+    └── CaptureError    a capture that cannot start, stop or be written
+
+The command line prints their messages without a traceback and exits with status 2.
+"""
+
+from stack_core.errors import StackError
+
+__all__ = ["CaptureError", "ProfileError", "TraceError"]
+
+
+class ProfileError(StackError):
+    """Base of what stack-profile raises."""
+
+
+class TraceError(ProfileError):
+    """A trace that is missing, damaged, or no trace."""
+
+
+class CaptureError(ProfileError):
+    """A capture that cannot start, stop or be written."""

@@ -1,0 +1,104 @@
+"""Builds traces byte by byte: what a test wants to see in one, and nothing else."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax
+import pytest
+
+
+def varint(value: int) -> bytes:
+    value %= 1 << 64
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def message(*fields: tuple[int, int | float | str | bytes]) -> bytes:
+    """The wire form of (number, value) pairs: integers, doubles, texts, bytes or messages."""
+    out = b""
+    for number, value in fields:
+        if isinstance(value, int):
+            out += varint(number << 3) + varint(value)
+        elif isinstance(value, float):
+            out += varint(number << 3 | 1) + struct.pack("<d", value)
+        else:
+            data = value.encode() if isinstance(value, str) else value
+            out += varint(number << 3 | 2) + varint(len(data)) + data
+    return out
+
+
+@dataclass
+class PlaneBuilder:
+    """A plane whose names are numbered as they occur."""
+
+    name: str
+    lines: list[bytes] = field(default_factory=list)
+    events: dict[str, int] = field(default_factory=dict)
+    texts: dict[str, int] = field(default_factory=dict)
+    shared: dict[str, bytes] = field(default_factory=dict)
+
+    def text(self, text: str) -> int:
+        return self.texts.setdefault(text, len(self.texts) + 1)
+
+    def stat(self, name: str, value: int | float | str | bytes) -> bytes:
+        key = self.text(name)
+        if isinstance(value, str):
+            return message((1, key), (7, self.text(value)))
+        number = {int: 4, float: 2, bytes: 6}[type(value)]
+        return message((1, key), (number, value))
+
+    def event(self, name: str, start: int, duration: int, **stats: int | float | str | bytes) -> bytes:
+        """Times in microseconds."""
+        key = self.events.setdefault(name, len(self.events) + 1)
+        each = [(4, self.stat(stat, value)) for stat, value in stats.items()]
+        return message((1, key), (2, start * 1_000_000), (3, duration * 1_000_000), *each)
+
+    def line(self, name: str, *events: bytes, timestamp_ns: int = 1_000) -> None:
+        self.lines.append(message((2, name), (3, timestamp_ns), *((4, event) for event in events)))
+
+    def metadata(self, name: str, **stats: int | float | str | bytes) -> None:
+        """Statistics that all events of a name share."""
+        self.events.setdefault(name, len(self.events) + 1)
+        self.shared[name] = b"".join(message((5, self.stat(stat, value))) for stat, value in stats.items())
+
+    def build(self) -> bytes:
+        events = [
+            (4, message((1, key), (2, message((1, key), (2, name)) + self.shared.get(name, b""))))
+            for name, key in self.events.items()
+        ]
+        texts = [(5, message((1, key), (2, message((1, key), (2, text))))) for text, key in self.texts.items()]
+        return message((2, self.name), *((3, line) for line in self.lines), *events, *texts)
+
+
+def space(*planes: PlaneBuilder, host: str = "vm") -> bytes:
+    return message(*((1, plane.build()) for plane in planes), (4, host))
+
+
+def hlo_proto(compiled: jax.stages.Compiled) -> bytes:
+    """What a trace would hold of a compiled function, without its buffers."""
+    (module,) = compiled.runtime_executable().hlo_modules()
+    return message((1, module.as_serialized_hlo_module_proto()))
+
+
+class Build:
+    """The builders, for tests: files of tests cannot import each other."""
+
+    message = staticmethod(message)
+    plane = PlaneBuilder
+    space = staticmethod(space)
+    hlo_proto = staticmethod(hlo_proto)
+
+    def metadata_plane(self, programs: Sequence[tuple[str, int, bytes]]) -> PlaneBuilder:
+        plane = PlaneBuilder("/host:metadata")
+        for name, key, proto in programs:
+            plane.metadata(f"{name}({key})", **{"Hlo Proto": proto, "program_id": key})
+        return plane
+
+
+@pytest.fixture(scope="session")
+def build() -> Build:
+    return Build()

@@ -1,0 +1,71 @@
+"""Arithmetic of intervals: what was covered, and whose time an instant was.
+
+Operations overlap: on several threads or streams of a device, and where a loop's own event spans those of its body. An
+instant belongs to the operations that run in it and run no others, in equal shares where there are several. So the
+self times of all operations sum to the time in which any of them ran, the union, whatever the overlap.
+"""
+
+import numpy as np
+
+__all__ = ["gaps", "nesting", "self_times", "union"]
+
+
+def union(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """The union of intervals as disjoint rows (start, end) in order."""
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], ends[order]
+    if not len(starts):
+        return np.zeros((0, 2), np.int64)
+    reached = np.maximum.accumulate(ends)
+    first = np.concatenate([[True], starts[1:] > reached[:-1]])
+    last = np.concatenate([first[1:], [True]])
+    return np.stack([starts[first], reached[last]], axis=1)
+
+
+def gaps(covered: np.ndarray, start: int, end: int) -> np.ndarray:
+    """What of [start, end] the disjoint rows of `covered` leave free, as rows (start, end)."""
+    edges = np.concatenate([[start], np.clip(covered, start, end).reshape(-1), [end]]).reshape(-1, 2)
+    return edges[edges[:, 1] > edges[:, 0]]
+
+
+def self_times(starts: np.ndarray, ends: np.ndarray, depth: np.ndarray) -> np.ndarray:
+    """The share of each interval in the union of all, float64.
+
+    Args:
+      depth: -1 for operations that run no others; for the others how many of their kind they are in. An instant in
+        which no operation of depth -1 runs is that of the innermost of the others.
+    """
+    shares = np.zeros(len(starts))
+    covered = np.zeros((0, 2), np.int64)
+    for level in (-1, *range(int(depth.max(initial=-1)), -1, -1)):
+        rows = np.flatnonzero(depth == level)
+        if len(rows):
+            shares[rows] = _shares(starts[rows], ends[rows], covered)
+            covered = union(np.concatenate([covered[:, 0], starts[rows]]), np.concatenate([covered[:, 1], ends[rows]]))
+    return shares
+
+
+def nesting(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """How many of the intervals each lies in; of two that are alike the later row lies in the earlier."""
+    depth = np.zeros(len(starts), np.int64)
+    open_: list[int] = []
+    for row in np.lexsort((-ends, starts)).tolist():
+        while open_ and ends[open_[-1]] <= starts[row]:
+            open_.pop()
+        depth[row] = len(open_)
+        open_.append(row)
+    return depth
+
+
+def _shares(starts: np.ndarray, ends: np.ndarray, taken: np.ndarray) -> np.ndarray:
+    """The share of each interval in what is not taken: at each instant one over the number of those that hold it."""
+    edges = np.sort(np.concatenate([starts, ends, taken.reshape(-1)]))
+    running, blocked = _open(starts, ends, edges), _open(taken[:, 0], taken[:, 1], edges)
+    weight = np.where((blocked == 0) & (running > 0), np.diff(edges, append=edges[-1]) / np.maximum(running, 1), 0.0)
+    before = np.concatenate([[0.0], np.cumsum(weight)])
+    return before[np.searchsorted(edges, ends)] - before[np.searchsorted(edges, starts)]
+
+
+def _open(starts: np.ndarray, ends: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """How many intervals hold the time after each edge."""
+    return np.searchsorted(np.sort(starts), edges, "right") - np.searchsorted(np.sort(ends), edges, "right")

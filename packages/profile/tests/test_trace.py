@@ -1,0 +1,121 @@
+"""Operations of CPUs, GPUs and TPUs are joined with their programs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from stack_profile.errors import TraceError
+from stack_profile.trace import load_trace, trace_files, trace_of
+from stack_profile.xplane import read_space
+
+MICRO = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def programs(build):
+    def scanned(x):
+        return jax.lax.scan(lambda carry, _: (jnp.tanh(carry @ carry), None), x, None, length=3)[0]
+
+    compiled = jax.jit(scanned).lower(jax.ShapeDtypeStruct((32, 32), jnp.float32)).compile()
+    return build.metadata_plane([("jit_scanned", 7, build.hlo_proto(compiled))])
+
+
+@pytest.fixture(scope="module")
+def names(build, programs):
+    (program,) = trace_of([read_space(build.space(programs))]).programs
+    by_opcode = {each.opcode: each.name for each in program.instructions.values() if not each.fused}
+    inside = [each.name for each in program.instructions.values() if not each.fused and each.opcode == "fusion"]
+    return by_opcode["while"], inside[0]
+
+
+def cpu_plane(build, loop, inner, *, runs=2):
+    """Each run is a loop of 100 us that is started in 5; in it an operation of 10 + 20 us on another thread."""
+    plane = build.plane("/host:CPU")
+    both = {"hlo_module": "jit_scanned", "program_id": 7, "device_ordinal": 0}
+    starts, works, ends = [], [], []
+    for run in range(runs):
+        at = 150 * run
+        starts.append(plane.event(loop, at, 5, hlo_op=loop, run_id=run, _p=10 * run, **both))
+        works.append(plane.event(inner, at + 20, 10, hlo_op=inner, run_id=run, _p=10 * run + 1, **both))
+        ends += [
+            plane.event(f"end: {inner}", at + 50, 1, _c=10 * run + 1),
+            plane.event(f"end: {loop}", at + 100, 1, _c=10 * run),
+        ]
+    plane.line("main", *starts)
+    plane.line("worker", *works, plane.event("unrelated", 0, 500), *ends)
+    return plane
+
+
+def test_on_cpus_work_ends_at_its_mark_and_loops_have_what_their_bodies_leave(build, programs, names):
+    loop, inner = names
+    trace = trace_of([read_space(build.space(programs, cpu_plane(build, loop, inner)))])
+    (ops,) = trace.devices
+    assert (ops.device, len(ops), trace.problems) == ("CPU:0", 4, ())
+    assert ops.union_ps == 200 * MICRO
+    sums = {operation.name: total for operation, total in zip(ops.operations, ops.sums(ops.self_ps), strict=True)}
+    assert sums == {loop: 140 * MICRO, inner: 60 * MICRO}
+    assert all(operation.instruction.name == operation.name for operation in ops.operations)
+    first, second = trace.steps["CPU:0"]
+    assert (first.program, first.duration_ps, second.duration_ps) == ("jit_scanned", 150 * MICRO, 100 * MICRO)
+
+
+def test_streams_of_a_gpu_overlap(build, programs, names):
+    _, inner = names
+    plane = build.plane("/device:GPU:1")
+    for stream in (1, 2):
+        ops = plane.event("kernel", 10 * stream, 20, hlo_op=inner, hlo_module="jit_scanned", program_id=7)
+        plane.line(f"Stream #{stream}", ops, plane.event("memcpy", 0, 50))
+    trace = trace_of([read_space(build.space(programs, plane))])
+    (ops,) = trace.devices
+    assert (ops.device, ops.union_ps, ops.self_ps.tolist()) == ("GPU:1", 30 * MICRO, [15 * MICRO, 15 * MICRO])
+    assert trace.steps["GPU:1"] == ()
+
+
+def test_operations_of_a_tpu_have_a_line_of_their_own_and_share_their_program(build, programs, names):
+    loop, inner = names
+    plane = build.plane("/device:TPU:0")
+    plane.line("Steps", plane.event("1", 0, 500))
+    plane.line("XLA Ops", plane.event(f"%{loop}", 0, 50), plane.event(f"%{inner}", 10, 30))
+    for name in (loop, inner):
+        plane.metadata(f"%{name}", program_id=7)
+    (ops,) = trace_of([read_space(build.space(programs, plane))]).devices
+    assert {operation.instruction.name for operation in ops.operations} == {loop, inner}
+    assert sorted(ops.self_ps.tolist()) == [20 * MICRO, 30 * MICRO]
+
+
+def test_without_hlo_operations_have_times_and_no_source(build, names):
+    loop, inner = names
+    (ops,) = trace_of([read_space(build.space(cpu_plane(build, loop, inner)))]).devices
+    assert [operation.instruction for operation in ops.operations] == [None, None]
+    assert ops.union_ps == 200 * MICRO
+    assert sorted(ops.sums(ops.self_ps)) == [60 * MICRO, 140 * MICRO]  # by its name it is a loop
+
+
+def test_a_damaged_program_is_a_problem_and_the_rest_is_there(build, names):
+    loop, inner = names
+    damaged = build.metadata_plane([("jit_scanned", 7, b"\x0b")])
+    trace = trace_of([read_space(build.space(damaged, cpu_plane(build, loop, inner)))])
+    assert len(trace.devices) == 1 and "program 7 is damaged" in trace.problems[0]
+
+
+def test_traces_of_several_processes_merge(build, programs, names):
+    spaces = [read_space(build.space(programs, cpu_plane(build, *names), host=host)) for host in ("a", "b")]
+    assert [ops.device for ops in trace_of(spaces).devices] == ["a:CPU:0", "b:CPU:0"]
+
+
+def test_the_newest_capture_under_a_directory_is_read(build, programs, names, tmp_path):
+    content = build.space(programs, cpu_plane(build, *names))
+    for when in ("2026_01_01", "2026_01_02"):
+        folder = tmp_path / "plugins" / "profile" / when
+        folder.mkdir(parents=True)
+        (folder / "vm.xplane.pb").write_bytes(content)
+    assert trace_files(tmp_path) == (folder / "vm.xplane.pb",)
+    assert load_trace(tmp_path).source == str(folder / "vm.xplane.pb")
+    assert len(load_trace(folder / "vm.xplane.pb").devices) == 1
+
+
+def test_where_there_is_no_trace_the_message_says_how_to_make_one(tmp_path):
+    with pytest.raises(TraceError, match="stack profile run"):
+        load_trace(tmp_path)
+    with pytest.raises(TraceError, match="does not exist"):
+        load_trace(tmp_path / "nothing")

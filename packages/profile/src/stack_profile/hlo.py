@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Final, Literal
 from stack_core.errors import HardwareError
 from stack_profile.errors import TraceError
 from stack_profile.scopes import Scope, parse_op_name
-from stack_profile.wire import Value, WireError, fields, signed, varints
+from stack_profile.wire import Value, WireError, encode_bytes, fields, signed, varints
 
 if TYPE_CHECKING:
     from stack_core.hardware.hlo import Module
 
-__all__ = ["CONTAINERS", "Frame", "Instruction", "Origin", "Program", "read_program"]
+__all__ = ["CONTAINERS", "Frame", "Instruction", "Origin", "Program", "hlo_proto", "read_program"]
 
 Origin = Literal["own", "fused", "operand", "user", "caller", "none"]
 
@@ -104,7 +104,7 @@ class Program:
     @functools.cached_property
     def module(self) -> "Module | None":
         """The module as its costs are read from; None where this version of XLA cannot read it."""
-        from jaxlib import _hlo  # JAX has no public way from a serialized module to its text
+        from jax._src.lib import hlo  # JAX has no public way from a serialized module to its text
 
         from stack_core.hardware.hlo import parse_hlo  # imports jax, which reading a trace does without
 
@@ -112,9 +112,15 @@ class Program:
         if not isinstance(place, tuple):
             return None
         try:
-            return parse_hlo(_hlo.HloModule.from_serialized_hlo_module_proto(self.proto[slice(*place)]).to_string())
+            return parse_hlo(hlo.HloModule.from_serialized_hlo_module_proto(self.proto[slice(*place)]).to_string())
         except (RuntimeError, ValueError, HardwareError):  # XLA's errors are RuntimeErrors of several names
             return None
+
+
+def hlo_proto(module: bytes, buffer_assignment: bytes = b"") -> bytes:
+    """The HloProto of a serialized HloModuleProto, and of its BufferAssignmentProto if there is one."""
+    parts = ((_PROTO_MODULE, module), (_PROTO_BUFFERS, buffer_assignment))
+    return b"".join(encode_bytes(number, content) for number, content in parts if content)
 
 
 def read_program(proto: bytes, key: int) -> Program:
@@ -133,7 +139,7 @@ def read_program(proto: bytes, key: int) -> Program:
         raise TraceError(f"The HLO of program {key} is damaged: {error}. Capture again.") from error
 
 
-_PROTO_MODULE = 1
+_PROTO_MODULE, _PROTO_BUFFERS = 1, 3
 _MODULE_NAME, _MODULE_COMPUTATIONS, _MODULE_FRAMES = 1, 3, 17
 _CALL: Final = re.compile(r"(\w+)\.__call__\b")
 _TRACED: Final = re.compile(r"p?jit\(([^()]+)\)")

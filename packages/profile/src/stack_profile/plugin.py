@@ -1,3 +1,16 @@
-"""What stack-profile registers: nothing yet."""
+"""What stack-profile registers."""
+
+from stack_core.hookspecs import hookimpl
+from stack_core.registry import Registrar
 
 STACK_ABI_MINOR = 0
+
+
+@hookimpl
+def stack_register_observers(registry: Registrar) -> None:
+    registry.add("profile", "stack_profile.observer:profile_observer")
+
+
+@hookimpl
+def stack_register_configs(registry: Registrar) -> None:
+    registry.add("profile", "stack_profile.observer:ProfileConfig")

@@ -1,10 +1,13 @@
 """A trace with its operations joined to the programs, and so to the Python lines, that they come from."""
 
+import collections
 import functools
+import glob
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -100,12 +103,14 @@ class Trace:
     """What was captured, of all processes.
 
     Attributes:
+      about: what the capture wrote of its process, see `stack_profile.capture`; empty for other tools' traces.
       devices: those on which operations ran.
       problems: why the trace is not whole; empty when it is.
     """
 
     source: str
     spaces: tuple[Space, ...]
+    about: Mapping[str, Any]
     programs: tuple[Program, ...]
     devices: tuple[Ops, ...]
     problems: tuple[str, ...]
@@ -143,65 +148,120 @@ def load_trace(path: Path | str) -> Trace:
       TraceError: there is none, or it is no trace.
     """
     files = trace_files(Path(path))
-    return trace_of([read_space(file) for file in files], source=str(files[0] if len(files) == 1 else files[0].parent))
+    source = str(files[0] if len(files) == 1 else files[0].parent)
+    beside = {name: proto for file in files for name, proto in _hlo_beside(file)}
+    return trace_of([read_space(file) for file in files], source=source, about=_about(files[0]), beside=beside)
 
 
-def trace_of(spaces: Sequence[Space], *, source: str = "memory") -> Trace:
-    """Joins the operations of the processes with their programs."""
+def trace_of(
+    spaces: Sequence[Space],
+    *,
+    source: str = "memory",
+    about: Mapping[str, Any] | None = None,
+    beside: Mapping[str, bytes] | None = None,
+) -> Trace:
+    """Joins the operations of the processes with their programs.
+
+    Args:
+      beside: HloProtos by the module's name, for programs that the trace itself lacks.
+    """
     base_ns = min((line.events.timestamp_ns for space in spaces for line in _lines(space)), default=0)
-    programs: list[Program] = []
-    devices: list[Ops] = []
     problems: list[str] = []
+    extra = [program for name, proto in (beside or {}).items() if (program := _read(proto, MISSING, name, problems))]
+    programs = list(extra)
+    devices: list[Ops] = []
     for index, space in enumerate(spaces):
-        found, damaged = _programs(space)
+        found = _programs(space, problems)
         programs += found.values()
-        problems += damaged
         prefix = f"{space.hosts[0] if space.hosts else index}:" if len(spaces) > 1 else ""
+        join = _Join.of(found, extra)
         for plane in space.planes:
-            devices += _device_ops(plane, found, prefix, base_ns)
+            devices += _device_ops(plane, join, prefix, base_ns)
         problems += space.problems
-    return Trace(source, tuple(spaces), tuple(programs), tuple(devices), tuple(problems))
+    return Trace(source, tuple(spaces), about or {}, tuple(programs), tuple(devices), tuple(problems))
+
+
+@dataclass(frozen=True)
+class _Join:
+    """Finds the program of an operation: by its key, or by the module's name where only one program has it."""
+
+    by_key: Mapping[int, Program]
+    by_name: Mapping[str, Program]
+
+    @classmethod
+    def of(cls, found: Mapping[int, Program], extra: Sequence[Program]) -> "_Join":
+        programs = [*found.values(), *extra]
+        counts = collections.Counter(program.name for program in programs)
+        return cls(found, {program.name: program for program in programs if counts[program.name] == 1})
+
+    def __call__(self, key: int, module: str) -> Program | None:
+        return self.by_key.get(key) or self.by_name.get(module)
+
+
+def _hlo_beside(file: Path) -> Iterable[tuple[str, bytes]]:
+    """The programs that a capture wrote beside its trace, by the name of the module."""
+    stem = file.name.removesuffix(".xplane.pb")
+    for path in sorted(file.parent.glob(f"{glob.escape(stem)}.*.hlo.pb")):
+        yield path.name.removeprefix(f"{stem}.").removesuffix(".hlo.pb"), path.read_bytes()
+
+
+def _about(file: Path) -> Mapping[str, Any]:
+    """What the capture wrote of its process; other tools write nothing."""
+    path = file.with_name(file.name.removesuffix(".xplane.pb") + ".capture.json")
+    try:
+        about = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
 
 
 _HLO_STAT: Final = "Hlo Proto"
 _OP_LINES: Final = ("XLA Ops",)  # of TPUs, and of GPUs where XProf has derived them
+_MODULE_LINE: Final = "XLA Modules"
 _END: Final = "end: "
+_WHOLE: Final = 0.9  # a run with fewer of the usual number of operations began before the capture, or ended after it
 
 
 def _lines(space: Space) -> Iterable[Line]:
     return (line for plane in space.planes for line in plane.lines if len(line.events))
 
 
-def _programs(space: Space) -> tuple[dict[int, Program], list[str]]:
-    """The programs by key, and which of them are damaged."""
+def _programs(space: Space, problems: list[str]) -> dict[int, Program]:
+    """The programs of a process by key; those that are damaged are added to `problems`."""
     found: dict[int, Program] = {}
-    problems = []
     for plane in space.planes:
-        for key in plane.event_names if plane.name == "/host:metadata" else ():
-            stats = plane.event_stats(key)
-            proto, program_key = stats.get(_HLO_STAT), stats.get("program_id", key)
-            if isinstance(proto, bytes) and isinstance(program_key, int):
-                try:
-                    found[program_key] = read_program(proto, program_key)
-                except TraceError as error:
-                    problems.append(str(error))
-    return found, problems
+        for event, name in plane.event_names.items() if plane.name == "/host:metadata" else ():
+            stats = plane.event_stats(event)
+            proto, key = stats.get(_HLO_STAT), stats.get("program_id", event)
+            if isinstance(proto, bytes) and isinstance(key, int) and (program := _read(proto, key, name, problems)):
+                found[key] = program
+    return found
 
 
-def _device_ops(plane: Plane, programs: Mapping[int, Program], prefix: str, base_ns: int) -> list[Ops]:
+def _read(proto: bytes, key: int, name: str, problems: list[str]) -> Program | None:
+    try:
+        return read_program(proto, key)
+    except TraceError as error:
+        problems.append(f"{name}: {error}")
+        return None
+
+
+def _device_ops(plane: Plane, join: _Join, prefix: str, base_ns: int) -> list[Ops]:
     """The operations of the devices of a plane: of one, or of those that a host's threads run."""
     own_lines = [line for line in plane.lines if line.name in _OP_LINES]
     parts = [part for line in own_lines or plane.lines if (part := _op_events(plane, line, base_ns)) is not None]
     if not parts:
         return []
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    if (columns["run"] == MISSING).all():
+        columns["run"] = _runs(plane, columns["start"], base_ns)
     ends = _end_events(plane, base_ns)
     columns["end"] = np.maximum(columns["end"], _work_ends(columns, *ends)) if ends else columns["end"]
     devices = []
     for ordinal in np.unique(columns["device"]).tolist():
         rows = columns["device"] == ordinal
         name = plane.name.removeprefix("/device:") if plane.name.startswith("/device:") else f"CPU:{max(ordinal, 0)}"
-        devices.append(_ops(prefix + name, plane, programs, {key: column[rows] for key, column in columns.items()}))
+        devices.append(_ops(prefix + name, plane, join, {key: column[rows] for key, column in columns.items()}))
     return devices
 
 
@@ -231,6 +291,18 @@ def _op_events(plane: Plane, line: Line, base_ns: int) -> dict[str, np.ndarray] 
 
 
 _EVENT_NAMES: Final = 1 << 40  # keys of event names, beside those of texts
+
+
+def _runs(plane: Plane, start: np.ndarray, base_ns: int) -> np.ndarray:
+    """Which execution of a program each operation is in, from the line on which TPUs show these; else `MISSING`."""
+    modules = next((line.events for line in plane.lines if line.name == _MODULE_LINE), None)
+    if modules is None or not len(modules):
+        return np.full(len(start), MISSING)
+    begins = modules.start_ps(base_ns)
+    order = np.argsort(begins)
+    place = np.searchsorted(begins[order], start, "right") - 1
+    inside = (place >= 0) & (start < (begins + modules.duration_ps)[order][place])
+    return np.where(inside, place, MISSING)
 
 
 def _shared(plane: Plane, metadata: np.ndarray, name: str) -> np.ndarray:
@@ -280,8 +352,8 @@ def _work_ends(columns: Mapping[str, np.ndarray], consumer: np.ndarray, time: np
     return ends
 
 
-def _ops(device: str, plane: Plane, programs: Mapping[int, Program], columns: Mapping[str, np.ndarray]) -> Ops:
-    operations, which = _operations(plane, programs, columns)
+def _ops(device: str, plane: Plane, join: _Join, columns: Mapping[str, np.ndarray]) -> Ops:
+    operations, which = _operations(plane, join, columns)
     order = np.argsort(columns["start"], kind="stable")
     which, start, end = which[order], columns["start"][order], columns["end"][order]
     depth = np.full(len(which), -1)
@@ -291,18 +363,15 @@ def _ops(device: str, plane: Plane, programs: Mapping[int, Program], columns: Ma
 
 
 def _operations(
-    plane: Plane, programs: Mapping[int, Program], columns: Mapping[str, np.ndarray]
+    plane: Plane, join: _Join, columns: Mapping[str, np.ndarray]
 ) -> tuple[tuple[Operation, ...], np.ndarray]:
     """The distinct operations, and which one each row is."""
     keys = np.stack([columns["program"], columns["module"], columns["name"]])
     pairs, which = np.unique(_codes(keys), return_inverse=True, return_index=True)[1:]
-    by_name = {program.name: program for program in programs.values()}
     found = []
     for program_key, module, name in keys[:, pairs].T.tolist():
         module_name = plane.text(module) if module != MISSING else ""
-        program = programs.get(program_key)
-        if program is None and program_key == MISSING:
-            program = by_name.get(module_name)
+        program = join(program_key, module_name)
         text = plane.event_names[name - _EVENT_NAMES] if name >= _EVENT_NAMES else plane.text(name)
         instruction = program.instructions.get(text.removeprefix("%")) if program else None
         module_name = module_name or (program.name if program else "")
@@ -327,11 +396,17 @@ def _steps(ops: Ops) -> tuple[Step, ...]:
     keys, inverse = np.unique(key, return_inverse=True)
     heaviest = keys[np.argmax(np.bincount(inverse, weights=ops.self_ps[rows]))]
     rows = rows[key == heaviest]
-    runs, first, inverse = np.unique(ops.run[rows], return_index=True, return_inverse=True)
+    runs, first, inverse, counts = np.unique(ops.run[rows], return_index=True, return_inverse=True, return_counts=True)
     starts = ops.start_ps[rows][first]
     ends = np.zeros(len(runs), np.int64)
     np.maximum.at(ends, inverse.reshape(-1), ops.end_ps[rows])
     order = np.argsort(starts)
     limits = np.append(starts[order][1:], ends[order][-1])
+    whole = counts[order] >= _WHOLE * np.median(counts)
+    inner = np.arange(len(runs)).clip(1, len(runs) - 2) == np.arange(len(runs))
     name = ops.operations[int(ops.which[rows[0]])].module
-    return tuple(Step(name, int(runs[row]), int(starts[row]), int(end)) for row, end in zip(order, limits, strict=True))
+    return tuple(
+        Step(name, int(runs[row]), int(starts[row]), int(end))
+        for row, end, kept in zip(order, limits, whole | inner, strict=True)
+        if kept
+    )

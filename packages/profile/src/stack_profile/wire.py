@@ -16,6 +16,7 @@ __all__ = [
     "Spans",
     "Value",
     "WireError",
+    "encode_bytes",
     "fields",
     "partition",
     "read_fields",
@@ -77,6 +78,18 @@ def varints(data: Buffer, value: Value) -> list[int]:
         element, position = _varint(data, position, end)
         found.append(element)
     return found
+
+
+def encode_bytes(number: int, content: bytes) -> bytes:
+    """A field of bytes, as it stands in a message."""
+    head = bytearray()
+    for value in (number << 3 | _BYTES, len(content)):
+        rest = value
+        while rest > 127:
+            head.append(rest & 127 | 128)
+            rest >>= 7
+        head.append(rest)
+    return bytes(head) + content
 
 
 def signed(value: int) -> int:

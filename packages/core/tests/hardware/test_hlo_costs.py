@@ -7,7 +7,13 @@ import pytest
 from stack_core.hardware import count_flops
 from stack_core.hardware.flops import Flops
 from stack_core.hardware.hlo import ArrayShape, parse_hlo
-from stack_core.hardware.hlo_costs import Collective, collectives, executed_flops, memory_traffic
+from stack_core.hardware.hlo_costs import (
+    Collective,
+    collectives,
+    executed_flops,
+    instruction_costs,
+    memory_traffic,
+)
 
 
 def module_of(*instructions, computations=""):
@@ -130,6 +136,37 @@ def test_memory_traffic_of_a_loop_is_that_of_its_trips():
     traffic = memory_traffic(compiled(scanned, x, weights))
     least = 7 * (128 * 128 + 2 * 64 * 128) * 4  # each weight and the activations in and out
     assert least <= traffic < 3 * least
+
+
+def bounded(x, trips):
+    return jax.lax.while_loop(lambda state: state[1] < trips, lambda state: (state[0] @ x, state[1] + 1), (x, 0))[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [(scanned, (zeros(8, 16), zeros(10, 16, 16))), (convolved, (zeros(2, 3, 16, 17), zeros(4, 3, 3, 3)))],
+)
+def test_costs_of_instructions_sum_to_those_of_the_module(function, args):
+    module = compiled(function, *args)
+    costs = instruction_costs(module).values()
+    assert sum((cost.flops * cost.times for cost in costs), Flops()) == executed_flops(module)
+    assert sum(cost.traffic_bytes * cost.times for cost in costs) == memory_traffic(module)
+
+
+def test_a_scan_of_ten_trips_counts_its_product_ten_times():
+    (product,) = [
+        cost
+        for cost in instruction_costs(compiled(scanned, zeros(8, 16), zeros(10, 16, 16))).values()
+        if cost.flops.total
+    ]
+    assert (product.times, product.flops.total) == (10, 2 * 8 * 16 * 16)
+
+
+def test_where_the_run_decides_how_often_something_runs_the_count_is_not_known():
+    costs = instruction_costs(compiled(bounded, zeros(16, 16), zeros(dtype=jnp.int32)))
+    (product,) = [cost for cost in costs.values() if cost.flops.total]
+    assert (product.times, product.flops.total) == (None, 2 * 16**3)
+    assert any(cost.times == 1 for cost in costs.values())
 
 
 GROUPS = {

@@ -136,6 +136,15 @@ class Module:
         """All instructions that run; of a conditional every branch, of a loop with unknown trips one trip."""
         yield from self._executions(self.entry, 1, (), fused=False)
 
+    def inside(self, fusion: Instruction) -> list[tuple[Instruction, Computation]]:
+        """All that a fusion fuses, each with its computation."""
+        inner = [
+            execution
+            for name in fusion.called(*_CALLS["fusion"])
+            for execution in self._executions(self.computations[name], 1, (), fused=True)
+        ]
+        return [(execution.instruction, execution.computation) for execution in inner]
+
     def unknown_loops(self) -> tuple[str, ...]:
         """The loops whose number of trips only their run decides."""
         return tuple(

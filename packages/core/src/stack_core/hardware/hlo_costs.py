@@ -7,7 +7,7 @@ again in the backward pass shows; loops count as often as they run.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +16,14 @@ import numpy as np
 from stack_core.hardware.flops import Flops, valid_pairs
 from stack_core.hardware.hlo import ArrayShape, Computation, Execution, Instruction, Module
 
-__all__ = ["Collective", "collectives", "executed_flops", "memory_traffic"]
+__all__ = [
+    "Collective",
+    "InstructionCost",
+    "collectives",
+    "executed_flops",
+    "instruction_costs",
+    "memory_traffic",
+]
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,55 @@ class Collective:
         return factor * self.array_bytes
 
 
+@dataclass(frozen=True)
+class InstructionCost:
+    """What one execution of an instruction does; a fusion's is that of all it fuses.
+
+    Attributes:
+      flops: as in `executed_flops`.
+      traffic_bytes: as in `memory_traffic`.
+      times: executions in one run of the program; None within a loop whose trips only its run decides.
+    """
+
+    flops: Flops
+    traffic_bytes: int
+    times: int | None
+
+
+def instruction_costs(module: Module) -> dict[str, InstructionCost]:
+    """The cost of every instruction that runs for itself, by name; those of a fusion are in the fusion's.
+
+    What runs others, such as a loop, costs nothing beside them.
+    """
+    costs: dict[str, InstructionCost] = {}
+    uncounted: set[str] = set()
+    for execution in module.executions():
+        instruction, name = execution.instruction, execution.instruction.name
+        if execution.fused:
+            continue
+        if instruction.opcode == "while" and module.trips(instruction, execution.computation) is None:
+            uncounted.add(name)
+        known = uncounted.isdisjoint(execution.loops)
+        flops = sum(_flops_inside(execution, module), Flops())
+        cost = InstructionCost(flops, _traffic(execution, module), execution.times if known else None)
+        if name in costs and known:  # a computation that is called from several places
+            cost = InstructionCost(flops, cost.traffic_bytes, execution.times + (costs[name].times or 0))
+        costs[name] = cost
+    return costs
+
+
+def _flops_inside(execution: Execution, module: Module) -> Iterator[Flops]:
+    instruction = execution.instruction
+    parts = [(instruction, execution.computation)]
+    if instruction.operation == "fusion":
+        parts += module.inside(instruction)
+    for part, computation in parts:
+        count = _FLOPS.get(part.opcode)
+        if count is not None and (done := count(part, computation)):
+            operand = computation.operands(part)[0].shapes[0]
+            yield Flops({_NUMPY_NAMES.get(operand.dtype, operand.dtype): done})
+
+
 def executed_flops(module: Module) -> Flops:
     """FLOPs of the matrix products and convolutions that one device runs.
 
@@ -63,10 +119,8 @@ def executed_flops(module: Module) -> Flops:
     """
     flops = Flops({}, tuple(f"loop {name}, counted once" for name in module.unknown_loops()))
     for execution in module.executions():
-        count = _FLOPS.get(execution.instruction.opcode)
-        if count is not None and (done := count(execution.instruction, execution.computation)):
-            operand = execution.computation.operands(execution.instruction)[0].shapes[0]
-            flops = flops + Flops({_NUMPY_NAMES.get(operand.dtype, operand.dtype): done * execution.times})
+        if not execution.fused:
+            flops = sum((part * execution.times for part in _flops_inside(execution, module)), flops)
     return flops
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
+from stack_core import machine
 from stack_profile.errors import CaptureError
 from stack_profile.hlo import hlo_proto
 
@@ -224,6 +225,8 @@ def _environment() -> dict[str, Any]:
         "platform": device.platform,
         "device_kind": device.device_kind,
         "devices": jax.device_count(),
+        "cpu": machine.cpu_model(),
+        "cores": machine.usable_cores(),
         "process": [jax.process_index(), jax.process_count()],
         "pid": os.getpid(),
         "command": sys.argv,

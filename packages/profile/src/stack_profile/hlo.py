@@ -17,9 +17,11 @@ from stack_profile.scopes import Scope, parse_op_name
 from stack_profile.wire import Value, WireError, encode_bytes, fields, signed, varints
 
 if TYPE_CHECKING:
+    import jax
+
     from stack_core.hardware.hlo import Module
 
-__all__ = ["CONTAINERS", "Frame", "Instruction", "Origin", "Program", "hlo_proto", "read_program"]
+__all__ = ["CONTAINERS", "Frame", "Instruction", "Origin", "Program", "hlo_proto", "program_of", "read_program"]
 
 Origin = Literal["own", "fused", "operand", "user", "caller", "none"]
 
@@ -44,14 +46,19 @@ class Instruction:
     """An instruction of a compiled program.
 
     Attributes:
+      id: unique in the module.
       computation: the function of the module that it is in.
       op_name: "jit(step)/jvp(mlp)/dot_general", or "".
       frames: the Python stack, innermost first; empty where none is known.
       origin: whose op_name and frames these are: its own; those of what it fuses; of what it reads; of what reads it;
         of the loop or call that it is in; or nobody's.
       fused: it is a part of a fusion and never runs for itself.
+      opcodes: its own, or those of what it fuses.
+      target: which library or kernel a custom call calls, or "".
+      argument: of a parameter the name that JAX gave it, such as "state.params['kernel']", or "".
     """
 
+    id: int
     name: str
     opcode: str
     computation: str
@@ -59,6 +66,9 @@ class Instruction:
     frames: tuple[Frame, ...]
     origin: Origin
     fused: bool
+    opcodes: frozenset[str]
+    target: str
+    argument: str
 
     @property
     def scope(self) -> Scope:
@@ -102,6 +112,12 @@ class Program:
     proto: bytes = field(repr=False)
 
     @functools.cached_property
+    def buffers(self) -> bytes | None:
+        """The serialized BufferAssignmentProto; None where there is none."""
+        place = dict(fields(self.proto)).get(_PROTO_BUFFERS)
+        return self.proto[slice(*place)] if isinstance(place, tuple) else None
+
+    @functools.cached_property
     def module(self) -> "Module | None":
         """The module as its costs are read from; None where this version of XLA cannot read it."""
         from jax._src.lib import hlo  # JAX has no public way from a serialized module to its text
@@ -115,6 +131,20 @@ class Program:
             return parse_hlo(hlo.HloModule.from_serialized_hlo_module_proto(self.proto[slice(*place)]).to_string())
         except (RuntimeError, ValueError, HardwareError):  # XLA's errors are RuntimeErrors of several names
             return None
+
+
+def program_of(compiled: "jax.stages.Compiled", key: int = 0) -> Program:
+    """The program of a compiled function, with its buffers; nothing runs.
+
+    Raises:
+      TraceError: the backend does not give its HLO.
+    """
+    executable = compiled.runtime_executable()
+    if executable is None:
+        raise TraceError("The compiled function has no executable to read, as on backends without one.")
+    module = executable.hlo_modules()[0].as_serialized_hlo_module_proto()
+    stats = executable.get_compiled_memory_stats()
+    return read_program(hlo_proto(module, getattr(stats, "serialized_buffer_assignment_proto", b"")), key)
 
 
 def hlo_proto(module: bytes, buffer_assignment: bytes = b"") -> bytes:
@@ -156,6 +186,7 @@ class _Raw:
     frame: int
     operands: tuple[int, ...]
     called: tuple[int, ...]
+    target: str
 
 
 @dataclass(frozen=True)
@@ -196,7 +227,7 @@ def _computation(data: bytes, place: tuple[int, int]) -> _Computation:
 
 
 def _instruction(data: bytes, place: tuple[int, int]) -> _Raw:
-    name = opcode = op_name = ""
+    name = opcode = op_name = target = ""
     key = frame = 0
     operands: list[int] = []
     called: list[int] = []
@@ -208,13 +239,15 @@ def _instruction(data: bytes, place: tuple[int, int]) -> _Raw:
         elif number == 7 and isinstance(value, tuple):
             metadata = dict(fields(data, *value))
             op_name, frame = _text(data, metadata.get(2, 0)), _integer(metadata.get(15))
+        elif number == 28:
+            target = _text(data, value)
         elif number == 35:
             key = _integer(value)
         elif number == 36:
             operands += varints(data, value)
         elif number == 38:
             called += varints(data, value)
-    return _Raw(key, name, opcode, op_name, frame, tuple(operands), tuple(called))
+    return _Raw(key, name, opcode, op_name, frame, tuple(operands), tuple(called), target)
 
 
 def _stacks(data: bytes, place: tuple[int, int]) -> tuple[tuple[Frame, ...], ...]:
@@ -273,6 +306,7 @@ class _Attribution:
         home = self._home[raw.id]
         caller = self._callers.get(home.id)
         return Instruction(
+            id=raw.id,
             name=raw.name,
             opcode=raw.opcode,
             computation=home.name,
@@ -280,6 +314,9 @@ class _Attribution:
             frames=() if donor is None else self._stacks[donor.frame],
             origin=origin,
             fused=caller is not None and caller.opcode == "fusion",
+            opcodes=frozenset(each.opcode for each in self._inside(raw)) or frozenset({raw.opcode}),
+            target=raw.target,
+            argument=raw.op_name if raw.opcode == "parameter" else "",
         )
 
     def _donor(self, raw: _Raw) -> tuple[_Raw | None, Origin]:

@@ -4,7 +4,8 @@ import collections
 import functools
 import glob
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +17,10 @@ from stack_profile.hlo import CONTAINERS, Instruction, Program, read_program
 from stack_profile.timeline import nesting, self_times, union
 from stack_profile.xplane import MISSING, Line, Plane, Space, read_space
 
-__all__ = ["Operation", "Ops", "Step", "Trace", "load_trace", "trace_files", "trace_of"]
+__all__ = ["PICOSECOND", "HostEvents", "Operation", "Ops", "Step", "Trace", "load_trace", "trace_files", "trace_of"]
+
+
+PICOSECOND: Final = 1e-12
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,16 @@ class Ops:
     def union_ps(self) -> int:
         return int(np.sum(self.covered[:, 1] - self.covered[:, 0]))
 
+    @property
+    def busy_s(self) -> float:
+        """The time in which any operation ran."""
+        return self.union_ps * PICOSECOND
+
+    def totals(self) -> Iterator[tuple[Operation, float, int]]:
+        """Each operation with the seconds of its self time and the number of its executions."""
+        counts = np.bincount(self.which, minlength=len(self.operations))
+        yield from zip(self.operations, (self.sums(self.self_ps) * PICOSECOND).tolist(), counts.tolist(), strict=True)
+
     def sums(self, values: np.ndarray) -> np.ndarray:
         """The sum of a column for each of the operations."""
         return np.bincount(self.which, weights=values, minlength=len(self.operations))
@@ -99,6 +113,22 @@ class Step:
 
 
 @dataclass(frozen=True)
+class HostEvents:
+    """What the threads of the hosts did, operations of devices and the runtime's own marks left out.
+
+    Attributes:
+      which: the row of `names`.
+      jax_calls: the rows that are calls of JAX's own; the others are a program's annotations.
+    """
+
+    names: tuple[str, ...]
+    which: np.ndarray
+    start_ps: np.ndarray
+    end_ps: np.ndarray
+    jax_calls: np.ndarray
+
+
+@dataclass(frozen=True)
 class Trace:
     """What was captured, of all processes.
 
@@ -114,6 +144,11 @@ class Trace:
     programs: tuple[Program, ...]
     devices: tuple[Ops, ...]
     problems: tuple[str, ...]
+
+    @functools.cached_property
+    def host_events(self) -> HostEvents:
+        """The events of the threads that call JAX."""
+        return _host_events(self.spaces)
 
     @functools.cached_property
     def steps(self) -> Mapping[str, tuple[Step, ...]]:
@@ -165,7 +200,7 @@ def trace_of(
     Args:
       beside: HloProtos by the module's name, for programs that the trace itself lacks.
     """
-    base_ns = min((line.events.timestamp_ns for space in spaces for line in _lines(space)), default=0)
+    base_ns = _base_ns(spaces)
     problems: list[str] = []
     extra = [program for name, proto in (beside or {}).items() if (program := _read(proto, MISSING, name, problems))]
     programs = list(extra)
@@ -217,9 +252,36 @@ def _about(file: Path) -> Mapping[str, Any]:
 
 _HLO_STAT: Final = "Hlo Proto"
 _OP_LINES: Final = ("XLA Ops",)  # of TPUs, and of GPUs where XProf has derived them
+_HOST_PLANE: Final = "/host:CPU"
+_POOL_THREADS: Final = ("tf_",)
+# What JAX and its runtime call their own events; all others are a program's annotations.
+_JAX_CALL: Final = re.compile(
+    r"PjitFunction|ParseArguments|\w+::|Pj[Rr]t|backend_compile|lower_|trace_to_|DevicePut|Transfer|BufferFromHost"
+    r"|np\.asarray\(jax|shard_args|Compile|Handle inputs"
+)
 _MODULE_LINE: Final = "XLA Modules"
 _END: Final = "end: "
 _WHOLE: Final = 0.9  # a run with fewer of the usual number of operations began before the capture, or ended after it
+
+
+def _base_ns(spaces: Sequence[Space]) -> int:
+    return min((line.events.timestamp_ns for space in spaces for line in _lines(space)), default=0)
+
+
+def _host_events(spaces: Sequence[Space]) -> HostEvents:
+    base_ns = _base_ns(spaces)
+    names: dict[str, int] = {}
+    columns = [np.zeros((3, 0), np.int64)]
+    for plane in (plane for space in spaces for plane in space.planes if plane.name == _HOST_PLANE):
+        for line in (line for line in plane.lines if not line.name.startswith(_POOL_THREADS)):
+            kinds, inverse = np.unique(line.events.metadata, return_inverse=True)
+            keys = [names.setdefault(plane.event_names.get(kind, ""), len(names)) for kind in kinds.tolist()]
+            start = line.events.start_ps(base_ns)
+            columns.append(np.stack([np.array(keys, np.int64)[inverse], start, start + line.events.duration_ps]))
+    which, start, end = np.concatenate(columns, axis=1)
+    keep = end > start
+    is_call = np.array([_JAX_CALL.match(name) is not None for name in names], bool)
+    return HostEvents(tuple(names), which[keep], start[keep], end[keep], np.flatnonzero(is_call[which[keep]]))
 
 
 def _lines(space: Space) -> Iterable[Line]:

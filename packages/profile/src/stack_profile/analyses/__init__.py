@@ -1,0 +1,1 @@
+"""Analyses of a trace, one a file; each returns an `Answer`."""

@@ -1,0 +1,132 @@
+"""What was compiled, how often, how long it took, and in what the programs of one function differ.
+
+A function is compiled again when something about its arguments is new: a shape, a dtype, a layout, a static value. The
+programs that a trace holds tell which; the events of its compilations tell how long they took.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from stack_profile.answer import Answer
+from stack_profile.hlo import Program
+from stack_profile.trace import PICOSECOND, HostEvents, Trace
+
+if TYPE_CHECKING:
+    from stack_core.hardware.hlo import ArrayShape
+
+__all__ = ["CompileRow", "compilations"]
+
+_COMPILE: Final = "backend_compile"  # the event in which JAX hands a module to XLA, or finds it in its cache on disk
+_CALL: Final = re.compile(r"PjitFunction\((?:jit\()?([^()]+)\)*")
+
+
+@dataclass(frozen=True)
+class CompileRow:
+    """The programs of one function.
+
+    Attributes:
+      name: of the module: "jit_step" for a function `step`.
+      programs: how many of that name are loaded.
+      compilations: how many happened during the capture; `compile_s` is what they took.
+      why: in what the programs differ from each other; empty where there is one.
+    """
+
+    name: str
+    programs: int
+    compilations: int
+    compile_s: float
+    why: str
+
+
+def compilations(trace: Trace) -> Answer[CompileRow]:
+    """Groups programs and compilations by function."""
+    groups: dict[str, list[Program]] = {}
+    for program in trace.programs:
+        groups.setdefault(program.name, []).append(program)
+    took = _events(trace.host_events)
+    names = {*groups, *took}
+    rows = [
+        CompileRow(
+            name=name,
+            programs=len(groups.get(name, ())),
+            compilations=len(took.get(name, ())),
+            compile_s=sum(took.get(name, ()), 0.0),
+            why="; ".join(_differences(groups.get(name, ()))),
+        )
+        for name in names
+    ]
+    return Answer(
+        name="compile",
+        facts={
+            "functions": len(groups),
+            "programs": len(trace.programs),
+            "compilations": sum(row.compilations for row in rows),
+            "compile_s": sum((row.compile_s for row in rows), 0.0),
+        },
+        row_type=CompileRow,
+        rows=tuple(sorted(rows, key=lambda row: (-row.compile_s, -row.programs, row.name))),
+        notes=(*_notes(rows), *trace.problems),
+    )
+
+
+def _notes(rows: Sequence[CompileRow]) -> Iterator[str]:
+    if not rows:
+        yield "No data: the trace holds no program, and no compilation happened while it was captured."
+        return
+    yield "Programs are those that were loaded while it was captured; compilations those that happened then."
+    if any(row.programs > 1 and not row.why for row in rows):
+        yield (
+            "Where nothing is said, the arguments are alike: the functions are different ones of one name, a static "
+            "argument or a closed-over value differs, or jax.jit was called anew."
+        )
+
+
+def _events(host: HostEvents) -> Mapping[str, list[float]]:
+    """Seconds of each compilation, by the module's name; "" where the function is not known."""
+    kinds = np.array([name.startswith(_COMPILE) for name in host.names], bool)
+    calls = {row: match[1] for row, name in enumerate(host.names) if (match := _CALL.match(name))}
+    of_calls = np.flatnonzero(np.isin(host.which, list(calls)))
+    found: dict[str, list[float]] = {}
+    for row in np.flatnonzero(kinds[host.which]) if len(host.names) else ():
+        around = of_calls[(host.start_ps[of_calls] <= host.start_ps[row]) & (host.end_ps[of_calls] >= host.end_ps[row])]
+        innermost = around[np.argmax(host.start_ps[around])] if len(around) else None
+        name = "" if innermost is None else _module_name(calls[int(host.which[innermost])])
+        found.setdefault(name, []).append(float(host.end_ps[row] - host.start_ps[row]) * PICOSECOND)
+    return found
+
+
+def _module_name(function: str) -> str:
+    """What JAX calls the module of a jitted function."""
+    return re.sub(r"[^\w.-]", "_", f"jit({function})").rstrip("_")
+
+
+def _differences(programs: Sequence[Program]) -> Iterator[str]:
+    """Each argument in which the programs differ, or the result, with what it was: "x: f32[8,4], f32[9,4]"."""
+    if len(programs) < 2:
+        return
+    arguments = [_arguments(program) for program in sorted(programs, key=lambda program: program.key)]
+    for name in dict.fromkeys(name for each in arguments for name in each):
+        kinds = dict.fromkeys(each.get(name, "absent") for each in arguments)
+        if len(kinds) > 1:
+            yield f"{name}: {', '.join(kinds)}"
+
+
+def _arguments(program: Program) -> dict[str, str]:
+    """The type of each argument by its name, and of the result."""
+    if program.module is None:
+        return {}
+    entry = program.module.entry
+    found = {}
+    for place, parameter in enumerate(entry.parameters):
+        instruction = program.instructions.get(parameter.name)
+        name = instruction.argument if instruction and instruction.argument else f"argument {place}"
+        found[name] = _types(parameter.shapes)
+    return {**found, "result": _types(entry.root.shapes)}
+
+
+def _types(shapes: "Iterable[ArrayShape]") -> str:
+    return " ".join(f"{shape.dtype}[{','.join(map(str, shape.dims))}]" for shape in shapes)

@@ -1,0 +1,201 @@
+"""What a program's memory holds when most of it is in use: by array, by layer, by Python line.
+
+The buffers that XLA assigned are replayed along its schedule. At the peak there are the arguments, outputs and
+constants, which exist throughout, and the temporaries that are alive at that moment. Memory that libraries take for
+themselves while they run is not XLA's and in no number; the notes name who may do so.
+"""
+
+import collections
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from stack_core.errors import UnknownName, nearest
+from stack_profile.answer import Answer
+from stack_profile.buffers import Allocation, Assignment, read_buffers
+from stack_profile.hlo import Instruction, Program
+from stack_profile.trace import Trace
+
+__all__ = ["MemoryGrouping", "MemoryRow", "MomentRow", "memory", "memory_of", "schedule_of"]
+
+MemoryGrouping = Literal["buffer", "layer", "line", "kind"]
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Arrays that exist at the peak.
+
+    Attributes:
+      name: of the argument or the instruction, or of the group.
+      kind: "argument", "donated argument", "output", "constant", "temporary", or "unused" for the gaps between them.
+      total_share: of the program's `total_bytes`.
+      buffers: how many.
+    """
+
+    name: str
+    kind: str
+    size_bytes: int
+    total_share: float
+    buffers: int
+    layer: str
+    line: str
+
+
+@dataclass(frozen=True)
+class MomentRow:
+    """The temporaries after an instruction took or gave back memory."""
+
+    position: int
+    instruction: str
+    live_bytes: int
+    layer: str
+    line: str
+
+
+def memory(trace: Trace, *, by: MemoryGrouping = "buffer", program: str | None = None) -> Answer[MemoryRow]:
+    """The memory of a program of the trace, by default of the one that took the most time.
+
+    Args:
+      by: one row a "buffer", a "layer", a Python "line", or a "kind".
+
+    Raises:
+      UnknownName: the trace has no such program.
+      TraceError: its buffers are damaged.
+    """
+    chosen = _chosen(trace, program)
+    if chosen is None:
+        notes = ("No data: the trace holds the HLO of no program.", *trace.problems)
+        return Answer(f"memory by {by}", {}, MemoryRow, (), notes)
+    answer = memory_of(chosen, by=by)
+    return Answer(answer.name, answer.facts, MemoryRow, answer.rows, (*answer.notes, *trace.problems))
+
+
+def memory_of(program: Program, *, by: MemoryGrouping = "buffer") -> Answer[MemoryRow]:
+    """The memory of a compiled program, see `stack_profile.hlo.program_of`; nothing runs."""
+    assignment = read_buffers(program)
+    if assignment is None:
+        note = f"No data: the HLO of {program.name} comes without its buffers. Capture where it is compiled."
+        return Answer(f"memory by {by}", {"program": program.name}, MemoryRow, (), (note,))
+    rows = list(_at_peak(program, assignment))
+    if by != "buffer":
+        rows = list(_grouped(rows, by))
+    return Answer(
+        name=f"memory by {by}",
+        facts=_facts(program, assignment),
+        row_type=MemoryRow,
+        rows=tuple(sorted(rows, key=lambda row: -row.size_bytes)),
+        notes=tuple(_notes(program, assignment)),
+    )
+
+
+def schedule_of(program: Program) -> Answer[MomentRow]:
+    """How the temporaries of a program come and go along its schedule."""
+    assignment = read_buffers(program)
+    rows: list[MomentRow] = []
+    for schedule in assignment.schedules if assignment else ():
+        for moment in schedule.moments():
+            layer, line = _place(program.instructions.get(moment.instruction))
+            rows.append(MomentRow(len(rows), moment.instruction, moment.live_bytes, layer, line))
+    notes = () if rows else ("No data: XLA kept no schedule of this program's temporaries.",)
+    return Answer("memory over the schedule", {"program": program.name}, MomentRow, tuple(rows), notes)
+
+
+_LIBRARIES: Final = ("custom-call", "dot", "convolution", "sort", "fft", "cholesky", "triangular-solve")
+
+
+def _chosen(trace: Trace, name: str | None) -> Program | None:
+    if name is not None:
+        found = [program for program in trace.programs if program.name == name]
+        if not found:
+            known = sorted({program.name for program in trace.programs})
+            raise UnknownName(
+                f"The trace holds no program {name!r}.{nearest(name, known)} There are: {', '.join(known) or 'none'}."
+            )
+        return max(found, key=lambda program: len(program.instructions))
+    took: dict[int, float] = collections.defaultdict(float)
+    for ops in trace.devices:
+        for operation, self_s, _ in ops.totals():
+            took[id(operation.program)] += self_s
+    return max(trace.programs, key=lambda program: (took[id(program)], len(program.instructions)), default=None)
+
+
+def _at_peak(program: Program, assignment: Assignment) -> Iterator[MemoryRow]:
+    total = assignment.total_bytes
+    replayed: set[int] = set()
+    for schedule in assignment.schedules:
+        arena = schedule.allocation(assignment.allocations)
+        if arena is None:
+            continue
+        replayed.add(arena.index)
+        peak = schedule.peak()
+        for key in peak.live:
+            buffer = assignment.buffers[key]
+            instruction = program.instructions.get(buffer.instruction)
+            yield _row(buffer.instruction, "temporary", buffer.size_bytes, total, instruction)
+        if unused := arena.size_bytes - peak.live_bytes:
+            yield _row("between temporaries", "unused", unused, total, None)
+    for allocation in assignment.allocations:
+        if allocation.index not in replayed:
+            instruction = _maker(program, assignment, allocation)
+            name = "" if instruction is None else instruction.name
+            if instruction is not None and instruction.opcode == "parameter" and instruction.argument:
+                name = instruction.argument
+            yield _row(name, allocation.kind, allocation.size_bytes, total, instruction)
+
+
+def _maker(program: Program, assignment: Assignment, allocation: Allocation) -> Instruction | None:
+    """The instruction that an allocation is there for: the argument, or the first that writes to it."""
+    names = [assignment.buffers[key].instruction for key in allocation.buffers if key in assignment.buffers]
+    found = [program.instructions[name] for name in names if name in program.instructions]
+    return next((each for each in found if each.opcode == "parameter"), found[0] if found else None)
+
+
+def _row(name: str, kind: str, size_bytes: int, total: int, instruction: Instruction | None) -> MemoryRow:
+    return MemoryRow(name, kind, size_bytes, size_bytes / total if total else 0.0, 1, *_place(instruction))
+
+
+def _place(instruction: Instruction | None) -> tuple[str, str]:
+    """The layer and the line of an instruction."""
+    if instruction is None:
+        return "", ""
+    return instruction.layer, str(instruction.source() or "")
+
+
+def _grouped(rows: Sequence[MemoryRow], by: MemoryGrouping) -> Iterator[MemoryRow]:
+    groups: dict[str, list[MemoryRow]] = {}
+    for row in rows:
+        groups.setdefault(getattr(row, by), []).append(row)
+    for name, members in groups.items():
+        kinds = sorted({row.kind for row in members})
+        size, share = sum(row.size_bytes for row in members), sum(row.total_share for row in members)
+        layers, lines = ({getattr(row, field) for row in members} for field in ("layer", "line"))
+        layer, line = (found.pop() if len(found) == 1 else "" for found in (layers, lines))
+        yield MemoryRow(name, ", ".join(kinds), size, share, len(members), layer, line)
+
+
+def _facts(program: Program, assignment: Assignment) -> dict[str, Any]:
+    arenas = [(schedule, schedule.allocation(assignment.allocations)) for schedule in assignment.schedules]
+    peaks = [schedule.peak() for schedule, arena in arenas if arena is not None]
+    return {
+        "program": program.name,
+        "total_bytes": assignment.total_bytes,
+        "argument_bytes": assignment.bytes_of("argument", "donated argument"),
+        "output_bytes": assignment.bytes_of("output"),
+        "constant_bytes": assignment.bytes_of("constant"),
+        "temporary_bytes": assignment.bytes_of("temporary"),
+        "peak_live_bytes": sum(peak.live_bytes for peak in peaks) if peaks else None,
+        "peak_at": ", ".join(peak.instruction for peak in peaks) or None,
+    }
+
+
+def _notes(program: Program, assignment: Assignment) -> Iterator[str]:
+    yield "Shares are of all memory of one device while the program runs, total; donated arguments hold outputs too."
+    if not assignment.schedules:
+        yield "XLA kept no schedule of the temporaries: which are alive at one time is not known."
+    calls = [each for each in program.instructions.values() if not each.fused and each.opcodes & set(_LIBRARIES)]
+    if calls:
+        kinds = sorted({kind for each in calls for kind in each.opcodes & set(_LIBRARIES)})
+        yield (
+            f"{len(calls)} operations ({', '.join(kinds)}) may run library code, whose scratch memory XLA does not "
+            "plan and which is in no number here."
+        )

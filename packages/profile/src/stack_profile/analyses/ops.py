@@ -1,0 +1,160 @@
+"""Where the time of the devices went: by category, by layer, by Python line, by operation.
+
+Times are self times, see `stack_profile.timeline`: an instant belongs to the operations that run in it and run no
+others, so the rows sum to the time in which any operation ran.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from stack_core.errors import UnknownName, nearest
+from stack_profile.answer import Answer
+from stack_profile.categories import category
+from stack_profile.trace import Operation, Ops, Trace
+
+__all__ = ["GROUPINGS", "Grouping", "OpsRow", "chosen_devices", "grouping", "ops"]
+
+Grouping = Literal["category", "layer", "scope", "line", "file", "op"]
+
+
+@dataclass(frozen=True)
+class OpsRow:
+    """What a group of operations took.
+
+    Attributes:
+      name: of the group; empty where its operations have none, such as no layer.
+      self_s: their share in the time in which operations ran.
+      busy_share: that of `busy_s`, the time in which any operation ran.
+      forward_s, backward_s, recomputed_s: parts of `self_s`, by the pass of a training step.
+      occurrences: executions.
+      example: the operation that took the most of it.
+    """
+
+    name: str
+    self_s: float
+    busy_share: float
+    forward_s: float
+    backward_s: float
+    recomputed_s: float
+    occurrences: int
+    example: str
+
+
+def ops(trace: Trace, *, by: Grouping = "op", device: str | None = None, within: str = "") -> Answer[OpsRow]:
+    """Groups the self time of all operations.
+
+    Args:
+      by: "category" of work, "layer" of the model, named "scope", Python "line" or "file", or each "op" alone.
+      device: one device instead of all of them together.
+      within: the start of a path; lines and files are the innermost on the stack of which this is true.
+
+    Raises:
+      UnknownName: there is no such device.
+    """
+    devices = chosen_devices(trace, device)
+    key = grouping(by, within)
+    sums: dict[str, _Sum] = {}
+    busy_s = attributed_s = unattributed_s = 0.0
+    for each in devices:
+        busy_s += each.busy_s
+        for operation, self_s, count in each.totals():
+            sums.setdefault(key(operation), _Sum()).add(operation, self_s, count)
+            if _attributed(operation, within):
+                attributed_s += self_s
+            else:
+                unattributed_s += self_s
+    rows = [found.row(name, busy_s) for name, found in sums.items()]
+    return Answer(
+        name=f"ops by {by}",
+        facts={
+            "devices": len(devices),
+            "busy_s": busy_s,
+            "attributed_s": attributed_s,
+            "unattributed_s": unattributed_s,
+            "occurrences": sum(len(each) for each in devices),
+        },
+        row_type=OpsRow,
+        rows=tuple(sorted(rows, key=lambda row: -row.self_s)),
+        notes=(*_notes(devices), *trace.problems),
+    )
+
+
+def chosen_devices(trace: Trace, device: str | None) -> tuple[Ops, ...]:
+    """All devices of a trace, or the one of a name.
+
+    Raises:
+      UnknownName: there is none of it.
+    """
+    found = tuple(each for each in trace.devices if device in (None, each.device))
+    if not found and device is not None:
+        known = [each.device for each in trace.devices]
+        raise UnknownName(
+            f"The trace has no operations of a device {device!r}.{nearest(device, known)} "
+            f"There are: {', '.join(known) or 'none'}."
+        )
+    return found
+
+
+def grouping(by: Grouping, within: str = "") -> Callable[[Operation], str]:
+    """The group of an operation."""
+    if by in ("line", "file"):
+        return lambda operation: _source(operation, within, line=by == "line")
+    return GROUPINGS[by]
+
+
+@dataclass
+class _Sum:
+    self_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    recomputed_s: float = 0.0
+    occurrences: int = 0
+    largest_s: float = -1.0
+    example: str = ""
+
+    def add(self, operation: Operation, self_s: float, count: int) -> None:
+        self.self_s += self_s
+        self.occurrences += count
+        if operation.instruction is not None:
+            field = f"{operation.instruction.scope.direction}_s"
+            setattr(self, field, getattr(self, field) + self_s)
+        if self_s > self.largest_s:
+            self.largest_s, self.example = self_s, operation.name
+
+    def row(self, name: str, busy_s: float) -> OpsRow:
+        share = self.self_s / busy_s if busy_s else 0.0
+        parts = (self.forward_s, self.backward_s, self.recomputed_s)
+        return OpsRow(name, self.self_s, share, *parts, self.occurrences, self.example)
+
+
+def _source(operation: Operation, within: str, *, line: bool) -> str:
+    frame = operation.instruction.source(within) if operation.instruction else None
+    if frame is None:
+        return ""
+    return str(frame) if line else frame.file
+
+
+def _attributed(operation: Operation, within: str) -> bool:
+    return operation.instruction is not None and operation.instruction.source(within) is not None
+
+
+GROUPINGS: Final[Mapping[str, Callable[[Operation], str]]] = {
+    "category": lambda operation: category(operation.instruction),
+    "layer": lambda operation: operation.instruction.layer if operation.instruction else "",
+    "scope": lambda operation: operation.instruction.scope.path if operation.instruction else "",
+    "op": lambda operation: f"{operation.module}: {operation.name}",
+}
+
+
+def _notes(devices: tuple[Ops, ...]) -> Iterable[str]:
+    if not devices:
+        yield (
+            "No data: the trace has no operations of any device. Capture while a compiled function runs; operations of "
+            "functions that are interpreted, and those under jax.disable_jit, have no events."
+        )
+        return
+    yield "Shares are of the time in which any operation ran, busy."
+    missing = sum(count for each in devices for operation, _, count in each.totals() if operation.program is None)
+    if missing:
+        yield f"{missing:,} executions are of programs whose HLO the trace lacks: they have names and times alone."

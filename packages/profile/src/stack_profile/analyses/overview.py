@@ -1,0 +1,174 @@
+"""How long steps take, how much they vary, how much of them the device is idle, and what the host did then.
+
+A step is one execution of the program that took the most time, until the next one starts. The device is idle where no
+operation runs; what the host did in that time tells why.
+"""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from stack_profile.analyses.ops import chosen_devices, ops
+from stack_profile.answer import Answer, number
+from stack_profile.timeline import gaps, union
+from stack_profile.trace import PICOSECOND, HostEvents, Ops, Step, Trace
+
+__all__ = ["OverviewRow", "overview"]
+
+_IDLE: Final = 0.1  # from this share of the steps on, what the host does is worth more than faster operations
+_SHOWN: Final = 3
+
+
+@dataclass(frozen=True)
+class OverviewRow:
+    """One step on one device.
+
+    Attributes:
+      start_s: since the first event of the trace.
+      busy_s, idle_s: parts of `step_s`, with and without an operation.
+    """
+
+    device: str
+    program: str
+    start_s: float
+    step_s: float
+    busy_s: float
+    idle_s: float
+    step_idle_share: float
+
+
+def overview(trace: Trace, *, device: str | None = None) -> Answer[OverviewRow]:
+    """Times the steps of each device and says what they wait for.
+
+    Raises:
+      UnknownName: there is no such device.
+    """
+    devices = chosen_devices(trace, device)
+    rows = [_row(each, step) for each in devices for step in trace.steps[each.device]]
+    idle = [_idle(each, trace.steps[each.device]) for each in devices]
+    waits = _Waits.of(trace.host_events, np.concatenate(idle) if idle else np.zeros((0, 2), np.int64))
+    return Answer(
+        name="overview",
+        facts=_facts(devices, rows, waits),
+        row_type=OverviewRow,
+        rows=tuple(rows),
+        notes=(*_notes(trace, device, rows, waits), *trace.problems),
+    )
+
+
+@dataclass(frozen=True)
+class _Waits:
+    """What the host did while devices were idle.
+
+    Attributes:
+      inside_s: of the idle time, in calls of JAX; `outside_s` the rest.
+      by_name: seconds of the idle time in which a named event ran, of those that took the most of it.
+    """
+
+    inside_s: float
+    outside_s: float
+    by_name: tuple[tuple[str, float], ...]
+
+    @classmethod
+    def of(cls, host: HostEvents, idle: np.ndarray) -> "_Waits":
+        """`idle` are the times at which any of the devices was, as rows (start, end)."""
+        idle = union(idle[:, 0], idle[:, 1])
+        calls = host.jax_calls
+        inside_ps = int(_overlap(union(host.start_ps[calls], host.end_ps[calls]), idle).sum())
+        idle_ps = int(np.sum(idle[:, 1] - idle[:, 0]))
+        each_ps = _overlap(np.stack([host.start_ps, host.end_ps], axis=1), idle)
+        longest = np.argsort(-np.bincount(host.which, each_ps, minlength=len(host.names)))[: 2 * _SHOWN]
+        by_name: list[tuple[str, float]] = []
+        for row in longest.tolist():
+            events = np.flatnonzero(host.which == row)  # which may be nested in each other
+            seconds = _overlap(union(host.start_ps[events], host.end_ps[events]), idle).sum() * PICOSECOND
+            by_name += [(host.names[row], float(seconds))] if seconds else []
+        by_name.sort(key=lambda pair: -pair[1])
+        return cls(inside_ps * PICOSECOND, (idle_ps - inside_ps) * PICOSECOND, tuple(by_name[:_SHOWN]))
+
+
+def _row(ops_: Ops, step: Step) -> OverviewRow:
+    free = gaps(ops_.covered, step.start_ps, step.end_ps)
+    step_s = step.duration_ps * PICOSECOND
+    idle_s = int(np.sum(free[:, 1] - free[:, 0])) * PICOSECOND
+    return OverviewRow(
+        device=ops_.device,
+        program=step.program,
+        start_s=step.start_ps * PICOSECOND,
+        step_s=step_s,
+        busy_s=step_s - idle_s,
+        idle_s=idle_s,
+        step_idle_share=idle_s / step_s if step_s else 0.0,
+    )
+
+
+def _idle(ops_: Ops, steps: Sequence[Step]) -> np.ndarray:
+    """When a device was idle between the start of its first step and the end of its last."""
+    return gaps(ops_.covered, steps[0].start_ps, steps[-1].end_ps) if steps else np.zeros((0, 2), np.int64)
+
+
+def _overlap(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Of each row (start, end) of `first`, the time that lies in the disjoint rows of `second`, which are in order."""
+    if not len(second):
+        return np.zeros(len(first), np.int64)
+    before = np.concatenate([[0], np.cumsum(second[:, 1] - second[:, 0])])
+
+    def until(time: np.ndarray) -> np.ndarray:
+        place = np.searchsorted(second[:, 0], time, "right")
+        last = np.maximum(place - 1, 0)
+        return np.where(place > 0, before[last] + np.minimum(time, second[last, 1]) - second[last, 0], 0)
+
+    return until(first[:, 1]) - until(first[:, 0])
+
+
+def _facts(devices: Sequence[Ops], rows: Sequence[OverviewRow], waits: _Waits) -> dict[str, Any]:
+    durations = [row.step_s for row in rows]
+    total_s = sum(durations, 0.0)
+    idle_s = sum((row.idle_s for row in rows), 0.0) if rows else None
+    mean_s = statistics.fmean(durations) if durations else None
+    deviation_s = statistics.stdev(durations) if len(durations) > 1 else None
+    return {
+        "devices": len(devices),
+        "steps": len(rows),
+        "median_step_s": statistics.median(durations) if durations else None,
+        "mean_step_s": mean_s,
+        "deviation_s": deviation_s,
+        "shortest_s": min(durations, default=None),
+        "longest_s": max(durations, default=None),
+        "mean_step_deviation_share": deviation_s / mean_s if deviation_s is not None and mean_s else None,
+        "steps_s": total_s if rows else None,
+        "idle_s": idle_s,
+        "steps_idle_share": idle_s / total_s if idle_s is not None and total_s else None,
+        "bound_by": _bound(idle_s, total_s, waits),
+    }
+
+
+def _bound(idle_s: float | None, total_s: float, waits: _Waits) -> str | None:
+    if idle_s is None or not total_s:
+        return None
+    if idle_s < _IDLE * total_s:
+        return "device"
+    return "host inside JAX" if waits.inside_s > waits.outside_s else "host outside JAX"
+
+
+def _notes(trace: Trace, device: str | None, rows: Sequence[OverviewRow], waits: _Waits) -> Iterator[str]:
+    if not trace.devices:
+        yield "No data: the trace has no operations of any device."
+        return
+    if not rows:
+        yield "Steps are not known: the events of this trace do not say which execution of a program they are of."
+        return
+    yield (
+        f"{number('_s', waits.inside_s + waits.outside_s)} idle from the first step to the last: "
+        f"{number('_s', waits.inside_s)} of them while the host was in JAX (tracing, compiling, dispatching), "
+        f"{number('_s', waits.outside_s)} while it was not (input, logging, other Python)."
+    )
+    if waits.by_name:
+        listed = ", ".join(f"{name} {number('_s', seconds)}" for name, seconds in waits.by_name)
+        yield f"Host events in the idle time: {listed}."
+    heaviest = ops(trace, by="category", device=device).rows[:_SHOWN]
+    listed = ", ".join(f"{row.name} {number('_share', row.busy_share)}" for row in heaviest)
+    yield f"Of the busy time: {listed}."

@@ -1,0 +1,199 @@
+"""How far operations are from what the chip could do: FLOPs and bytes from the HLO, times from the trace.
+
+An operation of F FLOPs that moves B bytes takes at least
+
+    ideal_s = max(F / peak FLOP/s of its dtype, B / memory bandwidth)
+
+and its distance from the roof is ideal_s / self_s. Bytes are those of arrays read and written once, caches left aside:
+what stays in a cache can be faster than its ideal. (Williams et al., https://doi.org/10.1145/1498765.1498785)
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from stack_core import machine
+from stack_profile.analyses.ops import chosen_devices
+from stack_profile.answer import Answer
+from stack_profile.categories import category
+from stack_profile.hlo import Program
+from stack_profile.trace import Operation, Trace
+
+if TYPE_CHECKING:
+    from stack_core.hardware import Chip
+    from stack_core.hardware.hlo_costs import InstructionCost
+
+__all__ = ["RooflineRow", "roofline"]
+
+
+@dataclass(frozen=True)
+class RooflineRow:
+    """One operation, all of its executions together.
+
+    Attributes:
+      flops, traffic_bytes: of all executions; None where the program does not say.
+      intensity: FLOPs a byte.
+      bound: which of the two takes longer at the peaks: "compute" or "memory".
+      roof_share: ideal_s / self_s; None where a peak is not known.
+      runs_expected: executions a run of the program, from its loops' trips; None where only the run decides.
+    """
+
+    name: str
+    category: str
+    line: str
+    self_s: float
+    occurrences: int
+    runs_expected: int | None
+    flops: int | None
+    traffic_bytes: int | None
+    rate_flops_s: float | None
+    rate_bytes_s: float | None
+    intensity: float | None
+    bound: str | None
+    ideal_s: float | None
+    roof_share: float | None
+
+
+def roofline(trace: Trace, *, device: str | None = None, chip: "Chip | None" = None) -> Answer[RooflineRow]:
+    """Compares each operation, and all of them together, with the peaks of the chip.
+
+    Args:
+      chip: by default the one that the trace was captured on.
+
+    Raises:
+      UnknownName: there is no such device.
+    """
+    devices = chosen_devices(trace, device)
+    chip, said = (chip, f"Peaks: {chip.provenance}.") if chip else _chip_of(trace)
+    costs = {id(program): _costs(program) for program in trace.programs}
+    sharing = _sharing(chip, len(trace.devices))
+    rows = [
+        _row(_Measured(operation, self_s, count), costs.get(id(operation.program)), chip, sharing)
+        for each in devices
+        for operation, self_s, count in each.totals()
+    ]
+    busy_s = sum((each.busy_s for each in devices), 0.0)
+    unreadable = [program.name for program in trace.programs if costs[id(program)] is None]
+    return Answer(
+        name="roofline",
+        facts=_facts(rows, chip, busy_s),
+        row_type=RooflineRow,
+        rows=tuple(sorted(rows, key=lambda row: -row.self_s)),
+        notes=(said, *_notes(rows, unreadable), *trace.problems),
+    )
+
+
+def _costs(program: Program) -> "Mapping[str, InstructionCost] | None":
+    """By the instruction's name; None where this version of XLA cannot read the program."""
+    from stack_core.hardware.hlo_costs import instruction_costs  # imports jax
+
+    return instruction_costs(program.module) if program.module else None
+
+
+def _sharing(chip: "Chip | None", devices: int) -> int:
+    """How many devices share the chip's peaks: all that a host's CPU is made to look like."""
+    return devices if chip is not None and chip.kind == "cpu" else 1
+
+
+def _chip_of(trace: Trace) -> "tuple[Chip | None, str]":
+    """The chip that the capture names, or None where its peaks are not known; and what has to be said of it."""
+    from stack_core.hardware.chips import row_name
+    from stack_core.plugins import registries
+
+    is_cpu = bool(trace.devices) and all("CPU:" in each.device for each in trace.devices)
+    kind = trace.about.get("device_kind", "cpu" if is_cpu else None)
+    name = None if kind is None else row_name(str(kind))
+    if name is None:
+        what = "The trace does not name its chip" if kind is None else f"No row is registered for the chip {kind!r}"
+        return None, f"{what}, so its peaks are not known: name one with --chip, `stack chips` lists them."
+    chip = registries.chips[name]
+    if not callable(chip):
+        return chip, f"Peaks: {chip.provenance}."
+    here = (machine.cpu_model(), machine.usable_cores())
+    there = (trace.about.get("cpu", here[0]), trace.about.get("cores", here[1]))
+    if there != here:
+        return None, f"The trace is of {there[1]} cores of {there[0]}, this machine is another: peaks are not known."
+    chip = chip()
+    return chip, f"Peaks of this machine, {chip.provenance}."
+
+
+@dataclass(frozen=True)
+class _Measured:
+    operation: Operation
+    self_s: float
+    count: int
+
+
+def _row(
+    measured: _Measured, costs: "Mapping[str, InstructionCost] | None", chip: "Chip | None", sharing: int
+) -> RooflineRow:
+    operation, self_s, count = measured.operation, measured.self_s, measured.count
+    cost = costs.get(operation.name.removeprefix("%")) if costs else None
+    flops = cost.flops.total * count if cost else None
+    traffic = cost.traffic_bytes * count if cost else None
+    compute_s, memory_s = _ideals(cost, chip, count * sharing)
+    ideal_s = None if compute_s is None or memory_s is None else max(compute_s, memory_s)
+    source = operation.instruction.source() if operation.instruction else None
+    return RooflineRow(
+        name=operation.name,
+        category=category(operation.instruction),
+        line=str(source) if source else "",
+        self_s=self_s,
+        occurrences=count,
+        runs_expected=cost.times if cost else None,
+        flops=flops,
+        traffic_bytes=traffic,
+        rate_flops_s=_ratio(flops, self_s),
+        rate_bytes_s=_ratio(traffic, self_s),
+        intensity=_ratio(flops, traffic),
+        bound=("compute" if compute_s == ideal_s else "memory") if ideal_s else None,
+        ideal_s=ideal_s,
+        roof_share=_ratio(ideal_s, self_s),
+    )
+
+
+def _ideals(cost: "InstructionCost | None", chip: "Chip | None", times: int) -> tuple[float | None, float | None]:
+    """Seconds at the chip's peak FLOP/s and at its peak bandwidth."""
+    if cost is None or chip is None:
+        return None, None
+    compute_s, bandwidth = cost.flops.ideal_s(chip), chip.hbm_bandwidth_bytes_s
+    return (
+        None if compute_s is None else compute_s * times,
+        None if bandwidth is None else cost.traffic_bytes * times / bandwidth,
+    )
+
+
+def _ratio(part: int | float | None, whole: int | float | None) -> float | None:
+    return part / whole if part is not None and whole else None
+
+
+def _facts(rows: Sequence[RooflineRow], chip: "Chip | None", busy_s: float) -> dict[str, Any]:
+    known = [row for row in rows if row.flops is not None and row.traffic_bytes is not None]
+    roofed = [row for row in rows if row.ideal_s is not None]
+    flops = sum(row.flops or 0 for row in known) if known else None
+    traffic = sum(row.traffic_bytes or 0 for row in known) if known else None
+    ideal_s = sum((row.ideal_s or 0.0 for row in roofed), 0.0) if roofed else None
+    return {
+        "chip": chip.kind if chip else None,
+        "busy_s": busy_s,
+        "counted_s": sum((row.self_s for row in known), 0.0),
+        "flops": flops,
+        "traffic_bytes": traffic,
+        "rate_flops_s": _ratio(flops, busy_s),
+        "rate_bytes_s": _ratio(traffic, busy_s),
+        "ideal_s": ideal_s,
+        "roof_share": _ratio(ideal_s, busy_s),
+        "peak_flops": dict(chip.peak_flops) if chip else None,
+        "peak_bytes_s": chip.hbm_bandwidth_bytes_s if chip else None,
+    }
+
+
+def _notes(rows: Sequence[RooflineRow], unreadable: Sequence[str]) -> Iterator[str]:
+    yield "The share of the roof is ideal / self, in all ideal / busy; bytes leave caches aside, so it can pass 100%."
+    if not rows:
+        yield "No data: the trace has no operations of any device."
+    if unreadable:
+        yield f"This version of XLA cannot read {', '.join(unreadable)}: the costs of their operations are not known."
+    uncounted = [row.name for row in rows if row.flops == 0 and row.category == "custom call"]
+    if uncounted:
+        yield f"Custom calls do not say their FLOPs, which are in no sum: {', '.join(uncounted[:5])}."

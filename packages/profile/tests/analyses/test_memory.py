@@ -1,0 +1,72 @@
+"""The memory of a program is what XLA says it is, and the peak is made of named arrays."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from stack_core.errors import UnknownName
+from stack_profile.analyses.memory import memory, memory_of, schedule_of
+from stack_profile.buffers import read_buffers
+from stack_profile.hlo import program_of
+
+
+@pytest.mark.parametrize("by", ["buffer", "layer", "line", "kind"])
+def test_the_rows_of_every_grouping_sum_to_all_memory(trace, by):
+    answer = memory(trace, by=by)
+    assert answer.facts["program"] == "jit_step"
+    assert sum(row.size_bytes for row in answer.rows) == answer.facts["total_bytes"]
+    assert sum(row.total_share for row in answer.rows) == pytest.approx(1)
+
+
+def test_all_memory_is_what_the_executable_reports(training, trace):
+    stats = training[0].memory_analysis()
+    reported = (
+        stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+    )
+    for facts in (memory(trace).facts, memory_of(program_of(training[0])).facts):
+        assert facts["total_bytes"] - facts["constant_bytes"] == reported
+        assert facts["temporary_bytes"] == stats.temp_size_in_bytes
+
+
+def test_arguments_have_the_names_that_the_program_gave_them(trace):
+    rows = {row.name: row for row in memory(trace).rows}
+    assert rows["params['head']"].kind == "donated argument"
+    assert rows["params['head']"].size_bytes == 128 * 128 * 4
+    assert rows["x"].kind == "argument"
+
+
+def test_what_the_backward_pass_keeps_for_all_layers_is_at_the_peak(trace):
+    saved = [row for row in memory(trace).rows if row.kind == "temporary" and row.size_bytes == 10 * 64 * 128 * 4]
+    assert saved and all(row.line.rpartition(":")[0].endswith("conftest.py") for row in saved)
+
+
+def test_a_peak_of_known_buffers_is_their_sum(trace):
+    facts = memory(trace).facts
+    assert 0.9 * facts["temporary_bytes"] <= facts["peak_live_bytes"] <= facts["temporary_bytes"]
+
+
+def test_the_schedule_ends_with_nothing_and_reaches_the_peak(trace):
+    program = next(program for program in trace.programs if program.name == "jit_step")
+    answer = schedule_of(program)
+    assert answer.rows[-1].live_bytes == 0
+    assert max(row.live_bytes for row in answer.rows) == memory(trace).facts["peak_live_bytes"]
+    (schedule,) = read_buffers(program).schedules
+    assert [len(moment.live) for moment in schedule.moments()][-1] == 0
+
+
+def test_an_executable_alone_has_no_schedule_and_says_so():
+    program = program_of(jax.jit(lambda x: jnp.sort(x) + 1).lower(jnp.ones((64,))).compile())
+    answer = memory_of(program)
+    assert answer.facts["peak_live_bytes"] is None
+    assert any("not known" in note for note in answer.notes) and any("scratch" in note for note in answer.notes)
+
+
+def test_without_buffers_or_programs_there_is_no_data(trace, build):
+    compiled = jax.jit(lambda x: x + 1).lower(jnp.ones(3)).compile()
+    without = dataclasses.replace(program_of(compiled), proto=build.hlo_proto(compiled))
+    assert "No data" in memory_of(without).notes[0] and "No data" in schedule_of(without).notes[0]
+    assert "No data" in memory(dataclasses.replace(trace, programs=())).notes[0]
+    with pytest.raises(UnknownName, match="jit_step"):
+        memory(trace, program="jit_stop")

@@ -1,0 +1,72 @@
+"""All of the time is put somewhere, once."""
+
+import pytest
+
+from stack_core.errors import UnknownName
+from stack_profile.analyses.ops import ops
+from stack_profile.trace import trace_of
+from stack_profile.xplane import read_space
+
+
+@pytest.mark.parametrize("by", ["category", "layer", "scope", "line", "file", "op"])
+def test_the_rows_of_every_grouping_sum_to_the_union(trace, by):
+    answer = ops(trace, by=by)
+    (device,) = trace.devices
+    assert answer.facts["busy_s"] == pytest.approx(device.union_ps * 1e-12)
+    assert sum(row.self_s for row in answer.rows) == pytest.approx(answer.facts["busy_s"], rel=1e-6)
+    assert sum(row.busy_share for row in answer.rows) == pytest.approx(1)
+    assert sum(row.occurrences for row in answer.rows) == answer.facts["occurrences"] == len(device)
+    for row in answer.rows:
+        assert row.forward_s + row.backward_s + row.recomputed_s == pytest.approx(row.self_s)
+
+
+def test_operations_have_lines_and_cover_the_steps(trace):
+    answer = ops(trace, by="line")
+    assert answer.facts["attributed_s"] >= 0.99 * answer.facts["busy_s"]
+    assert answer.facts["attributed_s"] + answer.facts["unattributed_s"] == pytest.approx(answer.facts["busy_s"])
+    (device,) = trace.devices
+    steps = trace.steps[device.device]
+    assert [step.program for step in steps] == ["jit_step"] * 4
+    assert device.union_ps >= 0.85 * (steps[-1].end_ps - steps[0].start_ps)
+
+
+def test_all_passes_belong_to_the_forward_scope(trace):
+    rows = {row.name: row for row in ops(trace, by="scope").rows}
+    assert rows["mlp"].forward_s > 0 and rows["mlp"].backward_s > 0 and rows["mlp"].recomputed_s > 0
+    assert rows["mlp"].busy_share > 0.5
+
+
+def test_a_folder_moves_lines_to_the_innermost_of_its_own(trace, tmp_path):
+    assert ops(trace, by="line", within=str(tmp_path)).facts["attributed_s"] == 0
+    assert {row.name for row in ops(trace, by="file", within=__file__.rpartition("/")[0]).rows} <= {
+        __file__.replace("test_ops", "conftest"),
+        "",
+    }
+
+
+def test_times_of_one_to_four_on_two_lines_show_as_such(build):
+    plane = build.plane("/host:CPU")
+    plane.line(
+        "worker",
+        *(
+            plane.event(name, 100 * run + start, duration, hlo_op=name, hlo_module="jit_f", program_id=1, run_id=run)
+            for run in range(3)
+            for name, start, duration in (("dot.1", 0, 10), ("dot.2", 12, 40))
+        ),
+    )
+    rows = {row.name: row for row in ops(trace_of([read_space(build.space(plane))])).rows}
+    assert rows["jit_f: dot.2"].self_s == pytest.approx(4 * rows["jit_f: dot.1"].self_s)
+    assert rows["jit_f: dot.1"].busy_share == pytest.approx(0.2)
+
+
+def test_without_operations_there_is_no_data_which_is_not_zero(build):
+    plane = build.plane("/host:CPU")
+    plane.line("main", plane.event("PjitFunction(f)", 0, 10))
+    answer = ops(trace_of([read_space(build.space(plane))]))
+    assert answer.rows == () and "No data" in answer.notes[0]
+
+
+def test_a_device_that_is_not_there_is_named_with_its_neighbours(trace):
+    assert ops(trace, device="CPU:0").facts["devices"] == 1
+    with pytest.raises(UnknownName, match="CPU:0"):
+        ops(trace, device="CPU:1")

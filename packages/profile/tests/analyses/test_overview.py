@@ -1,0 +1,71 @@
+"""Steps are timed from start to start; what the host did while the device was idle is told."""
+
+import pytest
+
+from stack_profile.analyses.overview import overview
+from stack_profile.trace import trace_of
+from stack_profile.xplane import read_space
+
+
+def timeline(build, *, busy, wait, inside):
+    """Four steps; after the work of each the host is `wait` outside and `inside` JAX."""
+    plane = build.plane("/host:CPU")
+    work, host = [], []
+    period = busy + wait + inside
+    for run in range(4):
+        at = run * period
+        work.append(plane.event("dot.1", at, busy, hlo_op="dot.1", hlo_module="jit_f", program_id=1, run_id=run))
+        host += [plane.event("load batch", at + busy, wait), plane.event("PjitFunction(f)", at + busy + wait, inside)]
+    plane.line("tf_XLAExecute/1", *work)
+    plane.line("python", *host)
+    return trace_of([read_space(build.space(plane))])
+
+
+@pytest.mark.parametrize(
+    ("times", "bound"),
+    [
+        ({"busy": 95, "wait": 3, "inside": 2}, "device"),
+        ({"busy": 50, "wait": 40, "inside": 10}, "host outside JAX"),
+        ({"busy": 50, "wait": 10, "inside": 40}, "host inside JAX"),
+    ],
+)
+def test_what_bounds_a_step_comes_with_its_evidence(build, times, bound):
+    answer = overview(timeline(build, **times))
+    facts = answer.facts
+    assert (facts["steps"], facts["bound_by"]) == (4, bound)
+    assert facts["median_step_s"] == pytest.approx(100e-6)
+    idle_us = 3 * (times["wait"] + times["inside"])
+    assert facts["idle_s"] == pytest.approx(idle_us * 1e-6)
+    assert facts["steps_idle_share"] == pytest.approx(idle_us / (300 + times["busy"]))
+    assert f"load batch {3 * times['wait']} us" in " ".join(answer.notes)
+    assert [row.step_s for row in answer.rows] == pytest.approx([100e-6] * 3 + [times["busy"] * 1e-6])
+
+
+def test_a_real_capture_is_bound_by_something(trace):
+    answer = overview(trace)
+    assert answer.facts["steps"] == len(answer.rows) == 4
+    assert answer.facts["deviation_s"] is not None
+    assert sum(row.busy_s + row.idle_s for row in answer.rows) == pytest.approx(answer.facts["steps_s"])
+
+
+def test_runs_that_the_capture_cut_off_are_no_steps(build):
+    plane = build.plane("/host:CPU")
+    both = {"hlo_module": "jit_f", "program_id": 1}
+    names = [f"dot.{index}" for index in range(10)]
+    work = [plane.event(name, 5 * index, 5, hlo_op=name, run_id=0, **both) for index, name in enumerate(names[7:])]
+    for run in (1, 2):
+        work += [
+            plane.event(name, 50 * run + 5 * index, 5, hlo_op=name, run_id=run, **both)
+            for index, name in enumerate(names)
+        ]
+    plane.line("tf_XLAExecute/1", *work)
+    facts = overview(trace_of([read_space(build.space(plane))])).facts
+    assert (facts["steps"], facts["median_step_s"]) == (2, pytest.approx(50e-6))
+
+
+def test_where_runs_cannot_be_told_apart_steps_are_not_known(build):
+    plane = build.plane("/device:GPU:0")
+    plane.line("Stream #1", plane.event("kernel", 0, 5, hlo_op="dot.1", hlo_module="jit_f", program_id=1))
+    answer = overview(trace_of([read_space(build.space(plane))]))
+    assert answer.facts["median_step_s"] is None and answer.facts["bound_by"] is None
+    assert "not known" in answer.notes[0]

@@ -1,0 +1,101 @@
+"""Answers read alike in all their forms."""
+
+import io
+import json
+import sys
+from dataclasses import dataclass
+
+import pytest
+from rich.console import Console
+
+from stack_profile.answer import Answer, number, present, title
+from stack_profile.errors import ProfileError
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    self_s: float
+    busy_share: float
+    size_bytes: int | None = None
+
+
+ANSWER = Answer(
+    "test", {"busy_s": 0.5, "peak_flops": {"float32": 2e11}}, Row, (Row("a", 0.25, 0.5), Row("", 0.0, 0.0)), ("a note",)
+)
+
+
+def shown(answer, limit=None):
+    out = io.StringIO()
+    console = Console(file=out, width=100)
+    for part in present(answer, limit):
+        console.print(part)
+    return out.getvalue()
+
+
+def test_json_holds_everything():
+    assert json.loads(json.dumps(ANSWER.as_mapping())) == {
+        "analysis": "test",
+        "facts": {"busy_s": 0.5, "peak_flops": {"float32": 2e11}},
+        "rows": [
+            {"name": "a", "self_s": 0.25, "busy_share": 0.5, "size_bytes": None},
+            {"name": "", "self_s": 0.0, "busy_share": 0.0, "size_bytes": None},
+        ],
+        "notes": ["a note"],
+    }
+
+
+def test_a_terminal_shows_facts_rows_what_is_left_out_and_notes():
+    text = shown(ANSWER)
+    assert "busy: 500 ms, peak FLOPs: float32 200 G" in text
+    assert "% of busy" in text and "50.0%" in text and "(none)" in text and "note: a note" in text
+    assert "size" not in text  # nothing is known of it
+    assert "1 more rows" in shown(ANSWER, limit=1)
+    assert "No rows" in shown(Answer("test", {}, Row, (), ()))
+
+
+def test_pandas_is_asked_for_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ProfileError, match=r"pip install stack-profile\[pandas\]"):
+        ANSWER.as_pandas()
+
+
+def test_pandas_has_the_columns_of_the_rows():
+    pandas = pytest.importorskip("pandas", reason="needs stack-profile[pandas]")
+    frame = ANSWER.as_pandas()
+    assert isinstance(frame, pandas.DataFrame) and list(frame.columns) == ["name", "self_s", "busy_share", "size_bytes"]
+    assert list(Answer("test", {}, Row, ()).as_pandas().columns) == list(frame.columns)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("self_s", 12.0, "12 s"),
+        ("self_s", 0.0123, "12.3 ms"),
+        ("self_s", 4.2e-7, "420 ns"),
+        ("self_s", 0.0, "0"),
+        ("self_s", None, "-"),
+        ("size_bytes", 1536, "1.5 KiB"),
+        ("rate_bytes_s", 3 * 2**30, "3 GiB"),
+        ("rate_flops_s", 2.5e11, "250 G"),
+        ("flops", 0, "0"),
+        ("busy_share", 0.125, "12.5%"),
+        ("busy_share", 0.00001, "0.001%"),
+        ("busy_share", 0, "0.0%"),
+        ("occurrences", 12345, "12,345"),
+        ("intensity", 61.234, "61.2"),
+        ("why", "", "(none)"),
+    ],
+)
+def test_numbers_have_three_digits_and_a_unit(name, value, text):
+    assert number(name, value) == text
+
+
+def test_headings_say_what_shares_are_of():
+    assert [title(name) for name in ("busy_share", "self_s", "rate_bytes_s", "rate_flops_s", "runs_expected")] == [
+        "% of busy",
+        "self",
+        "rate B/s",
+        "rate FLOP/s",
+        "runs expected",
+    ]

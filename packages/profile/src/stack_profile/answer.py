@@ -4,8 +4,10 @@ The name of a field is its unit: `_s` seconds, `_bytes`, `_flops`, `_share` a pa
 `busy_share` is a share of the busy time. None is "not known", which is not 0.
 """
 
+import csv
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
@@ -51,6 +53,13 @@ class Answer(Generic[Row]):
         except ImportError as error:
             raise ProfileError("pandas is not installed: pip install stack-profile[pandas].") from error
         return pandas.DataFrame(self.as_mapping()["rows"], columns=self.columns)
+
+    def as_csv(self) -> Iterator[str]:
+        """Lines of a spreadsheet, the first of them the names; what is not known is empty."""
+        for cells in (self.columns, *([getattr(row, name) for name in self.columns] for row in self.rows)):
+            line = io.StringIO()
+            csv.writer(line, lineterminator="\n").writerow(cells)
+            yield line.getvalue()
 
     @property
     def columns(self) -> list[str]:

@@ -14,3 +14,10 @@ def stack_register_observers(registry: Registrar) -> None:
 @hookimpl
 def stack_register_configs(registry: Registrar) -> None:
     registry.add("profile", "stack_profile.observer:ProfileConfig")
+
+
+@hookimpl
+def stack_register_commands(registry: Registrar) -> None:
+    registry.add(
+        "profile", "stack_profile.commands.profile:profile", help="Profile a program, down to the Python line."
+    )

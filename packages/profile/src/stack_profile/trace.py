@@ -146,9 +146,14 @@ class Trace:
     problems: tuple[str, ...]
 
     @functools.cached_property
+    def base_ns(self) -> int:
+        """Where the clock of the operations and of the host's events starts, on that of the trace."""
+        return _base_ns(self.spaces)
+
+    @functools.cached_property
     def host_events(self) -> HostEvents:
         """The events of the threads that call JAX."""
-        return _host_events(self.spaces)
+        return _host_events(self.spaces, self.base_ns)
 
     @functools.cached_property
     def steps(self) -> Mapping[str, tuple[Step, ...]]:
@@ -268,8 +273,7 @@ def _base_ns(spaces: Sequence[Space]) -> int:
     return min((line.events.timestamp_ns for space in spaces for line in _lines(space)), default=0)
 
 
-def _host_events(spaces: Sequence[Space]) -> HostEvents:
-    base_ns = _base_ns(spaces)
+def _host_events(spaces: Sequence[Space], base_ns: int) -> HostEvents:
     names: dict[str, int] = {}
     columns = [np.zeros((3, 0), np.int64)]
     for plane in (plane for space in spaces for plane in space.planes if plane.name == _HOST_PLANE):

@@ -16,7 +16,7 @@ from stack_profile.buffers import Allocation, Assignment, read_buffers
 from stack_profile.hlo import Instruction, Program
 from stack_profile.trace import Trace
 
-__all__ = ["MemoryGrouping", "MemoryRow", "MomentRow", "memory", "memory_of", "schedule_of"]
+__all__ = ["MemoryGrouping", "MemoryRow", "MomentRow", "memory", "memory_of", "schedule", "schedule_of"]
 
 MemoryGrouping = Literal["buffer", "layer", "line", "kind"]
 
@@ -88,18 +88,29 @@ def memory_of(program: Program, *, by: MemoryGrouping = "buffer") -> Answer[Memo
     )
 
 
+def schedule(trace: Trace, *, program: str | None = None) -> Answer[MomentRow]:
+    """How the temporaries of a program of the trace come and go along its schedule, see `memory`."""
+    chosen = _chosen(trace, program)
+    if chosen is None:
+        return Answer(
+            _SCHEDULE, {}, MomentRow, (), ("No data: the trace holds the HLO of no program.", *trace.problems)
+        )
+    return schedule_of(chosen)
+
+
 def schedule_of(program: Program) -> Answer[MomentRow]:
-    """How the temporaries of a program come and go along its schedule."""
+    """How the temporaries of a compiled program come and go along its schedule."""
     assignment = read_buffers(program)
     rows: list[MomentRow] = []
-    for schedule in assignment.schedules if assignment else ():
-        for moment in schedule.moments():
+    for each in assignment.schedules if assignment else ():
+        for moment in each.moments():
             layer, line = _place(program.instructions.get(moment.instruction))
             rows.append(MomentRow(len(rows), moment.instruction, moment.live_bytes, layer, line))
     notes = () if rows else ("No data: XLA kept no schedule of this program's temporaries.",)
-    return Answer("memory over the schedule", {"program": program.name}, MomentRow, tuple(rows), notes)
+    return Answer(_SCHEDULE, {"program": program.name}, MomentRow, tuple(rows), notes)
 
 
+_SCHEDULE: Final = "memory over the schedule"
 _LIBRARIES: Final = ("custom-call", "dot", "convolution", "sort", "fft", "cholesky", "triangular-solve")
 
 
@@ -122,12 +133,12 @@ def _chosen(trace: Trace, name: str | None) -> Program | None:
 def _at_peak(program: Program, assignment: Assignment) -> Iterator[MemoryRow]:
     total = assignment.total_bytes
     replayed: set[int] = set()
-    for schedule in assignment.schedules:
-        arena = schedule.allocation(assignment.allocations)
+    for each in assignment.schedules:
+        arena = each.allocation(assignment.allocations)
         if arena is None:
             continue
         replayed.add(arena.index)
-        peak = schedule.peak()
+        peak = each.peak()
         for key in peak.live:
             buffer = assignment.buffers[key]
             instruction = program.instructions.get(buffer.instruction)
@@ -174,8 +185,7 @@ def _grouped(rows: Sequence[MemoryRow], by: MemoryGrouping) -> Iterator[MemoryRo
 
 
 def _facts(program: Program, assignment: Assignment) -> dict[str, Any]:
-    arenas = [(schedule, schedule.allocation(assignment.allocations)) for schedule in assignment.schedules]
-    peaks = [schedule.peak() for schedule, arena in arenas if arena is not None]
+    peaks = [each.peak() for each in assignment.schedules]
     return {
         "program": program.name,
         "total_bytes": assignment.total_bytes,

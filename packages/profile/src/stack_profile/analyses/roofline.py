@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stack_core.hardware import Chip
     from stack_core.hardware.hlo_costs import InstructionCost
 
-__all__ = ["RooflineRow", "roofline"]
+__all__ = ["RooflineRow", "registered_chip", "roofline"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,18 @@ def roofline(trace: Trace, *, device: str | None = None, chip: "Chip | None" = N
     )
 
 
+def registered_chip(name: str) -> "Chip":
+    """The chip of a row that `stack chips` lists; one that has to be measured is.
+
+    Raises:
+      UnknownName: there is no such row.
+    """
+    from stack_core.plugins import registries
+
+    chip = registries.chips[name]
+    return chip() if callable(chip) else chip
+
+
 def _costs(program: Program) -> "Mapping[str, InstructionCost] | None":
     """By the instruction's name; None where this version of XLA cannot read the program."""
     from stack_core.hardware.hlo_costs import instruction_costs  # imports jax
@@ -106,14 +118,14 @@ def _chip_of(trace: Trace) -> "tuple[Chip | None, str]":
     if name is None:
         what = "The trace does not name its chip" if kind is None else f"No row is registered for the chip {kind!r}"
         return None, f"{what}, so its peaks are not known: name one with --chip, `stack chips` lists them."
-    chip = registries.chips[name]
-    if not callable(chip):
+    if not callable(registries.chips[name]):
+        chip = registered_chip(name)
         return chip, f"Peaks: {chip.provenance}."
     here = (machine.cpu_model(), machine.usable_cores())
     there = (trace.about.get("cpu", here[0]), trace.about.get("cores", here[1]))
     if there != here:
         return None, f"The trace is of {there[1]} cores of {there[0]}, this machine is another: peaks are not known."
-    chip = chip()
+    chip = registered_chip(name)
     return chip, f"Peaks of this machine, {chip.provenance}."
 
 

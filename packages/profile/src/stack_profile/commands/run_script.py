@@ -1,0 +1,152 @@
+"""`stack profile run`: runs a script as Python would, and captures it once its first device is there."""
+
+import argparse
+import runpy
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from stack_profile._capture import Capture, capture
+from stack_profile.errors import CaptureError
+
+__all__ = ["run_script"]
+
+_POLL_S: Final = 0.001
+
+
+def run_script(tokens: Sequence[str]) -> None:
+    """Runs the script that `tokens` name after the options; exits with its status if that is not 0.
+
+    The capture begins when the script starts a backend of JAX, so that what it sets before, platforms, flags, a
+    distributed runtime, holds.
+
+    Raises:
+      CaptureError: there is no such script, or it used no device of JAX.
+    """
+    options = _parser().parse_args(tokens)
+    if not options.module and not Path(options.script).is_file():
+        raise CaptureError(f"There is no script {options.script!r}. Name a file, or a module after -m.")
+    captured = capture(options.out, host_tracer_level=options.host_tracer_level)
+    with _Watch(captured, delay_s=options.delay_s, duration_s=options.duration_s) as watch:
+        status = _run(options.script, options.arguments, module=options.module)
+    if watch.failure is not None:
+        raise watch.failure
+    print(f"stack: the trace is in {captured.wait()}", file=sys.stderr)
+    if status:
+        sys.exit(status)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="stack profile run", description="Capture a script, which need not know of it.", allow_abbrev=False
+    )
+    parser.add_argument("--out", type=Path, default=Path("profile"), help="directory of the capture (default: profile)")
+    parser.add_argument("--delay-s", type=float, default=0.0, help="seconds from the first device to the capture")
+    parser.add_argument("--duration-s", type=float, help="seconds to capture, by default to the script's end")
+    parser.add_argument("--host-tracer-level", type=int, default=2, help="1, 2 or 3: how much of the host is traced")
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    return parser
+
+
+class _Watch:
+    """Starts a capture when JAX has a backend, and stops it in time or at the end of the block.
+
+    Attributes:
+      failure: why there is no capture.
+    """
+
+    def __init__(self, captured: Capture, *, delay_s: float, duration_s: float | None) -> None:
+        self._capture, self._delay_s, self._duration_s = captured, delay_s, duration_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="capture-watch", daemon=True)
+        self.failure: CaptureError | None = None
+
+    def __enter__(self) -> "_Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._guarded(self._capture.stop)
+        if self.failure is None and self._capture.path is None:
+            self.failure = CaptureError(
+                "Nothing was captured: the script ended before it used a device of JAX, or before --delay-s was over."
+            )
+
+    def _watch(self) -> None:
+        while not _has_backend():
+            if self._ended.wait(_POLL_S):
+                return
+        if self._ended.wait(self._delay_s):
+            return
+        self._guarded(self._capture.start)
+        if self._duration_s is not None and not self._ended.wait(self._duration_s):
+            self._guarded(lambda: self._capture.stop(settle=False))
+
+    def _guarded(self, call: Any) -> None:
+        try:
+            call()
+        except CaptureError as error:
+            self.failure = self.failure or error
+
+
+def _has_backend() -> bool:
+    """Whether JAX is imported and has started a backend; asking starts none."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    initialized = getattr(bridge, "backends_are_initialized", None)
+    return initialized is not None and initialized()
+
+
+def _run(script: str, arguments: Sequence[str], *, module: bool) -> int:
+    """Runs a script or module as `__main__` and returns the status that Python would exit with."""
+    before = sys.argv, sys.path[0]
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path.cwd() if module else Path(script).resolve().parent)
+    try:
+        if module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            _run_file(Path(script).resolve())
+    except SystemExit as end:
+        return _status(end.code)
+    except BaseException as error:  # As Python does at the top: any error ends the script, with a traceback.
+        traceback.print_exception(error.with_traceback(_own_part(error.__traceback__)))
+        return 1
+    finally:
+        sys.argv, sys.path[0] = before
+    return 0
+
+
+def _run_file(path: Path) -> None:
+    """Runs a file as `__main__`; runpy.run_path would put its absolute path into sys.argv."""
+    main = types.ModuleType("__main__")
+    main.__file__ = str(path)
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = main
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), main.__dict__)
+    finally:
+        sys.modules["__main__"] = before
+
+
+def _own_part(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """A traceback from the script on, as it would be without this module around it."""
+    outside = (__file__, "<frozen runpy>")
+    while trace is not None and trace.tb_frame.f_code.co_filename in outside:
+        trace = trace.tb_next
+    return trace
+
+
+def _status(code: object) -> int:
+    """What a SystemExit means to the shell; a text is printed."""
+    if code is None or isinstance(code, int):
+        return int(code or 0)
+    print(code, file=sys.stderr)
+    return 1

@@ -1,0 +1,201 @@
+"""A trace in the formats of other tools: Perfetto, speedscope, flame graphs, spreadsheets."""
+
+import heapq
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from stack_profile.analyses.ops import ops
+from stack_profile.errors import ProfileError
+from stack_profile.trace import Operation, Ops, Trace
+from stack_profile.xplane import Line, Plane
+
+__all__ = ["EXPORTS", "chrome", "csv", "folded", "speedscope", "write"]
+
+_MICROSECOND_PS: Final = 1e6
+_NANOSECOND_S: Final = 1e-9
+
+
+def chrome(trace: Trace) -> Iterator[str]:
+    """Chrome's trace events, which https://ui.perfetto.dev and chrome://tracing show.
+
+    Each device is a process whose tracks hold its operations from start to end of their work, as many tracks as run
+    beside each other; each host is a process with a track a thread. What the runtime notes for itself is left out: when
+    its threads wake, and the ends of operations, which theirs have.
+    """
+    processes = itertools.count(1)
+    yield '{"displayTimeUnit": "ns", "traceEvents": [\n'
+    lines = itertools.chain(
+        itertools.chain.from_iterable(_device_events(next(processes), each) for each in trace.devices),
+        itertools.chain.from_iterable(
+            _plane_events(next(processes), plane, trace.base_ns)
+            for space in trace.spaces
+            for plane in space.planes
+            if any(len(line.events) for line in plane.lines)
+        ),
+    )
+    separator = ""
+    while batch := list(itertools.islice(lines, _BATCH)):
+        yield separator + ",\n".join(batch)
+        separator = ",\n"
+    yield "\n]}\n"
+
+
+def folded(trace: Trace) -> Iterator[str]:
+    """One line a stack, "outermost;...;innermost;operation NANOSECONDS" of self time, for flamegraph.pl and others."""
+    for stack, self_s in _stacks(trace.devices).items():
+        if nanoseconds := round(self_s / _NANOSECOND_S):
+            yield f"{';'.join(part.replace(';', ',') for part in stack)} {nanoseconds}\n"
+
+
+def speedscope(trace: Trace) -> Iterator[str]:
+    """A profile a device for https://www.speedscope.app: the self time of operations under their Python stacks."""
+    frames: dict[str, int] = {}
+    profiles = []
+    for each in trace.devices:
+        stacks = _stacks([each])
+        profiles.append({
+            "type": "sampled",
+            "name": each.device,
+            "unit": "seconds",
+            "startValue": 0,
+            "endValue": sum(stacks.values()),
+            "samples": [[frames.setdefault(frame, len(frames)) for frame in stack] for stack in stacks],
+            "weights": list(stacks.values()),
+        })  # fmt: skip
+    yield json.dumps({
+        "$schema": "https://www.speedscope.app/file-format-schema.json",
+        "name": trace.source,
+        "exporter": "stack-profile",
+        "shared": {"frames": [{"name": frame} for frame in frames]},
+        "profiles": profiles,
+    })  # fmt: skip
+
+
+def csv(trace: Trace) -> Iterator[str]:
+    """A row an operation, as the analysis `ops` has it."""
+    yield from ops(trace, by="op").as_csv()
+
+
+def write(parts: Iterable[str], path: Path) -> None:
+    """Writes a file that is whole when it has its name.
+
+    Raises:
+      ProfileError: it cannot be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(parts)
+        partial.replace(path)
+    except OSError as error:
+        raise ProfileError(f"{str(path)!r} cannot be written: {error}. Name another file.") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+EXPORTS: Final[Mapping[str, Callable[[Trace], Iterable[str]]]] = {
+    "perfetto": chrome,
+    "speedscope": speedscope,
+    "folded": folded,
+    "csv": csv,
+}
+
+_BOOKKEEPING: Final = ("ThreadpoolListener::", "end: ")
+_BATCH: Final = 1 << 14
+
+
+def _device_events(process: int, each: Ops) -> Iterator[str]:
+    yield _named("process_name", process, 0, f"device {each.device}")
+    heads = [_head(process, operation.name, _arguments(operation)) for operation in each.operations]
+    columns = (
+        each.which.tolist(),
+        _lanes(each).tolist(),
+        _microseconds(each.start_ps),
+        _microseconds(each.end_ps - each.start_ps),
+    )
+    for which, lane, start, duration in zip(*columns, strict=True):
+        yield f'{heads[which]},"tid":{lane},"ts":{start},"dur":{duration}}}'
+
+
+def _plane_events(process: int, plane: Plane, base_ns: int) -> Iterator[str]:
+    yield _named("process_name", process, 0, plane.name)
+    shown = {key: name for key, name in plane.event_names.items() if not name.startswith(_BOOKKEEPING)}
+    heads = {key: _head(process, name, {}) for key, name in shown.items()}
+    for thread, line in enumerate(plane.lines):
+        yield _named("thread_name", process, thread, line.name)
+        yield from _line_events(thread, line, heads, base_ns)
+
+
+def _line_events(thread: int, line: Line, heads: Mapping[int, str], base_ns: int) -> Iterator[str]:
+    events = line.events
+    rows = np.isin(events.metadata, list(heads))
+    columns = (
+        events.metadata[rows].tolist(),
+        _microseconds(events.start_ps(base_ns)[rows]),
+        _microseconds(events.duration_ps[rows]),
+    )
+    for key, start, duration in zip(*columns, strict=True):
+        yield f'{heads[key]},"tid":{thread},"ts":{start},"dur":{duration}}}'
+
+
+def _head(process: int, name: str, arguments: Mapping[str, str]) -> str:
+    """What the events of one name share: the start of their JSON."""
+    shown = f',"args":{json.dumps(arguments)}' if arguments else ""
+    return f'{{"ph":"X","pid":{process},"name":{json.dumps(name)}{shown}'
+
+
+def _named(kind: str, process: int, thread: int, name: str) -> str:
+    return json.dumps({"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}})
+
+
+def _microseconds(picoseconds: np.ndarray) -> list[float]:
+    return np.round(picoseconds / _MICROSECOND_PS, 6).tolist()
+
+
+def _arguments(operation: Operation) -> dict[str, str]:
+    instruction = operation.instruction
+    if instruction is None:
+        return {"module": operation.module}
+    source = instruction.source()
+    known = {
+        "module": operation.module,
+        "opcode": instruction.opcode,
+        "op_name": instruction.op_name,
+        "layer": instruction.layer,
+        "source": str(source) if source else "",
+    }
+    return {name: value for name, value in known.items() if value}
+
+
+def _lanes(each: Ops) -> np.ndarray:
+    """A track for each row: loops and calls the first ones, operations the first of the others that is free."""
+    outer = np.array([operation.runs_others for operation in each.operations], bool)[each.which]
+    lanes = np.zeros(len(each), np.int64)
+    for first, rows in ((0, np.flatnonzero(outer)), (1, np.flatnonzero(~outer))):
+        free: list[int] = []
+        ends: list[tuple[int, int]] = []
+        for row, start, end in zip(
+            rows.tolist(), each.start_ps[rows].tolist(), each.end_ps[rows].tolist(), strict=True
+        ):
+            while ends and ends[0][0] <= start:
+                heapq.heappush(free, heapq.heappop(ends)[1])
+            lane = heapq.heappop(free) if free else len(ends)
+            lanes[row] = 2 * lane + first  # tracks of the two kinds alternate
+            heapq.heappush(ends, (end, lane))
+    return lanes
+
+
+def _stacks(devices: Iterable[Ops]) -> dict[tuple[str, ...], float]:
+    """Seconds of self time by Python stack, outermost first, and operation."""
+    found: dict[tuple[str, ...], float] = {}
+    for each in devices:
+        for operation, self_s, _ in each.totals():
+            frames = operation.instruction.frames if operation.instruction else ()
+            stack = (*(f"{frame.function} ({frame})" for frame in reversed(frames)), operation.name)
+            found[stack] = found.get(stack, 0.0) + self_s
+    return found

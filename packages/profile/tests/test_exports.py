@@ -1,0 +1,55 @@
+"""Exports hold the whole time, in the form that each tool reads."""
+
+import csv
+import io
+import itertools
+import json
+
+import pytest
+
+from stack_profile.exports import EXPORTS
+
+
+def exported(trace, name):
+    return "".join(EXPORTS[name](trace))
+
+
+def test_perfetto_has_each_operation_from_start_to_end_on_tracks_without_overlap(trace):
+    events = json.loads(exported(trace, "perfetto"))["traceEvents"]
+    (ops,) = trace.devices
+    device = [event for event in events if event["pid"] == 1 and event["ph"] == "X"]
+    assert sum(event["dur"] for event in device) == pytest.approx((ops.end_ps - ops.start_ps).sum() / 1e6)
+    tracks = {}
+    for event in device:
+        tracks.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    for spans in tracks.values():
+        assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(spans))
+    assert any(event["args"].get("layer") == "mlp" for event in device)
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert "device CPU:0" in names and "/host:CPU" in names
+    hosts = [event["name"] for event in events if event["pid"] > 1]
+    assert hosts and not [name for name in hosts if name.startswith("end: ")]
+
+
+def test_stacks_hold_the_self_time_under_the_lines_that_asked_for_it(trace):
+    (ops,) = trace.devices
+    lines = exported(trace, "folded").splitlines()
+    weights = [int(line.rpartition(" ")[2]) for line in lines]
+    assert sum(weights) == pytest.approx(ops.union_ps / 1e3, rel=1e-3)
+    heaviest = lines[weights.index(max(weights))]
+    assert "conftest.py" in heaviest and "step" in heaviest
+
+
+def test_speedscope_is_of_its_schema(trace):
+    content = json.loads(exported(trace, "speedscope"))
+    (profile,) = content["profiles"]
+    (ops,) = trace.devices
+    assert sum(profile["weights"]) == pytest.approx(profile["endValue"]) == pytest.approx(ops.busy_s)
+    assert len(profile["samples"]) == len(profile["weights"])
+    assert max(max(sample) for sample in profile["samples"]) == len(content["shared"]["frames"]) - 1
+
+
+def test_a_spreadsheet_has_a_row_an_operation(trace):
+    rows = list(csv.DictReader(io.StringIO(exported(trace, "csv"))))
+    assert len(rows) == len(trace.devices[0].operations)
+    assert sum(float(row["busy_share"]) for row in rows) == pytest.approx(1)

@@ -11,7 +11,8 @@ import numpy as np
 
 from stack_profile.analyses.ops import ops
 from stack_profile.errors import ProfileError
-from stack_profile.trace import Operation, Ops, Trace
+from stack_profile.operations import Operation, Ops
+from stack_profile.trace import Trace
 from stack_profile.xplane import Line, Plane
 
 __all__ = ["EXPORTS", "chrome", "csv", "folded", "speedscope", "write"]

@@ -13,7 +13,8 @@ import numpy as np
 
 from stack_profile.answer import Answer
 from stack_profile.hlo import Program
-from stack_profile.trace import PICOSECOND, HostEvents, Trace
+from stack_profile.operations import PICOSECOND, HostEvents
+from stack_profile.trace import Trace
 
 if TYPE_CHECKING:
     from stack_core.hardware.hlo import ArrayShape

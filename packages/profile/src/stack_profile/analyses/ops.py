@@ -11,7 +11,8 @@ from typing import Final, Literal
 from stack_core.errors import UnknownName, nearest
 from stack_profile.answer import Answer
 from stack_profile.categories import category
-from stack_profile.trace import Operation, Ops, Trace
+from stack_profile.operations import Operation, Ops
+from stack_profile.trace import Trace
 
 __all__ = ["GROUPINGS", "Grouping", "OpsRow", "chosen_devices", "grouping", "ops"]
 

@@ -17,7 +17,8 @@ from stack_profile.analyses.ops import chosen_devices
 from stack_profile.answer import Answer
 from stack_profile.categories import category
 from stack_profile.hlo import Program
-from stack_profile.trace import Operation, Trace
+from stack_profile.operations import Operation
+from stack_profile.trace import Trace
 
 if TYPE_CHECKING:
     from stack_core.hardware import Chip

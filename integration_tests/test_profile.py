@@ -1,0 +1,108 @@
+"""A training run profiles itself, and all of its time is found again in the model's code."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from stack_core.config import apply_overrides, load_yaml, parse
+from stack_core.hardware import Chip, count_flops
+from stack_profile.analyses.memory import memory
+from stack_profile.analyses.ops import ops
+from stack_profile.analyses.overview import overview
+from stack_profile.analyses.roofline import roofline
+from stack_profile.trace import load_trace
+from stack_train.config import RunConfig
+from stack_train.run import build_trainer, train
+from stack_train.step import batch_shapes
+
+QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
+CHIP = Chip(
+    kind="test",
+    unit="device",
+    peak_flops={"float32": 1e11, "bfloat16": 1e11},
+    hbm_bytes=None,
+    hbm_bandwidth_bytes_s=1e10,
+    on_chip_bytes=None,
+    link_bandwidth_bytes_s=None,
+    provenance="made up",
+)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """The quickstart's model on a corpus that is read at once, five of its steps captured."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    choose = random.Random(0).choices
+    for number in range(20):
+        words = choose(("alpha", "beta", "return", "yield", "(x)", "\n"), k=2000)
+        (folder / f"{number}.txt").write_text(" ".join(words))
+    overrides = [
+        f"output={folder / 'run'}",
+        f"data.source=text:{folder}/*.txt",
+        "data.batch_size=4",
+        "data.vocab_size=280",
+        "trainer.steps=10",
+        "trainer.evaluate_every_steps=0",
+        "profile.first_step=4",
+        "profile.steps=5",
+    ]
+    return parse(RunConfig, apply_overrides(load_yaml(QUICKSTART), overrides))
+
+
+@pytest.fixture(scope="module")
+def trace(config, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        train(config)
+    return load_trace(Path(config.output) / "profile")
+
+
+def test_the_steps_of_the_section_are_there(trace):
+    answer = overview(trace)
+    assert {row.program for row in answer.rows} == {"jit_step"}
+    assert 5 <= answer.facts["steps"] <= 7
+    assert answer.facts["bound_by"] is not None
+
+
+def test_the_time_of_operations_has_lines_and_fills_the_steps(trace):
+    facts = ops(trace, by="line").facts
+    rows = ops(trace, by="line").rows
+    (device,) = trace.devices
+    steps = trace.steps[device.device]
+    busy_ps = sum(_overlap(device.covered, step) for step in steps)
+    assert facts["attributed_s"] >= 0.99 * facts["busy_s"]
+    assert sum(row.self_s for row in rows) == pytest.approx(facts["busy_s"], rel=0.01)
+    assert busy_ps >= 0.85 * sum(step.duration_ps for step in steps)
+
+
+def test_forward_backward_and_recomputed_operations_meet_in_their_layer(trace):
+    rows = {row.name: row for row in ops(trace, by="layer").rows}
+    for layer in ("Llama/Block/Attention", "Llama/Block/FeedForward"):
+        assert min(rows[layer].forward_s, rows[layer].backward_s, rows[layer].recomputed_s) > 0
+
+
+def test_the_flops_of_a_step_are_those_of_its_jaxpr(config, trace):
+    trainer = build_trainer(config)
+    shapes = batch_shapes(config.data.batch_size, config.data.seq_tokens)
+    expected = count_flops(trainer.step, trainer.abstract_state, shapes).total
+    (device,) = trace.devices
+    runs = {step.run for step in trace.steps[device.device]}
+    per_step = [
+        row.flops / row.occurrences * row.runs_expected
+        for row in roofline(trace, chip=CHIP).rows
+        if row.flops and row.runs_expected
+    ]
+    assert len(runs) >= 5
+    assert sum(per_step) == pytest.approx(expected, rel=0.01)
+
+
+def test_the_memory_of_the_step_holds_the_state_by_name(trace):
+    rows = {row.name: row for row in memory(trace).rows}
+    assert rows["state.params['embedding']"].kind == "donated argument"
+    assert rows["state.params['embedding']"].size_bytes == 4096 * 192 * 4
+
+
+def _overlap(covered, step):
+    inside = covered.clip(step.start_ps, step.end_ps)
+    return int((inside[:, 1] - inside[:, 0]).sum())

@@ -73,6 +73,16 @@ def test_however_short_it_is_cut_what_is_there_is_read_and_marked(trace):
         assert space.problems or (complete and space.planes[0].stat_names)
 
 
+def test_a_damaged_line_is_a_problem_and_the_others_are_read(build):
+    plane = build.plane("/host:CPU")
+    plane.line("good", plane.event("a", 0, 1))
+    plane.lines.append(build.message((2, "bad"), (4, b"\x0b")))
+    space = read_space(build.space(plane))
+    assert [(line.name, len(line.events)) for line in space.planes[0].lines] == [("good", 1), ("bad", 0)]
+    (problem,) = space.problems
+    assert problem.startswith("/host:CPU: ") and "damaged" in problem
+
+
 def test_the_profilers_own_complaints_are_problems(build, trace):
     complaint = build.message((2, "dropped events"), (3, "buffer full"))
     assert [problem.rpartition(": ")[2] for problem in read_space(trace + complaint).problems] == [

@@ -107,6 +107,12 @@ def test_an_error_of_the_script_is_shown_as_its_own(tmp_path):
     assert "KeyError: 'mine'" in done.stderr and "runpy" not in done.stderr and "run_script" not in done.stderr
 
 
+def test_the_status_of_a_script_that_fails_matters_more_than_that_nothing_was_captured(tmp_path):
+    done = run(tmp_path, "script.py", script="raise SystemExit('no data')\n")
+    assert done.returncode == 1
+    assert "no data" in done.stderr and "Nothing was captured" in done.stderr
+
+
 def test_a_script_without_jax_has_nothing_to_capture(tmp_path):
     done = run(tmp_path, "script.py", script="print('done')\n")
     assert (done.returncode, done.stdout) == (2, "done\n")

@@ -33,10 +33,10 @@ def run_script(tokens: Sequence[str]) -> None:
     captured = capture(options.out, host_tracer_level=options.host_tracer_level)
     with _Watch(captured, delay_s=options.delay_s, duration_s=options.duration_s) as watch:
         status = _run(options.script, options.arguments, module=options.module)
-    if watch.failure is not None:
+    if watch.failure is not None and status == 0:
         raise watch.failure
-    print(f"stack: the trace is in {captured.wait()}", file=sys.stderr)
-    if status:
+    print(f"stack: {watch.failure or f'the trace is in {captured.wait()}'}", file=sys.stderr)
+    if status:  # also where nothing was captured: why the script failed matters more
         sys.exit(status)
 
 

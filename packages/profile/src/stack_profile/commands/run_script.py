@@ -147,6 +147,6 @@ def _own_part(trace: types.TracebackType | None) -> types.TracebackType | None:
 def _status(code: object) -> int:
     """What a SystemExit means to the shell; a text is printed."""
     if code is None or isinstance(code, int):
-        return int(code or 0)
+        return code or 0
     print(code, file=sys.stderr)
     return 1

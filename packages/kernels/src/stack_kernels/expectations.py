@@ -125,7 +125,7 @@ def expected(
 
 
 def _struct(name: str, shape: Any, dtype: str) -> Any:
-    if not isinstance(shape, tuple | list) or not all(isinstance(size, int) for size in shape):
+    if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in shape):
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shape)
     kind = "int32" if name in _INTEGERS else "bool" if name in _BOOLEANS else dtype
     return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(kind))

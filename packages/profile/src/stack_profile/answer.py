@@ -6,6 +6,7 @@ The name of a field is its unit: `_s` seconds, `_bytes`, `_flops`, `_share` a pa
 
 import csv
 import dataclasses
+import importlib
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Answer(Generic[Row]):
           ProfileError: pandas is not installed.
         """
         try:
-            import pandas  # pyrefly: ignore
+            pandas: Any = importlib.import_module("pandas")
         except ImportError as error:
             raise ProfileError("pandas is not installed: pip install stack-profile[pandas].") from error
         return pandas.DataFrame(self.as_mapping()["rows"], columns=self.columns)

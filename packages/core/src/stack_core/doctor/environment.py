@@ -57,6 +57,7 @@ _SETTINGS: Mapping[str, tuple[Status, str]] = {
     "PYTHONPATH": ("note", "modules there come before the installed ones"),
     "STACK_DISABLE_PLUGINS": ("note", "these plugins are not loaded"),
     "STACK_LOAD_PLUGINS": ("note", "core and these plugins alone are loaded"),
+    "STACK_TUNED_TABLES": ("note", "stack-kernels chooses by these tables alone"),
 }
 # Flags of XLA that slow everything down or change what the machine seems to be.
 _XLA_FLAGS: Mapping[str, tuple[Status, str]] = {

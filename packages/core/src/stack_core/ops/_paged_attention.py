@@ -74,8 +74,8 @@ def paged_attention(
       softcap: c, positive.
       sinks: s, [heads], logits that join the denominator and have no value.
       scale: by default head_dim ** -0.5.
-      layout: "phsd" [pages, kv_heads, slots, head_dim], the reference's fastest on CPUs; "pshd" [pages, slots, kv_heads,
-        head_dim]; or "hpsd" [kv_heads, pages, slots, head_dim].
+      layout: "phsd" [pages, kv_heads, slots, head_dim], the reference's fastest on CPUs; "pshd" [pages, slots,
+        kv_heads, head_dim]; or "hpsd" [kv_heads, pages, slots, head_dim].
       implementation: a name, several in order of preference, or None to let core choose.
 
     Returns:

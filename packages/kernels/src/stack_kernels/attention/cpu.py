@@ -41,7 +41,7 @@ class TileConfig:
 def _supports(call: OpCall, chip: Chip) -> bool | str:
     if call.arrays["query"].size * call.arrays["key"].size == 0:
         return "there is no query or no key"
-    return on_cpu(chip)
+    return on_cpu(call, chip)
 
 
 def _call(

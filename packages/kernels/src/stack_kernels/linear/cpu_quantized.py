@@ -51,7 +51,7 @@ def supports_quantized(call: OpCall, chip: Chip) -> bool | str:
         return "no operand is quantized"
     if any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(dict(call.arrays))):
         return "it computes in float32, and an array is float64"
-    return on_cpu(chip)
+    return on_cpu(call, chip)
 
 
 def quantized_product(x: Any, weight: Any, dtype: DTypeLike, config: QuantizedConfig) -> jax.Array:

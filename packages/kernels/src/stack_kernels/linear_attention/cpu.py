@@ -22,8 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.abi import AUTODIFF, OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi import AUTODIFF, OpImplementation
 from stack_core.ops.building import accurate_dtype, vary_alike
 from stack_kernels.cpu import on_cpu
 
@@ -35,10 +34,6 @@ class Chunks:
     """How many tokens make a chunk."""
 
     tokens: int = 64
-
-
-def _supports(call: OpCall, chip: Chip) -> bool | str:
-    return on_cpu(chip)
 
 
 def _cpu(query: Any, key: Any, value: Any, *, decay: Any, beta: Any, initial_state: Any, config: Chunks) -> Any:
@@ -167,7 +162,7 @@ CPU = OpImplementation(
     op="linear_attention",
     name="cpu",
     function=_cpu,
-    supports=_supports,
+    supports=on_cpu,
     vjp=AUTODIFF,
     configs=(Chunks(), Chunks(32), Chunks(128)),
 )

@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.abi import AUTODIFF, OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi import AUTODIFF, OpImplementation
 from stack_core.mesh import constrain, parts_of
 from stack_core.ops.building import accurate_dtype, dequantize, vary_alike
 from stack_kernels.cpu import on_cpu
@@ -70,10 +69,6 @@ class _Rows(NamedTuple):
     hidden: Any
     labels: Any
     shares: Any
-
-
-def _supports(call: OpCall, chip: Chip) -> bool | str:
-    return on_cpu(chip)
 
 
 def _cpu(
@@ -311,7 +306,7 @@ CPU = OpImplementation(
     op="linear_cross_entropy",
     name="cpu",
     function=_cpu,
-    supports=_supports,
+    supports=on_cpu,
     vjp=AUTODIFF,
     configs=(Chunks(), Chunks(tile_bytes=16 * 2**20), Chunks(chunk_rows=256), Chunks(chunk_rows=1024)),
 )

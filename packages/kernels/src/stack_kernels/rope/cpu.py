@@ -9,16 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.abi import AUTODIFF, OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi import AUTODIFF, OpImplementation
 from stack_core.ops.building import rope_angles, rotated
 from stack_kernels.cpu import on_cpu
 
 __all__ = ["CPU"]
-
-
-def _supports(call: OpCall, chip: Chip) -> bool | str:
-    return on_cpu(chip)
 
 
 def _rope(x: Any, positions: Any, *, theta: float, scaling: Any, interleaved: bool, rotary_dim: int) -> Any:
@@ -27,4 +22,4 @@ def _rope(x: Any, positions: Any, *, theta: float, scaling: Any, interleaved: bo
     return rotated(x, factor * cosine, factor * sine, interleaved=interleaved)
 
 
-CPU = OpImplementation(op="rope", name="cpu", function=_rope, supports=_supports, vjp=AUTODIFF)
+CPU = OpImplementation(op="rope", name="cpu", function=_rope, supports=on_cpu, vjp=AUTODIFF)

@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 
 from stack_profile.hlo import Program
+from stack_profile.intervals import nesting, self_times
 from stack_profile.operations import Operation, Ops
-from stack_profile.timeline import nesting, self_times
 from stack_profile.xplane import MISSING, Line, Plane
 
 __all__ = ["Join", "device_ops"]

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from stack_profile.hlo import CONTAINERS, Instruction, Program
-from stack_profile.timeline import union
+from stack_profile.intervals import union
 from stack_profile.xplane import MISSING
 
 __all__ = ["PICOSECOND", "HostEvents", "Operation", "Ops", "Step", "steps_of"]
@@ -48,7 +48,7 @@ class Ops:
       which: the row of `operations`.
       start_ps, end_ps: since the start of the trace. The end is that of the work, which on CPUs may come long after
         that of the event which started it.
-      self_ps: the share in the union of all, see `stack_profile.timeline`.
+      self_ps: the share in the union of all, see `stack_profile.intervals`.
       run: which execution of its program; `MISSING` where the trace does not say.
     """
 

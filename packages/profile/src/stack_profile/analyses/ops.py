@@ -1,6 +1,6 @@
 """Where the time of the devices went: by category, by layer, by Python line, by operation.
 
-Times are self times, see `stack_profile.timeline`: an instant belongs to the operations that run in it and run no
+Times are self times, see `stack_profile.intervals`: an instant belongs to the operations that run in it and run no
 others, so the rows sum to the time in which any operation ran.
 """
 

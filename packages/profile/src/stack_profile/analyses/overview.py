@@ -13,8 +13,8 @@ import numpy as np
 
 from stack_profile.analyses.ops import chosen_devices, ops
 from stack_profile.answer import Answer, number
+from stack_profile.intervals import gaps, union
 from stack_profile.operations import PICOSECOND, HostEvents, Ops, Step
-from stack_profile.timeline import gaps, union
 from stack_profile.trace import Trace
 
 __all__ = ["OverviewRow", "overview"]

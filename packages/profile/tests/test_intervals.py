@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stack_profile.timeline import gaps, nesting, self_times, union
+from stack_profile.intervals import gaps, nesting, self_times, union
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.booleans()), max_size=12)
 

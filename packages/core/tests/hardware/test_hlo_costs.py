@@ -233,7 +233,7 @@ def test_all_gathers_name_the_arrays_that_they_make():
         'metadata={op_name="jit(f)/gather"}',
     )
     arrays = (ArrayShape("bf16", (16, 8)), ArrayShape("bf16", (2, 6)))
-    assert collectives(module, 2) == (Collective("all-gather", 1, (), arrays, (0, 1), "jit(f)/gather"),)
+    assert collectives(module, 2) == (Collective("all-gather", 1, (), arrays, (0, 1), "jit(f)/gather", "z"),)
 
 
 def test_an_all_reduce_that_is_fused_with_a_slice_of_its_result_is_a_reduce_scatter():
@@ -251,6 +251,7 @@ def test_an_all_reduce_that_is_fused_with_a_slice_of_its_result_is_a_reduce_scat
     )
     (found,) = collectives(module, 4)
     assert (found.kind, found.array_bytes, found.sent_bytes) == ("reduce-scatter", 1024, 768)
+    assert found.runner == "y"
     assert memory_traffic(module) == 1024 + 256
 
 
@@ -278,5 +279,5 @@ def test_a_collective_in_a_call_that_runs_beside_others_counts():
         "ROOT %done = bf16[512,256]{1,0} call-done(%update)",
         computations=gather,
     )
-    assert [found.array_bytes for found in collectives(module, 8)] == [512 * 256 * 2]
+    assert [(found.array_bytes, found.runner) for found in collectives(module, 8)] == [(512 * 256 * 2, "start")]
     assert memory_traffic(module) == (512 + 64) * 256 * 2

@@ -116,6 +116,7 @@ class Execution:
       times: executions in one run of the module.
       loops: names of the while instructions around it, outermost first.
       fused: it is a part of a fusion.
+      runner: the name under which the device runs it: its own, or that of the fusion or the asynchronous call around it.
     """
 
     instruction: Instruction
@@ -123,6 +124,7 @@ class Execution:
     times: int
     loops: tuple[str, ...]
     fused: bool
+    runner: str
 
 
 @dataclass(frozen=True)
@@ -173,17 +175,19 @@ class Module:
         return None if first is None or step is None else max(0, -(-(last - first) // step))
 
     def _executions(
-        self, computation: Computation, times: int, loops: tuple[str, ...], *, fused: bool
+        self, computation: Computation, times: int, loops: tuple[str, ...], *, fused: bool, runner: str = ""
     ) -> Iterator[Execution]:
         for instruction in computation.instructions.values():
-            yield Execution(instruction, computation, times, loops, fused)
+            yield Execution(instruction, computation, times, loops, fused, runner or instruction.name)
             inner_times, inner_loops = times, loops
             if instruction.opcode == "while":
                 trips = self.trips(instruction, computation)
                 inner_times, inner_loops = times * (1 if trips is None else trips), (*loops, instruction.name)
-            inside = fused or instruction.operation == "fusion"
+            is_fusion = instruction.operation == "fusion"
+            around = runner or (instruction.name if is_fusion or instruction.opcode.endswith("-start") else "")
             for name in instruction.called(*_CALLS.get(instruction.operation, ())):
-                yield from self._executions(self.computations[name], inner_times, inner_loops, fused=inside)
+                called = self.computations[name]
+                yield from self._executions(called, inner_times, inner_loops, fused=fused or is_fusion, runner=around)
 
 
 def parse_hlo(text: str) -> Module:

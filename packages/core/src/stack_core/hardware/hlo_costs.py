@@ -37,6 +37,7 @@ class Collective:
       arrays: those it makes, or for a reduce-scatter those it takes: the larger side.
       group: places in the program's list of devices that talk to each other, the first of several such groups.
       op_name: where the program asked for it.
+      runner: the name of the instruction under which a device runs it, see `stack_core.hardware.hlo.Execution`.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Collective:
     arrays: tuple[ArrayShape, ...]
     group: tuple[int, ...]
     op_name: str
+    runner: str
 
     @property
     def array_bytes(self) -> int:
@@ -154,7 +156,8 @@ def collectives(module: Module, device_count: int) -> tuple[Collective, ...]:
         if kind == "all-gather":
             arrays = _gathered(instruction, arrays, len(group))
         if len(group) > 1:
-            found.append(Collective(kind, execution.times, execution.loops, arrays, group, instruction.op_name))
+            name, runner = instruction.op_name, execution.runner
+            found.append(Collective(kind, execution.times, execution.loops, arrays, group, name, runner))
     return tuple(found)
 
 

@@ -83,6 +83,33 @@ def test_operations_of_a_tpu_have_a_line_of_their_own_and_share_their_program(bu
     assert sorted(ops.self_ps.tolist()) == [20 * MICRO, 30 * MICRO]
 
 
+def test_the_programs_of_a_tpu_have_keys_of_64_bits(build, programs, names):
+    """Its operations hold them as signed numbers, the table of programs as unsigned ones."""
+    loop, _ = names
+    key = (1 << 63) + 5
+    proto = read_space(build.space(programs)).planes[0].event_stats(1)["Hlo Proto"]
+    metadata = build.plane("/host:metadata", events={f"jit_scanned({key})": key})
+    metadata.metadata(f"jit_scanned({key})", **{"Hlo Proto": proto})
+    plane = build.plane("/device:TPU:0")
+    plane.line("XLA Ops", plane.event(loop, 0, 50))
+    plane.metadata(loop, program_id=key - (1 << 64))
+    (ops,) = trace_of([read_space(build.space(metadata, plane))]).devices
+    assert ops.operations[0].instruction.name == loop
+
+
+def test_the_clock_of_a_tpu_counts_where_it_is_there(build):
+    """Two runs of 20 us, which on the host's clock took 20 and 29."""
+    plane = build.plane("/device:TPU:0")
+    plane.line("XLA Modules", plane.event("jit_f(7)", 100, 21), plane.event("jit_f(7)", 121, 30))
+    own = [{"device_offset_ps": at * MICRO, "device_duration_ps": 20 * MICRO} for at in (40, 60)]
+    plane.line("XLA Ops", plane.event("dot.1", 100, 20, **own[0]), plane.event("dot.1", 121, 29, **own[1]))
+    plane.metadata("dot.1", program_id=7)
+    (ops,) = trace_of([read_space(build.space(plane))]).devices
+    assert ops.self_ps.tolist() == [20 * MICRO, 20 * MICRO]
+    assert (ops.end_ps - ops.start_ps[0]).tolist() == [20 * MICRO, 40 * MICRO]
+    assert ops.run.tolist() == [0, 1]
+
+
 def test_without_hlo_operations_have_times_and_no_source(build, names):
     loop, inner = names
     (ops,) = trace_of([read_space(build.space(cpu_plane(build, loop, inner)))]).devices

@@ -38,9 +38,13 @@ _EVENT_METADATA, _EVENT_OFFSET, _EVENT_DURATION, _EVENT_STATS, _EVENT_OCCURRENCE
 _STAT_METADATA, _STAT_DOUBLE, _STAT_UINT, _STAT_INT, _STAT_STRING, _STAT_BYTES, _STAT_REFERENCE = 1, 2, 3, 4, 5, 6, 7
 _METADATA_NAME, _METADATA_DISPLAY_NAME, _METADATA_STATS = 2, 4, 5
 
-# Statistics of single events that are kept as columns: what joins an operation with its program, its run, its end.
+# Statistics of single events that are kept as columns: what joins an operation with its program, its run, its end; and
+# the times of a TPU's own clock.
 _TEXT: Final = ("hlo_op", "hlo_module", "tf_op")
-_NUMBERS: Final = ("program_id", "run_id", "device_ordinal", "step_num", "group_id", "_pt", "_p", "_ct", "_c")
+_NUMBERS: Final = (
+    "program_id", "run_id", "device_ordinal", "step_num", "group_id", "_pt", "_p", "_ct", "_c", "device_offset_ps",
+    "device_duration_ps",
+)  # fmt: skip
 _CHUNK: Final = 1 << 17  # events whose statistics are in memory at one time
 
 MISSING: Final = np.iinfo(np.int64).min
@@ -132,7 +136,9 @@ class Plane:
 
     def text(self, key: int) -> str:
         """What a column of texts means by `key`."""
-        return self._texts[-1 - key] if key < 0 else self.stat_names.get(key, "")
+        if -len(self._texts) <= key < 0:
+            return self._texts[-1 - key]
+        return self.stat_names.get(key, "")
 
     @functools.cached_property
     def lines(self) -> tuple[Line, ...]:
@@ -162,7 +168,7 @@ class Plane:
                 entry = dict(self._fields(place))
                 key, value = entry.get(1, 0), entry.get(2)
                 if isinstance(key, int) and isinstance(value, tuple):
-                    yield key, value
+                    yield signed(key), value
 
     @functools.cached_property
     def _metadata(self) -> Mapping[int, tuple[int, int]]:

@@ -116,7 +116,7 @@ class Execution:
       times: executions in one run of the module.
       loops: names of the while instructions around it, outermost first.
       fused: it is a part of a fusion.
-      runner: the name under which the device runs it: its own, or that of the fusion or the asynchronous call around it.
+      runner: the name under which a device runs it: its own, or that of the fusion or asynchronous call around it.
     """
 
     instruction: Instruction

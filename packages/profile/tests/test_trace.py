@@ -60,15 +60,42 @@ def test_on_cpus_work_ends_at_its_mark_and_loops_have_what_their_bodies_leave(bu
 
 
 def test_streams_of_a_gpu_overlap(build, programs, names):
+    """What is of no operation has the time in which none runs. XLA writes what a kernel is in before its name."""
     _, inner = names
     plane = build.plane("/device:GPU:1")
     for stream in (1, 2):
-        ops = plane.event("kernel", 10 * stream, 20, hlo_op=inner, hlo_module="jit_scanned", program_id=7)
-        plane.line(f"Stream #{stream}", ops, plane.event("memcpy", 0, 50))
+        ops = plane.event("kernel", 10 * stream, 20, hlo_op=f"call::{inner}", hlo_module="jit_scanned", program_id=7)
+        plane.line(f"Stream #{stream}(Compute)", ops, plane.event("MemcpyH2D", 0, 50))
     trace = trace_of([read_space(build.space(programs, plane))])
     (ops,) = trace.devices
-    assert (ops.device, ops.union_ps, ops.self_ps.tolist()) == ("GPU:1", 30 * MICRO, [15 * MICRO, 15 * MICRO])
-    assert trace.steps["GPU:1"] == ()
+    copy, kernel = sorted(ops.operations, key=lambda operation: operation.program is not None)
+    assert (ops.device, copy.name, copy.program, kernel.instruction.name) == ("GPU:1", "MemcpyH2D", None, inner)
+    sums = {operation.name: total for operation, total in zip(ops.operations, ops.sums(ops.self_ps), strict=True)}
+    assert sums == {"MemcpyH2D": 20 * MICRO, inner: 30 * MICRO}
+
+
+def gpu_plane(build, kernels):
+    """A kernel of 10 us every 10 us."""
+    plane = build.plane("/device:GPU:0")
+    stats = {"hlo_module": "jit_scanned", "program_id": 7}
+    events = [plane.event("kernel", 10 * place, 10, hlo_op=name, **stats) for place, name in enumerate(kernels)]
+    plane.line("Stream #1(Compute)", *events)
+    return plane
+
+
+def test_steps_of_a_gpu_begin_with_the_first_operation_outside_loops(build, programs, names):
+    (program,) = trace_of([read_space(build.space(programs))]).programs
+    entry = next(each.name for each in program.instructions.values() if each.computation == program.entry)
+    _, inner = names  # in the loop
+    kernels = [inner, entry, entry, inner, inner, entry, entry, inner, inner, entry, entry, inner, inner]
+    trace = trace_of([read_space(build.space(programs, gpu_plane(build, kernels)))])
+    assert trace.devices[0].run.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert [step.duration_ps for step in trace.steps["GPU:0"]] == [50 * MICRO, 40 * MICRO, 40 * MICRO]
+
+
+def test_steps_of_a_gpu_without_hlo_begin_with_what_runs_the_fewest_times(build):
+    trace = trace_of([read_space(build.space(gpu_plane(build, ["a", "b", "c", "b"] * 3)))])
+    assert [step.duration_ps for step in trace.steps["GPU:0"]] == [40 * MICRO] * 3
 
 
 def test_operations_of_a_tpu_have_a_line_of_their_own_and_share_their_program(build, programs, names):

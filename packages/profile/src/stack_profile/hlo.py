@@ -102,12 +102,14 @@ class Program:
 
     Attributes:
       key: what the trace's events call it; unique in one process.
+      entry: the name of the computation that a run of it starts.
       instructions: all of the module, by name.
       proto: the serialized HloProto.
     """
 
     name: str
     key: int
+    entry: str
     instructions: Mapping[str, Instruction]
     proto: bytes = field(repr=False)
 
@@ -163,14 +165,14 @@ def read_program(proto: bytes, key: int) -> Program:
         place = dict(fields(proto)).get(_PROTO_MODULE)
         if not isinstance(place, tuple):
             raise TraceError(f"Program {key} is no HloProto: it holds no module.")
-        name, computations, frames = _module(proto, place)
-        return Program(name, key, _Attribution(computations, frames).instructions(), proto)
+        name, entry, computations, frames = _module(proto, place)
+        return Program(name, key, entry, _Attribution(computations, frames).instructions(), proto)
     except (WireError, IndexError) as error:
         raise TraceError(f"The HLO of program {key} is damaged: {error}. Capture again.") from error
 
 
 _PROTO_MODULE, _PROTO_BUFFERS = 1, 3
-_MODULE_NAME, _MODULE_COMPUTATIONS, _MODULE_FRAMES = 1, 3, 17
+_MODULE_NAME, _MODULE_ENTRY, _MODULE_COMPUTATIONS, _MODULE_FRAMES = 1, 2, 3, 17
 _CALL: Final = re.compile(r"(\w+)\.__call__\b")
 _TRACED: Final = re.compile(r"p?jit\(([^()]+)\)")
 
@@ -197,18 +199,23 @@ class _Computation:
     instructions: tuple[_Raw, ...]
 
 
-def _module(data: bytes, place: tuple[int, int]) -> tuple[str, tuple[_Computation, ...], tuple[tuple[Frame, ...], ...]]:
-    name = ""
+def _module(
+    data: bytes, place: tuple[int, int]
+) -> tuple[str, str, tuple[_Computation, ...], tuple[tuple[Frame, ...], ...]]:
+    """Its name, that of its entry, its computations, the Python stacks."""
+    name = entry = ""
     computations: list[_Computation] = []
     frames: tuple[tuple[Frame, ...], ...] = ((),)
     for number, value in fields(data, *place):
         if number == _MODULE_NAME:
             name = _text(data, value)
+        elif number == _MODULE_ENTRY:
+            entry = _text(data, value)
         elif number == _MODULE_COMPUTATIONS and isinstance(value, tuple):
             computations.append(_computation(data, value))
         elif number == _MODULE_FRAMES and isinstance(value, tuple):
             frames = _stacks(data, value)
-    return name, tuple(computations), frames
+    return name, entry, tuple(computations), frames
 
 
 def _computation(data: bytes, place: tuple[int, int]) -> _Computation:

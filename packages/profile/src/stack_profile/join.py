@@ -55,18 +55,16 @@ def _op_events(plane: Plane, line: Line, base_ns: int) -> dict[str, np.ndarray] 
     """The columns of a line's operations; None where it has none."""
     events = line.events
     name = events.stats["hlo_op"]
-    if line.name in _OP_LINES:
-        rows = np.arange(len(events))
-        name = np.where(name == MISSING, _EVENT_NAMES + events.metadata, name)
-    else:
-        rows = np.flatnonzero(name != MISSING)
+    named = _HLO if line.name in _OP_LINES else _OTHER if line.name.startswith(_STREAM) else None
+    rows = np.flatnonzero(name != MISSING) if named is None else np.arange(len(events))
     if not len(rows):
         return None
     host_start = events.start_ps(base_ns)
     start, end = _times(events, host_start)
     program = events.stats["program_id"][rows]
     return {
-        "name": name[rows],
+        "kind": np.where(name == MISSING, named or _TEXT, _TEXT)[rows],
+        "name": np.where(name == MISSING, events.metadata, name)[rows],
         "module": events.stats["hlo_module"][rows],
         "program": np.where(program == MISSING, _shared(plane, events.metadata[rows], "program_id"), program),
         "device": np.where(plane.name.startswith("/device:"), 0, events.stats["device_ordinal"][rows]),
@@ -91,9 +89,11 @@ def _times(events: Events, host_start: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 _OP_LINES: Final = ("XLA Ops",)  # of TPUs, and of GPUs where XProf has derived them
+_STREAM: Final = "Stream #"  # of GPUs; what runs on it beside operations are copies and kernels of nobody's program
 _MODULE_LINE: Final = "XLA Modules"
 _END: Final = "end: "
-_EVENT_NAMES: Final = 1 << 40  # keys of event names, beside those of texts
+# What names a row: a text, an event of a line of operations, or an event of a stream that is of no operation.
+_TEXT, _HLO, _OTHER = 0, 1, 2
 
 
 def _runs(plane: Plane, start: np.ndarray, base_ns: int) -> np.ndarray:
@@ -158,27 +158,51 @@ def _work_ends(columns: Mapping[str, np.ndarray], consumer: np.ndarray, time: np
 def _ops(device: str, plane: Plane, join: Join, columns: Mapping[str, np.ndarray]) -> Ops:
     operations, which = _operations(plane, join, columns)
     order = np.argsort(columns["start"], kind="stable")
-    which, start, end = which[order], columns["start"][order], columns["end"][order]
+    which, start, end, run = which[order], columns["start"][order], columns["end"][order], columns["run"][order]
+    if (run == MISSING).all():
+        run = _repetitions(operations, which)
     depth = np.full(len(which), -1)
-    outer = np.flatnonzero(np.array([operation.runs_others for operation in operations], bool)[which])
+    outer = np.flatnonzero(np.array([each.runs_others or each.beside for each in operations], bool)[which])
     depth[outer] = nesting(start[outer], end[outer])
-    return Ops(device, operations, which, start, end, self_times(start, end, depth), columns["run"][order])
+    return Ops(device, operations, which, start, end, self_times(start, end, depth), run)
+
+
+def _repetitions(operations: Sequence[Operation], which: np.ndarray) -> np.ndarray:
+    """Which execution of its program each row is in, by the operation with which the program began.
+
+    GPUs do not say it. Of the operations outside loops, the first to run begins each run of its program; where the
+    program is not known these are the ones that ran the fewest times. Kernels of one operation follow each other.
+    """
+    run = np.full(len(which), MISSING)
+    keys = np.array([MISSING if each.beside else each.program_key for each in operations])
+    for key in np.unique(keys[keys != MISSING]).tolist():
+        rows = np.flatnonzero(keys[which] == key)
+        of_rows = which[rows]
+        begins = np.append(True, of_rows[1:] != of_rows[:-1])
+        counts = np.bincount(of_rows[begins], minlength=len(operations))
+        once = np.array([each.is_entry for each in operations], bool) & (counts > 0)
+        if not once[of_rows].any():
+            once = counts == counts[counts > 0].min()
+        first = of_rows[np.argmax(once[of_rows])]
+        run[rows] = np.maximum(np.cumsum(begins & (of_rows == first)) - 1, 0)
+    return run
 
 
 def _operations(
     plane: Plane, join: Join, columns: Mapping[str, np.ndarray]
 ) -> tuple[tuple[Operation, ...], np.ndarray]:
     """The distinct operations, and which one each row is."""
-    keys = np.stack([columns["program"], columns["module"], columns["name"]])
+    keys = np.stack([columns["kind"], columns["program"], columns["module"], columns["name"]])
     pairs, which = np.unique(_codes(keys), return_inverse=True, return_index=True)[1:]
     found = []
-    for program_key, module, name in keys[:, pairs].T.tolist():
+    for kind, program_key, module, name in keys[:, pairs].T.tolist():
         module_name = plane.text(module) if module != MISSING else ""
-        program = join(program_key, module_name)
-        text = plane.event_names[name - _EVENT_NAMES] if name >= _EVENT_NAMES else plane.text(name)
+        program = join(program_key, module_name) if kind != _OTHER else None
+        text = plane.text(name) if kind == _TEXT else plane.event_names.get(name, "")
+        text = text.rpartition("::")[2] if kind == _TEXT else text  # XLA's annotations around a kernel, innermost last
         instruction = program.instructions.get(text.removeprefix("%")) if program else None
         module_name = module_name or (program.name if program else "")
-        found.append(Operation(text, module_name, program_key, program, instruction))
+        found.append(Operation(text, module_name, program_key, program, instruction, beside=kind == _OTHER))
     return tuple(found), which.reshape(-1)
 
 

@@ -23,6 +23,7 @@ class Operation:
     Attributes:
       module: the program's name as the events have it.
       instruction: None where the trace does not hold the program, or the program no such instruction.
+      beside: it is of no program, such as a copy between host and GPU; it has the time that those of programs leave.
     """
 
     name: str
@@ -30,6 +31,16 @@ class Operation:
     program_key: int
     program: Program | None
     instruction: Instruction | None
+    beside: bool = False
+
+    @property
+    def is_entry(self) -> bool:
+        """It is known to be outside all loops and calls, so that it runs once in a run of its program."""
+        return (
+            self.program is not None
+            and self.instruction is not None
+            and (self.instruction.computation == self.program.entry)
+        )
 
     @property
     def opcode(self) -> str:

@@ -10,7 +10,7 @@ from stack_core.hardware import Chip, count_flops
 from stack_profile.analyses.memory import memory
 from stack_profile.analyses.ops import ops
 from stack_profile.analyses.overview import overview
-from stack_profile.analyses.roofline import roofline
+from stack_profile.analyses.roofline import roofline_of
 from stack_profile.trace import load_trace
 from stack_train.config import RunConfig
 from stack_train.run import build_trainer, train
@@ -90,7 +90,7 @@ def test_the_flops_of_a_step_are_those_of_its_jaxpr(config, trace):
     runs = {step.run for step in trace.steps[device.device]}
     per_step = [
         row.flops / row.occurrences * row.runs_expected
-        for row in roofline(trace, chip=CHIP).rows
+        for row in roofline_of(trace, CHIP).rows
         if row.flops and row.runs_expected
     ]
     assert len(runs) >= 5

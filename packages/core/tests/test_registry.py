@@ -72,6 +72,8 @@ def test_targets_that_cannot_be_loaded_name_their_plugin(target, tmp_path, monke
         ("models", "", 1, {}, "expected a name of letters"),
         ("models", "--x", 1, {}, "expected a name of letters"),
         ("ops", "linear", 1, {}, "of the form op/implementation"),
+        ("analyses", "input-pipeline", 1, {}, "of letters, digits and _"),
+        ("analyses", "export", 1, {}, "`stack profile export` is a command of its own"),
         ("commands", "x", 1, {"hlep": "text"}, "unknown detail 'hlep'. Did you mean 'help'"),
         ("commands", "x", 1, {"help": 3}, "help is 3; expected a str"),
     ],

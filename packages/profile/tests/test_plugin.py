@@ -1,15 +1,29 @@
 import subprocess
 import sys
 
+import pytest
+
 import stack_profile
+from stack_core.errors import PluginError
 from stack_core.plugins import plugins, registries
+from stack_core.registry import Registrar
 
 
 def test_core_loads_and_lists_the_plugin() -> None:
     (report,) = (report for report in plugins.reports() if report.name == "profile")
     assert (report.distribution, report.status, report.problems) == ("stack-profile", "loaded", [])
-    for registry in (registries.observers, registries.configs, registries.commands):
+    for registry in (registries.observers, registries.configs):
         assert registry["profile"] is not None
+    assert {"overview", "ops", "roofline", "memory", "compile"} <= set(registries.analyses)
+
+
+def test_every_analysis_is_a_command_and_no_other_commands_name_can_be_one():
+    commands = {name.removeprefix("profile ") for name in registries.commands if name.startswith("profile ")}
+    assert {"run", "export"} <= commands - set(registries.analyses)
+    assert set(registries.analyses) <= commands
+    for name in commands - set(registries.analyses):
+        with pytest.raises(PluginError, match="a command of its own"):
+            Registrar("analyses", "stranger").add(name, "module:attribute")
 
 
 def test_the_public_names():

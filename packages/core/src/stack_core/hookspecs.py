@@ -103,6 +103,11 @@ def stack_register_configs(registry: Registrar) -> None:
     """Config classes of the sections that a package adds to a run, by the section's name."""
 
 
+@hookspec
+def stack_register_analyses(registry: Registrar) -> None:
+    """Analyses of traces, each a function `(trace, *, options)`; `help` is its line in `stack profile --help`."""
+
+
 @hookspec(firstresult=True)
 def stack_select_op(call: Any, chip: Any, candidates: tuple[str, ...]) -> str | None:
     """Chooses among the implementations that support an `OpCall`, by name; None leaves it to the next plugin."""
@@ -111,5 +116,9 @@ def stack_select_op(call: Any, chip: Any, candidates: tuple[str, ...]) -> str | 
 HOOKS = tuple(name for name in tuple(globals()) if name.startswith("stack_"))
 REGISTRY_KINDS = tuple(name.removeprefix("stack_register_") for name in HOOKS if name.startswith("stack_register_"))
 
-DETAILS: Mapping[str, Mapping[str, type]] = {"chips": {"device_kinds": tuple}, "commands": {"help": str}}
+DETAILS: Mapping[str, Mapping[str, type]] = {
+    "chips": {"device_kinds": tuple},
+    "commands": {"help": str},
+    "analyses": {"help": str},
+}
 """The details that `registry.add` takes beside name and target, with their types, by registry."""

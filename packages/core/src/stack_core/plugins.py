@@ -40,6 +40,7 @@ _PACKAGE_OF_KIND = {
     "array_types": "stack-quant",
     "rewards": "stack-rl",
     "engines": "stack-serve",
+    "analyses": "stack-profile",
 }
 _PACKAGE_OF_NAME = {
     "commands": {

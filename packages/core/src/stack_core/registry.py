@@ -13,7 +13,10 @@ __all__ = ["Entry", "Registrar", "Registry"]
 T = TypeVar("T")
 
 _NAME = re.compile(r"\w([\w .+/-]*[\w.+])?")
-_NAMES = {"ops": re.compile(r"\w+/[\w.+-]+")}
+_NAMES = {"ops": re.compile(r"\w+/[\w.+-]+"), "analyses": re.compile(r"\w+")}
+_FORMS = {"ops": "of the form op/implementation", "analyses": "of letters, digits and _"}
+# Each analysis is a command `stack profile NAME`, and these are the others.
+_RESERVED = {"analyses": ("attach", "diff", "export", "gate", "report", "run")}
 _TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 
 
@@ -59,8 +62,12 @@ class Registrar:
                 f"{self.kind} {name!r} comes too late: register inside the hook stack_register_{self.kind}."
             )
         if not isinstance(name, str) or not _NAMES.get(self.kind, _NAME).fullmatch(name):
-            form = "of the form op/implementation" if self.kind == "ops" else "of letters, digits and _ . + - / within"
+            form = _FORMS.get(self.kind, "of letters, digits and _ . + - / within")
             raise PluginError(f"{self.kind} {name!r}: expected a name {form}.")
+        if name in _RESERVED.get(self.kind, ()):
+            raise PluginError(
+                f"{self.kind} {name!r}: `stack profile {name}` is a command of its own; take another name."
+            )
         if isinstance(target, str) and not _TARGET.fullmatch(target):
             raise PluginError(f"{self.kind} {name!r}: target {target!r} is not of the form 'module:attribute'.")
         if name in self._entries:

@@ -1,13 +1,17 @@
 """Profiles JAX programs: traces joined with the compiled program and the Python source."""
 
-from stack_profile._capture import Capture as Capture
-from stack_profile._capture import CaptureWarning as CaptureWarning
-from stack_profile._capture import capture as capture
-from stack_profile.errors import CaptureError as CaptureError
-from stack_profile.errors import ProfileError as ProfileError
-from stack_profile.errors import TraceError as TraceError
-from stack_profile.trace import Trace as Trace
-from stack_profile.trace import load_trace as load_trace
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stack_profile._capture import Capture as Capture
+    from stack_profile._capture import CaptureWarning as CaptureWarning
+    from stack_profile._capture import capture as capture
+    from stack_profile.errors import CaptureError as CaptureError
+    from stack_profile.errors import ProfileError as ProfileError
+    from stack_profile.errors import TraceError as TraceError
+    from stack_profile.trace import Trace as Trace
+    from stack_profile.trace import load_trace as load_trace
 
 __all__ = [
     "Capture",
@@ -19,3 +23,21 @@ __all__ = [
     "capture",
     "load_trace",
 ]
+
+# Imported on first use: `stack --help` imports this package, for its plugin, and no numpy.
+_MODULES = {
+    "Capture": "_capture",
+    "CaptureError": "errors",
+    "CaptureWarning": "_capture",
+    "ProfileError": "errors",
+    "Trace": "trace",
+    "TraceError": "errors",
+    "capture": "_capture",
+    "load_trace": "trace",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

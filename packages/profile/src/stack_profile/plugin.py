@@ -1,6 +1,7 @@
 """What stack-profile registers."""
 
 from stack_core.hookspecs import hookimpl
+from stack_core.plugins import registries
 from stack_core.registry import Registrar
 
 STACK_ABI_MINOR = 0
@@ -17,7 +18,25 @@ def stack_register_configs(registry: Registrar) -> None:
 
 
 @hookimpl
-def stack_register_commands(registry: Registrar) -> None:
+def stack_register_analyses(registry: Registrar) -> None:
+    """Each is a command `stack profile NAME` and a section of the report."""
+    registry.add("overview", "stack_profile.analyses.overview:overview", help="Time the steps, and what they wait for.")
+    registry.add("ops", "stack_profile.analyses.ops:ops", help="Show where the devices' time went.")
     registry.add(
-        "profile", "stack_profile.commands.profile:profile", help="Profile a program, down to the Python line."
+        "roofline", "stack_profile.analyses.roofline:roofline", help="Compare operations with the chip's peaks."
     )
+    registry.add(
+        "memory", "stack_profile.analyses.memory:memory", help="Show what makes the peak of a program's memory."
+    )
+    registry.add(
+        "compile", "stack_profile.analyses.compile:compilations", help="Show what was compiled, and why again."
+    )
+
+
+@hookimpl
+def stack_register_commands(registry: Registrar) -> None:
+    registry.add("profile run", "stack_profile.commands.profile:run", help="Capture a script.")
+    registry.add("profile export", "stack_profile.commands.profile:export", help="Write a trace for other tools.")
+    for entry in registries.analyses.entries():
+        target = f"stack_profile.commands.analyses:analysis_{entry.name}"
+        registry.add(f"profile {entry.name}", target, help=entry.details.get("help", ""))

@@ -39,9 +39,9 @@ def test_all_passes_belong_to_the_forward_scope(trace):
 
 
 def test_a_folder_moves_lines_to_the_innermost_of_its_own(trace, tmp_path):
-    assert ops(trace, by="line", within=str(tmp_path)).facts["attributed_s"] == 0
+    assert ops(trace, by="line", within=tmp_path).facts["attributed_s"] == 0
     tests = Path(__file__).parents[1]
-    assert {row.name for row in ops(trace, by="file", within=str(tests)).rows} == {str(tests / "conftest.py")}
+    assert {row.name for row in ops(trace, by="file", within=tests).rows} == {str(tests / "conftest.py")}
 
 
 def test_times_of_one_to_four_on_two_lines_show_as_such(build):

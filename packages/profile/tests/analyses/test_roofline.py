@@ -8,7 +8,7 @@ import pytest
 
 import stack_profile
 from stack_core.hardware import Chip
-from stack_profile.analyses.roofline import roofline
+from stack_profile.analyses.roofline import roofline, roofline_of
 from stack_profile.trace import load_trace, trace_of
 from stack_profile.xplane import read_space
 
@@ -30,13 +30,13 @@ def test_the_flops_of_a_training_step_are_those_of_its_products(trace):
     # Forward two a layer, again in the backward pass one (only the first is needed there), and two derivatives each.
     blocks = layers * product * (2 + 1 + 4)
     head = 2 * batch * width * width * 3
-    facts = roofline(trace, chip=CHIP).facts
+    facts = roofline_of(trace, CHIP).facts
     assert facts["flops"] == pytest.approx(4 * (blocks + head), rel=0.01)
     assert facts["counted_s"] == pytest.approx(facts["busy_s"], rel=0.01)
 
 
 def test_what_is_in_a_scan_of_ten_counts_ten_times(trace):
-    looped = [row for row in roofline(trace, chip=CHIP).rows if row.flops and row.runs_expected == 10]
+    looped = [row for row in roofline_of(trace, CHIP).rows if row.flops and row.runs_expected == 10]
     assert looped and all(row.occurrences == 4 * 10 for row in looped)
 
 
@@ -46,12 +46,12 @@ def test_a_convolution_counts_what_it_multiplies(tmp_path):
     convolve(x, w).block_until_ready()
     with stack_profile.capture(tmp_path) as captured:
         convolve(x, w).block_until_ready()
-    facts = roofline(load_trace(captured.wait()), chip=CHIP).facts
+    facts = roofline_of(load_trace(captured.wait()), CHIP).facts
     assert facts["flops"] == pytest.approx(2 * 2 * 8 * 16 * 16 * 3 * 5 * 5, rel=0.01)
 
 
 def test_the_roof_is_the_slower_of_the_peaks(trace):
-    answer = roofline(trace, chip=CHIP)
+    answer = roofline_of(trace, CHIP)
     for row in answer.rows:
         assert row.ideal_s == pytest.approx(max(row.flops / 1e9, row.traffic_bytes / 1e9))
         assert row.roof_share is None or row.roof_share == pytest.approx(row.ideal_s / row.self_s)
@@ -60,7 +60,7 @@ def test_the_roof_is_the_slower_of_the_peaks(trace):
 
 
 def test_a_peak_that_is_not_known_makes_the_roof_not_known(trace):
-    answer = roofline(trace, chip=dataclasses.replace(CHIP, peak_flops={}))
+    answer = roofline_of(trace, dataclasses.replace(CHIP, peak_flops={}))
     products = [row for row in answer.rows if row.flops]
     assert products and all(row.ideal_s is None and row.roof_share is None for row in products)
     assert all(row.rate_flops_s > 0 for row in products)

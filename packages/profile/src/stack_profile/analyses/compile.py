@@ -19,7 +19,7 @@ from stack_profile.trace import Trace
 if TYPE_CHECKING:
     from stack_core.hardware.hlo import ArrayShape
 
-__all__ = ["CompileRow", "compilations"]
+__all__ = ["CompileRow", "argument_differences", "compilations"]
 
 _COMPILE: Final = "backend_compile"  # the event in which JAX hands a module to XLA, or finds it in its cache on disk
 _CALL: Final = re.compile(r"PjitFunction\((?:jit\()?([^()]+)\)*")
@@ -44,7 +44,7 @@ class CompileRow:
 
 
 def compilations(trace: Trace) -> Answer[CompileRow]:
-    """Groups programs and compilations by function."""
+    """Show what was compiled, how often, how long it took, and why again."""
     groups: dict[str, list[Program]] = {}
     for program in trace.programs:
         groups.setdefault(program.name, []).append(program)
@@ -56,7 +56,7 @@ def compilations(trace: Trace) -> Answer[CompileRow]:
             programs=len(groups.get(name, ())),
             compilations=len(took.get(name, ())),
             compile_s=sum(took.get(name, ()), 0.0),
-            why="; ".join(_differences(groups.get(name, ()))),
+            why="; ".join(argument_differences(sorted(groups.get(name, ()), key=lambda each: each.key))),
         )
         for name in names
     ]
@@ -105,11 +105,11 @@ def _module_name(function: str) -> str:
     return re.sub(r"[^\w.-]", "_", f"jit({function})").rstrip("_")
 
 
-def _differences(programs: Sequence[Program]) -> Iterator[str]:
+def argument_differences(programs: Sequence[Program]) -> Iterator[str]:
     """Each argument in which the programs differ, or the result, with what it was: "x: f32[8,4], f32[9,4]"."""
     if len(programs) < 2:
         return
-    arguments = [_arguments(program) for program in sorted(programs, key=lambda program: program.key)]
+    arguments = [_arguments(program) for program in programs]
     for name in dict.fromkeys(name for each in arguments for name in each):
         kinds = dict.fromkeys(each.get(name, "absent") for each in arguments)
         if len(kinds) > 1:

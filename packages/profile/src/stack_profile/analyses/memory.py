@@ -6,6 +6,7 @@ themselves while they run is not XLA's and in no number; the notes name who may 
 """
 
 import collections
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -16,7 +17,7 @@ from stack_profile.buffers import Allocation, Assignment, read_buffers
 from stack_profile.hlo import Instruction, Program
 from stack_profile.trace import Trace
 
-__all__ = ["MemoryGrouping", "MemoryRow", "MomentRow", "memory", "memory_of", "schedule", "schedule_of"]
+__all__ = ["MemoryGrouping", "MemoryRow", "MomentRow", "memory", "memory_of", "schedule_of"]
 
 MemoryGrouping = Literal["buffer", "layer", "line", "kind"]
 
@@ -52,11 +53,14 @@ class MomentRow:
     line: str
 
 
-def memory(trace: Trace, *, by: MemoryGrouping = "buffer", program: str | None = None) -> Answer[MemoryRow]:
-    """The memory of a program of the trace, by default of the one that took the most time.
+def memory(
+    trace: Trace, *, by: MemoryGrouping | Literal["schedule"] = "buffer", program: str | None = None
+) -> "Answer[MemoryRow] | Answer[MomentRow]":
+    """Show what makes the peak of a program's memory.
 
     Args:
-      by: one row a "buffer", a "layer", a Python "line", or a "kind".
+      by: what to group arrays by, or the schedule along which temporaries come and go.
+      program: the name of its module, such as jit_step; by default the one that took the most time.
 
     Raises:
       UnknownName: the trace has no such program.
@@ -66,8 +70,8 @@ def memory(trace: Trace, *, by: MemoryGrouping = "buffer", program: str | None =
     if chosen is None:
         notes = ("No data: the trace holds the HLO of no program.", *trace.problems)
         return Answer(f"memory by {by}", {}, MemoryRow, (), notes)
-    answer = memory_of(chosen, by=by)
-    return Answer(answer.name, answer.facts, MemoryRow, answer.rows, (*answer.notes, *trace.problems))
+    answer = schedule_of(chosen) if by == "schedule" else memory_of(chosen, by=by)
+    return dataclasses.replace(answer, notes=(*answer.notes, *trace.problems))
 
 
 def memory_of(program: Program, *, by: MemoryGrouping = "buffer") -> Answer[MemoryRow]:
@@ -88,16 +92,6 @@ def memory_of(program: Program, *, by: MemoryGrouping = "buffer") -> Answer[Memo
     )
 
 
-def schedule(trace: Trace, *, program: str | None = None) -> Answer[MomentRow]:
-    """How the temporaries of a program of the trace come and go along its schedule, see `memory`."""
-    chosen = _chosen(trace, program)
-    if chosen is None:
-        return Answer(
-            _SCHEDULE, {}, MomentRow, (), ("No data: the trace holds the HLO of no program.", *trace.problems)
-        )
-    return schedule_of(chosen)
-
-
 def schedule_of(program: Program) -> Answer[MomentRow]:
     """How the temporaries of a compiled program come and go along its schedule."""
     assignment = read_buffers(program)
@@ -107,10 +101,9 @@ def schedule_of(program: Program) -> Answer[MomentRow]:
             layer, line = _place(program.instructions.get(moment.instruction))
             rows.append(MomentRow(len(rows), moment.instruction, moment.live_bytes, layer, line))
     notes = () if rows else ("No data: XLA kept no schedule of this program's temporaries.",)
-    return Answer(_SCHEDULE, {"program": program.name}, MomentRow, tuple(rows), notes)
+    return Answer("memory by schedule", {"program": program.name}, MomentRow, tuple(rows), notes)
 
 
-_SCHEDULE: Final = "memory over the schedule"
 _LIBRARIES: Final = ("custom-call", "dot", "convolution", "sort", "fft", "cholesky", "triangular-solve")
 
 

@@ -6,6 +6,7 @@ others, so the rows sum to the time in which any operation ran.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal
 
 from stack_core.errors import UnknownName, nearest
@@ -42,26 +43,28 @@ class OpsRow:
     example: str
 
 
-def ops(trace: Trace, *, by: Grouping = "op", device: str | None = None, within: str = "") -> Answer[OpsRow]:
-    """Groups the self time of all operations.
+def ops(trace: Trace, *, by: Grouping = "op", within: Path | None = None, device: str | None = None) -> Answer[OpsRow]:
+    """Show where the devices' time went.
 
     Args:
-      by: "category" of work, "layer" of the model, named "scope", Python "line" or "file", or each "op" alone.
+      by: what to group operations by: the category of work, the layer of the model, the named scope, the Python line
+        or file, or each alone.
+      within: put time on the innermost line of a file under this directory, such as your own code's.
       device: one device instead of all of them together.
-      within: the start of a path; lines and files are the innermost on the stack of which this is true.
 
     Raises:
       UnknownName: there is no such device.
     """
     devices = chosen_devices(trace, device)
-    key = grouping(by, within)
+    folder = str(within.resolve()) if within else ""
+    key = grouping(by, folder)
     sums: dict[str, _Sum] = {}
     busy_s = attributed_s = unattributed_s = 0.0
     for each in devices:
         busy_s += each.busy_s
         for operation, self_s, count in each.totals():
             sums.setdefault(key(operation), _Sum()).add(operation, self_s, count)
-            if _attributed(operation, within):
+            if _attributed(operation, folder):
                 attributed_s += self_s
             else:
                 unattributed_s += self_s

@@ -42,7 +42,10 @@ class OverviewRow:
 
 
 def overview(trace: Trace, *, device: str | None = None) -> Answer[OverviewRow]:
-    """Times the steps of each device and says what they wait for.
+    """Time the steps: how long, how even, how much of them idle, and what the host did then.
+
+    Args:
+      device: one device instead of all of them.
 
     Raises:
       UnknownName: there is no such device.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stack_core.hardware import Chip
     from stack_core.hardware.hlo_costs import InstructionCost
 
-__all__ = ["RooflineRow", "registered_chip", "roofline"]
+__all__ = ["RooflineRow", "roofline", "roofline_of"]
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,41 @@ class RooflineRow:
     roof_share: float | None
 
 
-def roofline(trace: Trace, *, device: str | None = None, chip: "Chip | None" = None) -> Answer[RooflineRow]:
-    """Compares each operation, and all of them together, with the peaks of the chip.
+def roofline(trace: Trace, *, chip: str | None = None, device: str | None = None) -> Answer[RooflineRow]:
+    """Compare operations, each and all together, with what the chip could do.
 
     Args:
-      chip: by default the one that the trace was captured on.
+      chip: one that `stack chips` lists, by default the one that the trace was captured on.
+      device: one device instead of all of them.
 
     Raises:
-      UnknownName: there is no such device.
+      UnknownName: there is no such chip, or no such device.
     """
+    if chip is not None:
+        return roofline_of(trace, _registered_chip(chip), device=device)
+    found, said = _chip_of(trace)
+    return _roofline(trace, found, said, device)
+
+
+def roofline_of(trace: Trace, chip: "Chip", *, device: str | None = None) -> Answer[RooflineRow]:
+    """The roofline against a chip that need not be registered."""
+    return _roofline(trace, chip, f"Peaks: {chip.provenance}.", device)
+
+
+def _registered_chip(name: str) -> "Chip":
+    """The chip of a row that `stack chips` lists; one that has to be measured is.
+
+    Raises:
+      UnknownName: there is no such row.
+    """
+    from stack_core.plugins import registries
+
+    chip = registries.chips[name]
+    return chip() if callable(chip) else chip
+
+
+def _roofline(trace: Trace, chip: "Chip | None", said: str, device: str | None) -> Answer[RooflineRow]:
     devices = chosen_devices(trace, device)
-    chip, said = (chip, f"Peaks: {chip.provenance}.") if chip else _chip_of(trace)
     costs = {id(program): _costs(program) for program in trace.programs}
     sharing = _sharing(chip, len(trace.devices))
     rows = [
@@ -82,18 +106,6 @@ def roofline(trace: Trace, *, device: str | None = None, chip: "Chip | None" = N
         rows=tuple(sorted(rows, key=lambda row: -row.self_s)),
         notes=(said, *_notes(rows, unreadable), *trace.problems),
     )
-
-
-def registered_chip(name: str) -> "Chip":
-    """The chip of a row that `stack chips` lists; one that has to be measured is.
-
-    Raises:
-      UnknownName: there is no such row.
-    """
-    from stack_core.plugins import registries
-
-    chip = registries.chips[name]
-    return chip() if callable(chip) else chip
 
 
 def _costs(program: Program) -> "Mapping[str, InstructionCost] | None":
@@ -120,13 +132,13 @@ def _chip_of(trace: Trace) -> "tuple[Chip | None, str]":
         what = "The trace does not name its chip" if kind is None else f"No row is registered for the chip {kind!r}"
         return None, f"{what}, so its peaks are not known: name one with --chip, `stack chips` lists them."
     if not callable(registries.chips[name]):
-        chip = registered_chip(name)
+        chip = _registered_chip(name)
         return chip, f"Peaks: {chip.provenance}."
     here = (machine.cpu_model(), machine.usable_cores())
     there = (trace.about.get("cpu", here[0]), trace.about.get("cores", here[1]))
     if there != here:
         return None, f"The trace is of {there[1]} cores of {there[0]}, this machine is another: peaks are not known."
-    chip = registered_chip(name)
+    chip = _registered_chip(name)
     return chip, f"Peaks of this machine, {chip.provenance}."
 
 

@@ -1,0 +1,41 @@
+"""How commands take a trace and print an answer: as a table, as JSON, as a spreadsheet."""
+
+import json as json_format
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from cyclopts import Parameter
+
+from stack_profile.answer import Answer, present
+
+__all__ = ["Limit", "PrintCsv", "PrintJson", "TracePath", "show"]
+
+TracePath = Annotated[
+    Path, Parameter(help="a directory with captures, of which the newest is read, or a file *.xplane.pb.")
+]
+Limit = Annotated[int, Parameter(help="rows to show, 0 for all.")]
+PrintJson = Annotated[bool, Parameter(negative=(), help="print machine-readable results.")]
+PrintCsv = Annotated[bool, Parameter(negative=(), help="print the rows as a spreadsheet.")]
+
+_WIDTH: Final = 400
+
+
+def show(answer: Answer[Any], *, limit: int, json: bool = False, csv: bool = False) -> None:
+    """Prints an answer to the standard output; JSON and spreadsheets have all rows."""
+    if json:
+        print(json_format.dumps(answer.as_mapping(), indent=2))
+    elif csv:
+        sys.stdout.writelines(answer.as_csv())
+    else:
+        _print(present(answer, limit or None))
+
+
+def _print(parts: Iterable[Any]) -> None:
+    from rich.console import Console
+
+    # Elsewhere than on a terminal nothing is folded, so that it can be searched.
+    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+    for part in parts:
+        console.print(part, markup=False)

@@ -1,0 +1,222 @@
+"""What devices say to each other: their collectives, how much they send, how long, and what nothing hides.
+
+A collective lasts from its start to its end, an asynchronous one from where its start begins to where its done ends.
+Other operations may run beside it; exposed is the time in which a device runs collectives and nothing else. A part of
+both is waiting for the device that comes last. With S bytes sent by a device, as the algorithm that sends least does
+(`stack_core.hardware.hlo_costs`),
+
+    rate = S / (time - wait)
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from stack_profile.analyses.ops import chosen_devices, grouping
+from stack_profile.answer import Answer
+from stack_profile.collectives import Axes, Collectives, Wait, collectives_of, waits_of
+from stack_profile.intervals import union
+from stack_profile.operations import PICOSECOND, Operation
+from stack_profile.trace import Trace
+
+if TYPE_CHECKING:
+    from stack_core.hardware import Chip
+
+__all__ = ["CommunicationGrouping", "CommunicationRow", "communication"]
+
+CommunicationGrouping = Literal["op", "kind", "axis", "line", "layer"]
+
+
+@dataclass(frozen=True)
+class CommunicationRow:
+    """Collectives of a group, on all devices together.
+
+    Attributes:
+      kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
+      axis: of the mesh, along which they talk; without a mesh how many devices do, and how far apart they are.
+      line: where the program asks for them; "" where it does so in several places, or none is known.
+      occurrences: executions.
+      array_bytes, sent_bytes: of one device in its executions, the arrays and what goes over the network for them; None
+        where the program is not known.
+      time_s: from start to end; several at one time count several times.
+      wait_s: a part of it, waiting for the last device; None where the trace does not have the others.
+      exposed_s: a part of it, in which the device runs nothing else.
+      busy_exposed_share: of `busy_s`, the time in which any operation ran.
+      link_share: the rate's, of what the chip can send over all its links; None where that is not known.
+    """
+
+    name: str
+    kind: str
+    axis: str
+    line: str
+    occurrences: int
+    array_bytes: float | None
+    sent_bytes: float | None
+    time_s: float
+    wait_s: float | None
+    exposed_s: float
+    busy_exposed_share: float
+    rate_bytes_s: float | None
+    link_share: float | None
+
+
+def communication(
+    trace: Trace,
+    *,
+    by: CommunicationGrouping = "op",
+    mesh: str | None = None,
+    chip: str | None = None,
+    within: Path | None = None,
+    device: str | None = None,
+) -> Answer[CommunicationRow]:
+    """Show what devices send each other, how long it takes, and how much of it nothing hides.
+
+    Args:
+      by: what to group collectives by: each alone, their kind, the axis of the mesh, the Python line, or the layer.
+      mesh: the axes of the mesh in their order, such as fsdp=4,tensor=2, where the trace does not name them.
+      chip: one that `stack chips` lists, by default the one that the trace was captured on.
+      within: lines are the innermost of a file under this directory, such as your own code's.
+      device: one device instead of all of them together.
+
+    Raises:
+      UnknownName: there is no such chip, or no such device.
+      ProfileError: `mesh` is of another form, or of another number of devices.
+    """
+    devices = chosen_devices(trace, device)
+    axes = Axes.of(trace, mesh)
+    found = collectives_of(trace.devices, axes)
+    waits = waits_of(found)
+    chosen = [(each, waits[ops.device].get(each.identity)) for ops in devices for each in found[ops.device]]
+    groups: dict[str, list[tuple[Collectives, Wait | None]]] = {}
+    line = grouping("line", str(within.resolve()) if within else "")
+    key = _key(by, line)
+    for each, wait in chosen:
+        groups.setdefault(key(each), []).append((each, wait))
+    busy_s = sum((each.busy_s for each in devices), 0.0)
+    links = _link_bytes_s(trace, chip)
+    rows = [_row(name, members, line, len(devices), busy_s, links) for name, members in groups.items()]
+    time_s = sum((_covered_s(found[each.device]) for each in devices), 0.0)
+    return Answer(
+        name=f"communication by {by}",
+        facts=_facts(rows, len(devices), busy_s, time_s, links),
+        row_type=CommunicationRow,
+        rows=tuple(sorted(rows, key=lambda row: (-row.exposed_s, -row.time_s, row.name))),
+        notes=(*_notes(trace, [each for each, _ in chosen], axes, links), *trace.problems),
+    )
+
+
+def _key(by: CommunicationGrouping, line: Callable[[Operation], str]) -> Callable[[Collectives], str]:
+    if by == "kind":
+        return lambda each: each.kind.name
+    if by == "axis":
+        return lambda each: each.kind.axis
+    group = line if by == "line" else grouping(by)
+    return lambda each: group(each.operation)
+
+
+def _link_bytes_s(trace: Trace, name: str | None) -> float | None:
+    """What a chip can send; None where it is not known, as for a CPU, which has no links."""
+    from stack_core.hardware.chips import row_name
+    from stack_core.plugins import registries
+
+    if name is None and (kind := trace.about.get("device_kind")) is not None:
+        name = row_name(str(kind))
+    chip: Chip | Callable[[], Chip] | None = None if name is None else registries.chips[name]
+    return None if chip is None or callable(chip) else chip.link_bandwidth_bytes_s
+
+
+def _row(
+    name: str,
+    members: Sequence[tuple[Collectives, Wait | None]],
+    line: Callable[[Operation], str],
+    devices: int,
+    busy_s: float,
+    links: float | None,
+) -> CommunicationRow:
+    waits = [wait for _, wait in members if wait is not None]
+    known = [each for each, _ in members if each.kind.sent_bytes is not None]
+    whole = len(known) == len(members)
+    time_s = sum(int(each.duration_ps.sum()) for each, _ in members) * PICOSECOND
+    exposed_s = sum(float(each.exposed_ps.sum()) for each, _ in members) * PICOSECOND
+    rate = _rate(members)
+    lines = {line(each.operation) for each, _ in members}
+    return CommunicationRow(
+        name=name,
+        kind=", ".join(dict.fromkeys(each.kind.name for each, _ in members)),
+        axis=" and ".join(dict.fromkeys(each.kind.axis for each, _ in members if each.kind.axis)),
+        line=lines.pop() if len(lines) == 1 else "",
+        occurrences=sum(len(each.start_ps) for each, _ in members),
+        array_bytes=sum((each.kind.array_bytes or 0) * len(each.run) for each in known) / devices if whole else None,
+        sent_bytes=sum((each.kind.sent_bytes or 0) * len(each.run) for each in known) / devices if whole else None,
+        time_s=time_s,
+        wait_s=sum((wait.wait_s for wait in waits), 0.0) if waits else None,
+        exposed_s=exposed_s,
+        busy_exposed_share=exposed_s / busy_s if busy_s else 0.0,
+        rate_bytes_s=rate,
+        link_share=rate / links if rate is not None and links else None,
+    )
+
+
+def _rate(members: Sequence[tuple[Collectives, Wait | None]]) -> float | None:
+    """Bytes per second of a device; where waits are known, of the executions of which they are."""
+    sent, talking_s = 0.0, 0.0
+    for each, wait in members:
+        if each.kind.sent_bytes is None:
+            return None
+        sent += each.kind.sent_bytes * (wait.count if wait else len(each.run))
+        talking_s += wait.time_s - wait.wait_s if wait else int(each.duration_ps.sum()) * PICOSECOND
+    return sent / talking_s if talking_s > 0 else None
+
+
+def _covered_s(found: Sequence[Collectives]) -> float:
+    """The time in which any collective of a device ran."""
+    if not found:
+        return 0.0
+    covered = union(np.concatenate([each.start_ps for each in found]), np.concatenate([each.end_ps for each in found]))
+    return int(np.sum(covered[:, 1] - covered[:, 0])) * PICOSECOND
+
+
+def _facts(
+    rows: Sequence[CommunicationRow], devices: int, busy_s: float, time_s: float, links: float | None
+) -> dict[str, Any]:
+    if not devices:
+        return {"devices": 0}
+    exposed_s = sum((row.exposed_s for row in rows), 0.0)
+    sent = [row.sent_bytes for row in rows if row.sent_bytes is not None]
+    waits = [row.wait_s for row in rows if row.wait_s is not None]
+    return {
+        "devices": devices,
+        "busy_s": busy_s,
+        "communication_s": time_s,
+        "exposed_s": exposed_s,
+        "wait_s": sum(waits, 0.0) if waits or not rows else None,
+        "busy_communication_share": time_s / busy_s if busy_s else None,
+        "busy_exposed_share": exposed_s / busy_s if busy_s else None,
+        "communication_exposed_share": exposed_s / time_s if time_s else None,
+        "occurrences": sum(row.occurrences for row in rows),
+        "sent_bytes": sum(sent, 0.0) if len(sent) == len(rows) else None,
+        "link_bytes_s": links,
+    }
+
+
+def _notes(trace: Trace, found: Sequence[Collectives], axes: Axes, links: float | None) -> Iterator[str]:
+    if not trace.devices:
+        yield "No data: the trace has no operations of any device."
+        return
+    if not found:
+        yield "No collective ran: what devices sent each other is zero, not unknown."
+        return
+    yield "Times are sums over the devices, bytes those of one device; exposed is where a device runs nothing else."
+    if len(trace.devices) == 1:
+        yield "The trace has one device: how long it waited for others is not known, and its rate includes it."
+    if any(each.kind.sent_bytes is None for each in found):
+        yield "Where the trace lacks a program, or XLA cannot read it, collectives are known by their names alone."
+    elif not axes.sizes:
+        yield "The trace does not name the axes of its mesh; --mesh fsdp=4,tensor=2 does."
+    if links is None:
+        yield "The bandwidth of the chip's links is not known; --chip names a chip, `stack chips` lists them."
+    if any("-start" in each.operation.name for each in found):
+        yield "An asynchronous collective ends where the program waits for it; it may have been faster than its rate."

@@ -1,0 +1,195 @@
+"""How long devices talk, how much of it nothing hides, along which axis, and how fast; known by hand and captured."""
+
+import subprocess
+import sys
+
+import pytest
+from jax._src.lib import hlo
+
+from stack_core.errors import UnknownName
+from stack_profile.analyses.communication import communication
+from stack_profile.errors import ProfileError
+from stack_profile.trace import load_trace, trace_of
+from stack_profile.xplane import read_space
+
+HLO = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%scattered (p: f32[64,4]) -> f32[16,4] {
+  %p = f32[64,4]{1,0} parameter(0)
+  %reduced = f32[64,4]{1,0} all-reduce(%p), replica_groups=[2,4]<=[4,2]T(1,0), channel_id=3, use_global_device_ids=true, to_apply=%add
+  %zero = s32[] constant(0)
+  ROOT %mine = f32[16,4]{1,0} dynamic-slice(%reduced, %zero, %zero), dynamic_slice_sizes={16,4}
+}
+
+ENTRY %main (x: f32[16,4]) -> f32[16,4] {
+  %x = f32[16,4]{1,0} parameter(0)
+  %all-gather-start.1 = (f32[16,4]{1,0}, f32[64,4]{1,0}) all-gather-start(%x), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}, channel_id=1, use_global_device_ids=true
+  %copy.5 = f32[16,4]{1,0} copy(%x)
+  %all-gather-done.1 = f32[64,4]{1,0} all-gather-done(%all-gather-start.1)
+  %all-reduce.2 = f32[16,4]{1,0} all-reduce(%copy.5), replica_groups={{0,1},{2,3},{4,5},{6,7}}, channel_id=2, use_global_device_ids=true, to_apply=%add
+  ROOT %fusion.7 = f32[16,4]{1,0} fusion(%all-gather-done.1), kind=kCustom, calls=%scattered
+}
+"""  # noqa: E501 - a line of HLO is a line
+
+GATHERED_BYTES = 64 * 4 * 4
+# Name, start and duration in microseconds: start and end of the gather surround a copy, the others are alone.
+TPU_EVENTS = (
+    ("all-gather-start.1", 0, 1),
+    ("copy.5", 1, 60),
+    ("all-gather-done.1", 61, 9),
+    ("all-reduce.2", 70, 20),
+    ("fusion.7", 90, 10),
+)
+
+
+@pytest.fixture(scope="module")
+def tpu_trace(build):
+    """Two steps of two devices of eight, on which the second is late by 5 us to the reduction."""
+    proto = build.message((1, hlo.hlo_module_from_text(HLO).as_serialized_hlo_module_proto()))
+    planes = [build.metadata_plane([("jit_step", 7, proto)])]
+    for late in (0, 5):
+        plane = build.plane(f"/device:TPU:{late}")
+        for name, _, _ in TPU_EVENTS:
+            plane.metadata(name, program_id=7)
+        plane.line("XLA Modules", *(plane.event("jit_step(7)", at, 105) for at in (0, 200)))
+        events = [
+            (
+                name,
+                at + start + (late if name == "all-reduce.2" else 0),
+                duration - (late if name == "all-reduce.2" else 0),
+            )
+            for at in (0, 200)
+            for name, start, duration in TPU_EVENTS
+        ]
+        plane.line("XLA Ops", *(plane.event(*event) for event in events))
+        planes.append(plane)
+    about = {"device_kind": "TPU v5p", "devices": 8, "meshes": [{"fsdp": 4, "tensor": 2}]}
+    return trace_of([read_space(build.space(*planes))], about=about)
+
+
+def test_an_asynchronous_collective_lasts_until_its_end_and_is_exposed_where_it_is_alone(tpu_trace):
+    rows = {row.name: row for row in communication(tpu_trace).rows}
+    gather = rows["jit_step: all-gather-start.1"]
+    assert (gather.kind, gather.axis, gather.occurrences) == ("all-gather", "fsdp", 4)
+    assert gather.time_s == pytest.approx(4 * 70e-6)
+    assert gather.exposed_s == pytest.approx(4 * 10e-6)
+    assert not any("done" in name for name in rows)
+
+
+def test_facts_say_what_of_the_busy_time_is_communication_and_what_nothing_hides(tpu_trace):
+    facts = communication(tpu_trace).facts
+    busy_us = 4 * 100 - 2 * 5
+    assert facts["busy_s"] == pytest.approx(busy_us * 1e-6)
+    assert facts["communication_s"] == pytest.approx((busy_us) * 1e-6)
+    assert facts["exposed_s"] == pytest.approx((busy_us - 4 * 60) * 1e-6)
+    assert facts["busy_exposed_share"] == pytest.approx((busy_us - 4 * 60) / busy_us)
+    assert facts["sent_bytes"] == sum(row.sent_bytes for row in communication(tpu_trace, by="kind").rows)
+
+
+def test_who_comes_first_waits_and_the_rate_is_of_the_rest(tpu_trace):
+    (reduce,) = (row for row in communication(tpu_trace).rows if row.kind == "all-reduce")
+    assert (reduce.axis, reduce.array_bytes, reduce.sent_bytes) == ("tensor", 2 * 256, 2 * 256)
+    assert reduce.time_s == pytest.approx(2 * (20 + 15) * 1e-6)
+    assert reduce.wait_s == pytest.approx(2 * 5e-6)
+    assert reduce.rate_bytes_s == pytest.approx(256 / 15e-6)
+    links = communication(tpu_trace).facts["link_bytes_s"]
+    assert reduce.link_share == pytest.approx(256 / 15e-6 / links)
+
+
+def test_a_collective_in_a_fusion_is_one(tpu_trace):
+    rows = {row.name: row for row in communication(tpu_trace, by="axis").rows}
+    assert rows["fsdp"].kind in ("all-gather, reduce-scatter", "reduce-scatter, all-gather")
+    assert rows["fsdp"].sent_bytes == 2 * 2 * GATHERED_BYTES * 3 / 4
+
+
+def test_axes_may_be_named_by_hand(tpu_trace):
+    assert {row.name for row in communication(tpu_trace, by="axis", mesh="a=2,b=2,c=2").rows} == {"a, b", "c"}
+    with pytest.raises(ProfileError, match="not of the form"):
+        communication(tpu_trace, mesh="fsdp:8")
+    with pytest.raises(ProfileError, match="has 4 devices, the trace 8"):
+        communication(tpu_trace, mesh="fsdp=4")
+    with pytest.raises(UnknownName, match="v9"):
+        communication(tpu_trace, chip="v9")
+
+
+def test_kernels_of_a_stream_of_their_own_are_hidden_by_those_beside_them(build):
+    plane = build.plane("/device:GPU:0")
+    both = {"hlo_module": "jit_f", "program_id": 1}
+    plane.line("Stream #1", plane.event("gemm", 0, 50, hlo_op="dot.1", **both))
+    plane.line("Stream #2", plane.event("nccl", 20, 50, hlo_op="all-reduce-start.3", **both))
+    answer = communication(trace_of([read_space(build.space(plane))]))
+    (row,) = answer.rows
+    assert (row.time_s, row.exposed_s) == (pytest.approx(50e-6), pytest.approx(20e-6))
+    assert (row.kind, row.sent_bytes, row.wait_s, row.rate_bytes_s) == ("all-reduce", None, None, None)
+    assert any("by their names alone" in note for note in answer.notes)
+    assert any("one device" in note for note in answer.notes)
+
+
+def test_two_at_one_time_share_what_nothing_hides(build):
+    plane = build.plane("/device:GPU:0")
+    both = {"hlo_module": "jit_f", "program_id": 1}
+    plane.line("Stream #1", plane.event("nccl", 0, 40, hlo_op="all-reduce.1", **both))
+    plane.line("Stream #2", plane.event("nccl", 0, 40, hlo_op="all-gather.1", **both))
+    answer = communication(trace_of([read_space(build.space(plane))]))
+    assert [row.exposed_s for row in answer.rows] == pytest.approx([20e-6, 20e-6])
+    assert answer.facts["communication_s"] == answer.facts["exposed_s"] == pytest.approx(40e-6)
+
+
+def test_none_is_zero_and_nothing_is_no_data(trace, build):
+    answer = communication(trace)
+    assert (answer.facts["exposed_s"], answer.facts["sent_bytes"], answer.facts["occurrences"]) == (0.0, 0.0, 0)
+    assert "zero" in answer.notes[0]
+    empty = communication(trace_of([read_space(build.space(build.plane("/host:CPU")))]))
+    assert empty.facts == {"devices": 0} and "No data" in empty.notes[0]
+
+
+SCRIPT = """
+import sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import stack_profile
+
+mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+def sharded(array, *names):
+    return jax.device_put(array, NamedSharding(mesh, P(*names)))
+
+@jax.jit
+@jax.shard_map(mesh=mesh, in_specs=(P("fsdp"), P("fsdp", "tensor"), P("tensor", "fsdp")), out_specs=P("fsdp"))
+def mlp(x, up, down):
+    with jax.named_scope("mlp"):
+        up = jax.lax.all_gather(up, "fsdp", axis=0, tiled=True)
+        down = jax.lax.all_gather(down, "fsdp", axis=1, tiled=True)
+        return jax.lax.psum(jnp.tanh(x @ up) @ down, "tensor")
+
+x = sharded(jnp.ones((16, 32)), "fsdp")
+weights = sharded(jnp.ones((32, 64)), "fsdp", "tensor"), sharded(jnp.ones((64, 32)), "tensor", "fsdp")
+mlp(x, *weights).block_until_ready()
+with stack_profile.capture(sys.argv[1]):
+    for _ in range(3):
+        mlp(x, *weights).block_until_ready()
+"""
+
+
+def test_a_sharded_product_talks_along_both_axes(tmp_path):
+    subprocess.run([sys.executable, "-c", SCRIPT, tmp_path], check=True, capture_output=True)
+    loaded = load_trace(tmp_path)
+    rows = {row.name: row for row in communication(loaded, by="axis", mesh="fsdp=4,tensor=2").rows}
+    assert {name: row.kind for name, row in rows.items()} == {"fsdp": "all-gather", "tensor": "all-reduce"}
+    steps, float32_bytes = 3, 4
+    weights_bytes = 2 * 32 * 32 * float32_bytes
+    assert rows["fsdp"].sent_bytes == steps * weights_bytes * 3 / 4
+    assert rows["tensor"].sent_bytes == steps * 4 * 32 * float32_bytes
+    assert rows["fsdp"].occurrences == steps * 2 * 8
+    facts = communication(loaded).facts
+    assert 0 < facts["exposed_s"] <= facts["communication_s"] <= facts["busy_s"]
+    assert 0 <= facts["wait_s"] < facts["communication_s"]
+    assert "mlp" in {row.name for row in communication(loaded, by="layer").rows}

@@ -23,7 +23,7 @@ output: {output}
 """
 
 
-@pytest.mark.parametrize("name", ["op", "command", "observer"])
+@pytest.mark.parametrize("name", ["op", "command", "observer", "analysis"])
 def test_an_example_is_a_whole_distribution_of_fewer_than_sixty_lines(name):
     files = [path for path in (EXAMPLES / name).rglob("*") if path.suffix in (".py", ".toml")]
     assert {"pyproject.toml", "plugin.py"} <= {path.name for path in files}
@@ -78,6 +78,30 @@ def test_an_observer_sees_the_events_of_a_run(environment, tmp_path):
     assert re.findall(r"StepFinished\(step=(\d+)", journal) == ["1", "2", "3"]
     assert "CheckpointSaved(step=3" in journal
     assert "acme-journal" not in environment.plugins()
+
+
+CAPTURE = """
+import jax, stack_profile
+step = jax.jit(lambda x: x @ x)
+x = step(jax.numpy.ones((256, 256)))
+with stack_profile.capture("out") as captured:
+    x = step(x)
+captured.wait()
+"""
+
+
+def test_an_analysis_is_a_command_like_ours(environment, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    environment.run("-c", CAPTURE)
+    with environment.installed(EXAMPLES / "analysis"):
+        assert "by the kind of instruction." in environment.stack("profile", "--help").stdout
+        assert "--least-share FLOAT" in environment.stack("profile", "opcodes", "--help").stdout
+        rows = json.loads(environment.stack("profile", "opcodes", "out", "--json").stdout)["rows"]
+        none = json.loads(environment.stack("profile", "opcodes", "out", "--least-share", "2", "--json").stdout)["rows"]
+    assert sum(row["busy_share"] for row in rows) == pytest.approx(1)
+    assert rows[0]["self_s"] > 0 and none == []
+    removed = environment.stack("profile", "opcodes", "out", check=False)
+    assert (removed.returncode, "Unknown name 'profile opcodes'" in removed.stderr) == (2, True)
 
 
 @jax.tree_util.register_dataclass

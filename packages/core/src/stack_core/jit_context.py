@@ -29,7 +29,7 @@ class JitContext(Generic[T]):
         return None if self._context is None else self._context.value
 
     @contextlib.contextmanager
-    def __call__(self, value: T) -> Iterator[None]:
+    def __call__(self, value: T | None) -> Iterator[None]:
         """Sets the value for the block; it nests."""
         with self._creating:
             if self._context is None:

@@ -26,6 +26,7 @@ __all__ = [
     "ShardingRules",
     "check_shardings",
     "constrain",
+    "in_mesh",
     "make_mesh",
     "parts_of",
     "use_mesh",
@@ -302,7 +303,8 @@ def _misfit(asked: Mapping[str, int], rest: str | None, fixed: int, device_count
 
 # A part of the key of JAX's caches. Made here because the first to enter it may be a step that is being traced: making
 # it outdates whatever JAX traced before, so that this step would be traced and compiled twice.
-_current: Any = jax.make_user_context(None)
+in_mesh: Any = jax.make_user_context(None)
+"""(mesh, rules) of the surrounding `use_mesh`, or None."""
 
 
 @contextlib.contextmanager
@@ -311,7 +313,7 @@ def use_mesh(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Iterator[None]
 
     A function that `jax.jit` traced under another mesh, other rules, or none, is traced again.
     """
-    with _current((mesh, rules)), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with in_mesh((mesh, rules)), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         yield
 
 
@@ -325,18 +327,18 @@ def constrain(x: jax.Array, *logical_axes: str | None, name: str = "constrain") 
     Raises:
       ShardingError: as `ShardingRules.sharding` does, on one device too.
     """
-    if _current.value is None:
+    if in_mesh.value is None:
         return x
-    mesh, rules = _current.value
+    mesh, rules = in_mesh.value
     sharding = rules.sharding(mesh, logical_axes, x.shape, name=name)
     return x if mesh.size == 1 else jax.lax.with_sharding_constraint(x, sharding)
 
 
 def parts_of(logical_axis: str) -> int:
     """Into how many parts the surrounding `use_mesh` splits a logical axis; 1 outside of one, or without a rule."""
-    if _current.value is None:
+    if in_mesh.value is None:
         return 1
-    mesh, rules = _current.value
+    mesh, rules = in_mesh.value
     return math.prod(mesh.shape[axis] for axis in dict(rules.table).get(logical_axis, ()))
 
 

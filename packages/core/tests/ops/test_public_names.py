@@ -1,7 +1,7 @@
 import inspect
 
 from stack_core import ops
-from stack_core.ops import building
+from stack_core.ops import building, units
 
 
 def test_public_names() -> None:
@@ -53,6 +53,10 @@ def test_public_names_of_building() -> None:
         "vary_alike",
         "with_sinks",
     }
+
+
+def test_public_names_of_units() -> None:
+    assert set(units.__all__) == {"OpUnit", "as_units", "unit_of"}
 
 
 def test_signatures_are_those_of_abi_1() -> None:

@@ -6,9 +6,10 @@ from typing import Final
 from stack_core.hardware.chips import Chip, current_chip
 from stack_core.jit_context import JitContext
 
-__all__ = ["target_chip", "use_chip"]
+__all__ = ["target", "target_chip", "use_chip"]
 
-_target: Final[JitContext[Chip]] = JitContext()
+target: Final[JitContext[Chip]] = JitContext()
+"""The chip of the surrounding `use_chip`, or None."""
 
 
 def target_chip() -> Chip:
@@ -17,7 +18,7 @@ def target_chip() -> Chip:
     Raises:
       HardwareError: as `current_chip` does.
     """
-    return _target.value or _current_chip()
+    return target.value or _current_chip()
 
 
 def use_chip(chip: Chip) -> contextlib.AbstractContextManager[None]:
@@ -26,7 +27,7 @@ def use_chip(chip: Chip) -> contextlib.AbstractContextManager[None]:
     Ops choose their implementations for the target. A function that `jax.jit` traced for another chip, or outside of
     any `use_chip`, is traced again.
     """
-    return _target(chip)
+    return target(chip)
 
 
 def _current_chip() -> Chip:

@@ -13,9 +13,11 @@ from stack_core.ops._report import warn_once
 from stack_core.plugins import registries
 from stack_core.protocols import TunedTable
 
-__all__ = ["tuned_choices", "use_tuned_table"]
+__all__ = ["in_use", "tuned_choices", "use_tuned_table"]
 
-_in_use: Final[JitContext[TunedTable]] = JitContext()
+in_use: Final[JitContext[TunedTable]] = JitContext()
+"""The table of the surrounding `use_tuned_table`, or None."""
+
 _IN_USE = "in use"
 
 
@@ -25,7 +27,7 @@ def use_tuned_table(table: TunedTable) -> contextlib.AbstractContextManager[None
     A function that `jax.jit` traced under another table, or under those of the plugins, is traced again. Tables are
     compared by `==` and hashed.
     """
-    return _in_use(table)
+    return in_use(table)
 
 
 def tuned_choices(
@@ -69,7 +71,7 @@ def tuned_choices(
 
 def _tables() -> dict[str, Callable[[], Any]]:
     """What loads each table to ask, by its name."""
-    table = _in_use.value
+    table = in_use.value
     if table is not None:
         return {_IN_USE: lambda: table}
     registered = registries.tuned_tables

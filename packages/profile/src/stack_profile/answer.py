@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from stack_profile.errors import ProfileError
+from stack_profile.plots import Plot
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,6 +31,7 @@ class Answer(Generic[Row]):
       facts: totals; those that shares refer to are among them.
       row_type: of the rows, of which there may be none.
       notes: what the numbers mean, and what is missing from them.
+      plots: what of it a report draws.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Answer(Generic[Row]):
     row_type: type[Row]
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
+    plots: tuple[Plot, ...] = ()
 
     def as_mapping(self) -> dict[str, Any]:
         """For JSON."""

@@ -9,26 +9,29 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 from stack_core import machine
+from stack_profile._recording import Recording, record
 from stack_profile.errors import CaptureError
-from stack_profile.hlo import hlo_proto
+from stack_profile.hlo import hlo_proto, program_key
+from stack_profile.processes import SUFFIX, stem
+from stack_profile.xplane import Plane, read_space
 
 __all__ = ["Capture", "CaptureWarning", "capture"]
-
-_active = threading.Lock()
 
 
 class CaptureWarning(UserWarning):
     """A capture that ended could not be written."""
 
 
-def capture(out: str | Path, *, name: str | None = None, host_tracer_level: int = 2) -> "Capture":
+def capture(
+    out: str | Path, *, name: str | None = None, process: int | None = None, host_tracer_level: int = 2
+) -> "Capture":
     """Captures what runs inside a `with` block, or in each call of a function that it decorates.
 
         with stack_profile.capture("out") as captured:
@@ -40,10 +43,11 @@ def capture(out: str | Path, *, name: str | None = None, host_tracer_level: int 
 
     Args:
       out: created where it is missing; what is there stays.
-      name: of this capture; the processes of one run give the same. By default the time.
+      name: of this capture; the processes of one run give the same, and are read as one trace. By default the time.
+      process: which of them this is, by default JAX's index of it.
       host_tracer_level: 1 keeps operations and annotations, 2 also what JAX's runtime does, 3 its details.
     """
-    return Capture(Path(out), name=name, host_tracer_level=host_tracer_level)
+    return Capture(Path(out), name=name, process=process, host_tracer_level=host_tracer_level)
 
 
 class Capture(contextlib.ContextDecorator):
@@ -54,69 +58,58 @@ class Capture(contextlib.ContextDecorator):
       stop_s: how long the program was held up at the end.
     """
 
-    def __init__(self, out: Path, *, name: str | None, host_tracer_level: int) -> None:
-        self._arguments: dict[str, Any] = {"name": name, "host_tracer_level": host_tracer_level}
+    def __init__(
+        self, out: Path, *, name: str | None = None, process: int | None = None, host_tracer_level: int = 2
+    ) -> None:
+        self._arguments: dict[str, Any] = {"name": name, "process": process, "host_tracer_level": host_tracer_level}
         self._out = out
-        self._session: Any = None
+        self._recording: Recording | None = None
         self._writer: threading.Thread | None = None
         self._failure: str | None = None
-        self._started_at = ""
+        self._about: dict[str, Any] = {}
         self.path: Path | None = None
         self.stop_s = 0.0
 
-    def start(self) -> "Capture":
+    def start(self, recording: Recording | None = None) -> "Capture":
         """Begins to capture.
+
+        Args:
+          recording: one that runs already, to be kept.
 
         Raises:
           CaptureError: another capture is running, or the directory cannot be written.
         """
-        import jax
-        from jax._src.lib import _profiler  # none of the public ways stops in memory on every version
-
-        if _jax_captures() or not _active.acquire(blocking=False):
-            raise CaptureError(
-                "Another capture is running in this process, and JAX has one profiler. End it first: leave its `with` "
-                "block, or call jax.profiler.stop_trace()."
-            )
+        mine = recording or record(host_tracer_level=self._arguments["host_tracer_level"])
         try:
-            jax.devices()  # a backend that starts later would not be captured
-            self.path = _file(self._out, self._arguments["name"])
-            options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0
-            options.host_tracer_level = self._arguments["host_tracer_level"]
-            self._started_at = datetime.now(UTC).isoformat()
-            self._session = _profiler.ProfilerSession(options)
+            self.path = _file(self._out, self._arguments["name"], self._arguments["process"])
         except BaseException:  # Whatever went wrong, the next capture must find the profiler free.
-            _active.release()
+            mine.discard()
             raise
+        self._about = {"started_at": datetime.now(UTC).isoformat()}
+        self._recording = mine
         return self
 
-    def stop(self, *, settle: bool = True) -> None:
-        """Ends the capture; a thread writes it. Calling it again does nothing.
+    def stop(self, *, settle: bool = True, partial: str | None = None) -> None:
+        """Ends the capture; a thread encodes and writes it. Calling it again does nothing.
 
         Args:
-          settle: first wait for what was dispatched, so that it is in the trace.
-
-        Raises:
-          CaptureError: the profiler had been taken by something else.
+          settle: first wait for what was dispatched, so that it is in the trace, and then until nothing is recorded.
+          partial: why the trace is not all of what was asked for; its readers are told.
         """
-        session, self._session = self._session, None
-        if session is None:
+        recording, self._recording = self._recording, None
+        if recording is None:
             return
-        try:
-            if settle:
-                _settle()
-            started_s = time.perf_counter()
-            data = session.stop()
-            self.stop_s = time.perf_counter() - started_s
-        except RuntimeError as error:  # JaxRuntimeError among them
-            raise CaptureError(
-                f"The capture holds nothing: {error} While it ran, the profiler was another's, perhaps that of "
-                "jax.profiler.start_trace or of a profiler server."
-            ) from error
-        finally:
-            _active.release()
-        self._write(data)
+        if settle:
+            _settle()
+        started_s = time.perf_counter()
+        recording.end()
+        # No daemon: a script that ends right after its capture waits for the files.
+        self._writer = threading.Thread(target=self._write, args=(recording,), name="capture-writer")
+        if settle:
+            recording.wait_until_off()
+        self.stop_s = time.perf_counter() - started_s
+        self._about |= {"stop_s": self.stop_s, **({"partial": partial} if partial else {})}
+        self._writer.start()
 
     def wait(self) -> Path:
         """Blocks until the files are written; returns the trace's.
@@ -143,56 +136,44 @@ class Capture(contextlib.ContextDecorator):
         """Each call of a decorated function is a capture of its own."""
         return Capture(self._out, **self._arguments)
 
-    def _write(self, data: bytes) -> None:
-        import jax
-
-        about = {**_environment(), "started_at": self._started_at, "stop_s": self.stop_s, "bytes": len(data)}
-        client = jax.devices()[0].client
-        programs = client.live_executables() if hasattr(client, "live_executables") else []
-        # No daemon: a script that ends right after its capture waits for the files.
-        self._writer = threading.Thread(target=self._write_files, args=(data, about, programs), name="capture-writer")
-        self._writer.start()
-
-    def _write_files(self, data: bytes, about: Mapping[str, Any], programs: list[Any]) -> None:
-        assert self.path is not None, "a capture that ended has started"
+    def _write(self, recording: Recording) -> None:
         try:
-            for file, content in _missing_programs(data, programs):
-                _replace(self.path.with_name(f"{_stem(self.path)}.{file}.hlo.pb"), content)
-            _replace(self.path.with_name(f"{_stem(self.path)}.capture.json"), json.dumps(about, indent=2).encode())
-            _replace(self.path, data)
+            data = recording.data()
+            self._about |= {**_environment(), "bytes": len(data)}
+            self._write_files(data)
+        except CaptureError as error:
+            self._failure = str(error)
         except OSError as error:
             self._failure = f"The capture cannot be written: {error}. Free the disk, or name another directory."
+        if self._failure is not None:
             warnings.warn(self._failure, CaptureWarning, stacklevel=2)
 
+    def _write_files(self, data: bytes) -> None:
+        import jax
 
-_SUFFIX: Final = ".xplane.pb"
+        assert self.path is not None, "a capture that ended has started"
+        client = jax.devices()[0].client
+        programs = client.live_executables() if hasattr(client, "live_executables") else []
+        for file, content in _missing_programs(data, programs):
+            _replace(self.path.with_name(f"{stem(self.path)}.{file}.hlo.pb"), content)
+        _replace(self.path.with_name(f"{stem(self.path)}.capture.json"), json.dumps(self._about, indent=2).encode())
+        _replace(self.path, data)
 
 
-def _stem(path: Path) -> str:
-    return path.name.removesuffix(_SUFFIX)
-
-
-def _file(out: Path, name: str | None) -> Path:
+def _file(out: Path, name: str | None, process: int | None) -> Path:
     """The trace's file in a folder of its own, which is made; processes of one run share it if they share a name."""
     import jax
 
     runs = out / "plugins" / "profile"
-    process = f"_{jax.process_index()}" if jax.process_count() > 1 else ""
+    if process is None and jax.process_count() > 1:
+        process = jax.process_index()
     try:
         runs.mkdir(parents=True, exist_ok=True)
         folder = runs / (name or datetime.now().astimezone().strftime("%Y_%m_%d_%H_%M_%S_%f"))
         folder.mkdir(exist_ok=name is not None)
     except OSError as error:
         raise CaptureError(f"The directory of the capture cannot be made: {error}. Name another.") from error
-    return folder / f"{socket.gethostname()}{process}{_SUFFIX}"
-
-
-def _jax_captures() -> bool:
-    """Whether jax.profiler.start_trace has started one; the profiler itself says so only when it is stopped."""
-    from jax._src import profiler
-
-    state = getattr(profiler, "_profile_state", None)
-    return any(getattr(state, name, None) is not None for name in ("session", "profile_session"))
+    return folder / f"{socket.gethostname()}{'' if process is None else f'_{process}'}{SUFFIX}"
 
 
 def _settle() -> None:
@@ -205,13 +186,21 @@ def _settle() -> None:
 
 
 def _missing_programs(data: bytes, programs: list[Any]) -> Iterator[tuple[str, bytes]]:
-    """Name and HLO of the programs that are loaded and not in the trace."""
-    written = set()
+    """Name and HLO of the programs that ran in the trace and that it lacks, called `jit_step(7)` as in it."""
+    planes = read_space(data).planes
+    held = {name for plane in planes if plane.name == "/host:metadata" for name in plane.event_names.values()}
+    ran = {name.partition("(")[0] for plane in planes for name in _texts(plane)}
     for executable in programs:
         for module in executable.hlo_modules():
-            if module.name not in written and f"{module.name}(".encode() not in data:
-                written.add(module.name)
-                yield module.name, hlo_proto(module.as_serialized_hlo_module_proto())
+            if module.name in ran and not any(name.startswith(f"{module.name}(") for name in held):
+                proto = hlo_proto(module.as_serialized_hlo_module_proto())
+                yield f"{module.name}({program_key(proto)})", proto
+
+
+def _texts(plane: Plane) -> Iterator[str]:
+    """All that the events of a plane are called or say."""
+    yield from plane.stat_names.values()
+    yield from plane.event_names.values()
 
 
 def _environment() -> dict[str, Any]:

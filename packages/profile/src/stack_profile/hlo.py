@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
     from stack_core.hardware.hlo import Module
 
-__all__ = ["CONTAINERS", "Frame", "Instruction", "Origin", "Program", "hlo_proto", "program_of", "read_program"]
+__all__ = [
+    "CONTAINERS",
+    "Frame",
+    "Instruction",
+    "Origin",
+    "Program",
+    "hlo_proto",
+    "program_key",
+    "program_of",
+    "read_program",
+]
 
 Origin = Literal["own", "fused", "operand", "user", "caller", "none"]
 
@@ -171,8 +181,19 @@ def read_program(proto: bytes, key: int) -> Program:
         raise TraceError(f"The HLO of program {key} is damaged: {error}. Capture again.") from error
 
 
+def program_key(proto: bytes) -> int:
+    """The number of a HloProto's module, by which the events of CPUs name the program that they are of.
+
+    Raises:
+      WireError: it is damaged.
+    """
+    place = dict(fields(proto)).get(_PROTO_MODULE)
+    key = dict(fields(proto, *place)).get(_MODULE_ID, 0) if isinstance(place, tuple) else 0
+    return key if isinstance(key, int) else 0
+
+
 _PROTO_MODULE, _PROTO_BUFFERS = 1, 3
-_MODULE_NAME, _MODULE_ENTRY, _MODULE_COMPUTATIONS, _MODULE_FRAMES = 1, 2, 3, 17
+_MODULE_NAME, _MODULE_ENTRY, _MODULE_COMPUTATIONS, _MODULE_ID, _MODULE_FRAMES = 1, 2, 3, 5, 17
 _CALL: Final = re.compile(r"(\w+)\.__call__\b")
 _TRACED: Final = re.compile(r"p?jit\(([^()]+)\)")
 

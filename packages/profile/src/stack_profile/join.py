@@ -23,10 +23,9 @@ class Join:
     by_name: Mapping[str, Program]
 
     @classmethod
-    def of(cls, found: Mapping[int, Program], extra: Sequence[Program]) -> "Join":
-        programs = [*found.values(), *extra]
-        counts = collections.Counter(program.name for program in programs)
-        return cls(found, {program.name: program for program in programs if counts[program.name] == 1})
+    def of(cls, found: Mapping[int, Program]) -> "Join":
+        counts = collections.Counter(program.name for program in found.values())
+        return cls(found, {program.name: program for program in found.values() if counts[program.name] == 1})
 
     def __call__(self, key: int, module: str) -> Program | None:
         return self.by_key.get(key) or self.by_name.get(module)

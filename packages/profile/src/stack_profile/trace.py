@@ -1,8 +1,6 @@
 """A trace with its operations joined to the programs, and so to the Python lines, that they come from."""
 
 import functools
-import glob
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +10,12 @@ from typing import Any, Final
 import numpy as np
 
 from stack_profile.errors import TraceError
-from stack_profile.hlo import Program, read_program
+from stack_profile.hlo import Program, program_key, read_program
 from stack_profile.join import Join, device_ops
 from stack_profile.operations import HostEvents, Ops, Step, steps_of
-from stack_profile.xplane import MISSING, Line, Space, read_space
+from stack_profile.processes import about_of, names_of, problems_of, programs_beside
+from stack_profile.wire import WireError
+from stack_profile.xplane import Line, Space, read_space
 
 __all__ = ["Trace", "load_trace", "trace_files", "trace_of"]
 
@@ -80,9 +80,14 @@ def load_trace(path: Path | str) -> Trace:
       TraceError: there is none, or it is no trace.
     """
     files = trace_files(Path(path))
-    source = str(files[0] if len(files) == 1 else files[0].parent)
-    beside = {name: proto for file in files for name, proto in _hlo_beside(file)}
-    return trace_of([read_space(file) for file in files], source=source, about=_about(files[0]), beside=beside)
+    spaces, abouts = [read_space(file) for file in files], [about_of(file) for file in files]
+    return trace_of(
+        spaces,
+        source=str(files[0] if len(files) == 1 else files[0].parent),
+        about=abouts[0],
+        beside=[programs_beside(file) for file in files],
+        problems=tuple(problems_of(files, abouts, spaces)),
+    )
 
 
 def trace_of(
@@ -90,27 +95,27 @@ def trace_of(
     *,
     source: str = "memory",
     about: Mapping[str, Any] | None = None,
-    beside: Mapping[str, bytes] | None = None,
+    beside: Sequence[Sequence[bytes]] = (),
+    problems: Sequence[str] = (),
 ) -> Trace:
     """Joins the operations of the processes with their programs.
 
     Args:
-      beside: HloProtos by the module's name, for programs that the trace itself lacks.
+      beside: of each process the HloProtos that the trace itself lacks.
+      problems: why these are not the whole trace.
     """
     base_ns = _base_ns(spaces)
-    problems: list[str] = []
-    extra = [program for name, proto in (beside or {}).items() if (program := _read(proto, MISSING, name, problems))]
-    programs = list(extra)
+    found_problems = list(problems)
+    programs: list[Program] = []
     devices: list[Ops] = []
-    for index, space in enumerate(spaces):
-        found = _programs(space, problems)
+    for space, prefix, protos in zip(spaces, names_of(spaces), beside or [()] * len(spaces), strict=True):
+        found = _beside(protos, found_problems) | _programs(space, found_problems)
         programs += found.values()
-        prefix = f"{space.hosts[0] if space.hosts else index}:" if len(spaces) > 1 else ""
-        join = Join.of(found, extra)
+        join = Join.of(found)
         for plane in space.planes:
             devices += device_ops(plane, join, prefix, base_ns)
-        problems += space.problems
-    return Trace(source, tuple(spaces), about or {}, tuple(programs), tuple(devices), tuple(problems))
+        found_problems += space.problems
+    return Trace(source, tuple(spaces), about or {}, tuple(programs), tuple(devices), tuple(found_problems))
 
 
 _HLO_STAT: Final = "Hlo Proto"
@@ -121,23 +126,6 @@ _JAX_CALL: Final = re.compile(
     r"PjitFunction|ParseArguments|\w+::|Pj[Rr]t|backend_compile|lower_|trace_to_|DevicePut|Transfer|BufferFromHost"
     r"|np\.asarray\(jax|shard_args|Compile|Handle inputs"
 )
-
-
-def _hlo_beside(file: Path) -> Iterable[tuple[str, bytes]]:
-    """The programs that a capture wrote beside its trace, by the name of the module."""
-    stem = file.name.removesuffix(".xplane.pb")
-    for path in sorted(file.parent.glob(f"{glob.escape(stem)}.*.hlo.pb")):
-        yield path.name.removeprefix(f"{stem}.").removesuffix(".hlo.pb"), path.read_bytes()
-
-
-def _about(file: Path) -> Mapping[str, Any]:
-    """What the capture wrote of its process; other tools write nothing."""
-    path = file.with_name(file.name.removesuffix(".xplane.pb") + ".capture.json")
-    try:
-        about = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return about if isinstance(about, dict) else {}
 
 
 def _base_ns(spaces: Sequence[Space]) -> int:
@@ -171,6 +159,20 @@ def _programs(space: Space, problems: list[str]) -> dict[int, Program]:
             stats = plane.event_stats(event)
             proto, key = stats.get(_HLO_STAT), stats.get("program_id", event)
             if isinstance(proto, bytes) and isinstance(key, int) and (program := _read(proto, key, name, problems)):
+                found[key] = program
+    return found
+
+
+def _beside(protos: Sequence[bytes], problems: list[str]) -> dict[int, Program]:
+    """Programs by key; those that are damaged are added to `problems`."""
+    found = {}
+    for proto in protos:
+        try:
+            key = program_key(proto)
+        except WireError as error:
+            problems.append(f"A program beside the trace is damaged: {error}")
+        else:
+            if program := _read(proto, key, f"program {key} beside the trace", problems):
                 found[key] = program
     return found
 

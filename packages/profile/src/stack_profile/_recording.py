@@ -1,0 +1,149 @@
+"""The profiler of this process: JAX has one, so what records takes it, may have to hand it over, and gives it back."""
+
+import contextlib
+import os
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from stack_profile.errors import CaptureError
+
+__all__ = ["Recording", "record"]
+
+_POLL_S: Final = 0.0005
+_LOWEST_PRIORITY: Final = 19
+
+
+@dataclass
+class _Profiler:
+    """Who has it; changed with the condition held."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    recording: "Recording | None" = None
+
+    def give_to(self, recording: "Recording | None") -> None:
+        self.recording = recording
+        self.changed.notify_all()
+
+
+_profiler: Final = _Profiler()
+
+
+class Recording:
+    """What runs in this process, kept in memory until it is ended or thrown away.
+
+    Attributes:
+      yields: it is thrown away when another wants the profiler.
+      lost: it was.
+    """
+
+    def __init__(self, session: Any, *, yields: bool) -> None:
+        self._session = session
+        self._data: bytes | None = None
+        self._error: RuntimeError | None = None
+        self._stopping: threading.Thread | None = None
+        self.yields = yields
+
+    @property
+    def lost(self) -> bool:
+        return self._session is None
+
+    @property
+    def ending(self) -> bool:
+        return self._stopping is not None
+
+    def end(self) -> bool:
+        """Begins to end it, on a thread of its own; False where it was lost."""
+        with _profiler.changed:
+            if self.lost:
+                return False
+            self._stopping = threading.Thread(target=self._stop, name="capture-stop")
+            self._stopping.start()
+            return True
+
+    def data(self) -> bytes:
+        """Waits for what was recorded, as an XSpace; `end` was called.
+
+        The time to encode it is the processors' where nothing else wants them.
+
+        Raises:
+          CaptureError: the profiler had been taken by something else.
+        """
+        assert self._stopping is not None, "a recording is ended before its data is asked for"
+        self.wait_until_off()
+        _lower_priority(self._stopping)
+        self._stopping.join()
+        if self._data is None:
+            raise CaptureError(
+                f"The capture holds nothing: {self._error} While it ran, the profiler was another's, perhaps that of "
+                "jax.profiler.start_trace or of a profiler server."
+            ) from self._error
+        return self._data
+
+    def wait_until_off(self) -> None:
+        """Waits until nothing that runs from now on is recorded; `end` was called."""
+        from jax._src.lib import _profiler as tracer
+
+        assert self._stopping is not None, "a recording is ended before that is waited for"
+        while tracer.TraceMe.is_enabled() and self._stopping.is_alive():
+            self._stopping.join(_POLL_S)
+
+    def discard(self) -> None:
+        """Throws it away, without encoding it."""
+        with _profiler.changed:
+            if not self.ending and not self.lost:
+                self._drop()
+
+    def _drop(self) -> None:
+        self._session = None  # Its destructor ends it.
+        _profiler.give_to(None)
+
+    def _stop(self) -> None:
+        try:
+            self._data = self._session.stop()
+        except RuntimeError as error:  # JaxRuntimeError among them
+            self._error = error
+        finally:
+            with _profiler.changed:
+                _profiler.give_to(None)
+
+
+def record(*, host_tracer_level: int, programs: bool = True, yields: bool = False) -> Recording:
+    """Starts to record.
+
+    Args:
+      host_tracer_level: see `stack_profile.capture`.
+      programs: whether the recording holds the compiled programs; to collect them takes milliseconds at its end.
+      yields: whether another may take the profiler from it.
+
+    Raises:
+      CaptureError: another recording is running, JAX's own included.
+    """
+    import jax
+    from jax._src.lib import _profiler as tracer  # none of the public ways stops in memory on every version
+
+    jax.devices()  # a backend that starts later would not be recorded
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    options.host_tracer_level = host_tracer_level
+    options.enable_hlo_proto = programs
+    with _profiler.changed:
+        _profiler.changed.wait_for(lambda: _profiler.recording is None or not _profiler.recording.ending)
+        if _profiler.recording is not None and _profiler.recording.yields:
+            _profiler.recording._drop()
+        if _profiler.recording is not None or tracer.TraceMe.is_enabled():
+            raise CaptureError(
+                "Another capture is running in this process, and JAX has one profiler. End it first: leave its `with` "
+                "block, or call jax.profiler.stop_trace()."
+            )
+        recording = Recording(tracer.ProfilerSession(options), yields=yields)
+        _profiler.give_to(recording)
+    return recording
+
+
+def _lower_priority(thread: threading.Thread) -> None:
+    """Leaves the processors to the program; only Linux has priorities of threads."""
+    if sys.platform == "linux" and thread.native_id is not None:
+        with contextlib.suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, thread.native_id, _LOWEST_PRIORITY)

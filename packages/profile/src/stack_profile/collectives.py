@@ -208,7 +208,8 @@ def _exposed(
     """The exposed time of each execution: an instant is first that of the other operations that run in it."""
     if not spans:
         return []
-    is_other = [row not in collectives and not each.runs_others for row, each in enumerate(ops.operations)]
+    outer = [each.runs_others or each.beside for each in ops.operations]
+    is_other = [not (each or row in collectives) for row, each in enumerate(outer)]
     others = np.flatnonzero(np.array(is_other)[ops.which])
     starts = np.concatenate([ops.start_ps[others], *(start for start, _, _ in spans)])
     ends = np.concatenate([ops.end_ps[others], *(end for _, end, _ in spans)])

@@ -1,0 +1,213 @@
+"""What ran when: the operations of a step in the order of time, put together into spans that people can read.
+
+Spans are cut where the layer, the pass of training or the trip of a loop changes, see `stack_profile.spans`. One is
+named by what most of it is; the self times and the idle times of all of them sum to the window.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from stack_profile.analyses.ops import chosen_devices
+from stack_profile.answer import Answer, number
+from stack_profile.errors import ProfileError
+from stack_profile.operations import PICOSECOND, HostEvents, Ops, Step
+from stack_profile.spans import IDLE, Items, cut, items_of
+from stack_profile.trace import Trace
+
+__all__ = ["TimelineRow", "timeline"]
+
+
+@dataclass(frozen=True)
+class TimelineRow:
+    """A span of a device's time.
+
+    Attributes:
+      start_s: since the start of the window; spans follow each other without holes.
+      duration_s: until the next one starts; what runs beside it, on other threads or streams, may start before or end
+        after it.
+      self_s: in which its operations ran; each instant of the window is in one span.
+      idle_s: in which none ran.
+      window_self_share: of `window_s`.
+      name: the layer, where there is none the function, or "idle".
+      direction: "forward", "backward" or "recomputed"; None where that is not known, or the device idle.
+      trips: which trips of the outermost loop these are, from 1 on; None outside of loops, or where it is not known.
+      operations: executions that start in it.
+      heaviest: the operation with the most self time; of an idle span, what the host did in most of it.
+      line: of that operation.
+    """
+
+    start_s: float
+    duration_s: float
+    self_s: float
+    idle_s: float
+    window_self_share: float
+    name: str
+    direction: str | None
+    trips: str | None
+    operations: int
+    heaviest: str | None
+    line: str | None
+
+
+def timeline(
+    trace: Trace,
+    *,
+    step: int | None = None,
+    since_s: float | None = None,
+    until_s: float | None = None,
+    spans: int = 40,
+    device: str | None = None,
+) -> Answer[TimelineRow]:
+    """Show what ran when: a step, in the order of time.
+
+    Args:
+      step: counted from 1 as the overview lists them, by default one of median duration.
+      since_s: the start of a window instead of a step, since the first event of the trace.
+      until_s: its end.
+      spans: into how many at most it is cut.
+      device: by default the first.
+
+    Raises:
+      UnknownName: there is no such device.
+      ProfileError: there is no such step, or the window is empty.
+    """
+    devices = chosen_devices(trace, device)
+    if spans < 1:
+        raise ProfileError(f"spans is {spans}; at least one is needed.")
+    if not devices:
+        notes = ("No data: the trace has no operations of any device.", *trace.problems)
+        return Answer("timeline", {"devices": 0}, TimelineRow, (), notes)
+    ops, steps = devices[0], trace.steps[devices[0].device]
+    window = _window(ops, steps, step, (since_s, until_s))
+    items = items_of(ops, window.start_ps, window.end_ps)
+    rows = tuple(_rows(ops, items, cut(items, spans), window, trace.host_events))
+    return Answer(
+        name="timeline",
+        facts=_facts(ops, steps, window, items),
+        row_type=TimelineRow,
+        rows=rows,
+        notes=(*_notes(trace, device, window), *trace.problems),
+    )
+
+
+@dataclass(frozen=True)
+class _Window:
+    """`step` is counted from 1; None for a window that is none."""
+
+    step: int | None
+    program: str | None
+    start_ps: int
+    end_ps: int
+
+    @property
+    def duration_ps(self) -> int:
+        return self.end_ps - self.start_ps
+
+
+def _window(ops: Ops, steps: Sequence[Step], step: int | None, edges_s: tuple[float | None, float | None]) -> _Window:
+    if step is not None and edges_s != (None, None):
+        raise ProfileError("A timeline is of a step or of a window: give step, or since_s and until_s.")
+    if step is not None and not 1 <= step <= len(steps):
+        raise ProfileError(
+            f"The trace has no step {step} of {ops.device}: it has {len(steps)}, counted from 1. "
+            "The overview lists them; since_s and until_s give a window instead."
+        )
+    if step is None and edges_s == (None, None) and steps:
+        step = 1 + sorted(range(len(steps)), key=lambda row: steps[row].duration_ps)[(len(steps) - 1) // 2]
+    if step is not None:
+        chosen = steps[step - 1]
+        return _Window(step, chosen.program, chosen.start_ps, chosen.end_ps)
+    whole = int(ops.covered[0, 0]), int(ops.covered[-1, 1])
+    start, end = (each if at_s is None else round(at_s / PICOSECOND) for each, at_s in zip(whole, edges_s, strict=True))
+    if end <= start:
+        raise ProfileError(
+            f"The window from {start * PICOSECOND:g} to {end * PICOSECOND:g} s is empty; operations ran from "
+            f"{whole[0] * PICOSECOND:g} to {whole[1] * PICOSECOND:g} s."
+        )
+    return _Window(None, None, start, end)
+
+
+def _rows(ops: Ops, items: Items, firsts: Sequence[int], window: _Window, host: HostEvents) -> Iterator[TimelineRow]:
+    limits = [*firsts[1:], len(items.key)]
+    starts = [window.start_ps, *items.start_ps[list(firsts[1:])].tolist(), window.end_ps]
+    for first, limit, start, end in zip(firsts, limits, starts, starts[1:], strict=False):
+        part = slice(first, limit)
+        key, size = items.key[part], items.size_ps[part]
+        most = _heaviest(key, size)
+        named = items.keys[most]
+        trips = sorted({items.keys[each].trip for each in np.unique(key).tolist()} - {0})
+        idle_ps = float(size[key == 0].sum())
+        heaviest, line = _example(ops, items, np.flatnonzero(key == most) + first, host)
+        yield TimelineRow(
+            start_s=(start - window.start_ps) * PICOSECOND,
+            duration_s=(end - start) * PICOSECOND,
+            self_s=(float(size.sum()) - idle_ps) * PICOSECOND,
+            idle_s=idle_ps * PICOSECOND,
+            window_self_share=(float(size.sum()) - idle_ps) / window.duration_ps,
+            name="idle" if named == IDLE else "/".join(named.path),
+            direction=named.direction,
+            trips=f"{trips[0]}-{trips[-1]}" if len(trips) > 1 else str(trips[0]) if trips else None,
+            operations=int(items.runs[part].sum()),
+            heaviest=heaviest,
+            line=line,
+        )
+
+
+def _heaviest(column: np.ndarray, size: np.ndarray) -> int:
+    """The value that most of `size` has."""
+    values, inverse = np.unique(column, return_inverse=True)
+    return int(values[np.argmax(np.bincount(inverse.reshape(-1), weights=size))])
+
+
+def _example(ops: Ops, items: Items, rows: np.ndarray, host: HostEvents) -> tuple[str | None, str | None]:
+    """The heaviest operation of some items and its line; of idle items what the host did in the longest of them."""
+    row = _heaviest(items.operation[rows], items.size_ps[rows])
+    if row < 0:
+        longest = rows[np.argmax(items.size_ps[rows])]
+        return _doing(host, int(items.start_ps[longest]), int(items.end_ps[longest])), None
+    operation = ops.operations[row]
+    source = operation.instruction.source() if operation.instruction else None
+    return operation.name, str(source) if source else None
+
+
+def _doing(host: HostEvents, start_ps: int, end_ps: int) -> str | None:
+    """What the host did in most of a gap: of the events that fill as much of it, the shortest."""
+    overlap = np.minimum(host.end_ps, end_ps) - np.maximum(host.start_ps, start_ps)
+    if overlap.max(initial=0) <= 0:
+        return None
+    most = np.flatnonzero(overlap >= _AS_MUCH * overlap.max())
+    return host.names[int(host.which[most[np.argmin((host.end_ps - host.start_ps)[most])]])]
+
+
+_AS_MUCH: Final = 0.8
+
+
+def _facts(ops: Ops, steps: Sequence[Step], window: _Window, items: Items) -> dict[str, Any]:
+    by_key = np.bincount(items.key, weights=items.size_ps, minlength=len(items.keys)) * PICOSECOND
+    sums = dict.fromkeys(("forward", "backward", "recomputed", None), 0.0)
+    for key, size_s in zip(items.keys[1:], by_key[1:].tolist(), strict=True):
+        sums[key.direction] += size_s
+    unattributed_s = sums.pop(None)
+    return {
+        "device": ops.device,
+        "program": window.program,
+        "step": window.step,
+        "steps": len(steps),
+        "start_s": window.start_ps * PICOSECOND,
+        "window_s": window.duration_ps * PICOSECOND,
+        "busy_s": float(by_key[1:].sum()),
+        "idle_s": float(by_key[0]),
+        **{f"{name}_s": size_s for name, size_s in sums.items()},
+        "unattributed_s": unattributed_s,
+    }
+
+
+def _notes(trace: Trace, device: str | None, window: _Window) -> Iterator[str]:
+    yield "A span is named by most of what it is; self and idle times sum to the window, of which the shares are."
+    if device is None and len(trace.devices) > 1:
+        yield f"The first of {len(trace.devices)} devices; --device names another."
+    if window.step is None:
+        yield f"{number('_s', window.duration_ps * PICOSECOND)} that are no step: none was asked for, or none is known."

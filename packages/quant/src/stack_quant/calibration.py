@@ -1,0 +1,79 @@
+"""The names of calibrations and their arguments, as written in a recipe: "rms,7"."""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from stack_core.errors import ArgumentError, UnknownName, nearest
+
+__all__ = ["CALIBRATIONS", "Calibration", "calibration"]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A named way to find the range of an array, with its arguments."""
+
+    name: str
+    arguments: tuple[float, ...] = ()
+
+    @property
+    def asymmetric(self) -> bool:
+        """Whether its range need not be centred on zero."""
+        if self.name == "fixed":
+            low, high = self.fixed
+            return low != -high
+        return self.name == "minmax"
+
+    @property
+    def fixed(self) -> tuple[float, float]:
+        """The range (low, high) of "fixed"."""
+        *low, high = self.arguments
+        return (low[0] if low else -high), high
+
+
+CALIBRATIONS: Final = {
+    "absmax": "absmax[,factor]: the largest magnitude, times factor",
+    "minmax": "minmax[,factor]: from the least to the greatest, times factor, with a zero point",
+    "rms": "rms,factor: factor times the root of the mean square",
+    "percentile": "percentile,p: the least magnitude that p percent of the entries do not exceed",
+    "mse": "mse: the range, of shrunken ones of absmax, whose rounding has the least squared error",
+    "fixed": "fixed,high or fixed,low,high: given, around zero or not",
+    "moving": "moving,decay: over a stream of batches, an average of each one's largest magnitude that forgets",
+}
+"""What each takes and finds."""
+
+_DEFAULTS = {"absmax": (1.0,), "minmax": (1.0,), "percentile": (99.9,), "moving": (0.99,)}
+
+
+def calibration(text: str) -> Calibration:
+    """Reads "name" or "name,argument,...".
+
+    Raises:
+      UnknownName: no calibration has that name; names the nearest and all.
+      ArgumentError: its arguments are none that it takes; says which it does.
+    """
+    name, *rest = (part.strip() for part in text.split(","))
+    if name not in CALIBRATIONS:
+        forms = "; ".join(CALIBRATIONS.values())
+        raise UnknownName(f"Unknown calibration {name!r}.{nearest(name, CALIBRATIONS)} Calibrations: {forms}.")
+    try:
+        arguments = tuple(float(part) for part in rest) or _DEFAULTS.get(name, ())
+    except ValueError:
+        raise ArgumentError(f"Calibration {text!r}: expected numbers. {CALIBRATIONS[name]}.") from None
+    if not (all(map(math.isfinite, arguments)) and _fits(name, arguments)):
+        raise ArgumentError(f"Calibration {text!r} has arguments out of range. {CALIBRATIONS[name]}.")
+    return Calibration(name, arguments)
+
+
+def _fits(name: str, arguments: tuple[float, ...]) -> bool:
+    if name == "fixed":
+        return len(arguments) in (1, 2) and _contains_zero(*Calibration(name, arguments).fixed)
+    if name == "mse":
+        return not arguments
+    if name == "moving":
+        return len(arguments) == 1 and 0 <= arguments[0] < 1
+    return len(arguments) == 1 and 0 < arguments[0] <= (100 if name == "percentile" else math.inf)
+
+
+def _contains_zero(low: float, high: float) -> bool:
+    return low <= 0 <= high and low < high

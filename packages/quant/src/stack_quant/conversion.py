@@ -1,0 +1,144 @@
+"""Arrays to quantized arrays, and the rounding alone."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core.errors import ArgumentError
+from stack_quant.calibrate import calibrate
+from stack_quant.packing import pack
+from stack_quant.qarray import QArray, dequantize
+from stack_quant.rounding import encode
+from stack_quant.scales import Range, Scales, scales
+from stack_quant.spec import ArraySpec
+from stack_quant.tiling import Tiling
+
+__all__ = ["fake_quantize", "quantize"]
+
+
+def quantize(
+    array: jax.Array,
+    spec: ArraySpec,
+    *,
+    range: Range | None = None,  # noqa: A002 (no function here iterates over integers)
+    name: str = "",
+    key: jax.Array | None = None,
+) -> QArray:
+    """`array` as codes and scales.
+
+    q = round(x / s) + z, saturated; s and z map the range onto the type. Without a key, to the nearest, ties to even.
+
+    Args:
+      array: floating. What is computed, is computed in float32.
+      range: what the values span, as `stack_quant.calibrate` finds it, of a shape whose axes divide the array's; None
+        calibrates the array itself.
+      name: of the array, for messages.
+      key: rounds at random and without bias: the mean over keys of what is within the range is the array.
+
+    Raises:
+      ArgumentError: the array is not floating; or holds NaN or infinities, which is seen outside of jit only.
+      ShapeError: a tile does not divide its axis.
+    """
+    _check_floating(array, name)
+    spec.tiling(array.shape, name)
+    if isinstance(array, jax.core.Tracer):
+        return _quantized(array, range, key, spec)[0]
+    result, finite = _compiled(spec)(array, range, key)
+    if not finite:
+        raise ArgumentError(_not_finite(array, name))
+    return result
+
+
+@functools.cache
+def _compiled(spec: ArraySpec) -> Any:
+    return jax.jit(functools.partial(_quantized, spec=spec))
+
+
+def _quantized(
+    array: jax.Array, span: Range | None, key: jax.Array | None, spec: ArraySpec
+) -> tuple[QArray, jax.Array]:
+    """The result, and whether all entries are finite."""
+    kind = spec.qtype
+    span, mapped, tiles = _mapped(array, span, key, spec)
+    values = _scaled(array, mapped, tiles)
+    codes = tiles.join(encode(values, kind, key=key))
+    result = QArray(
+        planes=pack(codes, kind),
+        scale=mapped.scale,
+        scale_unit=mapped.scale_unit,
+        zero_point=mapped.zero_point,
+        type=spec.type,
+        dtype=jnp.dtype(array.dtype).name,
+    )
+    return result, jnp.all(jnp.isfinite(array))
+
+
+def _mapped(
+    array: jax.Array, span: Range | None, key: jax.Array | None, spec: ArraySpec
+) -> tuple[Range, Scales, Tiling]:
+    if span is None:
+        span = calibrate(array, spec)
+    mapped = scales(
+        span,
+        spec.qtype,
+        unit_axes=spec.unit_axes(array.ndim),
+        double=spec.double_quantized,
+        unbiased=key is not None,
+    )
+    return span, mapped, Tiling(array.shape, span.high.shape)
+
+
+def _scaled(array: jax.Array, mapped: Scales, tiles: Tiling) -> jax.Array:
+    values = tiles.split(array).astype(jnp.float32) / tiles.split(mapped.full)
+    return values if mapped.zero_point is None else values + tiles.split(mapped.zero_point.astype(jnp.float32))
+
+
+def fake_quantize(
+    array: jax.Array,
+    spec: ArraySpec,
+    *,
+    range: Range | None = None,  # noqa: A002 (as in `quantize`)
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """`dequantize(quantize(array))`, of the array's own dtype, with a gradient that goes straight through.
+
+    The gradient is that of `clip(array, low, high)`, the ends included: one within the range, zero beyond. The
+    range has none.
+    """
+    _check_floating(array, "")
+    span = calibrate(array, spec) if range is None else range
+    return _straight_through(array, jax.lax.stop_gradient(span), key, spec)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _straight_through(array: jax.Array, span: Range, key: jax.Array | None, spec: ArraySpec) -> jax.Array:
+    return dequantize(_quantized(array, span, key, spec)[0])
+
+
+@_straight_through.defjvp
+def _straight_through_jvp(spec: ArraySpec, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    array, span, key = primals
+    tiles = Tiling(array.shape, span.high.shape)
+    split = tiles.split(array).astype(jnp.float32)
+    high = tiles.split(span.high)
+    low = -high if span.low is None else tiles.split(span.low)
+    inside = tiles.join((split >= low) & (split <= high))
+    return _straight_through(array, span, key, spec), jnp.where(inside, tangents[0], jnp.zeros_like(tangents[0]))
+
+
+def _check_floating(array: jax.Array, name: str) -> None:
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        what = name or "the array"
+        raise ArgumentError(f"{what} has dtype {array.dtype}; only floating arrays are quantized. Leave it as it is.")
+
+
+def _not_finite(array: jax.Array, name: str) -> str:
+    nans, infinities = (int(jnp.sum(found(array))) for found in (jnp.isnan, jnp.isinf))
+    place = np.unravel_index(int(jnp.argmax(~jnp.isfinite(array).ravel())), array.shape)
+    return (
+        f"{name or 'The array'} holds {nans} NaN and {infinities} infinite entries of {array.size}, the first at "
+        f"{tuple(map(int, place))}. Quantized, they would spoil their tiles; mend them, or leave this array in float."
+    )

@@ -1,0 +1,65 @@
+"""Values to codes: to the nearest, or to either neighbour with the probability that keeps the mean."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from stack_quant.qtypes import QType
+
+__all__ = ["encode", "snap"]
+
+_FLOAT32_EXPONENT = np.uint32(0x7F800000)
+
+
+def encode(values: jax.Array, kind: QType, *, key: jax.Array | None = None) -> jax.Array:
+    """Codes, of dtype `kind.code_dtype`, of float32 values that are scaled already; what is out of range saturates.
+
+    Without a key each value is rounded to the nearest, ties to the even integer or mantissa. With one, a value x
+    between neighbours a < b becomes b with probability (x - a) / (b - a), else a.
+    """
+    if kind.codebook is not None:
+        passed = [one.astype(jnp.int8) for one in _passed(values, kind.codebook, key)]
+        return functools.reduce(jnp.add, passed).astype(kind.code_dtype)
+    snapped = snap(values, kind, key=key)
+    return snapped.astype(jnp.int8).astype(kind.code_dtype) if kind.is_integer else snapped.astype(kind.code_dtype)
+
+
+def snap(values: jax.Array, kind: QType, *, key: jax.Array | None = None) -> jax.Array:
+    """The float32 values of the codes that `encode` gives."""
+    if kind.codebook is not None:
+        gaps = np.diff(np.asarray(kind.codebook, np.float32))
+        passed = _passed(values, kind.codebook, key)
+        steps = [jnp.where(one, gap, np.float32(0)) for one, gap in zip(passed, gaps, strict=True)]
+        return functools.reduce(jnp.add, steps, jnp.full_like(values, kind.smallest))
+    values = jnp.clip(values, np.float32(kind.smallest), np.float32(kind.largest))
+    if kind.is_integer:
+        return _whole(values, key)
+    step = _float_step(values, kind)
+    return _whole(values / step, key) * step
+
+
+def _whole(values: jax.Array, key: jax.Array | None) -> jax.Array:
+    if key is None:
+        return jnp.round(values)
+    # The fraction of a float32 is exact; the sum of the value and a random number would be rounded again.
+    below = jnp.floor(values)
+    return below + (jax.random.uniform(key, values.shape, jnp.float32) < values - below).astype(jnp.float32)
+
+
+def _float_step(values: jax.Array, kind: QType) -> jax.Array:
+    """The distance between the numbers of a floating type next to each value: a power of two."""
+    limits = jnp.finfo(kind.code_dtype)
+    exponents = lax.bitcast_convert_type(values, jnp.uint32) & _FLOAT32_EXPONENT
+    power = lax.bitcast_convert_type(exponents, jnp.float32)
+    return jnp.maximum(power, np.float32(2.0**limits.minexp)) * np.float32(2.0**-limits.nmant)
+
+
+def _passed(values: jax.Array, codebook: tuple[float, ...], key: jax.Array | None) -> list[jax.Array]:
+    """Which gaps between levels a value has passed: more than half of each or, with a key, a random part."""
+    levels = np.asarray(codebook, np.float32)
+    part = np.float32(0.5) if key is None else jax.random.uniform(key, values.shape, jnp.float32)
+    return [values - low > part * (high - low) for low, high in itertools.pairwise(levels)]

@@ -1,0 +1,92 @@
+"""How an array is cut into the tiles that share a scale."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from stack_core.errors import ArgumentError, ShapeError
+
+__all__ = ["Tiling", "spread", "tiling"]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """An array's shape over the tiles that share a scale.
+
+    Each axis of `shape` becomes two, `(tiles, entries of a tile)`; reductions go over the second of each.
+
+    Invariants: `shape[i] % scale_shape[i] == 0`.
+    """
+
+    shape: tuple[int, ...]
+    scale_shape: tuple[int, ...]
+
+    @property
+    def within(self) -> tuple[int, ...]:
+        """The axes of a split array that lie within a tile."""
+        return tuple(range(1, 2 * len(self.shape), 2))
+
+    @property
+    def tile_entries(self) -> int:
+        """How many entries share a scale."""
+        return math.prod(self.shape) // max(math.prod(self.scale_shape), 1)
+
+    def split(self, array: jax.Array) -> jax.Array:
+        """`array` of shape `shape`, or one entry for each tile, in two axes for each one."""
+        sizes = (self.scale_shape, [size // count for size, count in zip(self.shape, self.scale_shape, strict=True)])
+        if array.shape != self.shape:
+            sizes = (array.shape, [1] * array.ndim)
+        return array.reshape([size for pair in zip(*sizes, strict=True) for size in pair])
+
+    def join(self, array: jax.Array) -> jax.Array:
+        """The inverse of `split`, from a split array or from what a reduction `within` left of one."""
+        pairs = zip(array.shape[::2], array.shape[1::2], strict=True)
+        return array.reshape([count * size for count, size in pairs])
+
+
+def tiling(shape: Sequence[int], channel_axes: Sequence[int], tiles: Mapping[int, int], name: str = "") -> Tiling:
+    """Cuts axes in `tiles` into tiles of that many entries, `channel_axes` into single ones, no others at all.
+
+    Raises:
+      ArgumentError: an axis that the shape does not have, or one that is given twice.
+      ShapeError: a tile that does not divide its axis; both sizes are named, and the nearest that would do.
+    """
+    what = f"{name}: " if name else ""
+    sizes = {_axis(axis, shape, what): 1 for axis in channel_axes}
+    for axis, tile in tiles.items():
+        position = _axis(axis, shape, what)
+        if position in sizes:
+            raise ArgumentError(
+                f"{what}axis {position} is given twice, among channel axes and tiles. Keep one of them."
+            )
+        sizes[position] = _tile(shape[position], tile, position, what)
+    scale_shape = tuple(size // sizes[axis] if axis in sizes else min(size, 1) for axis, size in enumerate(shape))
+    return Tiling(tuple(shape), scale_shape)
+
+
+def _axis(axis: int, shape: Sequence[int], what: str) -> int:
+    if not -len(shape) <= axis < len(shape):
+        raise ArgumentError(f"{what}axis {axis} is none of an array of shape {tuple(shape)}.")
+    return axis % len(shape)
+
+
+def _tile(size: int, tile: int, axis: int, what: str) -> int:
+    if tile < 1 or size % tile:
+        divisors = (divisor for divisor in range(1, size + 1) if size % divisor == 0)
+        near = min(divisors, key=lambda divisor: abs(divisor - tile), default=1)
+        raise ShapeError(
+            f"{what}a tile of {tile} does not divide axis {axis}, of size {size}. "
+            f"Choose one that does, such as {near}, or pad the axis to {-(-size // max(tile, 1)) * max(tile, 1)}."
+        )
+    return tile
+
+
+def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`scale`, whose axes divide `shape`, each entry repeated over what it covers; an axis of 1 broadcasts."""
+    for axis, size in enumerate(shape):
+        if scale.shape[axis] not in (1, size):
+            scale = jnp.repeat(scale, size // scale.shape[axis], axis=axis)
+    return scale

@@ -5,11 +5,13 @@ are synchronized, which NTP does to a millisecond or so. Nothing is shifted.
 """
 
 import glob
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from stack_profile.errors import TraceError
 from stack_profile.xplane import Space
 
 __all__ = ["SUFFIX", "about_of", "names_of", "problems_of", "programs_beside", "stem"]
@@ -46,7 +48,11 @@ def names_of(spaces: Sequence[Space]) -> list[str]:
 
 
 def problems_of(files: Sequence[Path], abouts: Sequence[Mapping[str, Any]], spaces: Sequence[Space]) -> Iterator[str]:
-    """Why the captures of the processes are not the whole of one run."""
+    """Why the captures of the processes are not the whole of one run.
+
+    Raises:
+      TraceError: they are months apart.
+    """
     for file, about in zip(files, abouts, strict=True):
         if partial := about.get("partial"):
             yield f"{file.name} is partial: {partial}"
@@ -54,21 +60,31 @@ def problems_of(files: Sequence[Path], abouts: Sequence[Mapping[str, Any]], spac
     expected = max(counts, default=1)
     if len(counts) > 1 or len(files) < expected:
         yield f"The run had {' or '.join(map(str, sorted(counts)))} processes, and {len(files)} are in the trace."
-    extents = {file.name: extent for file, space in zip(files, spaces, strict=True) if (extent := _extent_ns(space))}
-    first_end = min(extents, key=lambda name: extents[name][1], default="")
-    last_start = max(extents, key=lambda name: extents[name][0], default="")
-    if extents and extents[last_start][0] > extents[first_end][1]:
-        apart_s = (extents[last_start][0] - extents[first_end][1]) / 1e9
-        yield (
-            f"{last_start} begins {apart_s:.3g} s after the end of {first_end}: they are of different runs, or the "
-            "clocks of their hosts disagree."
-        )
+    if len(files) == 1:
+        return
+    extents = sorted(extent for file, space in zip(files, spaces, strict=True) if (extent := _extent(file, space)))
+    for (_, end_ns, first), (start_ns, _, second) in itertools.pairwise(extents):
+        if start_ns > end_ns:
+            apart_s = (start_ns - end_ns) / 1e9
+            if apart_s > _LONGEST_S:
+                raise TraceError(
+                    f"{second} begins {apart_s / 86400:,.0f} days after the end of {first}; they are not one trace. "
+                    "Name one of them."
+                )
+            yield (
+                f"{second} begins {apart_s:.3g} s after the end of {first}: they are of different runs, or the clocks "
+                "of their hosts disagree."
+            )
 
 
-def _extent_ns(space: Space) -> tuple[int, int] | None:
-    """From the first event to the end of the last, since the epoch."""
-    starts, ends = [], []
-    for events in (line.events for plane in space.planes for line in plane.lines if len(line.events)):
-        starts.append(events.timestamp_ns + int(events.offset_ps.min()) // 1000)
-        ends.append(events.timestamp_ns + int((events.offset_ps + events.duration_ps).max()) // 1000)
-    return (min(starts), max(ends)) if starts else None
+_LONGEST_S: Final = 30 * 86400  # times in picoseconds would not fit 64 bits
+
+
+def _extent(file: Path, space: Space) -> tuple[int, int, str] | None:
+    """From the first event to the end of the last, since the epoch, of a file; None without any."""
+    lines = [line.events for plane in space.planes for line in plane.lines if len(line.events)]
+    if not lines:
+        return None
+    starts = [events.timestamp_ns + int(events.offset_ps.min()) // 1000 for events in lines]
+    ends = [events.timestamp_ns + int((events.offset_ps + events.duration_ps).max()) // 1000 for events in lines]
+    return min(starts), max(ends), file.name

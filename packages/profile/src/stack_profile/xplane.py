@@ -6,7 +6,7 @@ https://github.com/openxla/xla/blob/main/third_party/tsl/tsl/profiler/protobuf/x
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -56,7 +56,7 @@ class Events:
 
     Attributes:
       metadata: the key of the event in its plane's tables.
-      timestamp_ns: where the line's clock starts.
+      timestamp_ns: where the line's clock starts, since the epoch where the trace tells.
       offset_ps, duration_ps: of each event, the former from there.
       stats: by name, int64 with `MISSING` where an event has none; texts are keys of the plane's `texts`.
     """
@@ -88,11 +88,13 @@ class Plane:
     """A host or a device; its tables and lines are read on first use.
 
     Attributes:
+      origin_ns: when the recording began, if the times of the lines count from there; 0 if they are whole.
       problems: what could not be read; what could is there.
     """
 
     name: str
     host: str
+    origin_ns: int
     problems: list[str]
     _data: Buffer
     _array: np.ndarray
@@ -194,7 +196,7 @@ class Plane:
         named = dict(others)
         return Line(
             name=self._text(named.get(_LINE_NAME, 0)),
-            events=self._events(spans, signed(_integer(named.get(_LINE_TIMESTAMP_NS)))),
+            events=self._events(spans, self.origin_ns + signed(_integer(named.get(_LINE_TIMESTAMP_NS)))),
         )
 
     def _events(self, spans: Spans, timestamp_ns: int) -> Events:
@@ -275,6 +277,7 @@ def read_space(source: Path | bytes) -> Space:
     if problem:
         reported.append(f"{name} is damaged or cut off, {problem}")
     planes = tuple(_plane(data, start, end, hosts[0] if hosts else "") for start, end in places)
+    _set_origin(planes)
     if not planes or not all(plane.name for plane in planes[:1]):
         raise TraceError(
             f"{name} is no XSpace, the format of *.xplane.pb: it starts with {bytes(data[: min(size, 16)])!r}. "
@@ -284,6 +287,7 @@ def read_space(source: Path | bytes) -> Space:
 
 
 _KEPT: Final = (*_TEXT, *_NUMBERS)
+_ENVIRONMENT, _STARTED_NS = "Task Environment", "profile_start_time"
 
 
 def _load(source: Path | bytes, name: str) -> tuple[bytearray, int]:
@@ -308,7 +312,16 @@ def _plane(data: bytearray, start: int, end: int, host: str) -> Plane:
                 break
     except WireError:
         pass  # A plane that is damaged before its name is of no use; one damaged after it says so when it is read.
-    return Plane(name, host, [], data, np.frombuffer(data, np.uint8), start, end)
+    return Plane(name, host, 0, [], data, np.frombuffer(data, np.uint8), start, end)
+
+
+def _set_origin(planes: Sequence[Plane]) -> None:
+    """Profilers of JAX count time from their start, which a plane of its own tells: each process from another."""
+    for environment in (plane for plane in planes if plane.name == _ENVIRONMENT):
+        origin_ns = environment.stats.get(_STARTED_NS)
+        if isinstance(origin_ns, int):
+            for plane in planes:
+                plane.origin_ns = origin_ns
 
 
 def _decode(data: bytearray, value: Value) -> str:

@@ -75,6 +75,7 @@ def test_loops_around_an_instruction_and_fusions_are_told():
     assert found["while.7"].loops == () and found["while.7"].times == 1
     assert found["fusion.1"].instruction.op_name == "jit(step)/neg"
     assert found["negate.1"].instruction.shapes == (ArrayShape("f32", (8, 16), memory_space=1),)
+    assert found["negate.1"].instruction.shapes[0].layout == "1,0:T(8,128)S(1)"
     assert [shape.dims for shape in found["while.7"].instruction.shapes] == [(), (8, 16), ()]
 
 

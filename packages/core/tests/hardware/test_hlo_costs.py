@@ -12,6 +12,7 @@ from stack_core.hardware.hlo_costs import (
     collectives,
     executed_flops,
     instruction_costs,
+    instruction_flops,
     memory_traffic,
 )
 
@@ -68,6 +69,7 @@ def test_products_by_other_names(line, flops):
         "%x = bf16[8,16]{1,0} parameter(0)", "%w = bf16[16,32]{1,0} parameter(1)", f"ROOT %y = bf16[8,32]{{1,0}} {line}"
     )
     assert executed_flops(module).by_dtype == ({"bfloat16": flops} if flops else {})
+    assert instruction_flops(module.entry.root, module.entry).total == flops
 
 
 def test_a_batch_axis_that_became_a_dilated_spatial_one_counts_each_pair_once():

@@ -8,7 +8,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from stack_core.errors import HardwareError
@@ -23,11 +23,13 @@ class ArrayShape:
     Attributes:
       dtype: as HLO calls it: "bf16", "s8", "pred".
       memory_space: 0 is the device's main memory; what the others are is up to the backend.
+      layout: as HLO writes it, such as "1,0:T(8,128)", the fastest axis first; no part of what makes two alike.
     """
 
     dtype: str
     dims: tuple[int, ...]
     memory_space: int = 0
+    layout: str = field(default="", compare=False, repr=False)
 
     @property
     def bytes(self) -> int:
@@ -277,7 +279,7 @@ def _shapes(text: str) -> tuple[ArrayShape, ...]:
     for dtype, dims, layout in _ARRAY.findall(text):
         space = re.search(r"S\((\d+)\)", layout)
         sizes = tuple(int(size) for size in re.findall(r"\d+", dims))
-        shapes.append(ArrayShape(dtype, sizes, int(space[1]) if space else 0))
+        shapes.append(ArrayShape(dtype, sizes, int(space[1]) if space else 0, layout))
     return tuple(shapes)
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "collectives",
     "executed_flops",
     "instruction_costs",
+    "instruction_flops",
     "memory_traffic",
 ]
 
@@ -107,11 +108,16 @@ def _flops_inside(execution: Execution, module: Module) -> Iterator[Flops]:
     parts = [(instruction, execution.computation)]
     if instruction.operation == "fusion":
         parts += module.inside(instruction)
-    for part, computation in parts:
-        count = _FLOPS.get(part.opcode)
-        if count is not None and (done := count(part, computation)):
-            operand = computation.operands(part)[0].shapes[0]
-            yield Flops({_NUMPY_NAMES.get(operand.dtype, operand.dtype): done})
+    yield from (instruction_flops(part, computation) for part, computation in parts if part.opcode in _FLOPS)
+
+
+def instruction_flops(instruction: Instruction, computation: Computation) -> Flops:
+    """FLOPs of one instruction by itself, as in `executed_flops`; what it fuses or calls is not its own."""
+    count = _FLOPS.get(instruction.opcode)
+    if count is None or not (done := count(instruction, computation)):
+        return Flops()
+    operand = computation.operands(instruction)[0].shapes[0]
+    return Flops({_NUMPY_NAMES.get(operand.dtype, operand.dtype): done})
 
 
 def executed_flops(module: Module) -> Flops:

@@ -83,7 +83,7 @@ def bars(title: str, rows: Iterable[Any], *fields: str, label: str = "name", lim
       rows: dataclasses, of which None in a field counts as nothing.
       label: the field of the labels.
     """
-    found = [(str(getattr(row, label)), [getattr(row, field) or 0.0 for field in fields]) for row in rows]
+    found = [(str(getattr(row, label)), [float(getattr(row, field) or 0.0) for field in fields]) for row in rows]
     found = [(name, values) for name, values in found if any(values)]
     rest = [values for _, values in found[limit:]]
     if rest:

@@ -36,7 +36,10 @@ def stack_register_analyses(registry: Registrar) -> None:
 @hookimpl
 def stack_register_commands(registry: Registrar) -> None:
     registry.add("profile run", "stack_profile.commands.profile:run", help="Capture a script.")
+    registry.add("profile attach", "stack_profile.commands.attach:attach", help="Capture processes that run.")
     registry.add("profile export", "stack_profile.commands.profile:export", help="Write a trace for other tools.")
+    registry.add("profile report", "stack_profile.commands.report:report", help="Write all analyses as an HTML file.")
+    registry.add("profile diff", "stack_profile.commands.diff:diff", help="Rank what changed between captures.")
     for entry in registries.analyses.entries():
         target = f"stack_profile.commands.analyses:analysis_{entry.name}"
         registry.add(f"profile {entry.name}", target, help=entry.details.get("help", ""))

@@ -14,6 +14,7 @@ import numpy as np
 from stack_profile.answer import Answer
 from stack_profile.hlo import Program
 from stack_profile.operations import PICOSECOND, HostEvents
+from stack_profile.plots import bars
 from stack_profile.trace import Trace
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def compilations(trace: Trace) -> Answer[CompileRow]:
         )
         for name in names
     ]
+    shown = tuple(sorted(rows, key=lambda row: (-row.compile_s, -row.programs, row.name)))
     return Answer(
         name="compile",
         facts={
@@ -69,8 +71,9 @@ def compilations(trace: Trace) -> Answer[CompileRow]:
             "compile_s": sum((row.compile_s for row in rows), 0.0),
         },
         row_type=CompileRow,
-        rows=tuple(sorted(rows, key=lambda row: (-row.compile_s, -row.programs, row.name))),
+        rows=shown,
         notes=(*_notes(rows), *trace.problems),
+        plots=(bars("Time to compile, by function", shown, "compile_s"),) if any(row.compile_s for row in rows) else (),
     )
 
 

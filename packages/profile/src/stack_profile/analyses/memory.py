@@ -7,7 +7,7 @@ themselves while they run is not XLA's and in no number; the notes name who may 
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -15,6 +15,7 @@ from stack_core.errors import UnknownName, nearest
 from stack_profile.answer import Answer
 from stack_profile.buffers import Allocation, Assignment, read_buffers
 from stack_profile.hlo import Instruction, Program
+from stack_profile.plots import Bars, Chart, Series, bars
 from stack_profile.trace import Trace
 
 __all__ = ["MemoryGrouping", "MemoryRow", "MomentRow", "memory", "memory_of", "schedule_of"]
@@ -80,15 +81,18 @@ def memory_of(program: Program, *, by: MemoryGrouping = "buffer") -> Answer[Memo
     if assignment is None:
         note = f"No data: the HLO of {program.name} comes without its buffers. Capture where it is compiled."
         return Answer(f"memory by {by}", {"program": program.name}, MemoryRow, (), (note,))
-    rows = list(_at_peak(program, assignment))
-    if by != "buffer":
-        rows = list(_grouped(rows, by))
+    arrays = list(_at_peak(program, assignment))
+    rows = arrays if by == "buffer" else list(_grouped(arrays, by))
     return Answer(
         name=f"memory by {by}",
         facts=_facts(program, assignment),
         row_type=MemoryRow,
         rows=tuple(sorted(rows, key=lambda row: -row.size_bytes)),
         notes=tuple(_notes(program, assignment)),
+        plots=(
+            *_drawn(assignment),
+            *(_bars(f"At the peak, by {each}", _grouped(arrays, each)) for each in ("kind", "layer")),
+        ),
     )
 
 
@@ -101,7 +105,22 @@ def schedule_of(program: Program) -> Answer[MomentRow]:
             layer, line = _place(program.instructions.get(moment.instruction))
             rows.append(MomentRow(len(rows), moment.instruction, moment.live_bytes, layer, line))
     notes = () if rows else ("No data: XLA kept no schedule of this program's temporaries.",)
-    return Answer("memory by schedule", {"program": program.name}, MomentRow, tuple(rows), notes)
+    plots = tuple(_drawn(assignment)) if assignment else ()
+    return Answer("memory by schedule", {"program": program.name}, MomentRow, tuple(rows), notes, plots)
+
+
+def _drawn(assignment: Assignment) -> Iterator[Chart]:
+    """The temporaries along the schedule, with the moment at which they are the most."""
+    moments = [moment for each in assignment.schedules for moment in each.moments()]
+    if moments:
+        points = [(float(position), float(moment.live_bytes)) for position, moment in enumerate(moments)]
+        top = max(points, key=lambda point: point[1])
+        peak = Series("peak", "dots", [top], [moments[int(top[0])].instruction])
+        yield Chart("Temporaries over the schedule", "position", "live_bytes", [Series("live", "area", points), peak])
+
+
+def _bars(title: str, rows: Iterable[MemoryRow]) -> Bars:
+    return bars(title, sorted(rows, key=lambda row: -row.size_bytes), "size_bytes")
 
 
 _LIBRARIES: Final = ("custom-call", "dot", "convolution", "sort", "fft", "cholesky", "triangular-solve")

@@ -4,15 +4,16 @@ Times are self times, see `stack_profile.intervals`: an instant belongs to the o
 others, so the rows sum to the time in which any operation ran.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from stack_core.errors import UnknownName, nearest
 from stack_profile.answer import Answer
 from stack_profile.categories import category
 from stack_profile.operations import Operation, Ops
+from stack_profile.plots import bars
 from stack_profile.trace import Trace
 
 __all__ = ["GROUPINGS", "Grouping", "OpsRow", "chosen_devices", "grouping", "ops"]
@@ -28,7 +29,8 @@ class OpsRow:
       name: of the group; empty where its operations have none, such as no layer.
       self_s: their share in the time in which operations ran.
       busy_share: that of `busy_s`, the time in which any operation ran.
-      forward_s, backward_s, recomputed_s: parts of `self_s`, by the pass of a training step.
+      forward_s, backward_s, recomputed_s, unknown_s: parts of `self_s`, by the pass of a training step; it is not known
+        of operations whose program the trace lacks.
       occurrences: executions.
       example: the operation that took the most of it.
     """
@@ -39,6 +41,7 @@ class OpsRow:
     forward_s: float
     backward_s: float
     recomputed_s: float
+    unknown_s: float
     occurrences: int
     example: str
 
@@ -57,31 +60,44 @@ def ops(trace: Trace, *, by: Grouping = "op", within: Path | None = None, device
     """
     devices = chosen_devices(trace, device)
     folder = str(within.resolve()) if within else ""
-    key = grouping(by, folder)
-    sums: dict[str, _Sum] = {}
-    busy_s = attributed_s = unattributed_s = 0.0
-    for each in devices:
-        busy_s += each.busy_s
-        for operation, self_s, count in each.totals():
-            sums.setdefault(key(operation), _Sum()).add(operation, self_s, count)
-            if _attributed(operation, folder):
-                attributed_s += self_s
-            else:
-                unattributed_s += self_s
-    rows = [found.row(name, busy_s) for name, found in sums.items()]
+    rows = {each: _rows(devices, grouping(each, folder)) for each in {by: 0, **dict.fromkeys(_DRAWN)}}
     return Answer(
         name=f"ops by {by}",
-        facts={
-            "devices": len(devices),
-            "busy_s": busy_s,
-            "attributed_s": attributed_s,
-            "unattributed_s": unattributed_s,
-            "occurrences": sum(len(each) for each in devices),
-        },
+        facts=_facts(devices, folder),
         row_type=OpsRow,
-        rows=tuple(sorted(rows, key=lambda row: -row.self_s)),
+        rows=rows[by],
         notes=(*_notes(devices), *trace.problems),
+        plots=tuple(bars(f"Self time by {each}", rows[each], *_PARTS) for each in _DRAWN) if devices else (),
     )
+
+
+def _rows(devices: Sequence[Ops], key: Callable[[Operation], str]) -> tuple[OpsRow, ...]:
+    sums: dict[str, _Sum] = {}
+    for operation, self_s, count in (total for each in devices for total in each.totals()):
+        sums.setdefault(key(operation), _Sum()).add(operation, self_s, count)
+    busy_s = sum((each.busy_s for each in devices), 0.0)
+    return tuple(sorted((found.row(name, busy_s) for name, found in sums.items()), key=lambda row: -row.self_s))
+
+
+def _facts(devices: Sequence[Ops], folder: str) -> dict[str, Any]:
+    """Attributed is the time of operations that have a Python line, in a file under `folder`."""
+    if not devices:
+        return {"devices": 0}
+    totals = [total for each in devices for total in each.totals()]
+    busy_s = sum((each.busy_s for each in devices), 0.0)
+    attributed_s = sum((self_s for operation, self_s, _ in totals if _source(operation, folder, line=True)), 0.0)
+    unattributed_s = sum((self_s for operation, self_s, _ in totals if not _source(operation, folder, line=True)), 0.0)
+    layered_s = sum((self_s for operation, self_s, _ in totals if GROUPINGS["layer"](operation)), 0.0)
+    return {
+        "devices": len(devices),
+        "busy_s": busy_s,
+        "attributed_s": attributed_s,
+        "unattributed_s": unattributed_s,
+        "attributed_busy_share": attributed_s / busy_s if busy_s else None,
+        "in_layers_s": layered_s,
+        "in_layers_busy_share": layered_s / busy_s if busy_s else None,
+        "occurrences": sum(len(each) for each in devices),
+    }
 
 
 def chosen_devices(trace: Trace, device: str | None) -> tuple[Ops, ...]:
@@ -113,6 +129,7 @@ class _Sum:
     forward_s: float = 0.0
     backward_s: float = 0.0
     recomputed_s: float = 0.0
+    unknown_s: float = 0.0
     occurrences: int = 0
     largest_s: float = -1.0
     example: str = ""
@@ -120,15 +137,14 @@ class _Sum:
     def add(self, operation: Operation, self_s: float, count: int) -> None:
         self.self_s += self_s
         self.occurrences += count
-        if operation.instruction is not None:
-            field = f"{operation.instruction.scope.direction}_s"
-            setattr(self, field, getattr(self, field) + self_s)
+        field = f"{operation.instruction.scope.direction if operation.instruction else 'unknown'}_s"
+        setattr(self, field, getattr(self, field) + self_s)
         if self_s > self.largest_s:
             self.largest_s, self.example = self_s, operation.name
 
     def row(self, name: str, busy_s: float) -> OpsRow:
         share = self.self_s / busy_s if busy_s else 0.0
-        parts = (self.forward_s, self.backward_s, self.recomputed_s)
+        parts = (self.forward_s, self.backward_s, self.recomputed_s, self.unknown_s)
         return OpsRow(name, self.self_s, share, *parts, self.occurrences, self.example)
 
 
@@ -139,16 +155,16 @@ def _source(operation: Operation, within: str, *, line: bool) -> str:
     return str(frame) if line else frame.file
 
 
-def _attributed(operation: Operation, within: str) -> bool:
-    return operation.instruction is not None and operation.instruction.source(within) is not None
-
-
 GROUPINGS: Final[Mapping[str, Callable[[Operation], str]]] = {
     "category": lambda operation: category(operation.instruction),
     "layer": lambda operation: operation.instruction.layer if operation.instruction else "",
     "scope": lambda operation: operation.instruction.scope.path if operation.instruction else "",
     "op": lambda operation: f"{operation.module}: {operation.name}",
 }
+
+
+_DRAWN: Final[Sequence[Grouping]] = ("category", "layer", "line")
+_PARTS: Final = ("forward_s", "backward_s", "recomputed_s", "unknown_s")
 
 
 def _notes(devices: tuple[Ops, ...]) -> Iterable[str]:
@@ -158,7 +174,7 @@ def _notes(devices: tuple[Ops, ...]) -> Iterable[str]:
             "functions that are interpreted, and those under jax.disable_jit, have no events."
         )
         return
-    yield "Shares are of the time in which any operation ran, busy."
+    yield "Shares are of the time in which any operation ran, busy. Attributed is what has a Python line."
     missing = sum(count for each in devices for operation, _, count in each.totals() if operation.program is None)
     if missing:
         yield f"{missing:,} executions are of programs whose HLO the trace lacks: they have names and times alone."

@@ -15,6 +15,7 @@ from stack_profile.analyses.ops import chosen_devices, ops
 from stack_profile.answer import Answer, number
 from stack_profile.intervals import gaps, union
 from stack_profile.operations import PICOSECOND, HostEvents, Ops, Step
+from stack_profile.plots import Chart, Series
 from stack_profile.trace import Trace
 
 __all__ = ["OverviewRow", "overview"]
@@ -60,7 +61,22 @@ def overview(trace: Trace, *, device: str | None = None) -> Answer[OverviewRow]:
         row_type=OverviewRow,
         rows=tuple(rows),
         notes=(*_notes(trace, device, rows, waits), *trace.problems),
+        plots=(_drawn(rows),) if rows else (),
     )
+
+
+def _drawn(rows: Sequence[OverviewRow]) -> Chart:
+    """The steps in their order, and what half of them lie between."""
+    series = []
+    for device in dict.fromkeys(row.device for row in rows):
+        steps = [row for row in rows if row.device == device]
+        points = [(float(place), row.step_s) for place, row in enumerate(steps, 1)]
+        series.append(Series(device, "dots", points, [f"step {place}" for place, _ in points]))
+    quartiles = np.percentile([row.step_s for row in rows], (25, 50, 75)).tolist()
+    last = float(max(len(each.points) for each in series))
+    levels = zip(("a quarter is faster", "median", "a quarter is slower"), quartiles, strict=True)
+    lines = [Series(name, "line", [(1.0, level), (last, level)]) for name, level in levels]
+    return Chart("Step times", "step", "step_time_s", [*series, *lines])
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from stack_core import machine
 from stack_profile.analyses.ops import chosen_devices
-from stack_profile.answer import Answer
+from stack_profile.answer import Answer, number
 from stack_profile.categories import category
 from stack_profile.hlo import Program
 from stack_profile.operations import Operation
+from stack_profile.plots import Chart, Series
 from stack_profile.trace import Trace
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class RooflineRow:
     """One operation, all of its executions together.
 
     Attributes:
-      flops, traffic_bytes: of all executions; None where the program does not say.
+      program: the name of its module.
+      flops, traffic_bytes: of all executions; None where the program does not say, as for custom calls.
       intensity: FLOPs a byte.
       bound: which of the two takes longer at the peaks: "compute" or "memory".
       roof_share: ideal_s / self_s; None where a peak is not known.
@@ -40,6 +42,7 @@ class RooflineRow:
     """
 
     name: str
+    program: str
     category: str
     line: str
     self_s: float
@@ -105,7 +108,33 @@ def _roofline(trace: Trace, chip: "Chip | None", said: str, device: str | None) 
         row_type=RooflineRow,
         rows=tuple(sorted(rows, key=lambda row: -row.self_s)),
         notes=(said, *_notes(rows, unreadable), *trace.problems),
+        plots=tuple(_drawn(rows, chip, sharing)),
     )
+
+
+def _drawn(rows: Sequence[RooflineRow], chip: "Chip | None", sharing: int) -> Iterator[Chart]:
+    """The operations that compute, below what memory and arithmetic of the chip allow."""
+    found = [row for row in rows if row.intensity and row.rate_flops_s]
+    if not found:
+        return
+    points = [(row.intensity or 0.0, row.rate_flops_s or 0.0) for row in found]
+    labels = [f"{row.name} {row.line}, {number('_s', row.self_s)}" for row in found]
+    series = [Series("operations", "dots", points, labels)]
+    series += _roofs(chip, [x for x, _ in points], sharing) if chip else []
+    yield Chart("Operations with FLOPs below the chip's roofs", "intensity", "rate_flops_s", series, log=True)
+
+
+def _roofs(chip: "Chip", intensities: Sequence[float], sharing: int) -> list[Series]:
+    """What memory allows up to the ridge and arithmetic from there on, by dtype."""
+    bandwidth = chip.hbm_bandwidth_bytes_s
+    if not bandwidth:
+        return []
+    ridges = {dtype: flops_s / bandwidth for dtype, flops_s in sorted(chip.peak_flops.items())}
+    low, high = min((*ridges.values(), *intensities)) / 2, max((*ridges.values(), *intensities)) * 2
+    return [
+        Series(f"roof in {dtype}", "line", [(x, bandwidth * min(x, ridge) / sharing) for x in (low, ridge, high)])
+        for dtype, ridge in ridges.items()
+    ]
 
 
 def _costs(program: Program) -> "Mapping[str, InstructionCost] | None":
@@ -126,7 +155,7 @@ def _chip_of(trace: Trace) -> "tuple[Chip | None, str]":
     from stack_core.plugins import registries
 
     is_cpu = bool(trace.devices) and all("CPU:" in each.device for each in trace.devices)
-    kind = trace.about.get("device_kind", "cpu" if is_cpu else None)
+    kind = trace.about.get("device_kind", "cpu" if is_cpu else _noted_kind(trace))
     name = None if kind is None else row_name(str(kind))
     if name is None:
         what = "The trace does not name its chip" if kind is None else f"No row is registered for the chip {kind!r}"
@@ -140,6 +169,13 @@ def _chip_of(trace: Trace) -> "tuple[Chip | None, str]":
         return None, f"The trace is of {there[1]} cores of {there[0]}, this machine is another: peaks are not known."
     chip = _registered_chip(name)
     return chip, f"Peaks of this machine, {chip.provenance}."
+
+
+def _noted_kind(trace: Trace) -> str | None:
+    """What the planes of TPUs say they are, in JAX's spelling: "TPU v6 lite" for "TPU v6 Lite"."""
+    kinds = {plane.stats.get("device_type_string") for space in trace.spaces for plane in space.planes} - {None}
+    kind = str(kinds.pop()) if len(kinds) == 1 else ""
+    return f"TPU{kind[3:].lower()}" if kind.startswith("TPU") else None
 
 
 @dataclass(frozen=True)
@@ -157,10 +193,13 @@ def _row(
     flops = cost.flops.total * count if cost else None
     traffic = cost.traffic_bytes * count if cost else None
     compute_s, memory_s = _ideals(cost, chip, count * sharing)
+    if flops == 0 and operation.instruction and "custom-call" in operation.instruction.opcodes:
+        flops = compute_s = None
     ideal_s = None if compute_s is None or memory_s is None else max(compute_s, memory_s)
     source = operation.instruction.source() if operation.instruction else None
     return RooflineRow(
         name=operation.name,
+        program=operation.module,
         category=category(operation.instruction),
         line=str(source) if source else "",
         self_s=self_s,
@@ -219,6 +258,8 @@ def _notes(rows: Sequence[RooflineRow], unreadable: Sequence[str]) -> Iterator[s
         yield "No data: the trace has no operations of any device."
     if unreadable:
         yield f"This version of XLA cannot read {', '.join(unreadable)}: the costs of their operations are not known."
-    uncounted = [row.name for row in rows if row.flops == 0 and row.category == "custom call"]
+    uncounted = [row.name for row in rows if row.flops is None and row.traffic_bytes is not None]
     if uncounted:
         yield f"Custom calls do not say their FLOPs, which are in no sum: {', '.join(uncounted[:5])}."
+    if any(row.runs_expected is None and row.flops for row in rows):
+        yield "Of loops whose trips only the run decides, what the trace shows is counted, and no run is expected."

@@ -1,0 +1,36 @@
+"""`stack profile report`: every analysis of a trace in one HTML file."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from stack_profile.commands.printing import TracePath
+
+__all__ = ["report"]
+
+
+def report(
+    trace: TracePath,
+    /,
+    *,
+    out: Path = Path("report.html"),
+    limit: Annotated[int, Parameter(help="rows of a table, 0 for all.")] = 200,
+) -> None:
+    """Write every analysis, with its defaults, into one HTML file that needs no network.
+
+    Args:
+      out: the file.
+    """
+    from stack_profile.exports import write
+    from stack_profile.report.page import page, sections
+    from stack_profile.trace import load_trace
+
+    loaded = load_trace(trace)
+    found = list(sections(loaded))
+    write([page(loaded, found, limit=limit)], out)
+    for section in found:
+        if section.answer is None:
+            print(f"stack: analysis {section.name!r} failed, as the report says: {section.failure}", file=sys.stderr)
+    print(f"stack: the report is {str(out)!r}.", file=sys.stderr)

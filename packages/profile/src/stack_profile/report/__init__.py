@@ -1,0 +1,1 @@
+"""A trace as one HTML page that loads nothing."""

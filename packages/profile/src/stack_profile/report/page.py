@@ -1,0 +1,179 @@
+"""The page: what was captured, and a section for each registered analysis with its facts, plots, table and notes."""
+
+import base64
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Final
+
+from stack_core.errors import StackError
+from stack_core.plugins import registries
+from stack_profile.answer import Answer, number, title
+from stack_profile.report.markup import Markup, element
+from stack_profile.report.svg import draw
+from stack_profile.trace import Trace
+
+__all__ = ["Section", "page", "sections"]
+
+_FIRST: Final = ("overview", "ops", "timeline", "roofline", "memory", "communication")
+_LONGEST_TEXT: Final = 240
+
+
+@dataclass(frozen=True)
+class Section:
+    """An analysis in the report.
+
+    Attributes:
+      help: its line.
+      answer: None where it failed; `failure` says why.
+    """
+
+    name: str
+    help: str
+    answer: Answer[Any] | None
+    failure: str = ""
+
+
+def sections(trace: Trace) -> Iterator[Section]:
+    """Every registered analysis of the trace with its default options: ours in the order of a story, then others."""
+    entries = {entry.name: entry for entry in registries.analyses.entries()}
+    for name in (*(each for each in _FIRST if each in entries), *(each for each in entries if each not in _FIRST)):
+        help_ = entries[name].details.get("help", "")
+        try:
+            yield Section(name, help_, registries.analyses[name](trace))
+        except StackError as error:
+            yield Section(name, help_, None, str(error))
+        except Exception as error:  # An analysis, a stranger's too, may fail in any way; the others must not be lost.
+            yield Section(name, help_, None, f"{type(error).__name__}: {error}")
+
+
+def page(trace: Trace, found: Sequence[Section], *, limit: int = 200) -> str:
+    """The document, which loads nothing from anywhere: its policy forbids it, and scripts other than its own.
+
+    Args:
+      limit: rows of a table, 0 for all.
+    """
+    style, script = _asset("style.css"), _asset("sort.js")
+    policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}"
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", f"Profile of {trace.source}"),
+        element("style", style),
+    )
+    links = (element("a", section.name, href=f"#{section.name}", class_=_failed(section)) for section in found)
+    body = element(
+        "body",
+        element("header", element("h1", "Profile"), element("p", trace.source, class_="source"), _about(trace.about)),
+        _partial(trace.problems),
+        element("nav", *links),
+        element("main", *(_section(section, limit) for section in found)),
+        element("script", script),
+    )
+    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
+
+
+def _asset(name: str) -> Markup:
+    return Markup(resources.files("stack_profile.report").joinpath(name).read_text(encoding="utf-8"))
+
+
+def _hash(content: str) -> str:
+    """How a policy names the one inline style or script that it allows."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+def _about(about: Mapping[str, Any]) -> Markup:
+    known = {key: about[key] for key in _ABOUT if about.get(key) not in (None, "")}
+    if not known:
+        return element("p", "The trace does not say what captured it: other tools write nothing of that.")
+    return _facts({_ABOUT[key]: value for key, value in known.items()})
+
+
+_ABOUT: Final = {
+    "started_at": "captured at",
+    "command": "command",
+    "device_kind": "device",
+    "devices": "devices",
+    "cpu": "CPU",
+    "cores": "cores",
+    "jax": "JAX",
+    "python": "Python",
+}
+
+
+def _partial(problems: Sequence[str]) -> Markup | None:
+    if not problems:
+        return None
+    lines = (element("li", problem) for problem in dict.fromkeys(problems))
+    heading = element("strong", "This trace is partial; what follows is of what could be read.")
+    return element("aside", heading, element("ul", *lines), class_="partial", role="alert")
+
+
+def _failed(section: Section) -> str | None:
+    return "failed" if section.answer is None else None
+
+
+def _section(section: Section, limit: int) -> Markup:
+    heading = element("h2", element("a", section.name, href=f"#{section.name}"))
+    said = element("p", section.help, class_="help") if section.help else None
+    if section.answer is None:
+        body: Iterable[Markup] = (
+            element("p", f"This analysis failed. {section.failure}", class_="failure", role="alert"),
+        )
+    else:
+        body = _answer(section.answer, limit)
+    return element("section", heading, said, *body, id=section.name)
+
+
+def _answer(answer: Answer[Any], limit: int) -> Iterator[Markup]:
+    if answer.facts:
+        yield _facts(answer.facts)
+    if answer.plots:
+        yield element("div", *map(draw, answer.plots), class_="plots")
+    if answer.rows:
+        yield _table(answer, limit)
+    elif not answer.notes:
+        yield element("p", "No rows.", class_="empty")
+    if answer.notes:
+        yield element("ul", *(element("li", note) for note in answer.notes), class_="notes")
+
+
+def _facts(facts: Mapping[str, Any]) -> Markup:
+    pairs = (
+        element("div", element("dt", title(name)), element("dd", number(name, value))) for name, value in facts.items()
+    )
+    return element("dl", *pairs)
+
+
+def _table(answer: Answer[Any], limit: int) -> Markup:
+    """The first rows; columns in which no row has anything are left out, as on a terminal."""
+    shown = answer.rows[: limit or None]
+    columns = [name for name in answer.columns if any(getattr(row, name) not in (None, "") for row in shown)]
+    texts = {name for name in columns if all(isinstance(getattr(row, name), str | None) for row in shown)}
+    kinds = {name: "text" if name in texts else "number" for name in columns}
+    heads = (
+        element("th", element("button", title(name), type="button"), class_=kinds[name], scope="col")
+        for name in columns
+    )
+    rows = (element("tr", *(_cell(name, getattr(row, name), kinds[name]) for name in columns)) for row in shown)
+    table = element("table", element("thead", element("tr", *heads)), element("tbody", *rows))
+    more = len(answer.rows) - len(shown)
+    said = (
+        f"{len(shown):,} of {len(answer.rows):,} rows; stack profile {answer.name.split()[0]} --csv prints all."
+        if more
+        else None
+    )
+    return element("div", table, element("p", said, class_="empty") if said else None, class_="wide")
+
+
+def _cell(name: str, value: object, kind: str) -> Markup:
+    """A cell and, where people read a rounded number or a cut text, what it stands for."""
+    if kind == "number":
+        exact = None if value is None or not isinstance(value, int | float) else repr(float(value))
+        return element("td", number(name, value), class_=kind, data_value=exact)
+    shown = number(name, value)
+    cut = len(shown) > _LONGEST_TEXT
+    return element("td", f"{shown[:_LONGEST_TEXT]}…" if cut else shown, class_=kind)

@@ -1,0 +1,250 @@
+"""Plots as SVG: bars, charts over two axes, lanes of time. Colours and fonts are the style sheet's."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from stack_profile.answer import number, title
+from stack_profile.plots import Bars, Chart, Lanes, Plot, Series, Span
+from stack_profile.report.markup import Markup, element
+
+__all__ = ["draw"]
+
+_WIDTH, _HEIGHT = 600.0, 250.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 78.0, 14.0, 10.0, 42.0
+_COLORS: Final = 8
+_MOST_POINTS: Final = 1500
+_MOST_SPANS: Final = 1500
+_LANE: Final = 20.0
+_LANE_NAMES: Final = 150.0
+
+
+def draw(plot: Plot) -> Markup:
+    """A figure with the plot, its title and its legend; a sentence says so where there is nothing to draw."""
+    match plot:
+        case Bars():
+            kinds, body = [name if any(values) else "" for name, values in plot.parts.items()], _bars(plot)
+        case Chart():
+            kinds, body = [series.name for series in plot.series], _chart(plot)
+        case Lanes():
+            kinds, body = _kinds(plot.spans), _lanes(plot)
+    body = body or element("p", "Nothing to draw: no value is known, or all are 0.", class_="empty")
+    return element("figure", element("figcaption", plot.title), _legend(kinds), body)
+
+
+def _legend(kinds: Sequence[str]) -> Markup | None:
+    """What the colours mean; a kind without a name has its colour, and no entry."""
+    shown = [(place, kind) for place, kind in enumerate(kinds) if kind]
+    if len(shown) < 2:
+        return None
+    entries = (element("span", _swatch(place), title(kind), class_="entry") for place, kind in shown)
+    return element("div", *entries, class_="legend")
+
+
+def _swatch(place: int) -> Markup:
+    box = element("rect", width=10, height=10, rx=2, class_=_color(place))
+    return element("svg", box, class_="swatch", viewBox="0 0 10 10", aria_hidden="true")
+
+
+def _color(place: int) -> str:
+    return f"c{place % _COLORS}"
+
+
+def _bars(plot: Bars) -> Markup | None:
+    """Rows of a grid, so that the texts keep their size and fold on a narrow screen; only the bars stretch."""
+    totals = [math.fsum(column) for column in zip(*plot.parts.values(), strict=True)]
+    largest = max(totals, default=0.0)
+    if not largest > 0:
+        return None
+    field = next(iter(plot.parts))
+    cells: list[Markup] = []
+    for place, (label, total) in enumerate(zip(plot.labels, totals, strict=True)):
+        parts = [(name, values[place]) for name, values in plot.parts.items()]
+        bar = element(
+            "svg", *_parts(parts, largest), class_="bar", role="img", aria_label=f"{label}: {number(field, total)}"
+        )
+        cells += [
+            element("span", label or "(none)", class_="label", title=label),
+            bar,
+            element("span", number(field, total), class_="value"),
+        ]
+    return element("div", *cells, class_="bars")
+
+
+def _parts(parts: Sequence[tuple[str, float]], largest: float) -> Iterator[Markup]:
+    at = 0.0
+    for place, (name, value) in enumerate(parts):
+        if value > 0:
+            width = 100 * value / largest
+            said = element("title", f"{title(name)}: {number(name, value)}")
+            yield element("rect", said, x=f"{at:.2f}%", width=f"{width:.2f}%", height="100%", class_=_color(place))
+            at += width
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """From values to places along one axis; `low < high`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool
+
+    @classmethod
+    def over(cls, values: Sequence[float], start: float, end: float, *, log: bool, from_zero: bool) -> "_Axis":
+        low, high = min(values), max(values)
+        if log:
+            low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))
+            return cls(low, high if high > low else low * 10, start, end, log)
+        low = min(low, 0.0) if from_zero else low
+        return cls(low, high if high > low else low + 1.0, start, end, log)
+
+    def place(self, value: float) -> float:
+        scale: Callable[[float], float] = math.log10 if self.log else float
+        part = (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
+        return self.start + part * (self.end - self.start)
+
+    def ticks(self) -> list[float]:
+        if self.log:
+            first, last = round(math.log10(self.low)), round(math.log10(self.high))
+            return [10.0**power for power in range(first, last + 1, -(-(last - first) // 6) or 1)]
+        step = 10.0 ** math.floor(math.log10((self.high - self.low) / 4))
+        step *= next(each for each in (1, 2, 5, 10) if (self.high - self.low) / (each * step) <= 6)
+        first = math.ceil(self.low / step - 1e-9)
+        return [step * place for place in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def _chart(plot: Chart) -> Markup | None:
+    drawn = [_drawable(series, log=plot.log) for series in plot.series]
+    points = [point for _, found in drawn for point in found]
+    if not points:
+        return None
+    x = _Axis.over([each[0] for each in points], _LEFT, _WIDTH - _RIGHT, log=plot.log, from_zero=False)
+    y = _Axis.over([each[1] for each in points], _HEIGHT - _BOTTOM, _TOP, log=plot.log, from_zero=True)
+    shapes = [
+        shape for place, (series, found) in enumerate(drawn) for shape in _series(series, found, place, plot, x, y)
+    ]
+    # Text needs its size: a narrow screen scrolls the drawing instead of shrinking it.
+    drawing = element(
+        "svg", *_grid(plot, x, y), *shapes, viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}", role="img", aria_label=plot.title
+    )
+    return element("div", drawing, class_="wide")
+
+
+def _drawable(series: Series, *, log: bool) -> tuple[Series, Sequence[tuple[float, float]]]:
+    """A series thinned to what can be told apart, without points that a logarithm does not have."""
+    rows = [
+        (point, label)
+        for point, label in zip(series.points, series.labels or [""] * len(series.points), strict=True)
+        if all(map(math.isfinite, point)) and (not log or min(point) > 0)
+    ]
+    if len(rows) > _MOST_POINTS:
+        size = -(-len(rows) // _MOST_POINTS)
+        rows = [max(rows[at : at + size], key=lambda row: row[0][1]) for at in range(0, len(rows), size)]
+    thinned = Series(series.name, series.style, [point for point, _ in rows], [label for _, label in rows])
+    return thinned, thinned.points
+
+
+def _grid(plot: Chart, x: _Axis, y: _Axis) -> Iterator[Markup]:
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    for tick in y.ticks():
+        at = y.place(tick)
+        yield element("line", x1=_LEFT, x2=right, y1=at, y2=at, class_="grid")
+        yield element("text", number(plot.y, tick), x=_LEFT - 6, y=at + 4, text_anchor="end")
+    for tick in x.ticks():
+        at = x.place(tick)
+        yield element("line", x1=at, x2=at, y1=bottom, y2=bottom + 4, class_="grid")
+        yield element("text", number(plot.x, tick), x=at, y=bottom + 17, text_anchor="middle")
+    yield element("text", title(plot.x), x=(_LEFT + right) / 2, y=_HEIGHT - 6, text_anchor="middle", class_="axis")
+    yield element(
+        "text",
+        title(plot.y),
+        x=0.0,
+        y=0.0,
+        class_="axis",
+        text_anchor="middle",
+        transform=f"translate(12 {(_TOP + bottom) / 2:.0f}) rotate(-90)",
+    )
+
+
+def _series(
+    series: Series, points: Sequence[tuple[float, float]], place: int, plot: Chart, x: _Axis, y: _Axis
+) -> Iterator[Markup]:
+    places = [(x.place(each), y.place(height)) for each, height in points]
+    if series.style == "dots":
+        for (left, top), point, label in zip(places, points, series.labels, strict=True):
+            said = f"{label}\n{title(plot.x)}: {number(plot.x, point[0])}, {title(plot.y)}: {number(plot.y, point[1])}"
+            yield element("circle", element("title", said.strip()), cx=left, cy=top, r=3.5, class_=_color(place))
+        return
+    if series.style != "line":
+        places = list(_stepped(places))
+    path = " ".join(f"{left:.1f},{top:.1f}" for left, top in places)
+    if series.style == "area" and places:
+        foot = y.place(max(y.low, 0.0))
+        path = f"{places[0][0]:.1f},{foot:.1f} {path} {places[-1][0]:.1f},{foot:.1f}"
+        yield element("polygon", points=path, class_=f"area {_color(place)}")
+    else:
+        yield element("polyline", points=path, class_=f"curve {_color(place)}")
+
+
+def _stepped(places: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    height: float | None = None
+    for left, top in places:
+        if height is not None:
+            yield left, height
+        yield left, top
+        height = top
+
+
+def _kinds(spans: Iterable[Span]) -> list[str]:
+    """The kinds of spans, those that took the most time first."""
+    sums: dict[str, float] = {}
+    for span in spans:
+        sums[span.kind] = sums.get(span.kind, 0.0) + span.end_s - span.start_s
+    return sorted(sums, key=lambda kind: (-sums[kind], kind))
+
+
+def _lanes(plot: Lanes) -> Markup | None:
+    spans = sorted(plot.spans, key=lambda span: span.start_s - span.end_s)[:_MOST_SPANS]
+    if not spans:
+        return None
+    lanes = {lane: place for place, lane in enumerate(dict.fromkeys(span.lane for span in plot.spans))}
+    kinds = {kind: place for place, kind in enumerate(_kinds(plot.spans))}
+    origin_s = min(span.start_s for span in spans)
+    x = _Axis(0.0, max(span.end_s for span in spans) - origin_s or 1.0, _LANE_NAMES, _WIDTH - _RIGHT, log=False)
+    bottom = _TOP + _LANE * len(lanes)
+    shapes = [_span(span, origin_s, x, _TOP + _LANE * lanes[span.lane], kinds[span.kind]) for span in spans]
+    names = [
+        element(
+            "text",
+            _short(lane),
+            element("title", lane),
+            x=_LANE_NAMES - 6,
+            y=_TOP + _LANE * (place + 0.7),
+            text_anchor="end",
+        )
+        for lane, place in lanes.items()
+    ]
+    axis = [
+        element("text", number("_s", tick), x=x.place(tick), y=bottom + 17, text_anchor="middle") for tick in x.ticks()
+    ]
+    drawing = element(
+        "svg", *names, *axis, *shapes, viewBox=f"0 0 {_WIDTH:g} {bottom + 24:g}", role="img", aria_label=plot.title
+    )
+    left_out = len(plot.spans) - len(spans)
+    said = f"The longest {len(spans):,} of {len(plot.spans):,} are drawn." if left_out else None
+    return element("div", drawing, element("p", said, class_="empty") if said else None, class_="wide")
+
+
+def _span(span: Span, origin_s: float, x: _Axis, top: float, color: int) -> Markup:
+    left, right = x.place(span.start_s - origin_s), x.place(span.end_s - origin_s)
+    said = element("title", f"{span.name}\n{span.kind}, {number('_s', span.end_s - span.start_s)}")
+    return element(
+        "rect", said, x=left, y=top + 2, width=max(right - left, 0.5), height=_LANE - 4, class_=_color(color)
+    )
+
+
+def _short(name: str, most: int = 22) -> str:
+    return name if len(name) <= most else f"…{name[1 - most :]}"

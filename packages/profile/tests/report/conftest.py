@@ -1,0 +1,100 @@
+"""A real browser without a window, driven through a pipe, that tells what a page asked for and complained of."""
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+
+import pytest
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe",
+)  # fmt: skip
+PATIENCE_S = 180.0
+
+
+class Browser:
+    """One tab, by the DevTools protocol: https://chromedevtools.github.io/devtools-protocol.
+
+    Attributes:
+      requested: the addresses of all that it loaded.
+      complaints: exceptions of scripts, and what the page's policy or the browser had to say.
+    """
+
+    def __init__(self, commands, answers):
+        self._commands, self._answers, self._buffer, self._last = commands, answers, b"", 0
+        self._session = {}
+        self.requested, self.complaints = [], []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        for domain in ("Network", "Runtime", "Log", "Page"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method, **parameters):
+        self._last += 1
+        request = {"id": self._last, "method": method, "params": parameters, **self._session}
+        os.write(self._commands, json.dumps(request).encode() + b"\0")
+        while (answer := self._read()).get("id") != self._last:
+            self._note(answer)
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def open(self, path, *, width=1280):
+        self.requested.clear(), self.complaints.clear()
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.call("Page.navigate", url=path.as_uri())
+        while self.evaluate("document.readyState") != "complete":
+            time.sleep(0.05)
+
+    def evaluate(self, expression):
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def _read(self):
+        while b"\0" not in self._buffer:
+            assert select.select([self._answers], [], [], PATIENCE_S)[0], "the browser does not answer"
+            self._buffer += os.read(self._answers, 1 << 16)
+        message, self._buffer = self._buffer.split(b"\0", 1)
+        return json.loads(message)
+
+    def _note(self, event):
+        match event.get("method"):
+            case "Network.requestWillBeSent":
+                self.requested.append(event["params"]["request"]["url"])
+            case "Runtime.exceptionThrown" | "Log.entryAdded" | "Runtime.consoleAPICalled":
+                self.complaints.append(event["params"])
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    if CHROMIUM is None:
+        pytest.skip("needs a browser: apt-get install chromium")
+    profile = tmp_path_factory.mktemp("browser")
+    pipes = [*os.pipe(), *os.pipe()]
+    ends = to_read, commands, answers, to_write = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in pipes]
+    for end in pipes:
+        os.close(end)
+    shell = f'exec "$0" "$@" 3<&{to_read} 4>&{to_write}'  # the numbers at which it looks for its pipes
+    process = subprocess.Popen(
+        ["bash", "-c", shell, CHROMIUM, *FLAGS, f"--user-data-dir={profile}"],
+        pass_fds=(to_read, to_write),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "HOME": str(profile)},
+    )
+    try:
+        yield Browser(commands, answers)
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        process.kill()
+        for end in ends:
+            os.close(end)

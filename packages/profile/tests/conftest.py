@@ -44,6 +44,7 @@ class PlaneBuilder:
     events: dict[str, int] = field(default_factory=dict)
     texts: dict[str, int] = field(default_factory=dict)
     shared: dict[str, bytes] = field(default_factory=dict)
+    stats: list[bytes] = field(default_factory=list)
 
     def text(self, text: str) -> int:
         return self.texts.setdefault(text, len(self.texts) + 1)
@@ -75,7 +76,8 @@ class PlaneBuilder:
             for name, key in self.events.items()
         ]
         texts = [(5, message((1, key), (2, message((1, key), (2, text))))) for text, key in self.texts.items()]
-        return message((2, self.name), *((3, line) for line in self.lines), *events, *texts)
+        stats = [(6, stat) for stat in self.stats]
+        return message((2, self.name), *((3, line) for line in self.lines), *events, *texts, *stats)
 
 
 def space(*planes: PlaneBuilder, host: str = "vm") -> bytes:

@@ -9,6 +9,7 @@ import pytest
 import stack_profile
 from stack_core.hardware import Chip
 from stack_profile.analyses.roofline import roofline, roofline_of
+from stack_profile.hlo import program_of
 from stack_profile.trace import load_trace, trace_of
 from stack_profile.xplane import read_space
 
@@ -40,16 +41,6 @@ def test_what_is_in_a_scan_of_ten_counts_ten_times(trace):
     assert looped and all(row.occurrences == 4 * 10 for row in looped)
 
 
-def test_a_convolution_counts_what_it_multiplies(tmp_path):
-    convolve = jax.jit(lambda x, w: jax.lax.conv(x, w, (1, 1), "VALID"))
-    x, w = jnp.ones((2, 3, 20, 20)), jnp.ones((8, 3, 5, 5))
-    convolve(x, w).block_until_ready()
-    with stack_profile.capture(tmp_path) as captured:
-        convolve(x, w).block_until_ready()
-    facts = roofline_of(load_trace(captured.wait()), CHIP).facts
-    assert facts["flops"] == pytest.approx(2 * 2 * 8 * 16 * 16 * 3 * 5 * 5, rel=0.01)
-
-
 def test_the_roof_is_the_slower_of_the_peaks(trace):
     answer = roofline_of(trace, CHIP)
     for row in answer.rows:
@@ -79,3 +70,92 @@ def test_a_trace_that_names_no_chip_says_so(build):
     answer = roofline(trace_of([read_space(build.space(plane))]))
     assert answer.facts["chip"] is None and "--chip" in answer.notes[0]
     assert (answer.rows[0].flops, answer.rows[0].category) == (None, "unknown")
+
+
+def convolve(x, w, stride=(1, 1), padding="SAME", **options):
+    names = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, w, stride, padding, dimension_numbers=names, **options)
+
+
+# Products of ones: each of their results is the number of multiplications that it took.
+PRODUCTS = {
+    "matrices": (lambda a, b: a @ b, (63, 31), (31, 47)),
+    "vector": (lambda a, b: a @ b, (64, 32), (32,)),
+    "batched": (lambda a, b: jnp.einsum("bhij,bhkj->bhik", a, b), (2, 3, 16, 8), (2, 3, 24, 8)),
+    "several_axes": (lambda a, b: jnp.einsum("ijk,jkl->il", a, b), (16, 8, 4), (8, 4, 12)),
+    "large": (lambda a, b: a @ b, (256, 128), (128, 256)),
+    "padded": (convolve, (2, 16, 16, 4), (3, 3, 4, 8)),
+    "strided": (lambda x, w: convolve(x, w, (2, 3)), (2, 16, 16, 4), (3, 3, 4, 8)),
+    "grouped": (lambda x, w: convolve(x, w, feature_group_count=4), (2, 16, 16, 8), (3, 3, 2, 12)),
+    "depthwise": (lambda x, w: convolve(x, w, feature_group_count=8), (2, 16, 16, 8), (3, 3, 1, 8)),
+    "batch_grouped": (lambda x, w: convolve(x, w, batch_group_count=2), (4, 16, 16, 4), (3, 3, 4, 8)),
+    "dilated": (lambda x, w: convolve(x, w, rhs_dilation=(2, 2)), (2, 16, 16, 4), (3, 3, 4, 8)),
+    "transposed": (lambda x, w: jax.lax.conv_transpose(x, w, (2, 2), "SAME"), (2, 8, 8, 4), (3, 3, 4, 8)),
+}
+
+
+def scanned(length, body):
+    return lambda x, w: jax.lax.scan(lambda carry, _: (body(carry, w), None), x, None, length=length)[0]
+
+
+def until_seven(x, w):
+    """The compiler cannot know how often this runs."""
+    state = (0, x)
+    advance = lambda state: (state[0] + 1, jnp.tanh(state[1] @ w))
+    return jax.lax.while_loop(lambda state: (state[0] < 7) & (jnp.sum(state[1]) > -1e9), advance, state)[1]
+
+
+def layer(x, w):
+    return jnp.tanh(x @ w)
+
+
+LOOPS = {
+    "ten": (scanned(10, layer), 10),
+    "nested": (scanned(4, scanned(3, layer)), 12),
+    "until_seven": (until_seven, 7),
+}
+
+
+def renamed(name, function):
+    def call(x, w):
+        return function(x, w)
+
+    call.__name__ = name
+    return jax.jit(call)
+
+
+def test_products_and_convolutions_count_what_they_multiply(tmp_path):
+    calls, expected = {}, {}
+    for name, (function, *shapes) in PRODUCTS.items():
+        calls[name] = renamed(name, function), [jnp.ones(shape) for shape in shapes]
+        expected[name] = 2 * float(jnp.sum(function(*calls[name][1])))
+    for name, (function, trips) in LOOPS.items():
+        calls[name] = renamed(name, function), [jnp.ones((16, 32)), jnp.full((32, 32), 0.01)]
+        expected[name] = trips * 2 * 16 * 32 * 32
+    with stack_profile.capture(tmp_path) as captured:
+        for function, arguments in calls.values():
+            jax.block_until_ready(function(*arguments))
+    answer = roofline_of(load_trace(captured.wait()), CHIP)
+    counted = {name: sum(row.flops or 0 for row in answer.rows if row.program == f"jit_{name}") for name in calls}
+    assert counted == pytest.approx(expected, rel=0.01)
+    assert any("only the run decides" in note for note in answer.notes)
+
+
+def test_custom_calls_do_not_say_their_flops(build):
+    solve = jax.jit(lambda a, b: jnp.linalg.cholesky(a) @ b)
+    compiled = solve.lower(*[jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 2).compile()
+    (name,) = [each.name for each in program_of(compiled).instructions.values() if each.opcode == "custom-call"]
+    programs = build.metadata_plane([("jit_f", 7, build.hlo_proto(compiled))])
+    plane = build.plane("/device:GPU:0")
+    plane.line("Stream #1", plane.event("kernel", 0, 5, hlo_op=name, hlo_module="jit_f", program_id=7))
+    answer = roofline_of(trace_of([read_space(build.space(programs, plane))]), CHIP)
+    (row,) = answer.rows
+    assert row.flops is None and row.ideal_s is None and row.traffic_bytes > 0
+    assert any(name in note for note in answer.notes)
+
+
+def test_a_tpu_says_which_chip_it_is(build):
+    plane = build.plane("/device:TPU:0")
+    plane.line("XLA Ops", plane.event("dot.1", 0, 5))
+    plane.stats.append(plane.stat("device_type_string", "TPU v6 Lite"))
+    assert roofline(trace_of([read_space(build.space(plane))])).facts["chip"] == "v6e"

@@ -1,7 +1,7 @@
 """Builds traces byte by byte, for what a test wants to see in one and nothing else; and one real capture."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -103,6 +103,24 @@ class Build:
         for name, key, proto in programs:
             plane.metadata(f"{name}({key})", **{"Hlo Proto": proto, "program_id": key})
         return plane
+
+    def steps(self, durations: Mapping[str, Sequence[int]], *, idle: int = 100, proto: bytes | None = None) -> bytes:
+        """A trace of steps that run operations one after the other, by name the microseconds in each step.
+
+        The last step is there twice, for an analysis may leave out the one that no other follows.
+        """
+        plane, start = PlaneBuilder("/host:CPU"), 0
+        events = []
+        steps = list(zip(*durations.values(), strict=True))
+        for run, each in enumerate([*steps, steps[-1]]):
+            for name, duration in zip(durations, each, strict=True):
+                about = {"hlo_op": name, "hlo_module": "jit_step", "program_id": 7, "run_id": run}
+                events.append(plane.event(name, start, int(duration), **about))
+                start += int(duration)
+            start += idle
+        plane.line("worker", *events)
+        programs = [("jit_step", 7, proto)] if proto else []
+        return space(plane, self.metadata_plane(programs))
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from stack_profile.plots import Plot
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Answer", "number", "present", "title"]
+__all__ = ["Answer", "number", "present", "share_of", "title"]
 
 Row = TypeVar("Row")
 
@@ -128,6 +128,22 @@ def number(name: str, value: object) -> str:
     if form is not None:
         return form(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+
+
+def share_of(text: str) -> float:
+    """The share that "3%" or "0.03" is.
+
+    Raises:
+      ProfileError: the text is neither.
+    """
+    number_, percent, rest = text.partition("%")
+    try:
+        share = float(number_) / (100 if percent else 1)
+    except ValueError:
+        share = -1.0
+    if rest or not share >= 0:
+        raise ProfileError(f"{text!r} is no share. Write one as 3% or as 0.03.")
+    return share
 
 
 def _scaled(value: int | float, base: int, units: Sequence[str]) -> str:

@@ -1,0 +1,234 @@
+"""Whether a difference of means is more than chance: estimates from repeated steps, which resemble their neighbours.
+
+A step that the machine stalled takes many times as long as the others, so means are trimmed: without a share of the
+smallest and of the largest samples. Their error is Yuen's, from the winsorized variance. Steps of one capture are
+autocorrelated: n of them with the correlations rho_k between those k apart say as much about their mean as
+n / (1 + 2 (rho_1 + rho_2 + ...)) independent ones. Captures are independent of each other; where both sides have
+several, their means are the samples, and what differs from one process to the next is in the error.
+
+Sources: Yuen, The Two-Sample Trimmed t for Unequal Population Variances, 1974; Geyer, Practical Markov Chain Monte
+Carlo, 1992 (the initial positive sequence); Welch, The Generalization of Student's Problem, 1947; Benjamini and
+Hochberg, Controlling the False Discovery Rate, 1995; Efron, Large-Scale Simultaneous Hypothesis Testing, 2004.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+__all__ = ["Difference", "adjusted", "against_peers", "difference", "student_quantile", "student_tail"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference of two means, for each of several quantities.
+
+    Attributes:
+      before, after: the means, trimmed or not, of captures' means where there are several captures.
+      error: the standard error of `after - before`; NaN where a side has one sample.
+      freedom: its degrees of freedom.
+      of_captures: whether captures are the samples; otherwise steps are, and what differs from one capture to the next
+        is not in the error.
+    """
+
+    before: np.ndarray
+    after: np.ndarray
+    error: np.ndarray
+    freedom: np.ndarray
+    of_captures: bool
+
+    @property
+    def change(self) -> np.ndarray:
+        return self.after - self.before
+
+    def at(self, places: np.ndarray) -> "Difference":
+        """That of some of the quantities."""
+        return self._each(lambda name: getattr(self, name)[places])
+
+    def beside(self, other: "Difference") -> "Difference":
+        """That of the quantities of both."""
+        return self._each(lambda name: np.append(getattr(self, name), getattr(other, name)))
+
+    def _each(self, part: Callable[[str], np.ndarray]) -> "Difference":
+        return dataclasses.replace(self, **{name: part(name) for name in ("before", "after", "error", "freedom")})
+
+    def p(self) -> np.ndarray:
+        """The probability of a difference so large, to either side, if there were none; NaN where it is not known."""
+        return student_tail(_ratio(np.abs(self.change), self.error), self.freedom)
+
+    def interval(self, confidence: float) -> tuple[np.ndarray, np.ndarray]:
+        """The ends of the confidence interval of the difference."""
+        half = student_quantile(1 - confidence, self.freedom) * self.error
+        return self.change - half, self.change + half
+
+
+def difference(before: Sequence[np.ndarray], after: Sequence[np.ndarray], *, trim: float = 0.0) -> Difference:
+    """Compares the means of two sides.
+
+    Args:
+      before, after: of each capture the samples in the order in which they were taken, [step, quantity].
+      trim: the share of the samples of a capture that is left out at either end.
+    """
+    sides = [[_Mean.of(samples, trim) for samples in side] for side in (before, after)]
+    first, second = (np.stack([each.mean for each in side]) for side in sides)
+    of_captures = min(len(first), len(second)) > 1
+    if of_captures:
+        count = len(first) + len(second) - 2
+        squares = sum(((means - means.mean(axis=0)) ** 2).sum(axis=0) for means in (first, second))
+        error = np.sqrt(squares / count * (1 / len(first) + 1 / len(second)))
+        freedom = np.full(error.shape, float(count))
+    else:
+        variances = [each.variance / len(side) ** 2 for side in sides for each in side]
+        error, freedom = _welch(np.stack(variances), np.stack([each.freedom for side in sides for each in side]))
+    return Difference(first.mean(axis=0), second.mean(axis=0), error, freedom, of_captures)
+
+
+@dataclass(frozen=True)
+class _Mean:
+    """The means of a capture's samples, the variances of these means, and how well those are known."""
+
+    mean: np.ndarray
+    variance: np.ndarray
+    freedom: np.ndarray
+
+    @classmethod
+    def of(cls, samples: np.ndarray, trim: float) -> "_Mean":
+        """NaN for variances that one sample alone does not show."""
+        count = len(samples)
+        left_out = int(trim * count)
+        kept = count - 2 * left_out
+        ordered = np.sort(samples, axis=0)
+        mean = ordered[left_out : count - left_out].mean(axis=0)
+        if count < 2:
+            return cls(mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan))
+        winsorized = np.clip(samples, ordered[left_out], ordered[count - left_out - 1])
+        centred = winsorized - winsorized.mean(axis=0)
+        squares = (centred**2).sum(axis=0)
+        freedom = np.maximum(kept / _alike(centred) - 1, _LEAST_FREEDOM)
+        return cls(mean, squares / kept / freedom, freedom)
+
+
+def _alike(centred: np.ndarray) -> np.ndarray:
+    """How many samples say as much about their mean as one that is independent of its neighbours, 1 or more.
+
+    The correlations are summed in pairs of lags for as long as a pair is positive.
+    """
+    count = len(centred)
+    squares = (centred**2).sum(axis=0)
+    total, positive = np.full(squares.shape, -1.0), np.ones(squares.shape, bool)
+    for lag in range(0, max(count // 2, 1), 2):
+        products = sum((centred[each:] * centred[: count - each]).sum(axis=0) for each in (lag, lag + 1))
+        pair = np.divide(products, squares, out=np.zeros_like(squares), where=squares > 0) + _BIASED / count
+        positive &= pair > 0
+        total += np.where(positive, 2 * pair, 0.0)
+    return np.maximum(total, 1.0)
+
+
+_BIASED: Final = 2.0  # each estimated correlation is too small by about one over the number of samples
+_LEAST_FREEDOM: Final = 1.0  # however alike neighbouring steps are
+
+
+def _welch(variances: np.ndarray, freedoms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The error of a sum of independent parts, and its degrees of freedom."""
+    total = variances.sum(axis=0)
+    weights = (variances**2 / freedoms).sum(axis=0)
+    return np.sqrt(total), np.divide(total**2, weights, out=np.full_like(total, freedoms.min()), where=weights > 0)
+
+
+def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    """Infinite over zero, and zero over zero is zero: what never varies and differs, differs for certain."""
+    quotient = np.divide(numerator, denominator, out=np.full_like(denominator, np.inf), where=denominator != 0)
+    return np.where((numerator == 0) & (denominator == 0), 0.0, quotient)
+
+
+def against_peers(found: Difference, peers: Difference, own: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Each difference beyond what its peers' would make it, relative to the means before; and the probability of that.
+
+    The median of the peers' relative differences and the upper quartile of their distances from it are the location and
+    the spread of the empirical null distribution (Efron): up to a quarter of the peers may have changed otherwise.
+
+    Args:
+      own: of each difference the peers that are part of it, and no peers of it therefore.
+
+    Returns:
+      NaN where there are fewer than three peers.
+    """
+    relative = peers.change / peers.before
+    beyond, p = np.full((2, *found.before.shape), np.nan)
+    for place, parts in enumerate(own):
+        others = np.delete(relative, list(parts))
+        if len(others) < _LEAST_PEERS:
+            continue
+        median = np.median(others)
+        spread = np.quantile(np.abs(others - median), 0.75) / _NORMAL * np.sqrt(1 + math.pi / 2 / len(others))
+        variances = np.array([[found.error[place]], [spread * found.before[place]]]) ** 2
+        error, freedom = _welch(variances, np.array([[found.freedom[place]], [_EFFICIENCY * (len(others) - 1)]]))
+        beyond[place] = found.change[place] - median * found.before[place]
+        p[place] = student_tail(_ratio(np.abs(beyond[place : place + 1]), error), freedom)[0]
+    return beyond, p
+
+
+_LEAST_PEERS: Final = 3
+_NORMAL: Final = 1.1503  # that quartile of a normal distribution over its standard deviation
+_EFFICIENCY: Final = 0.5  # of the quartile as an estimate of it, rounded down
+
+
+def adjusted(p: np.ndarray) -> np.ndarray:
+    """P-values after Benjamini and Hochberg: naming all below q lets a share q of what is named be false. NaN stays."""
+    result = np.full(p.shape, np.nan)
+    rows = np.flatnonzero(~np.isnan(p))
+    order = rows[np.argsort(p[rows])]
+    scaled = p[order] * len(order) / np.arange(1, len(order) + 1)
+    result[order] = np.minimum.accumulate(scaled[::-1])[::-1].clip(max=1.0)
+    return result
+
+
+def student_tail(distance: np.ndarray, freedom: np.ndarray) -> np.ndarray:
+    """The probability that Student's t is farther than `distance` from zero, on either side; NaN stays."""
+    distance, freedom = np.broadcast_arrays(np.asarray(distance, float), np.asarray(freedom, float))
+    square = np.minimum(distance, _FAR) ** 2
+    return np.where(np.isinf(distance), 0.0, _beta(freedom / (freedom + square), freedom / 2, 0.5))
+
+
+def student_quantile(tail: float, freedom: np.ndarray) -> np.ndarray:
+    """The distance from zero beyond which Student's t is with the probability `tail`; NaN stays."""
+    low, high = np.zeros(np.shape(freedom)), np.full(np.shape(freedom), _FAR)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        beyond = student_tail(middle, freedom) > tail
+        low, high = np.where(beyond, middle, low), np.where(beyond, high, middle)
+    return np.where(np.isnan(freedom), np.nan, high)
+
+
+_FAR: Final = 1e6
+_HALVINGS: Final = 40
+_TERMS: Final = 80  # of the continued fraction; it converges in about the square root of the larger parameter
+
+
+def _beta(x: np.ndarray, a: np.ndarray, b: float) -> np.ndarray:
+    """The regularized incomplete beta function, by its continued fraction (Abramowitz and Stegun, 26.5.8)."""
+    a, b_, x = np.broadcast_arrays(a, np.float64(b), x)
+    flip = x > (a + 1) / (a + b_ + 2)
+    one, two, place = np.where(flip, b_, a), np.where(flip, a, b_), np.where(flip, 1 - x, x)
+    gamma = np.vectorize(math.lgamma, otypes=[float])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        front = np.exp(gamma(one + two) - gamma(one) - gamma(two) + one * np.log(place) + two * np.log1p(-place)) / (
+            one * _fraction(place, one, two)
+        )
+    return np.where(flip, 1 - front, front)
+
+
+def _fraction(x: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """1 + d1 / (1 + d2 / (1 + ...)), from its far end."""
+    value = np.ones_like(x)
+    for term in range(_TERMS, 0, -1):
+        half = term // 2
+        if term % 2:
+            step = -(a + half) * (a + b + half) * x / ((a + term - 1) * (a + term))
+        else:
+            step = half * (b - half) * x / ((a + term - 1) * (a + term))
+        value = 1 + step / value
+    return value

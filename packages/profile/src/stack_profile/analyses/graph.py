@@ -1,0 +1,349 @@
+"""The neighbourhood of an instruction in its program: what it reads, what reads it, what its fusions fuse.
+
+Rows are a tree as a terminal shows it, every instruction once; `operands` are the edges of the graph behind it. What
+only passes values on, tuples and bitcasts, is an edge and no instruction; constants are left out, and the arithmetic of
+indices in fusions. FLOPs and bytes are those of one execution, times those of all.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from stack_core.errors import UnknownName, nearest
+from stack_profile.analyses.ops import chosen_devices
+from stack_profile.answer import Answer, number
+from stack_profile.errors import ProfileError
+from stack_profile.hlo import Program
+from stack_profile.operations import Operation, Ops
+from stack_profile.trace import Trace
+
+if TYPE_CHECKING:
+    from stack_core.hardware.hlo import ArrayShape, Computation, Instruction, Module
+    from stack_core.hardware.hlo_costs import InstructionCost
+
+__all__ = ["GraphRow", "dot", "graph"]
+
+
+@dataclass(frozen=True)
+class GraphRow:
+    """An instruction.
+
+    Attributes:
+      tree: where it hangs below the one that was asked for, and whether what is above reads, is read by or fuses it.
+      opcode: of a parameter with the name of the argument.
+      shape: with its layout, the fastest axis first; of a tuple how many arrays it has.
+      result_bytes: of what it makes.
+      flops, traffic_bytes: of one execution; None where the program does not say, as for the bytes of what is fused.
+      self_s: on all devices; None for what has no event of its own, such as what is fused.
+      busy_share: of `busy_s`, the time in which any operation ran.
+      distance: how many instructions away: negative for what is read, positive for what reads.
+      fusion: the one that it is a part of; "" for what runs for itself.
+      operands: names of the instructions that it reads; of what is fused also those that the fusion reads.
+    """
+
+    tree: str
+    name: str
+    opcode: str
+    shape: str
+    result_bytes: int
+    flops: int | None
+    traffic_bytes: int | None
+    self_s: float | None
+    busy_share: float | None
+    occurrences: int | None
+    line: str
+    distance: int
+    fusion: str
+    operands: tuple[str, ...]
+
+
+def graph(
+    trace: Trace,
+    *,
+    op: str | None = None,
+    line: str | None = None,
+    depth: int = 2,
+    fusions: bool = True,
+    device: str | None = None,
+) -> Answer[GraphRow]:
+    """Show what an instruction reads, what reads it, and what its fusions fuse.
+
+    Args:
+      op: its name, such as fusion.3, by default the one that took the most time.
+      line: a Python line on its stack instead, such as model.py:12; of several the one that took the most time.
+      depth: how many instructions away the neighbours are.
+      fusions: show what they fuse.
+      device: one device instead of all of them.
+
+    Raises:
+      UnknownName: there is no such instruction, line or device.
+      ProfileError: `depth` is negative.
+    """
+    if depth < 0:
+        raise ProfileError(f"depth is {depth}; it counts instructions, from 0 on.")
+    devices = chosen_devices(trace, device)
+    measured = _measured(devices)
+    chosen = _chosen(trace, measured, op, line)
+    if chosen is None:
+        note = "No data: the trace has no operations whose program it holds and this version of XLA can read."
+        return Answer("graph", {"devices": len(devices)}, GraphRow, (), (note, *trace.problems))
+    busy_s = sum((each.busy_s for each in devices), 0.0)
+    program, name = chosen
+    nodes = _Nodes.of(program, {key[1]: took for key, took in measured.items() if key[0] == id(program)}, busy_s)
+    rows = tuple(nodes.tree(name, depth, fusions=fusions))
+    return Answer(
+        name="graph",
+        facts={
+            "program": program.name,
+            "instruction": name,
+            "computation": nodes.home[name].name,
+            "line": rows[0].line,
+            "self_s": rows[0].self_s,
+            "busy_s": busy_s,
+            "instructions": len(rows),
+        },
+        row_type=GraphRow,
+        rows=rows,
+        notes=("FLOPs and bytes are of one execution, times of all; shares are of busy.", *trace.problems),
+    )
+
+
+def dot(answer: Answer[GraphRow]) -> Iterator[str]:
+    """The rows as a graph for Graphviz: fusions are boxes around what they fuse, darker where more time went."""
+    yield 'digraph {\n  rankdir=TB; node [shape=box, style=filled, fontname="sans-serif"];\n'
+    fused: dict[str, list[GraphRow]] = {}
+    for row in answer.rows:
+        fused.setdefault(row.fusion, []).append(row)
+    names = {row.name for row in answer.rows}
+    for place, (fusion, rows) in enumerate(fused.items()):
+        if fusion:
+            yield f"  subgraph cluster_{place} {{ label={_quoted(fusion)};\n"
+        for row in rows:
+            color = f'"0.05 {row.busy_share or 0.0:.2f} 1.00"'  # hue, saturation, value
+            yield f"    {_quoted(row.name)} [label={_quoted(_caption(row))}, fillcolor={color}];\n"
+        if fusion:
+            yield "  }\n"
+    for row in answer.rows:
+        sources = [name for name in row.operands if name in names]
+        yield "".join(f"  {_quoted(source)} -> {_quoted(row.name)};\n" for source in sources)
+        if row.fusion and row is fused[row.fusion][-1]:
+            yield f"  {_quoted(row.name)} -> {_quoted(row.fusion)} [style=dotted];\n"
+    yield "}\n"
+
+
+def _caption(row: GraphRow) -> str:
+    took = f"\n{number('_s', row.self_s)}" if row.self_s is not None else ""
+    return f"{row.name}\n{row.opcode} {row.shape}\n{row.line}{took}"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+
+
+@dataclass(frozen=True)
+class _Took:
+    operation: Operation
+    self_s: float
+    occurrences: int
+
+
+def _measured(devices: Iterable[Ops]) -> Mapping[tuple[int, str], _Took]:
+    """What each instruction took on all devices, by its program and name; of programs that the trace holds."""
+    found: dict[tuple[int, str], _Took] = {}
+    for each in devices:
+        for operation, self_s, count in each.totals():
+            if operation.program is not None and operation.instruction is not None:
+                key = id(operation.program), operation.instruction.name
+                before = found.get(key, _Took(operation, 0.0, 0))
+                found[key] = _Took(operation, before.self_s + self_s, before.occurrences + count)
+    return found
+
+
+def _chosen(
+    trace: Trace, measured: Mapping[tuple[int, str], _Took], op: str | None, line: str | None
+) -> tuple[Program, str] | None:
+    """The program and the name of the instruction that is asked for; None where no program can be read."""
+    readable = {id(program): program for program in trace.programs if program.module is not None}
+    if not readable:
+        return None
+    found = [(took.self_s, *key) for key, took in measured.items() if key[0] in readable]
+    if op is not None:
+        wanted = op.rpartition(": ")[2].removeprefix("%")
+        found = [each for each in found if each[2] == wanted]
+        found += [(-1.0, key, wanted) for key, program in readable.items() if wanted in _names(program)]
+        known = sorted({name for program in readable.values() for name in _names(program)})
+        what, given = "instruction", op
+    elif line is not None:
+        lines = {key: _lines(took.operation) for key, took in measured.items()}
+        found = [each for each in found if any(name.endswith(f"/{line.lstrip('/')}") for name in lines[each[1:]])]
+        known = sorted({name.rpartition("/")[2] for names in lines.values() for name in names})
+        what, given = "operation of line", line
+    else:
+        found = [each for each in found if not measured[each[1], each[2]].operation.runs_others] or found
+        return (readable[max(found)[1]], max(found)[2]) if found else None
+    if not found:
+        raise UnknownName(f"The trace holds no {what} {given!r}.{nearest(given, known)} `ops` lists what ran.")
+    return readable[max(found)[1]], max(found)[2]
+
+
+def _lines(operation: Operation) -> list[str]:
+    """All lines on the stack of an operation, each after a slash."""
+    return [f"/{frame}" for frame in operation.instruction.frames] if operation.instruction else []
+
+
+def _names(program: Program) -> set[str]:
+    computations = program.module.computations.values() if program.module else ()
+    return {name for computation in computations for name in computation.instructions}
+
+
+_PASSED: Final = frozenset({"get-tuple-element", "tuple", "bitcast", "opt-barrier"})
+_LEFT_OUT: Final = frozenset({"constant", "iota", "partition-id", "replica-id", "after-all"})
+_STATES: Final = ("parameter", "while")  # whose results are tuples of much that has nothing to do with each other
+_INDEX_BYTES: Final = 8
+_INDICES: Final = ("s32", "u32", "s64", "u64", "pred")
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """The instructions of a program, as rows of a tree.
+
+    Attributes:
+      home: the computation of each instruction.
+    """
+
+    program: Program
+    module: "Module"
+    costs: "Mapping[str, InstructionCost]"
+    measured: Mapping[str, _Took]
+    busy_s: float
+    home: "Mapping[str, Computation]"
+
+    @classmethod
+    def of(cls, program: Program, measured: Mapping[str, _Took], busy_s: float) -> "_Nodes":
+        from stack_core.hardware.hlo_costs import instruction_costs  # imports jax
+
+        module = program.module
+        assert module is not None, "programs that cannot be read are not chosen"
+        home = {name: each for each in module.computations.values() for name in each.instructions}
+        return cls(program, module, instruction_costs(module), measured, busy_s, home)
+
+    def tree(self, name: str, depth: int, *, fusions: bool) -> Iterator[GraphRow]:
+        """The instruction and its neighbours; each of them hangs where it is nearest."""
+        seen = {name}
+        children: dict[str, list[tuple[str, int]]] = {}
+        for sign, neighbours in ((-1, self.reads), (1, self.readers)):
+            wave = [name]
+            for distance in range(1, depth + 1):
+                following = []
+                for parent in wave:
+                    new = [each for each in neighbours(parent) if each not in seen]
+                    seen.update(new)
+                    children.setdefault(parent, []).extend((each, sign * distance) for each in new)
+                    following += new
+                wave = following
+        yield from self._branch((name, 0), children, ("*", ""), fusions=fusions)
+
+    def _branch(
+        self,
+        node: tuple[str, int],
+        children: Mapping[str, list[tuple[str, int]]],
+        indent: tuple[str, str],
+        *,
+        fusions: bool,
+    ) -> Iterator[GraphRow]:
+        """An instruction, given with its distance, and all below it; `indent` is that of its line and of the others."""
+        name, distance = node
+        yield self._row(name, distance, indent[0])
+        inside = self._fused(name, distance) if fusions else []
+        below = children.get(name, [])
+        for row in inside:
+            last = row is inside[-1] and not below
+            yield replace(row, tree=f"{indent[1]}{'└─ ' if last else '├─ '}fuses")
+        for child in below:
+            own, further = ("└─ ", "   ") if child is below[-1] else ("├─ ", "│  ")
+            way = "reads" if child[1] < 0 else "read by"
+            yield from self._branch(child, children, (f"{indent[1]}{own}{way}", indent[1] + further), fusions=fusions)
+
+    def reads(self, name: str) -> list[str]:
+        """What an instruction reads, through tuples and bitcasts; of loops and their states single values."""
+        found: dict[str, None] = {}
+        home = self.home[name]
+        for operand in home.operands(home.instructions[name]):
+            is_part = any(each.opcode in _STATES for each in home.operands(operand))
+            passed = self.reads(operand.name) if operand.opcode in _PASSED and not is_part else [operand.name]
+            found.update(dict.fromkeys(each for each in passed if _is_shown(home.instructions[each])))
+        return list(found)
+
+    def readers(self, name: str) -> list[str]:
+        """What reads an instruction, through tuples and bitcasts; the tuple that a computation returns is a reader."""
+        found: dict[str, None] = {}
+        home = self.home[name]
+        for user in home.users[name]:
+            passed = user.opcode in _PASSED and user.name != home.root.name
+            found.update(dict.fromkeys(self.readers(user.name) if passed else [user.name]))
+        return list(found)
+
+    def _row(self, name: str, distance: int, tree: str) -> GraphRow:
+        instruction, known = self.home[name].instructions[name], self.program.instructions.get(name)
+        took, cost = self.measured.get(name), self.costs.get(name)
+        source = known.source() if known else None
+        argument = f" {known.argument}" if known and known.argument else ""
+        return GraphRow(
+            tree=tree,
+            name=name,
+            opcode=instruction.opcode + argument,
+            shape=_shape(instruction.shapes),
+            result_bytes=sum(shape.bytes for shape in instruction.shapes),
+            flops=cost.flops.total if cost else None,
+            traffic_bytes=cost.traffic_bytes if cost else None,
+            self_s=took.self_s if took else None,
+            busy_share=took.self_s / self.busy_s if took and self.busy_s else None,
+            occurrences=took.occurrences if took else None,
+            line=str(source) if source else "",
+            distance=distance,
+            fusion="",
+            operands=tuple(self.reads(name)),
+        )
+
+    def _fused(self, name: str, distance: int) -> list[GraphRow]:
+        """What a fusion fuses, in the order of the program; what only passes values on is left out."""
+        from stack_core.hardware.hlo_costs import instruction_flops  # imports jax
+
+        fusion = self.home[name].instructions[name]
+        if fusion.operation != "fusion":
+            return []
+        outside = dict(zip(self._parameters(fusion), self.home[name].operands(fusion), strict=False))
+        rows = []
+        for part, computation in self.module.inside(fusion):
+            row = self._row(part.name, distance, "")
+            is_index = row.result_bytes <= _INDEX_BYTES and part.shapes[0].dtype in _INDICES
+            is_filled = part.opcode == "broadcast" and not row.operands
+            if not (part.opcode in _PASSED | _LEFT_OUT | {"parameter"} or is_index or is_filled):
+                operands = [operand for each in row.operands for operand in self._outside(each, outside)]
+                flops = instruction_flops(part, computation).total
+                rows.append(replace(row, fusion=name, flops=flops, operands=tuple(dict.fromkeys(operands))))
+        return rows
+
+    def _parameters(self, fusion: "Instruction") -> tuple[str, ...]:
+        (called,) = fusion.called("calls")
+        return tuple(parameter.name for parameter in self.module.computations[called].parameters)
+
+    def _outside(self, name: str, outside: "Mapping[str, Instruction]") -> list[str]:
+        """The operand of the fusion that a parameter inside stands for; anything else stands for itself."""
+        if name not in outside:
+            return [name]
+        operand = outside[name]
+        return self.reads(operand.name) if operand.opcode in _PASSED else [operand.name]
+
+
+def _is_shown(instruction: "Instruction") -> bool:
+    """Neither a constant nor the whole state of a loop, of which the parts are shown."""
+    is_state = instruction.opcode == "parameter" and len(instruction.shapes) != 1
+    return instruction.opcode not in _LEFT_OUT and not is_state
+
+
+def _shape(shapes: "Sequence[ArrayShape]") -> str:
+    if len(shapes) != 1:
+        return f"{len(shapes)} arrays"
+    layout = f"{{{shapes[0].layout}}}" if shapes[0].layout else ""
+    return f"{shapes[0].dtype}[{','.join(map(str, shapes[0].dims))}]{layout}"

@@ -1,10 +1,15 @@
 """What the CPU implementations of all ops share."""
 
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
 from stack_core.abi import OpCall
 from stack_core.hardware import Chip
 from stack_core.ops.building import is_quantized
 
-__all__ = ["on_cpu", "on_cpu_unquantized"]
+__all__ = ["as_bits", "from_bits", "on_cpu", "on_cpu_unquantized"]
 
 
 def on_cpu(call: OpCall, chip: Chip) -> bool | str:
@@ -16,3 +21,17 @@ def on_cpu_unquantized(call: OpCall, chip: Chip) -> bool | str:
     """`on_cpu`, for implementations that take no quantized operand."""
     quantized = [name for name, array in call.arrays.items() if is_quantized(array)]
     return f"{' and '.join(quantized)} is quantized" if quantized else on_cpu(call, chip)
+
+
+def as_bits(array: Any) -> Any:
+    """bf16 as integers, for what a loop hands on; other dtypes as they are.
+
+    XLA's CPU backend of jax 0.10 keeps the bf16 that loops carry, read and stack in fp32, and rounds all of it again in
+    every turn.
+    """
+    return lax.bitcast_convert_type(array, jnp.uint16) if array.dtype == jnp.bfloat16 else array
+
+
+def from_bits(array: Any, dtype: Any) -> Any:
+    """The inverse of `as_bits`, of an array that was of `dtype`."""
+    return lax.bitcast_convert_type(array, dtype) if array.dtype != dtype else array

@@ -75,21 +75,6 @@ def test_tables_are_exported_merged_and_listed(module: Path, capsys: pytest.Capt
     assert f"{table.chip}: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("target", "expected"),
-    [
-        ("model.py:layers", r"has no function 'layers'. Did you mean 'layer'"),
-        ("model.py", "names no function of a file; write FILE.py:fn"),
-        ("absent.py:layer", "names no function of a file"),
-        ("bare.py:layer", r"takes x, weight, and its file has no example_args\(\)"),
-    ],
-)
-def test_what_names_no_function_is_an_error(module: Path, target: str, expected: str) -> None:
-    (module.parent / "bare.py").write_text("def layer(x, weight, scale=1): return x\n")
-    with pytest.raises(TuningError, match=expected):
-        tune(str(module.parent / target))
-
-
 def test_there_is_nothing_to_export_before_anything_was_measured(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STACK_TUNED_TABLES", "")
     with pytest.raises(TuningError, match="Nothing was measured on"):

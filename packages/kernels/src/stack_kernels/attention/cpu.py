@@ -16,7 +16,7 @@ from stack_core.mesh import parts_of
 from stack_core.ops.building import vary_alike
 from stack_kernels.attention.few_queries import are_few, attend_few
 from stack_kernels.attention.tiles import Operands, Tiles, attend, gradients
-from stack_kernels.cpu import on_cpu
+from stack_kernels.cpu import as_bits, from_bits, on_cpu
 
 __all__ = ["CPU", "TileConfig"]
 
@@ -165,15 +165,19 @@ def _over_batch(function: Callable[[Operands], Any], batch_rows: int, operands: 
     moving = {name: x for name, x in operands.items() if x is not None and x.shape[0] == batch}
     fixed = {name: x for name, x in operands.items() if name not in moving}
 
-    def visit(total: Any, part: Operands) -> tuple[Any, Any]:
-        stacked, added = function({**fixed, **part})
-        return jax.tree.map(jnp.add, total, added), stacked
+    def of_part(part: Operands) -> tuple[Any, Any]:
+        return function({**fixed, **{name: from_bits(x, moving[name].dtype) for name, x in part.items()}})
 
-    parts = {name: x.reshape(-1, batch_rows, *x.shape[1:]) for name, x in moving.items()}
-    added = jax.eval_shape(lambda: function({**fixed, **{name: x[0] for name, x in parts.items()}}))[1]
+    def visit(total: Any, part: Operands) -> tuple[Any, Any]:
+        stacked, added = of_part(part)
+        return jax.tree.map(jnp.add, total, added), jax.tree.map(as_bits, stacked)
+
+    parts = {name: as_bits(x.reshape(-1, batch_rows, *x.shape[1:])) for name, x in moving.items()}
+    shapes, added = jax.eval_shape(of_part, {name: x[0] for name, x in parts.items()})
     start = vary_alike(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), added), operands)[0]
     total, stacked = lax.scan(visit, start, parts)
-    return jax.tree.map(lambda x: x.reshape(batch, *x.shape[2:]), stacked), total
+    whole = jax.tree.map(lambda x, shape: from_bits(x, shape.dtype).reshape(batch, *x.shape[2:]), stacked, shapes)
+    return whole, total
 
 
 def _head_major(tiles: Tiles, part: Operands) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """`stack tune`: measures what could compute a function's ops, and keeps what is fastest."""
 
 import contextlib
-import importlib.util
-import inspect
 import json as json_format
 import math
 import sys
@@ -14,15 +12,14 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from stack_core.errors import TuningError, nearest
+from stack_core.errors import TuningError
+from stack_core.named_function import named_function
 
 if TYPE_CHECKING:
     from stack_kernels.tuning.search import Job, TuneReport
     from stack_kernels.tuning.tables import Measurement, Table
 
 __all__ = ["tune"]
-
-_ARGUMENTS = "example_args"
 
 
 def tune(
@@ -56,7 +53,7 @@ def tune(
         _merge(merge, out)
     report = None
     if target is not None:
-        fn, arguments = _function(target)
+        fn, arguments = named_function(target)
         from stack_kernels.tuning.search import tune as search
 
         with _progress() as progress:
@@ -72,43 +69,6 @@ def tune(
         _print_known(console)
     if report and report.interrupted:
         sys.exit(130)
-
-
-def _function(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function that FILE.py:fn names, and its arguments."""
-    path, separator, name = target.rpartition(":")
-    if not separator or not Path(path).is_file():
-        raise TuningError(f"{target!r} names no function of a file; write FILE.py:fn, with a file that exists.")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None:
-        raise TuningError(f"{path!r} is no Python file.")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    fn = getattr(module, name, None)
-    if not callable(fn):
-        functions = [each for each, value in vars(module).items() if callable(value)]
-        raise TuningError(f"{path!r} has no function {name!r}.{nearest(name, functions)}")
-    return fn, _arguments(module, fn, target)
-
-
-def _arguments(module: Any, fn: Callable[..., Any], target: str) -> tuple[Any, ...]:
-    if hasattr(module, _ARGUMENTS):
-        arguments = getattr(module, _ARGUMENTS)()
-        return arguments if isinstance(arguments, tuple) else (arguments,)
-    required = [
-        parameter.name
-        for parameter in inspect.signature(fn).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if required:
-        raise TuningError(
-            f"{target} takes {', '.join(required)}, and its file has no {_ARGUMENTS}(). Define one that returns the "
-            "tuple of arguments; jax.ShapeDtypeStruct(shape, dtype) does for an array."
-        )
-    return ()
 
 
 @contextlib.contextmanager

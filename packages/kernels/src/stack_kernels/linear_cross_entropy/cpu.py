@@ -24,7 +24,7 @@ from jax import lax
 from stack_core.abi import AUTODIFF, OpImplementation
 from stack_core.mesh import constrain, parts_of
 from stack_core.ops.building import accurate_dtype, dequantize, vary_alike
-from stack_kernels.cpu import on_cpu
+from stack_kernels.cpu import as_bits, from_bits, on_cpu
 from stack_kernels.linear.product import transposed
 
 __all__ = ["CPU", "Chunks"]
@@ -54,6 +54,7 @@ class _Loss:
     Attributes:
       chunks: of rows, each of as many.
       width: the columns of every tile; the last overlaps the one before if it does not divide the vocabulary.
+      dtype: of the weight, whose `as_bits` the loops read.
     """
 
     z_loss: float
@@ -61,6 +62,7 @@ class _Loss:
     vocab: int
     chunks: int
     width: int
+    dtype: Any
 
 
 class _Rows(NamedTuple):
@@ -85,7 +87,8 @@ def _cpu(
     weight = dequantize(weight, hidden.dtype)
     embed, vocab = weight.shape
     parts = parts_of("batch") if labels.size % parts_of("batch") == 0 else 1
-    loss = _Loss(z_loss, label_smoothing, vocab, *_divided(labels.size // parts, vocab, hidden.dtype, config))
+    divided = _divided(labels.size // parts, vocab, hidden.dtype, config)
+    loss = _Loss(z_loss, label_smoothing, vocab, *divided, weight.dtype)
     counted = labels != ignore_index
     shares = counted.astype(accurate_dtype(hidden.dtype))
     if reduction == "mean":
@@ -136,9 +139,10 @@ def _summed(losses: Any, rows: _Rows) -> Any:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses(loss: _Loss, rows: _Rows, weight: Any) -> Any:
     """The loss of each row, whatever its share."""
+    bits = as_bits(weight)
 
     def of_chunk(chunk: _Rows) -> Any:
-        seen = lax.map(lambda tile: _read_tile(loss, chunk, weight, tile)[0], _tiles(loss))
+        seen = lax.map(lambda tile: _read_tile(loss, chunk, bits, tile)[0], _tiles(loss))
         return _joined(loss, chunk, seen).losses
 
     return lax.map(of_chunk, _in_chunks(loss, rows)).reshape(-1)[: rows.labels.size]
@@ -162,26 +166,27 @@ def _losses_and_gradients(loss: _Loss, rows: _Rows, weight: Any) -> Any:
     chunks = _in_chunks(loss, rows)
     alone = chunks.labels.shape[0] == 1
     start = jnp.zeros_like(weight, dtype=weight.dtype if alone else accurate_dtype(weight.dtype))
+    bits = as_bits(weight)
 
     def add_chunk(of_weight: Any, chunk: _Rows) -> Any:
-        return _add_chunk(loss, chunk, weight, of_weight)
+        return _add_chunk(loss, chunk, bits, of_weight)
 
     of_weight, by_chunk = lax.scan(add_chunk, start, chunks)
     losses, of_hidden = (x.reshape(-1, *x.shape[2:])[: rows.labels.size] for x in by_chunk)
     return losses, of_hidden, of_weight.astype(weight.dtype)
 
 
-def _add_chunk(loss: _Loss, chunk: _Rows, weight: Any, of_weight: Any) -> Any:
+def _add_chunk(loss: _Loss, chunk: _Rows, bits: Any, of_weight: Any) -> Any:
     """`of_weight` with what the chunk adds to it; the losses [rows] and the gradient of `hidden`."""
-    seen, exponentials = lax.map(lambda tile: _read_tile(loss, chunk, weight, tile), _tiles(loss))
+    seen, exponentials = lax.map(lambda tile: _read_tile(loss, chunk, bits, tile), _tiles(loss))
     joined = _joined(loss, chunk, seen)
-    columns_first = transposed(chunk.hidden.astype(_product_dtype(weight.dtype)))
+    columns_first = transposed(chunk.hidden.astype(_product_dtype(loss.dtype)))
 
     def add_tile(carry: Any, tile: Any) -> Any:
         of_hidden, of_weight = carry
         index, largest, exponentials = tile
-        begin, block, columns = _columns(loss, weight, index)
-        exponentials = lax.bitcast_convert_type(exponentials, block.dtype)
+        begin, block, columns = _columns(loss, bits, index)
+        exponentials = from_bits(exponentials, block.dtype)
         share = jnp.maximum(jnp.exp(largest - joined.log_partition), _LEAST_SHARE)
         slopes = _slopes(loss, chunk, joined, exponentials, columns, share)
         scale = share * chunk.shares
@@ -206,9 +211,9 @@ class _Seen(NamedTuple):
     logit_total: Any
 
 
-def _read_tile(loss: _Loss, rows: _Rows, weight: Any, tile: Any) -> tuple[_Seen, Any]:
-    """What is kept of a tile's logits: a few numbers a row, and e [rows, columns]."""
-    begin, block, columns = _columns(loss, weight, tile)
+def _read_tile(loss: _Loss, rows: _Rows, bits: Any, tile: Any) -> tuple[_Seen, Any]:
+    """What is kept of a tile's logits: a few numbers a row, and e [rows, columns] as bits."""
+    begin, block, columns = _columns(loss, bits, tile)
     logits = _product("re,ev->rv", rows.hidden.astype(block.dtype), block)
     logit_total = jnp.sum(jnp.where(columns < 0, 0, logits), axis=-1) if loss.label_smoothing else None
     if loss.vocab % loss.width:
@@ -218,13 +223,8 @@ def _read_tile(loss: _Loss, rows: _Rows, weight: Any, tile: Any) -> tuple[_Seen,
     place = jnp.clip(rows.labels - begin, 0, loss.width - 1)
     label_logit = jnp.take_along_axis(logits, place[:, None], axis=-1)[:, 0]
     label_logit = jnp.where(columns[place] == rows.labels, label_logit, 0)
-    kept = _as_bits(exponentials.astype(block.dtype))
+    kept = as_bits(exponentials.astype(block.dtype))
     return _Seen(largest, jnp.sum(exponentials, axis=-1), label_logit, logit_total), kept
-
-
-def _as_bits(array: Any) -> Any:
-    """bf16 as integers: what loops hand on in bf16, XLA's CPU backend of jax 0.10 keeps in fp32."""
-    return lax.bitcast_convert_type(array, jnp.uint16) if array.dtype == jnp.bfloat16 else array
 
 
 class _Joined(NamedTuple):
@@ -285,12 +285,12 @@ def _tiles(loss: _Loss) -> Any:
     return jnp.arange(-(-loss.vocab // loss.width), dtype=jnp.int32)
 
 
-def _columns(loss: _Loss, weight: Any, tile: Any) -> tuple[Any, Any, Any]:
+def _columns(loss: _Loss, bits: Any, tile: Any) -> tuple[Any, Any, Any]:
     """Where a tile begins, its columns of the weight, and their numbers, -1 for those of the tile before."""
     begin = jnp.minimum(tile * loss.width, loss.vocab - loss.width)
     numbers = begin + jnp.arange(loss.width, dtype=jnp.int32)
-    block = lax.dynamic_slice_in_dim(weight, begin, loss.width, axis=1).astype(_product_dtype(weight.dtype))
-    return begin, block, jnp.where(numbers < tile * loss.width, -1, numbers)
+    block = from_bits(lax.dynamic_slice_in_dim(bits, begin, loss.width, axis=1), loss.dtype)
+    return begin, block.astype(_product_dtype(loss.dtype)), jnp.where(numbers < tile * loss.width, -1, numbers)
 
 
 def _product_dtype(dtype: Any) -> Any:

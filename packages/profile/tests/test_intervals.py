@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stack_profile.intervals import gaps, nesting, self_times, union
+from stack_profile.intervals import gaps, nesting, self_times, tracks, union
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.booleans()), max_size=12)
 
@@ -58,3 +58,8 @@ def test_a_loop_has_the_time_in_which_its_body_does_not_run():
 def test_nesting_counts_what_is_around():
     starts, ends = np.array([0, 5, 6, 20, 0]), np.array([30, 15, 9, 30, 2])
     assert nesting(starts, ends).tolist() == [0, 1, 2, 1, 1]
+
+
+def test_tracks_are_taken_again_when_they_are_free():
+    starts, ends = np.array([0, 1, 2, 5, 6, 9]), np.array([5, 2, 6, 7, 9, 10])
+    assert tracks(starts, ends).tolist() == [0, 1, 1, 0, 1, 0]

@@ -1,6 +1,5 @@
 """A trace in the formats of other tools: Perfetto, speedscope, flame graphs, spreadsheets."""
 
-import heapq
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -115,7 +114,7 @@ def _device_events(process: int, each: Ops) -> Iterator[str]:
     heads = [_head(process, operation.name, _arguments(operation)) for operation in each.operations]
     columns = (
         each.which.tolist(),
-        _lanes(each).tolist(),
+        each.tracks.tolist(),
         _microseconds(each.start_ps),
         _microseconds(each.end_ps - each.start_ps),
     )
@@ -171,24 +170,6 @@ def _arguments(operation: Operation) -> dict[str, str]:
         "source": str(source) if source else "",
     }
     return {name: value for name, value in known.items() if value}
-
-
-def _lanes(each: Ops) -> np.ndarray:
-    """A track for each row: loops and calls the first ones, operations the first of the others that is free."""
-    outer = np.array([operation.runs_others for operation in each.operations], bool)[each.which]
-    lanes = np.zeros(len(each), np.int64)
-    for first, rows in ((0, np.flatnonzero(outer)), (1, np.flatnonzero(~outer))):
-        free: list[int] = []
-        ends: list[tuple[int, int]] = []
-        for row, start, end in zip(
-            rows.tolist(), each.start_ps[rows].tolist(), each.end_ps[rows].tolist(), strict=True
-        ):
-            while ends and ends[0][0] <= start:
-                heapq.heappush(free, heapq.heappop(ends)[1])
-            lane = heapq.heappop(free) if free else len(ends)
-            lanes[row] = 2 * lane + first  # tracks of the two kinds alternate
-            heapq.heappush(ends, (end, lane))
-    return lanes
 
 
 def _stacks(devices: Iterable[Ops]) -> dict[tuple[str, ...], float]:

@@ -5,9 +5,11 @@ instant belongs to the operations that run in it and run no others, in equal sha
 self times of all operations sum to the time in which any of them ran, the union, whatever the overlap.
 """
 
+import heapq
+
 import numpy as np
 
-__all__ = ["gaps", "nesting", "self_times", "union"]
+__all__ = ["gaps", "nesting", "self_times", "tracks", "union"]
 
 
 def union(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -69,3 +71,16 @@ def _shares(starts: np.ndarray, ends: np.ndarray, taken: np.ndarray) -> np.ndarr
 def _open(starts: np.ndarray, ends: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """How many intervals hold the time after each edge."""
     return np.searchsorted(np.sort(starts), edges, "right") - np.searchsorted(np.sort(ends), edges, "right")
+
+
+def tracks(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """For each interval, in the order of their starts, the first of the tracks 0, 1, ... on which none runs."""
+    places = np.zeros(len(starts), np.int64)
+    free: list[int] = []
+    open_: list[tuple[int, int]] = []
+    for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        while open_ and open_[0][0] <= start:
+            heapq.heappush(free, heapq.heappop(open_)[1])
+        places[row] = heapq.heappop(free) if free else len(open_)
+        heapq.heappush(open_, (end, int(places[row])))
+    return places

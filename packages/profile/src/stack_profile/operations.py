@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from stack_profile.hlo import CONTAINERS, Instruction, Program
-from stack_profile.intervals import union
+from stack_profile.intervals import tracks, union
 from stack_profile.xplane import MISSING
 
 __all__ = ["PICOSECOND", "HostEvents", "Operation", "Ops", "Step", "steps_of"]
@@ -78,6 +78,15 @@ class Ops:
     def covered(self) -> np.ndarray:
         """When any operation ran, as disjoint rows (start, end)."""
         return union(self.start_ps, self.end_ps)
+
+    @functools.cached_property
+    def tracks(self) -> np.ndarray:
+        """A track for each row, on which no other runs at its time: even for loops and calls, odd for all others."""
+        outer = np.array([operation.runs_others for operation in self.operations], bool)[self.which]
+        places = np.zeros(len(self), np.int64)
+        for first, rows in enumerate((np.flatnonzero(outer), np.flatnonzero(~outer))):
+            places[rows] = 2 * tracks(self.start_ps[rows], self.end_ps[rows]) + first
+        return places
 
     @property
     def union_ps(self) -> int:

@@ -22,11 +22,15 @@ def stack_register_analyses(registry: Registrar) -> None:
     """Each is a command `stack profile NAME` and a section of the report."""
     registry.add("overview", "stack_profile.analyses.overview:overview", help="Time the steps, and what they wait for.")
     registry.add("ops", "stack_profile.analyses.ops:ops", help="Show where the devices' time went.")
+    registry.add("timeline", "stack_profile.analyses.timeline:timeline", help="Show what ran when, in a step.")
     registry.add(
         "roofline", "stack_profile.analyses.roofline:roofline", help="Compare operations with the chip's peaks."
     )
     registry.add(
         "memory", "stack_profile.analyses.memory:memory", help="Show what makes the peak of a program's memory."
+    )
+    registry.add(
+        "communication", "stack_profile.analyses.communication:communication", help="Show what devices send each other."
     )
     registry.add(
         "compile", "stack_profile.analyses.compile:compilations", help="Show what was compiled, and why again."

@@ -12,8 +12,10 @@ import numpy as np
 
 from stack_profile.analyses.ops import chosen_devices
 from stack_profile.answer import Answer, number
+from stack_profile.categories import category
 from stack_profile.errors import ProfileError
 from stack_profile.operations import PICOSECOND, HostEvents, Ops, Step
+from stack_profile.plots import Lanes, Span
 from stack_profile.spans import IDLE, Items, cut, items_of
 from stack_profile.trace import Trace
 
@@ -90,7 +92,33 @@ def timeline(
         row_type=TimelineRow,
         rows=rows,
         notes=(*_notes(trace, device, window), *trace.problems),
+        plots=(_drawn_spans(rows), _drawn_operations(ops, window)),
     )
+
+
+def _drawn_spans(rows: Sequence[TimelineRow]) -> Lanes:
+    spans = [
+        Span(row.direction or "idle", row.start_s, row.start_s + row.duration_s, _said(row), row.name) for row in rows
+    ]
+    return Lanes("Passes and layers", spans)
+
+
+def _said(row: TimelineRow) -> str:
+    return " ".join(filter(None, (row.name, row.trips and f"trips {row.trips}", row.heaviest, row.line)))
+
+
+def _drawn_operations(ops: Ops, window: "_Window") -> Lanes:
+    """The operations that start in the window, on as many lanes as run beside each other."""
+    inside = np.flatnonzero((ops.start_ps >= window.start_ps) & (ops.start_ps < window.end_ps))
+    columns = ops.which[inside], ops.tracks[inside], ops.start_ps[inside], ops.end_ps[inside]
+    spans = []
+    for which, track, start, end in sorted(
+        zip(*(column.tolist() for column in columns), strict=True), key=lambda row: row[1]
+    ):
+        operation = ops.operations[which]
+        lane = f"{'operations' if track % 2 else 'loops and calls'} {track // 2 + 1}"
+        spans.append(Span(lane, start * PICOSECOND, end * PICOSECOND, operation.name, category(operation.instruction)))
+    return Lanes("Operations, by category", spans)
 
 
 @dataclass(frozen=True)

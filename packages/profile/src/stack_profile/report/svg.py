@@ -65,7 +65,7 @@ def _bars(plot: Bars) -> Markup | None:
             "svg", *_parts(parts, largest), class_="bar", role="img", aria_label=f"{label}: {number(field, total)}"
         )
         cells += [
-            element("span", label or "(none)", class_="label", title=label),
+            element("span", _short(label, 60) or "(none)", class_="label", title=label),
             bar,
             element("span", number(field, total), class_="value"),
         ]
@@ -106,14 +106,17 @@ class _Axis:
         part = (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
         return self.start + part * (self.end - self.start)
 
-    def ticks(self) -> list[float]:
+    def ticks(self, field: str) -> list[float]:
+        """Round values of a field; bytes are round in units of 1024."""
         if self.log:
             first, last = round(math.log10(self.low)), round(math.log10(self.high))
             return [10.0**power for power in range(first, last + 1, -(-(last - first) // 6) or 1)]
-        step = 10.0 ** math.floor(math.log10((self.high - self.low) / 4))
-        step *= next(each for each in (1, 2, 5, 10) if (self.high - self.low) / (each * step) <= 6)
-        first = math.ceil(self.low / step - 1e-9)
-        return [step * place for place in range(first, math.floor(self.high / step + 1e-9) + 1)]
+        unit = 1024.0 ** int(math.log(self.high, 1024)) if field.endswith("_bytes") and self.high > 1 else 1.0
+        low, high = self.low / unit, self.high / unit
+        step = 10.0 ** math.floor(math.log10((high - low) / 4))
+        step *= next(each for each in (1, 2, 5, 10) if (high - low) / (each * step) <= 6)
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        return [unit * step * place for place in range(first, last + 1)]
 
 
 def _chart(plot: Chart) -> Markup | None:
@@ -149,11 +152,11 @@ def _drawable(series: Series, *, log: bool) -> tuple[Series, Sequence[tuple[floa
 
 def _grid(plot: Chart, x: _Axis, y: _Axis) -> Iterator[Markup]:
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
-    for tick in y.ticks():
+    for tick in y.ticks(plot.y):
         at = y.place(tick)
         yield element("line", x1=_LEFT, x2=right, y1=at, y2=at, class_="grid")
         yield element("text", number(plot.y, tick), x=_LEFT - 6, y=at + 4, text_anchor="end")
-    for tick in x.ticks():
+    for tick in x.ticks(plot.x):
         at = x.place(tick)
         yield element("line", x1=at, x2=at, y1=bottom, y2=bottom + 4, class_="grid")
         yield element("text", number(plot.x, tick), x=at, y=bottom + 17, text_anchor="middle")
@@ -199,11 +202,12 @@ def _stepped(places: Sequence[tuple[float, float]]) -> Iterator[tuple[float, flo
 
 
 def _kinds(spans: Iterable[Span]) -> list[str]:
-    """The kinds of spans, those that took the most time first."""
+    """The kinds of spans, those that took the most time first, as many as there are colours; the last is the others."""
     sums: dict[str, float] = {}
     for span in spans:
         sums[span.kind] = sums.get(span.kind, 0.0) + span.end_s - span.start_s
-    return sorted(sums, key=lambda kind: (-sums[kind], kind))
+    kinds = sorted(sums, key=lambda kind: (-sums[kind], kind))
+    return kinds if len(kinds) <= _COLORS else [*kinds[: _COLORS - 1], "others"]
 
 
 def _lanes(plot: Lanes) -> Markup | None:
@@ -215,7 +219,8 @@ def _lanes(plot: Lanes) -> Markup | None:
     origin_s = min(span.start_s for span in spans)
     x = _Axis(0.0, max(span.end_s for span in spans) - origin_s or 1.0, _LANE_NAMES, _WIDTH - _RIGHT, log=False)
     bottom = _TOP + _LANE * len(lanes)
-    shapes = [_span(span, origin_s, x, _TOP + _LANE * lanes[span.lane], kinds[span.kind]) for span in spans]
+    others = len(kinds) - 1
+    shapes = [_span(span, origin_s, x, _TOP + _LANE * lanes[span.lane], kinds.get(span.kind, others)) for span in spans]
     names = [
         element(
             "text",
@@ -228,7 +233,8 @@ def _lanes(plot: Lanes) -> Markup | None:
         for lane, place in lanes.items()
     ]
     axis = [
-        element("text", number("_s", tick), x=x.place(tick), y=bottom + 17, text_anchor="middle") for tick in x.ticks()
+        element("text", number("_s", tick), x=x.place(tick), y=bottom + 17, text_anchor="middle")
+        for tick in x.ticks("_s")
     ]
     drawing = element(
         "svg", *names, *axis, *shapes, viewBox=f"0 0 {_WIDTH:g} {bottom + 24:g}", role="img", aria_label=plot.title
@@ -247,4 +253,5 @@ def _span(span: Span, origin_s: float, x: _Axis, top: float, color: int) -> Mark
 
 
 def _short(name: str, most: int = 22) -> str:
+    """The end of a name, which tells more than its start: a line of a file, a layer of a model."""
     return name if len(name) <= most else f"…{name[1 - most :]}"

@@ -52,6 +52,14 @@ def test_attention_without_queries_or_keys(sizes: tuple[int, int]) -> None:
     assert float(output) == 0 and gradient.shape == query.shape and not jnp.any(gradient)
 
 
+@pytest.mark.parametrize("rows", [(3,), (2, 0)])
+def test_products_over_no_features_are_zero(rows: tuple[int, ...]) -> None:
+    output = ops.linear(jnp.ones((*rows, 0)), jnp.ones((0, 4)), bias=jnp.full(4, 2.0))
+    assert output.shape == (*rows, 4) and jnp.all(output == 2)
+    gated = ops.gated_linear_unit(jnp.ones((*rows, 0)), jnp.ones((0, 4)), jnp.ones((0, 4)))
+    assert gated.shape == (*rows, 4) and not jnp.any(gated)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_cross_entropy_never_holds_all_logits(reduction: str) -> None:
     hidden, weight = jax.ShapeDtypeStruct((16384, 32), "float32"), jax.ShapeDtypeStruct((32, 32000), "float32")

@@ -1,6 +1,7 @@
 """Gated linear unit: the product of two linear maps, one of them through an activation."""
 
 from collections.abc import Callable
+import math
 from typing import Any
 
 import jax
@@ -67,7 +68,7 @@ def gated_linear_unit(
 
 
 def _reference(x: Any, w_gate: Any, w_up: Any, *, activation: str) -> Any:
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     gate = contract("ni,io->no", rows, dequantize(w_gate, x.dtype), x.dtype)
     up = contract("ni,io->no", rows, dequantize(w_up, x.dtype), x.dtype)
     accurate = accurate_dtype(x.dtype)

@@ -1,5 +1,6 @@
 """Affine map of the last axis."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ def _dtype(x: Any, weight: Any) -> Any:
 
 def _reference(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> Any:
     x, weight = (dequantize(array, _dtype(x, weight)) for array in (x, weight))
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if bias is None:
         product = contract("ni,io->no", rows, weight, preferred_dtype)
     else:

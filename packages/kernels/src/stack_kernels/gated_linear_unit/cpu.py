@@ -1,6 +1,7 @@
 """`gated_linear_unit` on CPUs, with a backward pass of its own."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ __all__ = ["CPU"]
 
 
 def _call(x: Any, w_gate: Any, w_up: Any, *, activation: str) -> Any:
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     gated = _gated_linear_unit(activation, *vary_alike(rows, w_gate, w_up))
     return gated.reshape(*x.shape[:-1], w_up.shape[-1])
 

@@ -1,5 +1,6 @@
 """`linear` on CPUs: products in the forms that are fast there."""
 
+import math
 from typing import Any
 
 from stack_core.abi import AUTODIFF, OpImplementation
@@ -11,7 +12,7 @@ __all__ = ["CPU"]
 
 
 def _linear(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> Any:
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if bias is None:
         result = product(rows, weight, preferred_dtype)
     else:

@@ -8,7 +8,13 @@ import pytest
 
 from stack_core import machine
 from stack_core.doctor import resources
-from stack_core.doctor.resources import cache_findings, clock_findings, core_findings, memory_findings
+from stack_core.doctor.resources import (
+    cache_findings,
+    clock_findings,
+    core_findings,
+    memory_findings,
+    page_findings,
+)
 
 GIB = 2**30
 
@@ -51,6 +57,29 @@ def test_little_memory_is_a_warning(tmp_path, available_gib, status):
 def test_memory_that_the_system_does_not_tell_is_not_zero(tmp_path):
     (finding,) = memory_findings(tmp_path)
     assert (finding.status, finding.found) == ("note", "the system does not tell how much memory is free")
+
+
+@pytest.mark.parametrize(
+    ("enabled", "libc", "tunables", "statuses"),
+    [
+        ("always [madvise] never", "glibc 2.36", "", ["note"]),
+        ("always [madvise] never", "glibc 2.36", "glibc.malloc.hugetlb=1", ["ok"]),
+        ("[always] madvise never", "glibc 2.36", "", []),
+        ("always madvise [never]", "glibc 2.36", "", []),
+        ("always [madvise] never", "glibc 2.31", "", []),
+        ("always [madvise] never", None, "", []),
+        (None, "glibc 2.36", "", []),
+    ],
+)
+def test_small_pages_are_noted_where_a_setting_would_make_them_large(
+    monkeypatch, tmp_path, enabled, libc, tunables, statuses
+):
+    monkeypatch.setattr(os, "confstr", lambda name: libc)
+    if enabled is not None:
+        setting = tmp_path / "sys/kernel/mm/transparent_hugepage/enabled"
+        setting.parent.mkdir(parents=True)
+        setting.write_text(f"{enabled}\n")
+    assert [finding.status for finding in page_findings({"GLIBC_TUNABLES": tunables}, tmp_path)] == statuses
 
 
 def test_folders_that_can_be_written_and_have_room_are_ok(monkeypatch, tmp_path):

@@ -30,6 +30,7 @@ def diagnose(*, timeout_s: float = 90.0) -> Iterator[Finding]:
         "environment": lambda: environment.environment_findings(os.environ),
         "cores": resources.core_findings,
         "memory": resources.memory_findings,
+        "memory pages": lambda: resources.page_findings(os.environ),
         "caches": lambda: resources.cache_findings(os.environ),
         "clock": resources.clock_findings,
         "jax": lambda: _jax_findings(timeout_s, distributions),

@@ -31,10 +31,12 @@ def test_the_public_names():
         "Capture",
         "CaptureError",
         "CaptureWarning",
+        "Listener",
         "ProfileError",
         "Trace",
         "TraceError",
         "capture",
+        "listen",
         "load_trace",
     ]
     assert all(hasattr(stack_profile, name) for name in stack_profile.__all__)

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from stack_profile.errors import CaptureError as CaptureError
     from stack_profile.errors import ProfileError as ProfileError
     from stack_profile.errors import TraceError as TraceError
+    from stack_profile.listener import Listener as Listener
+    from stack_profile.listener import listen as listen
     from stack_profile.trace import Trace as Trace
     from stack_profile.trace import load_trace as load_trace
 
@@ -17,10 +19,12 @@ __all__ = [
     "Capture",
     "CaptureError",
     "CaptureWarning",
+    "Listener",
     "ProfileError",
     "Trace",
     "TraceError",
     "capture",
+    "listen",
     "load_trace",
 ]
 
@@ -29,10 +33,12 @@ _MODULES = {
     "Capture": "_capture",
     "CaptureError": "errors",
     "CaptureWarning": "_capture",
+    "Listener": "listener",
     "ProfileError": "errors",
     "Trace": "trace",
     "TraceError": "errors",
     "capture": "_capture",
+    "listen": "listener",
     "load_trace": "trace",
 }
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from stack_profile.errors import CaptureError
 
-__all__ = ["Recording", "record"]
+__all__ = ["Recording", "backend_started", "record"]
 
 _POLL_S: Final = 0.0005
 _LOWEST_PRIORITY: Final = 19
@@ -140,6 +140,13 @@ def record(*, host_tracer_level: int, programs: bool = True, yields: bool = Fals
         recording = Recording(tracer.ProfilerSession(options), yields=yields)
         _profiler.give_to(recording)
     return recording
+
+
+def backend_started() -> bool:
+    """Whether JAX is imported and has started a backend; asking starts none."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    initialized = getattr(bridge, "backends_are_initialized", None)
+    return initialized is not None and initialized()
 
 
 def _lower_priority(thread: threading.Thread) -> None:

@@ -1,4 +1,4 @@
-"""`stack profile run`: runs a script as Python would, and captures it once its first device is there."""
+"""`stack profile run`: runs a script as Python would, and captures it once its first device is there, or on demand."""
 
 import argparse
 import runpy
@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from stack_profile._capture import Capture, capture
+from stack_profile._recording import backend_started
 from stack_profile.errors import CaptureError
+from stack_profile.listener import listen
 
 __all__ = ["run_script"]
 
@@ -30,6 +32,9 @@ def run_script(tokens: Sequence[str]) -> None:
     options = _parser().parse_args(tokens)
     if not options.module and not Path(options.script).is_file():
         raise CaptureError(f"There is no script {options.script!r}. Name a file, or a module after -m.")
+    if options.listen:
+        _run_listening(options)
+        return
     captured = capture(options.out, host_tracer_level=options.host_tracer_level)
     with _Watch(captured, delay_s=options.delay_s, duration_s=options.duration_s) as watch:
         status = _run(options.script, options.arguments, module=options.module)
@@ -37,6 +42,14 @@ def run_script(tokens: Sequence[str]) -> None:
         raise watch.failure
     print(f"stack: {watch.failure or f'the trace is in {captured.wait()}'}", file=sys.stderr)
     if status:  # also where nothing was captured: why the script failed matters more
+        sys.exit(status)
+
+
+def _run_listening(options: argparse.Namespace) -> None:
+    with listen(port=options.port) as listener:
+        print(f"stack: to capture it, stack profile attach {listener.address.pid}", file=sys.stderr)
+        status = _run(options.script, options.arguments, module=options.module)
+    if status:
         sys.exit(status)
 
 
@@ -48,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--delay-s", type=float, default=0.0, help="seconds from the first device to the capture")
     parser.add_argument("--duration-s", type=float, help="seconds to capture, by default to the script's end")
     parser.add_argument("--host-tracer-level", type=int, default=2, help="1, 2 or 3: how much of the host is traced")
+    parser.add_argument("--listen", action="store_true", help="capture only when `stack profile attach` asks for it")
+    parser.add_argument("--port", type=int, default=0, help="to listen on, by default any that is free")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
@@ -81,7 +96,7 @@ class _Watch:
             )
 
     def _watch(self) -> None:
-        while not _has_backend():
+        while not backend_started():
             if self._ended.wait(_POLL_S):
                 return
         if self._ended.wait(self._delay_s):
@@ -95,13 +110,6 @@ class _Watch:
             call()
         except CaptureError as error:
             self.failure = self.failure or error
-
-
-def _has_backend() -> bool:
-    """Whether JAX is imported and has started a backend; asking starts none."""
-    bridge = sys.modules.get("jax._src.xla_bridge")
-    initialized = getattr(bridge, "backends_are_initialized", None)
-    return initialized is not None and initialized()
 
 
 def _run(script: str, arguments: Sequence[str], *, module: bool) -> int:

@@ -1,0 +1,77 @@
+"""`stack profile attach`: captures processes that run and listen for it."""
+
+import dataclasses
+import json as json_format
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from stack_profile.addresses import Address
+from stack_profile.attach import Attached, address_of, attachable
+from stack_profile.attach import attach as attach_to
+from stack_profile.errors import CaptureError
+
+__all__ = ["attach"]
+
+
+def attach(
+    *pids: int,
+    out: Path = Path("profile"),
+    duration_s: float = 5.0,
+    name: str | None = None,
+    host_tracer_level: int = 2,
+    port: int | None = None,
+    token: str | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Capture processes that run; without one, list those that listen for it.
+
+    They listen where `stack profile run --listen`, `profile: {listen: true}` or stack_profile.listen() says so.
+
+    Args:
+      pids: the processes; several are one trace.
+      out: directory of the capture, which the processes write.
+      duration_s: seconds to capture.
+      name: of the capture, by default the time.
+      host_tracer_level: 1, 2 or 3: how much of the host is traced.
+      port: that of a process on this machine whose address is not found, with --token.
+      token: that of this process.
+      json: print machine-readable results.
+    """
+    if (port is None) != (token is None) or (port is not None and pids):
+        raise CaptureError("--port and --token go together and name one process; give both, or process numbers.")
+    if port is not None and token is not None:
+        targets: Sequence[Address] = [Address(0, port, token)]
+    elif pids:
+        targets = [address_of(pid) for pid in dict.fromkeys(pids)]
+    else:
+        _list(attachable(), json=json)
+        return
+    results = attach_to(targets, out=out, duration_s=duration_s, name=name, host_tracer_level=host_tracer_level)
+    _report(results, json=json)
+
+
+def _list(found: Sequence[Address], *, json: bool) -> None:
+    if json:
+        processes = [{"pid": address.pid, "port": address.port, "command": address.command} for address in found]
+        print(json_format.dumps(processes, indent=2))
+    elif not found:
+        print("No process of yours listens. Start one with `stack profile run --listen script.py`.")
+    else:
+        print("\n".join(f"{address.pid}  {' '.join(address.command)}" for address in found))
+
+
+def _report(results: Sequence[Attached], *, json: bool) -> None:
+    if json:
+        print(json_format.dumps([dataclasses.asdict(result) for result in results], indent=2, default=str))
+    else:
+        for result in (result for result in results if result.path is not None):
+            print(f"{result.path}{f' (partial: {result.partial})' if result.partial else ''}")
+    if failures := [result for result in results if result.problem is not None]:
+        raise CaptureError("\n".join(f"{_called(result)} was not captured: {result.problem}" for result in failures))
+
+
+def _called(result: Attached) -> str:
+    return f"Process {result.pid}" if result.pid else "The process"

@@ -1,7 +1,7 @@
 """Gated linear unit: the product of two linear maps, one of them through an activation."""
 
-from collections.abc import Callable
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax

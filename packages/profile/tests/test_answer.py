@@ -92,8 +92,10 @@ def test_numbers_have_three_digits_and_a_unit(name, value, text):
 
 
 def test_headings_say_what_shares_are_of():
-    assert [title(name) for name in ("busy_share", "self_s", "rate_bytes_s", "rate_flops_s", "runs_expected")] == [
+    names = ("busy_share", "idle_step_share", "self_s", "rate_bytes_s", "rate_flops_s", "runs_expected")
+    assert [title(name) for name in names] == [
         "% of busy",
+        "idle % of step",
         "self",
         "rate B/s",
         "rate FLOP/s",

@@ -13,7 +13,11 @@ class Row:
 
 
 def test_what_is_beyond_the_limit_is_summed_up():
-    rows = [Row("zero", 0.0, None), *(Row(f"row {place}", 1.0, float(place)) for place in range(5)), Row("x", 2.0, None)]
+    rows = [
+        Row("zero", 0.0, None),
+        *(Row(f"row {place}", 1.0, float(place)) for place in range(5)),
+        Row("x", 2.0, None),
+    ]
     found = bars("title", rows, "a_s", "b_s", limit=2)
     assert list(found.labels) == ["row 0", "row 1", "4 others"]
     assert {name: list(values) for name, values in found.parts.items()} == {"a_s": [1, 1, 5], "b_s": [0, 1, 9]}

@@ -1,7 +1,8 @@
 """What every analysis returns: totals, rows, and the four forms in which they are read.
 
-The name of a field is its unit: `_s` seconds, `_bytes`, `_flops`, `_share` a part of what stands before it, so that
-`busy_share` is a share of the busy time. None is "not known", which is not 0.
+The name of a field is its unit: `_s` seconds, `_bytes`, `_flops`, `_share` a part of what the word before it names, so
+that `busy_share` is a share of the busy time, and `idle_step_share` the idle part of a step. None is "not known", which
+is not 0.
 """
 
 import csv
@@ -98,7 +99,10 @@ def present(answer: Answer[Any], limit: int | None = None) -> Iterable[Any]:
 
 
 def title(name: str) -> str:
-    """The heading of a field."""
+    """The heading of a field, "idle % of step" of `idle_step_share`."""
+    if name.endswith("_share"):
+        *part, whole = name.removesuffix("_share").split("_")
+        return " ".join([*part, "% of", whole])
     for suffix, form in _TITLES.items():
         if name.endswith(suffix):
             return form.format(name.removesuffix(suffix).strip("_").replace("_", " ")).strip()
@@ -106,7 +110,6 @@ def title(name: str) -> str:
 
 
 _TITLES: Final = {
-    "_share": "% of {}",
     "_flops_s": "{} FLOP/s",
     "_bytes_s": "{} B/s",
     "flops": "{} FLOPs",
@@ -123,7 +126,11 @@ def number(name: str, value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {number(name, each)}" for key, each in value.items())
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)
+        return (
+            ", ".join(number(name, each) for each in value)
+            if isinstance(value, Sequence) and not isinstance(value, str)
+            else str(value)
+        )
     form = next((form for suffix, form in _FORMS.items() if name.endswith(suffix)), None)
     if form is not None:
         return form(value)

@@ -88,7 +88,7 @@ def test_facts_say_what_of_the_busy_time_is_communication_and_what_nothing_hides
     assert facts["busy_s"] == pytest.approx(busy_us * 1e-6)
     assert facts["communication_s"] == pytest.approx((busy_us) * 1e-6)
     assert facts["exposed_s"] == pytest.approx((busy_us - 4 * 60) * 1e-6)
-    assert facts["busy_exposed_share"] == pytest.approx((busy_us - 4 * 60) / busy_us)
+    assert facts["exposed_busy_share"] == pytest.approx((busy_us - 4 * 60) / busy_us)
     assert facts["sent_bytes"] == sum(row.sent_bytes for row in communication(tpu_trace, by="kind").rows)
 
 

@@ -36,7 +36,7 @@ def test_what_bounds_a_step_comes_with_its_evidence(build, times, bound):
     assert facts["median_step_s"] == pytest.approx(100e-6)
     idle_us = 3 * (times["wait"] + times["inside"])
     assert facts["idle_s"] == pytest.approx(idle_us * 1e-6)
-    assert facts["steps_idle_share"] == pytest.approx(idle_us / (300 + times["busy"]))
+    assert facts["idle_steps_share"] == pytest.approx(idle_us / (300 + times["busy"]))
     assert f"load batch {3 * times['wait']} us" in " ".join(answer.notes)
     assert [row.step_s for row in answer.rows] == pytest.approx([100e-6] * 3 + [times["busy"] * 1e-6])
 

@@ -45,7 +45,7 @@ def test_the_roof_is_the_slower_of_the_peaks(trace):
     answer = roofline_of(trace, CHIP)
     for row in answer.rows:
         assert row.ideal_s == pytest.approx(max(row.flops / 1e9, row.traffic_bytes / 1e9))
-        assert row.roof_share is None or row.roof_share == pytest.approx(row.ideal_s / row.self_s)
+        assert row.ideal_self_share is None or row.ideal_self_share == pytest.approx(row.ideal_s / row.self_s)
         assert row.bound == ("compute" if row.flops > row.traffic_bytes else "memory") or row.ideal_s == 0
     assert answer.facts["ideal_s"] == pytest.approx(sum(row.ideal_s for row in answer.rows))
 
@@ -53,7 +53,7 @@ def test_the_roof_is_the_slower_of_the_peaks(trace):
 def test_a_peak_that_is_not_known_makes_the_roof_not_known(trace):
     answer = roofline_of(trace, dataclasses.replace(CHIP, peak_flops={}))
     products = [row for row in answer.rows if row.flops]
-    assert products and all(row.ideal_s is None and row.roof_share is None for row in products)
+    assert products and all(row.ideal_s is None and row.ideal_self_share is None for row in products)
     assert all(row.rate_flops_s > 0 for row in products)
 
 
@@ -61,7 +61,7 @@ def test_the_cpus_peaks_are_measured_where_the_trace_was_captured(trace):
     about = {**trace.about, "cpu": "another"}
     answer = roofline(dataclasses.replace(trace, about=about))
     assert answer.facts["chip"] is None and "another" in answer.notes[0]
-    assert all(row.roof_share is None for row in answer.rows)
+    assert all(row.ideal_self_share is None for row in answer.rows)
 
 
 def test_a_trace_that_names_no_chip_says_so(build):

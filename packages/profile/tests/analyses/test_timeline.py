@@ -20,7 +20,7 @@ def test_the_spans_of_a_step_are_all_of_it(trace, spans):
     assert len(rows) <= spans
     assert sum(row.self_s for row in rows) == pytest.approx(facts["busy_s"])
     assert sum(row.self_s + row.idle_s for row in rows) == pytest.approx(step_s)
-    assert sum(row.window_self_share for row in rows) == pytest.approx(facts["busy_s"] / step_s)
+    assert sum(row.self_window_share for row in rows) == pytest.approx(facts["busy_s"] / step_s)
     ends = [row.start_s + row.duration_s for row in rows]
     assert rows[0].start_s == 0 and ends == pytest.approx([*(row.start_s for row in rows[1:]), step_s])
     passes = sum(facts[f"{name}_s"] for name in ("forward", "backward", "recomputed", "unattributed"))

@@ -44,7 +44,7 @@ class CommunicationRow:
       time_s: from start to end; several at one time count several times.
       wait_s: a part of it, waiting for the last device; None where the trace does not have the others.
       exposed_s: a part of it, in which the device runs nothing else.
-      busy_exposed_share: of `busy_s`, the time in which any operation ran.
+      exposed_busy_share: of `busy_s`, the time in which any operation ran.
       link_share: the rate's, of what the chip can send over all its links; None where that is not known.
     """
 
@@ -58,7 +58,7 @@ class CommunicationRow:
     time_s: float
     wait_s: float | None
     exposed_s: float
-    busy_exposed_share: float
+    exposed_busy_share: float
     rate_bytes_s: float | None
     link_share: float | None
 
@@ -154,7 +154,7 @@ def _row(
         time_s=time_s,
         wait_s=sum((wait.wait_s for wait in waits), 0.0) if waits else None,
         exposed_s=exposed_s,
-        busy_exposed_share=exposed_s / busy_s if busy_s else 0.0,
+        exposed_busy_share=exposed_s / busy_s if busy_s else 0.0,
         rate_bytes_s=rate,
         link_share=rate / links if rate is not None and links else None,
     )
@@ -193,9 +193,9 @@ def _facts(
         "communication_s": time_s,
         "exposed_s": exposed_s,
         "wait_s": sum(waits, 0.0) if waits or not rows else None,
-        "busy_communication_share": time_s / busy_s if busy_s else None,
-        "busy_exposed_share": exposed_s / busy_s if busy_s else None,
-        "communication_exposed_share": exposed_s / time_s if time_s else None,
+        "communication_busy_share": time_s / busy_s if busy_s else None,
+        "exposed_busy_share": exposed_s / busy_s if busy_s else None,
+        "exposed_communication_share": exposed_s / time_s if time_s else None,
         "occurrences": sum(row.occurrences for row in rows),
         "sent_bytes": sum(sent, 0.0) if len(sent) == len(rows) else None,
         "link_bytes_s": links,

@@ -39,7 +39,7 @@ class OverviewRow:
     step_s: float
     busy_s: float
     idle_s: float
-    step_idle_share: float
+    idle_step_share: float
 
 
 def overview(trace: Trace, *, device: str | None = None) -> Answer[OverviewRow]:
@@ -121,7 +121,7 @@ def _row(ops_: Ops, step: Step) -> OverviewRow:
         step_s=step_s,
         busy_s=step_s - idle_s,
         idle_s=idle_s,
-        step_idle_share=idle_s / step_s if step_s else 0.0,
+        idle_step_share=idle_s / step_s if step_s else 0.0,
     )
 
 
@@ -158,10 +158,10 @@ def _facts(devices: Sequence[Ops], rows: Sequence[OverviewRow], waits: _Waits) -
         "deviation_s": deviation_s,
         "shortest_s": min(durations, default=None),
         "longest_s": max(durations, default=None),
-        "mean_step_deviation_share": deviation_s / mean_s if deviation_s is not None and mean_s else None,
+        "deviation_mean_share": deviation_s / mean_s if deviation_s is not None and mean_s else None,
         "steps_s": total_s if rows else None,
         "idle_s": idle_s,
-        "steps_idle_share": idle_s / total_s if idle_s is not None and total_s else None,
+        "idle_steps_share": idle_s / total_s if idle_s is not None and total_s else None,
         "bound_by": _bound(idle_s, total_s, waits),
     }
 

@@ -37,7 +37,7 @@ class RooflineRow:
       flops, traffic_bytes: of all executions; None where the program does not say, as for custom calls.
       intensity: FLOPs a byte.
       bound: which of the two takes longer at the peaks: "compute" or "memory".
-      roof_share: ideal_s / self_s; None where a peak is not known.
+      ideal_self_share: ideal_s / self_s; None where a peak is not known.
       runs_expected: executions a run of the program, from its loops' trips; None where only the run decides.
     """
 
@@ -55,7 +55,7 @@ class RooflineRow:
     intensity: float | None
     bound: str | None
     ideal_s: float | None
-    roof_share: float | None
+    ideal_self_share: float | None
 
 
 def roofline(trace: Trace, *, chip: str | None = None, device: str | None = None) -> Answer[RooflineRow]:
@@ -212,7 +212,7 @@ def _row(
         intensity=_ratio(flops, traffic),
         bound=("compute" if compute_s == ideal_s else "memory") if ideal_s else None,
         ideal_s=ideal_s,
-        roof_share=_ratio(ideal_s, self_s),
+        ideal_self_share=_ratio(ideal_s, self_s),
     )
 
 
@@ -246,7 +246,7 @@ def _facts(rows: Sequence[RooflineRow], chip: "Chip | None", busy_s: float) -> d
         "rate_flops_s": _ratio(flops, busy_s),
         "rate_bytes_s": _ratio(traffic, busy_s),
         "ideal_s": ideal_s,
-        "roof_share": _ratio(ideal_s, busy_s),
+        "ideal_busy_share": _ratio(ideal_s, busy_s),
         "peak_flops": dict(chip.peak_flops) if chip else None,
         "peak_bytes_s": chip.hbm_bandwidth_bytes_s if chip else None,
     }

@@ -32,7 +32,7 @@ class TimelineRow:
         after it.
       self_s: in which its operations ran; each instant of the window is in one span.
       idle_s: in which none ran.
-      window_self_share: of `window_s`.
+      self_window_share: of `window_s`.
       name: the layer, where there is none the function, or "idle".
       direction: "forward", "backward" or "recomputed"; None where that is not known, or the device idle.
       trips: which trips of the outermost loop these are, from 1 on; None outside of loops, or where it is not known.
@@ -45,7 +45,7 @@ class TimelineRow:
     duration_s: float
     self_s: float
     idle_s: float
-    window_self_share: float
+    self_window_share: float
     name: str
     direction: str | None
     trips: str | None
@@ -174,7 +174,7 @@ def _rows(ops: Ops, items: Items, firsts: Sequence[int], window: _Window, host: 
             duration_s=(end - start) * PICOSECOND,
             self_s=(float(size.sum()) - idle_ps) * PICOSECOND,
             idle_s=idle_ps * PICOSECOND,
-            window_self_share=(float(size.sum()) - idle_ps) / window.duration_ps,
+            self_window_share=(float(size.sum()) - idle_ps) / window.duration_ps,
             name="idle" if named == IDLE else "/".join(named.path),
             direction=named.direction,
             trips=f"{trips[0]}-{trips[-1]}" if len(trips) > 1 else str(trips[0]) if trips else None,

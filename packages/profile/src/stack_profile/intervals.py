@@ -61,9 +61,27 @@ def nesting(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 def _shares(starts: np.ndarray, ends: np.ndarray, taken: np.ndarray) -> np.ndarray:
     """The share of each interval in what is not taken: at each instant one over the number of those that hold it."""
+    alone = np.zeros(len(starts), bool) if len(taken) else _alone(starts, ends)
+    shares = (ends - starts).astype(float)
+    shares[~alone] = _divided(starts[~alone], ends[~alone], taken)
+    return shares
+
+
+def _alone(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Whether an interval overlaps no other."""
+    order = np.argsort(starts, kind="stable")
+    reached = np.maximum.accumulate(ends[order])
+    free = starts[order][1:] >= reached[:-1]
+    alone = np.zeros(len(starts), bool)
+    alone[order] = np.append(True, free) & np.append(free, True)
+    return alone
+
+
+def _divided(starts: np.ndarray, ends: np.ndarray, taken: np.ndarray) -> np.ndarray:
+    """As `_shares`, for any intervals."""
     edges = np.sort(np.concatenate([starts, ends, taken.reshape(-1)]))
     running, blocked = _open(starts, ends, edges), _open(taken[:, 0], taken[:, 1], edges)
-    weight = np.where((blocked == 0) & (running > 0), np.diff(edges, append=edges[-1]) / np.maximum(running, 1), 0.0)
+    weight = np.where((blocked == 0) & (running > 0), np.diff(edges, append=edges[-1:]) / np.maximum(running, 1), 0.0)
     before = np.concatenate([[0.0], np.cumsum(weight)])
     return before[np.searchsorted(edges, ends)] - before[np.searchsorted(edges, starts)]
 

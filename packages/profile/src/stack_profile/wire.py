@@ -123,10 +123,9 @@ def partition(
       The messages, the other fields, and what kept the rest from being read, or "".
     """
     tag = number << 3 | _BYTES  # one byte, as the tags of the fields up to 15 are
-    starts: list[int] = []
-    ends: list[int] = []
+    places: list[int] = []  # of the tags
     others: list[tuple[int, Value]] = []
-    position, begin, size, problem = start, start, 0, ""
+    position, problem, append = start, "", places.append
     try:
         while position < end:
             if data[position] != tag or position + 1 == end:
@@ -137,17 +136,17 @@ def partition(
             size, begin = data[position + 1], position + 2
             if size > 127:
                 size, begin = _varint(data, position + 1, end)
+            append(position)
             position = begin + size
-            starts.append(begin)
-            ends.append(position)
         if position > end:
-            ends[-1] = end
-            keep = len(ends) if cut else len(ends) - 1
-            del starts[keep:], ends[keep:]
-            raise WireError(f"a field of {size} bytes at byte {begin} is cut off at byte {end}", begin)
+            problem = f"a field of {position - begin} bytes at byte {begin} is cut off at byte {end}"
+            if not cut:
+                places.pop()
     except WireError as error:
         problem = str(error)
-    return Spans(np.array(starts, np.int64), np.array(ends, np.int64)), others, problem
+    sizes, starts = _varints_at(np.frombuffer(data, np.uint8), np.array(places, np.int64) + 1)
+    # Compared unsigned: a last message that is cut off may claim any size.
+    return Spans(starts, starts + np.minimum(sizes, (end - starts).astype(np.uint64)).astype(np.int64)), others, problem
 
 
 def _after(data: Buffer, position: int, value: Value, end: int) -> int:

@@ -115,6 +115,11 @@ class Plane:
         return {name: key for key, name in self.stat_names.items()}
 
     @functools.cached_property
+    def _kept(self) -> Mapping[str, int]:
+        """The statistics that are kept as columns and occur in this plane, with their keys."""
+        return {name: self._stat_keys[name] for name in _KEPT if name in self._stat_keys}
+
+    @functools.cached_property
     def event_names(self) -> Mapping[int, str]:
         """By key; a device's operations have their short name, not the text of the whole instruction."""
         names = {}
@@ -206,9 +211,14 @@ class Plane:
             self._problem(str(error))
             chunks = [self._chunk(spans[:0])]
         columns = [np.concatenate(column) for column in zip(*chunks, strict=True)]
+        del chunks
         placed = columns[3] == 0  # sums over many occurrences have no place in time
-        metadata, offset_ps, duration_ps, _, *stats = (column[placed] for column in columns)
-        return Events(timestamp_ns, metadata, offset_ps, duration_ps, dict(zip(_KEPT, stats, strict=True)))
+        if not placed.all():
+            columns = [column[placed] for column in columns]
+        metadata, offset_ps, duration_ps, _, *found = columns
+        none = np.broadcast_to(np.int64(MISSING), len(metadata))
+        stats = {**dict.fromkeys(_KEPT, none), **dict(zip(self._kept, found, strict=True))}
+        return Events(timestamp_ns, metadata, offset_ps, duration_ps, stats)
 
     def _chunk(self, spans: Spans) -> list[np.ndarray]:
         """Metadata, offset, duration and occurrences of events, then the statistics that are kept."""
@@ -216,11 +226,10 @@ class Plane:
         columns, stats, owners = read_fields(self._array, spans, numbers, _EVENT_STATS)
         values, _, _ = read_fields(self._array, stats, tuple(range(_STAT_METADATA, _STAT_REFERENCE + 1)))
         kept = []
-        for name in _KEPT:
+        for key in self._kept.values():
             column = np.full(len(spans), MISSING)
-            if (key := self._stat_keys.get(name)) is not None:
-                which = np.flatnonzero(values[_STAT_METADATA] == key)
-                column[owners[which]] = self._column(values, which)
+            which = np.flatnonzero(values[_STAT_METADATA] == key)
+            column[owners[which]] = self._column(values, which)
             kept.append(column)
         return [*(columns[number].view(np.int64) for number in numbers), *kept]
 

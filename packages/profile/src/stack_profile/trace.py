@@ -15,7 +15,7 @@ from stack_profile.join import Join, device_ops
 from stack_profile.operations import HostEvents, Ops, Step, steps_of
 from stack_profile.processes import about_of, names_of, problems_of, programs_beside
 from stack_profile.wire import WireError
-from stack_profile.xplane import Line, Space, read_space
+from stack_profile.xplane import MISSING, Line, Space, read_space
 
 __all__ = ["Trace", "load_trace", "trace_files", "trace_of"]
 
@@ -140,9 +140,10 @@ def _host_events(spaces: Sequence[Space], base_ns: int) -> HostEvents:
             kinds, inverse = np.unique(line.events.metadata, return_inverse=True)
             keys = [names.setdefault(plane.event_names.get(kind, ""), len(names)) for kind in kinds.tolist()]
             start = line.events.start_ps(base_ns)
-            columns.append(np.stack([np.array(keys, np.int64)[inverse], start, start + line.events.duration_ps]))
+            end = np.where(line.events.stats["step_num"] == MISSING, start + line.events.duration_ps, start)
+            columns.append(np.stack([np.array(keys, np.int64)[inverse], start, end]))
     which, start, end = np.concatenate(columns, axis=1)
-    keep = end > start
+    keep = end > start  # marks are no work, nor are annotations of whole steps
     is_call = np.array([_JAX_CALL.match(name) is not None for name in names], bool)
     return HostEvents(tuple(names), which[keep], start[keep], end[keep], np.flatnonzero(is_call[which[keep]]))
 

@@ -40,7 +40,7 @@ _METADATA_NAME, _METADATA_DISPLAY_NAME, _METADATA_STATS = 2, 4, 5
 
 # Statistics of single events that are kept as columns: what joins an operation with its program, its run, its end; and
 # the times of a TPU's own clock.
-_TEXT: Final = ("hlo_op", "hlo_module", "tf_op")
+_TEXT: Final = ("hlo_op", "hlo_module", "tf_op", "_ipl_stage_name", "_ipl_stage_cat", "_ipl_dataset_name")
 _NUMBERS: Final = (
     "program_id", "run_id", "device_ordinal", "step_num", "group_id", "_pt", "_p", "_ct", "_c", "device_offset_ps",
     "device_duration_ps",

@@ -1,0 +1,241 @@
+"""Whether a program waits for its input, and for which stage of the pipeline that makes it.
+
+The program waits while the thread that calls JAX is in the pipeline: it makes a batch itself, takes one that other
+threads prefetch, or moves one to devices. That costs nothing as long as the devices have work; where one is idle
+meanwhile, the time is lost. The time of a stage is its own, without that of the stages that it calls.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from stack_profile.analyses.ops import chosen_devices
+from stack_profile.answer import Answer, number
+from stack_profile.input_stages import ANNOTATION, Stage, StageEvents, stage_events
+from stack_profile.intervals import gaps, self_times, union
+from stack_profile.operations import PICOSECOND, Ops, Step
+from stack_profile.plots import bars
+from stack_profile.processes import names_of
+from stack_profile.trace import Trace
+
+__all__ = ["InputRow", "InputWait", "input_pipeline", "input_wait"]
+
+
+@dataclass(frozen=True)
+class InputRow:
+    """A stage of the pipeline, from the first step to the last.
+
+    Attributes:
+      kind: "read", "preprocessing" or "prefetch" as Grain says, "transfer" to devices, or "annotation".
+      threads: on how many it ran.
+      calls: how often, the calls that ended before the first step or began after the last left out.
+      self_s: in it and in no stage that it calls, on all threads together.
+      call_self_s: the same of one call.
+      waited_s: the part of `self_s` on the thread that calls JAX.
+      waited_steps_share: of `steps_s`.
+      idle_s: the part of `waited_s` in which a device was idle.
+      idle_steps_share: of `steps_s`.
+      detail: the stage's arguments, such as its function.
+    """
+
+    stage: str
+    kind: str
+    threads: int
+    calls: int
+    self_s: float
+    call_self_s: float
+    waited_s: float
+    waited_steps_share: float
+    idle_s: float
+    idle_steps_share: float
+    detail: str
+
+
+def input_pipeline(trace: Trace, *, annotation: str = ANNOTATION, device: str | None = None) -> Answer[InputRow]:
+    """Show how long the program waits for its input, and for which stage.
+
+    Args:
+      annotation: the name of a jax.profiler.TraceAnnotation in which the program gets its input without Grain.
+      device: one device instead of all of them.
+
+    Raises:
+      UnknownName: there is no such device.
+    """
+    parts = list(_processes(trace, chosen_devices(trace, device), annotation))
+    steps_s = sum((part.steps_s for part in parts), 0.0)
+    rows = sorted(_rows(parts, steps_s), key=lambda row: (-row.idle_s, -row.waited_s, -row.self_s))
+    wait = _wait(parts)
+    return Answer(
+        name="input pipeline",
+        facts=_facts(parts, rows, wait),
+        row_type=InputRow,
+        rows=tuple(rows),
+        notes=(*_notes(parts, rows, wait), *trace.problems),
+        plots=(bars("Waiting for input by stage", rows, "waited_s", label="stage"),) if rows else (),
+    )
+
+
+@dataclass(frozen=True)
+class InputWait:
+    """Of the time from the first step to the last.
+
+    Attributes:
+      waited_s: in which the thread that calls JAX was in the input pipeline.
+      idle_s: the part of it in which a device was idle.
+    """
+
+    steps_s: float
+    waited_s: float
+    idle_s: float
+
+    @property
+    def bounds(self) -> bool:
+        """Whether a faster pipeline is worth more than anything else."""
+        return self.idle_s >= BOUND_SHARE * self.steps_s
+
+
+BOUND_SHARE: Final = 0.1
+
+
+def input_wait(trace: Trace, devices: Sequence[Ops]) -> InputWait | None:
+    """How long the program waited for its input; None where the trace does not show how it gets it, or no steps."""
+    return _wait(list(_processes(trace, devices, ANNOTATION)))
+
+
+@dataclass(frozen=True)
+class _Process:
+    """The stages of a process in the time of its steps.
+
+    Attributes:
+      self_ps, idle_ps: of each event of `events`; the latter in which a device was idle, whatever the thread.
+      steps: of the first device.
+    """
+
+    events: StageEvents
+    inside: np.ndarray
+    self_ps: np.ndarray
+    idle_ps: np.ndarray
+    steps: int
+    steps_s: float
+    device_idle_s: float
+
+    @property
+    def calls_jax(self) -> np.ndarray:
+        return self.events.thread == (-1 if self.events.calling is None else self.events.calling)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the trace shows how the program gets its input; transfers alone do not."""
+        kinds = {self.events.stages[row].kind for row in np.unique(self.events.which[self.calls_jax]).tolist()}
+        return bool(kinds - {"transfer"})
+
+
+def _processes(trace: Trace, devices: Sequence[Ops], annotation: str) -> Iterator[_Process]:
+    for space, prefix in zip(trace.spaces, names_of(trace.spaces), strict=True):
+        own = [each for each in devices if each.device.startswith(prefix) and trace.steps[each.device]]
+        if own:
+            steps = [trace.steps[each.device] for each in own]
+            yield _process(stage_events(space, trace.base_ns, annotation), own, steps)
+
+
+def _process(events: StageEvents, devices: Sequence[Ops], steps: Sequence[Sequence[Step]]) -> _Process:
+    first, last = min(each[0].start_ps for each in steps), max(each[-1].end_ps for each in steps)
+    free = np.concatenate([gaps(each.covered, first, last) for each in devices])
+    idle = union(free[:, 0], free[:, 1])
+    working = gaps(idle, first, last)
+    inside = np.flatnonzero((events.end_ps > first) & (events.start_ps < last))
+    self_ps, idle_ps = np.zeros(len(events.which)), np.zeros(len(events.which))
+    for thread in np.unique(events.thread[inside]).tolist():
+        rows = inside[events.thread[inside] == thread]
+        start, end = events.start_ps[rows].clip(first), events.end_ps[rows].clip(max=last)
+        self_ps[rows] = self_times(start, end, events.depth[rows])
+        # The time of the devices' work is nobody's, so that what is left is their idle time.
+        depth = np.concatenate([np.full(len(working), -1), events.depth[rows]])
+        begins, ends = np.concatenate([working[:, 0], start]), np.concatenate([working[:, 1], end])
+        idle_ps[rows] = self_times(begins, ends, depth)[len(working) :]
+    return _Process(
+        events=events,
+        inside=inside,
+        self_ps=self_ps,
+        idle_ps=idle_ps,
+        steps=len(steps[0]),
+        steps_s=(last - first) * PICOSECOND,
+        device_idle_s=int(np.sum(idle[:, 1] - idle[:, 0])) * PICOSECOND,
+    )
+
+
+def _wait(parts: Sequence[_Process]) -> InputWait | None:
+    if not parts or not any(part.is_known for part in parts):
+        return None
+    return InputWait(
+        steps_s=sum((part.steps_s for part in parts), 0.0),
+        waited_s=sum((float(part.self_ps[part.calls_jax].sum()) for part in parts), 0.0) * PICOSECOND,
+        idle_s=sum((float(part.idle_ps[part.calls_jax].sum()) for part in parts), 0.0) * PICOSECOND,
+    )
+
+
+def _rows(parts: Sequence[_Process], steps_s: float) -> Iterator[InputRow]:
+    stages = dict.fromkeys(stage for part in parts for stage in part.events.stages)
+    for stage in stages:
+        threads = calls = 0
+        self_s = waited_s = idle_s = 0.0
+        for part in parts:
+            rows = part.inside[_are(part, stage)[part.inside]]
+            mine = rows[part.calls_jax[rows]]
+            threads += len(np.unique(part.events.thread[rows]))
+            calls += len(rows)
+            self_s += float(part.self_ps[rows].sum()) * PICOSECOND
+            waited_s += float(part.self_ps[mine].sum()) * PICOSECOND
+            idle_s += float(part.idle_ps[mine].sum()) * PICOSECOND
+        if calls:
+            shares = (waited_s / steps_s, idle_s / steps_s)
+            times = (self_s, self_s / calls, waited_s, shares[0], idle_s, shares[1])
+            yield InputRow(stage.name, stage.kind, threads, calls, *times, stage.detail)
+
+
+def _are(part: _Process, stage: Stage) -> np.ndarray:
+    """Which events are of a stage."""
+    known = part.events.stages
+    return part.events.which == (known.index(stage) if stage in known else -1)
+
+
+def _facts(parts: Sequence[_Process], rows: Sequence[InputRow], wait: InputWait | None) -> dict[str, Any]:
+    return {
+        "steps": sum(part.steps for part in parts),
+        "steps_s": sum((part.steps_s for part in parts), 0.0) if parts else None,
+        "idle_s": sum((part.device_idle_s for part in parts), 0.0) if parts else None,
+        "input_waited_s": wait.waited_s if wait else None,
+        "input_idle_s": wait.idle_s if wait else None,
+        "input_waited_steps_share": wait.waited_s / wait.steps_s if wait else None,
+        "input_idle_steps_share": wait.idle_s / wait.steps_s if wait else None,
+        "beside_s": sum((row.self_s - row.waited_s for row in rows), 0.0) if rows else None,
+        "input_bound": wait.bounds if wait else None,
+    }
+
+
+def _notes(parts: Sequence[_Process], rows: Sequence[InputRow], wait: InputWait | None) -> Iterator[str]:
+    if not parts:
+        yield "No data: steps are not known, and so not what happened between them."
+        return
+    if wait is None:
+        yield (
+            "No data: how the program gets its input is not known. The trace shows stages of Grain, which it has none "
+            f'of, and what stands in `with jax.profiler.TraceAnnotation("{ANNOTATION}")`.'
+        )
+        return
+    yield (
+        f"{'' if wait.bounds else 'Not '}input-bound: of {number('_s', wait.steps_s)} from the first step to the last "
+        f"the program waited {number('_s', wait.waited_s)} for its input, and a device was idle for "
+        f"{number('_s', wait.idle_s)} of them; {BOUND_SHARE:.0%} count as bound."
+    )
+    work = [row for row in rows if row.self_s > row.waited_s]
+    if work:
+        most = max(work, key=lambda row: row.self_s - row.waited_s)
+        yield (
+            f"Beside the program most work is in {most.stage}: {number('_s', most.call_self_s)} a call, "
+            f"{most.threads} threads."
+        )
+    if any(row.kind == "prefetch" and "num_threads=0" in row.detail for row in rows):
+        yield "A prefetch without threads does the work of the stages before it itself, which is in its time."

@@ -98,8 +98,9 @@ class TrainingLoop:
         self._clock_s = time.perf_counter()
         while step < steps and not stop:
             step += 1
-            state, dispatched = self._dispatch(step, state, next(batches))
-            self._finish(pending)
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                state, dispatched = self._dispatch(step, state, self._next(batches))
+                self._finish(pending)
             pending = dispatched
             self.store.poll()
             if self._due(step):
@@ -123,6 +124,11 @@ class TrainingLoop:
                 total[name] = total.get(name, 0.0) + value * weight
         weight = total.pop("weight", 0.0)
         return {name: value / weight for name, value in total.items()} if weight else None
+
+    @staticmethod
+    def _next(batches: Any) -> Any:
+        with jax.profiler.TraceAnnotation("next_batch"):
+            return next(batches)
 
     def _dispatch(self, step: int, state: TrainState, batch: Any) -> tuple[TrainState, _Dispatched]:
         arrays, row_ids = self._to_device(batch)

@@ -1,5 +1,7 @@
 """A run's `profile:` section captures the steps that it names."""
 
+import os
+import time
 from types import SimpleNamespace
 
 import jax
@@ -12,6 +14,7 @@ from stack_core.event_bus import EventBus, ObserverContext, observers_from
 from stack_core.events import RunFailed, RunStarted, StepFinished, StepStarted
 from stack_core.plugins import registries
 from stack_profile._capture import CaptureWarning
+from stack_profile.attach import address_of, attach, attachable
 from stack_profile.observer import ProfileConfig
 from stack_profile.trace import load_trace
 
@@ -26,17 +29,20 @@ def context(tmp_path, **section):
     return ObserverContext(tmp_path, SimpleNamespace(sections=sections), terminal=False)
 
 
-def train(bus, tmp_path, steps=8, first_step=0):
-    """A loop that, as the trainer's, keeps the device a step ahead."""
+def train(bus, tmp_path, steps=8, first_step=0, slow=0):
+    """A loop that, as the trainer's, keeps the device a step ahead; one step waits for its input if it is `slow`."""
     started = RunStarted(first_step, steps, 1, 1, 1, None, 0.0, tmp_path)
     bus.emit(started)
     x, pending = step(jnp.ones((64, 64))), None
+    clock_s = time.perf_counter()
     for number in range(first_step + 1, steps + 1):
+        time.sleep(1.0 if number == slow else 0.0)
         bus.emit(StepStarted(number))
         x = step(x)
         if pending is not None:
             pending[1].block_until_ready()
-            bus.emit(StepFinished(pending[0], {"loss": 1.0}, 0.1, 1.0, None))
+            clock_s, before_s = time.perf_counter(), clock_s
+            bus.emit(StepFinished(pending[0], {"loss": 1.0}, clock_s - before_s, 1.0, None))
         pending = number, x
     x.block_until_ready()
     bus.emit(StepFinished(steps, {"loss": 1.0}, 0.1, 1.0, None))
@@ -64,6 +70,25 @@ def test_output_names_another_directory(tmp_path):
     with observed(tmp_path, first_step=1, steps=1, output=str(tmp_path / "elsewhere")) as bus:
         train(bus, tmp_path, steps=2)
     assert load_trace(tmp_path / "elsewhere").devices and not (tmp_path / "profile").exists()
+
+
+def test_a_slow_step_is_kept_beside_those_that_are_named(tmp_path):
+    anomaly = {"warmup_steps": 5, "ratio": 50.0, "deviations": 50.0}
+    with observed(tmp_path, first_step=3, steps=2, anomaly=anomaly) as bus:
+        train(bus, tmp_path, steps=50, slow=41)
+    found = {path.name: path for path in (tmp_path / "profile" / "plugins" / "profile").iterdir()}
+    slow = load_trace(found["slow_step_40"]).about["slow_step"]  # whose completion was read after the wait
+    assert slow["duration_s"] > 1.0 > slow["threshold_s"]
+    assert "steps_3_to_4" in found
+
+
+def test_a_run_that_listens_is_captured_on_demand_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with observed(tmp_path, steps=0, listen=True) as bus:
+        train(bus, tmp_path, steps=12)
+        (result,) = attach([address_of(os.getpid())], out=tmp_path / "out", duration_s=0.1)
+    assert result.problem is None and attachable() == []
+    assert not (tmp_path / "profile").exists()
 
 
 def test_a_run_that_fails_leaves_what_it_captured(tmp_path):

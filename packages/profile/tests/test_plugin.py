@@ -28,6 +28,7 @@ def test_every_analysis_is_a_command_and_no_other_commands_name_can_be_one():
 
 def test_the_public_names():
     assert sorted(stack_profile.__all__) == [
+        "AnomalyConfig",
         "Capture",
         "CaptureError",
         "CaptureWarning",
@@ -35,6 +36,7 @@ def test_the_public_names():
         "ProfileError",
         "Trace",
         "TraceError",
+        "Watch",
         "capture",
         "listen",
         "load_trace",

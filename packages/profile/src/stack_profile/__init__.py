@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from stack_profile.errors import TraceError as TraceError
     from stack_profile.listener import Listener as Listener
     from stack_profile.listener import listen as listen
+    from stack_profile.slow_steps import AnomalyConfig as AnomalyConfig
     from stack_profile.trace import Trace as Trace
     from stack_profile.trace import load_trace as load_trace
+    from stack_profile.watch import Watch as Watch
 
 __all__ = [
+    "AnomalyConfig",
     "Capture",
     "CaptureError",
     "CaptureWarning",
@@ -23,6 +26,7 @@ __all__ = [
     "ProfileError",
     "Trace",
     "TraceError",
+    "Watch",
     "capture",
     "listen",
     "load_trace",
@@ -30,6 +34,7 @@ __all__ = [
 
 # Imported on first use: `stack --help` imports this package, for its plugin, and no numpy.
 _MODULES = {
+    "AnomalyConfig": "slow_steps",
     "Capture": "_capture",
     "CaptureError": "errors",
     "CaptureWarning": "_capture",
@@ -37,6 +42,7 @@ _MODULES = {
     "ProfileError": "errors",
     "Trace": "trace",
     "TraceError": "errors",
+    "Watch": "watch",
     "capture": "_capture",
     "listen": "listener",
     "load_trace": "trace",

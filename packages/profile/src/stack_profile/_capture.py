@@ -9,10 +9,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from stack_core import machine
@@ -89,12 +89,12 @@ class Capture(contextlib.ContextDecorator):
         self._recording = mine
         return self
 
-    def stop(self, *, settle: bool = True, partial: str | None = None) -> None:
+    def stop(self, *, settle: bool = True, about: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Ends the capture; a thread encodes and writes it. Calling it again does nothing.
 
         Args:
           settle: first wait for what was dispatched, so that it is in the trace, and then until nothing is recorded.
-          partial: why the trace is not all of what was asked for; its readers are told.
+          about: more for its readers; "partial" says why the trace is not all of what was asked for.
         """
         recording, self._recording = self._recording, None
         if recording is None:
@@ -108,7 +108,7 @@ class Capture(contextlib.ContextDecorator):
         if settle:
             recording.wait_until_off()
         self.stop_s = time.perf_counter() - started_s
-        self._about |= {"stop_s": self.stop_s, **({"partial": partial} if partial else {})}
+        self._about |= {"stop_s": self.stop_s, **about}
         self._writer.start()
 
     def wait(self) -> Path:

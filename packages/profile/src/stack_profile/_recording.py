@@ -63,14 +63,15 @@ class Recording:
             return True
 
     def data(self) -> bytes:
-        """Waits for what was recorded, as an XSpace; `end` was called.
+        """Waits for what was recorded, as an XSpace, after `end`.
 
         The time to encode it is the processors' where nothing else wants them.
 
         Raises:
-          CaptureError: the profiler had been taken by something else.
+          CaptureError: the profiler was taken by something else.
         """
-        assert self._stopping is not None, "a recording is ended before its data is asked for"
+        if self._stopping is None:
+            raise CaptureError("The capture holds nothing: another one took the profiler.")
         self.wait_until_off()
         _lower_priority(self._stopping)
         self._stopping.join()

@@ -119,7 +119,7 @@ class Listener:
         partial = None
         if self._closing.wait(request.duration_s):
             partial = f"the process ended {time.monotonic() - started_s:.3g} s into {request.duration_s:g} s"
-        captured.stop(settle=False, partial=partial)
+        captured.stop(settle=False, about={"partial": partial} if partial else {})
         return {"path": str(captured.wait()), "partial": partial}
 
     def _close_at_end(self) -> None:

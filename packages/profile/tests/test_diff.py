@@ -79,7 +79,7 @@ def test_what_all_operations_share_is_a_fact_and_no_operations():
     everything = capture(rng, drift=0), capture(rng, drift=0, slower=TYPICAL, factor=1.5)
     answer = diff(*([trace] for trace in everything))
     assert changed(answer) == []
-    assert answer.facts["before_median_change_share"] == pytest.approx(0.5, abs=0.02)
+    assert answer.facts["median_change_before_share"] == pytest.approx(0.5, abs=0.02)
 
 
 @pytest.mark.parametrize("by", ["op", "line", "layer", "category"])

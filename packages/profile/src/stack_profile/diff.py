@@ -11,7 +11,7 @@ little differently. What changed all operations alike is a fact of its own.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -26,7 +26,7 @@ from stack_profile.samples import Side
 from stack_profile.significance import Difference, adjusted, against_peers, difference
 from stack_profile.trace import Trace
 
-__all__ = ["TRIM", "DiffGrouping", "DiffRow", "Verdict", "diff", "step_program"]
+__all__ = ["TRIM", "DiffGrouping", "DiffRow", "Verdict", "about_differences", "definitions", "diff", "step_program"]
 
 DiffGrouping = Literal["op", "line", "layer", "category"]
 Verdict = Literal["slower", "faster", "not shown", "not known"]
@@ -48,7 +48,7 @@ class DiffRow:
         steps took beyond the trimmed means of the other rows.
       before_s, after_s: seconds of self time a step, trimmed means.
       change_s: after_s - before_s; its confidence interval is from `low_s` to `high_s`, None where it is not known.
-      before_change_share: change_s / before_s; None for what is new.
+      change_before_share: change_s / before_s; None for what is new.
       own_change_s: what of `change_s` is its own: all of it where there are several captures on both sides, else what
         is beyond the median change of the other operations, of which there must be three.
       p: the probability of such an own change by chance, corrected for the number of rows (Benjamini and Hochberg).
@@ -63,7 +63,7 @@ class DiffRow:
     change_s: float
     low_s: float | None
     high_s: float | None
-    before_change_share: float | None
+    change_before_share: float | None
     own_change_s: float | None
     p: float | None
     verdict: Verdict = "not known"
@@ -87,7 +87,7 @@ def diff(
       ProfileError: a side has no captures.
     """
     first, second = Side.of(before), Side.of(after)
-    notes = (*_definitions(before[0], after[0]), *(each for trace in (*before, *after) for each in trace.problems))
+    notes = (*definitions(before[0], after[0]), *(each for trace in (*before, *after) for each in trace.problems))
     if first is None or second is None:
         missing = "Steps are not known: a trace has no operations, or does not tell the runs of a program apart."
         return Answer(f"diff by {by}", {}, DiffRow, (), (missing, *notes))
@@ -229,7 +229,7 @@ def _rows(comparison: _Comparison, by: DiffGrouping, min_change: float) -> Itera
             change_s=change_s,
             low_s=_known(low[column]),
             high_s=_known(high[column]),
-            before_change_share=change_s / before_s if before_s > 0 else None,
+            change_before_share=change_s / before_s if before_s > 0 else None,
             own_change_s=own_s,
             p=_known(p[column]),
             verdict=_verdict(change_s, own_s, _known(p[column]), least_s=float(least_s[column])),
@@ -289,7 +289,7 @@ def _facts(comparison: _Comparison) -> dict[str, Any]:
         "disappeared_s": float(means.before[~both].sum()),
         "attributed_change_s": float(means.change[lined].sum()),
         "unattributed_change_s": float(means.change[~lined].sum()),
-        "before_median_change_share": float(np.median(peers.change / peers.before)) if len(peers.before) else None,
+        "median_change_before_share": float(np.median(peers.change / peers.before)) if len(peers.before) else None,
     }
 
 
@@ -317,23 +317,33 @@ def _notes(comparison: _Comparison, min_change: float) -> Iterator[str]:
         )
 
 
-def _definitions(before: Trace, after: Trace) -> Iterator[str]:
-    """In what the two sides are not of the same kind."""
-    for what, values in (
-        ("The programs whose runs are the steps", [_step_programs(trace) for trace in (before, after)]),
-        ("The numbers of devices", [len(trace.devices) for trace in (before, after)]),
-        *((what, [trace.about.get(key) for trace in (before, after)]) for key, what in _ABOUT.items()),
+def definitions(before: Trace, after: Trace) -> Iterator[str]:
+    """In what two traces are not of the same kind."""
+    for what, *values in (
+        ("The programs whose runs are the steps", _step_programs(before), _step_programs(after)),
+        ("The numbers of devices", len(before.devices), len(after.devices)),
     ):
-        if values[0] != values[1] and None not in values:
+        if values[0] != values[1]:
             yield f"{what} differ: {values[0]} before, {values[1]} after."
+    yield from about_differences(before.about, after.about)
     programs = [program for trace in (before, after) if (program := step_program(trace)) is not None]
     for argument in argument_differences(programs):
         yield f"The step's arguments differ: {argument}."
 
 
+def about_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    """In what the machines or the versions of JAX differ, as far as both sides name theirs."""
+    for key, what in _ABOUT.items():
+        if key in before and key in after and before[key] != after[key]:
+            yield f"{what} differ: {before[key]} before, {after[key]} after."
+
+
 _ABOUT: Final = {
-    "device_kind": "The chips", "cpu": "The CPUs", "cores": "The numbers of cores", "jax": "The versions of JAX",
-}  # fmt: skip
+    "device_kind": "The chips",
+    "cpu": "The CPUs",
+    "cores": "The numbers of cores",
+    "jax": "The versions of JAX",
+}
 
 
 def _step_programs(trace: Trace) -> str:
@@ -343,8 +353,8 @@ def _step_programs(trace: Trace) -> str:
 def step_program(trace: Trace) -> Program | None:
     """The program whose runs are the steps of the first device that has any; None where its HLO is not there."""
     for ops in trace.devices:
-        for step in trace.steps[ops.device][:1]:
-            for operation in ops.operations:
-                if operation.module == step.program and operation.program is not None:
-                    return operation.program
+        names = {step.program for step in trace.steps[ops.device]}
+        took = [(self_s, operation.program) for operation, self_s, _ in ops.totals() if operation.module in names]
+        if took:
+            return max(took, key=lambda entry: entry[0])[1]
     return None

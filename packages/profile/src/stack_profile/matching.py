@@ -115,7 +115,7 @@ _TIERS: Final[tuple[_Tier, ...]] = (
     ("alike", lambda site: (_function(site), site.line), False),
     ("moved", _function, False),
     ("other shapes", lambda site: (*_does(site), site.file, site.function), False),
-    ("other form", lambda site: (site.layer, site.direction, site.category, site.file, site.function), False),
+    ("other form", lambda site: (site.layer, site.direction, site.category, site.function), False),
 )
 
 

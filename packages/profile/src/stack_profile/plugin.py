@@ -44,6 +44,10 @@ def stack_register_commands(registry: Registrar) -> None:
     registry.add("profile export", "stack_profile.commands.profile:export", help="Write a trace for other tools.")
     registry.add("profile report", "stack_profile.commands.report:report", help="Write all analyses as an HTML file.")
     registry.add("profile diff", "stack_profile.commands.diff:diff", help="Rank what changed between captures.")
+    registry.add(
+        "profile gate", "stack_profile.commands.gate:gate", help="Fail where a program became slower or larger."
+    )
+    registry.add("profile costs", "stack_profile.commands.costs:costs", help="Compile a function, and read its costs.")
     for entry in registries.analyses.entries():
         target = f"stack_profile.commands.analyses:analysis_{entry.name}"
         registry.add(f"profile {entry.name}", target, help=entry.details.get("help", ""))

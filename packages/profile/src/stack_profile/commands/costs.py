@@ -1,0 +1,36 @@
+"""`stack profile costs`: what a function would cost, compiled and not run."""
+
+from pathlib import Path
+
+from stack_core.named_function import named_function
+from stack_profile.commands.printing import Limit, PrintCsv, PrintJson, show
+from stack_profile.costs import compiled_costs
+
+__all__ = ["costs"]
+
+
+def costs(
+    target: str,
+    /,
+    *,
+    out: Path | None = None,
+    compilations: int = 3,
+    limit: Limit = 20,
+    json: PrintJson = False,
+    csv: PrintCsv = False,
+) -> None:
+    """Compile a function without running it: stack profile costs FILE.py:fn
+
+    Its arguments are what example_args() of the same file returns, jax.ShapeDtypeStructs perhaps. FLOPs, memory and
+    instructions are shown by Python line; `stack profile gate` compares them.
+
+    Args:
+      target: the function.
+      out: also keep the costs in this file, for a later gate.
+      compilations: how often to compile it; the times of several tell how much they vary.
+    """
+    fn, arguments = named_function(target)
+    found = compiled_costs(fn, *arguments, compilations=compilations)
+    if out is not None:
+        found.write(out)
+    show(found.answer(), limit=limit, json=json, csv=csv)

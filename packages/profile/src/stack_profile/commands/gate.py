@@ -1,0 +1,128 @@
+"""`stack profile gate`: fails where a program became slower or larger than its baseline."""
+
+import json as json_format
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Final, Literal, get_args
+
+from cyclopts import Parameter
+
+from stack_core.errors import nearest
+from stack_core.named_function import named_function
+from stack_profile.answer import Answer, number, share_of
+from stack_profile.commands.diff import More
+from stack_profile.commands.printing import PrintJson
+from stack_profile.costs import Costs, compiled_costs
+from stack_profile.errors import ProfileError
+from stack_profile.gate import ALLOWED, CONFIDENCE, GateRow, GateSide, Metric
+from stack_profile.gate import gate as compared
+from stack_profile.trace import load_trace
+
+__all__ = ["gate"]
+
+_REGRESSED: Final = 1
+
+
+def gate(  # noqa: PLR0913, each parameter is an option of the command
+    base: str,
+    new: str,
+    /,
+    *,
+    a: More = (),
+    b: More = (),
+    metric: Annotated[tuple[Metric, ...], Parameter(negative=(), consume_multiple=True)] = (),
+    max_regression: Annotated[tuple[str, ...], Parameter(negative=(), consume_multiple=True)] = (),
+    undecided: Literal["fail", "pass"] = "fail",
+    compilations: int = 3,
+    json: PrintJson = False,
+) -> None:
+    """Fail where a program became slower or larger: stack profile gate BASE NEW --max-regression 3% memory=1%
+
+    Each side is a capture, a file of `stack profile costs --out`, or, NEW alone, a function FILE.py:fn, which is
+    compiled and not run. Exits with 1 after a regression, and names the lines at fault, with 2 after an error. Where
+    the times decide neither for a regression nor against one it exits with 1 too, unless --undecided pass is given:
+    take more steps, or several captures a side.
+
+    Args:
+      a: more captures of the baseline.
+      b: more captures of the new program.
+      metric: what to compare, by default all that is known of both sides.
+      max_regression: how much more is allowed of all metrics but compile_time, or of the one that is named, as in
+        compile_time=50%. By default 3%, and 25% of compile_time, which varies more.
+      undecided: what becomes of a change that the data do not decide.
+      compilations: how often FILE.py:fn is compiled.
+    """
+    allowed = {**ALLOWED, **_allowed(max_regression)}
+    if _is_function(base):
+        # A second function in this process would get the modules that the first one imported.
+        raise ProfileError(f"{base!r} cannot be the baseline. Keep its costs: stack profile costs {base} --out FILE.")
+    sides = (_side(base, a, compilations), _side(new, b, compilations))
+    answer = compared(*sides, metrics=metric, allowed=allowed)
+    if json:
+        print(json_format.dumps(answer.as_mapping(), indent=2))
+    else:
+        _print(answer)
+    if answer.facts["regressed"] or (undecided == "fail" and answer.facts["undecided"]):
+        sys.exit(_REGRESSED)
+
+
+def _allowed(texts: Sequence[str]) -> dict[Metric, float]:
+    """What "3%" allows of all metrics but compile_time, and "memory=1%" of one, whichever comes first."""
+    everywhere: dict[Metric, float] = {}
+    named: dict[Metric, float] = {}
+    for text in texts:
+        name, equals, share = text.partition("=")
+        if not equals:
+            everywhere = {metric: share_of(text) for metric in ALLOWED if metric != "compile_time"}
+            continue
+        found = [metric for metric in ALLOWED if metric == name]
+        if not found:
+            raise ProfileError(
+                f"{text!r} names no metric.{nearest(name, ALLOWED)} Metrics are {', '.join(get_args(Metric))}."
+            )
+        named[found[0]] = share_of(share)
+    return {**everywhere, **named}
+
+
+def _is_function(text: str) -> bool:
+    return ":" in text and not Path(text).exists()
+
+
+def _side(place: str, more: Sequence[Path], compilations: int) -> GateSide:
+    if _is_function(place) or place.endswith(".json"):
+        if more:
+            raise ProfileError(
+                f"{place!r} is no capture, and {', '.join(map(str, more))} cannot be further ones of it."
+            )
+        if place.endswith(".json"):
+            return GateSide.of_costs(Costs.read(Path(place)))
+        fn, arguments = named_function(place)
+        return GateSide.of_costs(compiled_costs(fn, *arguments, compilations=compilations))
+    return GateSide.of_traces([load_trace(path) for path in (Path(place), *more)])
+
+
+def _print(answer: Answer[GateRow]) -> None:
+    for row in answer.rows:
+        base, now = (number(f"_{row.unit}", value) for value in (row.base, row.new))
+        change = "from nothing" if row.change_base_share is None else f"{row.change_base_share:+.2%}"
+        print(f"{row.metric}: {base} -> {now}, {change}{_interval(row)}; allowed {row.allowed_base_share:+.2%}")
+        print(f"  {row.verdict}{_REMEDIES[row.metric] if row.verdict == 'undecided' else ''}")
+        for fault in row.at_fault:
+            print(f"  {fault}")
+    for note in answer.notes:
+        print(f"note: {note}")
+
+
+_REMEDIES: Final = {
+    "step_time": ": the steps do not tell. Take more of them, or several captures a side: --a, --b",
+    "compile_time": ": the compilations do not tell. Time more of them: --compilations",
+}
+
+
+def _interval(row: GateRow) -> str:
+    if row.metric not in _REMEDIES:
+        return ""
+    if row.low_base_share is None or row.high_base_share is None:
+        return ", how much it varies is not known"
+    return f", {CONFIDENCE:.0%} interval {row.low_base_share:+.2%} to {row.high_base_share:+.2%}"

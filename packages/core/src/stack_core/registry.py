@@ -16,7 +16,7 @@ _NAME = re.compile(r"\w([\w .+/-]*[\w.+])?")
 _NAMES = {"ops": re.compile(r"\w+/[\w.+-]+"), "analyses": re.compile(r"\w+")}
 _FORMS = {"ops": "of the form op/implementation", "analyses": "of letters, digits and _"}
 # Each analysis is a command `stack profile NAME`, and these are the others.
-_RESERVED = {"analyses": ("attach", "diff", "export", "gate", "report", "run")}
+_RESERVED = {"analyses": ("attach", "costs", "diff", "export", "gate", "report", "run")}
 _TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 
 

@@ -41,6 +41,15 @@ def test_what_bounds_a_step_comes_with_its_evidence(build, times, bound):
     assert [row.step_s for row in answer.rows] == pytest.approx([100e-6] * 3 + [times["busy"] * 1e-6])
 
 
+def test_without_events_of_the_host_what_it_did_is_not_known(build):
+    plane = build.plane("/device:GPU:0")
+    events = (plane.event("dot.1", 100 * run, 20, hlo_op="dot.1", hlo_module="jit_f", program_id=1) for run in range(4))
+    plane.line("Stream #1", *events)
+    answer = overview(trace_of([read_space(build.space(plane))]))
+    assert answer.facts["idle_steps_share"] > 0.5
+    assert answer.facts["bound_by"] is None and "has no events of the host" in " ".join(answer.notes)
+
+
 def test_a_real_capture_is_bound_by_something(trace):
     answer = overview(trace)
     assert answer.facts["steps"] == len(answer.rows) == 4
@@ -65,7 +74,7 @@ def test_runs_that_the_capture_cut_off_are_no_steps(build):
 
 def test_where_runs_cannot_be_told_apart_steps_are_not_known(build):
     plane = build.plane("/device:GPU:0")
-    plane.line("Stream #1", plane.event("kernel", 0, 5, hlo_op="dot.1", hlo_module="jit_f", program_id=1))
+    plane.line("Stream #1", plane.event("kernel of no program", 0, 5))
     answer = overview(trace_of([read_space(build.space(plane))]))
-    assert answer.facts["median_step_s"] is None and answer.facts["bound_by"] is None
+    assert answer.facts["steps"] is None and answer.facts["median_step_s"] is None and answer.facts["bound_by"] is None
     assert "not known" in answer.notes[0]

@@ -20,6 +20,7 @@ from stack_profile.answer import Answer
 from stack_profile.collectives import Axes, Collectives, Wait, collectives_of, waits_of
 from stack_profile.intervals import union
 from stack_profile.operations import PICOSECOND, Operation
+from stack_profile.plots import bars
 from stack_profile.trace import Trace
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class CommunicationRow:
         where the program is not known.
       time_s: from start to end; several at one time count several times.
       wait_s: a part of it, waiting for the last device; None where the trace does not have the others.
-      exposed_s: a part of it, in which the device runs nothing else.
+      exposed_s: a part of it, in which the device runs nothing else; `hidden_s` is the rest.
       exposed_busy_share: of `busy_s`, the time in which any operation ran.
       link_share: the rate's, of what the chip can send over all its links; None where that is not known.
     """
@@ -58,7 +59,8 @@ class CommunicationRow:
     time_s: float
     wait_s: float | None
     exposed_s: float
-    exposed_busy_share: float
+    hidden_s: float
+    exposed_busy_share: float | None
     rate_bytes_s: float | None
     link_share: float | None
 
@@ -99,12 +101,14 @@ def communication(
     links = _link_bytes_s(trace, chip)
     rows = [_row(name, members, line, len(devices), busy_s, links) for name, members in groups.items()]
     time_s = sum((_covered_s(found[each.device]) for each in devices), 0.0)
+    shown = tuple(sorted(rows, key=lambda row: (-row.exposed_s, -row.time_s, row.name)))
     return Answer(
         name=f"communication by {by}",
         facts=_facts(rows, len(devices), busy_s, time_s, links),
         row_type=CommunicationRow,
-        rows=tuple(sorted(rows, key=lambda row: (-row.exposed_s, -row.time_s, row.name))),
+        rows=shown,
         notes=(*_notes(trace, [each for each, _ in chosen], axes, links), *trace.problems),
+        plots=(bars("Time, exposed and hidden", shown, "exposed_s", "hidden_s"),) if rows else (),
     )
 
 
@@ -154,7 +158,8 @@ def _row(
         time_s=time_s,
         wait_s=sum((wait.wait_s for wait in waits), 0.0) if waits else None,
         exposed_s=exposed_s,
-        exposed_busy_share=exposed_s / busy_s if busy_s else 0.0,
+        hidden_s=max(time_s - exposed_s, 0.0),
+        exposed_busy_share=exposed_s / busy_s if busy_s else None,
         rate_bytes_s=rate,
         link_share=rate / links if rate is not None and links else None,
     )

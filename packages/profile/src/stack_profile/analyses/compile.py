@@ -33,14 +33,15 @@ class CompileRow:
     Attributes:
       name: of the module: "jit_step" for a function `step`.
       programs: how many of that name are loaded.
-      compilations: how many happened during the capture; `compile_s` is what they took.
+      compilations: how many happened during the capture; `compile_s` is what they took. None where the trace has no
+        events of the host, in which JAX compiles.
       why: in what the programs differ from each other; empty where there is one.
     """
 
     name: str
     programs: int
-    compilations: int
-    compile_s: float
+    compilations: int | None
+    compile_s: float | None
     why: str
 
 
@@ -50,25 +51,26 @@ def compilations(trace: Trace) -> Answer[CompileRow]:
     for program in trace.programs:
         groups.setdefault(program.name, []).append(program)
     took = _events(trace.host_events)
+    known = len(trace.host_events.which) > 0
     names = {*groups, *took}
     rows = [
         CompileRow(
             name=name,
             programs=len(groups.get(name, ())),
-            compilations=len(took.get(name, ())),
-            compile_s=sum(took.get(name, ()), 0.0),
+            compilations=len(took.get(name, ())) if known else None,
+            compile_s=sum(took.get(name, ()), 0.0) if known else None,
             why="; ".join(argument_differences(sorted(groups.get(name, ()), key=lambda each: each.key))),
         )
         for name in names
     ]
-    shown = tuple(sorted(rows, key=lambda row: (-row.compile_s, -row.programs, row.name)))
+    shown = tuple(sorted(rows, key=lambda row: (-(row.compile_s or 0.0), -row.programs, row.name)))
     return Answer(
         name="compile",
         facts={
             "functions": len(groups),
             "programs": len(trace.programs),
-            "compilations": sum(row.compilations for row in rows),
-            "compile_s": sum((row.compile_s for row in rows), 0.0),
+            "compilations": sum(map(len, took.values())) if known else None,
+            "compile_s": sum(map(sum, took.values()), 0.0) if known else None,
         },
         row_type=CompileRow,
         rows=shown,
@@ -82,6 +84,8 @@ def _notes(rows: Sequence[CompileRow]) -> Iterator[str]:
         yield "No data: the trace holds no program, and no compilation happened while it was captured."
         return
     yield "Programs are those that were loaded while it was captured; compilations those that happened then."
+    if rows[0].compilations is None:
+        yield "The trace has no events of the host: whether anything was compiled meanwhile is not known."
     if any(row.programs > 1 and not row.why for row in rows):
         yield (
             "Where nothing is said, the arguments are alike: the functions are different ones of one name, a static "

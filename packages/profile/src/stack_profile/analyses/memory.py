@@ -37,7 +37,7 @@ class MemoryRow:
     name: str
     kind: str
     size_bytes: int
-    total_share: float
+    total_share: float | None
     buffers: int
     layer: str
     line: str
@@ -174,7 +174,7 @@ def _maker(program: Program, assignment: Assignment, allocation: Allocation) -> 
 
 
 def _row(name: str, kind: str, size_bytes: int, total: int, instruction: Instruction | None) -> MemoryRow:
-    return MemoryRow(name, kind, size_bytes, size_bytes / total if total else 0.0, 1, *_place(instruction))
+    return MemoryRow(name, kind, size_bytes, size_bytes / total if total else None, 1, *_place(instruction))
 
 
 def _place(instruction: Instruction | None) -> tuple[str, str]:
@@ -190,10 +190,11 @@ def _grouped(rows: Sequence[MemoryRow], by: MemoryGrouping) -> Iterator[MemoryRo
         groups.setdefault(getattr(row, by), []).append(row)
     for name, members in groups.items():
         kinds = sorted({row.kind for row in members})
-        size, share = sum(row.size_bytes for row in members), sum(row.total_share for row in members)
+        size = sum(row.size_bytes for row in members)
+        shares = [row.total_share for row in members if row.total_share is not None]
         layers, lines = ({getattr(row, field) for row in members} for field in ("layer", "line"))
         layer, line = (found.pop() if len(found) == 1 else "" for found in (layers, lines))
-        yield MemoryRow(name, ", ".join(kinds), size, share, len(members), layer, line)
+        yield MemoryRow(name, ", ".join(kinds), size, sum(shares) if shares else None, len(members), layer, line)
 
 
 def _facts(program: Program, assignment: Assignment) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class OpsRow:
 
     name: str
     self_s: float
-    busy_share: float
+    busy_share: float | None
     forward_s: float
     backward_s: float
     recomputed_s: float
@@ -143,7 +143,7 @@ class _Sum:
             self.largest_s, self.example = self_s, operation.name
 
     def row(self, name: str, busy_s: float) -> OpsRow:
-        share = self.self_s / busy_s if busy_s else 0.0
+        share = self.self_s / busy_s if busy_s else None
         parts = (self.forward_s, self.backward_s, self.recomputed_s, self.unknown_s)
         return OpsRow(name, self.self_s, share, *parts, self.occurrences, self.example)
 

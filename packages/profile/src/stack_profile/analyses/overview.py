@@ -39,7 +39,7 @@ class OverviewRow:
     step_s: float
     busy_s: float
     idle_s: float
-    idle_step_share: float
+    idle_step_share: float | None
 
 
 def overview(trace: Trace, *, device: str | None = None) -> Answer[OverviewRow]:
@@ -84,10 +84,12 @@ class _Waits:
     """What the host did while devices were idle.
 
     Attributes:
+      known: whether the trace has events of the host.
       inside_s: of the idle time, in calls of JAX; `outside_s` the rest.
       by_name: seconds of the idle time in which a named event ran, of those that took the most of it.
     """
 
+    known: bool
     inside_s: float
     outside_s: float
     by_name: tuple[tuple[str, float], ...]
@@ -107,7 +109,8 @@ class _Waits:
             seconds = _overlap(union(host.start_ps[events], host.end_ps[events]), idle).sum() * PICOSECOND
             by_name += [(host.names[row], float(seconds))] if seconds else []
         by_name.sort(key=lambda pair: -pair[1])
-        return cls(inside_ps * PICOSECOND, (idle_ps - inside_ps) * PICOSECOND, tuple(by_name[:_SHOWN]))
+        outside_ps = idle_ps - inside_ps
+        return cls(len(host.which) > 0, inside_ps * PICOSECOND, outside_ps * PICOSECOND, tuple(by_name[:_SHOWN]))
 
 
 def _row(ops_: Ops, step: Step) -> OverviewRow:
@@ -121,7 +124,7 @@ def _row(ops_: Ops, step: Step) -> OverviewRow:
         step_s=step_s,
         busy_s=step_s - idle_s,
         idle_s=idle_s,
-        idle_step_share=idle_s / step_s if step_s else 0.0,
+        idle_step_share=idle_s / step_s if step_s else None,
     )
 
 
@@ -152,7 +155,7 @@ def _facts(devices: Sequence[Ops], rows: Sequence[OverviewRow], waits: _Waits) -
     deviation_s = statistics.stdev(durations) if len(durations) > 1 else None
     return {
         "devices": len(devices),
-        "steps": len(rows),
+        "steps": len(rows) or None,
         "median_step_s": statistics.median(durations) if durations else None,
         "mean_step_s": mean_s,
         "deviation_s": deviation_s,
@@ -171,6 +174,8 @@ def _bound(idle_s: float | None, total_s: float, waits: _Waits) -> str | None:
         return None
     if idle_s < _IDLE * total_s:
         return "device"
+    if not waits.known:
+        return None
     return "host inside JAX" if waits.inside_s > waits.outside_s else "host outside JAX"
 
 
@@ -181,9 +186,12 @@ def _notes(trace: Trace, device: str | None, rows: Sequence[OverviewRow], waits:
     if not rows:
         yield "Steps are not known: the events of this trace do not say which execution of a program they are of."
         return
+    idle = f"{number('_s', waits.inside_s + waits.outside_s)} idle from the first step to the last"
+    if not waits.known:
+        yield f"{idle}; what the host did is not known, for the trace has no events of the host."
+        return
     yield (
-        f"{number('_s', waits.inside_s + waits.outside_s)} idle from the first step to the last: "
-        f"{number('_s', waits.inside_s)} of them while the host was in JAX (tracing, compiling, dispatching), "
+        f"{idle}: {number('_s', waits.inside_s)} of them while the host was in JAX (tracing, compiling, dispatching), "
         f"{number('_s', waits.outside_s)} while it was not (input, logging, other Python)."
     )
     if waits.by_name:

@@ -237,25 +237,32 @@ def _facts(rows: Sequence[RooflineRow], chip: "Chip | None", busy_s: float) -> d
     flops = sum(row.flops or 0 for row in known) if known else None
     traffic = sum(row.traffic_bytes or 0 for row in known) if known else None
     ideal_s = sum((row.ideal_s or 0.0 for row in roofed), 0.0) if roofed else None
+    counted_s = sum((row.self_s for row in known), 0.0) if rows else None
     return {
         "chip": chip.kind if chip else None,
-        "busy_s": busy_s,
-        "counted_s": sum((row.self_s for row in known), 0.0),
+        "busy_s": busy_s if rows else None,
+        "counted_s": counted_s,
+        "uncounted_s": busy_s - counted_s if counted_s is not None else None,
+        "counted_busy_share": _ratio(counted_s, busy_s),
         "flops": flops,
         "traffic_bytes": traffic,
         "rate_flops_s": _ratio(flops, busy_s),
         "rate_bytes_s": _ratio(traffic, busy_s),
         "ideal_s": ideal_s,
         "ideal_busy_share": _ratio(ideal_s, busy_s),
-        "peak_flops": dict(chip.peak_flops) if chip else None,
+        "peak_flops_s": dict(chip.peak_flops) if chip else None,
         "peak_bytes_s": chip.hbm_bandwidth_bytes_s if chip else None,
     }
 
 
 def _notes(rows: Sequence[RooflineRow], unreadable: Sequence[str]) -> Iterator[str]:
-    yield "The share of the roof is ideal / self, in all ideal / busy; bytes leave caches aside, so it can pass 100%."
     if not rows:
         yield "No data: the trace has no operations of any device."
+        return
+    yield (
+        "Ideal is the time at the chip's peaks; bytes leave caches aside, so that it can pass 100% of self. Counted is "
+        "the time of operations whose FLOPs and bytes are known; the others are in no sum but busy."
+    )
     if unreadable:
         yield f"This version of XLA cannot read {', '.join(unreadable)}: the costs of their operations are not known."
     uncounted = [row.name for row in rows if row.flops is None and row.traffic_bytes is not None]

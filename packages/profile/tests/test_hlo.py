@@ -77,6 +77,31 @@ def test_costs_are_read_from_the_same_module(program):
     assert set(program.module.entry.instructions) <= set(program.instructions)
 
 
+def module(build, *instructions):
+    """An HloProto of one computation, whose instructions are (name, opcode, metadata, further fields)."""
+    parts = [
+        (2, build.message((1, name), (2, opcode), (7, metadata), (35, place), *more))
+        for place, (name, opcode, metadata, *more) in enumerate(instructions, 1)
+    ]
+    return build.message((1, build.message((1, "jit_f"), (3, build.message((1, "main"), (5, 9), *parts)))))
+
+
+def test_older_programs_have_lines_and_no_stacks(build):
+    line = build.message((2, "jit(f)/mlp/add"), (3, "model.py"), (4, 12))
+    program = read_program(module(build, ("add.1", "add", line), ("copy.1", "copy", b"", (36, 1))), 7)
+    assert [str(program.instructions[name].source()) for name in ("add.1", "copy.1")] == ["model.py:12"] * 2
+    assert program.instructions["copy.1"].origin == "operand"
+
+
+def test_programs_that_contradict_themselves_are_read(build):
+    """A fusion of a computation that is missing, one that is in itself, an operand that is not there."""
+    place = build.message((3, "model.py"), (4, 1))
+    own = ("call.1", "call", b"", (38, 9), (36, 77))
+    program = read_program(module(build, ("add.1", "add", place), ("fusion.1", "fusion", b"", (38, 5)), own), 7)
+    origins = {name: each.origin for name, each in program.instructions.items()}
+    assert origins == {"add.1": "own", "fusion.1": "none", "call.1": "none"}
+
+
 def test_a_damaged_program_is_refused(proto):
     for damaged in (b"", proto[:2000], b"\x0b" + proto):
         with pytest.raises(TraceError, match="7"):

@@ -200,13 +200,19 @@ _TRACED: Final = re.compile(r"p?jit\(([^()]+)\)")
 
 @dataclass(frozen=True)
 class _Raw:
-    """An instruction as it stands in the proto; ids are unique in the module."""
+    """An instruction as it stands in the proto; ids are unique in the module.
+
+    Attributes:
+      frame: the number of its Python stack, 0 where it has none.
+      source: its line alone, which is all that older versions of XLA kept.
+    """
 
     id: int
     name: str
     opcode: str
     op_name: str
     frame: int
+    source: Frame | None
     operands: tuple[int, ...]
     called: tuple[int, ...]
     target: str
@@ -257,6 +263,7 @@ def _computation(data: bytes, place: tuple[int, int]) -> _Computation:
 def _instruction(data: bytes, place: tuple[int, int]) -> _Raw:
     name = opcode = op_name = target = ""
     key = frame = 0
+    source: Frame | None = None
     operands: list[int] = []
     called: list[int] = []
     for number, value in fields(data, *place):
@@ -267,6 +274,8 @@ def _instruction(data: bytes, place: tuple[int, int]) -> _Raw:
         elif number == 7 and isinstance(value, tuple):
             metadata = dict(fields(data, *value))
             op_name, frame = _text(data, metadata.get(2, 0)), _integer(metadata.get(15))
+            if file := _text(data, metadata.get(3, 0)):
+                source = Frame(file, signed(_integer(metadata.get(4))), "")
         elif number == 28:
             target = _text(data, value)
         elif number == 35:
@@ -275,7 +284,7 @@ def _instruction(data: bytes, place: tuple[int, int]) -> _Raw:
             operands += varints(data, value)
         elif number == 38:
             called += varints(data, value)
-    return _Raw(key, name, opcode, op_name, frame, tuple(operands), tuple(called), target)
+    return _Raw(key, name, opcode, op_name, frame, source, tuple(operands), tuple(called), target)
 
 
 def _stacks(data: bytes, place: tuple[int, int]) -> tuple[tuple[Frame, ...], ...]:
@@ -318,6 +327,7 @@ class _Attribution:
         self._computations = {computation.id: computation for computation in computations}
         self._raw = {raw.id: raw for computation in self._computations.values() for raw in computation.instructions}
         self._home = {raw.id: each for each in self._computations.values() for raw in each.instructions}
+        self._any_located = any(map(self._located, self._raw.values()))
         self._users: dict[int, list[int]] = {}
         self._callers: dict[int, _Raw] = {}
         for raw in self._raw.values():
@@ -339,7 +349,7 @@ class _Attribution:
             opcode=raw.opcode,
             computation=home.name,
             op_name=raw.op_name if donor is None else donor.op_name,
-            frames=() if donor is None else self._stacks[donor.frame],
+            frames=() if donor is None else self._frames(donor),
             origin=origin,
             fused=caller is not None and caller.opcode == "fusion",
             opcodes=frozenset(each.opcode for each in self._inside(raw)) or frozenset({raw.opcode}),
@@ -350,6 +360,8 @@ class _Attribution:
     def _donor(self, raw: _Raw) -> tuple[_Raw | None, Origin]:
         if self._located(raw):
             return raw, "own"
+        if not self._any_located:
+            return None, "none"
         searches: tuple[tuple[Origin, Iterator[_Raw]], ...] = (
             ("fused", self._inside(raw)),
             ("operand", self._reach(raw, lambda each: each.operands)),
@@ -362,12 +374,18 @@ class _Attribution:
         return None, "none"
 
     def _located(self, raw: _Raw) -> bool:
-        return 0 < raw.frame < len(self._stacks)
+        return bool(self._frames(raw))
+
+    def _frames(self, raw: _Raw) -> tuple[Frame, ...]:
+        if 0 < raw.frame < len(self._stacks):
+            return self._stacks[raw.frame]
+        return () if raw.source is None else (raw.source,)
 
     def _inside(self, raw: _Raw) -> Iterator[_Raw]:
         """The instructions of a fusion, the result first."""
         for called in raw.called if raw.opcode == "fusion" else ():
-            yield from reversed(self._computations[called].instructions)
+            if called in self._computations:
+                yield from reversed(self._computations[called].instructions)
 
     def _reach(self, raw: _Raw, neighbours: Callable[[_Raw], Iterable[int]]) -> Iterator[_Raw]:
         """What leads to, or from, an instruction: the nearest first."""
@@ -380,7 +398,8 @@ class _Attribution:
 
     def _around(self, raw: _Raw) -> Iterator[_Raw]:
         """The loops and calls that an instruction is in, the innermost first."""
-        caller = self._callers.get(self._home[raw.id].id)
-        while caller is not None:
+        caller, seen = self._callers.get(self._home[raw.id].id), {raw.id}
+        while caller is not None and caller.id not in seen:
             yield caller
+            seen.add(caller.id)
             caller = self._callers.get(self._home[caller.id].id)

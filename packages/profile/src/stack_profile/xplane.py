@@ -289,14 +289,30 @@ def read_space(source: Path | bytes) -> Space:
     _set_origin(planes)
     if not planes or not all(plane.name for plane in planes[:1]):
         raise TraceError(
-            f"{name} is no XSpace, the format of *.xplane.pb: it starts with {bytes(data[: min(size, 16)])!r}. "
-            "Name a file of that format, or a directory that `stack profile run` or jax.profiler.trace wrote."
+            f"{name} is no XSpace, the format of *.xplane.pb{_seems(bytes(data[:size]))}. Name a file of that format, or a "
+            "directory that `stack profile run` or jax.profiler.trace wrote."
         )
     return Space(planes, hosts, tuple(reported))
 
 
 _KEPT: Final = (*_TEXT, *_NUMBERS)
 _ENVIRONMENT, _STARTED_NS = "Task Environment", "profile_start_time"
+
+
+def _seems(data: bytes) -> str:
+    """What a file is instead of a trace."""
+    form = next((form for start, form in _FORMATS.items() if data.lstrip().startswith(start)), None)
+    return f": it is {form}" if form else f": it starts with {data[:16]!r}"
+
+
+_FORMATS: Final = {
+    b"\x1f\x8b": "compressed by gzip, as the *.trace.json.gz for Perfetto and the memory profiles of JAX are",
+    b"{": "JSON, perhaps a trace for Perfetto, or the *.capture.json beside a capture",
+    b"[": "JSON, perhaps a trace for Perfetto",
+    b"PK": "a zip archive",
+    b"HloModule": "the text of a program",
+    b"<": "a page for a browser",
+}
 
 
 def _load(source: Path | bytes, name: str) -> tuple[bytearray, int]:

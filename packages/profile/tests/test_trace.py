@@ -3,8 +3,15 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from stack_profile.analyses.compile import compilations
+from stack_profile.analyses.memory import memory
+from stack_profile.analyses.ops import ops
+from stack_profile.analyses.overview import overview
 from stack_profile.errors import TraceError
+from stack_profile.hlo import program_of
 from stack_profile.trace import load_trace, trace_files, trace_of
 from stack_profile.xplane import read_space
 
@@ -150,6 +157,36 @@ def test_a_damaged_program_is_a_problem_and_the_rest_is_there(build, names):
     damaged = build.metadata_plane([("jit_scanned", 7, b"\x0b")])
     trace = trace_of([read_space(build.space(damaged, cpu_plane(build, loop, inner)))])
     assert len(trace.devices) == 1 and "program 7 is damaged" in trace.problems[0]
+
+
+@pytest.fixture(scope="module")
+def whole(build, names):
+    """A small trace with a program and its buffers, a CPU, a GPU and a TPU."""
+    compiled = jax.jit(lambda x: jnp.tanh(x @ x)).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32)).compile()
+    programs = build.metadata_plane([("jit_scanned", 7, program_of(compiled).proto)])
+    tpu = build.plane("/device:TPU:0")
+    tpu.line("XLA Modules", tpu.event("jit_scanned(7)", 0, 500))
+    tpu.line("XLA Ops", *(tpu.event(name, 0, 50, device_offset_ps=0, device_duration_ps=1) for name in names))
+    return build.space(cpu_plane(build, *names), gpu_plane(build, names), tpu, programs)
+
+
+CHANGES = st.lists(
+    st.tuples(st.integers(0, 10**6), st.sampled_from([0, 1, 127, 128, 255]) | st.integers(0, 255)), max_size=8
+)
+
+
+@given(changes=CHANGES, cut=st.integers(0, 10**6) | st.none())
+def test_whatever_is_damaged_there_is_an_answer_or_an_error_that_says_so(whole, changes, cut):
+    data = bytearray(whole if cut is None else whole[: cut % len(whole)])
+    for place, value in changes if data else ():
+        data[place % len(data)] = value
+    try:
+        trace = trace_of([read_space(bytes(data))])
+        for analysis in (ops, overview, compilations, memory):
+            answer = analysis(trace)
+            assert set(trace.problems) <= set(answer.notes)
+    except TraceError:
+        pass
 
 
 def test_traces_of_several_processes_merge(build, programs, names):

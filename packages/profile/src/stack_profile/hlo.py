@@ -291,7 +291,7 @@ def _stacks(data: bytes, place: tuple[int, int]) -> tuple[tuple[Frame, ...], ...
     """The Python stack of each frame's number, innermost first; number 0 is none."""
     tables: dict[int, list[Value]] = {1: [], 2: [], 3: [], 4: []}
     for number, value in fields(data, *place):
-        tables[number].append(value)
+        tables.setdefault(number, []).append(value)
     files, functions = ([_text(data, value) for value in tables[table]] for table in (1, 2))
     locations = [_numbers(data, value) for value in tables[3]]
     lines = [

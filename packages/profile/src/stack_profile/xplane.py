@@ -289,8 +289,8 @@ def read_space(source: Path | bytes) -> Space:
     _set_origin(planes)
     if not planes or not all(plane.name for plane in planes[:1]):
         raise TraceError(
-            f"{name} is no XSpace, the format of *.xplane.pb{_seems(bytes(data[:size]))}. Name a file of that format, or a "
-            "directory that `stack profile run` or jax.profiler.trace wrote."
+            f"{name} is no XSpace, the format of *.xplane.pb{_seems(bytes(data[:size]))}. Name a file of that format, "
+            "or a directory that `stack profile run` or jax.profiler.trace wrote."
         )
     return Space(planes, hosts, tuple(reported))
 

@@ -1,5 +1,8 @@
+import importlib.metadata
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +45,13 @@ def test_the_public_names():
         "load_trace",
     ]
     assert all(hasattr(stack_profile, name) for name in stack_profile.__all__)
+
+
+def test_it_brings_core_and_less_than_ten_megabytes_of_its_own():
+    always = [each for each in importlib.metadata.requires("stack-profile") or () if "extra ==" not in each]
+    assert [re.match(r"[\w-]+", each)[0] for each in always] == ["stack-core"]
+    files = [path for path in Path(stack_profile.__file__).parent.rglob("*") if path.is_file()]
+    assert 50_000 < sum(path.stat().st_size for path in files) < 10_000_000
 
 
 def test_reading_a_trace_imports_no_jax(captured):

@@ -14,6 +14,8 @@ from stack_core.registry import Entry, Registry
 from stack_profile.answer import Answer, title
 from stack_profile.plots import Bars, Chart, Lanes, Series, Span
 from stack_profile.report.page import page, sections
+from stack_profile.trace import trace_of
+from stack_profile.xplane import read_space
 
 HOSTILE = "<script>alert('1')</script>\"&\x00\ud800"
 
@@ -118,6 +120,18 @@ def test_no_name_becomes_markup(trace, analyses):
     assert not any(name.startswith("on") for _, name, _ in reader.attributes)
     assert document.count("&lt;script&gt;alert(&#x27;1&#x27;)&lt;/script&gt;&quot;&amp;\ufffd\ufffd") >= 12
     document.encode()
+
+
+def test_no_name_of_a_trace_becomes_markup(build):
+    plane = build.plane(f"/device:GPU:0 {HOSTILE[:-1]}")
+    name = HOSTILE[:-1]
+    events = (plane.event(name, 100 * run, 20, hlo_op=name, hlo_module=name, program_id=1) for run in range(4))
+    plane.line("Stream #1", *events)
+    host = build.plane("/host:CPU")
+    host.line("python", host.event(f"PjitFunction({name})", 0, 50), host.event(name, 20, 70))
+    reader = Reader(rendered(trace_of([read_space(build.space(plane, host, host=name))])))
+    assert reader.tags.count("script") == 1 and reader.rows["ops"] == 1
+    assert "<script>" in reader.texts["ops"] and "<script>" in reader.texts["overview"]
 
 
 def test_a_failure_costs_its_own_section_alone(trace, analyses):

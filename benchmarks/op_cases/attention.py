@@ -12,7 +12,8 @@ from stack_core import ops
 
 # batch, q_seq, kv_seq, heads, kv_heads, head_dim
 TRAINING = ((4, 512, 512, 8, 8, 64), (16, 128, 128, 3, 1, 64), (32, 32, 32, 8, 8, 64), (2, 256, 256, 8, 2, 128))
-LONG = ((1, 4096, 4096, 8, 8, 64), (1, 8192, 8192, 8, 8, 64))
+# What is dense needs 4 GiB for each copy of the longest one's scores.
+LONG = ((1, 4096, 4096, 8, 8, 64), (1, 8192, 8192, 8, 8, 64), (1, 16384, 16384, 2, 2, 64), (1, 32768, 32768, 1, 1, 64))
 CROSS = ((2, 64, 512, 8, 8, 64),)
 DECODING = ((1, 1, 4096, 8, 8, 64), (8, 1, 1024, 8, 2, 64), (32, 1, 128, 8, 8, 64))
 
@@ -28,11 +29,22 @@ def _jnp(query: Any, key: Any, value: Any, *, causal: bool) -> Any:
 
 
 def _xla(query: Any, key: Any, value: Any, *, causal: bool) -> Any:
-    # Its causality aligns the first query with the first key, ours the last with the last.
+    return jax.nn.dot_product_attention(query, key, value, **_causality(query, key, causal), implementation="xla")
+
+
+def _tokamax(query: Any, key: Any, value: Any, *, causal: bool, implementation: str) -> Any:
+    import tokamax
+
+    return tokamax.dot_product_attention(
+        query, key, value, **_causality(query, key, causal), implementation=implementation
+    )
+
+
+def _causality(query: Any, key: Any, causal: bool) -> dict[str, Any]:
+    """The peers' causality aligns the first query with the first key, ours the last with the last."""
     offset = key.shape[1] - query.shape[1]
     mask = jnp.tri(query.shape[1], key.shape[1], offset, dtype=bool)[None, None] if causal and offset else None
-    is_causal = causal and not offset
-    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=is_causal, implementation="xla")
+    return {"mask": mask, "is_causal": causal and not offset}
 
 
 def _case(sizes: tuple[int, ...], dtype: str, *, causal: bool = True, memory: bool = False) -> Case:
@@ -47,6 +59,8 @@ def _case(sizes: tuple[int, ...], dtype: str, *, causal: bool = True, memory: bo
         "core": partial(ops.attention, causal=causal, implementation="reference"),
         "jax.nn": partial(_xla, causal=causal),
         "jnp": partial(_jnp, causal=causal),
+        "tokamax xla": partial(_tokamax, causal=causal, implementation="xla"),
+        "tokamax xla_chunked": partial(_tokamax, causal=causal, implementation="xla_chunked"),
     }
     kind = "causal" if causal else "full"
     name = f"{batch} x {q_seq} to {kv_seq}, {heads}/{kv_heads} heads of {head_dim}, {kind}, {dtype}"

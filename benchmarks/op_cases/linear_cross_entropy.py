@@ -22,10 +22,11 @@ def _jnp(hidden: Any, weight: Any, labels: Any) -> Any:
     return -jnp.mean(jnp.take_along_axis(log_probabilities, labels[:, None], axis=1))
 
 
-def _tokamax(hidden: Any, weight: Any, labels: Any) -> Any:
+def _tokamax(hidden: Any, weight: Any, labels: Any, *, implementation: str) -> Any:
     import tokamax
 
-    return tokamax.linear_softmax_cross_entropy_loss(hidden, labels, weight, reduction="mean")
+    loss = tokamax.linear_softmax_cross_entropy_loss
+    return loss(hidden, labels, weight, reduction="mean", implementation=implementation)
 
 
 def _case(sizes: str, dtype: str) -> Case:
@@ -39,7 +40,8 @@ def _case(sizes: str, dtype: str) -> Case:
         "stack": ops.linear_cross_entropy,
         "core": partial(ops.linear_cross_entropy, implementation="reference"),
         "jnp": _jnp,
-        "tokamax": _tokamax,
+        "tokamax xla": partial(_tokamax, implementation="xla"),
+        "tokamax chunked_xla": partial(_tokamax, implementation="chunked_xla"),
     }
     return Case(
         name=f"{sizes}, {dtype}",

@@ -1,6 +1,11 @@
 """The memory of a program is what XLA says it is, and the peak is made of named arrays."""
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -70,3 +75,12 @@ def test_without_buffers_or_programs_there_is_no_data(trace, build):
     assert "No data" in memory(dataclasses.replace(trace, programs=())).notes[0]
     with pytest.raises(UnknownName, match="jit_step"):
         memory(trace, program="jit_stop")
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_what_is_predicted_is_what_a_process_takes():
+    program = Path(__file__).with_name("peak_memory.py")
+    environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}  # else freed memory is kept for the next case
+    done = subprocess.run([sys.executable, program], env=environ, capture_output=True, text=True, check=True)
+    for name, (predicted, measured) in json.loads(done.stdout).items():
+        assert measured == pytest.approx(predicted, rel=0.05), name

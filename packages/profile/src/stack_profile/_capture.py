@@ -1,5 +1,6 @@
 """Captures traces: started and stopped in memory, written by a thread of their own."""
 
+import collections
 import contextlib
 import json
 import os
@@ -188,13 +189,14 @@ def _settle() -> None:
 def _missing_programs(data: bytes, programs: list[Any]) -> Iterator[tuple[str, bytes]]:
     """Name and HLO of the programs that ran in the trace and that it lacks, called `jit_step(7)` as in it."""
     planes = read_space(data).planes
-    held = {name for plane in planes if plane.name == "/host:metadata" for name in plane.event_names.values()}
-    ran = {name.partition("(")[0] for plane in planes for name in _texts(plane)}
-    for executable in programs:
-        for module in executable.hlo_modules():
-            if module.name in ran and not any(name.startswith(f"{module.name}(") for name in held):
-                proto = hlo_proto(module.as_serialized_hlo_module_proto())
-                yield f"{module.name}({program_key(proto)})", proto
+    names = [name for plane in planes if plane.name == "/host:metadata" for name in plane.event_names.values()]
+    held = {name.rpartition("(")[0] for name in names}
+    missing = [module for executable in programs for module in executable.hlo_modules() if module.name not in held]
+    ran = {name.partition("(")[0] for plane in planes if missing for name in _texts(plane)}
+    for module in missing:
+        if module.name in ran:
+            proto = hlo_proto(module.as_serialized_hlo_module_proto())
+            yield f"{module.name}({program_key(proto)})", proto
 
 
 def _texts(plane: Plane) -> Iterator[str]:
@@ -219,7 +221,19 @@ def _environment() -> dict[str, Any]:
         "process": [jax.process_index(), jax.process_count()],
         "pid": os.getpid(),
         "command": sys.argv,
+        "meshes": _meshes(),
+        "stack_frames": jax.config.jax_traceback_in_locations_limit,
     }
+
+
+def _meshes() -> list[dict[str, int]]:
+    """Axes and their sizes of the meshes that arrays are on, that of the most arrays first."""
+    import jax
+
+    shardings = [array.sharding for array in jax.live_arrays()]
+    named = [each.mesh.shape for each in shardings if isinstance(each, jax.sharding.NamedSharding)]
+    counts = collections.Counter(tuple(shape.items()) for shape in named)
+    return [dict(shape) for shape, _ in counts.most_common()]
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -62,12 +62,15 @@ class Assignment:
     """The memory of one device while a program runs.
 
     Attributes:
+      allocations: of its main memory.
       schedules: of the allocations whose buffers come and go; none where XLA did not keep them.
+      elsewhere_bytes: in other memory spaces, such as a TPU's VMEM or the host.
     """
 
     allocations: tuple[Allocation, ...]
     buffers: Mapping[int, Buffer]
     schedules: tuple["Schedule", ...]
+    elsewhere_bytes: int
 
     @property
     def total_bytes(self) -> int:
@@ -89,9 +92,10 @@ class Schedule:
     sizes: Mapping[int, int]
 
     def allocation(self, allocations: Sequence[Allocation]) -> Allocation | None:
-        """The one of `allocations` that this is of."""
+        """The one of `allocations` that this is of; None where it is of none of them."""
         own = {buffer for _, buffer, _, _ in self.events}
-        return max(allocations, key=lambda each: len(own & set(each.buffers)), default=None)
+        found = max(allocations, key=lambda each: len(own & set(each.buffers)), default=None)
+        return None if found is None or own.isdisjoint(found.buffers) else found
 
     def moments(self) -> Iterator[Moment]:
         """The state after each event that changes it."""
@@ -132,7 +136,7 @@ _ALLOCATE, _FREE, _SHARE = 0, 1, 2
 _LOGICAL_BUFFERS, _ALLOCATIONS, _TRACES = 1, 3, 4
 _BUFFER_SIZE, _BUFFER_DEFINED_AT = 2, 3
 # Of an allocation, see `_kind`.
-_THREAD_LOCAL, _IS_PARAMETER, _LIVE_OUT, _ASSIGNED, _CONSTANT = 3, 5, 7, 9, 12
+_THREAD_LOCAL, _IS_PARAMETER, _LIVE_OUT, _SPACE, _ASSIGNED, _CONSTANT = 3, 5, 7, 8, 9, 12
 _EVENTS = 1
 
 
@@ -141,10 +145,18 @@ def _assignment(data: bytes, names: Mapping[int, str]) -> Assignment:
     for number, value in fields(data):
         parts.get(number, []).append(value)
     buffers = dict(_buffer(data, value, names) for value in parts[_LOGICAL_BUFFERS])
-    allocations = [found for value in parts[_ALLOCATIONS] if (found := _allocation(data, value)) is not None]
+    spaces: dict[bool, list[Allocation]] = {True: [], False: []}
+    for value in parts[_ALLOCATIONS]:
+        if (found := _allocation(data, value)) is not None:
+            spaces[_integer(_message(data, value).get(_SPACE)) == 0].append(found)
     sizes = {key: buffer.size_bytes for key, buffer in buffers.items()}
-    schedules = tuple(Schedule(_events(data, value), sizes) for value in parts[_TRACES])
-    return Assignment(tuple(allocations), buffers, schedules)
+    schedules = [Schedule(_events(data, value), sizes) for value in parts[_TRACES]]
+    return Assignment(
+        allocations=tuple(spaces[True]),
+        buffers=buffers,
+        schedules=tuple(each for each in schedules if each.allocation(spaces[True]) is not None),
+        elsewhere_bytes=sum(allocation.size_bytes for allocation in spaces[False]),
+    )
 
 
 def _buffer(data: bytes, value: Value, names: Mapping[int, str]) -> tuple[int, Buffer]:

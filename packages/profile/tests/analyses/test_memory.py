@@ -14,7 +14,7 @@ import pytest
 from stack_core.errors import UnknownName
 from stack_profile.analyses.memory import memory, memory_of, schedule_of
 from stack_profile.buffers import read_buffers
-from stack_profile.hlo import program_of
+from stack_profile.hlo import program_of, read_program
 
 
 @pytest.mark.parametrize("by", ["buffer", "layer", "line", "kind"])
@@ -75,6 +75,21 @@ def test_without_buffers_or_programs_there_is_no_data(trace, build):
     assert "No data" in memory(dataclasses.replace(trace, programs=())).notes[0]
     with pytest.raises(UnknownName, match="jit_step"):
         memory(trace, program="jit_stop")
+
+
+def test_other_memory_spaces_are_not_the_devices_memory(build):
+    """A temporary of 64 bytes in main memory, an argument of 100 on the host."""
+    parts = [
+        (1, build.message((1, 1), (2, 64))),
+        (3, build.message((1, 0), (2, 64), (9, build.message((1, 1))))),
+        (3, build.message((1, 1), (2, 100), (5, 1), (8, 5), (9, build.message((1, 2))))),
+        (4, build.message((1, build.message((1, 0), (2, 2), (4, "copy"))))),
+    ]
+    module = build.message((1, "jit_f"))
+    answer = memory_of(read_program(build.message((1, module), (3, build.message(*parts))), 7))
+    assert answer.facts["total_bytes"] == sum(row.size_bytes for row in answer.rows) == 64
+    assert answer.facts["elsewhere_bytes"] == 100 and any("100 B" in note for note in answer.notes)
+    assert answer.facts["peak_live_bytes"] is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")

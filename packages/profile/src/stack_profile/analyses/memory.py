@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from stack_core.errors import UnknownName, nearest
-from stack_profile.answer import Answer
+from stack_profile.answer import Answer, number
 from stack_profile.buffers import Allocation, Assignment, read_buffers
 from stack_profile.hlo import Instruction, Program
 from stack_profile.plots import Bars, Chart, Series, bars
@@ -207,12 +207,15 @@ def _facts(program: Program, assignment: Assignment) -> dict[str, Any]:
         "constant_bytes": assignment.bytes_of("constant"),
         "temporary_bytes": assignment.bytes_of("temporary"),
         "peak_live_bytes": sum(peak.live_bytes for peak in peaks) if peaks else None,
-        "peak_at": ", ".join(peak.instruction for peak in peaks) or None,
+        "peak_at": ", ".join(peak.instruction for peak in peaks if peak.instruction) or None,
+        "elsewhere_bytes": assignment.elsewhere_bytes,
     }
 
 
 def _notes(program: Program, assignment: Assignment) -> Iterator[str]:
     yield "Shares are of all memory of one device while the program runs, total; donated arguments hold outputs too."
+    if assignment.elsewhere_bytes:
+        yield f"{number('_bytes', assignment.elsewhere_bytes)} are in other memory, a TPU's VMEM or the host's."
     if not assignment.schedules:
         yield "XLA kept no schedule of the temporaries: which are alive at one time is not known."
     calls = [each for each in program.instructions.values() if not each.fused and each.opcodes & set(_LIBRARIES)]

@@ -182,7 +182,8 @@ with stack_profile.capture(sys.argv[1]):
 def test_a_sharded_product_talks_along_both_axes(tmp_path):
     subprocess.run([sys.executable, "-c", SCRIPT, tmp_path], check=True, capture_output=True)
     loaded = load_trace(tmp_path)
-    rows = {row.name: row for row in communication(loaded, by="axis", mesh="fsdp=4,tensor=2").rows}
+    assert loaded.about["meshes"] == [{"fsdp": 4, "tensor": 2}]
+    rows = {row.name: row for row in communication(loaded, by="axis").rows}
     assert {name: row.kind for name, row in rows.items()} == {"fsdp": "all-gather", "tensor": "all-reduce"}
     steps, float32_bytes = 3, 4
     weights_bytes = 2 * 32 * 32 * float32_bytes

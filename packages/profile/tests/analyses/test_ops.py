@@ -1,5 +1,6 @@
 """All of the time is put somewhere, once."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,15 @@ def test_times_of_one_to_four_on_two_lines_show_as_such(build):
     rows = {row.name: row for row in ops(trace_of([read_space(build.space(plane))])).rows}
     assert rows["jit_f: dot.2"].self_s == pytest.approx(4 * rows["jit_f: dot.1"].self_s)
     assert rows["jit_f: dot.1"].busy_share == pytest.approx(0.2)
+
+
+def test_operations_in_no_layer_whose_stacks_may_be_cut_off_are_named_with_what_to_do(trace):
+    def said(frames):
+        notes = ops(dataclasses.replace(trace, about={"stack_frames": frames})).notes
+        return [note for note in notes if "JAX_TRACEBACK_IN_LOCATIONS_LIMIT=-1" in note]
+
+    assert len(said(1)) == 1 and "JAX keeps 1 frames" in said(1)[0]
+    assert said(100) == said(-1) == []
 
 
 def test_without_operations_there_is_no_data_which_is_not_zero(build):

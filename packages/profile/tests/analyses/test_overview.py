@@ -7,7 +7,7 @@ from stack_profile.trace import trace_of
 from stack_profile.xplane import read_space
 
 
-def timeline(build, *, busy, wait, inside):
+def timeline(build, *, busy, wait, inside, waiting="load batch"):
     """Four steps; after the work of each the host is `wait` outside and `inside` JAX."""
     plane = build.plane("/host:CPU")
     work, host = [], []
@@ -15,7 +15,7 @@ def timeline(build, *, busy, wait, inside):
     for run in range(4):
         at = run * period
         work.append(plane.event("dot.1", at, busy, hlo_op="dot.1", hlo_module="jit_f", program_id=1, run_id=run))
-        host += [plane.event("load batch", at + busy, wait), plane.event("PjitFunction(f)", at + busy + wait, inside)]
+        host += [plane.event(waiting, at + busy, wait), plane.event("PjitFunction(f)", at + busy + wait, inside)]
     plane.line("tf_XLAExecute/1", *work)
     plane.line("python", *host)
     return trace_of([read_space(build.space(plane))])
@@ -48,6 +48,13 @@ def test_without_events_of_the_host_what_it_did_is_not_known(build):
     answer = overview(trace_of([read_space(build.space(plane))]))
     assert answer.facts["idle_steps_share"] > 0.5
     assert answer.facts["bound_by"] is None and "has no events of the host" in " ".join(answer.notes)
+
+
+@pytest.mark.parametrize(("wait", "inside", "bound"), [(30, 20, "input"), (20, 30, "host inside JAX")])
+def test_a_program_that_says_where_it_gets_its_input_is_bound_by_it_or_not(build, wait, inside, bound):
+    answer = overview(timeline(build, busy=50, wait=wait, inside=inside, waiting="next_batch"))
+    assert answer.facts["bound_by"] == bound
+    assert any(note.startswith(f"{3 * wait} us of it while the program waited for input") for note in answer.notes)
 
 
 def test_a_real_capture_is_bound_by_something(trace):

@@ -203,7 +203,7 @@ def _are(part: _Process, stage: Stage) -> np.ndarray:
 
 def _facts(parts: Sequence[_Process], rows: Sequence[InputRow], wait: InputWait | None) -> dict[str, Any]:
     return {
-        "steps": sum(part.steps for part in parts),
+        "steps": sum(part.steps for part in parts) or None,
         "steps_s": sum((part.steps_s for part in parts), 0.0) if parts else None,
         "idle_s": sum((part.device_idle_s for part in parts), 0.0) if parts else None,
         "input_waited_s": wait.waited_s if wait else None,

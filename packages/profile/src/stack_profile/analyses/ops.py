@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from stack_core.errors import UnknownName, nearest
-from stack_profile.answer import Answer
+from stack_profile.answer import Answer, number
 from stack_profile.categories import category
 from stack_profile.operations import Operation, Ops
 from stack_profile.plots import bars
@@ -66,7 +66,7 @@ def ops(trace: Trace, *, by: Grouping = "op", within: Path | None = None, device
         facts=_facts(devices, folder),
         row_type=OpsRow,
         rows=rows[by],
-        notes=(*_notes(devices), *trace.problems),
+        notes=(*_notes(devices, trace.about.get("stack_frames", _STACK_FRAMES)), *trace.problems),
         plots=tuple(bars(f"Self time by {each}", rows[each], *_PARTS) for each in _DRAWN) if devices else (),
     )
 
@@ -167,7 +167,11 @@ _DRAWN: Final[Sequence[Grouping]] = ("category", "layer", "line")
 _PARTS: Final = ("forward_s", "backward_s", "recomputed_s", "unknown_s")
 
 
-def _notes(devices: tuple[Ops, ...]) -> Iterable[str]:
+_STACK_FRAMES: Final = 100  # the default of JAX
+
+
+def _notes(devices: tuple[Ops, ...], stack_frames: int) -> Iterable[str]:
+    """`stack_frames` is how many frames of a Python stack JAX kept; all of them where it is negative."""
     if not devices:
         yield (
             "No data: the trace has no operations of any device. Capture while a compiled function runs; operations of "
@@ -178,3 +182,16 @@ def _notes(devices: tuple[Ops, ...]) -> Iterable[str]:
     missing = sum(count for each in devices for operation, _, count in each.totals() if operation.program is None)
     if missing:
         yield f"{missing:,} executions are of programs whose HLO the trace lacks: they have names and times alone."
+    totals = [total for each in devices for total in each.totals()]
+    cut_s = sum((self_s for operation, self_s, _ in totals if _is_cut(operation, stack_frames)), 0.0)
+    if cut_s:
+        yield (
+            f"{number('_s', cut_s)} are in no layer, of operations whose Python stacks may lack their outer ends: JAX "
+            f"keeps {stack_frames} frames. With JAX_TRACEBACK_IN_LOCATIONS_LIMIT=-1 in the environment when the program "
+            "is traced it keeps all; layers that jax.named_scope names need none."
+        )
+
+
+def _is_cut(operation: Operation, stack_frames: int) -> bool:
+    instruction = operation.instruction
+    return instruction is not None and not instruction.layer and 0 <= stack_frames <= len(instruction.frames)

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from stack_profile.analyses.input_pipeline import InputWait, input_wait
 from stack_profile.analyses.ops import chosen_devices, ops
 from stack_profile.answer import Answer, number
 from stack_profile.intervals import gaps, union
@@ -54,7 +55,9 @@ def overview(trace: Trace, *, device: str | None = None) -> Answer[OverviewRow]:
     devices = chosen_devices(trace, device)
     rows = [_row(each, step) for each in devices for step in trace.steps[each.device]]
     idle = [_idle(each, trace.steps[each.device]) for each in devices]
-    waits = _Waits.of(trace.host_events, np.concatenate(idle) if idle else np.zeros((0, 2), np.int64))
+    waits = _Waits.of(
+        trace.host_events, np.concatenate(idle) if idle else np.zeros((0, 2), np.int64), input_wait(trace, devices)
+    )
     return Answer(
         name="overview",
         facts=_facts(devices, rows, waits),
@@ -86,16 +89,19 @@ class _Waits:
     Attributes:
       known: whether the trace has events of the host.
       inside_s: of the idle time, in calls of JAX; `outside_s` the rest.
+      input_s: of the idle time, while the program was in its input pipeline, in calls of JAX or not; None where the
+        trace does not show how it gets its input.
       by_name: seconds of the idle time in which a named event ran, of those that took the most of it.
     """
 
     known: bool
     inside_s: float
     outside_s: float
+    input_s: float | None
     by_name: tuple[tuple[str, float], ...]
 
     @classmethod
-    def of(cls, host: HostEvents, idle: np.ndarray) -> "_Waits":
+    def of(cls, host: HostEvents, idle: np.ndarray, wait: InputWait | None) -> "_Waits":
         """`idle` are the times at which any of the devices was, as rows (start, end)."""
         idle = union(idle[:, 0], idle[:, 1])
         calls = host.jax_calls
@@ -109,8 +115,13 @@ class _Waits:
             seconds = _overlap(union(host.start_ps[events], host.end_ps[events]), idle).sum() * PICOSECOND
             by_name += [(host.names[row], float(seconds))] if seconds else []
         by_name.sort(key=lambda pair: -pair[1])
-        outside_ps = idle_ps - inside_ps
-        return cls(len(host.which) > 0, inside_ps * PICOSECOND, outside_ps * PICOSECOND, tuple(by_name[:_SHOWN]))
+        return cls(
+            known=len(host.which) > 0,
+            inside_s=inside_ps * PICOSECOND,
+            outside_s=(idle_ps - inside_ps) * PICOSECOND,
+            input_s=wait.idle_s if wait else None,
+            by_name=tuple(by_name[:_SHOWN]),
+        )
 
 
 def _row(ops_: Ops, step: Step) -> OverviewRow:
@@ -176,6 +187,8 @@ def _bound(idle_s: float | None, total_s: float, waits: _Waits) -> str | None:
         return "device"
     if not waits.known:
         return None
+    if waits.input_s is not None and 2 * waits.input_s >= waits.inside_s + waits.outside_s:
+        return "input"
     return "host inside JAX" if waits.inside_s > waits.outside_s else "host outside JAX"
 
 
@@ -194,6 +207,8 @@ def _notes(trace: Trace, device: str | None, rows: Sequence[OverviewRow], waits:
         f"{idle}: {number('_s', waits.inside_s)} of them while the host was in JAX (tracing, compiling, dispatching), "
         f"{number('_s', waits.outside_s)} while it was not (input, logging, other Python)."
     )
+    if waits.input_s is not None:
+        yield f"{number('_s', waits.input_s)} of it while the program waited for input, see `input_pipeline`."
     if waits.by_name:
         listed = ", ".join(f"{name} {number('_s', seconds)}" for name, seconds in waits.by_name)
         yield f"Host events in the idle time: {listed}."

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from stack_profile.analyses.graph import graph
 from stack_profile.exports import EXPORTS
 
 
@@ -53,3 +54,9 @@ def test_a_spreadsheet_has_a_row_an_operation(trace):
     rows = list(csv.DictReader(io.StringIO(exported(trace, "csv"))))
     assert len(rows) == len(trace.devices[0].operations)
     assert sum(float(row["busy_share"]) for row in rows) == pytest.approx(1)
+
+
+def test_graphviz_gets_the_most_expensive_operation_and_what_is_around_it(trace):
+    text = exported(trace, "dot")
+    heaviest = graph(trace).facts["instruction"]
+    assert text.startswith("digraph {") and f'"{heaviest}" [label=' in text and " -> " in text

@@ -1,4 +1,4 @@
-"""A trace in the formats of other tools: Perfetto, speedscope, flame graphs, spreadsheets."""
+"""A trace in the formats of other tools: Perfetto, speedscope, flame graphs, spreadsheets, Graphviz."""
 
 import itertools
 import json
@@ -8,13 +8,15 @@ from typing import Final
 
 import numpy as np
 
+from stack_profile.analyses.graph import dot as graph_dot
+from stack_profile.analyses.graph import graph
 from stack_profile.analyses.ops import ops
 from stack_profile.errors import ProfileError
 from stack_profile.operations import Operation, Ops
 from stack_profile.trace import Trace
 from stack_profile.xplane import Line, Plane
 
-__all__ = ["EXPORTS", "chrome", "csv", "folded", "speedscope", "write"]
+__all__ = ["EXPORTS", "chrome", "csv", "dot", "folded", "speedscope", "write"]
 
 _MICROSECOND_PS: Final = 1e6
 _NANOSECOND_S: Final = 1e-9
@@ -98,11 +100,17 @@ def write(parts: Iterable[str], path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
+def dot(trace: Trace) -> Iterator[str]:
+    """The neighbourhood of the operation that took the most time for Graphviz, as the analysis `graph` has it."""
+    yield from graph_dot(graph(trace))
+
+
 EXPORTS: Final[Mapping[str, Callable[[Trace], Iterable[str]]]] = {
     "perfetto": chrome,
     "speedscope": speedscope,
     "folded": folded,
     "csv": csv,
+    "dot": dot,
 }
 
 _BOOKKEEPING: Final = ("ThreadpoolListener::", "end: ")

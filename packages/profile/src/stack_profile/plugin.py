@@ -30,6 +30,14 @@ def stack_register_analyses(registry: Registrar) -> None:
         "memory", "stack_profile.analyses.memory:memory", help="Show what makes the peak of a program's memory."
     )
     registry.add(
+        "graph", "stack_profile.analyses.graph:graph", help="Show what an instruction reads, and what reads it."
+    )
+    registry.add(
+        "input_pipeline",
+        "stack_profile.analyses.input_pipeline:input_pipeline",
+        help="Show how long the program waits for its input.",
+    )
+    registry.add(
         "communication", "stack_profile.analyses.communication:communication", help="Show what devices send each other."
     )
     registry.add(

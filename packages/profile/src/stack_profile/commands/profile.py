@@ -25,7 +25,7 @@ def _run(*tokens: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
 
 
 def export(
-    trace: TracePath, /, *, to: Literal["perfetto", "speedscope", "folded", "csv"], output: Path | None = None
+    trace: TracePath, /, *, to: Literal["perfetto", "speedscope", "folded", "csv", "dot"], output: Path | None = None
 ) -> None:
     """Write a trace for Perfetto, speedscope, flame graphs or a spreadsheet.
 

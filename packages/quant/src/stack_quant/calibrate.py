@@ -1,27 +1,32 @@
 """Finds the range of an array, tile by tile."""
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from stack_quant.blocks import ONE_BLOCK, Blocks, over_blocks, repeated
+from stack_quant.qtypes import QType
 from stack_quant.rounding import snap
 from stack_quant.scales import Range, scales
 from stack_quant.spec import ArraySpec
 from stack_quant.tiling import Tiling
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "shows_all"]
 
-_SHRUNKEN = np.linspace(1.0, 0.2, 33, dtype=np.float32)
+_SHRUNKEN = np.linspace(1.0, 0.2, 17, dtype=np.float32)
 
 
-def calibrate(array: jax.Array, spec: ArraySpec, *, name: str = "") -> Range:
+def calibrate(array: jax.Array, spec: ArraySpec, *, name: str = "", cut: Blocks = ONE_BLOCK) -> Range:
     """The range of each tile of a floating array, found as `spec.calibration` says.
 
     Args:
       name: of the array, for messages.
+      cut: the blocks to go through one after the other.
     """
     tiles = spec.tiling(array.shape, name)
     method = spec.calibrated
@@ -30,88 +35,138 @@ def calibrate(array: jax.Array, spec: ArraySpec, *, name: str = "") -> Range:
             low, high = (jnp.full(tiles.scale_shape, end, jnp.float32) for end in method.fixed)
             return Range(None, jnp.maximum(-low, high)) if spec.symmetric else Range(low, high)
         case "rms":
-            return _root_mean_square(array, spec, tiles, method.arguments[0])
+            return _root_mean_square(array, spec, tiles, cut)
         case "percentile":
-            return _percentile(array, spec, tiles, method.arguments[0])
+            return _percentile(array, spec, tiles, cut)
         case "mse":
-            return _least_error(array, spec, tiles)
+            return _least_error(array, spec, tiles, cut)
         case "moving":
-            return _extremes(array, spec, tiles)
+            return _extremes(array, spec, tiles, cut)
     factor = np.float32(method.arguments[0])
-    return jax.tree.map(lambda end: end * factor, _extremes(array, spec, tiles))
+    return jax.tree.map(lambda end: end * factor, _extremes(array, spec, tiles, cut))
 
 
-def _extremes(array: jax.Array, spec: ArraySpec, tiles: Tiling) -> Range:
-    # In the array's own dtype, exactly: a conversion before two reductions would be written down.
-    split = tiles.split(array)
+def shows_all(spec: ArraySpec) -> bool:
+    """Whether a range is NaN or infinite wherever an entry of the array is."""
+    return spec.calibrated.name not in ("fixed", "percentile")
+
+
+def _extremes(array: jax.Array, spec: ArraySpec, tiles: Tiling, cut: Blocks) -> Range:
+    def most(side: str, combine: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+        return over_blocks(_Extreme(side, tiles), array, (), cut, combine).astype(jnp.float32)
+
     if spec.symmetric:
-        return Range(None, _reduced(jnp.max, jnp.abs(split), tiles))
-    low, high = _reduced(jnp.min, split, tiles), _reduced(jnp.max, split, tiles)
-    return Range(jnp.minimum(low, np.float32(0)), jnp.maximum(high, np.float32(0)))
+        return Range(None, most("both", jnp.maximum))
+    return Range(most("below", jnp.minimum), most("above", jnp.maximum))
 
 
-def _reduced(reduce: Callable[..., jax.Array], split: jax.Array, tiles: Tiling) -> jax.Array:
-    return tiles.join(reduce(split, axis=tiles.within, keepdims=True, initial=0)).astype(jnp.float32)
-
-
-def _root_mean_square(array: jax.Array, spec: ArraySpec, tiles: Tiling, factor: float) -> Range:
+def _root_mean_square(array: jax.Array, spec: ArraySpec, tiles: Tiling, cut: Blocks) -> Range:
     """Of the array over its largest magnitude, so that no square overflows or vanishes."""
-    extremes = _extremes(array, spec, tiles)
+    extremes = _extremes(array, spec, tiles, cut)
     largest = extremes.high if extremes.low is None else jnp.maximum(extremes.high, -extremes.low)
     unit = jnp.where(largest > 0, largest, np.float32(1))
-    squares = jnp.square(tiles.split(array).astype(jnp.float32) / tiles.split(unit))
-    mean = tiles.join(jnp.mean(squares, axis=tiles.within, keepdims=True))
-    width = unit * jnp.sqrt(mean) * np.float32(factor)
+    total = over_blocks(_Squares(tiles), array, (unit,), cut, jnp.add)
+    width = unit * jnp.sqrt(total / np.float32(max(tiles.tile_entries, 1))) * np.float32(spec.calibrated.arguments[0])
     if extremes.low is None:
         return Range(None, width)
     return Range(jnp.maximum(extremes.low, -width), jnp.minimum(extremes.high, width))
 
 
-def _percentile(array: jax.Array, spec: ArraySpec, tiles: Tiling, percent: float) -> Range:
-    split = tiles.split(array)
+def _percentile(array: jax.Array, spec: ArraySpec, tiles: Tiling, cut: Blocks) -> Range:
     if spec.symmetric:
-        return Range(None, _ranked(jnp.abs(split), tiles, percent))
-    above, below = (jnp.maximum(side, 0) for side in (split, -split))
-    return Range(-_ranked(below, tiles, percent), _ranked(above, tiles, percent))
+        return Range(None, _ranked(array, "both", spec, tiles, cut))
+    return Range(-_ranked(array, "below", spec, tiles, cut), _ranked(array, "above", spec, tiles, cut))
 
 
-def _ranked(split: jax.Array, tiles: Tiling, percent: float) -> jax.Array:
-    """The least entry of each tile that `percent` of its entries do not exceed; all entries are at least 0.
+def _ranked(array: jax.Array, side: str, spec: ArraySpec, tiles: Tiling, cut: Blocks) -> jax.Array:
+    """The least magnitude on one side of each tile that the given percentage of its entries do not exceed there.
 
-    Bits of such floats are in the order of the floats. Each pass fixes one bit of the result, from the highest on, by
-    counting; unlike a sort that needs no memory, and sharded entries stay where they are.
+    Bits of floats of at least 0 are in the order of the floats. Each pass fixes one bit of the result, from the highest
+    on, by counting: unlike a sort that needs no memory, and sharded entries stay where they are.
     """
-    width = 8 * split.dtype.itemsize
-    word = jnp.dtype(f"uint{width}")
-    bits = lax.bitcast_convert_type(split, word)
-    rank = np.int32(max(1, -(-tiles.tile_entries * percent // 100)))
-    found = jnp.zeros([count if place % 2 == 0 else 1 for place, count in enumerate(split.shape)], word)
+    word = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
+    bits = 8 * word.itemsize - 1
+    rank = np.int32(max(1, math.ceil(tiles.tile_entries * spec.calibrated.arguments[0] / 100)))
 
     def fix_bit(place: jax.Array, found: jax.Array) -> jax.Array:
-        trial = found | (word.type(1) << (width - 2 - place).astype(word))
-        below = jnp.sum(bits < trial, axis=tiles.within, keepdims=True, dtype=jnp.int32)
+        trial = found | (word.type(1) << (bits - 1 - place).astype(word))
+        below = over_blocks(_CountBelow(side, tiles), array, (trial,), cut, jnp.add)
         return jnp.where(below < rank, trial, found)
 
-    found = lax.fori_loop(0, width - 1, fix_bit, found)
-    return tiles.join(lax.bitcast_convert_type(found, split.dtype)).astype(jnp.float32)
+    found = repeated(bits, fix_bit, jnp.zeros(tiles.scale_shape, word), cut)
+    return lax.bitcast_convert_type(found, array.dtype).astype(jnp.float32)
 
 
-def _least_error(array: jax.Array, spec: ArraySpec, tiles: Tiling) -> Range:
-    widest, split = _extremes(array, spec, tiles), tiles.split(array)
+def _least_error(array: jax.Array, spec: ArraySpec, tiles: Tiling, cut: Blocks) -> Range:
+    widest, kind = _extremes(array, spec, tiles, cut), spec.qtype
 
-    def squared_error(span: Range) -> jax.Array:
-        mapped = scales(span, spec.qtype, unit_axes=spec.unit_axes(array.ndim), double=spec.double_quantized)
-        scale = tiles.split(mapped.full)
-        zero = np.float32(0) if mapped.zero_point is None else tiles.split(mapped.zero_point.astype(jnp.float32))
-        values = split.astype(jnp.float32)
-        error = (snap(values / scale + zero, spec.qtype) - zero) * scale - values
-        return tiles.join(jnp.sum(jnp.square(error), axis=tiles.within, keepdims=True))
-
-    def try_factor(best: tuple[jax.Array, jax.Array], factor: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+    def try_factor(place: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         least, chosen = best
-        error = squared_error(jax.tree.map(lambda end: end * factor, widest))
-        return (jnp.minimum(error, least), jnp.where(error < least, factor, chosen)), None
+        factor = jnp.asarray(_SHRUNKEN)[place]
+        span = jax.tree.map(lambda end: end * factor, widest)
+        mapped = scales(span, kind, unit_axes=spec.unit_axes(array.ndim), double=spec.double_quantized)
+        error = over_blocks(_SquaredError(kind, tiles), array, (mapped.full, mapped.zero_point), cut, jnp.add)
+        return jnp.minimum(error, least), jnp.where(error < least, factor, chosen)
 
     start = (jnp.full_like(widest.high, jnp.inf), jnp.ones_like(widest.high))
-    (_, factor), _ = lax.scan(try_factor, start, jnp.asarray(_SHRUNKEN))
+    _, factor = repeated(len(_SHRUNKEN), try_factor, start, cut)
     return jax.tree.map(lambda end: end * factor, widest)
+
+
+def _magnitudes(entries: jax.Array, side: str) -> jax.Array:
+    """Of the entries on one side of zero, in their own dtype; 0 for those on the other."""
+    if side == "both":
+        return jnp.abs(entries)
+    return jnp.maximum(entries if side == "above" else -entries, 0)
+
+
+@dataclass(frozen=True)
+class _Extreme:
+    """The end of the range on one side, in the array's own dtype: a conversion before a reduction may be stored."""
+
+    side: str
+    tiles: Tiling
+
+    def __call__(self, index: jax.Array, block: jax.Array) -> jax.Array:
+        tiles = self.tiles.of(block)
+        entries, most = tiles.split(block), jnp.min if self.side == "below" else jnp.max
+        entries = jnp.abs(entries) if self.side == "both" else entries
+        return tiles.join(most(entries, axis=tiles.within, keepdims=True, initial=0))
+
+
+@dataclass(frozen=True)
+class _Squares:
+    tiles: Tiling
+
+    def __call__(self, index: jax.Array, block: jax.Array, unit: jax.Array) -> jax.Array:
+        tiles = self.tiles.of(block)
+        parts = tiles.split(block).astype(jnp.float32) / tiles.split(unit)
+        return tiles.join(jnp.sum(jnp.square(parts), axis=tiles.within, keepdims=True))
+
+
+@dataclass(frozen=True)
+class _CountBelow:
+    """How many magnitudes on one side have bits below those of a trial."""
+
+    side: str
+    tiles: Tiling
+
+    def __call__(self, index: jax.Array, block: jax.Array, trial: jax.Array) -> jax.Array:
+        tiles = self.tiles.of(block)
+        bits = lax.bitcast_convert_type(_magnitudes(tiles.split(block), self.side), trial.dtype)
+        return tiles.join(jnp.sum(bits < tiles.split(trial), axis=tiles.within, keepdims=True, dtype=jnp.int32))
+
+
+@dataclass(frozen=True)
+class _SquaredError:
+    """What rounding costs."""
+
+    kind: QType
+    tiles: Tiling
+
+    def __call__(self, index: jax.Array, block: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> jax.Array:
+        tiles = self.tiles.of(block)
+        values, scale = tiles.split(block).astype(jnp.float32), tiles.split(scale)
+        zero = np.float32(0) if zero_point is None else tiles.split(zero_point).astype(jnp.float32)
+        error = (snap(values / scale + zero, self.kind) - zero) * scale - values
+        return tiles.join(jnp.sum(jnp.square(error), axis=tiles.within, keepdims=True))

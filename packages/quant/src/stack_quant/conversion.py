@@ -1,6 +1,7 @@
 """Arrays to quantized arrays, and the rounding alone."""
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -8,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core.errors import ArgumentError
-from stack_quant.calibrate import calibrate
+from stack_quant.blocks import ONE_BLOCK, Blocks, blocks, over_blocks
+from stack_quant.calibrate import calibrate, shows_all
 from stack_quant.packing import pack
 from stack_quant.qarray import QArray, dequantize
+from stack_quant.qtypes import QType
 from stack_quant.rounding import encode
-from stack_quant.scales import Range, Scales, scales
+from stack_quant.scales import Range, scales
 from stack_quant.spec import ArraySpec
 from stack_quant.tiling import Tiling
 
@@ -43,57 +46,72 @@ def quantize(
       ShapeError: a tile does not divide its axis.
     """
     _check_floating(array, name)
-    spec.tiling(array.shape, name)
+    tiles = spec.tiling(array.shape, name)
     if isinstance(array, jax.core.Tracer):
-        return _quantized(array, range, key, spec)[0]
-    result, finite = _compiled(spec)(array, range, key)
+        return _quantized(array, range, key, spec=spec)[0]
+    cut = blocks(tiles, _whole_axes(array))
+    result, finite = (_compiled if cut.count == 1 else _quantized)(array, range, key, spec=spec, cut=cut)
     if not finite:
         raise ArgumentError(_not_finite(array, name))
     return result
 
 
-@functools.cache
-def _compiled(spec: ArraySpec) -> Any:
-    return jax.jit(functools.partial(_quantized, spec=spec))
+def _whole_axes(array: jax.Array) -> tuple[int, ...]:
+    """The axes that are not sharded."""
+    partition = getattr(getattr(array, "sharding", None), "spec", ())
+    return tuple(axis for axis, _ in enumerate(array.shape) if axis >= len(partition) or partition[axis] is None)
 
 
 def _quantized(
-    array: jax.Array, span: Range | None, key: jax.Array | None, spec: ArraySpec
+    array: jax.Array, span: Range | None, key: jax.Array | None, *, spec: ArraySpec, cut: Blocks = ONE_BLOCK
 ) -> tuple[QArray, jax.Array]:
-    """The result, and whether all entries are finite."""
-    kind = spec.qtype
-    span, mapped, tiles = _mapped(array, span, key, spec)
-    values = _scaled(array, mapped, tiles)
-    codes = tiles.join(encode(values, kind, key=key))
+    """The result, and whether the array and its range are finite."""
+    finite = [] if span is None and shows_all(spec) else [_all_finite(array)]
+    if span is None:
+        span = calibrate(array, spec, cut=cut)
+    finite += [jnp.all(jnp.isfinite(end)) for end in jax.tree.leaves(span)]
+    kind, unbiased = spec.qtype, key is not None
+    mapped = scales(span, kind, unit_axes=spec.unit_axes(array.ndim), double=spec.double_quantized, unbiased=unbiased)
+    tiles = Tiling(array.shape, mapped.full.shape)
+    codes = over_blocks(_Encode(kind, tiles), array, (mapped.full, mapped.zero_point, key), cut)
     result = QArray(
-        planes=pack(codes, kind),
+        planes=pack(codes, kind) if cut.count == 1 else _packed(codes, kind=kind),
         scale=mapped.scale,
         scale_unit=mapped.scale_unit,
         zero_point=mapped.zero_point,
         type=spec.type,
         dtype=jnp.dtype(array.dtype).name,
     )
-    return result, jnp.all(jnp.isfinite(array))
+    return result, functools.reduce(jnp.logical_and, finite)
 
 
-def _mapped(
-    array: jax.Array, span: Range | None, key: jax.Array | None, spec: ArraySpec
-) -> tuple[Range, Scales, Tiling]:
-    if span is None:
-        span = calibrate(array, spec)
-    mapped = scales(
-        span,
-        spec.qtype,
-        unit_axes=spec.unit_axes(array.ndim),
-        double=spec.double_quantized,
-        unbiased=key is not None,
-    )
-    return span, mapped, Tiling(array.shape, span.high.shape)
+@jax.jit
+def _all_finite(array: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(array))
 
 
-def _scaled(array: jax.Array, mapped: Scales, tiles: Tiling) -> jax.Array:
-    values = tiles.split(array).astype(jnp.float32) / tiles.split(mapped.full)
-    return values if mapped.zero_point is None else values + tiles.split(mapped.zero_point.astype(jnp.float32))
+_compiled = jax.jit(_quantized, static_argnames=("spec", "cut"))
+_packed = jax.jit(pack, static_argnames="kind", donate_argnums=0)
+
+
+@dataclass(frozen=True)
+class _Encode:
+    kind: QType
+    tiles: Tiling
+
+    def __call__(
+        self,
+        index: jax.Array,
+        block: jax.Array,
+        scale: jax.Array,
+        zero_point: jax.Array | None,
+        key: jax.Array | None,
+    ) -> jax.Array:
+        tiles = self.tiles.of(block)
+        values = tiles.split(block).astype(jnp.float32) / tiles.split(scale)
+        if zero_point is not None:
+            values = values + tiles.split(zero_point).astype(jnp.float32)
+        return tiles.join(encode(values, self.kind, key=None if key is None else jax.random.fold_in(key, index)))
 
 
 def fake_quantize(
@@ -115,7 +133,7 @@ def fake_quantize(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _straight_through(array: jax.Array, span: Range, key: jax.Array | None, spec: ArraySpec) -> jax.Array:
-    return dequantize(_quantized(array, span, key, spec)[0])
+    return dequantize(_quantized(array, span, key, spec=spec)[0])
 
 
 @_straight_through.defjvp

@@ -34,6 +34,11 @@ class Tiling:
         """How many entries share a scale."""
         return math.prod(self.shape) // max(math.prod(self.scale_shape), 1)
 
+    def of(self, block: jax.Array) -> "Tiling":
+        """The same tiles of a block of the array: of whole tiles along an axis, or of a part of all."""
+        pairs = zip(block.shape, self.shape, self.scale_shape, strict=True)
+        return Tiling(block.shape, tuple(count if count <= 1 else count * size // full for size, full, count in pairs))
+
     def split(self, array: jax.Array) -> jax.Array:
         """`array` of shape `shape`, or one entry for each tile, in two axes for each one."""
         sizes = (self.scale_shape, [size // count for size, count in zip(self.shape, self.scale_shape, strict=True)])

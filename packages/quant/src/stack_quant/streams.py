@@ -1,0 +1,89 @@
+"""Static ranges of activations, accumulated over a stream of batches.
+
+statistics = empty_statistics(spec, x.shape)
+for x in batches:
+    statistics = observe(statistics, x, spec)          # pure: may run under jit and scan
+codes = quantize(x, spec, range=observed_range(statistics))
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core.errors import ShapeError
+from stack_quant.calibrate import calibrate
+from stack_quant.scales import Range
+from stack_quant.spec import ArraySpec
+
+__all__ = ["RangeStatistics", "empty_statistics", "observe", "observed_range"]
+
+_LARGEST_OF_ALL = ("absmax", "minmax", "fixed")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RangeStatistics:
+    """What batches so far spanned, whatever their batch and sequence sizes.
+
+    By calibration: the largest of all batches for "absmax" and "minmax"; of "rms" the mean square of all entries; of
+    "percentile" and "mse" the mean of the batches' ranges; of "moving,decay" their mean, in which each batch has `decay`
+    times the weight of the one after it.
+
+    Invariant: `low`, if there is one, and `high` have the shape of the scales.
+
+    Attributes:
+      low: float32, or None for symmetric ranges.
+      weight: float32, how much was seen; 0 before the first batch.
+    """
+
+    low: jax.Array | None
+    high: jax.Array
+    weight: jax.Array
+
+
+def empty_statistics(spec: ArraySpec, shape: tuple[int, ...]) -> RangeStatistics:
+    """Those of no batch, for arrays of that shape; its axes without channels or tiles may have any size."""
+    zeros = jnp.zeros(spec.tiling(shape).scale_shape, jnp.float32)
+    return RangeStatistics(None if spec.symmetric else zeros, zeros, jnp.float32(0))
+
+
+def observe(statistics: RangeStatistics, array: jax.Array, spec: ArraySpec) -> RangeStatistics:
+    """The statistics with one more batch.
+
+    Raises:
+      ShapeError: the batch has another number of channels or tiles.
+    """
+    span = calibrate(array, spec)
+    if span.high.shape != statistics.high.shape:
+        raise ShapeError(
+            f"A batch of shape {array.shape} has ranges of shape {span.high.shape}; those so far have "
+            f"{statistics.high.shape}. A static range needs channels and tiles along axes of fixed size only: given "
+            f"channel_axes={spec.channel_axes} and tiles={spec.tile_sizes}."
+        )
+    name = spec.calibrated.name
+    entries = np.float32(array.size if name == "rms" else 1)
+    decay = np.float32(spec.calibrated.arguments[0] if name == "moving" else 1)
+    weight = decay * statistics.weight + entries
+
+    def merged(so_far: jax.Array, new: jax.Array) -> jax.Array:
+        if name in _LARGEST_OF_ALL:
+            return jnp.where(jnp.abs(new) > jnp.abs(so_far), new, so_far)
+        if name == "rms":
+            return jnp.sign(new) * jnp.sqrt(_mean(jnp.square(so_far), jnp.square(new), entries / weight))
+        return _mean(so_far, new, entries / weight)
+
+    low = None if statistics.low is None or span.low is None else merged(statistics.low, span.low)
+    return RangeStatistics(low, merged(statistics.high, span.high), weight)
+
+
+def _mean(so_far: jax.Array, new: jax.Array, share: jax.Array) -> jax.Array:
+    return so_far + (new - so_far) * share
+
+
+def observed_range(statistics: RangeStatistics) -> Range:
+    """The range to quantize with; NaN if no batch was seen, which `quantize` refuses."""
+    seen = statistics.weight > 0
+    low, high = jax.tree.map(lambda end: jnp.where(seen, end, jnp.nan), (statistics.low, statistics.high))
+    return Range(low, high)

@@ -3,8 +3,12 @@
 import random
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import stack_profile
 from stack_core.config import apply_overrides, load_yaml, parse
 from stack_core.hardware import Chip, count_flops
 from stack_profile.analyses.memory import memory
@@ -101,6 +105,29 @@ def test_the_memory_of_the_step_holds_the_state_by_name(trace):
     rows = {row.name: row for row in memory(trace).rows}
     assert rows["state.params['embedding']"].kind == "donated argument"
     assert rows["state.params['embedding']"].size_bytes == 4096 * 192 * 4
+
+
+def test_one_product_and_four_of_its_kind_show_as_one_to_four(tmp_path):
+    """Small enough for one thread: what is divided among threads waits for them when the machine is busy."""
+
+    def layer(x, _):
+        x = x @ jnp.eye(64)
+        for _ in range(4):
+            x = x @ jnp.eye(64)
+        return x, None
+
+    run = jax.jit(lambda x: jax.lax.scan(layer, x, None, length=20)[0])
+    run(jnp.eye(64)).block_until_ready()
+    with stack_profile.capture(tmp_path) as captured:
+        for _ in range(20):
+            run(jnp.eye(64)).block_until_ready()
+    (device,) = load_trace(captured.wait()).devices
+    line = layer.__code__.co_firstlineno
+    took = {line + 1: 0.0, line + 3: 0.0}
+    for which, operation in enumerate(device.operations):
+        if "dot" in operation.instruction.opcodes:
+            took[operation.instruction.source().line] += np.median(device.self_ps[device.which == which])
+    assert took[line + 3] == pytest.approx(4 * took[line + 1], rel=0.1)
 
 
 def _overlap(covered, step):

@@ -4,10 +4,10 @@ Operations are matched by where they come from and what they do. Their seconds a
 steps took beyond them, such as stalls, is a row of its own, so that all rows sum to the difference of the busy time. A
 row is named slower or faster when its change is significant, and large enough to matter.
 
-With several captures on both sides that is Student's test of the captures' means. With one on a side there are two
-tests, and the weaker result counts: of no change at all, by the variation of the steps; and of a change like that of
-the program's other operations, because a machine that is busier, or clocked otherwise, changes all of them, each a
-little differently. What changed all operations alike is a fact of its own.
+With several captures on both sides that is Student's test of the captures' means. With one on a side it is a test of a
+change like that of the program's other operations, because a machine that is busier, or clocked otherwise, changes all
+of them, each a little differently, from one step to the next and from one capture to the next. What changed all
+operations alike is a fact of its own; what took as long as before is not named, whatever the others did.
 """
 
 import dataclasses
@@ -163,9 +163,15 @@ class _Comparison:
         if found.of_captures:
             return found.change, adjusted(found.p())
         peers = self.peers
+        pairs = [self.pairs[peer] for peer in peers.tolist()]
+        before, after = (
+            side.evened([column for pair in pairs for column in getattr(pair, name)])
+            for name, side in zip(("before", "after"), self.sides, strict=True)
+        )
+        even, of_peers = (_difference(before, after, each, trim=TRIM) for each in (groups, pairs))
         parts = [np.flatnonzero(np.isin(peers, group.pairs)).tolist() for group in groups]
-        beyond, p = against_peers(found, self.each.at(peers), parts)
-        return beyond, adjusted(np.maximum(p, found.p()))
+        beyond, p = against_peers(even, of_peers, parts)
+        return beyond, adjusted(p)
 
 
 def _joined(groups: Sequence[_Group]) -> _Group:

@@ -1,5 +1,6 @@
 """The steps of captures as samples: what each operation, and the step as a whole, took in every one of them."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -75,6 +76,16 @@ class Side:
         step_s = tuple(samples.step_s for samples in captures)
         outside_s = sum(samples.outside_s for samples in captures)
         return cls(tuple(columns), tuple(operations[site] for site in columns), tuple(self_s), step_s, outside_s)
+
+    def evened(self, columns: Sequence[int]) -> "Side":
+        """Without what made all of some operations slower in a step, by the median of these, than in other steps."""
+        even = []
+        for samples in self.self_s:
+            typical = np.median(samples, axis=0)
+            peers = [column for column in columns if typical[column] > 0]
+            pace = np.median(samples[:, peers] / typical[peers], axis=1) if peers else np.ones(len(samples))
+            even.append(samples / np.where(pace > 0, pace, 1.0)[:, None])
+        return dataclasses.replace(self, self_s=tuple(even))
 
     def sums(self, groups: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Of each capture the seconds of groups of columns, [step, group]."""

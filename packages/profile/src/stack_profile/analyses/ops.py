@@ -186,9 +186,9 @@ def _notes(devices: tuple[Ops, ...], stack_frames: int) -> Iterable[str]:
     cut_s = sum((self_s for operation, self_s, _ in totals if _is_cut(operation, stack_frames)), 0.0)
     if cut_s:
         yield (
-            f"{number('_s', cut_s)} are in no layer, of operations whose Python stacks may lack their outer ends: JAX "
-            f"keeps {stack_frames} frames. With JAX_TRACEBACK_IN_LOCATIONS_LIMIT=-1 in the environment when the program "
-            "is traced it keeps all; layers that jax.named_scope names need none."
+            f"{number('_s', cut_s)} are in no layer, of operations whose Python stacks may be cut off: JAX keeps "
+            f"{stack_frames} frames. With JAX_TRACEBACK_IN_LOCATIONS_LIMIT=-1 in the environment when the program is "
+            "traced it keeps all; layers that jax.named_scope names need none."
         )
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -201,6 +202,17 @@ def test_a_request_that_makes_no_sense_is_refused(tmp_path, listener, wrong):
         connection.request("POST", "/", body, {"Authorization": f"Bearer {listener.address.token}"})
         assert connection.getresponse().status == 400
     assert not list(tmp_path.iterdir())
+
+
+def test_who_asks_and_goes_leaves_the_program_in_peace(tmp_path, capfd, listener):
+    connection = http.client.HTTPConnection("127.0.0.1", listener.address.port, timeout=10)
+    content = json.dumps({"out": str(tmp_path), "name": "x", "duration_s": 0.3})
+    connection.request("POST", "/", content, {"Authorization": f"Bearer {listener.address.token}"})
+    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+    listener.close()
+    assert capfd.readouterr() == ("", "")
+    assert load_trace(tmp_path).spaces
 
 
 def test_a_process_without_a_device_has_nothing_to_capture(tmp_path, start):

@@ -1,5 +1,7 @@
 """There is one profiler: recordings take turns, one that yields goes, and what is thrown away leaves nothing behind."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +45,13 @@ def test_the_next_recording_waits_for_one_that_ends(recording):
     second = record(host_tracer_level=2)
     second.discard()
     assert read_space(recording.data()).planes
+
+
+def test_one_that_yields_waits_for_no_other(recording):
+    recording._stopping = threading.current_thread()  # which encodes it, and takes its time
+    with pytest.raises(CaptureError, match="Another capture"):
+        record(host_tracer_level=2, yields=True)
+    recording._stopping = None
 
 
 def test_one_that_runs_is_not_taken(recording):

@@ -18,7 +18,7 @@ from typing import Any
 
 from stack_core import machine
 from stack_profile._recording import Recording, record
-from stack_profile.errors import CaptureError
+from stack_profile.errors import CaptureError, ProfileError
 from stack_profile.hlo import hlo_proto, program_key
 from stack_profile.processes import SUFFIX, stem
 from stack_profile.xplane import Plane, read_space
@@ -142,7 +142,7 @@ class Capture(contextlib.ContextDecorator):
             data = recording.data()
             self._about |= {**_environment(), "bytes": len(data)}
             self._write_files(data)
-        except CaptureError as error:
+        except ProfileError as error:
             self._failure = str(error)
         except OSError as error:
             self._failure = f"The capture cannot be written: {error}. Free the disk, or name another directory."

@@ -91,14 +91,11 @@ class Recording:
             self._stopping.join(_POLL_S)
 
     def discard(self) -> None:
-        """Throws it away, without encoding it."""
+        """Throws it away, without encoding it; one that is ending ends."""
         with _profiler.changed:
             if not self.ending and not self.lost:
-                self._drop()
-
-    def _drop(self) -> None:
-        self._session = None  # Its destructor ends it.
-        _profiler.give_to(None)
+                self._session = None  # Its destructor ends it.
+                _profiler.give_to(None)
 
     def _stop(self) -> None:
         try:
@@ -116,7 +113,7 @@ def record(*, host_tracer_level: int, programs: bool = True, yields: bool = Fals
     Args:
       host_tracer_level: see `stack_profile.capture`.
       programs: whether the recording holds the compiled programs; to collect them takes milliseconds at its end.
-      yields: whether another may take the profiler from it.
+      yields: whether another may take the profiler from it; it does not wait for one that ends, either.
 
     Raises:
       CaptureError: another recording is running, JAX's own included.
@@ -130,9 +127,10 @@ def record(*, host_tracer_level: int, programs: bool = True, yields: bool = Fals
     options.host_tracer_level = host_tracer_level
     options.enable_hlo_proto = programs
     with _profiler.changed:
-        _profiler.changed.wait_for(lambda: _profiler.recording is None or not _profiler.recording.ending)
+        if not yields:
+            _profiler.changed.wait_for(lambda: _profiler.recording is None or not _profiler.recording.ending)
         if _profiler.recording is not None and _profiler.recording.yields:
-            _profiler.recording._drop()
+            _profiler.recording.discard()
         if _profiler.recording is not None or tracer.TraceMe.is_enabled():
             raise CaptureError(
                 "Another capture is running in this process, and JAX has one profiler. End it first: leave its `with` "

@@ -1,5 +1,6 @@
 """Captures on demand: a server in the profiled process, on the loopback interface, for who knows its token."""
 
+import contextlib
 import hmac
 import json
 import os
@@ -26,6 +27,7 @@ __all__ = ["LOOPBACK", "CaptureRequest", "Listener", "listen"]
 
 LOOPBACK: Final = "127.0.0.1"
 _LARGEST_BYTES: Final = 1 << 16
+_CLOSED_S: Final = 1.0  # until nothing is left of a listener that was closed
 
 
 @config
@@ -123,7 +125,9 @@ class Listener:
         return {"path": str(captured.wait()), "partial": partial}
 
     def _close_at_end(self) -> None:
-        threading.main_thread().join()
+        main = threading.main_thread()
+        while main.is_alive() and not self._closing.is_set():
+            main.join(_CLOSED_S)
         self.close()
 
 
@@ -146,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             size = int(self.headers.get("Content-Length", ""))
-            request = parse(CaptureRequest, json.loads(self.rfile.read(min(size, _LARGEST_BYTES))))
+            request = parse(CaptureRequest, json.loads(self.rfile.read(min(max(size, 0), _LARGEST_BYTES))))
             self._answer(HTTPStatus.OK, self._listener.capture(request))
         except (ValueError, ConfigError) as error:
             self._answer(HTTPStatus.BAD_REQUEST, {"error": str(error)})
@@ -167,11 +171,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: HTTPStatus, content: dict[str, Any]) -> None:
         body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(ConnectionError):  # who asked has gone
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002, the base class calls it so
         """The profiled program's output is its own."""

@@ -100,8 +100,11 @@ def test_of_a_loop_that_runs_ahead_the_missing_start_is_named(tmp_path, x):
             watch.finished(number, 0.05)
         watch.finished(first, 0.3)
         watch.captures[0].wait()
-        for number in range(first + 1, first + 7):
-            watch.finished(number, 0.3 if number == first + 6 else 0.05)
+        watch.finished(first + 1, 0.05)
+        second = watch._first_step + 1
+        for number in range(first + 2, second):
+            watch.finished(number, 0.05)
+        watch.finished(second, 0.3)
     partial = [load_trace(captured.wait()).about.get("partial") for captured in watch.captures]
     assert f" ms of step {first} are missing" in partial[0] and partial[1] is None
 

@@ -84,6 +84,7 @@ def test_pandas_has_the_columns_of_the_rows():
         ("busy_share", 0, "0.0%"),
         ("occurrences", 12345, "12,345"),
         ("intensity", 61.234, "61.2"),
+        ("intensity", 1234.5, "1,234"),
         ("why", "", "(none)"),
     ],
 )

@@ -134,7 +134,7 @@ def number(name: str, value: object) -> str:
     form = next((form for suffix, form in _FORMS.items() if name.endswith(suffix)), None)
     if form is not None:
         return form(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+    return f"{value:,.0f}" if isinstance(value, int) or 1000 <= abs(value) < 1e15 else f"{value:.3g}"
 
 
 def share_of(text: str) -> float:

@@ -30,7 +30,7 @@ class Row:
 class Reader(html.parser.HTMLParser):
     """Elements as they nest; texts by the id of their section."""
 
-    VOID = ("meta", "br", "hr")
+    VOID = ("meta", "wbr")
 
     def __init__(self, document):
         super().__init__()
@@ -165,7 +165,7 @@ def test_rows_and_texts_are_bounded_and_the_total_is_said(trace, analyses):
     document = rendered(trace)
     reader = Reader(document)
     assert reader.rows["large"] == 200 and "200 of 5,000 rows" in reader.texts["large"]
-    assert "longest 1,500 of 20,000" in reader.texts["large"]
+    assert "the longest 1,500 of 20,000, on the busiest 1 of 1 lanes" in reader.texts["large"]
     assert len(document) < 500_000
     assert Reader(rendered(trace, limit=0)).rows["large"] == 5000
 

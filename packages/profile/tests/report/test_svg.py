@@ -68,6 +68,18 @@ def test_spans_lie_on_their_lanes_as_long_as_they_took():
     assert places["z"][0] == pytest.approx(places["x"][0] + 3 * places["x"][2], abs=0.05)
 
 
+def test_lanes_beyond_the_busiest_are_left_out_and_counted():
+    spans = [Span(f"lane {place}", 0.0, 1.0 + place, "name", "kind") for place in range(20)]
+    drawing = draw(Lanes("title", spans))
+    assert "the longest 12 of 20, on the busiest 12 of 20 lanes" in drawing
+    assert ">lane 8<" in drawing and ">lane 7<" not in drawing
+
+
+def test_kinds_are_named_as_they_are():
+    spans = [Span("a", 0.0, 1.0, "x", "linear_cross_entropy"), Span("a", 1.0, 2.0, "x", "loss_s")]
+    assert ">linear_cross_entropy<" in draw(Lanes("title", spans)) and ">loss_s<" in draw(Lanes("title", spans))
+
+
 def test_more_kinds_than_colours_share_the_last():
     spans = [Span("a", float(place), place + 1.0, "name", f"kind {place}") for place in range(12)]
     legend = draw(Lanes("title", spans)).partition('class="wide"')[0]

@@ -242,7 +242,9 @@ def _facts(rows: Sequence[RooflineRow], chip: "Chip | None", busy_s: float) -> d
         "chip": chip.kind if chip else None,
         "busy_s": busy_s if rows else None,
         "counted_s": counted_s,
-        "uncounted_s": busy_s - counted_s if counted_s is not None else None,
+        "uncounted_s": sum((row.self_s for row in rows if row.flops is None or row.traffic_bytes is None), 0.0)
+        if rows
+        else None,
         "counted_busy_share": _ratio(counted_s, busy_s),
         "flops": flops,
         "traffic_bytes": traffic,

@@ -4,11 +4,11 @@ import html
 import re
 from typing import Final
 
-__all__ = ["Markup", "element", "text"]
+__all__ = ["Markup", "breakable", "element", "text"]
 
 # What HTML does not allow even escaped, and what UTF-8 does not have.
 _FORBIDDEN: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-_VOID: Final = frozenset({"meta", "br", "hr"})
+_VOID: Final = frozenset({"meta", "wbr"})
 
 
 class Markup(str):
@@ -20,6 +20,11 @@ class Markup(str):
 def text(value: str) -> Markup:
     """What shows `value`, whatever is in it."""
     return value if isinstance(value, Markup) else Markup(html.escape(_FORBIDDEN.sub("\ufffd", value)))
+
+
+def breakable(value: str) -> Markup:
+    """A path or the name of a layer, which goes on in the next line after a slash rather than anywhere."""
+    return Markup(text(value).replace("/", "/<wbr>"))
 
 
 def element(name: str, /, *children: str | None, **attributes: str | int | float | None) -> Markup:

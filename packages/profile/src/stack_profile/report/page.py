@@ -10,7 +10,7 @@ from typing import Any, Final
 from stack_core.errors import StackError
 from stack_core.plugins import registries
 from stack_profile.answer import Answer, number, title
-from stack_profile.report.markup import Markup, element
+from stack_profile.report.markup import Markup, breakable, element
 from stack_profile.report.svg import draw
 from stack_profile.trace import Trace
 
@@ -64,10 +64,15 @@ def page(trace: Trace, found: Sequence[Section], *, limit: int = 200) -> str:
         element("title", f"Profile of {trace.source}"),
         element("style", style),
     )
-    links = (element("a", section.name, href=f"#{section.name}", class_=_failed(section)) for section in found)
+    links = (element("a", _name(section), href=f"#{section.name}", class_=_failed(section)) for section in found)
     body = element(
         "body",
-        element("header", element("h1", "Profile"), element("p", trace.source, class_="source"), _about(trace.about)),
+        element(
+            "header",
+            element("h1", "Profile"),
+            element("p", breakable(trace.source), class_="source"),
+            _about(trace.about),
+        ),
         _partial(trace.problems),
         element("nav", *links),
         element("main", *(_section(section, limit) for section in found)),
@@ -87,13 +92,15 @@ def _hash(content: str) -> str:
 
 def _about(about: Mapping[str, Any]) -> Markup:
     known = {key: about[key] for key in _ABOUT if about.get(key) not in (None, "")}
+    if "started_at" in known:
+        known["started_at"] = str(known["started_at"]).partition(".")[0].replace("T", " ")
     if not known:
         return element("p", "The trace does not say what captured it: other tools write nothing of that.")
     return _facts({_ABOUT[key]: value for key, value in known.items()})
 
 
 _ABOUT: Final = {
-    "started_at": "captured at",
+    "started_at": "captured at, UTC",
     "command": "command",
     "device_kind": "device",
     "devices": "devices",
@@ -112,12 +119,16 @@ def _partial(problems: Sequence[str]) -> Markup | None:
     return element("aside", heading, element("ul", *lines), class_="partial", role="alert")
 
 
+def _name(section: Section) -> str:
+    return section.name.replace("_", " ")
+
+
 def _failed(section: Section) -> str | None:
     return "failed" if section.answer is None else None
 
 
 def _section(section: Section, limit: int) -> Markup:
-    heading = element("h2", element("a", section.name, href=f"#{section.name}"))
+    heading = element("h2", element("a", _name(section), href=f"#{section.name}"))
     said = element("p", section.help, class_="help") if section.help else None
     if section.answer is None:
         body: Iterable[Markup] = (
@@ -176,4 +187,4 @@ def _cell(name: str, value: object, kind: str) -> Markup:
         return element("td", number(name, value), class_=kind, data_value=exact)
     shown = number(name, value)
     cut = len(shown) > _LONGEST_TEXT
-    return element("td", f"{shown[:_LONGEST_TEXT]}…" if cut else shown, class_=kind)
+    return element("td", breakable(f"{shown[:_LONGEST_TEXT]}…" if cut else shown), class_=kind)

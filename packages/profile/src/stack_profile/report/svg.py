@@ -7,15 +7,16 @@ from typing import Final
 
 from stack_profile.answer import number, title
 from stack_profile.plots import Bars, Chart, Lanes, Plot, Series, Span
-from stack_profile.report.markup import Markup, element
+from stack_profile.report.markup import Markup, breakable, element
 
 __all__ = ["draw"]
 
 _WIDTH, _HEIGHT = 600.0, 250.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 78.0, 14.0, 10.0, 42.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 78.0, 24.0, 10.0, 42.0
 _COLORS: Final = 8
 _MOST_POINTS: Final = 1500
 _MOST_SPANS: Final = 1500
+_MOST_LANES: Final = 12
 _LANE: Final = 20.0
 _LANE_NAMES: Final = 150.0
 
@@ -24,7 +25,7 @@ def draw(plot: Plot) -> Markup:
     """A figure with the plot, its title and its legend; a sentence says so where there is nothing to draw."""
     match plot:
         case Bars():
-            kinds, body = [name if any(values) else "" for name, values in plot.parts.items()], _bars(plot)
+            kinds, body = [title(name) if any(values) else "" for name, values in plot.parts.items()], _bars(plot)
         case Chart():
             kinds, body = [series.name for series in plot.series], _chart(plot)
         case Lanes():
@@ -38,7 +39,7 @@ def _legend(kinds: Sequence[str]) -> Markup | None:
     shown = [(place, kind) for place, kind in enumerate(kinds) if kind]
     if len(shown) < 2:
         return None
-    entries = (element("span", _swatch(place), title(kind), class_="entry") for place, kind in shown)
+    entries = (element("span", _swatch(place), kind, class_="entry") for place, kind in shown)
     return element("div", *entries, class_="legend")
 
 
@@ -65,7 +66,7 @@ def _bars(plot: Bars) -> Markup | None:
             "svg", *_parts(parts, largest), class_="bar", role="img", aria_label=f"{label}: {number(field, total)}"
         )
         cells += [
-            element("span", _short(label, 60) or "(none)", class_="label", title=label),
+            element("span", breakable(_short(label, 60) or "(none)"), class_="label", title=label),
             bar,
             element("span", number(field, total), class_="value"),
         ]
@@ -84,13 +85,14 @@ def _parts(parts: Sequence[tuple[str, float]], largest: float) -> Iterator[Marku
 
 @dataclass(frozen=True)
 class _Axis:
-    """From values to places along one axis; `low < high`."""
+    """From values to places along one axis; `low < high`, and `whole` where only whole numbers mean something."""
 
     low: float
     high: float
     start: float
     end: float
     log: bool
+    whole: bool = False
 
     @classmethod
     def over(cls, values: Sequence[float], start: float, end: float, *, log: bool, from_zero: bool) -> "_Axis":
@@ -99,7 +101,8 @@ class _Axis:
             low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))
             return cls(low, high if high > low else low * 10, start, end, log)
         low = min(low, 0.0) if from_zero else low
-        return cls(low, high if high > low else low + 1.0, start, end, log)
+        whole = not from_zero and all(map(float.is_integer, values))
+        return cls(low, high if high > low else low + 1.0, start, end, log, whole)
 
     def place(self, value: float) -> float:
         scale: Callable[[float], float] = math.log10 if self.log else float
@@ -115,6 +118,7 @@ class _Axis:
         low, high = self.low / unit, self.high / unit
         step = 10.0 ** math.floor(math.log10((high - low) / 4))
         step *= next(each for each in (1, 2, 5, 10) if (high - low) / (each * step) <= 6)
+        step = max(step, 1.0) if self.whole else step
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
         return [unit * step * place for place in range(first, last + 1)]
 
@@ -211,10 +215,15 @@ def _kinds(spans: Iterable[Span]) -> list[str]:
 
 
 def _lanes(plot: Lanes) -> Markup | None:
-    spans = sorted(plot.spans, key=lambda span: span.start_s - span.end_s)[:_MOST_SPANS]
+    took: dict[str, float] = {}
+    for span in plot.spans:
+        took[span.lane] = took.get(span.lane, 0.0) + span.end_s - span.start_s
+    busiest = set(sorted(took, key=lambda lane: -took[lane])[:_MOST_LANES])
+    lanes = {lane: place for place, lane in enumerate(lane for lane in took if lane in busiest)}
+    longest = sorted(plot.spans, key=lambda span: span.start_s - span.end_s)
+    spans = [span for span in longest if span.lane in lanes][:_MOST_SPANS]
     if not spans:
         return None
-    lanes = {lane: place for place, lane in enumerate(dict.fromkeys(span.lane for span in plot.spans))}
     kinds = {kind: place for place, kind in enumerate(_kinds(plot.spans))}
     origin_s = min(span.start_s for span in spans)
     x = _Axis(0.0, max(span.end_s for span in spans) - origin_s or 1.0, _LANE_NAMES, _WIDTH - _RIGHT, log=False)
@@ -239,9 +248,10 @@ def _lanes(plot: Lanes) -> Markup | None:
     drawing = element(
         "svg", *names, *axis, *shapes, viewBox=f"0 0 {_WIDTH:g} {bottom + 24:g}", role="img", aria_label=plot.title
     )
-    left_out = len(plot.spans) - len(spans)
-    said = f"The longest {len(spans):,} of {len(plot.spans):,} are drawn." if left_out else None
-    return element("div", drawing, element("p", said, class_="empty") if said else None, class_="wide")
+    of_lanes = f"on the busiest {len(lanes)} of {len(took)} lanes"
+    cut = f"Drawn are the longest {len(spans):,} of {len(plot.spans):,}, {of_lanes}."
+    said = element("p", cut, class_="empty") if len(spans) < len(plot.spans) else None
+    return element("div", drawing, said, class_="wide")
 
 
 def _span(span: Span, origin_s: float, x: _Axis, top: float, color: int) -> Markup:

@@ -20,7 +20,7 @@ from stack_profile.slow_steps import AnomalyConfig, SlowSteps
 
 __all__ = ["Watch"]
 
-_SHORTEST_STEPS, _LONGEST_STEPS = 4, 64  # of a recording
+_SHORTEST_STEPS, _LONGEST_STEPS = 8, 64  # of a recording
 _MOST_SHARE: Final = 0.01  # of the time of steps, to start and to throw away recordings
 _CHECKED_RECORDINGS: Final = 8
 _COMPILED: Final = "/jax/core/compile/backend_compile_duration"

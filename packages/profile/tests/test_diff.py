@@ -105,6 +105,13 @@ def test_rows_sum_to_the_change_of_the_busy_time(build, by):
         }
 
 
+def test_two_programs_without_anything_in_common(build):
+    answer = diff(*([trace_of([read_space(build.steps({name: [100] * 5}))])] for name in ("dot", "sort")))
+    assert {row.matched for row in answer.rows} == {"appeared", "disappeared", ""}
+    assert {row.verdict for row in answer.rows} == {"not known"}
+    assert answer.facts["median_change_before_share"] is None
+
+
 def test_one_step_decides_nothing(build):
     side = [trace_of([read_space(build.steps({"dot.1": [100], "dot.2": [time]}))]) for time in (100, 200)]
     answer = diff(side[:1], side[1:])
@@ -153,3 +160,17 @@ def test_rows_have_the_places_of_the_program_after_and_definitions_that_differ_a
     same = diff([before], [before])
     assert any("same operations" in note for note in same.notes) and changed(same) == []
     assert not any("differ:" in note for note in same.notes)
+
+
+def test_machines_and_programs_that_differ_are_said(build):
+    def trace(module, about):
+        plane = build.plane("/host:CPU")
+        stats = {"hlo_op": "dot", "hlo_module": module, "program_id": 7}
+        plane.line("worker", *(plane.event("dot", 100 * run, 50, **stats, run_id=run) for run in range(4)))
+        return trace_of([read_space(build.space(plane))], about=about)
+
+    before, after = {"device_kind": "TPU v5e", "jax": "0.11.2"}, {"device_kind": "TPU v6e", "cores": 4}
+    notes = diff([trace("jit_step", before)], [trace("jit_update", after)]).notes
+    assert "The programs whose runs are the steps differ: jit_step before, jit_update after." in notes
+    assert "The chips differ: TPU v5e before, TPU v6e after." in notes
+    assert sum("differ:" in note for note in notes) == 2  # what one side does not say is not known to differ

@@ -92,6 +92,15 @@ def test_where_all_operations_are_slower_none_is_at_fault(side):
     assert row.verdict == "regressed" and row.at_fault[0].startswith("no operation stands out from the others")
 
 
+def test_a_change_of_the_mean_that_the_verdict_leaves_out_is_noted(side):
+    base, new = side(steps=40), side(steps=40)
+    stalled = new.step_s[0] * np.where(np.arange(len(new.step_s[0])) % 8, 1, 2)  # every eighth step takes twice as long
+    new = dataclasses.replace(new, step_s=(stalled,))
+    answer = gate(base, new, metrics=["step_time"])
+    assert only(answer).verdict == "within"
+    assert any("The mean of all steps, stalls included, changed by +1" in note for note in answer.notes)
+
+
 def test_one_capture_of_a_side_is_noted(side):
     answer = gate(side(), side(), metrics=["step_time"])
     assert any("several a side" in note for note in answer.notes)
@@ -141,5 +150,5 @@ def test_what_a_side_lacks_is_said(grown, side):
     with pytest.raises(ProfileError, match="memory of base is not known"):
         gate(side(), GateSide.of_costs(grown[0]), metrics=["memory"])
     with pytest.raises(ProfileError, match="Nothing is known of both sides"):
-        gate(GateSide((), None, ()), side())
+        gate(GateSide((), (), None, ()), side())
     assert [row.metric for row in gate(side(), GateSide.of_costs(grown[0])).rows] == ["flops"]

@@ -36,7 +36,7 @@ TRIM: Final = 0.2  # of the steps, at either end
 _CONFIDENCE: Final = 0.95  # of intervals
 _FALSE_SHARE: Final = 0.01  # of the rows that are named, how many may be so by chance
 _MATTERS: Final = 0.001  # of the busy time: a change below is not named
-_PEER: Final = 0.005  # of the busy time: operations below say nothing about how all of them changed
+_PEERS: Final = 0.99  # of the time: what the others take is too short to say how operations changed
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,11 @@ class _Comparison:
 
     @property
     def peers(self) -> np.ndarray:
-        """The pairs that tell how operations change in general: what is on both sides and takes some time."""
-        known = (self.each.before > _PEER * self.each.before.sum()) & (self.each.after > 0)
-        return np.flatnonzero(known)
+        """The pairs that tell how operations change in general: of both sides, those that take nearly all the time."""
+        order = np.argsort(-self.each.before, kind="stable")
+        earlier_s = np.cumsum(self.each.before[order]) - self.each.before[order]
+        heavy = order[earlier_s < _PEERS * self.each.before.sum()]
+        return np.sort(heavy[(self.each.before[heavy] > 0) & (self.each.after[heavy] > 0)])
 
     def rest(self, rows: Difference) -> Difference:
         """What steps took beyond the trimmed means of the rows."""

@@ -63,10 +63,12 @@ class GateSide:
     """A program as captures, as its costs, or both.
 
     Attributes:
+      step_s: of each capture the seconds of its steps; empty where they are not known of all.
       compile_s: of each process the seconds of its compilations.
     """
 
     traces: tuple[Trace, ...]
+    step_s: tuple[np.ndarray, ...]
     costs: Costs | None
     compile_s: tuple[tuple[float, ...], ...]
 
@@ -76,16 +78,18 @@ class GateSide:
         program = step_program(traces[0])
         costs = costs_of(program, about=traces[0].about) if program else None
         compile_s = [_compile_s(trace, program.name) for trace in traces] if program else []
-        return cls(tuple(traces), costs, tuple(found for found in compile_s if found))
+        samples = [found for trace in traces if (found := samples_of(trace)) is not None]
+        step_s = tuple(each.step_s for each in samples) if len(samples) == len(traces) else ()
+        return cls(tuple(traces), step_s, costs, tuple(found for found in compile_s if found))
 
     @classmethod
     def of_costs(cls, costs: Costs) -> "GateSide":
-        return cls((), costs, (costs.compile_s,) if costs.compile_s else ())
+        return cls((), (), costs, (costs.compile_s,) if costs.compile_s else ())
 
     def metrics(self) -> set[Metric]:
         """What is known of this side."""
         known: dict[Metric, bool] = {
-            "step_time": bool(self.traces) and all(samples_of(trace) is not None for trace in self.traces),
+            "step_time": bool(self.step_s),
             "memory": self.costs is not None and self.costs.memory_bytes is not None,
             "flops": self.costs is not None and self.costs.flops is not None,
             "compile_time": bool(self.compile_s),
@@ -166,8 +170,7 @@ def _verdict(change: float, low: float | None, high: float | None, allowed: floa
 
 
 def _step_times(base: GateSide, new: GateSide, *, trim: float) -> Difference:
-    samples = ([samples_of(trace) for trace in side.traces] for side in (base, new))
-    return difference(*([each.step_s[:, None] for each in side if each is not None] for side in samples), trim=trim)
+    return difference(*([each[:, None] for each in side.step_s] for side in (base, new)), trim=trim)
 
 
 def _compile_times(base: GateSide, new: GateSide) -> Difference:

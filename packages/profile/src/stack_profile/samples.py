@@ -90,7 +90,8 @@ class Side:
     def sums(self, groups: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Of each capture the seconds of groups of columns, [step, group]."""
         return [
-            np.stack([samples[:, list(members)].sum(axis=1) for members in groups], axis=1) for samples in self.self_s
+            np.array([samples[:, list(members)].sum(axis=1) for members in groups]).reshape(len(groups), len(samples)).T
+            for samples in self.self_s
         ]
 
 

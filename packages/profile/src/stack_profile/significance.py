@@ -135,7 +135,7 @@ def _welch(variances: np.ndarray, freedoms: np.ndarray) -> tuple[np.ndarray, np.
     """The error of a sum of independent parts, and its degrees of freedom."""
     total = variances.sum(axis=0)
     weights = (variances**2 / freedoms).sum(axis=0)
-    return np.sqrt(total), np.divide(total**2, weights, out=np.full_like(total, freedoms.min()), where=weights > 0)
+    return np.sqrt(total), np.divide(total**2, weights, out=freedoms.min(axis=0), where=weights > 0)
 
 
 def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
@@ -157,18 +157,18 @@ def against_peers(found: Difference, peers: Difference, own: Sequence[Sequence[i
       NaN where there are fewer than three peers.
     """
     relative = peers.change / peers.before
-    beyond, p = np.full((2, *found.before.shape), np.nan)
+    median, spread, freedom = np.full((3, *found.before.shape), np.nan)
     for place, parts in enumerate(own):
         others = np.delete(relative, list(parts))
-        if len(others) < _LEAST_PEERS:
-            continue
-        median = np.median(others)
-        spread = np.quantile(np.abs(others - median), 0.75) / _NORMAL * np.sqrt(1 + math.pi / 2 / len(others))
-        variances = np.array([[found.error[place]], [spread * found.before[place]]]) ** 2
-        error, freedom = _welch(variances, np.array([[found.freedom[place]], [_EFFICIENCY * (len(others) - 1)]]))
-        beyond[place] = found.change[place] - median * found.before[place]
-        p[place] = student_tail(_ratio(np.abs(beyond[place : place + 1]), error), freedom)[0]
-    return beyond, p
+        if len(others) >= _LEAST_PEERS:
+            median[place] = np.median(others)
+            quartile = np.quantile(np.abs(others - median[place]), 0.75)
+            spread[place] = quartile / _NORMAL * math.sqrt(1 + math.pi / 2 / len(others))
+            freedom[place] = _EFFICIENCY * (len(others) - 1)
+    variances = np.stack([found.error, spread * found.before]) ** 2
+    error, freedom = _welch(variances, np.stack([found.freedom, freedom]))
+    beyond = found.change - median * found.before
+    return beyond, student_tail(_ratio(np.abs(beyond), error), freedom)
 
 
 _LEAST_PEERS: Final = 3

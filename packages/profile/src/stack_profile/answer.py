@@ -134,7 +134,9 @@ def number(name: str, value: object) -> str:
     form = next((form for suffix, form in _FORMS.items() if name.endswith(suffix)), None)
     if form is not None:
         return form(value)
-    return f"{value:,.0f}" if isinstance(value, int) or 1000 <= abs(value) < 1e15 else f"{value:.3g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}"
 
 
 def share_of(text: str) -> float:

@@ -191,6 +191,7 @@ def test_a_sharded_product_talks_along_both_axes(tmp_path):
     assert rows["tensor"].sent_bytes == steps * 4 * 32 * float32_bytes
     assert rows["fsdp"].occurrences == steps * 2 * 8
     facts = communication(loaded).facts
-    assert 0 < facts["exposed_s"] <= facts["communication_s"] <= facts["busy_s"]
+    rounding = 1 + 1e-9  # the sum of the rows' exposed times is not rounded as that of all is
+    assert 0 < facts["exposed_s"] <= rounding * facts["communication_s"] <= rounding**2 * facts["busy_s"]
     assert 0 <= facts["wait_s"] < facts["communication_s"]
     assert "mlp" in {row.name for row in communication(loaded, by="layer").rows}

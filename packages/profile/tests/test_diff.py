@@ -17,7 +17,7 @@ TYPICAL = {f"fusion.{place}": 0.2e9 * (place + 1) for place in range(12)}  # pic
 OPERATIONS = tuple(Operation(name, "jit_step", 7, None, None) for name in TYPICAL)
 
 
-def capture(rng, *, steps=60, slower=(), factor=1.1, drift=0.1):
+def capture(rng, *, steps=60, slower=(), factor=1.1, drift=0.1, pace=1.0):
     """A capture as a busy machine makes it: slower in all than the next one, noisy, and now and then stalled."""
     load = np.zeros(steps)
     for step in range(1, steps):
@@ -26,6 +26,7 @@ def capture(rng, *, steps=60, slower=(), factor=1.1, drift=0.1):
     own = 0.003 * rng.normal(size=size[1]) + 0.02 * rng.normal(size=size)
     typical = [time * (factor if name in slower else 1) for name, time in TYPICAL.items()]
     durations = typical * np.exp(drift * rng.normal() + load[:, None] + own)
+    durations *= np.broadcast_to(pace, steps)[:, None]
     durations += rng.exponential(5e9, size) * (rng.random(size) < 0.02)
     ends = durations.round().astype(np.int64).cumsum().reshape(size)
     starts = np.append(0, ends.reshape(-1)[:-1])
@@ -72,6 +73,14 @@ def test_what_half_of_the_operations_share_makes_the_others_no_faster():
     half = list(TYPICAL)[::2]
     answer = diff([capture(rng, drift=0)], [capture(rng, drift=0, slower=half)])
     assert {row.verdict for row in answer.rows if row.name not in half} <= {"not shown", "not known"}
+
+
+def test_an_operation_is_named_on_a_machine_that_changes_its_pace_during_a_capture():
+    rng = np.random.default_rng(6)
+    pace = np.where(np.arange(60) < 25, 2.0, 1.0)
+    answer = diff([capture(rng, pace=pace)], [capture(rng, pace=pace[::-1], slower=["fusion.5"])])
+    assert changed(answer) == ["jit_step: fusion.5"]
+    assert answer.rows[0].low_s < 0 < answer.rows[0].high_s  # its seconds alone would not tell
 
 
 def test_what_all_operations_share_is_a_fact_and_no_operations():

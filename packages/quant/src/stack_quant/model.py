@@ -1,0 +1,129 @@
+"""Quantizes models, and functions of parameters."""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+
+from stack_quant.errors import QuantError
+from stack_quant.quantization import Quantization, quantized
+from stack_quant.rules import Rule
+from stack_quant.transform.coverage import Report
+from stack_quant.transform.program import Parameters
+
+__all__ = ["QuantizedModel", "quantize_function", "quantize_model", "report"]
+
+M = TypeVar("M")
+
+
+def quantize_function(
+    fn: Callable[..., Any], params: Any, rules: Sequence[Rule], sample_args: Sequence[Any], *, method: str = "ptq"
+) -> tuple[Callable[..., Any], Any, Report]:
+    """Quantizes the parameters of `fn(params, *args)` by rules on their paths.
+
+    Args:
+      fn: traced, never patched; a linen module's `apply` with its variables as `params` is one.
+      params: a pytree; a parameter's path is made of its keys, indices and attributes, with "/" between.
+      sample_args: arguments of a call: arrays, or shapes where no rule needs values. Other calls may have other shapes.
+      method: a name of `stack_quant.methods`.
+
+    Returns:
+      A function like `fn`, to be called with the second result in place of `params`; and the report.
+
+    Raises:
+      RuleError: a rule matches nothing, or asks for what the method does not do.
+      ShapeError: a tile does not divide the axis that it lies along.
+      ArgumentError: a parameter that is to be quantized holds NaN or infinities.
+      UnknownName: no such method.
+    """
+    parameters = Parameters.of(params)
+    arrays, quantization = quantized(fn, parameters, rules, sample_args, {}, method)
+    return functools.partial(quantization.call, fn), parameters.with_arrays(arrays), quantization.report
+
+
+def quantize_model(
+    model: M,
+    rules: Sequence[Rule],
+    sample_batch: Any,
+    *,
+    method: str = "ptq",
+    call: Callable[..., Any] | None = None,
+) -> M:
+    """Quantizes a model by rules on the paths of its parameters.
+
+    An `nnx.Module` gives one of a subclass of its own class: with the same attributes and variables, of which some hold
+    quantized arrays, and with methods that run as programs on these. The module that was given stays as it is. Any
+    other callable pytree, such as an Equinox module, gives a `QuantizedModel`.
+
+    Args:
+      sample_batch: arguments of a call, arrays or shapes: a tuple of them in order, a mapping by name, else the only
+        one. Of a language model's batch what the model takes is used.
+      method: a name of `stack_quant.methods`.
+      call: `call(model, *args)` or `call(model, **kwargs)` uses the model as it will be used, so that all its products
+        are seen; by default it is called, and a language model is asked for logits.
+
+    Raises:
+      As `quantize_function`, and QuantError: the model is neither an `nnx.Module` nor a callable pytree.
+    """
+    args, kwargs = _arguments(sample_batch)
+    if _is_nnx_module(model):
+        from stack_quant.nnx_model import quantize_module
+
+        return quantize_module(model, rules, args, kwargs, method=method, call=call)
+    if not callable(model) or not jax.tree.leaves(model):
+        raise QuantError(
+            f"{type(model).__name__} is neither an nnx.Module nor a callable pytree with parameters. "
+            "Give a function and its parameters to quantize_function."
+        )
+    parameters = Parameters.of(model)
+    arrays, quantization = quantized(call or _call, parameters, rules, args, kwargs, method)
+    return QuantizedModel(parameters.with_arrays(arrays), quantization)  # pyrefly: ignore
+
+
+def report(model: Any) -> Report:
+    """What `quantize_model` did to a model.
+
+    Raises:
+      QuantError: the model is not quantized.
+    """
+    quantization = getattr(model, "quantization", None)
+    if not isinstance(quantization, Quantization):
+        raise QuantError(f"{type(model).__name__} is not quantized. Give what quantize_model returned.")
+    return quantization.report
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["model"], meta_fields=["quantization"])
+@dataclass(frozen=True)
+class QuantizedModel:
+    """A callable pytree with quantized leaves; its methods are those of the model, run as programs on these."""
+
+    model: Any
+    quantization: Quantization
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.quantization.call(_call, self.model, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        method = None if name.startswith("__") else inspect.getattr_static(type(self.model), name, None)
+        if not inspect.isfunction(method):
+            raise AttributeError(f"{type(self.model).__name__} has no method {name!r}.")
+        return functools.partial(self.quantization.call, method, self.model)
+
+
+def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+def _arguments(sample_batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(sample_batch, Mapping):
+        return (), dict(sample_batch)
+    return (sample_batch if isinstance(sample_batch, tuple) else (sample_batch,)), {}
+
+
+def _is_nnx_module(model: Any) -> bool:
+    flax = sys.modules.get("flax.nnx")  # who has a module has imported it
+    return flax is not None and isinstance(model, flax.Module)

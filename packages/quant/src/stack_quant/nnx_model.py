@@ -1,0 +1,139 @@
+"""Quantized `nnx` modules: the same variables, and methods that run as programs on them."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from stack_core.ops.building import is_quantized
+from stack_core.protocols import LanguageModel
+from stack_quant.errors import QuantError
+from stack_quant.quantization import Quantization, quantized
+from stack_quant.rules import Rule
+from stack_quant.transform.program import Parameters
+
+__all__ = ["quantize_module"]
+
+_LANGUAGE_MODEL_INPUTS = ("tokens", "positions", "segment_ids")
+
+
+def quantize_module(
+    model: Any,
+    rules: Sequence[Rule],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    method: str,
+    call: Callable[..., Any] | None,
+) -> Any:
+    """As `quantize_model`, of an `nnx.Module`."""
+    if call is None:
+        call = _logits if isinstance(model, LanguageModel) else _called
+        if call is _logits:
+            kwargs = {name: array for name, array in kwargs.items() if name in _LANGUAGE_MODEL_INPUTS}
+    graph, state = nnx.split(model)
+    kinds = {_path(keys): type(variable) for keys, variable in _variables(model)}
+
+    def fn(values: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(_merged(graph, state, values), *args, **kwargs)
+
+    parameters = Parameters.of(nnx.to_pure_dict(state))
+    arrays, quantization = quantized(
+        fn, parameters, rules, args, kwargs, method, lambda path: issubclass(kinds[path], nnx.Param)
+    )
+    result = nnx.clone(model)
+    _set_values(result, {path: array for path, array in arrays.items() if is_quantized(array)})
+    result.quantization = quantization
+    object.__setattr__(result, "__class__", _quantized_class(type(model)))
+    return result
+
+
+def _logits(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model.logits(model(*args, **kwargs))
+
+
+def _called(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+def _variables(model: Any) -> Iterator[tuple[Sequence[Any], Any]]:
+    return ((keys, node) for keys, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable))
+
+
+def _path(keys: Sequence[Any]) -> str:
+    return "/".join(map(str, keys))
+
+
+def _merged(graph: Any, state: Any, values: Any) -> Any:
+    """The module with other values in its variables."""
+    fresh = jax.tree.map(lambda leaf: leaf, state)
+    nnx.replace_by_pure_dict(fresh, values)
+    return nnx.merge(graph, fresh)
+
+
+def _set_values(model: Any, arrays: Mapping[str, Any]) -> None:
+    for keys, variable in _variables(model):
+        if _path(keys) in arrays:
+            variable.set_value(arrays[_path(keys)])
+
+
+@functools.cache
+def _quantized_class(cls: type) -> type:
+    """A subclass of a module's class whose methods run as programs."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if base not in nnx.Module.__mro__:
+            found.update({name: value for name, value in vars(base).items() if _is_method(name, value)})
+    methods = {name: _as_program(name, function, cls) for name, function in found.items()}
+    body = {**methods, "__module__": cls.__module__, "__qualname__": f"Quantized{cls.__qualname__}"}
+    return type(cls)(f"Quantized{cls.__name__}", (cls,), body)
+
+
+def _is_method(name: str, value: Any) -> bool:
+    return inspect.isfunction(value) and (name == "__call__" or not name.startswith("__"))
+
+
+def _as_program(name: str, function: Callable[..., Any], cls: type) -> Callable[..., Any]:
+    """A method that runs `function`, whatever it calls its first argument, with the module's quantized parameters."""
+
+    @functools.wraps(function)
+    def method(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        quantization: Quantization = module.quantization
+        graph, state = nnx.split(module)
+        changed: list[str] = []
+
+        def fn(values: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+            twin = _merged(graph, state, values)
+            object.__setattr__(twin, "__class__", cls)
+            before = {_path(keys): variable.get_value() for keys, variable in _variables(twin)}
+            result = function(twin, *args, **kwargs)
+            after = {_path(keys): variable.get_value() for keys, variable in _variables(twin)}
+            _check_variables(name, before, after)
+            changed[:] = [path for path, value in after.items() if value is not before[path]]
+            return result, {path: after[path] for path in changed}
+
+        result, values = quantization.call(fn, nnx.to_pure_dict(state), *args, **kwargs)
+        _check_unchanged(name, changed, module)
+        _set_values(module, values)
+        return result
+
+    return method
+
+
+def _check_variables(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    if before.keys() != after.keys():
+        others = sorted(before.keys() ^ after.keys())
+        raise QuantError(
+            f"{name} adds or removes variables ({', '.join(others)}), which a quantized module's methods cannot. "
+            "Make them before the module is quantized."
+        )
+
+
+def _check_unchanged(name: str, changed: Sequence[str], module: Any) -> None:
+    held = {_path(keys): variable.get_value() for keys, variable in _variables(module)}
+    quantized = [path for path in changed if is_quantized(held[path])]
+    if quantized:
+        raise QuantError(f"{name} assigns to {quantized[0]}, which is quantized. Leave it in float by a rule.")

@@ -1,0 +1,109 @@
+"""From a function of parameters and rules to quantized parameters, and programs that run on them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stack_core.ops.building import is_quantized
+from stack_quant.errors import QuantError
+from stack_quant.methods import Method, method
+from stack_quant.packing import stored_bytes
+from stack_quant.rules import Rule
+from stack_quant.spec import ArraySpec
+from stack_quant.transform import coverage
+from stack_quant.transform.coverage import ParameterRow, Report
+from stack_quant.transform.interpreter import Treatment
+from stack_quant.transform.planning import Plan, plan
+from stack_quant.transform.program import Parameters, Program, trace
+
+__all__ = ["Quantization", "quantized"]
+
+
+@dataclass(frozen=True, eq=False)
+class Quantization:
+    """What a quantized model remembers: how its programs are to be run, and what was done."""
+
+    treatment: Treatment
+    report: Report
+
+    def call(self, fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
+        """`fn(params, *args, **kwargs)` with the quantized parameters in its products.
+
+        `fn` is traced in float for the shapes of this call, and what was traced is run on `params`. Nothing else is
+        traced, patched or kept, so that calls of `fn` itself are not concerned; compile the caller with `jax.jit`.
+        """
+        parameters = Parameters.of(params)
+        return trace(fn, parameters, *args, **kwargs).run(parameters.arrays, self.treatment)
+
+
+def quantized(
+    fn: Callable[..., Any],
+    parameters: Parameters,
+    rules: Sequence[Rule],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    name: str,
+    may_quantize: Callable[[str], bool] = lambda path: True,
+) -> tuple[dict[str, Any], Quantization]:
+    """Quantizes the parameters of `fn(params, *args, **kwargs)`.
+
+    Args:
+      name: of the method.
+      may_quantize: whether the array at a path is a parameter at all.
+
+    Returns:
+      All arrays by path, and how to run programs with them.
+    """
+    chosen = method(name)
+    chosen.check(rules)
+    program = trace(fn, parameters, *args, **kwargs)
+    before = parameters.arrays
+    _check_plain(before)
+    uses, rows = program.survey(before, Treatment(tuple(rules)))
+    shapes = {
+        path: array.shape
+        for path, array in before.items()
+        if may_quantize(path) and jnp.issubdtype(array.dtype, jnp.floating)
+    }
+    planned = plan(rules, shapes, [use for use in uses if use.path in shapes], [row.op for row in rows])
+    after = {path: _parameter(chosen, before[path], spec, path) for path, spec in planned.specs.items()}
+    after = {path: after.get(path, array) for path, array in before.items()}
+    listed = [_row(path, before[path], after[path], planned) for path in shapes]
+    return after, Quantization(planned.treatment, _reported(name, rules, listed, program, after, planned))
+
+
+def _check_plain(arrays: Mapping[str, Any]) -> None:
+    quantized = [path for path, array in arrays.items() if is_quantized(array)]
+    if quantized:
+        raise QuantError(f"{quantized[0]} is quantized already. Quantize the model that it came from.")
+
+
+def _parameter(chosen: Method, array: Any, spec: ArraySpec, path: str) -> Any:
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.eval_shape(lambda array: chosen.parameter(array, spec, path), array)
+    return chosen.parameter(jnp.asarray(array), spec, path)
+
+
+def _row(path: str, before: Any, after: Any, planned: Plan) -> ParameterRow:
+    number = planned.treatment.of_path.get(path)
+    size = stored_bytes(before)
+    if not is_quantized(after):
+        reason = "no rule matches it" if number is None else planned.left[path]
+        return ParameterRow(path, number, before.shape, str(before.dtype), None, size, size, reason)
+    stored = sum(map(stored_bytes, jax.tree.leaves(after)))
+    return ParameterRow(path, number, before.shape, after.scheme, after.scale.shape, size, stored)
+
+
+def _reported(
+    name: str,
+    rules: Sequence[Rule],
+    listed: Sequence[ParameterRow],
+    program: Program,
+    after: Mapping[str, Any],
+    planned: Plan,
+) -> Report:
+    _, rows = program.survey(after, planned.treatment)
+    return coverage.report(name, rules, listed, rows)

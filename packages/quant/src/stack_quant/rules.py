@@ -1,0 +1,135 @@
+"""Rules: which parameters and which products are quantized, and how. The first that matches wins."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import PositiveInt
+
+from stack_core.config import config, load_yaml, parse
+from stack_core.errors import nearest
+from stack_quant.calibration import calibration
+from stack_quant.errors import RuleError
+from stack_quant.qtypes import qtype
+
+__all__ = ["Recipe", "Rule", "load_recipe", "unmatched"]
+
+
+@config
+class Rule:
+    r"""What to quantize, and how. A rule that asks for nothing leaves what it matches in float.
+
+        Rule(path=r"embedder", weights="int8")
+        Rule(path=r"layers/.*/mlp", weights="int4", activations="int4", tile_size=128, weight_calibration="rms,7")
+        Rule(op=r"attention", activations="fp8_e4m3")
+        Rule(path=r"layers/(0|1)")                                      # left in float
+
+    Attributes:
+      path: a regular expression that covers one whole segment, or several in a row, of a parameter's path, which has
+        "/" between its segments: "query" is in "blocks/query/kernel", "quer" is not.
+      op: a regular expression found anywhere in the name of an operation: the named scopes around it, then its own
+        name, with "/" between them: "blocks/attention/dot_general", "decoder/linear". Without a path the rule is for
+        products of two activations; with one, the parameter is left in float in all other operations.
+      weights: the type of the parameter, of `stack_quant.qtypes`.
+      activations: that of what the parameter is multiplied with, quantized at run time; or of both operands.
+      gradients: that of the gradients, in quantized training.
+      tile_size: how many entries along the contracted axis share a scale; None is all of them.
+      weight_calibration: how the range of a weight is found, of `stack_quant.calibration`.
+      activation_calibration: how that of an activation is.
+      double_quantized: scales of tiles are stored in 8 bits.
+      optional: that nothing matches is no error.
+    """
+
+    path: str | None = None
+    op: str | None = None
+    weights: str | None = None
+    activations: str | None = None
+    gradients: str | None = None
+    tile_size: PositiveInt | None = None
+    weight_calibration: str = "absmax"
+    activation_calibration: str = "absmax"
+    double_quantized: bool = False
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        if self.path is None and self.op is None:
+            raise RuleError(f"{self}: neither path nor op says what it is for. Give one; path='.*' is every parameter.")
+        if self.path is None and self.weights is not None:
+            raise RuleError(f"{self}: weights without a path. Say which: path='.*' is every parameter.")
+        for name in ("path", "op"):
+            _check_pattern(self, name)
+        for kind in (self.weights, self.activations, self.gradients):
+            if kind is not None:
+                qtype(kind)
+        calibration(self.weight_calibration)
+        calibration(self.activation_calibration)
+
+    def __str__(self) -> str:
+        given = [field for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+        return f"Rule({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in given)})"
+
+    def matches_path(self, path: str) -> bool:
+        """Whether `path` has whole segments that the rule's path covers."""
+        return self.path is not None and re.fullmatch(rf"(.*/)?(?:{self.path})(/.*)?", path) is not None
+
+    def matches_op(self, name: str) -> bool:
+        """Whether the rule is for the operation of that name; one without `op` is for all."""
+        return self.op is None or re.search(self.op, name) is not None
+
+
+@config
+class Recipe:
+    """Rules in a file: `rules:` followed by a list of mappings, each with the attributes of a `Rule`."""
+
+    rules: tuple[Rule, ...]
+
+
+def load_recipe(path: str | Path) -> tuple[Rule, ...]:
+    """Reads the rules of a YAML file.
+
+    Raises:
+      ConfigError: the file is no mapping with a list `rules`, or a rule has a key that rules do not have.
+      RuleError: a rule contradicts itself.
+    """
+    mapping = load_yaml(path)
+    listed = mapping.get("rules")
+    if isinstance(listed, list):
+        mapping = {**mapping, "rules": tuple(_parsed(rule, place) for place, rule in enumerate(listed))}
+    return parse(Recipe, mapping).rules
+
+
+def _parsed(rule: Any, place: int) -> Rule:
+    return rule if isinstance(rule, Rule) else parse(Rule, rule, path=f"rules.{place}")
+
+
+def unmatched(rule: Rule, number: int, *, paths: Sequence[str], ops: Sequence[str]) -> str:
+    """The message about a rule that matches nothing; names what is near.
+
+    Args:
+      number: the rule's place, from 0.
+      paths: of the parameters that no earlier rule took.
+      ops: the names of the operations.
+    """
+    lines = [f"Rule {number}, {rule}, matches nothing."]
+    if rule.path is not None:
+        close = nearest(rule.path, paths) or f" The parameters that are left: {_listed(paths)}."
+        lines.append(f"No parameter that an earlier rule left has it in its path.{close}")
+    if rule.op is not None:
+        close = nearest(rule.op, ops) or f" The operations: {_listed(ops)}."
+        lines.append(f"No operation that it could be for has it in its name.{close}")
+    return " ".join([*lines, "Mend the rule, or mark it optional=True."])
+
+
+def _listed(names: Sequence[str], most: int = 12) -> str:
+    shown = ", ".join(sorted(set(names))[:most]) or "none"
+    return f"{shown}, ..." if len(set(names)) > most else shown
+
+
+def _check_pattern(rule: Rule, name: str) -> None:
+    pattern = getattr(rule, name)
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise RuleError(f"{name}={pattern!r} is no regular expression: {error}.") from None

@@ -1,0 +1,1 @@
+"""The program transform: a jaxpr run again, with quantized operands in its products."""

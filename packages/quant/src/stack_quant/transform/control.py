@@ -1,0 +1,256 @@
+"""Calls, loops and branches: run again with quantized arrays among what they are given."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from stack_core.ops.building import is_quantized
+from stack_quant.transform import versions, views
+from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value, has_products
+
+__all__: list[str] = []
+
+_Function = Callable[..., Any]
+
+
+def _traced(
+    interpreter: Interpreter, equation: Any, jaxpr: Any, operands: Sequence[Value]
+) -> tuple[_Function, list[Value]]:
+    """A function of the operands' arrays that runs `jaxpr`, and the list that its results' values are put into."""
+    results: list[Value] = []
+
+    def function(*arrays: Any) -> list[Any]:
+        inside = [dataclasses.replace(operand, array=array) for operand, array in zip(operands, arrays, strict=True)]
+        results[:] = _within(interpreter, equation).run(jaxpr, inside)
+        return [result.array for result in results]
+
+    return function, results
+
+
+def _within(interpreter: Interpreter, equation: Any) -> Interpreter:
+    """The interpreter inside of an equation: one more scope, the same records."""
+    scope = str(equation.source_info.name_stack)
+    return dataclasses.replace(interpreter, scopes=(*interpreter.scopes, scope)) if scope else interpreter
+
+
+def _called(results: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
+    return [dataclasses.replace(result, array=array) for result, array in zip(results, arrays, strict=True)]
+
+
+def _jit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    function, results = _traced(interpreter, equation, versions.inner(equation), operands)
+    function.__name__ = equation.params["name"]
+    arrays = _constrained([operand.array for operand in operands], equation.params["in_shardings"])
+    arrays = jax.jit(function)(*arrays)
+    return _called(results, _constrained(arrays, equation.params["out_shardings"]))
+
+
+def _constrained(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """What the shardings of a jitted function ask for; a quantized array stays as it was put."""
+    return [
+        lax.with_sharding_constraint(array, sharding)
+        if isinstance(sharding, jax.sharding.Sharding) and not is_quantized(array)
+        else array
+        for array, sharding in zip(arrays, shardings, strict=True)
+    ]
+
+
+def _remat(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    function, results = _traced(interpreter, equation, versions.inner(equation), operands)
+    options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
+    arrays = jax.checkpoint(function, **options)(*(operand.array for operand in operands))
+    return _called(results, arrays)
+
+
+def _inlined(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    return _within(interpreter, equation).run(versions.inner(equation), operands)
+
+
+def _custom(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """A function with a derivative of its own.
+
+    The derivative is of the function in float. It is kept where nothing inside is quantized; elsewhere JAX
+    differentiates what is run.
+    """
+    by_rule = any(rule.path is None for rule in interpreter.treatment.rules) and has_products(equation)
+    if by_rule or any(operand.source is not None for operand in operands):
+        probe = dataclasses.replace(interpreter, rows=[], uses=[])
+        results = probe.run(versions.inner(equation), operands)
+        interpreter.uses.extend(probe.uses)
+        if any(row.computed != "float" for row in probe.rows):
+            interpreter.rows.extend(probe.rows)
+            return results
+        interpreter.rows.extend(probe.rows)
+    return interpreter.as_it_is(equation, operands)
+
+
+def _scan(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    consts, carried = versions.scan_counts(equation)
+    jaxpr, params = equation.params["jaxpr"], equation.params
+    fixed, start, rows = operands[:consts], operands[consts : consts + carried], operands[consts + carried :]
+    kept = _passed_on(jaxpr, consts, carried)
+    slices = [_one_of(row) for row in rows]
+    init = [None if place in kept else _settled(interpreter, equation, value) for place, value in enumerate(start)]
+    after: list[Value] = []
+
+    def body(carry: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+        state = [
+            value if place in kept else dataclasses.replace(value, array=array, source=None, from_data=True)
+            for place, (value, array) in enumerate(zip(start, carry, strict=True))
+        ]
+        row = [dataclasses.replace(value, array=array) for value, array in zip(slices, arrays, strict=True)]
+        inside = _within(interpreter, equation)
+        after[:] = inside.run(jaxpr, [*fixed, *state, *row])
+        ends = [None if place in kept else inside.plain(value) for place, value in enumerate(after[:carried])]
+        return ends, [_settled(inside, equation, value) for value in after[carried:]]
+
+    last, stacked = lax.scan(
+        body,
+        init,
+        [value.array for value in slices],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    ends = [start[place] if place in kept else _plain_value(array) for place, array in enumerate(last)]
+    return [*ends, *map(_plain_value, stacked)]
+
+
+def _plain_value(array: Any) -> Value:
+    return Value(array, None, True, array.dtype)
+
+
+def _passed_on(jaxpr: Any, consts: int, carried: int) -> frozenset[int]:
+    """The places of carried values that each trip hands on as it got them."""
+    body = versions.equations_of(jaxpr)
+    pairs = zip(body.invars[consts : consts + carried], body.outvars[:carried], strict=True)
+    return frozenset(place for place, (before, after) in enumerate(pairs) if before is after)
+
+
+def _one_of(value: Value) -> Value:
+    """One slice along the first axis; of a quantized array every slice has scales of its own."""
+    array = value.array
+    if value.is_quantized and array.scale.shape[0] != array.shape[0]:
+        array = views.full_along(views.view_of(array), [0])
+    source = None if value.source is None else value.source.without(0)
+    return dataclasses.replace(value, array=array, source=source)
+
+
+def _settled(interpreter: Interpreter, equation: Any, value: Value) -> Any:
+    """The array of what a loop or a branch hands on, which must be plain."""
+    if value.is_quantized:
+        name = equation.primitive.name
+        reason = f"the parameter itself is handed on by a {name}"
+        interpreter.left(equation, [value], interpreter.name(equation, name), reason)
+    return interpreter.plain(value)
+
+
+def _while(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    params = equation.params
+    of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_fixed, fixed, start = operands[:of_cond], operands[of_cond : of_cond + of_body], operands[of_cond + of_body :]
+    kept = _passed_on(params["body_jaxpr"], of_body, len(start))
+    inside = _within(interpreter, equation)
+
+    def state(carry: list[Any]) -> list[Value]:
+        return [
+            value if place in kept else dataclasses.replace(value, array=array, source=None, from_data=True)
+            for place, (value, array) in enumerate(zip(start, carry, strict=True))
+        ]
+
+    def cond(carry: list[Any]) -> Any:
+        (result,) = inside.run(params["cond_jaxpr"], [*cond_fixed, *state(carry)])
+        return inside.plain(result)
+
+    def body(carry: list[Any]) -> list[Any]:
+        results = inside.run(params["body_jaxpr"], [*fixed, *state(carry)])
+        return [None if place in kept else inside.plain(value) for place, value in enumerate(results)]
+
+    init = [None if place in kept else _settled(interpreter, equation, value) for place, value in enumerate(start)]
+    last = lax.while_loop(cond, body, init)
+    return [start[place] if place in kept else _plain_value(array) for place, array in enumerate(last)]
+
+
+def _cond(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    index, *given = operands
+    inside = _within(interpreter, equation)
+
+    def branch(jaxpr: Any) -> _Function:
+        def function(*arrays: Any) -> list[Any]:
+            values = [dataclasses.replace(value, array=array) for value, array in zip(given, arrays, strict=True)]
+            return [_settled(inside, equation, value) for value in inside.run(jaxpr, values)]
+
+        return function
+
+    branches = [branch(jaxpr) for jaxpr in equation.params["branches"]]
+    arrays = lax.switch(interpreter.plain(index), branches, *(value.array for value in given))
+    return list(map(_plain_value, arrays))
+
+
+def _shard_map(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    params = equation.params
+    specs = params["in_specs"]
+    shown = [_shardable(value, spec, params["mesh"]) for value, spec in zip(operands, specs, strict=True)]
+
+    def function(*arrays: Any) -> list[Any]:
+        inside = _within(interpreter, equation)
+        values = [dataclasses.replace(value, array=array) for (value, _), array in zip(shown, arrays, strict=True)]
+        return [_settled(inside, equation, result) for result in inside.run(params["jaxpr"], values)]
+
+    mapped = jax.shard_map(
+        function,
+        mesh=params["mesh"],
+        in_specs=tuple(spec for _, spec in shown),
+        out_specs=list(params["out_specs"]),
+        axis_names=params["newly_manual_axes"],
+        check_vma=params["check_vma"],
+    )
+    return list(map(_plain_value, mapped(*(value.array for value, _ in shown))))
+
+
+def _shardable(value: Value, spec: Any, mesh: Any) -> tuple[Value, Any]:
+    """A value and how it is split; scales are split as the entries they belong to."""
+    if not value.is_quantized:
+        return value, spec
+    view = views.view_of(value.array)
+    names = [*spec, *[None] * (len(view.shape) - len(spec))]
+    counts = [_devices(mesh, name) for name in names]
+    cut = [axis for axis, count in enumerate(counts) if view.scale.shape[axis] > 1 and view.scale.shape[axis] % count]
+    view = views.full_along(view, cut)
+    of_scale = jax.sharding.PartitionSpec(
+        *(None if size == 1 else name for name, size in zip(names, view.scale.shape, strict=True))
+    )
+    zero_point = None if view.zero_point is None else of_scale
+    specs: Any = dataclasses.replace(view)
+    return dataclasses.replace(value, array=view), jax.tree.unflatten(
+        jax.tree.structure(specs), [spec, of_scale, *([] if zero_point is None else [zero_point])]
+    )
+
+
+def _devices(mesh: Any, names: Any) -> int:
+    count = 1
+    for name in names if isinstance(names, tuple) else (names,):
+        count *= 1 if name is None else mesh.shape[name]
+    return count
+
+
+HANDLERS.update(
+    {
+        "jit": _jit,
+        "pjit": _jit,
+        "closed_call": _inlined,
+        "core_call": _inlined,
+        "remat2": _remat,
+        "checkpoint": _remat,
+        "custom_jvp_call": _custom,
+        "custom_vjp_call": _custom,
+        "custom_vmap_call": _custom,
+        "scan": _scan,
+        "while": _while,
+        "cond": _cond,
+        "shard_map": _shard_map,
+    }
+)

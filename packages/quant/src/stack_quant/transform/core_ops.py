@@ -1,0 +1,132 @@
+"""Core's ops, each seen as one equation: they take quantized weights as they are, and choose what runs for them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from stack_core import ops
+from stack_core.ops.building import ACTIVATIONS, accurate_dtype, is_quantized
+from stack_core.ops.units import OpUnit, unit_of
+from stack_quant.transform import views
+from stack_quant.transform.decisions import Decision, decide, note, quantized_activation, record
+from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value
+
+__all__: list[str] = []
+
+_WEIGHTS: Mapping[str, Mapping[str, int]] = {
+    "gated_linear_unit": {"w_gate": 0, "w_up": 0},
+    "linear": {"weight": 0},
+    "linear_cross_entropy": {"weight": 0},
+    "ragged_dot": {"rhs": 1},
+}
+"""The arguments that may be quantized, by op, and the axis of each that is summed over."""
+
+_ACTIVATIONS: Mapping[str, Mapping[str, int]] = {
+    "attention": {"query": 3, "key": 3, "value": 1},
+    "gated_linear_unit": {"x": -1},
+    "linear": {"x": -1},
+    "linear_cross_entropy": {"hidden": -1},
+    "ragged_dot": {"lhs": 1},
+}
+"""The other factors, likewise."""
+
+
+def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    unit = unit_of(equation)
+    assert unit is not None, "the handler of units alone"
+    name = interpreter.name(equation, unit.op)
+    places = unit.arrays(range(len(operands)))
+    weights = {places[argument]: axis for argument, axis in _WEIGHTS.get(unit.op, {}).items()}
+    factors = {places[argument]: axis for argument, axis in _ACTIVATIONS.get(unit.op, {}).items()}
+    for place, axis in weights.items():
+        note(interpreter, name, operands[place], [_axis(unit, place, operands[place], axis)])
+    if not factors:
+        return _in_float(interpreter, equation, name, operands, None)
+    decision = decide(interpreter, name, [operands[place] for place in (weights or factors)])
+    if decision.reason or not (decision.activations or any(operands[place].is_quantized for place in weights)):
+        return _in_float(interpreter, equation, name, operands, decision)
+    arrays: list[Any] = [
+        value.array if place in weights else interpreter.plain(value) for place, value in enumerate(operands)
+    ]
+    if decision.activations:
+        activations = {place: axis for place, axis in weights.items() if operands[place].source is None}
+        for place, axis in {**factors, **activations}.items():
+            at = _axis(unit, place, operands[place], axis)
+            arrays[place] = quantized_activation(decision, arrays[place], at)
+    of = [operands[place] for place in (*factors, *weights)]
+    computed = _computed(unit, decision)
+    record(interpreter, equation, name, of, decision, [arrays[place] for place in (*factors, *weights)], computed)
+    results = _called(unit, arrays, [value.dtype for value in operands])
+    return [interpreter.new(result, *operands) for result in results]
+
+
+def _computed(unit: OpUnit, decision: Decision) -> str:
+    if decision.activations is None:
+        return "dequantized"
+    return "quantized" if unit.op in ("linear", "gated_linear_unit") else "rounded"
+
+
+def _in_float(
+    interpreter: Interpreter, equation: Any, name: str, operands: Sequence[Value], decision: Decision | None
+) -> list[Value]:
+    touched = [value for value in operands if value.source is not None]
+    if decision is not None:
+        interpreter.left(equation, touched or operands[:2], name, decision.reason, decision.number)
+    elif any(value.is_quantized for value in operands):
+        interpreter.left(equation, touched, name, f"{name} takes no quantized operand")
+    return interpreter.as_it_is(equation, operands)
+
+
+def _axis(unit: OpUnit, place: int, value: Value, axis: int) -> int:
+    """The axis of an operand that is mapped over, from that of the op's argument."""
+    axes = list(range(len(value.shape)))
+    for mapped in _mapped(unit, place):
+        del axes[mapped]
+    return axes[axis]
+
+
+def _mapped(unit: OpUnit, place: int) -> list[int]:
+    """The axes of an operand that are mapped over, from the outermost `jax.vmap` inwards."""
+    return [axis for axes in reversed(unit.batching) if (axis := axes[place]) is not None]
+
+
+def _called(unit: OpUnit, arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """The op's results, as the flat list that its equation gives."""
+    if unit.batching:
+        arrays = [_mappable(unit, place, array) for place, array in enumerate(arrays)]
+    places = unit.arrays(range(len(arrays)))
+    if unit.op == "gated_linear_unit" and is_quantized(arrays[places["x"]]):
+        return [_gated(unit, arrays, dtypes[places["x"]])]
+    for argument in _ACTIVATIONS[unit.op]:
+        place = places[argument]
+        if unit.op != "linear":  # the others take activations in float, rounded as they are
+            arrays = [*arrays[:place], ops.dequantize(arrays[place], dtypes[place]), *arrays[place + 1 :]]
+    return jax.tree.leaves(unit(*arrays))
+
+
+def _mappable(unit: OpUnit, place: int, array: Any) -> Any:
+    """With a scale for each entry along the axes that are mapped over."""
+    if not is_quantized(array):
+        return array
+    axes = list(range(len(array.shape)))
+    mapped = [axes.pop(axis) for axis in _mapped(unit, place)]
+    return views.full_along(views.view_of(array), mapped) if mapped else array
+
+
+def _gated(unit: OpUnit, arrays: Sequence[Any], dtype: Any) -> Any:
+    """The gated linear unit as its two products, each of two quantized operands."""
+
+    def call(*arrays: Any) -> Any:
+        given = unit.arrays(arrays)
+        gate, up = (ops.linear(given["x"], given[name], preferred_dtype=dtype) for name in ("w_gate", "w_up"))
+        accurate = accurate_dtype(dtype)
+        gated = ACTIVATIONS[unit.options["activation"]](gate.astype(accurate)) * up.astype(accurate)
+        return gated.astype(dtype)
+
+    for axes in unit.batching:
+        call = jax.vmap(call, in_axes=axes)
+    return call(*arrays)
+
+
+HANDLERS["stack_op"] = _unit

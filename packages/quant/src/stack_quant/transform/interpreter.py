@@ -1,0 +1,242 @@
+"""Runs a jaxpr with some of its inputs quantized.
+
+Each value is an array, or a quantized array that stands for one, and knows whose parameter it is. An equation that has
+a handler sees quantized operands as they are; for any other they are dequantized, and a row of the report says so. What
+is run is traced by whoever calls: nothing is patched, and no cache of another program is touched.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import jax.numpy as jnp
+
+from stack_core import ops
+from stack_core.hardware.flops import inner_jaxprs
+from stack_core.ops.building import is_quantized
+from stack_core.ops.units import unit_of
+from stack_quant.rules import Rule
+from stack_quant.transform import versions
+from stack_quant.transform.coverage import OpRow
+from stack_quant.transform.provenance import Part, Source
+
+__all__ = ["HANDLERS", "Interpreter", "Treatment", "Use", "Value", "has_products"]
+
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "stack_op"})
+_ENTRY_BY_ENTRY = frozenset(
+    [
+        "abs",
+        "add",
+        "add_any",
+        "and",
+        "clamp",
+        "cos",
+        "div",
+        "eq",
+        "erf",
+        "exp",
+        "exp2",
+        "floor",
+        "ge",
+        "gt",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "not",
+        "or",
+        "pow",
+        "reduce_precision",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "sign",
+        "sin",
+        "sqrt",
+        "square",
+        "sub",
+        "tanh",
+        "xor",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a variable of the jaxpr holds.
+
+    Attributes:
+      array: an array, or a quantized one.
+      source: which parameter it is, or is computed from entry by entry; None if of none, or of activations too.
+      from_data: it depends on an input that is no parameter.
+      dtype: of the array, or that the quantized one stands for.
+    """
+
+    array: Any
+    source: Source | None
+    from_data: bool
+    dtype: Any
+
+    @property
+    def is_quantized(self) -> bool:
+        return is_quantized(self.array)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+
+@dataclass(frozen=True)
+class Use:
+    """That a parameter goes into an operation.
+
+    Attributes:
+      op: the operation's name, the scopes around it included.
+      contracted: the parts of its axes that the operation sums over, the slowest first.
+      is_lookup: its entries are taken by index, not multiplied.
+      derived: what goes in is computed from the parameter.
+    """
+
+    path: str
+    op: str
+    contracted: tuple[Part, ...]
+    is_lookup: bool = False
+    derived: bool = False
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What the rules say about the program at hand.
+
+    Attributes:
+      rules: in order.
+      of_path: the place of the rule that each parameter has, for those that have one.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    of_path: Mapping[str, int] = field(default_factory=dict)
+
+    def of_parameter(self, path: str, op: str) -> int | None:
+        """The rule for a parameter in an operation; None leaves it in float there."""
+        number = self.of_path.get(path)
+        return number if number is not None and self.rules[number].matches_op(op) else None
+
+    def of_activations(self, op: str) -> int | None:
+        """The rule for a product of two activations."""
+        found = (
+            number for number, rule in enumerate(self.rules) if rule.path is None and rule.op and rule.matches_op(op)
+        )
+        return next(found, None)
+
+
+Handler = Callable[["Interpreter", Any, Sequence[Value]], Sequence[Value]]
+
+HANDLERS: Final[dict[str, Handler]] = {}
+"""By the name of a primitive: what to do where a parameter is among the operands, or a rule may be for it."""
+
+
+@dataclass
+class Interpreter:
+    """One run.
+
+    Attributes:
+      uses: what became of each parameter, in the order of the program.
+      rows: the operations that a parameter, or two activations, went into.
+      scopes: the named scopes around the jaxpr that is run.
+    """
+
+    treatment: Treatment
+    uses: list[Use] = field(default_factory=list)
+    rows: list[OpRow] = field(default_factory=list)
+    scopes: tuple[str, ...] = ()
+
+    def run(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
+        """The outputs of a jaxpr, closed or not, for the values of its inputs."""
+        body = versions.equations_of(jaxpr)
+        consts = [self.constant(const) for const in versions.consts_of(jaxpr)]
+        known = dict(zip((*body.constvars, *body.invars), (*consts, *values), strict=True))
+
+        def read(atom: Any) -> Value:
+            return self.constant(atom.val) if hasattr(atom, "val") else known[atom]
+
+        for equation in body.eqns:
+            operands = [read(atom) for atom in equation.invars]
+            with versions.traced_here(equation):
+                results = self._evaluate(equation, operands)
+            known.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in body.outvars]
+
+    def constant(self, array: Any) -> Value:
+        """What no input changes."""
+        return Value(array, None, False, jnp.result_type(array))
+
+    def new(self, array: Any, *operands: Value) -> Value:
+        """What is computed from operands, and is no parameter any more."""
+        return Value(array, None, any(operand.from_data for operand in operands), array.dtype)
+
+    def plain(self, value: Value) -> Any:
+        """The array, dequantized if it is quantized."""
+        return ops.dequantize(value.array, value.dtype) if value.is_quantized else value.array
+
+    def name(self, equation: Any, op: str) -> str:
+        """An operation's name: the named scopes around it and its own."""
+        scope = str(equation.source_info.name_stack)
+        return "/".join([*self.scopes, *([scope] if scope else []), op])
+
+    def as_it_is(self, equation: Any, operands: Sequence[Value]) -> list[Value]:
+        """Runs an equation on floats."""
+        results = versions.bind(equation, [self.plain(operand) for operand in operands])
+        source = self._derived(equation, operands, results)
+        return [dataclasses.replace(self.new(result, *operands), source=source) for result in results]
+
+    def left(self, equation: Any, operands: Sequence[Value], op: str, reason: str, rule: int | None = None) -> None:
+        """Reports that an operation is computed in float."""
+        paths = tuple(operand.source.path for operand in operands if operand.source is not None)
+        computed = "dequantized" if any(operand.is_quantized for operand in operands) else "float"
+        kinds = tuple(
+            str(operand.array.type if hasattr(operand.array, "type") else operand.dtype) for operand in operands
+        )
+        self.rows.append(OpRow(op, paths, rule, kinds, computed, reason, versions.source_of(equation)))
+
+    def _evaluate(self, equation: Any, operands: Sequence[Value]) -> Sequence[Value]:
+        name = equation.primitive.name
+        concerned = any(operand.source is not None for operand in operands)
+        handler = HANDLERS.get("stack_op" if unit_of(equation) else name)
+        if handler is not None and (concerned or has_products(equation)):
+            return handler(self, equation, operands)
+        if any(operand.is_quantized for operand in operands):
+            self.left(equation, operands, self.name(equation, name), f"{name} takes no quantized operand")
+        return self.as_it_is(equation, operands)
+
+    def _derived(self, equation: Any, operands: Sequence[Value], results: Sequence[Any]) -> Source | None:
+        """The source of what is computed entry by entry from a parameter and from nothing that is an input."""
+        if equation.primitive.name not in _ENTRY_BY_ENTRY or any(operand.from_data for operand in operands):
+            return None
+        shape = results[0].shape
+        found = (operand.source for operand in operands if operand.source is not None and operand.shape == shape)
+        source = next(found, None)
+        return None if source is None else source.as_derived()
+
+
+def has_products(equation: Any) -> bool:
+    """Whether an equation is a product, or runs one."""
+    if equation.primitive.name in _PRODUCTS:
+        return True
+    return any(
+        has_products(inside) for jaxpr in _inner_jaxprs(equation) for inside in versions.equations_of(jaxpr).eqns
+    )
+
+
+def _inner_jaxprs(equation: Any) -> list[Any]:
+    """The jaxprs among its parameters, which may hold them in lists."""
+    return list(inner_jaxprs(equation.params.values()))

@@ -1,0 +1,76 @@
+"""Entries taken by index, as of an embedding: the codes that are asked for are dequantized, and no others."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.lax import GatherScatterMode
+
+from stack_core import ops
+from stack_quant.transform import views
+from stack_quant.transform.decisions import decide, note, record
+from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value
+
+__all__: list[str] = []
+
+
+def _gather(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    table, indices = operands
+    if table.source is None:
+        return interpreter.as_it_is(equation, operands)
+    name = interpreter.name(equation, "gather")
+    numbers = equation.params["dimension_numbers"]
+    rest = [axis for axis in range(len(table.shape)) if axis not in numbers.start_index_map]
+    note(interpreter, name, table, rest, is_lookup=True)
+    decision = decide(interpreter, name, [table])
+    if not table.is_quantized or decision.reason or not _takes_whole_slices(table, equation.params):
+        if table.is_quantized and not decision.reason:
+            decision = dataclasses.replace(decision, reason="slices are cut along several axes")
+        interpreter.left(equation, [table], name, decision.reason, decision.number)
+        return interpreter.as_it_is(equation, operands)
+    view = views.view_of(table.array)
+    record(interpreter, equation, name, [table], decision, [table.array], "quantized")
+    return [interpreter.new(_taken(view, indices.array, equation, table.dtype), indices)]
+
+
+def _takes_whole_slices(table: Value, params: Any) -> bool:
+    """Whether each index takes one entry along the axes that are indexed, and all along the others."""
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    if numbers.operand_batching_dims or tuple(numbers.start_index_map) != tuple(numbers.collapsed_slice_dims):
+        return False
+    indexed = set(numbers.start_index_map)
+    return all(size == (1 if axis in indexed else table.shape[axis]) for axis, size in enumerate(sizes))
+
+
+def _taken(view: views.View, indices: Any, equation: Any, dtype: Any) -> Any:
+    """What `lax.gather` of the dequantized array gives."""
+    params = equation.params
+    numbers, mode = params["dimension_numbers"], params["mode"]
+    indexed = numbers.start_index_map
+    sizes = np.asarray([view.shape[axis] for axis in indexed], indices.dtype)
+
+    def part(array: Any) -> Any:
+        tiles = np.asarray([view.shape[axis] // array.shape[axis] for axis in indexed], indices.dtype)
+        places = jnp.clip(indices, 0, sizes - 1) // tiles
+        slices = [1 if axis in indexed else size for axis, size in enumerate(array.shape)]
+        return lax.gather(array, places, numbers, slices, mode=GatherScatterMode.CLIP)
+
+    taken = dataclasses.replace(
+        view,
+        codes=part(view.codes),
+        scale=part(view.scale),
+        zero_point=None if view.zero_point is None else part(view.zero_point),
+    )
+    result = ops.dequantize(taken, dtype)
+    if mode in (GatherScatterMode.FILL_OR_DROP, None):
+        fill = params["fill_value"]
+        exists = jnp.all((indices >= 0) & (indices < sizes), axis=-1)
+        exists = lax.expand_dims(exists, numbers.offset_dims)
+        result = jnp.where(exists, result, jnp.asarray(jnp.nan if fill is None else fill, dtype))
+    return result
+
+
+HANDLERS["gather"] = _gather

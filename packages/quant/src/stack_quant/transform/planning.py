@@ -1,0 +1,135 @@
+"""From rules and the uses of parameters to how each parameter is quantized."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from stack_core.errors import ArgumentError, ShapeError
+from stack_quant.errors import RuleError
+from stack_quant.qtypes import qtype
+from stack_quant.rules import Rule, unmatched
+from stack_quant.spec import ArraySpec
+from stack_quant.transform.interpreter import Treatment, Use
+from stack_quant.transform.provenance import Part
+
+__all__ = ["Plan", "plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is quantized, and what is not.
+
+    Attributes:
+      treatment: the rules, and which each parameter has.
+      specs: by path, of the parameters that are quantized.
+      left: by path, why a parameter that a rule matches is left in float.
+    """
+
+    treatment: Treatment
+    specs: Mapping[str, ArraySpec] = field(default_factory=dict)
+    left: Mapping[str, str] = field(default_factory=dict)
+
+
+def plan(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]], uses: Sequence[Use], ops: Sequence[str]) -> Plan:
+    """Which rule each parameter has, and its scales.
+
+    Args:
+      shapes: of the floating parameters, by path.
+      uses: of parameters, in the order of the program.
+      ops: the names of all operations that rules may be for.
+
+    Raises:
+      RuleError: a rule that is not optional matches nothing.
+      ShapeError: a tile does not divide the axis that it lies along.
+    """
+    by_path: dict[str, list[Use]] = {path: [] for path in shapes}
+    for use in uses:
+        by_path[use.path].append(use)
+    of_path = {path: number for path in shapes if (number := _first(rules, path, by_path[path])) is not None}
+    _check_matches(rules, of_path, list(shapes), ops)
+    specs: dict[str, ArraySpec] = {}
+    left: dict[str, str] = {}
+    for path, number in of_path.items():
+        rule = rules[number]
+        mine = [use for use in by_path[path] if rule.matches_op(use.op)]
+        if rule.weights is None:
+            left[path] = f"rule {number} leaves it in float"
+        elif not mine:
+            left[path] = "no product and no lookup uses it"
+        else:
+            specs[path] = _spec(path, rule, shapes[path], mine)
+    return Plan(Treatment(tuple(rules), of_path), specs, left)
+
+
+def _first(rules: Sequence[Rule], path: str, uses: Sequence[Use]) -> int | None:
+    for number, rule in enumerate(rules):
+        if rule.matches_path(path) and (rule.op is None or any(rule.matches_op(use.op) for use in uses)):
+            return number
+    return None
+
+
+def _check_matches(rules: Sequence[Rule], of_path: Mapping[str, int], paths: Sequence[str], ops: Sequence[str]) -> None:
+    taken = set(of_path.values())
+    for number, rule in enumerate(rules):
+        if rule.optional or number in taken or (rule.path is None and any(map(rule.matches_op, ops))):
+            continue
+        free = [path for path in paths if of_path.get(path, number) >= number]
+        raise RuleError(unmatched(rule, number, paths=free, ops=ops))
+
+
+def _spec(path: str, rule: Rule, shape: tuple[int, ...], uses: Sequence[Use]) -> ArraySpec:
+    """Scales that are the same over what the first product sums over, or else over what a lookup takes whole."""
+    first = min(uses, key=lambda use: (use.is_lookup, use.derived))
+    assert rule.weights is not None, "asked only for parameters that are quantized"
+    tile = qtype(rule.weights).block_size or rule.tile_size
+    reduced = {part.axis for part in first.contracted}
+    tiles = _tiles(path, first.contracted, shape, tile)
+    try:
+        return ArraySpec(
+            type=rule.weights,
+            channel_axes=tuple(axis for axis in range(len(shape)) if axis not in reduced and axis not in tiles),
+            tiles=tiles,
+            calibration=rule.weight_calibration,
+            double_quantized=rule.double_quantized,
+        )
+    except ArgumentError as error:
+        raise RuleError(f"{path}, of shape {list(shape)}: {rule} does not fit it. {error}") from error
+
+
+def _tiles(path: str, contracted: Sequence[Part], shape: tuple[int, ...], tile: int | None) -> dict[int, int]:
+    """By axis, how many entries share a scale where that is not all of them.
+
+    The contracted axes are cut as the one axis would be that they are together, the last of them first.
+    """
+    tiles: dict[int, int] = {}
+    rest = tile
+    for part in reversed(contracted):
+        if part.stride > 1 or part.axis in tiles:
+            continue  # the slower part of an axis, of which another part is a channel or contracted as well
+        if part.size < shape[part.axis] and not _is_whole(part, contracted, shape):
+            tiles[part.axis] = part.size
+        if rest is None:
+            continue
+        size = tiles.get(part.axis, shape[part.axis])
+        if size % rest == 0:
+            tiles[part.axis] = rest
+            rest = 1
+        elif rest % size == 0:
+            rest //= size
+        else:
+            raise ShapeError(
+                f"{path}: a tile of {tile} entries does not divide its contracted axis {part.axis}, of {size} entries "
+                f"(shape {list(shape)}). Choose a tile_size that does, or give this parameter a rule of its own."
+            )
+    if rest is not None and rest > 1 and contracted:
+        raise ShapeError(
+            f"{path}: a tile of {tile} entries is longer than all its contracted axes, shape {list(shape)}."
+        )
+    return tiles
+
+
+def _is_whole(part: Part, contracted: Sequence[Part], shape: tuple[int, ...]) -> bool:
+    """Whether all parts of an axis are contracted."""
+    size = 1
+    for other in contracted:
+        size *= other.size if other.axis == part.axis else 1
+    return size == shape[part.axis]

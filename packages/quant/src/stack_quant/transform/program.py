@@ -1,0 +1,156 @@
+"""A function of parameters and arguments as a jaxpr, and its runs with quantized parameters."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core.ops.building import is_quantized
+from stack_core.ops.units import as_units
+from stack_quant.transform import control, core_ops, lookups, products, rearranging
+from stack_quant.transform.coverage import OpRow
+from stack_quant.transform.interpreter import Interpreter, Treatment, Use, Value
+from stack_quant.transform.provenance import Source
+
+__all__ = ["Parameters", "Program", "trace"]
+
+HANDLED = (control, core_ops, lookups, products, rearranging)
+"""What fills the interpreter's handlers."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """A pytree of parameters, flat; those that are quantized are leaves.
+
+    Attributes:
+      leaves: all, those that are no arrays too.
+      paths: of each leaf, with "/" between its segments.
+    """
+
+    leaves: tuple[Any, ...]
+    paths: tuple[str, ...]
+    structure: Any
+
+    @classmethod
+    def of(cls, tree: Any) -> "Parameters":
+        """From any pytree."""
+        found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized)
+        paths = tuple("/".join(map(_segment, keys)) for keys, _ in found)
+        return cls(tuple(leaf for _, leaf in found), paths, structure)
+
+    def tree(self, leaves: Sequence[Any]) -> Any:
+        """The pytree of other leaves."""
+        return jax.tree.unflatten(self.structure, leaves)
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The leaves that are arrays, by path."""
+        return {path: leaf for path, leaf in zip(self.paths, self.leaves, strict=True) if is_array(leaf)}
+
+    def with_arrays(self, arrays: Mapping[str, Any]) -> Any:
+        """The pytree with other arrays by path; what is not given stays."""
+        return self.tree([arrays.get(path, leaf) for path, leaf in zip(self.paths, self.leaves, strict=True)])
+
+
+def _segment(key: Any) -> str:
+    for name in ("key", "idx", "name"):
+        if hasattr(key, name):
+            return str(getattr(key, name))
+    return str(key)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf has entries, or stands for some."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or is_quantized(leaf)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced call.
+
+    Attributes:
+      jaxpr: from the parameters' arrays and then the arguments' to the result's.
+      paths: of the parameters, in order.
+      arguments: the arrays among the arguments.
+      result: fills in the arrays of the result.
+    """
+
+    jaxpr: Any
+    paths: tuple[str, ...]
+    arguments: tuple[Any, ...]
+    result: Callable[[Sequence[Any]], Any]
+
+    def run(self, parameters: Mapping[str, Any], treatment: Treatment) -> Any:
+        """The result for parameters by path, some of them quantized."""
+        arrays, _ = self._run([parameters[path] for path in self.paths], self.arguments, treatment)
+        return self.result(arrays)
+
+    def survey(self, parameters: Mapping[str, Any], treatment: Treatment) -> tuple[list[Use], list[OpRow]]:
+        """What a run would do, from shapes alone."""
+        records: list[Interpreter] = []
+
+        def run(parameters: list[Any], arguments: list[Any]) -> list[Any]:
+            arrays, interpreter = self._run(parameters, arguments, treatment)
+            records.append(interpreter)
+            return arrays
+
+        jax.eval_shape(run, [parameters[path] for path in self.paths], list(self.arguments))
+        return records[0].uses, records[0].rows
+
+    def _run(
+        self, parameters: Sequence[Any], arguments: Sequence[Any], treatment: Treatment
+    ) -> tuple[list[Any], Interpreter]:
+        values = [
+            Value(array, Source.of(path, array.shape), False, jnp.dtype(array.dtype))
+            if jnp.issubdtype(array.dtype, jnp.floating)
+            else Value(array, None, False, array.dtype)
+            for path, array in zip(self.paths, parameters, strict=True)
+        ]
+        values += [Value(array, None, True, array.dtype) for array in arguments]
+        interpreter = Interpreter(treatment)
+        results = interpreter.run(self.jaxpr, values)
+        return [interpreter.plain(result) for result in results], interpreter
+
+
+def trace(fn: Callable[..., Any], parameters: Parameters, *args: Any, **kwargs: Any) -> Program:
+    """Traces `fn(parameters, *args, **kwargs)` in float, with each call of a core op as one equation.
+
+    Args:
+      parameters: quantized ones are traced as the floats that they stand for.
+      args: pytrees; what is no array is passed as it is.
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_quantized)
+    places = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
+    found: list[Any] = []
+
+    def traced(floats: dict[str, Any], arrays: list[Any]) -> list[Any]:
+        filled = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            filled[place] = array
+        given, named = jax.tree.unflatten(structure, filled)
+        outputs, shape = jax.tree.flatten(fn(parameters.with_arrays(floats), *given, **named))
+        found[:] = outputs, shape
+        return [output for output in outputs if is_array(output)]
+
+    arguments = [leaves[place] for place in places]
+    arrays = parameters.arrays
+    # Pairs, so that the order is that of the parameters and not of their names.
+    floats = [_float(array) for array in arrays.values()]
+    with as_units():
+        jaxpr = jax.make_jaxpr(lambda floats, arrays_: traced(dict(zip(arrays, floats, strict=True)), arrays_))(
+            floats, arguments
+        )
+    outputs, shape = found
+
+    def result(arrays: Sequence[Any]) -> Any:
+        filled = iter(arrays)
+        return jax.tree.unflatten(shape, [next(filled) if is_array(output) else output for output in outputs])
+
+    return Program(jaxpr, tuple(arrays), tuple(arguments), result)
+
+
+def _float(array: Any) -> Any:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype) if is_quantized(array) else array

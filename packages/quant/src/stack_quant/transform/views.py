@@ -1,0 +1,205 @@
+"""Rearrangements of quantized arrays: of the codes, and with them of the scales."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stack_core.abi import QView
+
+__all__ = [
+    "View",
+    "broadcast",
+    "dynamic_slice",
+    "full_along",
+    "is_constant_along",
+    "on_codes",
+    "reshape",
+    "slice_",
+    "transpose",
+    "view_of",
+]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class View:
+    """A quantized array as its `QView` shows it; all its leaves have the axes of the array.
+
+    Invariants: those of `QView`.
+
+    Attributes:
+      codebook: the values that codes index, or None.
+      dtype: the name of the dtype that it stands for.
+    """
+
+    codes: Any  # JAX builds pytrees of shapes, axes and shardings too
+    scale: Any
+    zero_point: Any
+    scheme: str = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(metadata={"static": True})
+    codebook: tuple[float, ...] | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    def __stack_qview__(self) -> QView:
+        codebook = None if self.codebook is None else jnp.asarray(self.codebook, jnp.float32)
+        return QView((1, 0), self.codes, self.scale, self.zero_point, self.scheme, codebook)
+
+
+def view_of(array: Any) -> View:
+    """The view of a `QArray`, or of what is one already."""
+    if isinstance(array, View):
+        return array
+    shown = array.__stack_qview__()
+    return View(shown.qvalue, shown.scale, shown.zero_point, shown.scheme, array.dtype, array.qtype.codebook)
+
+
+def _mapped(view: View, codes: jax.Array, rearrange: Callable[[jax.Array], jax.Array]) -> View:
+    zero_point = None if view.zero_point is None else rearrange(view.zero_point)
+    return dataclasses.replace(view, codes=codes, scale=rearrange(view.scale), zero_point=zero_point)
+
+
+def on_codes(view: View, function: Callable[[jax.Array], jax.Array]) -> View:
+    """With the codes after a function that moves none of them."""
+    return dataclasses.replace(view, codes=function(view.codes))
+
+
+def transpose(view: View, permutation: Sequence[int]) -> View:
+    """As `lax.transpose`."""
+    return _mapped(view, view.codes.transpose(permutation), lambda scale: scale.transpose(permutation))
+
+
+def full_along(view: View, axes: Sequence[int]) -> View:
+    """With a scale for each entry along `axes`."""
+
+    def repeated(scale: jax.Array) -> jax.Array:
+        for axis in axes:
+            if scale.shape[axis] != view.shape[axis]:
+                scale = jnp.repeat(scale, view.shape[axis] // scale.shape[axis], axis=axis)
+        return scale
+
+    return _mapped(view, view.codes, repeated)
+
+
+def is_constant_along(view: View, axis: int) -> bool:
+    """Whether one scale serves all entries along an axis."""
+    return view.scale.shape[axis] == 1
+
+
+def reshape(view: View, shape: Sequence[int]) -> View:
+    """The entries in the same order in another shape; scales are repeated where the new axes ask for that."""
+    if math.prod(shape) == 0:
+        return _mapped(view, view.codes.reshape(shape), lambda scale: jnp.ones(shape, scale.dtype))
+    groups = _groups(view.shape, shape)
+    view = full_along(view, [axis for old, new in groups for axis in _to_repeat(view, old, [shape[i] for i in new])])
+    counts = [count for old, new in groups for count in _counts(view, old, [shape[i] for i in new])]
+    return _mapped(view, view.codes.reshape(shape), lambda scale: scale.reshape(counts))
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The finest pairs of runs of axes, old and new, that have the same number of entries."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i, j = 0, 0
+    while i < len(old) or j < len(new):
+        olds: list[int] = []
+        news: list[int] = []
+        left, right = 1, 1
+        while left != right or not (olds or news):
+            if i < len(old) and (left <= right or j == len(new)):
+                left *= old[i]
+                olds.append(i)
+                i += 1
+            else:
+                right *= new[j]
+                news.append(j)
+                j += 1
+        groups.append((olds, news))
+    return groups
+
+
+def _to_repeat(view: View, axes: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Which axes of a run need a scale for each entry before the run can become axes of `sizes`.
+
+    A scale for each of `count` equal stretches of the run can stay; and what is in stretches of the run at all.
+    """
+    significant = [axis for axis in axes if view.shape[axis] > 1]
+    scaled = [axis for axis in significant if view.scale.shape[axis] > 1]
+    if not scaled:
+        return []
+    last = significant.index(scaled[-1])
+    repeat = [axis for axis in significant[:last] if view.scale.shape[axis] != view.shape[axis]]
+    stretches = math.prod(view.shape[axis] for axis in significant[:last]) * view.scale.shape[scaled[-1]]
+    return repeat if _split(stretches, sizes) is not None else significant
+
+
+def _split(stretches: int, sizes: Sequence[int]) -> list[int] | None:
+    """How a run of `stretches` equal stretches lies over axes of `sizes`; None where one cuts an entry's neighbours."""
+    counts = []
+    for size in sizes:
+        if stretches % size == 0:
+            counts.append(size)
+            stretches //= size
+        elif size % stretches == 0:
+            counts.append(stretches)
+            stretches = 1
+        else:
+            return None
+    return counts if stretches == 1 else None
+
+
+def _counts(view: View, axes: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    counts = _split(math.prod(view.scale.shape[axis] for axis in axes), sizes)
+    assert counts is not None, "scales were repeated until they fit"
+    return counts
+
+
+def slice_(view: View, start: Sequence[int], limit: Sequence[int], strides: Sequence[int]) -> View:
+    """As `lax.slice`."""
+    cut = [
+        axis
+        for axis, size in enumerate(view.shape)
+        if (start[axis], limit[axis], strides[axis]) != (0, size, 1) and view.scale.shape[axis] > 1
+    ]
+    view = full_along(view, cut)
+
+    def sliced(scale: jax.Array) -> jax.Array:
+        ends = [limit[axis] if axis in cut else size for axis, size in enumerate(scale.shape)]
+        starts = [start[axis] if axis in cut else 0 for axis in range(scale.ndim)]
+        steps = [strides[axis] if axis in cut else 1 for axis in range(scale.ndim)]
+        return lax.slice(scale, starts, ends, steps)
+
+    return _mapped(view, lax.slice(view.codes, start, limit, strides), sliced)
+
+
+def dynamic_slice(view: View, starts: Sequence[Any], sizes: Sequence[int]) -> View:
+    """As `lax.dynamic_slice`."""
+    cut = [axis for axis, size in enumerate(view.shape) if sizes[axis] != size and view.scale.shape[axis] > 1]
+    view = full_along(view, cut)
+
+    def sliced(scale: jax.Array) -> jax.Array:
+        begins = [start if axis in cut else jnp.zeros_like(start) for axis, start in enumerate(starts)]
+        return lax.dynamic_slice(
+            scale, begins, [sizes[axis] if axis in cut else size for axis, size in enumerate(scale.shape)]
+        )
+
+    return _mapped(view, lax.dynamic_slice(view.codes, starts, sizes), sliced)
+
+
+def broadcast(view: View, shape: Sequence[int], axes: Sequence[int]) -> View:
+    """As `lax.broadcast_in_dim`; a scale is not repeated along axes that are new."""
+
+    def widened(scale: jax.Array) -> jax.Array:
+        counts = [1] * len(shape)
+        for place, axis in enumerate(axes):
+            counts[axis] = scale.shape[place]
+        return lax.broadcast_in_dim(scale, counts, axes)
+
+    return _mapped(view, lax.broadcast_in_dim(view.codes, shape, axes), widened)

@@ -1,0 +1,51 @@
+"""A check that any function must pass, whatever it is made of."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core import ops
+from stack_core.ops.building import is_quantized
+from stack_quant.model import quantize_function
+from stack_quant.rules import Rule
+
+
+def floats(params: Any) -> Any:
+    """The parameters that quantized ones stand for."""
+    return jax.tree.map(
+        lambda leaf: ops.dequantize(leaf, leaf.dtype) if is_quantized(leaf) else leaf, params, is_leaf=is_quantized
+    )
+
+
+@pytest.fixture
+def check() -> Any:
+    def check(
+        fn: Any, params: Any, *args: Any, rules: Sequence[Rule] = (Rule(path=".*", weights="int8"),), tol: float = 1e-5
+    ) -> Any:
+        """Quantizes `fn`; it must give what `fn` gives on the rounded parameters, and leave `fn` as it was."""
+        compiled = jax.jit(fn)
+        before = compiled(params, *args)
+        quantized, qparams, report = quantize_function(fn, params, rules, args)
+        result = jax.jit(quantized)(qparams, *args)
+        expected = compiled(floats(qparams), *args)
+        norm = jnp.linalg.norm(expected.astype(jnp.float32))
+        assert jnp.linalg.norm((result - expected).astype(jnp.float32)) <= tol * norm
+        assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
+        np.testing.assert_array_equal(compiled(params, *args), before)
+        np.testing.assert_array_equal(jax.jit(lambda *args: fn(*args))(params, *args), before)
+        return report
+
+    return check
+
+
+def scales(report: Any) -> dict[str, Any]:
+    """The shapes of the scales, by path; None where a parameter is left in float."""
+    return {row.path: row.scale_shape for row in report.parameters}
+
+
+def computed(report: Any) -> list[str]:
+    return [row.computed for row in report.operations]

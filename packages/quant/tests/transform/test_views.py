@@ -1,0 +1,89 @@
+"""Rearranged quantized arrays stand for what the rearranged arrays are."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from stack_core import ops
+from stack_quant.transform import views
+
+
+def numbered(shape: Any) -> Any:
+    return jnp.arange(math.prod(shape), dtype=jnp.float32).reshape(shape)
+
+
+@st.composite
+def arrays(draw: Any) -> Any:
+    """A view with scales for tiles of any size, and zero points."""
+    shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3))
+    counts = [draw(st.sampled_from([count for count in range(1, size + 1) if size % count == 0])) for size in shape]
+    scale, zero_point = (numbered(counts) * factor % 11 + 1 for factor in (3, 5))
+    codes = (numbered(shape) % 15 - 7).astype(jnp.int8)
+    return views.View(codes, scale, zero_point if draw(st.booleans()) else None, "int8", "float32")
+
+
+def same(view: Any, expected: Any) -> None:
+    np.testing.assert_array_equal(ops.dequantize(view, "float32"), expected)
+
+
+def value(view: Any) -> Any:
+    return ops.dequantize(view, "float32")
+
+
+@st.composite
+def shapes(draw: Any, size: int) -> Any:
+    """A shape of so many entries."""
+    shape = []
+    for _ in range(draw(st.integers(0, 3))):
+        shape.append(draw(st.sampled_from([part for part in range(1, size + 1) if size % part == 0])))
+        size //= shape[-1]
+    return [*shape, size]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_reshape(data: Any) -> None:
+    view = data.draw(arrays())
+    shape = data.draw(shapes(math.prod(view.shape)))
+    same(views.reshape(view, shape), value(view).reshape(shape))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data())
+def test_transpose(data: Any) -> None:
+    view = data.draw(arrays())
+    order = data.draw(st.permutations(range(len(view.shape))))
+    same(views.transpose(view, order), value(view).transpose(order))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_slices(data: Any) -> None:
+    view = data.draw(arrays())
+    start = [data.draw(st.integers(0, size - 1)) for size in view.shape]
+    limit = [data.draw(st.integers(low + 1, size)) for low, size in zip(start, view.shape, strict=True)]
+    strides = [data.draw(st.integers(1, 2)) for _ in start]
+    same(views.slice_(view, start, limit, strides), lax.slice(value(view), start, limit, strides))
+    sizes = [high - low for low, high in zip(start, limit, strict=True)]
+    begins = [jnp.int32(low) for low in start]
+    same(views.dynamic_slice(view, begins, sizes), lax.dynamic_slice(value(view), begins, sizes))
+
+
+def test_broadcast_repeats_no_scale() -> None:
+    view = views.View(jnp.arange(6, dtype=jnp.int8).reshape(2, 3), jnp.ones((2, 1)) * 0.5, None, "int8", "float32")
+    wide = views.broadcast(view, (4, 2, 3), (1, 2))
+    assert wide.scale.shape == (1, 2, 1)
+    same(wide, jnp.broadcast_to(value(view), (4, 2, 3)))
+
+
+def test_scales_of_whole_axes_are_not_repeated() -> None:
+    view = views.View(jnp.ones((8, 6), jnp.int8), jnp.ones((2, 1)), None, "int8", "float32")
+    assert views.reshape(view, (2, 4, 6)).scale.shape == (2, 1, 1)
+    assert views.reshape(view, (48,)).scale.shape == (2,)
+    assert jax.tree.leaves(views.reshape(view, (8, 2, 3)).scale)[0].shape == (2, 1, 1)

@@ -222,7 +222,7 @@ def _environment() -> dict[str, Any]:
         "pid": os.getpid(),
         "command": sys.argv,
         "meshes": _meshes(),
-        "stack_frames": jax.config.jax_traceback_in_locations_limit,
+        "stack_frames": jax.config.values["jax_traceback_in_locations_limit"],
     }
 
 

@@ -144,10 +144,10 @@ def _keys(ops: Ops, operation: np.ndarray, executed: np.ndarray) -> tuple[tuple[
     keys = {IDLE: 0}
     places = _places(ops.operations)
     trips = _trips(ops, executed)
-    found = [
-        keys.setdefault(Key(*places[row], trip), len(keys)) if row >= 0 else 0
-        for row, trip in zip(operation.tolist(), trips.tolist(), strict=True)
-    ]
+    found = []
+    for row, trip in zip(operation.tolist(), trips.tolist(), strict=True):
+        path, direction = places[row]
+        found.append(keys.setdefault(Key(path, direction, trip), len(keys)) if row >= 0 else 0)
     return tuple(keys), np.array(found, np.int64)
 
 

@@ -234,7 +234,7 @@ class _Nodes:
         for sign, neighbours in ((-1, self.reads), (1, self.readers)):
             wave = [name]
             for distance in range(1, depth + 1):
-                following = []
+                following: list[str] = []
                 for parent in wave:
                     new = [each for each in neighbours(parent) if each not in seen]
                     seen.update(new)

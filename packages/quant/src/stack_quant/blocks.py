@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from jax import lax
 from stack_quant.tiling import Tiling
 
 __all__ = ["ONE_BLOCK", "Blocks", "blocks", "over_blocks", "repeated"]
+
+T = TypeVar("T")
 
 _FEWEST_ENTRIES = 2**20
 _MOST_BLOCKS = 64
@@ -76,7 +79,7 @@ def over_blocks(
       combine: takes the results of two blocks, where each has a part of every tile; a result of zeros changes nothing.
     """
     if cut.count == 1:
-        return step(np.int32(0), array, *others)
+        return step(jnp.int32(0), array, *others)
     if cut.whole_tiles:
         combine = None
     struct = jax.eval_shape(functools.partial(_of_block, step, cut), array, tuple(others), np.int32(0))
@@ -120,7 +123,7 @@ def _add_block(
     return lax.dynamic_update_slice_in_dim(total, result, index * result.shape[cut.axis], cut.axis)
 
 
-def repeated(count: int, body: Callable[[jax.Array, jax.Array], jax.Array], start: jax.Array, cut: Blocks) -> jax.Array:
+def repeated(count: int, body: Callable[[jax.Array, T], T], start: T, cut: Blocks) -> T:
     """`lax.fori_loop` from 0, or Python's loop where there are blocks to go through."""
     if cut.count == 1:
         return lax.fori_loop(0, count, body, start)

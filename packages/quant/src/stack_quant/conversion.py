@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from stack_core.errors import ArgumentError
 from stack_quant.blocks import ONE_BLOCK, Blocks, blocks, over_blocks
@@ -47,13 +48,30 @@ def quantize(
     """
     _check_floating(array, name)
     tiles = spec.tiling(array.shape, name)
-    if isinstance(array, jax.core.Tracer):
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((array, range, key))):
         return _quantized(array, range, key, spec=spec)[0]
-    cut = blocks(tiles, _whole_axes(array))
-    result, finite = (_compiled if cut.count == 1 else _quantized)(array, range, key, spec=spec, cut=cut)
+    local, mesh = _on_auto_mesh(array)
+    cut = blocks(tiles, _whole_axes(local))
+    result, finite = (_compiled if cut.count == 1 else _quantized)(local, range, key, spec=spec, cut=cut)
     if not finite:
-        raise ArgumentError(_not_finite(array, name))
-    return result
+        raise ArgumentError(_not_finite(local, name))
+    if mesh is None:
+        return result
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec)), result)
+
+
+def _on_auto_mesh(array: jax.Array) -> tuple[jax.Array, Mesh | None]:
+    """An array of a mesh with Explicit axes on the same devices, where XLA alone decides; and that mesh.
+
+    To cut a sharded axis into tiles would need the sharding of the result, which is none where a shard has no whole
+    tile.
+    """
+    sharding = getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return array, None
+    mesh = sharding.mesh
+    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    return jax.device_put(array, NamedSharding(auto, sharding.spec)), mesh
 
 
 def _whole_axes(array: jax.Array) -> tuple[int, ...]:
@@ -154,9 +172,15 @@ def _check_floating(array: jax.Array, name: str) -> None:
 
 
 def _not_finite(array: jax.Array, name: str) -> str:
+    what = name or "The array"
     nans, infinities = (int(jnp.sum(found(array))) for found in (jnp.isnan, jnp.isinf))
+    if not nans + infinities:
+        return (
+            f"{what}: the range has entries that are not finite."
+            " Observe at least one batch, of finite values, before it is used."
+        )
     place = np.unravel_index(int(jnp.argmax(~jnp.isfinite(array).ravel())), array.shape)
     return (
-        f"{name or 'The array'} holds {nans} NaN and {infinities} infinite entries of {array.size}, the first at "
+        f"{what} holds {nans} NaN and {infinities} infinite entries of {array.size}, the first at "
         f"{tuple(map(int, place))}. Quantized, they would spoil their tiles; mend them, or leave this array in float."
     )

@@ -28,8 +28,8 @@ class RangeStatistics:
     """What batches so far spanned, whatever their batch and sequence sizes.
 
     By calibration: the largest of all batches for "absmax" and "minmax"; of "rms" the mean square of all entries; of
-    "percentile" and "mse" the mean of the batches' ranges; of "moving,decay" their mean, in which each batch has `decay`
-    times the weight of the one after it.
+    "percentile" and "mse" the mean of the batches' ranges; of "moving,decay" their mean, in which each batch has
+    `decay` times the weight of the one after it.
 
     Invariant: `low`, if there is one, and `high` have the shape of the scales.
 
@@ -68,18 +68,15 @@ def observe(statistics: RangeStatistics, array: jax.Array, spec: ArraySpec) -> R
     weight = decay * statistics.weight + entries
 
     def merged(so_far: jax.Array, new: jax.Array) -> jax.Array:
+        """Of magnitudes."""
         if name in _LARGEST_OF_ALL:
-            return jnp.where(jnp.abs(new) > jnp.abs(so_far), new, so_far)
+            return jnp.maximum(so_far, new)
         if name == "rms":
-            return jnp.sign(new) * jnp.sqrt(_mean(jnp.square(so_far), jnp.square(new), entries / weight))
-        return _mean(so_far, new, entries / weight)
+            return jnp.sqrt(jnp.square(so_far) + (jnp.square(new) - jnp.square(so_far)) * (entries / weight))
+        return so_far + (new - so_far) * (entries / weight)
 
-    low = None if statistics.low is None or span.low is None else merged(statistics.low, span.low)
+    low = None if statistics.low is None or span.low is None else -merged(-statistics.low, -span.low)
     return RangeStatistics(low, merged(statistics.high, span.high), weight)
-
-
-def _mean(so_far: jax.Array, new: jax.Array, share: jax.Array) -> jax.Array:
-    return so_far + (new - so_far) * share
 
 
 def observed_range(statistics: RangeStatistics) -> Range:

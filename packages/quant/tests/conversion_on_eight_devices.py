@@ -1,0 +1,48 @@
+"""Sharded arrays stay sharded, and give what one device gives; `test_conversion.py` runs this in its own process."""
+
+import os
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from stack_quant import ArraySpec, blocks, quantize
+
+SPECS = (
+    ArraySpec(channel_axes=(0, 2)),
+    ArraySpec(channel_axes=(0,), calibration="percentile,99"),
+    ArraySpec(type="int4", channel_axes=(0, 2), tiles={1: 32}, calibration="mse"),
+    ArraySpec(type="int3", channel_axes=(0, 2), tiles={1: 128}),
+    ArraySpec(type="nvfp4", channel_axes=(0, 2), tiles={1: 16}),
+    ArraySpec(type="nf4", channel_axes=(0, 2), tiles={1: 64}, double_quantized=True),
+)
+LAYOUTS = (P(None, "fsdp", "tensor"), P(None, "tensor", None), P(None, ("fsdp", "tensor"), None))
+
+
+def main() -> None:
+    values = np.random.default_rng(0).normal(size=(3, 256, 64)).astype(np.float32)
+    for fewest_entries in (2**20, 2**10):
+        blocks._FEWEST_ENTRIES = fewest_entries
+        for axis_type in (AxisType.Auto, AxisType.Explicit):
+            mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(axis_type,) * 2)
+            for layout in LAYOUTS:
+                sharding = NamedSharding(mesh, layout)
+                x = jax.device_put(values, sharding)
+                for spec in SPECS:
+                    compare(quantize(x, spec), quantize(jnp.asarray(values), spec), sharding)
+
+
+def compare(found, expected, sharding) -> None:
+    assert found.planes[0].sharding == sharding, (found.planes[0].sharding, sharding)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(one).astype(float), np.asarray(other).astype(float))
+    shard = found.planes[0].addressable_shards[0].data
+    assert shard.size < found.size
+
+
+if __name__ == "__main__":
+    main()

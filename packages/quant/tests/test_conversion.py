@@ -1,0 +1,190 @@
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core.errors import ArgumentError
+from stack_quant import ArraySpec, Range, dequantize, fake_quantize, quantize
+from stack_quant import blocks as blocks_module
+from stack_quant.qtypes import QTYPES
+
+
+def drawn(shape: tuple[int, ...], dtype: Any = jnp.float32, std: float = 1.0, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(scale=std, size=shape), dtype)
+
+
+def error(spec: ArraySpec, x: jax.Array, **settings: Any) -> float:
+    exact = np.asarray(x, np.float64)
+    found = np.asarray(dequantize(quantize(x, spec, **settings), jnp.float32), np.float64)
+    return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+
+
+def tiled(name: str, **settings: Any) -> ArraySpec:
+    return ArraySpec(type=name, channel_axes=(1,), tiles={0: QTYPES[name].block_size or 128}, **settings)
+
+
+@pytest.mark.parametrize(
+    ("spec", "most"),
+    [
+        (ArraySpec(type="int8", channel_axes=(1,)), 0.0080),
+        (tiled("int4"), 0.113),
+        (tiled("int4", symmetric=False), 0.103),
+        (tiled("int3"), 0.245),
+        (tiled("int6"), 0.027),
+        (tiled("fp8_e4m3"), 0.0262),
+        (tiled("fp8_e5m2"), 0.0522),
+        (tiled("fp4"), 0.111),
+        (tiled("nf4"), 0.0975),
+        (tiled("nf4", double_quantized=True), 0.0975),
+        (tiled("mxfp8"), 0.027),
+        (tiled("mxfp4"), 0.117),
+        (tiled("nvfp4"), 0.0965),
+    ],
+    ids=lambda value: (
+        f"{value.type}-{value.symmetric}-{value.double_quantized}" if isinstance(value, ArraySpec) else ""
+    ),
+)
+def test_gaussian_weights(spec: ArraySpec, most: float) -> None:
+    assert 0.9 * most < error(spec, drawn((512, 256))) < most
+
+
+@pytest.mark.parametrize(
+    ("dtype", "std"), [("float16", 0.01), ("bfloat16", 0.01), ("float16", 1e-6), ("bfloat16", 1e-30)]
+)
+def test_small_weights_keep_their_scale(dtype: str, std: float) -> None:
+    """A guard of sqrt(tiny) in the array's own dtype turns fp16 weights of std 0.01 to zeros."""
+    spec = ArraySpec(type="int8", channel_axes=(1,))
+    assert error(spec, drawn((512, 64), dtype, std)) <= 0.0077
+    assert error(spec, drawn((512, 64), "float16", 0.01)) <= 0.0075
+
+
+def test_nvfp4_of_small_weights_has_its_second_scale() -> None:
+    assert error(tiled("nvfp4"), drawn((512, 64), std=0.002)) <= 0.11
+
+
+@pytest.mark.parametrize("name", QTYPES)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_tiles_of_zeros_and_of_subnormals(name: str, symmetric: bool) -> None:
+    if not symmetric and not QTYPES[name].is_integer:
+        pytest.skip("the type has no zero point")
+    size = QTYPES[name].block_size or 8
+    x = jnp.zeros((4, size, 2)).at[1].set(1e-40).at[2].set(1.0).at[3].set(1e38)
+    spec = ArraySpec(type=name, channel_axes=(0, 2), tiles={1: size}, symmetric=symmetric)
+    found = np.asarray(dequantize(quantize(x, spec)))
+    np.testing.assert_array_equal(found[0], 0)
+    np.testing.assert_allclose(found[1], 0, atol=1e-37)
+    for place, value in ((2, 1.0), (3, 1e38)):
+        np.testing.assert_allclose(found[place], value, rtol=0.35 if name == "int2" else 0.15)
+
+
+def test_nan_and_infinities_are_named() -> None:
+    x = drawn((4, 8)).at[1, 2].set(jnp.nan).at[3, 3].set(-jnp.inf)
+    for calibration in ("absmax", "minmax", "mse", "percentile,50", "fixed,1", "rms,3"):
+        with pytest.raises(
+            ArgumentError, match=r"layers/3/mlp holds 1 NaN and 1 infinite .* of 32, the first at \(1, 2\)"
+        ):
+            quantize(x, ArraySpec(calibration=calibration), name="layers/3/mlp")
+    with pytest.raises(ArgumentError, match="w has dtype int32; only floating"):
+        quantize(jnp.ones(3, jnp.int32), ArraySpec(), name="w")
+
+
+@pytest.mark.parametrize("name", QTYPES)
+def test_stochastic_rounding_clips_nothing(name: str) -> None:
+    """The mean over keys is the array, the largest entries of each tile included."""
+    for settings in ({}, {"double_quantized": True}, {"symmetric": False}):
+        try:
+            spec = ArraySpec(type=name, channel_axes=(1,), tiles={0: QTYPES[name].block_size or 16}, **settings)
+        except ArgumentError:
+            continue
+        x = drawn((32, 4))
+        keys = jax.random.split(jax.random.key(1), 2000)
+        found = jax.jit(jax.vmap(lambda key, x=x, spec=spec: dequantize(quantize(x, spec, key=key))))(keys)
+        found = np.asarray(found, np.float64)
+        # Of the mean of values that are either of two, half a step apart at most from their mean.
+        most = 5 * found.std(axis=0) / np.sqrt(len(keys)) + 1e-3 * np.abs(np.asarray(x)).max()
+        np.testing.assert_array_less(np.abs(found.mean(axis=0) - np.asarray(x)), most)
+
+
+def test_a_given_range_is_used() -> None:
+    x = drawn((8, 4))
+    span = Range(None, jnp.full((1, 1), 127.5))
+    np.testing.assert_array_equal(
+        quantize(100 * x, ArraySpec(), range=span).codes, np.clip(np.round(100 * x), -128, 127)
+    )
+
+
+@pytest.mark.parametrize(
+    "spec", [tiled("int4"), tiled("int3"), tiled("nvfp4"), ArraySpec(), ArraySpec(calibration="rms,3")]
+)
+def test_blocks_give_the_same(spec: ArraySpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = drawn((256, 64))
+    whole = quantize(x, spec)
+    monkeypatch.setattr(blocks_module, "_FEWEST_ENTRIES", 2**10)
+    assert blocks_module.blocks(spec.tiling(x.shape), (0, 1)).count > 1
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a.astype(float), b.astype(float), rtol=1e-6), quantize(x, spec), whole
+    )
+    halves = quantize(x, spec, key=jax.random.key(0)).codes
+    assert not np.array_equal(halves[:64].astype(float), halves[64:128].astype(float))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "spec",
+    [ArraySpec(channel_axes=(1,)), ArraySpec(), tiled("int4"), tiled("int7"), tiled("nf4", calibration="mse")],
+    ids=lambda spec: f"{spec.type}-{len(spec.channel_axes)}",
+)
+def test_a_large_parameter_costs_at_most_its_own_size(
+    spec: ArraySpec, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled steps of 1 GB, none of which is run."""
+    compiled = blocks_module._add_block
+    steps = {}
+
+    def record(step: Any, cut: Any, combine: Any, array: Any, others: Any, index: Any, total: Any) -> Any:
+        if (step, cut) not in steps:
+            usage = compiled.lower(step, cut, combine, array, others, index, total).compile().memory_analysis()
+            steps[step, cut] = usage.temp_size_in_bytes + usage.output_size_in_bytes - usage.alias_size_in_bytes
+        return total
+
+    monkeypatch.setattr(blocks_module, "_add_block", record)
+    x = jax.ShapeDtypeStruct((2**14, 2**30 // 2**14 // jnp.dtype(dtype).itemsize), dtype)
+    result = jax.eval_shape(lambda x: in_blocks(x, spec), x)
+    planes_and_codes = result.nbytes + (x.size if len(result.planes) > 1 else 0)
+    assert steps and max(steps.values()) + planes_and_codes <= 1.0 * 2**30
+
+
+def in_blocks(x: jax.Array, spec: ArraySpec) -> Any:
+    from stack_quant.conversion import _quantized
+
+    return _quantized(x, None, None, spec=spec, cut=blocks_module.blocks(spec.tiling(x.shape), (0, 1)))[0]
+
+
+def test_fake_quantization_is_straight_through_within_the_range() -> None:
+    x = jnp.asarray([[-3.0, -0.4, 0.2, 1.0, 2.5]])
+    spec = ArraySpec(calibration="fixed,1")
+    np.testing.assert_array_equal(fake_quantize(x, spec), dequantize(quantize(x, spec)))
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(3 * fake_quantize(x, spec)))(x), [[0, 3, 3, 3, 0]])
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(fake_quantize(x, ArraySpec())))(x), np.ones((1, 5)))
+    _, tangent = jax.jvp(lambda x: fake_quantize(x, spec), (x,), (jnp.ones_like(x),))
+    np.testing.assert_array_equal(tangent, [[0, 1, 1, 1, 0]])
+
+
+def test_under_jit_vmap_and_shapes_alone() -> None:
+    x, spec = drawn((3, 128, 8)), ArraySpec(type="int4", channel_axes=(1,), tiles={0: 32})
+    found = jax.jit(jax.vmap(lambda x: quantize(x, spec)))(x)
+    expected = quantize(x, ArraySpec(type="int4", channel_axes=(0, 2), tiles={1: 32}))
+    np.testing.assert_array_equal(found.codes.astype(float), expected.codes.astype(float))
+    abstract = jax.eval_shape(lambda x: quantize(x, spec), x[0])
+    assert (abstract.shape, abstract.scale.shape, abstract.dtype) == ((128, 8), (4, 8), "float32")
+
+
+def test_on_eight_devices() -> None:
+    script = Path(__file__).with_name("conversion_on_eight_devices.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

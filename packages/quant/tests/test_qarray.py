@@ -1,0 +1,106 @@
+import dataclasses
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core import ops
+from stack_core.abi import OpImplementation
+from stack_core.plugins import registries
+from stack_core.testing import TOLERANCES, assert_close
+from stack_quant import ArraySpec, QArray, dequantize, quantize
+from stack_quant.qtypes import QTYPES
+
+
+def spec_of(name: str, *leading: int, **settings: object) -> ArraySpec:
+    axis = len(leading)
+    tile = QTYPES[name].block_size or 8
+    return ArraySpec(type=name, channel_axes=(*leading, axis + 1), tiles={axis: tile}, **settings)
+
+
+def drawn(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize("name", QTYPES)
+def test_the_view_is_the_array(name: str) -> None:
+    array = quantize(drawn(64, 6), spec_of(name))
+    view = array.__stack_qview__()
+    assert view.qvalue.dtype == QTYPES[name].code_dtype and view.qvalue.shape == array.shape == (64, 6)
+    codes = np.asarray(view.qvalue.astype(jnp.float32))
+    values = codes if view.codebook is None else np.asarray(view.codebook)[codes.astype(int)]
+    scale = np.repeat(np.asarray(view.scale), 64 // view.scale.shape[0], axis=0)
+    np.testing.assert_allclose(dequantize(array), values * scale, rtol=1e-6)
+    assert dequantize(array, jnp.bfloat16).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("name", QTYPES)
+def test_stacks_slice_under_scan(name: str) -> None:
+    stack = quantize(drawn(3, 64, 6), spec_of(name, 0))
+    x = drawn(2, 64)
+    _, found = jax.jit(lambda x, stack: jax.lax.scan(lambda x, layer: (x, ops.linear(x, layer)), x, stack))(x, stack)
+    for place in range(3):
+        layer = jax.tree.map(operator.itemgetter(place), stack)
+        np.testing.assert_allclose(found[place], x @ dequantize(layer), rtol=2e-5, atol=2e-5)
+    vmapped = jax.vmap(lambda layer: ops.linear(x, layer))(stack)
+    np.testing.assert_allclose(vmapped, found, rtol=2e-5, atol=2e-5)
+    donated = jax.jit(lambda stack: stack, donate_argnums=0)(jax.tree.map(jnp.copy, stack))
+    assert jax.tree.structure(donated) == jax.tree.structure(stack)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("int3", 3), ("int4", 4), ("int8", 8), ("nf4", 4), ("fp4", 4)])
+def test_bytes_are_those_of_its_bits(name: str, bits: int) -> None:
+    assert quantize(drawn(64, 16), spec_of(name)).nbytes == 64 * 16 * bits // 8 + 8 * 16 * 4
+    if name != "int8":
+        assert (
+            quantize(drawn(64, 16), spec_of(name, double_quantized=True)).nbytes
+            == 64 * 16 * bits // 8 + 8 * 16 + 16 * 4
+        )
+
+
+def test_what_scales_and_schemes_are() -> None:
+    assert quantize(drawn(64, 6), spec_of("nvfp4")).scale.dtype == "float8_e4m3fn"
+    assert quantize(drawn(64, 6), spec_of("nvfp4")).scale_unit.shape == (1, 6)
+    mx = quantize(drawn(64, 6), spec_of("mxfp4"))
+    assert mx.scale.dtype == "float8_e8m0fnu" and mx.scale_unit is None and mx.scheme == "mxfp4/t32"
+    asymmetric = quantize(drawn(64, 6), spec_of("int4", symmetric=False))
+    assert asymmetric.zero_point.dtype == "int8" and asymmetric.zero_point.shape == asymmetric.scale.shape
+    assert (asymmetric.ndim, asymmetric.size, asymmetric.dtype) == (2, 384, "float32")
+
+
+IMPLEMENTATIONS = [name for name in registries.ops.names() if name.startswith("linear/")]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", QTYPES)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_ops_take_it_in_value_and_gradient(symmetric: bool, name: str, implementation: str) -> None:
+    """As the contract of `linear` asks: against float64, the gradients of float32 scales included."""
+    if not symmetric and not QTYPES[name].is_integer:
+        pytest.skip("the type has no zero point")
+    found: OpImplementation = registries.ops[implementation]
+    weight, x = quantize(drawn(64, 6), spec_of(name, symmetric=symmetric)), drawn(5, 64)
+    if not implementation.endswith(("reference", "quantized")):
+        pytest.skip(f"{implementation} takes no quantized operand")
+
+    def run(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return ops.linear(x, dataclasses.replace(weight, scale=scale), implementation=found)
+
+    output, vjp = jax.vjp(run, x, weight.scale)
+    cotangent = drawn(5, 6)
+    of_x, of_scale = vjp(cotangent)
+    dense = np.asarray(dequantize(weight), np.float64)
+    expected = [np.asarray(x, np.float64) @ dense, np.asarray(cotangent, np.float64) @ dense.T]
+    actual = [output, of_x]
+    if weight.scale.dtype == jnp.float32:
+        of_weight = np.asarray(x, np.float64).T @ np.asarray(cotangent, np.float64)
+        tile = 64 // weight.scale.shape[0]
+        per_tile = (of_weight * dense).reshape(-1, tile, 6).sum(axis=1) / np.asarray(weight.scale, np.float64)
+        expected, actual = [*expected, per_tile], [*actual, of_scale]
+    assert_close((actual[0], actual[1:]), (expected[0], expected[1:]), 4 * TOLERANCES["float32"])
+
+
+def test_it_is_an_array_type_of_the_registry() -> None:
+    assert registries.array_types["qarray"] is QArray

@@ -1,0 +1,58 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_quant.qtypes import QTYPES, QType
+from stack_quant.rounding import encode, snap
+
+DRAWS = 4000
+
+
+def levels(kind: QType) -> np.ndarray:
+    """All finite values of a type, by way of its codes' own dtype."""
+    if kind.codebook is not None:
+        return np.asarray(kind.codebook, np.float32)
+    if kind.is_integer:
+        return np.arange(kind.smallest, kind.largest + 1, dtype=np.float32)
+    codes = jnp.asarray(np.arange(2**kind.bits, dtype=np.uint8))
+    codes = codes if kind.bits == 8 else codes.astype(jnp.uint4)
+    values = np.asarray(jax.lax.bitcast_convert_type(codes, kind.code_dtype).astype(jnp.float32))
+    return np.unique(values[np.isfinite(values)])
+
+
+@pytest.mark.parametrize("name", QTYPES)
+def test_each_value_goes_to_the_nearest(name: str) -> None:
+    kind = QTYPES[name]
+    grid = levels(kind)
+    values = np.concatenate([grid, np.random.default_rng(0).uniform(1.1 * grid[0], 1.1 * grid[-1], 2000)])
+    values = np.concatenate([values, np.random.default_rng(1).normal(size=2000)]).astype(np.float32)
+    found = np.asarray(snap(jnp.asarray(values), kind))
+    nearest = np.abs(values[:, None].astype(np.float64) - grid).min(axis=1)
+    np.testing.assert_allclose(np.abs(found.astype(np.float64) - values), nearest, atol=2e-7 * kind.largest)
+    codes = encode(jnp.asarray(values), kind)
+    assert codes.dtype == kind.code_dtype
+    decoded = grid[np.asarray(codes.astype(jnp.int32))] if kind.codebook else np.asarray(codes.astype(jnp.float32))
+    np.testing.assert_allclose(decoded, found, atol=2e-7)
+
+
+def test_ties_go_to_even() -> None:
+    halves = jnp.asarray([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5])
+    np.testing.assert_array_equal(snap(halves, QTYPES["int8"]), [-2, -2, 0, 0, 2, 2])
+    np.testing.assert_array_equal(snap(jnp.asarray([2.5, 3.5, 5.0]), QTYPES["fp4"]), [2, 4, 4])
+
+
+@pytest.mark.parametrize("name", QTYPES)
+def test_stochastic_rounding_keeps_the_mean(name: str) -> None:
+    kind = QTYPES[name]
+    grid = levels(kind)
+    values = np.random.default_rng(0).uniform(0.9 * grid[0], 0.9 * grid[-1], 40).astype(np.float32)
+    values = np.concatenate([values, np.linspace(-0.9, 0.9, 11, dtype=np.float32)])
+    keys = jax.random.split(jax.random.key(0), DRAWS)
+    drawn = np.asarray(jax.jit(jax.vmap(lambda key: snap(jnp.asarray(values), kind, key=key)))(keys), np.float64)
+    above = np.clip(np.searchsorted(grid, values), 1, len(grid) - 1)
+    gap = grid[above] - grid[above - 1]
+    assert np.all(np.abs(drawn - values) <= gap * (1 + 1e-6))
+    # The mean's standard deviation is at most gap / 2 / sqrt(draws); a bias of 4% of a step is found.
+    np.testing.assert_array_less(np.abs(drawn.mean(axis=0) - values), 4.5 * gap / 2 / np.sqrt(DRAWS) + 1e-6)
+    assert np.all(drawn.std(axis=0)[np.abs(values - snap(jnp.asarray(values), kind)) > 0.2 * gap] > 0)

@@ -36,7 +36,7 @@ TRIM: Final = 0.2  # of the steps, at either end
 _CONFIDENCE: Final = 0.95  # of intervals
 _FALSE_SHARE: Final = 0.01  # of the rows that are named, how many may be so by chance
 _MATTERS: Final = 0.001  # of the busy time: a change below is not named
-_PEERS: Final = 0.99  # of the time: what the others take is too short to say how operations changed
+_PEERS: Final = 0.95  # of the time: what the others take is too short to say how operations changed
 
 
 @dataclass(frozen=True)

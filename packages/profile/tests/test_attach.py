@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 
 import jax.numpy as jnp
 import pytest
@@ -208,6 +209,8 @@ def test_who_asks_and_goes_leaves_the_program_in_peace(tmp_path, capfd, listener
     connection = http.client.HTTPConnection("127.0.0.1", listener.address.port, timeout=10)
     content = json.dumps({"out": str(tmp_path), "name": "x", "duration_s": 0.3})
     connection.request("POST", "/", content, {"Authorization": f"Bearer {listener.address.token}"})
+    while not list(tmp_path.iterdir()):  # it has not begun
+        time.sleep(0.01)
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
     listener.close()

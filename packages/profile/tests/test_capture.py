@@ -64,7 +64,7 @@ def test_there_is_one_capture_at_a_time_and_the_first_goes_on(tmp_path, x):
     with stack_profile.capture(tmp_path) as captured:
         with pytest.raises(stack_profile.CaptureError, match="Another capture"), stack_profile.capture(tmp_path):
             pass
-        work(x)
+        work(x).block_until_ready()
     captured.wait()
     assert load_trace(tmp_path).devices
 

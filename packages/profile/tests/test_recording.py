@@ -1,5 +1,7 @@
 """There is one profiler: recordings take turns, one that yields goes, and what is thrown away leaves nothing behind."""
 
+import os
+import sys
 import threading
 
 import jax
@@ -9,7 +11,7 @@ import pytest
 from jax._src.lib import _profiler
 
 from stack_profile import CaptureError
-from stack_profile._recording import record
+from stack_profile._recording import Background, record
 from stack_profile.trace import trace_of
 from stack_profile.xplane import read_space
 
@@ -40,6 +42,15 @@ def test_what_runs_until_the_end_is_recorded(recording):
     assert len(set(ops.run[modules == "jit_work"].tolist())) == 3
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a system whose threads have priorities")
+def test_to_encode_has_the_lowest_priority_once_nothing_is_recorded(recording, monkeypatch):
+    calls = []
+    monkeypatch.setattr(os, "setpriority", lambda *given: calls.append((*given, _profiler.TraceMe.is_enabled())))
+    recording.end()
+    recording.data()
+    assert calls == [(os.PRIO_PROCESS, recording._stopping._thread.native_id, 19, False)]
+
+
 def test_the_next_recording_waits_for_one_that_ends(recording):
     recording.end()
     second = record(host_tracer_level=2)
@@ -48,10 +59,23 @@ def test_the_next_recording_waits_for_one_that_ends(recording):
 
 
 def test_one_that_yields_waits_for_no_other(recording):
-    recording._stopping = threading.current_thread()  # which encodes it, and takes its time
+    recording._stopping = object()  # what encodes it, and takes its time
     with pytest.raises(CaptureError, match="Another capture"):
         record(host_tracer_level=2, yields=True)
     recording._stopping = None
+
+
+def test_work_is_done_where_no_thread_can_be_started(monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done = []
+    background = Background(lambda: done.append(True), "work")
+    background.join()
+    background.lower_priority()
+    assert done == [True] and not background.runs
+
+
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
 
 
 def test_one_that_runs_is_not_taken(recording):

@@ -7,7 +7,6 @@ import os
 import platform
 import socket
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from stack_core import machine
-from stack_profile._recording import Recording, record
+from stack_profile._recording import Background, Recording, record
 from stack_profile.errors import CaptureError, ProfileError
 from stack_profile.hlo import hlo_proto, program_key
 from stack_profile.processes import SUFFIX, stem
@@ -65,7 +64,7 @@ class Capture(contextlib.ContextDecorator):
         self._arguments: dict[str, Any] = {"name": name, "process": process, "host_tracer_level": host_tracer_level}
         self._out = out
         self._recording: Recording | None = None
-        self._writer: threading.Thread | None = None
+        self._writer: Background | None = None
         self._failure: str | None = None
         self._about: dict[str, Any] = {}
         self.path: Path | None = None
@@ -94,7 +93,8 @@ class Capture(contextlib.ContextDecorator):
         """Ends the capture; a thread encodes and writes it. Calling it again does nothing.
 
         Args:
-          settle: first wait for what was dispatched, so that it is in the trace, and then until nothing is recorded.
+          settle: first wait for all arrays that are alive, so that their computation is in the trace, and then until
+            nothing is recorded.
           about: more for its readers; "partial" says why the trace is not all of what was asked for.
         """
         recording, self._recording = self._recording, None
@@ -104,13 +104,11 @@ class Capture(contextlib.ContextDecorator):
             _settle()
         started_s = time.perf_counter()
         recording.end()
-        # No daemon: a script that ends right after its capture waits for the files.
-        self._writer = threading.Thread(target=self._write, args=(recording,), name="capture-writer")
         if settle:
             recording.wait_until_off()
         self.stop_s = time.perf_counter() - started_s
         self._about |= {"stop_s": self.stop_s, **about}
-        self._writer.start()
+        self._writer = Background(lambda: self._write(recording), "capture-writer")
 
     def wait(self) -> Path:
         """Blocks until the files are written; returns the trace's.
@@ -178,7 +176,7 @@ def _file(out: Path, name: str | None, process: int | None) -> Path:
 
 
 def _settle() -> None:
-    """Waits for everything that was dispatched; errors of the program are for those who use its results."""
+    """Waits for every array that is alive; errors of the program are for those who use its results."""
     import jax
 
     for array in jax.live_arrays():

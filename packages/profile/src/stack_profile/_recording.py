@@ -4,15 +4,41 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from stack_profile.errors import CaptureError
 
-__all__ = ["Recording", "backend_started", "record"]
+__all__ = ["Background", "Recording", "backend_started", "record"]
 
 _POLL_S: Final = 0.0005
 _LOWEST_PRIORITY: Final = 19
+
+
+class Background:
+    """Work on a thread of its own, which the interpreter waits for; on this one where the interpreter starts no more."""
+
+    def __init__(self, work: Callable[[], None], name: str) -> None:
+        self._thread = threading.Thread(target=work, name=name)
+        try:
+            self._thread.start()
+        except RuntimeError:  # The main thread has ended.
+            work()
+
+    @property
+    def runs(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def lower_priority(self) -> None:
+        """Leaves the processors to the program; only Linux has priorities of threads."""
+        if sys.platform == "linux" and self._thread.native_id is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, self._thread.native_id, _LOWEST_PRIORITY)
 
 
 @dataclass
@@ -42,7 +68,7 @@ class Recording:
         self._session = session
         self._data: bytes | None = None
         self._error: RuntimeError | None = None
-        self._stopping: threading.Thread | None = None
+        self._stopping: Background | None = None
         self.yields = yields
 
     @property
@@ -58,8 +84,7 @@ class Recording:
         with _profiler.changed:
             if self.lost:
                 return False
-            self._stopping = threading.Thread(target=self._stop, name="capture-stop")
-            self._stopping.start()
+            self._stopping = Background(self._stop, "capture-stop")
             return True
 
     def data(self) -> bytes:
@@ -73,7 +98,7 @@ class Recording:
         if self._stopping is None:
             raise CaptureError("The capture holds nothing: another one took the profiler.")
         self.wait_until_off()
-        _lower_priority(self._stopping)
+        self._stopping.lower_priority()
         self._stopping.join()
         if self._data is None:
             raise CaptureError(
@@ -87,7 +112,7 @@ class Recording:
         from jax._src.lib import _profiler as tracer
 
         assert self._stopping is not None, "a recording is ended before that is waited for"
-        while tracer.TraceMe.is_enabled() and self._stopping.is_alive():
+        while tracer.TraceMe.is_enabled() and self._stopping.runs:
             self._stopping.join(_POLL_S)
 
     def discard(self) -> None:
@@ -146,10 +171,3 @@ def backend_started() -> bool:
     bridge = sys.modules.get("jax._src.xla_bridge")
     initialized = getattr(bridge, "backends_are_initialized", None)
     return initialized is not None and initialized()
-
-
-def _lower_priority(thread: threading.Thread) -> None:
-    """Leaves the processors to the program; only Linux has priorities of threads."""
-    if sys.platform == "linux" and thread.native_id is not None:
-        with contextlib.suppress(OSError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, thread.native_id, _LOWEST_PRIORITY)

@@ -1,4 +1,4 @@
-"""Captures traces: started and stopped in memory, written by a thread of their own."""
+"""Captures traces: recorded in memory, encoded and written by threads of their own."""
 
 import collections
 import contextlib

@@ -108,7 +108,7 @@ def test_a_quantized_module_splits_merges_and_maps(mlp: Mlp) -> None:
 
 def test_a_quantized_model_is_not_quantized_again(mlp: Mlp) -> None:
     quantized = quantize_model(mlp, RULES, X)
-    with pytest.raises(QuantError, match="up/kernel is quantized already|down/kernel is quantized already"):
+    with pytest.raises(QuantError, match=r"up/kernel is quantized already|down/kernel is quantized already"):
         quantize_model(quantized, RULES, X)
     with pytest.raises(QuantError, match="Mlp is not quantized"):
         report(mlp)
@@ -171,12 +171,12 @@ def test_a_callable_pytree_keeps_its_methods() -> None:
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(QuantError, match="neither an nnx.Module nor a callable pytree"):
+    with pytest.raises(QuantError, match=r"neither an nnx\.Module nor a callable pytree"):
         quantize_model({"kernel": X}, RULES, X)
 
 
 def test_values_that_are_not_finite_are_named_by_path() -> None:
-    with pytest.raises(ArgumentError, match="mlp/kernel holds 1 NaN"):
+    with pytest.raises(ArgumentError, match=r"mlp/kernel holds 1 NaN"):
         params = {"mlp": {"kernel": jnp.ones((16, 4)).at[2, 1].set(jnp.nan)}}
         quantize_function(lambda p, x: x @ p["mlp"]["kernel"], params, RULES, (X,))
 
@@ -185,7 +185,7 @@ def test_shapes_are_enough() -> None:
     shape = jax.ShapeDtypeStruct((16, 8), "float32")
     fn = lambda p, x: x @ p["kernel"]
     _, params, found = quantize_function(fn, {"kernel": shape}, RULES, (jax.ShapeDtypeStruct((2, 16), "float32"),))
-    assert params["kernel"].codes.shape == (16, 8)
+    assert params["kernel"].shape == (16, 8)
     assert found.bytes_after == 16 * 8 + 4 * 8
 
 

@@ -4,25 +4,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stack_quant.calibrate import calibrate as calibrate
     from stack_quant.conversion import fake_quantize as fake_quantize
     from stack_quant.conversion import quantize as quantize
+    from stack_quant.model import quantize_function as quantize_function
+    from stack_quant.model import quantize_model as quantize_model
+    from stack_quant.model import report as report
     from stack_quant.qarray import QArray as QArray
     from stack_quant.qarray import dequantize as dequantize
     from stack_quant.qtypes import QType as QType
     from stack_quant.qtypes import qtype as qtype
+    from stack_quant.rules import Rule as Rule
+    from stack_quant.rules import load_recipe as load_recipe
     from stack_quant.scales import Range as Range
     from stack_quant.spec import ArraySpec as ArraySpec
+    from stack_quant.transform.coverage import Report as Report
 
 __all__ = [
     "ArraySpec",
     "QArray",
     "QType",
     "Range",
+    "Report",
+    "Rule",
     "dequantize",
     "fake_quantize",
+    "load_recipe",
     "qtype",
     "quantize",
+    "quantize_function",
+    "quantize_model",
+    "report",
 ]
 
 # Imported on first use: importing this package imports no jax.
@@ -31,10 +42,16 @@ _MODULES = {
     "QArray": "qarray",
     "QType": "qtypes",
     "Range": "scales",
+    "Report": "transform.coverage",
+    "Rule": "rules",
     "dequantize": "qarray",
     "fake_quantize": "conversion",
+    "load_recipe": "rules",
     "qtype": "qtypes",
     "quantize": "conversion",
+    "quantize_function": "model",
+    "quantize_model": "model",
+    "report": "model",
 }
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +128,7 @@ class _Extreme:
     side: str
     tiles: Tiling
 
-    def __call__(self, index: jax.Array, block: jax.Array) -> jax.Array:
+    def __call__(self, index: Any, block: jax.Array) -> jax.Array:
         tiles = self.tiles.of(block)
         entries, most = tiles.split(block), jnp.min if self.side == "below" else jnp.max
         entries = jnp.abs(entries) if self.side == "both" else entries
@@ -138,7 +139,7 @@ class _Extreme:
 class _Squares:
     tiles: Tiling
 
-    def __call__(self, index: jax.Array, block: jax.Array, unit: jax.Array) -> jax.Array:
+    def __call__(self, index: Any, block: jax.Array, unit: jax.Array) -> jax.Array:
         tiles = self.tiles.of(block)
         parts = tiles.split(block).astype(jnp.float32) / tiles.split(unit)
         return tiles.join(jnp.sum(jnp.square(parts), axis=tiles.within, keepdims=True))
@@ -151,7 +152,7 @@ class _CountBelow:
     side: str
     tiles: Tiling
 
-    def __call__(self, index: jax.Array, block: jax.Array, trial: jax.Array) -> jax.Array:
+    def __call__(self, index: Any, block: jax.Array, trial: jax.Array) -> jax.Array:
         tiles = self.tiles.of(block)
         bits = lax.bitcast_convert_type(_magnitudes(tiles.split(block), self.side), trial.dtype)
         return tiles.join(jnp.sum(bits < tiles.split(trial), axis=tiles.within, keepdims=True, dtype=jnp.int32))
@@ -164,7 +165,7 @@ class _SquaredError:
     kind: QType
     tiles: Tiling
 
-    def __call__(self, index: jax.Array, block: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> jax.Array:
+    def __call__(self, index: Any, block: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> jax.Array:
         tiles = self.tiles.of(block)
         values, scale = tiles.split(block).astype(jnp.float32), tiles.split(scale)
         zero = np.float32(0) if zero_point is None else tiles.split(zero_point).astype(jnp.float32)

@@ -2,14 +2,15 @@
 
 An integer code is cut into planes, the highest bits first. The first is an array of int4 or int2, of the shape of the
 codes, which JAX stores in as many bits. Planes of 2 and 1 bits are bytes, each of which holds the parts of 4 or of 8
-codes along the last axis: there is no dtype of 1 bit, and Orbax saves neither uint2 nor uint4. Codes of uint4 are kept
-as int4 of the same bits.
+codes along the last axis: there is no dtype of 1 bit, and Orbax saves neither uint2 nor uint4. Codes of uint4 and
+float4_e2m1fn are kept as int4 of the same bits: XLA's CPU backend cannot compile some loops over float4_e2m1fn.
 
 Measured on CPUs, jax 0.10.2, 0.11.2 and 0.12: an int4 array of n entries occupies n / 2 bytes, an int2 one n / 4,
 although `nbytes` says n.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,13 @@ from stack_quant.qtypes import QType
 __all__ = ["pack", "stored_bytes", "unpack"]
 
 _PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
+_KEPT_AS_INT4 = ("uint4", "float4_e2m1fn")
 _BYTE = 8
 
 
 def pack(codes: jax.Array, kind: QType) -> tuple[jax.Array, ...]:
     """The planes of codes of dtype `kind.code_dtype`: the codes themselves, where JAX has a dtype of so many bits."""
-    if codes.dtype == jnp.uint4:
+    if kind.code_dtype in _KEPT_AS_INT4:
         return (lax.bitcast_convert_type(codes, jnp.int4),)
     if kind.bits not in _PLANES:
         return (codes,)
@@ -43,8 +45,8 @@ def pack(codes: jax.Array, kind: QType) -> tuple[jax.Array, ...]:
 
 def unpack(planes: tuple[jax.Array, ...], kind: QType) -> jax.Array:
     """The inverse of `pack`."""
-    if kind.code_dtype == "uint4":
-        return lax.bitcast_convert_type(planes[0], jnp.uint4)
+    if kind.code_dtype in _KEPT_AS_INT4:
+        return lax.bitcast_convert_type(planes[0], kind.code_dtype)
     if kind.bits not in _PLANES:
         return planes[0]
     shape = planes[0].shape
@@ -54,7 +56,7 @@ def unpack(planes: tuple[jax.Array, ...], kind: QType) -> jax.Array:
     return total.astype(kind.code_dtype)
 
 
-def stored_bytes(array: jax.Array) -> int:
+def stored_bytes(array: Any) -> int:
     """What an array occupies; `nbytes` counts whole bytes for entries of 2 and of 4 bits."""
     bits = jnp.iinfo(array.dtype).bits if jnp.issubdtype(array.dtype, jnp.integer) else jnp.finfo(array.dtype).bits
     return -(-math.prod(array.shape) * bits // _BYTE)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +42,10 @@ class QArray:
       dtype: the name of the dtype that it stands for.
     """
 
-    planes: tuple[jax.Array, ...]
-    scale: jax.Array
-    scale_unit: jax.Array | None
-    zero_point: jax.Array | None
+    planes: tuple[Any, ...]  # JAX builds it of shapes, axes and shardings too
+    scale: Any
+    scale_unit: Any
+    zero_point: Any
     type: str = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
 

@@ -62,11 +62,15 @@ def carried_by_while(x: Any, w: Any) -> Any:
 
 
 def in_cond(x: Any, w: Any) -> Any:
-    return lax.cond(x[0, 0] > 0, lambda x, w: times(x, w), lambda x, w: x @ w.T, x, w)
+    return lax.cond(x[0, 0] > 0, times, lambda x, w: x @ w.T, x, w)
 
 
 def in_fori(x: Any, w: Any) -> Any:
     return lax.fori_loop(0, 3, lambda _, x: times(x, w), x)
+
+
+def in_scan(x: Any, w: Any) -> Any:
+    return lax.scan(lambda x, _: (times(x, w), None), x, length=2)[0]
 
 
 def carried_by_scan(x: Any, w: Any) -> Any:
@@ -95,9 +99,7 @@ INSIDE = {
     "carried by scan": carried_by_scan,
     "shard_map": in_shard_map,
     "vmap": jax.vmap(times, in_axes=(0, None)),
-    "vmap of scan": jax.vmap(
-        lambda x, w: lax.scan(lambda c, _: (times(c, w), None), x, length=2)[0], in_axes=(0, None)
-    ),
+    "vmap of scan": jax.vmap(in_scan, in_axes=(0, None)),
 }
 
 

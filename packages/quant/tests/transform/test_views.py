@@ -19,13 +19,17 @@ def numbered(shape: Any) -> Any:
 
 
 @st.composite
-def arrays(draw: Any) -> Any:
-    """A view with scales for tiles of any size, and zero points."""
+def tilings(draw: Any) -> Any:
+    """A shape, how many scales each of its axes has, and whether there are zero points."""
     shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3))
     counts = [draw(st.sampled_from([count for count in range(1, size + 1) if size % count == 0])) for size in shape]
+    return shape, counts, draw(st.booleans())
+
+
+def filled(shape: Any, counts: Any, asymmetric: bool) -> Any:
     scale, zero_point = (numbered(counts) * factor % 11 + 1 for factor in (3, 5))
     codes = (numbered(shape) % 15 - 7).astype(jnp.int8)
-    return views.View(codes, scale, zero_point if draw(st.booleans()) else None, "int8", "float32")
+    return views.View(codes, scale, zero_point if asymmetric else None, "int8", "float32")
 
 
 def same(view: Any, expected: Any) -> None:
@@ -49,7 +53,7 @@ def shapes(draw: Any, size: int) -> Any:
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_reshape(data: Any) -> None:
-    view = data.draw(arrays())
+    view = filled(*data.draw(tilings()))
     shape = data.draw(shapes(math.prod(view.shape)))
     same(views.reshape(view, shape), value(view).reshape(shape))
 
@@ -57,7 +61,7 @@ def test_reshape(data: Any) -> None:
 @settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_transpose(data: Any) -> None:
-    view = data.draw(arrays())
+    view = filled(*data.draw(tilings()))
     order = data.draw(st.permutations(range(len(view.shape))))
     same(views.transpose(view, order), value(view).transpose(order))
 
@@ -65,7 +69,7 @@ def test_transpose(data: Any) -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_slices(data: Any) -> None:
-    view = data.draw(arrays())
+    view = filled(*data.draw(tilings()))
     start = [data.draw(st.integers(0, size - 1)) for size in view.shape]
     limit = [data.draw(st.integers(low + 1, size)) for low, size in zip(start, view.shape, strict=True)]
     strides = [data.draw(st.integers(1, 2)) for _ in start]

@@ -24,51 +24,14 @@ from stack_quant.transform.provenance import Part, Source
 __all__ = ["HANDLERS", "Interpreter", "Treatment", "Use", "Value", "has_products"]
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "stack_op"})
-_ENTRY_BY_ENTRY = frozenset(
-    [
-        "abs",
-        "add",
-        "add_any",
-        "and",
-        "clamp",
-        "cos",
-        "div",
-        "eq",
-        "erf",
-        "exp",
-        "exp2",
-        "floor",
-        "ge",
-        "gt",
-        "integer_pow",
-        "is_finite",
-        "le",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "not",
-        "or",
-        "pow",
-        "reduce_precision",
-        "rem",
-        "round",
-        "rsqrt",
-        "select_n",
-        "sign",
-        "sin",
-        "sqrt",
-        "square",
-        "sub",
-        "tanh",
-        "xor",
-    ]
-)
+# fmt: off
+_ENTRY_BY_ENTRY = frozenset({
+    "abs", "add", "add_any", "and", "clamp", "cos", "div", "eq", "erf", "exp", "exp2", "floor", "ge", "gt",
+    "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not",
+    "or", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "sub",
+    "tanh", "xor",
+})
+# fmt: on
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,8 @@ def _split(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -
         results = interpreter.as_it_is(equation, operands)
         sources = [None if value.source is None else value.source.resized(shape) for shape in shapes]
         return [dataclasses.replace(result, source=source) for result, source in zip(results, sources, strict=True)]
-    view, start, parts = views.view_of(value.array), 0, []
+    parts: list[Value] = []
+    view, start = views.view_of(value.array), 0
     for shape in shapes:
         begin = [start if place == axis else 0 for place in range(len(shape))]
         end = [start + size if place == axis else size for place, size in enumerate(shape)]

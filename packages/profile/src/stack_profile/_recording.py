@@ -17,7 +17,7 @@ _LOWEST_PRIORITY: Final = 19
 
 
 class Background:
-    """Work on a thread of its own, which the interpreter waits for; on this thread where the interpreter starts none."""
+    """Work on a thread of its own, which the interpreter waits for; on this one where the interpreter starts none."""
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
         self._thread = threading.Thread(target=work, name=name)

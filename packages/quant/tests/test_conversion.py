@@ -59,8 +59,7 @@ def test_gaussian_weights(spec: ArraySpec, most: float) -> None:
 def test_small_weights_keep_their_scale(dtype: str, std: float) -> None:
     """A guard of sqrt(tiny) in the array's own dtype turns fp16 weights of std 0.01 to zeros."""
     spec = ArraySpec(type="int8", channel_axes=(1,))
-    assert error(spec, drawn((512, 64), dtype, std)) <= 0.0077
-    assert error(spec, drawn((512, 64), "float16", 0.01)) <= 0.0075
+    assert error(spec, drawn((512, 256), dtype, std)) <= 0.0075
 
 
 def test_nvfp4_of_small_weights_has_its_second_scale() -> None:
@@ -73,12 +72,12 @@ def test_tiles_of_zeros_and_of_subnormals(name: str, symmetric: bool) -> None:
     if not symmetric and not QTYPES[name].is_integer:
         pytest.skip("the type has no zero point")
     size = QTYPES[name].block_size or 8
-    x = jnp.zeros((4, size, 2)).at[1].set(1e-40).at[2].set(1.0).at[3].set(1e38)
+    x = jnp.zeros((4, size, 2)).at[1].set(1e-40).at[2].set(1.0).at[3].set(1e37)
     spec = ArraySpec(type=name, channel_axes=(0, 2), tiles={1: size}, symmetric=symmetric)
     found = np.asarray(dequantize(quantize(x, spec)))
     np.testing.assert_array_equal(found[0], 0)
     np.testing.assert_allclose(found[1], 0, atol=1e-37)
-    for place, value in ((2, 1.0), (3, 1e38)):
+    for place, value in ((2, 1.0), (3, 1e37)):
         np.testing.assert_allclose(found[place], value, rtol=0.35 if name == "int2" else 0.15)
 
 
@@ -126,11 +125,11 @@ def test_blocks_give_the_same(spec: ArraySpec, monkeypatch: pytest.MonkeyPatch) 
     whole = quantize(x, spec)
     monkeypatch.setattr(blocks_module, "_FEWEST_ENTRIES", 2**10)
     assert blocks_module.blocks(spec.tiling(x.shape), (0, 1)).count > 1
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a.astype(float), b.astype(float), rtol=1e-6), quantize(x, spec), whole
-    )
-    halves = quantize(x, spec, key=jax.random.key(0)).codes
-    assert not np.array_equal(halves[:64].astype(float), halves[64:128].astype(float))
+    for one, other in zip(jax.tree.leaves(quantize(x, spec)), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(np.asarray(one).astype(float), np.asarray(other).astype(float), rtol=1e-6)
+    repeating = jnp.tile(x[:128], (2, 1))
+    halves = np.asarray(quantize(repeating, spec, key=jax.random.key(0)).codes).astype(float)
+    assert not np.array_equal(halves[:128], halves[128:])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -179,7 +178,7 @@ def test_under_jit_vmap_and_shapes_alone() -> None:
     x, spec = drawn((3, 128, 8)), ArraySpec(type="int4", channel_axes=(1,), tiles={0: 32})
     found = jax.jit(jax.vmap(lambda x: quantize(x, spec)))(x)
     expected = quantize(x, ArraySpec(type="int4", channel_axes=(0, 2), tiles={1: 32}))
-    np.testing.assert_array_equal(found.codes.astype(float), expected.codes.astype(float))
+    np.testing.assert_array_equal(found.codes.astype(jnp.int8), expected.codes.astype(jnp.int8))
     abstract = jax.eval_shape(lambda x: quantize(x, spec), x[0])
     assert (abstract.shape, abstract.scale.shape, abstract.dtype) == ((128, 8), (4, 8), "float32")
 

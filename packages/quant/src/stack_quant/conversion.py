@@ -60,7 +60,7 @@ def quantize(
     return jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec)), result)
 
 
-def _on_auto_mesh(array: jax.Array) -> tuple[jax.Array, Mesh | None]:
+def _on_auto_mesh(array: jax.Array) -> tuple[jax.Array, Any]:
     """An array of a mesh with Explicit axes on the same devices, where XLA alone decides; and that mesh.
 
     To cut a sharded axis into tiles would need the sharding of the result, which is none where a shard has no whole

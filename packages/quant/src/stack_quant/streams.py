@@ -7,6 +7,7 @@ codes = quantize(x, spec, range=observed_range(statistics))
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +39,9 @@ class RangeStatistics:
       weight: float32, how much was seen; 0 before the first batch.
     """
 
-    low: jax.Array | None
-    high: jax.Array
-    weight: jax.Array
+    low: Any  # JAX also makes trees of shapes and shardings in place of arrays.
+    high: Any
+    weight: Any
 
 
 def empty_statistics(spec: ArraySpec, shape: tuple[int, ...]) -> RangeStatistics:

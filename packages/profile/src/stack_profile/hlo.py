@@ -120,7 +120,7 @@ class Program:
     name: str
     key: int
     entry: str
-    instructions: Mapping[str, Instruction]
+    instructions: Mapping[str, Instruction] = field(repr=False)
     proto: bytes = field(repr=False)
 
     @functools.cached_property

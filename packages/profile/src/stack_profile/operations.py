@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -29,7 +29,7 @@ class Operation:
     name: str
     module: str
     program_key: int
-    program: Program | None
+    program: Program | None = field(repr=False)
     instruction: Instruction | None
     beside: bool = False
 

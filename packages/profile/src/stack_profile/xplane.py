@@ -96,8 +96,8 @@ class Plane:
     host: str
     origin_ns: int
     problems: list[str]
-    _data: Buffer
-    _array: np.ndarray
+    _data: Buffer = field(repr=False)
+    _array: np.ndarray = field(repr=False)
     _start: int
     _end: int
     _texts: list[str] = field(default_factory=list)

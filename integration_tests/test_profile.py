@@ -1,6 +1,7 @@
 """A training run profiles itself, and all of its time is found again in the model's code."""
 
 import random
+import statistics
 from pathlib import Path
 
 import jax
@@ -11,10 +12,12 @@ import pytest
 import stack_profile
 from stack_core.config import apply_overrides, load_yaml, parse
 from stack_core.hardware import Chip, count_flops
+from stack_profile.analyses.input_pipeline import input_pipeline
 from stack_profile.analyses.memory import memory
 from stack_profile.analyses.ops import ops
 from stack_profile.analyses.overview import overview
 from stack_profile.analyses.roofline import roofline_of
+from stack_profile.analyses.timeline import timeline
 from stack_profile.trace import load_trace
 from stack_train.config import RunConfig
 from stack_train.run import build_trainer, train
@@ -99,6 +102,25 @@ def test_the_flops_of_a_step_are_those_of_its_jaxpr(config, trace):
     ]
     assert len(runs) >= 5
     assert sum(per_step) == pytest.approx(expected, rel=0.01)
+
+
+def test_the_timeline_of_a_step_goes_through_the_model_and_back_to_the_optimizer(trace):
+    answer = timeline(trace, spans=60)
+    model = [row for row in answer.rows if row.name.startswith("Llama/Block")]
+    forward, backward = ([row.start_s for row in model if row.direction == way] for way in ("forward", "backward"))
+    assert statistics.median(forward) < statistics.median(backward)
+    assert any("update_fn" in row.name for row in answer.rows[-8:])
+    assert 10 <= len(answer.rows) <= 60
+    assert sum(row.self_s + row.idle_s for row in answer.rows) == pytest.approx(answer.facts["window_s"])
+
+
+def test_the_stages_of_the_input_are_known_and_do_not_bound_the_run(trace):
+    answer = input_pipeline(trace)
+    stages = {row.stage: row for row in answer.rows}
+    assert "transform=batch @" in stages["Map"].detail and stages["Map"].waited_s == 0
+    assert stages["Prefetch"].waited_s > 0 and stages["next_batch"].kind == "annotation"
+    assert any(row.kind == "transfer" for row in answer.rows)
+    assert answer.facts["input_bound"] is False
 
 
 def test_the_memory_of_the_step_holds_the_state_by_name(trace):

@@ -99,6 +99,11 @@ def test_gradients_are_not_for_ptq() -> None:
         rows(Rule(path="embedder", weights="int8", gradients="int8"))
 
 
+def test_ranges_over_a_stream_are_refused_and_not_taken_for_others() -> None:
+    with pytest.raises(RuleError, match="Rule 0, .*activation_calibration is an average over a stream"):
+        rows(Rule(path="embedder", weights="int8", activations="int8", activation_calibration="moving,0.9"))
+
+
 def test_an_unknown_method_suggests() -> None:
     with pytest.raises(UnknownName, match="'ptq'"):
         quantize_function(fn, PARAMS, [Rule(path=".*", weights="int8")], (jnp.ones((2, 8)),), method="pqt")

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from stack_core.ops.building import is_quantized
-from stack_quant.errors import QuantError
+from stack_quant.calibration import calibration
+from stack_quant.errors import QuantError, RuleError
 from stack_quant.methods import Method, method
 from stack_quant.packing import stored_bytes
 from stack_quant.rules import Rule
@@ -59,6 +60,7 @@ def quantized(
     """
     chosen = method(name)
     chosen.check(rules)
+    _check_ranges(rules)
     program = trace(fn, parameters, *args, **kwargs)
     before = parameters.arrays
     _check_plain(before)
@@ -73,6 +75,16 @@ def quantized(
     after = {path: after.get(path, array) for path, array in before.items()}
     listed = [_row(path, before[path], after[path], planned) for path in shapes]
     return after, Quantization(planned.treatment, _reported(name, rules, listed, program, after, planned))
+
+
+def _check_ranges(rules: Sequence[Rule]) -> None:
+    for number, rule in enumerate(rules):
+        for which in ("weight_calibration", "activation_calibration"):
+            if calibration(getattr(rule, which)).name == "moving":
+                raise RuleError(
+                    f"Rule {number}, {rule}: {which} is an average over a stream of batches, and a model is quantized "
+                    "with one. Take absmax, which finds the range of each array as it comes, or a fixed range."
+                )
 
 
 def _check_plain(arrays: Mapping[str, Any]) -> None:

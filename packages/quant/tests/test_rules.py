@@ -100,7 +100,7 @@ def test_gradients_are_not_for_ptq() -> None:
 
 
 def test_ranges_over_a_stream_are_refused_and_not_taken_for_others() -> None:
-    with pytest.raises(RuleError, match="Rule 0, .*activation_calibration is an average over a stream"):
+    with pytest.raises(RuleError, match=r"Rule 0, .*activation_calibration is an average over a stream"):
         rows(Rule(path="embedder", weights="int8", activations="int8", activation_calibration="moving,0.9"))
 
 

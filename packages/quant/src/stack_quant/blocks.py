@@ -87,7 +87,9 @@ def over_blocks(
     shape[cut.axis] *= cut.count if combine is None else 1
     total = jnp.zeros(shape, struct.dtype)
     for index in range(cut.count):
-        total = _add_block(step, cut, combine, array, tuple(others), np.int32(index), total)
+        # One at a time: several in flight would hold their temporaries together, and programs with collectives may
+        # wait for each other for ever on the devices of a CPU (met on jax 0.10.2).
+        total = jax.block_until_ready(_add_block(step, cut, combine, array, tuple(others), np.int32(index), total))
     return total
 
 

@@ -20,8 +20,8 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 import stack_profile  # noqa: E402
-from stack_profile.diff import diff  # noqa: E402
-from stack_profile.trace import Trace  # noqa: E402
+from stack_profile.comparisons.diff import diff  # noqa: E402
+from stack_profile.traces.trace import Trace  # noqa: E402
 
 LAYERS, BATCH, WIDTH, INNER = 8, 64, 128, 320
 CHANGED = 3  # the layer that is made a tenth larger

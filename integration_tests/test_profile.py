@@ -18,7 +18,7 @@ from stack_profile.analyses.ops import ops
 from stack_profile.analyses.overview import overview
 from stack_profile.analyses.roofline import roofline_of
 from stack_profile.analyses.timeline import timeline
-from stack_profile.trace import load_trace
+from stack_profile.traces.trace import load_trace
 from stack_train.config import RunConfig
 from stack_train.run import build_trainer, train
 from stack_train.step import batch_shapes

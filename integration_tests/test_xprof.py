@@ -18,7 +18,7 @@ from stack_profile.analyses.memory import memory
 from stack_profile.analyses.ops import ops
 from stack_profile.analyses.overview import overview
 from stack_profile.analyses.roofline import roofline
-from stack_profile.trace import load_trace
+from stack_profile.traces.trace import load_trace
 
 pytestmark = pytest.mark.slow  # installs XProf
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import stack_profile
-from stack_profile.trace import load_trace
+from stack_profile.traces.trace import load_trace
 
 
 def varint(value: int) -> bytes:

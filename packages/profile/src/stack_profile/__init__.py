@@ -4,18 +4,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stack_profile._capture import Capture as Capture
-    from stack_profile._capture import CaptureWarning as CaptureWarning
-    from stack_profile._capture import capture as capture
+    from stack_profile.captures.capture import Capture as Capture
+    from stack_profile.captures.capture import CaptureWarning as CaptureWarning
+    from stack_profile.captures.capture import capture as capture
+    from stack_profile.captures.listener import Listener as Listener
+    from stack_profile.captures.listener import listen as listen
+    from stack_profile.captures.slow_steps import AnomalyConfig as AnomalyConfig
+    from stack_profile.captures.watch import Watch as Watch
     from stack_profile.errors import CaptureError as CaptureError
     from stack_profile.errors import ProfileError as ProfileError
     from stack_profile.errors import TraceError as TraceError
-    from stack_profile.listener import Listener as Listener
-    from stack_profile.listener import listen as listen
-    from stack_profile.slow_steps import AnomalyConfig as AnomalyConfig
-    from stack_profile.trace import Trace as Trace
-    from stack_profile.trace import load_trace as load_trace
-    from stack_profile.watch import Watch as Watch
+    from stack_profile.traces.trace import Trace as Trace
+    from stack_profile.traces.trace import load_trace as load_trace
 
 __all__ = [
     "AnomalyConfig",
@@ -34,18 +34,18 @@ __all__ = [
 
 # Imported on first use: `stack --help` imports this package, for its plugin, and no numpy.
 _MODULES = {
-    "AnomalyConfig": "slow_steps",
-    "Capture": "_capture",
+    "AnomalyConfig": "captures.slow_steps",
+    "Capture": "captures.capture",
     "CaptureError": "errors",
-    "CaptureWarning": "_capture",
-    "Listener": "listener",
+    "CaptureWarning": "captures.capture",
+    "Listener": "captures.listener",
     "ProfileError": "errors",
-    "Trace": "trace",
+    "Trace": "traces.trace",
     "TraceError": "errors",
-    "Watch": "watch",
-    "capture": "_capture",
-    "listen": "listener",
-    "load_trace": "trace",
+    "Watch": "captures.watch",
+    "capture": "captures.capture",
+    "listen": "captures.listener",
+    "load_trace": "traces.trace",
 }
 
 

@@ -12,9 +12,9 @@ from stack_profile.analyses.graph import dot as graph_dot
 from stack_profile.analyses.graph import graph
 from stack_profile.analyses.ops import ops
 from stack_profile.errors import ProfileError
-from stack_profile.operations import Operation, Ops
-from stack_profile.trace import Trace
-from stack_profile.xplane import Line, Plane
+from stack_profile.traces.operations import Operation, Ops
+from stack_profile.traces.trace import Trace
+from stack_profile.traces.xplane import Line, Plane
 
 __all__ = ["EXPORTS", "chrome", "csv", "dot", "folded", "speedscope", "write"]
 

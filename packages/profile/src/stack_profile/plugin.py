@@ -9,12 +9,12 @@ STACK_ABI_MINOR = 0
 
 @hookimpl
 def stack_register_observers(registry: Registrar) -> None:
-    registry.add("profile", "stack_profile.observer:profile_observer")
+    registry.add("profile", "stack_profile.captures.observer:profile_observer")
 
 
 @hookimpl
 def stack_register_configs(registry: Registrar) -> None:
-    registry.add("profile", "stack_profile.observer:ProfileConfig")
+    registry.add("profile", "stack_profile.captures.observer:ProfileConfig")
 
 
 @hookimpl

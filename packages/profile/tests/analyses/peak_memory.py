@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from stack_profile.analyses.memory import memory_of
-from stack_profile.hlo import program_of
+from stack_profile.traces.hlo import program_of
 
 SHAPE = (2048, 2048)
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from stack_core.plugins import registries
-from stack_profile.trace import trace_of
-from stack_profile.xplane import read_space
+from stack_profile.traces.trace import trace_of
+from stack_profile.traces.xplane import read_space
 
 COUNTS = ("devices", "programs", "functions")
 

@@ -9,8 +9,8 @@ from jax._src.lib import hlo
 from stack_core.errors import UnknownName
 from stack_profile.analyses.communication import communication
 from stack_profile.errors import ProfileError
-from stack_profile.trace import load_trace, trace_of
-from stack_profile.xplane import read_space
+from stack_profile.traces.trace import load_trace, trace_of
+from stack_profile.traces.xplane import read_space
 
 HLO = """HloModule jit_step, is_scheduled=true, num_partitions=8
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 import stack_profile
 from stack_profile.analyses.compile import compilations
-from stack_profile.trace import load_trace, trace_of
-from stack_profile.xplane import read_space
+from stack_profile.traces.trace import load_trace, trace_of
+from stack_profile.traces.xplane import read_space
 
 
 def test_shapes_that_made_a_function_compile_again_are_named(tmp_path):

@@ -8,8 +8,8 @@ from jax._src.lib import hlo
 from stack_core.errors import UnknownName
 from stack_profile.analyses.graph import dot, graph
 from stack_profile.errors import ProfileError
-from stack_profile.trace import trace_of
-from stack_profile.xplane import read_space
+from stack_profile.traces.trace import trace_of
+from stack_profile.traces.xplane import read_space
 
 HLO = """HloModule jit_f, is_scheduled=true
 

@@ -8,8 +8,8 @@ import pytest
 
 import stack_profile
 from stack_profile.analyses.input_pipeline import input_pipeline
-from stack_profile.trace import load_trace, trace_of
-from stack_profile.xplane import read_space
+from stack_profile.traces.trace import load_trace, trace_of
+from stack_profile.traces.xplane import read_space
 
 
 def looped(build, *, busy, wait, beside=(), steps=4, **stage):

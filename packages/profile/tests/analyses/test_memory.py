@@ -13,8 +13,8 @@ import pytest
 
 from stack_core.errors import UnknownName
 from stack_profile.analyses.memory import memory, memory_of, schedule_of
-from stack_profile.buffers import read_buffers
-from stack_profile.hlo import program_of, read_program
+from stack_profile.traces.buffers import read_buffers
+from stack_profile.traces.hlo import program_of, read_program
 
 
 @pytest.mark.parametrize("by", ["buffer", "layer", "line", "kind"])

@@ -7,8 +7,8 @@ import pytest
 
 from stack_core.errors import UnknownName
 from stack_profile.analyses.ops import ops
-from stack_profile.trace import trace_of
-from stack_profile.xplane import read_space
+from stack_profile.traces.trace import trace_of
+from stack_profile.traces.xplane import read_space
 
 
 @pytest.mark.parametrize("by", ["category", "layer", "scope", "line", "file", "op"])

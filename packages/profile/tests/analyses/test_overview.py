@@ -3,8 +3,8 @@
 import pytest
 
 from stack_profile.analyses.overview import overview
-from stack_profile.trace import trace_of
-from stack_profile.xplane import read_space
+from stack_profile.traces.trace import trace_of
+from stack_profile.traces.xplane import read_space
 
 
 def timeline(build, *, busy, wait, inside, waiting="load batch"):

@@ -9,9 +9,9 @@ import pytest
 import stack_profile
 from stack_core.hardware import Chip
 from stack_profile.analyses.roofline import roofline, roofline_of
-from stack_profile.hlo import program_of
-from stack_profile.trace import load_trace, trace_of
-from stack_profile.xplane import read_space
+from stack_profile.traces.hlo import program_of
+from stack_profile.traces.trace import load_trace, trace_of
+from stack_profile.traces.xplane import read_space
 
 CHIP = Chip(
     kind="test",

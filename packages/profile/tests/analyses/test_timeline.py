@@ -8,8 +8,8 @@ import pytest
 
 from stack_profile.analyses.timeline import timeline
 from stack_profile.errors import ProfileError
-from stack_profile.trace import trace_of
-from stack_profile.xplane import MISSING, read_space
+from stack_profile.traces.trace import trace_of
+from stack_profile.traces.xplane import MISSING, read_space
 
 
 @pytest.mark.parametrize("spans", [1, 7, 60])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stack_core.cli import main
-from stack_profile.trace import load_trace
+from stack_profile.traces.trace import load_trace
 
 ANALYSES = ("overview", "ops", "roofline", "memory", "compile")
 

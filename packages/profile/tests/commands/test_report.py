@@ -5,7 +5,7 @@ import pytest
 from stack_core.cli import main
 from stack_core.plugins import registries
 from stack_core.registry import Entry, Registry
-from stack_profile.trace import trace_files
+from stack_profile.traces.trace import trace_files
 
 
 def test_a_report_is_written_and_nothing_beside_the_trace(captured, tmp_path, capsys, monkeypatch):

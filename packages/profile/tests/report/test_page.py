@@ -14,8 +14,8 @@ from stack_core.registry import Entry, Registry
 from stack_profile.answer import Answer, title
 from stack_profile.plots import Bars, Chart, Lanes, Series, Span
 from stack_profile.report.page import page, sections
-from stack_profile.trace import trace_of
-from stack_profile.xplane import read_space
+from stack_profile.traces.trace import trace_of
+from stack_profile.traces.xplane import read_space
 
 HOSTILE = "<script>alert('1')</script>\"&\x00\ud800"
 

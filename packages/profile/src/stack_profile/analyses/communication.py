@@ -17,11 +17,11 @@ import numpy as np
 
 from stack_profile.analyses.ops import chosen_devices, grouping
 from stack_profile.answer import Answer
-from stack_profile.collectives import Axes, Collectives, Wait, collectives_of, waits_of
-from stack_profile.intervals import union
-from stack_profile.operations import PICOSECOND, Operation
 from stack_profile.plots import bars
-from stack_profile.trace import Trace
+from stack_profile.traces.collectives import Axes, Collectives, Wait, collectives_of, waits_of
+from stack_profile.traces.intervals import union
+from stack_profile.traces.operations import PICOSECOND, Operation
+from stack_profile.traces.trace import Trace
 
 if TYPE_CHECKING:
     from stack_core.hardware import Chip

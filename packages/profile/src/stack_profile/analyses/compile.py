@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from stack_profile.answer import Answer
-from stack_profile.hlo import Program
-from stack_profile.operations import PICOSECOND, HostEvents
 from stack_profile.plots import bars
-from stack_profile.trace import Trace
+from stack_profile.traces.hlo import Program
+from stack_profile.traces.operations import PICOSECOND, HostEvents
+from stack_profile.traces.trace import Trace
 
 if TYPE_CHECKING:
     from stack_core.hardware.hlo import ArrayShape

@@ -13,9 +13,9 @@ from stack_core.errors import UnknownName, nearest
 from stack_profile.analyses.ops import chosen_devices
 from stack_profile.answer import Answer, number
 from stack_profile.errors import ProfileError
-from stack_profile.hlo import Program
-from stack_profile.operations import Operation, Ops
-from stack_profile.trace import Trace
+from stack_profile.traces.hlo import Program
+from stack_profile.traces.operations import Operation, Ops
+from stack_profile.traces.trace import Trace
 
 if TYPE_CHECKING:
     from stack_core.hardware.hlo import ArrayShape, Computation, Instruction, Module

@@ -13,12 +13,12 @@ import numpy as np
 
 from stack_profile.analyses.ops import chosen_devices
 from stack_profile.answer import Answer, number
-from stack_profile.input_stages import ANNOTATION, Stage, StageEvents, stage_events
-from stack_profile.intervals import gaps, self_times, union
-from stack_profile.operations import PICOSECOND, Ops, Step
+from stack_profile.captures.processes import names_of
 from stack_profile.plots import bars
-from stack_profile.processes import names_of
-from stack_profile.trace import Trace
+from stack_profile.traces.input_stages import ANNOTATION, Stage, StageEvents, stage_events
+from stack_profile.traces.intervals import gaps, self_times, union
+from stack_profile.traces.operations import PICOSECOND, Ops, Step
+from stack_profile.traces.trace import Trace
 
 __all__ = ["InputRow", "InputWait", "input_pipeline", "input_wait"]
 

@@ -13,10 +13,10 @@ from typing import Any, Final, Literal
 
 from stack_core.errors import UnknownName, nearest
 from stack_profile.answer import Answer, number
-from stack_profile.buffers import Allocation, Assignment, read_buffers
-from stack_profile.hlo import Instruction, Program
 from stack_profile.plots import Bars, Chart, Series, bars
-from stack_profile.trace import Trace
+from stack_profile.traces.buffers import Allocation, Assignment, read_buffers
+from stack_profile.traces.hlo import Instruction, Program
+from stack_profile.traces.trace import Trace
 
 __all__ = ["MemoryGrouping", "MemoryRow", "MomentRow", "memory", "memory_of", "schedule_of"]
 
@@ -76,7 +76,7 @@ def memory(
 
 
 def memory_of(program: Program, *, by: MemoryGrouping = "buffer") -> Answer[MemoryRow]:
-    """The memory of a compiled program, see `stack_profile.hlo.program_of`; nothing runs."""
+    """The memory of a compiled program, see `stack_profile.traces.hlo.program_of`; nothing runs."""
     assignment = read_buffers(program)
     if assignment is None:
         note = f"No data: the HLO of {program.name} comes without its buffers. Capture where it is compiled."

@@ -1,7 +1,7 @@
 """Where the time of the devices went: by category, by layer, by Python line, by operation.
 
-Times are self times, see `stack_profile.intervals`: an instant belongs to the operations that run in it and run no
-others, so the rows sum to the time in which any operation ran.
+Times are self times, see `stack_profile.traces.intervals`: an instant belongs to the operations that run in it and run
+no others, so the rows sum to the time in which any operation ran.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,10 +11,10 @@ from typing import Any, Final, Literal
 
 from stack_core.errors import UnknownName, nearest
 from stack_profile.answer import Answer, number
-from stack_profile.categories import category
-from stack_profile.operations import Operation, Ops
 from stack_profile.plots import bars
-from stack_profile.trace import Trace
+from stack_profile.traces.categories import category
+from stack_profile.traces.operations import Operation, Ops
+from stack_profile.traces.trace import Trace
 
 __all__ = ["GROUPINGS", "Grouping", "OpsRow", "chosen_devices", "grouping", "ops"]
 

@@ -14,10 +14,10 @@ import numpy as np
 from stack_profile.analyses.input_pipeline import InputWait, input_wait
 from stack_profile.analyses.ops import chosen_devices, ops
 from stack_profile.answer import Answer, number
-from stack_profile.intervals import gaps, union
-from stack_profile.operations import PICOSECOND, HostEvents, Ops, Step
 from stack_profile.plots import Chart, Series
-from stack_profile.trace import Trace
+from stack_profile.traces.intervals import gaps, union
+from stack_profile.traces.operations import PICOSECOND, HostEvents, Ops, Step
+from stack_profile.traces.trace import Trace
 
 __all__ = ["OverviewRow", "overview"]
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from stack_core import machine
 from stack_profile.analyses.ops import chosen_devices
 from stack_profile.answer import Answer, number
-from stack_profile.categories import category
-from stack_profile.hlo import Program
-from stack_profile.operations import Operation
 from stack_profile.plots import Chart, Series
-from stack_profile.trace import Trace
+from stack_profile.traces.categories import category
+from stack_profile.traces.hlo import Program
+from stack_profile.traces.operations import Operation
+from stack_profile.traces.trace import Trace
 
 if TYPE_CHECKING:
     from stack_core.hardware import Chip

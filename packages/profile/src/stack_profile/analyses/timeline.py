@@ -1,7 +1,7 @@
 """What ran when: the operations of a step in the order of time, put together into spans that people can read.
 
-Spans are cut where the layer, the pass of training or the trip of a loop changes, see `stack_profile.spans`. One is
-named by what most of it is; the self times and the idle times of all of them sum to the window.
+Spans are cut where the layer, the pass of training or the trip of a loop changes, see `stack_profile.traces.spans`. One
+is named by what most of it is; the self times and the idle times of all of them sum to the window.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,12 @@ import numpy as np
 
 from stack_profile.analyses.ops import chosen_devices
 from stack_profile.answer import Answer, number
-from stack_profile.categories import category
 from stack_profile.errors import ProfileError
-from stack_profile.operations import PICOSECOND, HostEvents, Ops, Step
 from stack_profile.plots import Lanes, Span
-from stack_profile.spans import IDLE, Items, cut, items_of
-from stack_profile.trace import Trace
+from stack_profile.traces.categories import category
+from stack_profile.traces.operations import PICOSECOND, HostEvents, Ops, Step
+from stack_profile.traces.spans import IDLE, Items, cut, items_of
+from stack_profile.traces.trace import Trace
 
 __all__ = ["TimelineRow", "timeline"]
 

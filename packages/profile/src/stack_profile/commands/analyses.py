@@ -12,7 +12,7 @@ from stack_core.plugins import registries
 from stack_profile.answer import Answer
 from stack_profile.commands.printing import Limit, PrintCsv, PrintJson, TracePath, show
 from stack_profile.errors import ProfileError
-from stack_profile.trace import load_trace
+from stack_profile.traces.trace import load_trace
 
 __all__ = ["command"]
 

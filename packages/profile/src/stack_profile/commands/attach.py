@@ -8,9 +8,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stack_profile.addresses import Address
-from stack_profile.attach import Attached, address_of, attachable
-from stack_profile.attach import attach as attach_to
+from stack_profile.captures.addresses import Address
+from stack_profile.captures.attach import Attached, address_of, attachable
+from stack_profile.captures.attach import attach as attach_to
 from stack_profile.errors import CaptureError
 
 __all__ = ["attach"]

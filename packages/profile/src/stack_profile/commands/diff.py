@@ -7,9 +7,9 @@ from cyclopts import Parameter
 
 from stack_profile.answer import share_of
 from stack_profile.commands.printing import Limit, PrintCsv, PrintJson, TracePath, show
-from stack_profile.diff import DiffGrouping
-from stack_profile.diff import diff as difference
-from stack_profile.trace import load_trace
+from stack_profile.comparisons.diff import DiffGrouping
+from stack_profile.comparisons.diff import diff as difference
+from stack_profile.traces.trace import load_trace
 
 __all__ = ["More", "diff"]
 

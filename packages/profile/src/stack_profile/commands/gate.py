@@ -13,11 +13,11 @@ from stack_core.named_function import named_function
 from stack_profile.answer import Answer, number, share_of
 from stack_profile.commands.diff import More
 from stack_profile.commands.printing import PrintJson
-from stack_profile.costs import Costs, compiled_costs
+from stack_profile.comparisons.costs import Costs, compiled_costs
+from stack_profile.comparisons.gate import ALLOWED, CONFIDENCE, GateRow, GateSide, Metric
+from stack_profile.comparisons.gate import gate as compared
 from stack_profile.errors import ProfileError
-from stack_profile.gate import ALLOWED, CONFIDENCE, GateRow, GateSide, Metric
-from stack_profile.gate import gate as compared
-from stack_profile.trace import load_trace
+from stack_profile.traces.trace import load_trace
 
 __all__ = ["gate"]
 

@@ -34,7 +34,7 @@ def export(
       output: a file, by default the standard output.
     """
     from stack_profile.exports import EXPORTS, write
-    from stack_profile.trace import load_trace
+    from stack_profile.traces.trace import load_trace
 
     parts = EXPORTS[to](load_trace(trace))
     if output is None:

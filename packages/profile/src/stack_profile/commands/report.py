@@ -25,7 +25,7 @@ def report(
     """
     from stack_profile.exports import write
     from stack_profile.report.page import page, sections
-    from stack_profile.trace import load_trace
+    from stack_profile.traces.trace import load_trace
 
     loaded = load_trace(trace)
     found = list(sections(loaded))

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from stack_profile._capture import Capture, capture
-from stack_profile._recording import backend_started
+from stack_profile.captures.capture import Capture, capture
+from stack_profile.captures.listener import listen
+from stack_profile.captures.recording import backend_started
 from stack_profile.errors import CaptureError
-from stack_profile.listener import listen
 
 __all__ = ["run_script"]
 

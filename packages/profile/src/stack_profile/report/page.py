@@ -12,7 +12,7 @@ from stack_core.plugins import registries
 from stack_profile.answer import Answer, number, title
 from stack_profile.report.markup import Markup, breakable, element
 from stack_profile.report.svg import draw
-from stack_profile.trace import Trace
+from stack_profile.traces.trace import Trace
 
 __all__ = ["Section", "page", "sections"]
 

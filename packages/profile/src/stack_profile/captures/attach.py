@@ -1,0 +1,139 @@
+"""Captures other processes, which listen for it: `stack_profile.listen`, `stack profile run --listen`."""
+
+import http.client
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Final
+
+from stack_core.config import parse
+from stack_profile.captures.addresses import Address, addresses, forget
+from stack_profile.captures.listener import LOOPBACK, CaptureRequest
+from stack_profile.errors import CaptureError
+
+__all__ = ["Attached", "address_of", "attach", "attachable"]
+
+_PING_S: Final = 2.0
+_WRITE_S: Final = 300.0  # longer than it takes to write a capture of hours
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What became of the capture of one process.
+
+    Attributes:
+      path: the trace's file; None where there is none.
+      partial: why it is not all of what was asked for.
+      problem: why there is none.
+    """
+
+    pid: int
+    path: Path | None = None
+    partial: str | None = None
+    problem: str | None = None
+
+
+def attachable() -> list[Address]:
+    """The processes of this user that listen; addresses of those that ended are removed.
+
+    Raises:
+      CaptureError: the directory of addresses is another's.
+    """
+    found = []
+    for path, address in addresses().items():
+        try:
+            _ask(address, "GET", timeout_s=_PING_S)
+        except TimeoutError:
+            pass  # it is stopped, or has no time; it may have later
+        except (OSError, http.client.HTTPException, CaptureError):
+            forget(path)
+            continue
+        found.append(address)
+    return found
+
+
+def address_of(pid: int) -> Address:
+    """The address that a process published.
+
+    Raises:
+      CaptureError: it does not listen, or is not there.
+    """
+    listening = {address.pid: address for address in attachable()}
+    if pid not in listening:
+        others = ", ".join(map(str, sorted(listening))) or "none"
+        raise CaptureError(
+            f"No process {pid} of yours listens; those that do: {others}. Start it with `stack profile run --listen`, "
+            "`profile: {listen: true}` in a run, or stack_profile.listen()."
+        )
+    return listening[pid]
+
+
+def attach(
+    targets: Sequence[Address],
+    *,
+    out: Path,
+    duration_s: float = 5.0,
+    name: str | None = None,
+    host_tracer_level: int = 2,
+) -> list[Attached]:
+    """Captures processes at the same time and under one name, so that they are read as one trace; waits for it.
+
+    Args:
+      out: a directory that the processes can write.
+      name: of the capture, by default the time.
+
+    Raises:
+      ConfigError: a name that is no file's, or a time that is not positive, or over a day.
+    """
+    request = {
+        "out": str(out.resolve()),
+        "name": name or datetime.now().astimezone().strftime("%Y_%m_%d_%H_%M_%S_%f"),
+        "duration_s": duration_s,
+        "host_tracer_level": host_tracer_level,
+    }
+    parse(CaptureRequest, request)
+    with ThreadPoolExecutor(max_workers=max(len(targets), 1)) as together:
+        return list(together.map(lambda address: _attached(address, request), targets))
+
+
+def _attached(address: Address, request: Mapping[str, Any]) -> Attached:
+    try:
+        answer = _ask(address, "POST", request, timeout_s=request["duration_s"] + _WRITE_S)
+        return Attached(address.pid, Path(answer["path"]), answer["partial"])
+    except ConnectionRefusedError:
+        problem = (
+            f"Nothing listens on port {address.port} of {LOOPBACK}: the process has ended, or the port is another's."
+        )
+    except TimeoutError:
+        problem = f"It has not answered for {request['duration_s'] + _WRITE_S:g} s."
+    except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+        problem = f"The process ended while it was captured, or is none that listens for this: {error!r}"
+    except CaptureError as error:
+        problem = str(error)
+    return Attached(address.pid, problem=problem)
+
+
+def _ask(
+    address: Address, method: str, content: Mapping[str, Any] | None = None, *, timeout_s: float
+) -> dict[str, Any]:
+    """What a process answers.
+
+    Raises:
+      CaptureError: it refuses.
+      OSError, HTTPException, ValueError: it is not there, or is something else.
+    """
+    connection = http.client.HTTPConnection(LOOPBACK, address.port, timeout=timeout_s)
+    try:
+        headers = {"Authorization": f"Bearer {address.token}"}
+        connection.request(method, "/", None if content is None else json.dumps(content).encode(), headers)
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+    finally:
+        connection.close()
+    if response.status != HTTPStatus.OK:
+        raise CaptureError(answer["error"])
+    return answer

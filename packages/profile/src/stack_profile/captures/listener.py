@@ -1,0 +1,182 @@
+"""Captures on demand: a server in the profiled process, on the loopback interface, for who knows its token."""
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socketserver
+import sys
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import Field
+
+from stack_core.config import config, parse
+from stack_core.errors import ConfigError
+from stack_profile.captures.addresses import Address, forget, publish
+from stack_profile.captures.capture import Capture
+from stack_profile.captures.recording import backend_started
+from stack_profile.errors import CaptureError
+
+__all__ = ["LOOPBACK", "CaptureRequest", "Listener", "listen"]
+
+LOOPBACK: Final = "127.0.0.1"
+_LARGEST_BYTES: Final = 1 << 16
+_CLOSED_S: Final = 1.0  # until nothing is left of a listener that was closed
+
+
+@config
+class CaptureRequest:
+    """What `stack profile attach` asks for.
+
+    Attributes:
+      out: the directory of the capture, absolute.
+      name: of the capture, which processes share.
+      duration_s: how long; less if the process ends before.
+      host_tracer_level: see `stack_profile.capture`.
+    """
+
+    out: str
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    duration_s: Annotated[float, Field(gt=0, le=86_400)]
+    host_tracer_level: Annotated[int, Field(ge=1, le=3)] = 2
+
+
+def listen(*, port: int = 0) -> "Listener":
+    """Lets `stack profile attach` capture this process, from now to its end or to `close`.
+
+    Listens on the loopback interface alone, and answers those who know a random token, which lies in a file that only
+    this user can read.
+
+    Args:
+      port: 0 for any that is free.
+
+    Raises:
+      CaptureError: the port is in use, or the address of this process cannot be published.
+    """
+    return Listener(port)
+
+
+class Listener:
+    """A process that can be captured on demand.
+
+    Attributes:
+      address: what the file says.
+      path: the file, which is removed when this is closed or the process ends.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._closing = threading.Event()
+        try:
+            self._server = _Server((LOOPBACK, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise CaptureError(
+                f"Cannot listen on port {port} of {LOOPBACK}: {error}. Name another, or 0 for any that is free."
+            ) from error
+        self._server.listener = self
+        self.address = Address(os.getpid(), self._server.server_address[1], secrets.token_urlsafe(32), tuple(sys.argv))
+        try:
+            self.path = publish(self.address)
+        except CaptureError:
+            self._server.server_close()
+            raise
+        self._serving = threading.Thread(target=self._server.serve_forever, name="capture-listen", daemon=True)
+        self._serving.start()
+        # A program that ends keeps what is captured until then: this thread, no daemon, outlives the main one.
+        threading.Thread(target=self._close_at_end, name="capture-listen-end").start()
+
+    def close(self) -> None:
+        """Stops listening; a capture that runs is cut short and written. Calling it again does nothing."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        forget(self.path)
+        self._server.shutdown()
+        self._server.server_close()  # once requests are answered
+
+    def __enter__(self) -> "Listener":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def capture(self, request: CaptureRequest) -> dict[str, Any]:
+        """Captures this process; blocks until it is written.
+
+        Raises:
+          CaptureError: a capture is running, there is nothing to capture yet, or it cannot be written.
+        """
+        if not backend_started():
+            raise CaptureError("The process has used no device of JAX yet. Attach once it has.")
+        captured = Capture(
+            Path(request.out), name=request.name, process=os.getpid(), host_tracer_level=request.host_tracer_level
+        )
+        captured.start()
+        started_s = time.monotonic()
+        partial = None
+        if self._closing.wait(request.duration_s):
+            partial = f"the process ended {time.monotonic() - started_s:.3g} s into {request.duration_s:g} s"
+        captured.stop(settle=False, about={"partial": partial} if partial else {})
+        return {"path": str(captured.wait()), "partial": partial}
+
+    def _close_at_end(self) -> None:
+        main = threading.main_thread()
+        while main.is_alive() and not self._closing.is_set():
+            main.join(_CLOSED_S)
+        self.close()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    listener: Listener
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Every request carries the token; answers are JSON."""
+
+    timeout = 5  # for one that connects and asks nothing; it would keep the process from ending
+
+    def do_GET(self) -> None:
+        if self._is_allowed():
+            self._answer(HTTPStatus.OK, {"pid": os.getpid()})
+
+    def do_POST(self) -> None:
+        if not self._is_allowed():
+            return
+        try:
+            size = int(self.headers.get("Content-Length", ""))
+            request = parse(CaptureRequest, json.loads(self.rfile.read(min(max(size, 0), _LARGEST_BYTES))))
+            self._answer(HTTPStatus.OK, self._listener.capture(request))
+        except (ValueError, ConfigError) as error:
+            self._answer(HTTPStatus.BAD_REQUEST, {"error": str(error)})
+        except CaptureError as error:
+            self._answer(HTTPStatus.CONFLICT, {"error": str(error)})
+
+    @property
+    def _listener(self) -> Listener:
+        assert isinstance(self.server, _Server), "only a listener's server has this handler"
+        return self.server.listener
+
+    def _is_allowed(self) -> bool:
+        given = self.headers.get("Authorization", "").encode()
+        allowed = hmac.compare_digest(given, f"Bearer {self._listener.address.token}".encode())
+        if not allowed:
+            self._answer(HTTPStatus.UNAUTHORIZED, {"error": "The token is not that of this process."})
+        return allowed
+
+    def _answer(self, status: HTTPStatus, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        with contextlib.suppress(ConnectionError):  # who asked has gone
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002, the base class calls it so
+        """The profiled program's output is its own."""

@@ -1,0 +1,90 @@
+"""Captures what the `profile:` section of a training run names: some steps, slow ones, what is asked for meanwhile."""
+
+import warnings
+from pathlib import Path
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from stack_core.config import config
+from stack_core.event_bus import ObserverContext
+from stack_core.events import Event, RunFailed, RunFinished, RunStarted, StepFinished, StepStarted
+from stack_profile.captures.capture import Capture, CaptureWarning, capture
+from stack_profile.captures.listener import listen
+from stack_profile.captures.slow_steps import AnomalyConfig
+from stack_profile.captures.watch import Watch
+
+__all__ = ["ProfileConfig", "ProfileObserver", "profile_observer"]
+
+
+@config
+class ProfileConfig:
+    """The section `profile:` of a run.
+
+    Attributes:
+      first_step: the first step to capture, counted from 1; the first few are slower than those that follow.
+      steps: how many; 0 for none.
+      anomaly: keeps the traces of anomalously slow steps, `{}` with the defaults of its fields.
+      listen: lets `stack profile attach` capture the run.
+      output: the directory of the captures, by default `profile` in that of the run.
+    """
+
+    first_step: PositiveInt = 10
+    steps: NonNegativeInt = 5
+    anomaly: AnomalyConfig | None = None
+    listen: bool = False
+    output: str | None = None
+
+
+def profile_observer(context: ObserverContext) -> "ProfileObserver | None":
+    """The capture that the run of `context` asks for; None where it has no section `profile:`."""
+    section = getattr(context.config, "sections", {}).get("profile")
+    if section is None:
+        return None
+    return ProfileObserver(section, Path(section.output) if section.output else context.directory / "profile")
+
+
+class ProfileObserver:
+    """Captures from the start of the first step until the last one is done, and slow steps wherever they are.
+
+    The device is a step ahead of the host, so the trace also has the end of the step before and the start of the one
+    after; the analyses leave these out.
+    """
+
+    def __init__(self, section: ProfileConfig, directory: Path) -> None:
+        self._first, self._last = section.first_step, section.first_step + section.steps - 1
+        self._directory = directory
+        self._capture: Capture | None = None
+        self._watch = Watch(directory, section.anomaly, runs_ahead=True) if section.anomaly else None
+        self._listener = listen() if section.listen else None
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case RunStarted() if self._last >= self._first and not event.first_step < self._first <= event.steps:
+                warnings.warn(
+                    f"Nothing will be captured: the run does the steps {event.first_step + 1} to {event.steps}, and "
+                    f"profile.first_step is {self._first}.",
+                    CaptureWarning,
+                    stacklevel=2,
+                )
+            case StepStarted(step=step) if step == self._first <= self._last:
+                self._capture = capture(self._directory, name=f"steps_{self._first}_to_{self._last}").start()
+            case StepFinished(step=step, duration_s=duration_s):
+                if step >= self._last:
+                    self._stop()
+                if self._watch is not None:
+                    self._watch.finished(step, duration_s)
+            case RunFinished() | RunFailed():
+                self._stop()
+
+    def close(self) -> None:
+        self._stop()
+        if self._listener is not None:
+            self._listener.close()
+        if self._watch is not None:
+            self._watch.close()
+        if self._capture is not None:
+            self._capture.wait()
+
+    def _stop(self) -> None:
+        if self._capture is not None:
+            self._capture.stop(settle=False)

@@ -1,0 +1,90 @@
+"""The files of a capture, one process each, and what is assumed when they are read as one trace.
+
+Times of all processes are those of their hosts' clocks: exact to microseconds on one host, on several as good as these
+are synchronized, which NTP does to a millisecond or so. Nothing is shifted.
+"""
+
+import glob
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from stack_profile.errors import TraceError
+from stack_profile.traces.xplane import Space
+
+__all__ = ["SUFFIX", "about_of", "names_of", "problems_of", "programs_beside", "stem"]
+
+SUFFIX: Final = ".xplane.pb"
+
+
+def stem(file: Path) -> str:
+    """What the files of one process share: host, and process where there are several."""
+    return file.name.removesuffix(SUFFIX)
+
+
+def about_of(file: Path) -> Mapping[str, Any]:
+    """What the capture wrote of its process; other tools write nothing."""
+    try:
+        about = json.loads(file.with_name(f"{stem(file)}.capture.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def programs_beside(file: Path) -> tuple[bytes, ...]:
+    """The HloProtos that a capture wrote beside its trace."""
+    return tuple(path.read_bytes() for path in sorted(file.parent.glob(f"{glob.escape(stem(file))}.*.hlo.pb")))
+
+
+def names_of(spaces: Sequence[Space]) -> list[str]:
+    """What tells the devices of each process from the others': nothing where there is one, else its host."""
+    if len(spaces) == 1:
+        return [""]
+    hosts = [space.hosts[0] if space.hosts else str(index) for index, space in enumerate(spaces)]
+    numbers = [f"{host}_{hosts[:index].count(host)}" for index, host in enumerate(hosts)]
+    return [f"{name}:" for name in (hosts if len(set(hosts)) == len(hosts) else numbers)]
+
+
+def problems_of(files: Sequence[Path], abouts: Sequence[Mapping[str, Any]], spaces: Sequence[Space]) -> Iterator[str]:
+    """Why the captures of the processes are not the whole of one run.
+
+    Raises:
+      TraceError: they are months apart.
+    """
+    for file, about in zip(files, abouts, strict=True):
+        if partial := about.get("partial"):
+            yield f"{file.name} is partial: {partial}"
+    counts = {tuple(about["process"])[1] for about in abouts if len(about.get("process", ())) == 2}
+    expected = max(counts, default=1)
+    if len(counts) > 1 or len(files) < expected:
+        yield f"The run had {' or '.join(map(str, sorted(counts)))} processes, and {len(files)} are in the trace."
+    if len(files) == 1:
+        return
+    extents = sorted(extent for file, space in zip(files, spaces, strict=True) if (extent := _extent(file, space)))
+    for (_, end_ns, first), (start_ns, _, second) in itertools.pairwise(extents):
+        if start_ns > end_ns:
+            apart_s = (start_ns - end_ns) / 1e9
+            if apart_s > _LONGEST_S:
+                raise TraceError(
+                    f"{second} begins {apart_s / 86400:,.0f} days after the end of {first}; they are not one trace. "
+                    "Name one of them."
+                )
+            yield (
+                f"{second} begins {apart_s:.3g} s after the end of {first}: they are of different runs, or the clocks "
+                "of their hosts disagree."
+            )
+
+
+_LONGEST_S: Final = 30 * 86400  # times in picoseconds would not fit 64 bits
+
+
+def _extent(file: Path, space: Space) -> tuple[int, int, str] | None:
+    """From the first event to the end of the last, since the epoch, of a file; None without any."""
+    lines = [line.events for plane in space.planes for line in plane.lines if len(line.events)]
+    if not lines:
+        return None
+    starts = [events.timestamp_ns + int(events.offset_ps.min()) // 1000 for events in lines]
+    ends = [events.timestamp_ns + int((events.offset_ps + events.duration_ps).max()) // 1000 for events in lines]
+    return min(starts), max(ends), file.name

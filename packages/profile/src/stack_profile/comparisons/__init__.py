@@ -1,0 +1,1 @@
+"""What changed between captures, and whether it may."""

@@ -1,0 +1,368 @@
+"""What changed between two programs, or between two runs of one: seconds a step, before and after.
+
+Operations are matched by where they come from and what they do. Their seconds are trimmed means over the steps; what
+steps took beyond them, such as stalls, is a row of its own, so that all rows sum to the difference of the busy time. A
+row is named slower or faster when its change is significant, and large enough to matter.
+
+With several captures on both sides that is Student's test of the captures' means. With one on a side it is a test of a
+change like that of the program's other operations, because a machine that is busier, or clocked otherwise, changes all
+of them, each a little differently, from one step to the next and from one capture to the next. What changed all
+operations alike is a fact of its own; what took as long as before is not named, whatever the others did.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from stack_profile.analyses.compile import argument_differences
+from stack_profile.answer import Answer, number
+from stack_profile.comparisons.matching import match
+from stack_profile.comparisons.samples import Side
+from stack_profile.comparisons.significance import Difference, adjusted, against_peers, difference
+from stack_profile.traces.hlo import Program
+from stack_profile.traces.operations import Operation
+from stack_profile.traces.trace import Trace
+
+__all__ = ["TRIM", "DiffGrouping", "DiffRow", "Verdict", "about_differences", "definitions", "diff", "step_program"]
+
+DiffGrouping = Literal["op", "line", "layer", "category"]
+Verdict = Literal["slower", "faster", "not shown", "not known"]
+
+TRIM: Final = 0.2  # of the steps, at either end
+
+_CONFIDENCE: Final = 0.95  # of intervals
+_FALSE_SHARE: Final = 0.01  # of the rows that are named, how many may be so by chance
+_MATTERS: Final = 0.001  # of the busy time: a change below is not named
+_PEERS: Final = 0.95  # of the time: what the others take is too short to say how operations changed
+
+
+@dataclass(frozen=True)
+class DiffRow:
+    """What a group of operations took in a step, before and after.
+
+    Attributes:
+      name: of the operation, where it has another after than before both; of the group; or "(irregular)": what the
+        steps took beyond the trimmed means of the other rows.
+      before_s, after_s: seconds of self time a step, trimmed means.
+      change_s: after_s - before_s; its confidence interval is from `low_s` to `high_s`, None where it is not known.
+      change_before_share: change_s / before_s; None for what is new.
+      own_change_s: what of `change_s` is its own: all of it where there are several captures on both sides, else what
+        is beyond the median change of the other operations, of which there must be three.
+      p: the probability of such an own change by chance, corrected for the number of rows (Benjamini and Hochberg).
+      verdict: of the own change, "slower" or "faster"; "not shown" where it is small, or could be chance; "not known"
+        where there are too few steps or operations to tell.
+      matched: "alike", "moved" to another line, with "other shapes", in an "other form", "appeared" or "disappeared".
+    """
+
+    name: str
+    before_s: float
+    after_s: float
+    change_s: float
+    low_s: float | None
+    high_s: float | None
+    change_before_share: float | None
+    own_change_s: float | None
+    p: float | None
+    verdict: Verdict = "not known"
+    matched: str = ""
+    category: str = ""
+    layer: str = ""
+    line: str = ""
+
+
+def diff(
+    before: Sequence[Trace], after: Sequence[Trace], *, by: DiffGrouping = "op", min_change: float = 0.02
+) -> Answer[DiffRow]:
+    """Ranks what changed in the steps of captures.
+
+    Args:
+      before, after: captures of one program each; several tell what differs from one capture to the next.
+      by: one row a matched operation, or a Python line, layer or category of work, by the names of the program after.
+      min_change: the share of its time before from which on a row is named.
+
+    Raises:
+      ProfileError: a side has no captures.
+    """
+    first, second = Side.of(before), Side.of(after)
+    notes = (*definitions(before[0], after[0]), *(each for trace in (*before, *after) for each in trace.problems))
+    if first is None or second is None:
+        missing = "Steps are not known: a trace has no operations, or does not tell the runs of a program apart."
+        return Answer(f"diff by {by}", {}, DiffRow, (), (missing, *notes))
+    comparison = _Comparison.of(first, second)
+    rows = _rows(comparison, by, min_change)
+    return Answer(
+        name=f"diff by {by}",
+        facts=_facts(comparison),
+        row_type=DiffRow,
+        rows=tuple(sorted(rows, key=_rank)),
+        notes=(*_notes(comparison, min_change), *notes),
+    )
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The columns of both sides that make a row, and the pairs in it."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    matched: str
+    pairs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Both sides, and how each pair of matched operations changed."""
+
+    before: Side
+    after: Side
+    pairs: tuple[_Group, ...]
+    each: Difference
+
+    @classmethod
+    def of(cls, before: Side, after: Side) -> "_Comparison":
+        matches = enumerate(match(before.sites, after.sites))
+        pairs = tuple(_Group(found.before, found.after, found.how, (place,)) for place, found in matches)
+        return cls(before, after, pairs, _difference(before, after, pairs, trim=TRIM))
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.before, self.after
+
+    @property
+    def busy(self) -> Difference:
+        return difference(*([samples.sum(axis=1, keepdims=True) for samples in side.self_s] for side in self.sides))
+
+    @property
+    def step(self) -> Difference:
+        return difference(*([samples[:, None] for samples in side.step_s] for side in self.sides))
+
+    @property
+    def peers(self) -> np.ndarray:
+        """The pairs that tell how operations change in general: of both sides, those that take nearly all the time."""
+        order = np.argsort(-self.each.before, kind="stable")
+        earlier_s = np.cumsum(self.each.before[order]) - self.each.before[order]
+        heavy = order[earlier_s < _PEERS * self.each.before.sum()]
+        return np.sort(heavy[(self.each.before[heavy] > 0) & (self.each.after[heavy] > 0)])
+
+    def rest(self, rows: Difference) -> Difference:
+        """What steps took beyond the trimmed means of the rows."""
+        busy = self.busy
+        return dataclasses.replace(busy, before=busy.before - rows.before.sum(), after=busy.after - rows.after.sum())
+
+    def groups(self, by: DiffGrouping) -> tuple[_Group, ...]:
+        if by == "op":
+            return self.pairs
+        members: dict[str, list[_Group]] = {}
+        for pair in self.pairs:
+            members.setdefault(getattr(_Place.of(self, pair), by), []).append(pair)
+        return tuple(map(_joined, members.values()))
+
+    def own_changes(self, found: Difference, groups: Sequence[_Group]) -> tuple[np.ndarray, np.ndarray]:
+        """Of each group the change that is its own, and the probability of it, corrected for the number of groups."""
+        if found.of_captures:
+            return found.change, adjusted(found.p())
+        peers = self.peers
+        pairs = [self.pairs[peer] for peer in peers.tolist()]
+        before, after = (
+            side.evened([column for pair in pairs for column in getattr(pair, name)])
+            for name, side in zip(("before", "after"), self.sides, strict=True)
+        )
+        even, of_peers = (_difference(before, after, each, trim=TRIM) for each in (groups, pairs))
+        parts = [np.flatnonzero(np.isin(peers, group.pairs)).tolist() for group in groups]
+        beyond, p = against_peers(even, of_peers, parts)
+        return beyond, adjusted(p)
+
+
+def _joined(groups: Sequence[_Group]) -> _Group:
+    before, after, pairs = (
+        tuple(place for group in groups for place in getattr(group, side)) for side in ("before", "after", "pairs")
+    )
+    return _Group(before, after, ", ".join(dict.fromkeys(group.matched for group in groups)), pairs)
+
+
+def _difference(before: Side, after: Side, groups: Sequence[_Group], *, trim: float = 0.0) -> Difference:
+    sums = before.sums([group.before for group in groups]), after.sums([group.after for group in groups])
+    return difference(*sums, trim=trim)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a group is known by: the operation of it that takes the most, after or else before."""
+
+    op: str
+    category: str
+    layer: str
+    line: str
+
+    @classmethod
+    def of(cls, comparison: _Comparison, group: _Group) -> "_Place":
+        names = []
+        for side, members in zip(comparison.sides, (group.before, group.after), strict=True):
+            if members:
+                heaviest = max(members, key=lambda place: sum(samples[:, place].mean() for samples in side.self_s))
+                names.append((side.operations[heaviest], side.sites[heaviest], len(members)))
+        operation, site, _ = names[-1]
+        described = dict.fromkeys(
+            f"{each.name}{f' and {count - 1} more' if count > 1 else ''}" for each, _, count in names
+        )
+        return cls(f"{operation.module}: {' -> '.join(described)}", site.category, site.layer, _line(operation))
+
+
+def _line(operation: Operation) -> str:
+    return str((operation.instruction.source() if operation.instruction else None) or "")
+
+
+def _rows(comparison: _Comparison, by: DiffGrouping, min_change: float) -> Iterator[DiffRow]:
+    groups = comparison.groups(by)
+    found = _difference(*comparison.sides, groups, trim=TRIM)
+    own, p = comparison.own_changes(found, groups)
+    rest = comparison.rest(found)
+    own, p = (np.append(column, np.nan) for column in (own, p))
+    if rest.of_captures:  # of one capture a side, stalls are the machine's
+        own[-1], p[-1] = rest.change[0], rest.p()[0]
+    found = found.beside(rest)
+    low, high = found.interval(_CONFIDENCE)
+    least_s = np.maximum(min_change * found.before, _MATTERS * comparison.busy.before)
+    named = [_described(comparison, group, by) for group in groups]
+    named.append((_IRREGULAR, {}))
+    for column, (name, about) in enumerate(named):
+        before_s, change_s, own_s = float(found.before[column]), float(found.change[column]), _known(own[column])
+        yield DiffRow(
+            name=name,
+            before_s=before_s,
+            after_s=float(found.after[column]),
+            change_s=change_s,
+            low_s=_known(low[column]),
+            high_s=_known(high[column]),
+            change_before_share=change_s / before_s if before_s > 0 else None,
+            own_change_s=own_s,
+            p=_known(p[column]),
+            verdict=_verdict(change_s, own_s, _known(p[column]), least_s=float(least_s[column])),
+            **about,
+        )
+
+
+def _described(comparison: _Comparison, group: _Group, by: DiffGrouping) -> tuple[str, dict[str, str]]:
+    """The name of a row, and what else is known of it."""
+    place = _Place.of(comparison, group)
+    about = {"matched": group.matched, "category": place.category, "layer": place.layer, "line": place.line}
+    return getattr(place, by), about
+
+
+_IRREGULAR: Final = "(irregular)"
+
+
+def _verdict(change_s: float, own_change_s: float | None, p: float | None, *, least_s: float) -> Verdict:
+    if own_change_s is None or p is None:
+        return "not known"
+    if p > _FALSE_SHARE or min(abs(change_s), abs(own_change_s)) < least_s:
+        return "not shown"
+    return "slower" if own_change_s > 0 else "faster"
+
+
+def _rank(row: DiffRow) -> tuple[bool, bool, float]:
+    """What is named first, then what changed most."""
+    changed_s = row.change_s if row.own_change_s is None else row.own_change_s
+    return row.verdict not in ("slower", "faster"), row.own_change_s is None, -abs(changed_s)
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
+
+
+def _facts(comparison: _Comparison) -> dict[str, Any]:
+    step, busy = comparison.step, comparison.busy
+    means = _difference(*comparison.sides, comparison.pairs)
+    low, high = (_known(end[0]) for end in step.interval(_CONFIDENCE))
+    peers = comparison.each.at(comparison.peers)
+    lined = np.array([bool(_Place.of(comparison, pair).line) for pair in comparison.pairs], bool)
+    both = np.array([bool(pair.before and pair.after) for pair in comparison.pairs], bool)
+    return {
+        "steps": [sum(map(len, side.step_s)) for side in comparison.sides],
+        "captures": [len(side.step_s) for side in comparison.sides],
+        "before_step_s": float(step.before[0]),
+        "after_step_s": float(step.after[0]),
+        "step_change_s": float(step.change[0]),
+        "step_change_low_s": low,
+        "step_change_high_s": high,
+        "before_busy_s": float(busy.before[0]),
+        "after_busy_s": float(busy.after[0]),
+        "busy_change_s": float(busy.change[0]),
+        "idle_change_s": float(step.change[0] - busy.change[0]),
+        "matched_change_s": float(means.change[both].sum()),
+        "appeared_s": float(means.after[~both].sum()),
+        "disappeared_s": float(means.before[~both].sum()),
+        "attributed_change_s": float(means.change[lined].sum()),
+        "unattributed_change_s": float(means.change[~lined].sum()),
+        "median_change_before_share": float(np.median(peers.change / peers.before)) if len(peers.before) else None,
+    }
+
+
+def _notes(comparison: _Comparison, min_change: float) -> Iterator[str]:
+    yield (
+        "Seconds are those of a step on an average device. Rows are named from a change of "
+        f"{number('_share', min_change)} of their time and {number('_share', _MATTERS)} of the busy time on, so that "
+        f"{number('_share', _FALSE_SHARE)} of those named are so by chance."
+    )
+    if not comparison.step.of_captures:
+        yield (
+            "A side has one capture: intervals are of its steps, without what differs from one capture to the next. "
+            "A row is therefore named for what it changed beyond the median of the other operations, which is the "
+            "machine's doing or that of all the program. Several captures a side, taken in turns, tell which."
+        )
+    if np.isnan(comparison.step.error).any():
+        yield "A side has one step: how much steps vary, and so what is significant, is not known."
+    if all(pair.matched == "alike" for pair in comparison.pairs):
+        yield "Both ran the same operations: what differs is the machine, its libraries, or the data."
+    outside_s = [side.outside_s for side in comparison.sides]
+    if max(outside_s) > 0:
+        yield (
+            f"Busy in no step, and in no row: {number('_s', outside_s[0])} before, {number('_s', outside_s[1])} after; "
+            "the last step of a capture is left out, for no other ends it."
+        )
+
+
+def definitions(before: Trace, after: Trace) -> Iterator[str]:
+    """In what two traces are not of the same kind."""
+    for what, *values in (
+        ("The programs whose runs are the steps", _step_programs(before), _step_programs(after)),
+        ("The numbers of devices", len(before.devices), len(after.devices)),
+    ):
+        if values[0] != values[1]:
+            yield f"{what} differ: {values[0]} before, {values[1]} after."
+    yield from about_differences(before.about, after.about)
+    programs = [program for trace in (before, after) if (program := step_program(trace)) is not None]
+    for argument in argument_differences(programs):
+        yield f"The step's arguments differ: {argument}."
+
+
+def about_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    """In what the machines or the versions of JAX differ, as far as both sides name theirs."""
+    for key, what in _ABOUT.items():
+        if key in before and key in after and before[key] != after[key]:
+            yield f"{what} differ: {before[key]} before, {after[key]} after."
+
+
+_ABOUT: Final = {
+    "device_kind": "The chips",
+    "cpu": "The CPUs",
+    "cores": "The numbers of cores",
+    "jax": "The versions of JAX",
+}
+
+
+def _step_programs(trace: Trace) -> str:
+    return ", ".join(sorted({step.program for steps in trace.steps.values() for step in steps}))
+
+
+def step_program(trace: Trace) -> Program | None:
+    """The program whose runs are the steps of the first device that has any; None where its HLO is not there."""
+    for ops in trace.devices:
+        names = {step.program for step in trace.steps[ops.device]}
+        took = [(self_s, operation.program) for operation, self_s, _ in ops.totals() if operation.module in names]
+        if took:
+            return max(took, key=lambda entry: entry[0])[1]
+    return None

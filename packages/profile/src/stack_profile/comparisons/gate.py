@@ -1,0 +1,258 @@
+"""Whether a program became slower or larger than a baseline, and which line is at fault.
+
+The time of steps, and of compilations, is measured: a regression is a change beyond what is allowed that is also
+significant. Where the interval of the change holds both what is allowed and what is not, the data do not decide, which
+is a verdict of its own. Memory and FLOPs are read from the program and are exact.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+import numpy as np
+
+from stack_profile.analyses.compile import compilations
+from stack_profile.answer import Answer, number
+from stack_profile.comparisons.costs import CostRow, Costs, costs_of
+from stack_profile.comparisons.diff import TRIM, DiffRow, about_differences, definitions, diff, step_program
+from stack_profile.comparisons.matching import Site, match
+from stack_profile.comparisons.samples import samples_of
+from stack_profile.comparisons.significance import Difference, difference
+from stack_profile.errors import ProfileError
+from stack_profile.traces.trace import Trace
+
+__all__ = ["ALLOWED", "CONFIDENCE", "GateRow", "GateSide", "GateVerdict", "Metric", "gate"]
+
+Metric = Literal["step_time", "memory", "flops", "compile_time"]
+GateVerdict = Literal["regressed", "within", "undecided"]
+
+ALLOWED: Final[Mapping[Metric, float]] = {"step_time": 0.03, "memory": 0.03, "flops": 0.03, "compile_time": 0.25}
+"""By which share of the baseline each metric may grow."""
+
+CONFIDENCE: Final = 0.9  # of the interval; each of its ends is passed by chance half as often as that leaves
+_UNITS: Final[Mapping[Metric, str]] = {"step_time": "s", "memory": "bytes", "flops": "flops", "compile_time": "s"}
+_COLUMNS: Final[Mapping[Metric, str]] = {"memory": "memory_bytes", "flops": "flops", "compile_time": "instructions"}
+_SHOWN: Final = 3
+
+
+@dataclass(frozen=True)
+class GateRow:
+    """A metric beside its baseline.
+
+    Attributes:
+      unit: of `base` and `new`: "s", "bytes" or "flops".
+      change_base_share: (new - base) / base; the ends of its confidence interval where it is measured and known.
+      allowed_base_share: the largest change that is no regression.
+      at_fault: what grew most, the first first; empty where nothing did.
+    """
+
+    metric: Metric
+    unit: str
+    base: float
+    new: float
+    change_base_share: float | None
+    low_base_share: float | None
+    high_base_share: float | None
+    allowed_base_share: float
+    verdict: GateVerdict
+    at_fault: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GateSide:
+    """A program as captures, as its costs, or both.
+
+    Attributes:
+      step_s: of each capture the seconds of its steps; empty where they are not known of all.
+      compile_s: of each process the seconds of its compilations.
+    """
+
+    traces: tuple[Trace, ...]
+    step_s: tuple[np.ndarray, ...]
+    costs: Costs | None
+    compile_s: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def of_traces(cls, traces: Sequence[Trace]) -> "GateSide":
+        """Captures; costs are those of the program whose runs are the steps."""
+        program = step_program(traces[0])
+        costs = costs_of(program, about=traces[0].about) if program else None
+        compile_s = [_compile_s(trace, program.name) for trace in traces] if program else []
+        samples = [found for trace in traces if (found := samples_of(trace)) is not None]
+        step_s = tuple(each.step_s for each in samples) if len(samples) == len(traces) else ()
+        return cls(tuple(traces), step_s, costs, tuple(found for found in compile_s if found))
+
+    @classmethod
+    def of_costs(cls, costs: Costs) -> "GateSide":
+        return cls((), (), costs, (costs.compile_s,) if costs.compile_s else ())
+
+    def metrics(self) -> set[Metric]:
+        """What is known of this side."""
+        known: dict[Metric, bool] = {
+            "step_time": bool(self.step_s),
+            "memory": self.costs is not None and self.costs.memory_bytes is not None,
+            "flops": self.costs is not None and self.costs.flops is not None,
+            "compile_time": bool(self.compile_s),
+        }
+        return {metric for metric, there in known.items() if there}
+
+
+def _compile_s(trace: Trace, program: str) -> tuple[float, ...]:
+    """The mean seconds of the compilations of a program during a capture, if there were any."""
+    rows = [row for row in compilations(trace).rows if row.name == program]
+    return tuple(row.compile_s / row.compilations for row in rows if row.compile_s and row.compilations)
+
+
+def gate(
+    base: GateSide, new: GateSide, *, metrics: Sequence[Metric] = (), allowed: Mapping[Metric, float] = ALLOWED
+) -> Answer[GateRow]:
+    """Compares a program with its baseline.
+
+    Args:
+      metrics: by default all that are known of both sides; compilations only where each side has several.
+      allowed: by which share of the baseline a metric may grow; those that are not named as in `ALLOWED`.
+
+    Raises:
+      ProfileError: a metric is not known of both sides, or none is.
+    """
+    chosen = _chosen(base, new, metrics)
+    rows = tuple(_row(metric, base, new, {**ALLOWED, **allowed}[metric]) for metric in chosen)
+    return Answer(
+        name="gate",
+        facts={verdict: sum(row.verdict == verdict for row in rows) for verdict in get_args(GateVerdict)},
+        row_type=GateRow,
+        rows=rows,
+        notes=tuple(_notes(base, new, rows)),
+    )
+
+
+def _chosen(base: GateSide, new: GateSide, metrics: Sequence[Metric]) -> Sequence[Metric]:
+    known = base.metrics() & new.metrics()
+    if missing := [metric for metric in metrics if metric not in known]:
+        without = [name for name, side in (("base", base), ("new", new)) if not side.metrics().issuperset(missing)]
+        raise ProfileError(
+            f"{', '.join(missing)} of {' and '.join(without)} is not known. Step times need captures with several "
+            "steps on both sides; memory and FLOPs the program, of captures or of `stack profile costs`; compile times "
+            "a compilation during the capture, or `stack profile costs`."
+        )
+    several = min(sum(map(len, side.compile_s)) for side in (base, new)) > 1
+    found = metrics or [
+        metric for metric in get_args(Metric) if metric in known and (metric != "compile_time" or several)
+    ]
+    if not found:
+        raise ProfileError("Nothing is known of both sides. Compare captures, or costs of programs, with their like.")
+    return found
+
+
+def _row(metric: Metric, base: GateSide, new: GateSide, allowed: float) -> GateRow:
+    if metric in ("memory", "flops"):
+        before, after = (float(getattr(side.costs, _COLUMNS[metric])) for side in (base, new))
+        change = (after - before) / before if before else None
+        grew = after > before if change is None else change > allowed
+        verdict: GateVerdict = "regressed" if grew else "within"
+        fault = _costlier(metric, base, new) if grew else ()
+        return GateRow(metric, _UNITS[metric], before, after, change, None, None, allowed, verdict, tuple(fault))
+    found = _step_times(base, new, trim=TRIM) if metric == "step_time" else _compile_times(base, new)
+    before, change, low, high = float(found.before[0]), *_shares(found)
+    verdict = _verdict(change, low, high, allowed)
+    fault = () if verdict == "within" else _slower(base, new) if metric == "step_time" else _costlier(metric, base, new)
+    return GateRow(
+        metric, _UNITS[metric], before, float(found.after[0]), change, low, high, allowed, verdict, tuple(fault)
+    )
+
+
+def _verdict(change: float, low: float | None, high: float | None, allowed: float) -> GateVerdict:
+    if low is None or high is None:
+        return "undecided"
+    if change > allowed and low > 0:
+        return "regressed"
+    return "within" if high <= allowed else "undecided"
+
+
+def _step_times(base: GateSide, new: GateSide, *, trim: float) -> Difference:
+    return difference(*([each[:, None] for each in side.step_s] for side in (base, new)), trim=trim)
+
+
+def _compile_times(base: GateSide, new: GateSide) -> Difference:
+    return difference(*([np.array([each]).T for each in side.compile_s] for side in (base, new)))
+
+
+def _shares(found: Difference) -> tuple[float, float | None, float | None]:
+    """The change and the ends of its interval, as shares of what was before."""
+    low, high = (None if np.isnan(end[0]) else float(end[0] / found.before[0]) for end in found.interval(CONFIDENCE))
+    return float(found.change[0] / found.before[0]), low, high
+
+
+def _slower(base: GateSide, new: GateSide) -> Iterator[str]:
+    """What made the steps slower: significantly so, or most of all; or that nothing alone did."""
+    answer = diff(base.traces, new.traces)
+    idle_s, change_s = answer.facts["idle_change_s"], answer.facts["step_change_s"]
+    slower = [row for row in answer.rows if row.verdict == "slower"]
+    most = [row for row in answer.rows if row.matched and row.change_s > change_s / 2 > 0]
+    yield from map(_described, (slower or most)[:_SHOWN])
+    if idle_s > change_s / 2 > 0:
+        yield f"idle time of the devices: {number('_s', idle_s)} more a step; `stack profile overview` says what for"
+    elif not (slower or most):
+        median = answer.facts["median_change_before_share"]
+        alike = "" if median is None else f", whose median changed by {_signed(median)}"
+        yield f"no operation stands out from the others{alike}"
+
+
+def _described(row: DiffRow) -> str:
+    place = ", ".join(filter(None, (row.layer, row.name)))
+    times = f"{number('_s', row.before_s)} -> {number('_s', row.after_s)}"
+    return f"{row.line or 'no line'} ({place}): {times}"
+
+
+def _costlier(metric: Metric, base: GateSide, new: GateSide) -> Iterator[str]:
+    """The lines whose costs grew most."""
+    column = _COLUMNS[metric]
+    before, after = (side.costs.rows if side.costs else () for side in (base, new))
+    found = []
+    for each in match(*([_site(row) for row in rows] for rows in (before, after))):
+        old, now = (
+            sum(getattr(rows[place], column) for place in places)
+            for rows, places in ((before, each.before), (after, each.after))
+        )
+        if now > old:
+            places = [after[place] for place in each.after]
+            found.append((old - now, max(places, key=lambda row: getattr(row, column)), old, now))
+    for _, row, old, now in sorted(found, key=lambda entry: entry[0])[:_SHOWN]:
+        what = " instructions" if metric == "compile_time" else ""
+        layer = f" ({row.layer})" if row.layer else ""
+        yield f"{row.line or 'no line'}{layer}: {number(column, old)} -> {number(column, now)}{what}"
+
+
+def _site(row: CostRow) -> Site:
+    path, _, line = row.line.rpartition(":")
+    file = path.replace("\\", "/").rpartition("/")[2]
+    return Site("", row.layer, "", "", frozenset(), "", (), file=file, function=row.function, line=int(line or 0))
+
+
+def _signed(share: float) -> str:
+    return f"{'+' if share >= 0 else '-'}{number('_share', abs(share))}"
+
+
+def _notes(base: GateSide, new: GateSide, rows: Sequence[GateRow]) -> Iterator[str]:
+    if base.traces and new.traces:
+        yield from definitions(base.traces[0], new.traces[0])
+    elif base.costs and new.costs:
+        yield from about_differences(base.costs.about, new.costs.about)
+    for row in rows:
+        if row.metric == "step_time":
+            yield from _notes_of_steps(base, new, row)
+    for side in (base, new):
+        yield from side.costs.notes[1:] if side.costs else ()
+        yield from (problem for trace in side.traces for problem in trace.problems)
+
+
+def _notes_of_steps(base: GateSide, new: GateSide, row: GateRow) -> Iterator[str]:
+    mean = _step_times(base, new, trim=0.0)
+    change, low, _ = _shares(mean)
+    if row.verdict != "regressed" and change > row.allowed_base_share and low is not None and low > 0:
+        yield f"The mean of all steps, stalls included, changed by {_signed(change)}; the verdict is of a trimmed mean."
+    if not mean.of_captures:
+        yield (
+            "One capture of a side does not tell the machine's changes from the program's: several a side, taken in "
+            "turns, do."
+        )

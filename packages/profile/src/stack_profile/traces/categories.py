@@ -1,0 +1,47 @@
+"""What kind of work an instruction does, by its opcode and, for a fusion, by the heaviest that it fuses."""
+
+from typing import Final
+
+from stack_profile.traces.hlo import CONTAINERS, Instruction
+
+__all__ = ["category"]
+
+_KINDS: Final = (
+    ("matrix product", {"dot", "ragged-dot", "scaled-dot"}),
+    ("convolution", {"convolution"}),
+    (
+        "collective",
+        {
+            "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",
+            "reduce-scatter", "send", "recv",
+        },
+    ),
+    ("sort", {"sort", "topk"}),
+    ("gather and scatter", {"gather", "scatter", "select-and-scatter"}),
+    ("random numbers", {"rng", "rng-bit-generator", "rng-get-and-update-state"}),
+    ("custom call", {"custom-call"}),
+    ("reduction", {"reduce", "reduce-window"}),
+    ("slice and update", {"dynamic-slice", "dynamic-update-slice", "slice", "pad", "concatenate"}),
+    ("input and output", {"infeed", "outfeed"}),
+    ("factorization", {"cholesky", "triangular-solve", "fft"}),
+)  # fmt: skip
+_MOVES: Final = frozenset({"copy", "transpose", "reshape", "bitcast", "broadcast", "reverse", "bitcast-convert"})
+_PASSIVE: Final = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "iota"})
+_PRODUCTS_OF_LIBRARIES: Final = ("__cublas$", "__cudnn$conv", "__onednn$matmul")
+
+
+def category(instruction: Instruction | None) -> str:
+    """One of "matrix product", "elementwise", "collective", ...; "unknown" where the program is."""
+    if instruction is None:
+        return "unknown"
+    if instruction.opcode in CONTAINERS:
+        return "loops and calls"
+    if instruction.target.startswith(_PRODUCTS_OF_LIBRARIES):
+        return "convolution" if "conv" in instruction.target else "matrix product"
+    opcodes = {each.removesuffix("-start").removesuffix("-done") for each in instruction.opcodes}
+    for name, kinds in _KINDS:
+        if opcodes & kinds:
+            return name
+    if opcodes - _PASSIVE <= _MOVES:
+        return "copy and layout"
+    return "elementwise"

@@ -1,0 +1,232 @@
+"""The collectives of a trace: when each ran, what it sent and to whom, what ran beside it, and who waited for whom."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from stack_profile.errors import ProfileError
+from stack_profile.traces.hlo import Program
+from stack_profile.traces.intervals import self_times
+from stack_profile.traces.operations import PICOSECOND, Operation, Ops
+from stack_profile.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from stack_core.hardware.hlo_costs import Collective
+
+__all__ = ["Axes", "Collectives", "Kind", "Wait", "collectives_of", "waits_of"]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The mesh of a trace as far as it is known; the places of its devices count along the last axis first."""
+
+    devices: int
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def of(cls, trace: Trace, given: str | None = None) -> "Axes":
+        """The mesh that is given as "fsdp=4,tensor=2", or else the one that the capture noted.
+
+        Raises:
+          ProfileError: it is of another form, or of another number of devices.
+        """
+        devices = int(trace.about.get("devices", len(trace.devices)))
+        if given is None:
+            meshes = [mesh for mesh in trace.about.get("meshes", ()) if math.prod(mesh.values()) == devices]
+            return cls(devices, meshes[0] if meshes else {})
+        if re.fullmatch(r"\w+=\d+(,\w+=\d+)*", given) is None:
+            raise ProfileError(f"The mesh {given!r} is not of the form fsdp=4,tensor=2: name every axis and its size.")
+        sizes = {name: int(size) for name, size in (axis.split("=") for axis in given.split(","))}
+        if math.prod(sizes.values()) != devices:
+            raise ProfileError(
+                f"The mesh {given!r} has {math.prod(sizes.values())} devices, the trace {devices}; name all its axes."
+            )
+        return cls(devices, sizes)
+
+    def spanned(self, group: Sequence[int]) -> str:
+        """The axes along which the devices of a group differ; without a mesh, "4 devices, 2 apart"."""
+        if self.sizes and max(group) < self.devices:
+            places = np.unravel_index(np.array(group), tuple(self.sizes.values()))
+            return ", ".join(name for name, place in zip(self.sizes, places, strict=True) if len(set(place)) > 1)
+        steps = set(np.diff(sorted(group)).tolist())
+        return f"{len(group)} devices" + (f", {steps.pop()} apart" if len(steps) == 1 else "")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known of a collective operation from its program, or from its name alone.
+
+    Attributes:
+      name: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
+      axis: see `Axes.spanned`; "" where only the name is known.
+      array_bytes, sent_bytes: of one execution on one device, see `stack_core.hardware.hlo_costs.Collective`.
+      start: the operation whose collective this one ends; "" for a whole collective, and for a start.
+    """
+
+    name: str
+    axis: str = ""
+    array_bytes: int | None = None
+    sent_bytes: float | None = None
+    start: str = ""
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """The executions of one collective on one device, a row each, in the order of their start.
+
+    Attributes:
+      start_ps, end_ps: an asynchronous one begins with its start and ends with its done.
+      run: which execution of its program.
+      exposed_ps: of its time, in which the device runs nothing but collectives; its share where there are several.
+    """
+
+    operation: Operation
+    kind: Kind
+    start_ps: np.ndarray
+    end_ps: np.ndarray
+    run: np.ndarray
+    exposed_ps: np.ndarray
+
+    @property
+    def identity(self) -> tuple[str, int, str]:
+        """What the same collective of another device shares."""
+        return self.operation.module, self.operation.program_key, self.operation.name
+
+    @property
+    def duration_ps(self) -> np.ndarray:
+        return self.end_ps - self.start_ps
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Of the executions that all devices have: how many, their time, and how much of it was waiting for the last."""
+
+    count: int
+    time_s: float
+    wait_s: float
+
+
+def collectives_of(devices: Sequence[Ops], axes: Axes) -> Mapping[str, tuple[Collectives, ...]]:
+    """The collectives of each device by its name."""
+    programs = {id(operation.program): operation.program for each in devices for operation in each.operations}
+    kinds = {key: _kinds(program, axes) for key, program in programs.items() if program is not None}
+    return {each.device: _collectives(each, kinds) for each in devices}
+
+
+def waits_of(found: Mapping[str, Sequence[Collectives]]) -> Mapping[str, Mapping[tuple[str, int, str], Wait]]:
+    """How long each device waited in each collective; none where no other device has the same executions.
+
+    An execution cannot take less than where it took the least: on the device that came last.
+    """
+    together: dict[tuple[str, int, str], dict[str, Collectives]] = {}
+    for device, collectives in found.items():
+        for each in collectives:
+            together.setdefault(each.identity, {})[device] = each
+    waits: dict[str, dict[tuple[str, int, str], Wait]] = {device: {} for device in found}
+    for identity, members in together.items():
+        durations = _aligned(list(members.values()))
+        least = durations.min(axis=0)
+        for device, row in zip(members, durations, strict=True) if len(members) > 1 and len(least) else ():
+            waits[device][identity] = Wait(len(row), int(row.sum()) * PICOSECOND, int((row - least).sum()) * PICOSECOND)
+    return waits
+
+
+_KINDS: Final = (
+    "all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|ragged-all-to-all|reduce-scatter"
+)
+_NAME: Final = re.compile(rf"({_KINDS})(-start|-done)?(\.[\w.]+)?")
+
+
+def _kinds(program: Program, axes: Axes) -> Mapping[str, Kind] | None:
+    """The collectives of a program by the names under which they run; None where it cannot be read."""
+    from stack_core.hardware.hlo_costs import collectives  # imports jax
+
+    if program.module is None:
+        return None
+    kinds = {each.runner: _kind(each, axes) for each in collectives(program.module, max(axes.devices, 1))}
+    for computation in program.module.computations.values():
+        for start in kinds.keys() & computation.instructions.keys():
+            users = list(computation.users[start])
+            users += [end for user in users if user.opcode.endswith("-update") for end in computation.users[user.name]]
+            for user in users:
+                if user.opcode.endswith("-done"):
+                    kinds[user.name] = dataclasses.replace(kinds[start], start=start)
+    return kinds
+
+
+def _kind(collective: "Collective", axes: Axes) -> Kind:
+    return Kind(collective.kind, axes.spanned(collective.group), collective.array_bytes, collective.sent_bytes)
+
+
+def _kind_of(operation: Operation, kinds: Mapping[int, Mapping[str, Kind] | None]) -> Kind | None:
+    """What an operation has of a collective; None where it is something else."""
+    name = operation.name.removeprefix("%")
+    if (known := kinds.get(id(operation.program))) is not None:
+        return known.get(name)
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    return Kind(match[1], start=f"{match[1]}-start{match[3] or ''}" if match[2] == "-done" else "")
+
+
+def _collectives(ops: Ops, kinds: Mapping[int, Mapping[str, Kind] | None]) -> tuple[Collectives, ...]:
+    found = {row: kind for row, each in enumerate(ops.operations) if (kind := _kind_of(each, kinds)) is not None}
+    rows = {(ops.operations[row].program_key, ops.operations[row].name.removeprefix("%")): row for row in found}
+    dones: dict[int, int] = {}
+    for row, kind in found.items():
+        start = rows.get((ops.operations[row].program_key, kind.start)) if kind.start else None
+        if start is not None:
+            dones[start] = row
+    wholes = [row for row in found if row not in dones.values()]
+    spans = [_span(ops, row, dones.get(row)) for row in wholes]
+    exposed = _exposed(ops, found.keys(), spans)
+    return tuple(
+        Collectives(ops.operations[row], found[row], *span, part)
+        for row, span, part in zip(wholes, spans, exposed, strict=True)
+    )
+
+
+def _span(ops: Ops, start: int, done: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Start, end and run of each execution; a done ends the last start before it."""
+    rows = np.flatnonzero(ops.which == start)
+    starts, ends = ops.start_ps[rows], ops.end_ps[rows]
+    if done is not None:
+        last = np.flatnonzero(ops.which == done)
+        place = np.searchsorted(starts, ops.start_ps[last], "right") - 1
+        np.maximum.at(ends, place[place >= 0], ops.end_ps[last[place >= 0]])
+    return starts, ends, ops.run[rows]
+
+
+def _exposed(
+    ops: Ops, collectives: Collection[int], spans: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]
+) -> list[np.ndarray]:
+    """The exposed time of each execution: an instant is first that of the other operations that run in it."""
+    if not spans:
+        return []
+    outer = [each.runs_others or each.beside for each in ops.operations]
+    is_other = [not (each or row in collectives) for row, each in enumerate(outer)]
+    others = np.flatnonzero(np.array(is_other)[ops.which])
+    starts = np.concatenate([ops.start_ps[others], *(start for start, _, _ in spans)])
+    ends = np.concatenate([ops.end_ps[others], *(end for _, end, _ in spans)])
+    depth = np.where(np.arange(len(starts)) < len(others), -1, 0)
+    counts = [len(start) for start, _, _ in spans]
+    return np.split(self_times(starts, ends, depth)[len(others) :], np.cumsum(counts)[:-1])
+
+
+def _aligned(found: Sequence[Collectives]) -> np.ndarray:
+    """Durations of the same executions, a row a device: of the runs in which all devices have equally many."""
+    counts = []
+    for each in found:
+        runs, executions = np.unique(each.run, return_counts=True)
+        counts.append(dict(zip(runs.tolist(), executions.tolist(), strict=True)))
+    common = [run for run, count in counts[0].items() if all(each.get(run) == count for each in counts)]
+    rows = []
+    for each in found:
+        kept = np.flatnonzero(np.isin(each.run, common))
+        rows.append(each.duration_ps[kept[np.argsort(each.run[kept], kind="stable")]])
+    return np.stack(rows)

@@ -1,0 +1,214 @@
+"""Joins the events of a device with the programs that they are of."""
+
+import collections
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from stack_profile.traces.hlo import Program
+from stack_profile.traces.intervals import nesting, self_times
+from stack_profile.traces.operations import Operation, Ops
+from stack_profile.traces.xplane import MISSING, Events, Line, Plane
+
+__all__ = ["Join", "device_ops"]
+
+
+@dataclass(frozen=True)
+class Join:
+    """Finds the program of an operation: by its key, or by the module's name where only one program has it."""
+
+    by_key: Mapping[int, Program]
+    by_name: Mapping[str, Program]
+
+    @classmethod
+    def of(cls, found: Mapping[int, Program]) -> "Join":
+        counts = collections.Counter(program.name for program in found.values())
+        return cls(found, {program.name: program for program in found.values() if counts[program.name] == 1})
+
+    def __call__(self, key: int, module: str) -> Program | None:
+        return self.by_key.get(key) or self.by_name.get(module)
+
+
+def device_ops(plane: Plane, join: Join, prefix: str, base_ns: int) -> list[Ops]:
+    """The operations of the devices of a plane: of one, or of those that a host's threads run."""
+    own_lines = [line for line in plane.lines if line.name in _OP_LINES]
+    parts = [part for line in own_lines or plane.lines if (part := _op_events(plane, line, base_ns)) is not None]
+    if not parts:
+        return []
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    if (columns["run"] == MISSING).all():
+        columns["run"] = _runs(plane, columns["host_start"], base_ns)
+    ends = _end_events(plane, base_ns)
+    columns["end"] = np.maximum(columns["end"], _work_ends(columns, *ends)) if ends else columns["end"]
+    devices = []
+    for ordinal in np.unique(columns["device"]).tolist():
+        rows = columns["device"] == ordinal
+        name = plane.name.removeprefix("/device:") if plane.name.startswith("/device:") else f"CPU:{max(ordinal, 0)}"
+        devices.append(_ops(prefix + name, plane, join, {key: column[rows] for key, column in columns.items()}))
+    return devices
+
+
+def _op_events(plane: Plane, line: Line, base_ns: int) -> dict[str, np.ndarray] | None:
+    """The columns of a line's operations; None where it has none."""
+    events = line.events
+    name = events.stats["hlo_op"]
+    named = _HLO if line.name in _OP_LINES else _OTHER if line.name.startswith(_STREAM) else None
+    rows = np.flatnonzero(name != MISSING) if named is None else np.arange(len(events))
+    if not len(rows):
+        return None
+    host_start = events.start_ps(base_ns)
+    start, end = _times(events, host_start)
+    program = events.stats["program_id"][rows]
+    return {
+        "kind": np.where(name == MISSING, named or _TEXT, _TEXT)[rows],
+        "name": np.where(name == MISSING, events.metadata, name)[rows],
+        "module": events.stats["hlo_module"][rows],
+        "program": np.where(program == MISSING, _shared(plane, events.metadata[rows], "program_id"), program),
+        "device": np.where(plane.name.startswith("/device:"), 0, events.stats["device_ordinal"][rows]),
+        "run": events.stats["run_id"][rows],
+        "producer": events.stats["_p"][rows],
+        "host_start": host_start[rows],
+        "start": start[rows],
+        "end": end[rows],
+    }
+
+
+def _times(events: Events, host_start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Start and end of events. A TPU's own clock, where it is there, starts where the first event is on the host's.
+
+    On the host's clock its times have been corrected piece by piece, which changes durations by up to a tenth.
+    """
+    offset, duration = events.stats["device_offset_ps"], events.stats["device_duration_ps"]
+    if not len(events) or (offset == MISSING).any() or (duration == MISSING).any():
+        return host_start, host_start + events.duration_ps
+    start = host_start[0] - offset[0] + offset
+    return start, start + duration
+
+
+_OP_LINES: Final = ("XLA Ops",)  # of TPUs, and of GPUs where XProf has derived them
+_STREAM: Final = "Stream #"  # of GPUs; what runs on it beside operations are copies and kernels of nobody's program
+_MODULE_LINE: Final = "XLA Modules"
+_END: Final = "end: "
+# What names a row: a text, an event of a line of operations, or an event of a stream that is of no operation.
+_TEXT, _HLO, _OTHER = 0, 1, 2
+
+
+def _runs(plane: Plane, start: np.ndarray, base_ns: int) -> np.ndarray:
+    """Which execution of a program each operation is in, from the line on which TPUs show these; else `MISSING`."""
+    modules = next((line.events for line in plane.lines if line.name == _MODULE_LINE), None)
+    if modules is None or not len(modules):
+        return np.full(len(start), MISSING)
+    begins = modules.start_ps(base_ns)
+    order = np.argsort(begins)
+    place = np.searchsorted(begins[order], start, "right") - 1
+    inside = (place >= 0) & (start < (begins + modules.duration_ps)[order][place])
+    return np.where(inside, place, MISSING)
+
+
+def _shared(plane: Plane, metadata: np.ndarray, name: str) -> np.ndarray:
+    """A number that all events of a kind share; `MISSING` where they have none."""
+    kinds, inverse = np.unique(metadata, return_inverse=True)
+    values = [plane.event_stats(kind).get(name) for kind in kinds.tolist()]
+    return np.array([value if isinstance(value, int) else MISSING for value in values], np.int64)[inverse]
+
+
+def _end_events(plane: Plane, base_ns: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """The (consumer, time) of the events that mark the end of an operation's work, ordered; None without any."""
+    kinds = [key for key, name in plane.event_names.items() if name.startswith(_END)]
+    consumers: list[np.ndarray] = []
+    times: list[np.ndarray] = []
+    for line in plane.lines if kinds else ():
+        events = line.events
+        rows = np.flatnonzero(np.isin(events.metadata, kinds) & (events.stats["_c"] != MISSING))
+        consumers.append(events.stats["_c"][rows])
+        times.append(events.start_ps(base_ns)[rows])
+    if not consumers:
+        return None
+    consumer, time = np.concatenate(consumers), np.concatenate(times)
+    order = np.lexsort((time, consumer))
+    return consumer[order], time[order]
+
+
+def _work_ends(columns: Mapping[str, np.ndarray], consumer: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """When the work of each operation ended: at the first mark for it after its start, else as its event does.
+
+    XLA's CPU runtime starts an operation in one event and marks its end in another, on whichever thread ends it.
+    """
+    order = np.lexsort((columns["start"], columns["producer"]))
+    producer, start = columns["producer"][order], columns["start"][order]
+    # Both in the order of (key, time): an operation's mark is the first that is not before it.
+    keys = np.concatenate([producer, consumer])
+    merged = np.lexsort(
+        (np.concatenate([np.zeros(len(start)), np.ones(len(time))]), np.concatenate([start, time]), keys)
+    )
+    is_mark = merged >= len(start)
+    following = np.minimum.accumulate(np.where(is_mark, np.arange(len(merged)), len(merged))[::-1])[::-1]
+    ends = columns["end"].copy()
+    rows = np.flatnonzero(~is_mark)
+    marked = following[rows] < len(merged)
+    rows, marks = rows[marked], merged[following[rows[marked]]] - len(start)
+    same = consumer[marks] == producer[merged[rows]]
+    ends[order[merged[rows[same]]]] = time[marks[same]]
+    return ends
+
+
+def _ops(device: str, plane: Plane, join: Join, columns: Mapping[str, np.ndarray]) -> Ops:
+    operations, which = _operations(plane, join, columns)
+    order = np.argsort(columns["start"], kind="stable")
+    which, start, end, run = which[order], columns["start"][order], columns["end"][order], columns["run"][order]
+    if (run == MISSING).all():
+        run = _repetitions(operations, which)
+    depth = np.full(len(which), -1)
+    outer = np.flatnonzero(np.array([each.runs_others or each.beside for each in operations], bool)[which])
+    depth[outer] = nesting(start[outer], end[outer])
+    return Ops(device, operations, which, start, end, self_times(start, end, depth), run)
+
+
+def _repetitions(operations: Sequence[Operation], which: np.ndarray) -> np.ndarray:
+    """Which execution of its program each row is in, by the operation with which the program began.
+
+    GPUs do not say it. Of the operations outside loops, the first to run begins each run of its program; where the
+    program is not known these are the ones that ran the fewest times. Kernels of one operation follow each other.
+    """
+    run = np.full(len(which), MISSING)
+    keys = np.array([MISSING if each.beside else each.program_key for each in operations])
+    for key in np.unique(keys[keys != MISSING]).tolist():
+        rows = np.flatnonzero(keys[which] == key)
+        of_rows = which[rows]
+        begins = np.append(True, of_rows[1:] != of_rows[:-1])
+        counts = np.bincount(of_rows[begins], minlength=len(operations))
+        once = np.array([each.is_entry for each in operations], bool) & (counts > 0)
+        if not once[of_rows].any():
+            once = counts == counts[counts > 0].min()
+        first = of_rows[np.argmax(once[of_rows])]
+        run[rows] = np.maximum(np.cumsum(begins & (of_rows == first)) - 1, 0)
+    return run
+
+
+def _operations(
+    plane: Plane, join: Join, columns: Mapping[str, np.ndarray]
+) -> tuple[tuple[Operation, ...], np.ndarray]:
+    """The distinct operations, and which one each row is."""
+    keys = np.stack([columns["kind"], columns["program"], columns["module"], columns["name"]])
+    pairs, which = np.unique(_codes(keys), return_inverse=True, return_index=True)[1:]
+    found = []
+    for kind, program_key, module, name in keys[:, pairs].T.tolist():
+        module_name = plane.text(module) if module != MISSING else ""
+        program = join(program_key, module_name) if kind != _OTHER else None
+        text = plane.text(name) if kind == _TEXT else plane.event_names.get(name, "")
+        text = text.rpartition("::")[2] if kind == _TEXT else text  # XLA's annotations around a kernel, innermost last
+        instruction = program.instructions.get(text.removeprefix("%")) if program else None
+        module_name = module_name or (program.name if program else "")
+        found.append(Operation(text, module_name, program_key, program, instruction, beside=kind == _OTHER))
+    return tuple(found), which.reshape(-1)
+
+
+def _codes(keys: np.ndarray) -> np.ndarray:
+    """One number for each column of alike keys."""
+    code = np.zeros(keys.shape[1], np.int64)
+    for row in keys:
+        values, inverse = np.unique(row, return_inverse=True)
+        code = np.unique(code * len(values) + inverse, return_inverse=True)[1]
+    return code

@@ -1,0 +1,169 @@
+"""The operations of a device as they ran: columns of executions, and what is known of each operation."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from stack_profile.traces.hlo import CONTAINERS, Instruction, Program
+from stack_profile.traces.intervals import tracks, union
+from stack_profile.traces.xplane import MISSING
+
+__all__ = ["PICOSECOND", "HostEvents", "Operation", "Ops", "Step", "steps_of"]
+
+PICOSECOND: Final = 1e-12
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An instruction of a program, as often as it ran.
+
+    Attributes:
+      module: the program's name as the events have it.
+      instruction: None where the trace does not hold the program, or the program no such instruction.
+      beside: it is of no program, such as a copy between host and GPU; it has the time that those of programs leave.
+    """
+
+    name: str
+    module: str
+    program_key: int
+    program: Program | None = field(repr=False)
+    instruction: Instruction | None
+    beside: bool = False
+
+    @property
+    def is_entry(self) -> bool:
+        """It is known to be outside all loops and calls, so that it runs once in a run of its program."""
+        return (
+            self.program is not None
+            and self.instruction is not None
+            and (self.instruction.computation == self.program.entry)
+        )
+
+    @property
+    def opcode(self) -> str:
+        return self.instruction.opcode if self.instruction else self.name.rstrip("0123456789").rstrip(".")
+
+    @property
+    def runs_others(self) -> bool:
+        return self.opcode in CONTAINERS
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The executions of operations on one device, a row each, in the order of their start.
+
+    Attributes:
+      which: the row of `operations`.
+      start_ps, end_ps: since the start of the trace. The end is that of the work, which on CPUs may come long after
+        that of the event which started it.
+      self_ps: the share in the union of all, see `stack_profile.traces.intervals`.
+      run: which execution of its program; `MISSING` where the trace does not say.
+    """
+
+    device: str
+    operations: tuple[Operation, ...]
+    which: np.ndarray
+    start_ps: np.ndarray
+    end_ps: np.ndarray
+    self_ps: np.ndarray
+    run: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    @functools.cached_property
+    def covered(self) -> np.ndarray:
+        """When any operation ran, as disjoint rows (start, end)."""
+        return union(self.start_ps, self.end_ps)
+
+    @functools.cached_property
+    def tracks(self) -> np.ndarray:
+        """A track for each row, on which no other runs at its time: even for loops and calls, odd for all others."""
+        outer = np.array([operation.runs_others for operation in self.operations], bool)[self.which]
+        places = np.zeros(len(self), np.int64)
+        for first, rows in enumerate((np.flatnonzero(outer), np.flatnonzero(~outer))):
+            places[rows] = 2 * tracks(self.start_ps[rows], self.end_ps[rows]) + first
+        return places
+
+    @property
+    def union_ps(self) -> int:
+        return int(np.sum(self.covered[:, 1] - self.covered[:, 0]))
+
+    @property
+    def busy_s(self) -> float:
+        """The time in which any operation ran."""
+        return self.union_ps * PICOSECOND
+
+    def totals(self) -> Iterator[tuple[Operation, float, int]]:
+        """Each operation with the seconds of its self time and the number of its executions."""
+        counts = np.bincount(self.which, minlength=len(self.operations))
+        yield from zip(self.operations, (self.sums(self.self_ps) * PICOSECOND).tolist(), counts.tolist(), strict=True)
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """The sum of a column for each of the operations."""
+        return np.bincount(self.which, weights=values, minlength=len(self.operations))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One execution of the program that took the most time on a device; until the next one starts, its step lasts.
+
+    Attributes:
+      end_ps: the start of the next one; the last step ends with its last operation.
+    """
+
+    program: str
+    run: int
+    start_ps: int
+    end_ps: int
+
+    @property
+    def duration_ps(self) -> int:
+        return self.end_ps - self.start_ps
+
+
+@dataclass(frozen=True)
+class HostEvents:
+    """What the threads of the hosts did, operations of devices and the runtime's own marks left out.
+
+    Attributes:
+      which: the row of `names`.
+      jax_calls: the rows that are calls of JAX's own; the others are a program's annotations.
+    """
+
+    names: tuple[str, ...]
+    which: np.ndarray
+    start_ps: np.ndarray
+    end_ps: np.ndarray
+    jax_calls: np.ndarray
+
+
+def steps_of(ops: Ops) -> tuple[Step, ...]:
+    """The steps of a device; those that the capture cut off at its start or end are left out."""
+    rows = np.flatnonzero(ops.run != MISSING)
+    if not len(rows):
+        return ()
+    key = np.array([operation.program_key for operation in ops.operations])[ops.which[rows]]
+    keys, inverse = np.unique(key, return_inverse=True)
+    heaviest = keys[np.argmax(np.bincount(inverse, weights=ops.self_ps[rows]))]
+    rows = rows[key == heaviest]
+    runs, first, inverse, counts = np.unique(ops.run[rows], return_index=True, return_inverse=True, return_counts=True)
+    starts = ops.start_ps[rows][first]
+    ends = np.zeros(len(runs), np.int64)
+    np.maximum.at(ends, inverse.reshape(-1), ops.end_ps[rows])
+    order = np.argsort(starts)
+    limits = np.append(starts[order][1:], ends[order][-1])
+    whole = counts[order] >= _WHOLE * np.median(counts)
+    inner = np.arange(len(runs)).clip(1, len(runs) - 2) == np.arange(len(runs))
+    name = ops.operations[int(ops.which[rows[0]])].module
+    return tuple(
+        Step(name, int(runs[row]), int(starts[row]), int(end))
+        for row, end, kept in zip(order, limits, whole | inner, strict=True)
+        if kept
+    )
+
+
+_WHOLE: Final = 0.9  # a run with fewer of the usual number of operations began before the capture, or ended after it

@@ -1,0 +1,214 @@
+"""The time of a device cut into spans: what ran in an order and under names that people can read.
+
+Every instant of a window is an operation's, by self time, or idle. Neighbours that share a key, the layer, the pass of
+training and the trip of a loop, are one span. Where that makes more spans than asked for, names are shortened from
+their inner end, and then the smallest spans are put to the neighbours that are more like them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from stack_profile.traces.categories import category
+from stack_profile.traces.hlo import Frame, Instruction, Program
+from stack_profile.traces.intervals import gaps, self_times, union
+from stack_profile.traces.operations import Operation, Ops
+
+__all__ = ["IDLE", "Items", "Key", "cut", "items_of"]
+
+
+@dataclass(frozen=True)
+class Key:
+    """What neighbours share that are one span.
+
+    Attributes:
+      path: the name, its outermost part first.
+      direction: the pass of training; None where it is not known.
+      trip: of the outermost loop, from 1 on; 0 outside of loops, or where it is not known.
+    """
+
+    path: tuple[str, ...]
+    direction: str | None
+    trip: int
+
+    def likeness(self, other: "Key") -> int:
+        return 2 * _alike([self.path, other.path]) + (self.direction == other.direction)
+
+
+IDLE: Final = Key((), None, 0)
+
+
+@dataclass(frozen=True)
+class Items:
+    """What a window consists of, a row each, in the order of their start.
+
+    Attributes:
+      keys: `IDLE` is the first.
+      key: the row of `keys`.
+      operation: the row of the device's operations, -1 where idle.
+      size_ps: self time, or that of a gap; together that of the window.
+      runs: whether an execution starts here; loops and calls have several pieces, where nothing in them runs.
+    """
+
+    keys: tuple[Key, ...]
+    key: np.ndarray
+    operation: np.ndarray
+    start_ps: np.ndarray
+    end_ps: np.ndarray
+    size_ps: np.ndarray
+    runs: np.ndarray
+
+
+def items_of(ops: Ops, start_ps: int, end_ps: int) -> Items:
+    """The items of a device between two times."""
+    rows = np.flatnonzero((ops.end_ps > start_ps) & (ops.start_ps < end_ps))
+    which, start, end = ops.which[rows], ops.start_ps[rows].clip(start_ps), ops.end_ps[rows].clip(max=end_ps)
+    is_outer = np.array([each.runs_others or each.beside for each in ops.operations], bool)[which]
+    work, idle = ~is_outer, gaps(union(start, end), start_ps, end_ps)
+    taken = np.concatenate([np.stack([start[work], end[work]], axis=1), idle])
+    alone = gaps(union(taken[:, 0], taken[:, 1]), start_ps, end_ps)  # of loops and calls, while nothing in them runs
+    holder = np.full(len(alone), -1)
+    for row in np.flatnonzero(is_outer):  # in the order of their start, so that the innermost is the last
+        holder[slice(*np.searchsorted(alone[:, 0], (start[row], end[row])))] = which[row]
+    parts = (
+        (which[work], start[work], end[work], self_times(start[work], end[work], np.full(int(work.sum()), -1))),
+        (holder, alone[:, 0], alone[:, 1], alone[:, 1] - alone[:, 0]),
+        (np.full(len(idle), -1), idle[:, 0], idle[:, 1], idle[:, 1] - idle[:, 0]),
+    )
+    operation, begins, ends, size = (np.concatenate(column) for column in zip(*parts, strict=True))
+    keys, key = _keys(ops, operation, np.where(np.arange(len(operation)) < len(parts[0][0]), operation, -1))
+    order = np.argsort(begins, kind="stable")
+    runs = np.arange(len(operation)) < len(parts[0][0])
+    return Items(keys, *(column[order] for column in (key, operation, begins, ends, size, runs)))
+
+
+def cut(items: Items, most: int) -> list[int]:
+    """The first items of at most so many spans."""
+    spans: list[_Span] = []
+    window_ps = float(items.size_ps.sum())
+    for depth in range(max((len(key.path) for key in items.keys), default=1) or 1, 0, -1):
+        keys = [replace(key, path=key.path[:depth]) for key in items.keys]
+        columns = zip(items.size_ps.tolist(), items.key.tolist(), strict=True)
+        spans = [_Span(first, size, keys[key]) for first, (size, key) in enumerate(columns)]
+        for share in _SPECKS:
+            spans = _merged(spans, share * window_ps)
+        if len(spans) <= most:
+            break
+    share = _SPECKS[-1]
+    while len(spans) > most:
+        share *= 1.5
+        spans = _merged(spans, share * window_ps)
+    return [span.first for span in spans]
+
+
+_SPECKS: Final = (0.0, 1e-4, 5e-4, 2e-3, 5e-3)  # shares of the window; in steps, that specks join what they are in
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Consecutive items, from `first` on."""
+
+    first: int
+    size_ps: float
+    key: Key
+
+
+def _merged(spans: Sequence[_Span], least_ps: float) -> list[_Span]:
+    """Joins neighbours of one key, and what is smaller than `least_ps` with the neighbour that is more like it."""
+    merged: list[_Span] = []
+    held = 0.0, -1  # the size and the first item of what joins the span that follows
+    for place, given in enumerate(spans):
+        span = given if held[1] < 0 else _Span(held[1], held[0] + given.size_ps, given.key)
+        held = 0.0, -1
+        last = merged[-1] if merged else None
+        following = spans[place + 1].key.likeness(span.key) if place + 1 < len(spans) else -1
+        small = span.size_ps < least_ps
+        if last and (last.key == span.key or (small and last.key.likeness(span.key) >= following)):
+            merged[-1] = _Span(last.first, last.size_ps + span.size_ps, last.key)
+        elif small and following >= 0:
+            held = span.size_ps, span.first
+        else:
+            merged.append(span)
+    return merged
+
+
+def _keys(ops: Ops, operation: np.ndarray, executed: np.ndarray) -> tuple[tuple[Key, ...], np.ndarray]:
+    """The distinct keys, and which one each item has.
+
+    Args:
+      operation: of each item, -1 where idle.
+      executed: the same where it is an execution, else -1.
+    """
+    keys = {IDLE: 0}
+    places = _places(ops.operations)
+    trips = _trips(ops, executed)
+    found = []
+    for row, trip in zip(operation.tolist(), trips.tolist(), strict=True):
+        path, direction = places[row]
+        found.append(keys.setdefault(Key(path, direction, trip), len(keys)) if row >= 0 else 0)
+    return tuple(keys), np.array(found, np.int64)
+
+
+def _places(operations: Sequence[Operation]) -> list[tuple[tuple[str, ...], str | None]]:
+    """The path of each operation and its pass: its layer, else a function.
+
+    That function is the first on the stack in which it differs from the other operations of its program that are in no
+    layer; in training those of the loss, and apart from them those outside of what is differentiated.
+    """
+    stacks: dict[tuple[int, bool], list[tuple[str, ...]]] = {}
+    for each in operations:
+        if each.instruction is not None and not each.instruction.layer and each.instruction.frames:
+            stacks.setdefault(_kin(each, each.instruction), []).append(_functions(each.instruction.frames))
+    shared = {kin: _alike(found) for kin, found in stacks.items()}
+    found: list[tuple[tuple[str, ...], str | None]] = []
+    for each in operations:
+        instruction = each.instruction
+        if instruction is None:
+            found.append(((each.module or each.name,), None))
+            continue
+        path = tuple(instruction.layer.split("/")) if instruction.layer else (category(instruction),)
+        if not instruction.layer and instruction.frames:
+            functions = _functions(instruction.frames)
+            path = (functions[min(shared[_kin(each, instruction)], len(functions) - 1)],)
+        found.append((path, instruction.scope.direction))
+    return found
+
+
+def _kin(operation: Operation, instruction: Instruction) -> tuple[int, bool]:
+    return id(operation.program), "jvp(" in instruction.op_name
+
+
+def _functions(frames: Sequence[Frame]) -> tuple[str, ...]:
+    """The functions of a stack, outermost first."""
+    return tuple(frame.function.replace(".<locals>", "") for frame in reversed(frames))
+
+
+def _alike(paths: Sequence[Sequence[str]]) -> int:
+    """How many parts all paths begin with."""
+    columns = enumerate(zip(*paths, strict=False))
+    return next((place for place, parts in columns if len(set(parts)) > 1), min(map(len, paths)))
+
+
+def _trips(ops: Ops, executed: np.ndarray) -> np.ndarray:
+    """Which trip of the outermost loop each execution is in, from 1 on; 0 where there is none or it is not known."""
+    programs = {id(each.program): each.program for each in ops.operations if each.program is not None}
+    loops = {key: dict(_loops(program)) for key, program in programs.items()}
+    trips = np.zeros(len(executed), np.int64)
+    for row in np.unique(executed[executed >= 0]).tolist():
+        operation = ops.operations[row]
+        times, outermost = loops.get(id(operation.program), {}).get(operation.name.removeprefix("%"), (0, 0))
+        mine = np.flatnonzero(executed == row)
+        if len(mine) == times:
+            trips[mine] = 1 + np.arange(times) * outermost // times
+    return trips
+
+
+def _loops(program: Program) -> Iterator[tuple[str, tuple[int, int]]]:
+    """How often each instruction in a loop runs, and how many trips the outermost loop around it has."""
+    found = program.module.executions() if program.module else ()
+    executions = [each for each in found if not each.fused and each.loops]
+    trips = {each.loops[0]: each.times for each in executions if len(each.loops) == 1}
+    for each in executions:
+        yield each.instruction.name, (each.times, trips[each.loops[0]])

@@ -1,0 +1,186 @@
+"""A trace with its operations joined to the programs, and so to the Python lines, that they come from."""
+
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from stack_profile.captures.processes import about_of, names_of, problems_of, programs_beside
+from stack_profile.errors import TraceError
+from stack_profile.traces.hlo import Program, program_key, read_program
+from stack_profile.traces.join import Join, device_ops
+from stack_profile.traces.operations import HostEvents, Ops, Step, steps_of
+from stack_profile.traces.wire import WireError
+from stack_profile.traces.xplane import MISSING, Line, Space, read_space
+
+__all__ = ["Trace", "load_trace", "trace_files", "trace_of"]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What was captured, of all processes.
+
+    Attributes:
+      about: what the capture wrote of its process, see `stack_profile.capture`; empty for other tools' traces.
+      devices: those on which operations ran.
+      problems: why the trace is not whole; empty when it is.
+    """
+
+    source: str
+    spaces: tuple[Space, ...]
+    about: Mapping[str, Any]
+    programs: tuple[Program, ...]
+    devices: tuple[Ops, ...]
+    problems: tuple[str, ...]
+
+    @functools.cached_property
+    def base_ns(self) -> int:
+        """Where the clock of the operations and of the host's events starts, on that of the trace."""
+        return _base_ns(self.spaces)
+
+    @functools.cached_property
+    def host_events(self) -> HostEvents:
+        """The events of the threads that call JAX."""
+        return _host_events(self.spaces, self.base_ns)
+
+    @functools.cached_property
+    def steps(self) -> Mapping[str, tuple[Step, ...]]:
+        """The steps of each device, by its name; none where the trace does not tell the runs of programs apart."""
+        return {ops.device: steps_of(ops) for ops in self.devices}
+
+
+def trace_files(path: Path) -> tuple[Path, ...]:
+    """The `*.xplane.pb` of the newest capture under a directory, one a process; or the file itself.
+
+    Raises:
+      TraceError: there is none.
+    """
+    if path.is_file():
+        return (path,)
+    if not path.exists():
+        raise TraceError(f"{str(path)!r} does not exist. Name a trace, or the directory of a capture.")
+    found = sorted(path.rglob("*.xplane.pb"))
+    if not found:
+        raise TraceError(
+            f"{str(path)!r} holds no *.xplane.pb. Capture one: `stack profile run --out {path} script.py`, or "
+            "`with stack_profile.capture(...)`."
+        )
+    newest = max((file.parent for file in found), key=lambda folder: folder.stat().st_mtime_ns)
+    return tuple(file for file in found if file.parent == newest)
+
+
+def load_trace(path: Path | str) -> Trace:
+    """Reads the newest capture under `path`; nothing is written there.
+
+    Raises:
+      TraceError: there is none, or it is no trace.
+    """
+    files = trace_files(Path(path))
+    spaces, abouts = [read_space(file) for file in files], [about_of(file) for file in files]
+    return trace_of(
+        spaces,
+        source=str(files[0] if len(files) == 1 else files[0].parent),
+        about=abouts[0],
+        beside=[programs_beside(file) for file in files],
+        problems=tuple(problems_of(files, abouts, spaces)),
+    )
+
+
+def trace_of(
+    spaces: Sequence[Space],
+    *,
+    source: str = "memory",
+    about: Mapping[str, Any] | None = None,
+    beside: Sequence[Sequence[bytes]] = (),
+    problems: Sequence[str] = (),
+) -> Trace:
+    """Joins the operations of the processes with their programs.
+
+    Args:
+      beside: of each process the HloProtos that the trace itself lacks.
+      problems: why these are not the whole trace.
+    """
+    base_ns = _base_ns(spaces)
+    found_problems = list(problems)
+    programs: list[Program] = []
+    devices: list[Ops] = []
+    for space, prefix, protos in zip(spaces, names_of(spaces), beside or [()] * len(spaces), strict=True):
+        found = _beside(protos, found_problems) | _programs(space, found_problems)
+        programs += found.values()
+        join = Join.of(found)
+        for plane in space.planes:
+            devices += device_ops(plane, join, prefix, base_ns)
+        found_problems += space.problems
+    return Trace(source, tuple(spaces), about or {}, tuple(programs), tuple(devices), tuple(found_problems))
+
+
+_HLO_STAT: Final = "Hlo Proto"
+_HOST_PLANE: Final = "/host:CPU"
+_POOL_THREADS: Final = ("tf_",)
+# What JAX and its runtime call their own events; all others are a program's annotations.
+_JAX_CALL: Final = re.compile(
+    r"PjitFunction|ParseArguments|\w+::|Pj[Rr]t|backend_compile|lower_|trace_to_|DevicePut|Transfer|BufferFromHost"
+    r"|np\.asarray\(jax|shard_args|Compile|Handle inputs"
+)
+
+
+def _base_ns(spaces: Sequence[Space]) -> int:
+    return min((line.events.timestamp_ns for space in spaces for line in _lines(space)), default=0)
+
+
+def _host_events(spaces: Sequence[Space], base_ns: int) -> HostEvents:
+    names: dict[str, int] = {}
+    columns = [np.zeros((3, 0), np.int64)]
+    for plane in (plane for space in spaces for plane in space.planes if plane.name == _HOST_PLANE):
+        for line in (line for line in plane.lines if not line.name.startswith(_POOL_THREADS)):
+            kinds, inverse = np.unique(line.events.metadata, return_inverse=True)
+            keys = [names.setdefault(plane.event_names.get(kind, ""), len(names)) for kind in kinds.tolist()]
+            start = line.events.start_ps(base_ns)
+            end = np.where(line.events.stats["step_num"] == MISSING, start + line.events.duration_ps, start)
+            columns.append(np.stack([np.array(keys, np.int64)[inverse], start, end]))
+    which, start, end = np.concatenate(columns, axis=1)
+    keep = end > start  # marks are no work, nor are annotations of whole steps
+    is_call = np.array([_JAX_CALL.match(name) is not None for name in names], bool)
+    return HostEvents(tuple(names), which[keep], start[keep], end[keep], np.flatnonzero(is_call[which[keep]]))
+
+
+def _lines(space: Space) -> Iterable[Line]:
+    return (line for plane in space.planes for line in plane.lines if len(line.events))
+
+
+def _programs(space: Space, problems: list[str]) -> dict[int, Program]:
+    """The programs of a process by key; those that are damaged are added to `problems`."""
+    found: dict[int, Program] = {}
+    for plane in space.planes:
+        for event, name in plane.event_names.items() if plane.name == "/host:metadata" else ():
+            stats = plane.event_stats(event)
+            proto, key = stats.get(_HLO_STAT), stats.get("program_id", event)
+            if isinstance(proto, bytes) and isinstance(key, int) and (program := _read(proto, key, name, problems)):
+                found[key] = program
+    return found
+
+
+def _beside(protos: Sequence[bytes], problems: list[str]) -> dict[int, Program]:
+    """Programs by key; those that are damaged are added to `problems`."""
+    found = {}
+    for proto in protos:
+        try:
+            key = program_key(proto)
+        except WireError as error:
+            problems.append(f"A program beside the trace is damaged: {error}")
+        else:
+            if program := _read(proto, key, f"program {key} beside the trace", problems):
+                found[key] = program
+    return found
+
+
+def _read(proto: bytes, key: int, name: str, problems: list[str]) -> Program | None:
+    try:
+        return read_program(proto, key)
+    except TraceError as error:
+        problems.append(f"{name}: {error}")
+        return None

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core.errors import CheckpointError
+from stack_train.checkpoint.narrow import is_narrow, packed
 
 __all__ = ["LeafSpec", "differences", "named_leaves", "spec_of", "stored_array"]
 
@@ -19,7 +20,7 @@ class LeafSpec:
 
     Attributes:
       shape: of the leaf; for a typed PRNG key, of the array of keys.
-      dtype: name of the stored elements' type.
+      dtype: name of the elements' type; for a typed PRNG key, of its data's.
       key_impl: name of the PRNG of typed keys; None for any other array.
     """
 
@@ -61,10 +62,12 @@ def spec_of(leaf: Any) -> LeafSpec:
 
 
 def stored_array(leaf: Any) -> Any:
-    """Returns the array that stands for a leaf on disk: the data of a typed key, a NumPy array for a number."""
+    """Returns the array that stands for a leaf on disk: a typed key's data, a number as an array, `narrow` bytes."""
     if not hasattr(leaf, "dtype"):
         return np.asarray(leaf)
-    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf)
+    return packed(jnp.asarray(leaf)) if is_narrow(leaf.dtype) else leaf
 
 
 def differences(stored: Mapping[str, LeafSpec], wanted: Mapping[str, LeafSpec]) -> list[str]:

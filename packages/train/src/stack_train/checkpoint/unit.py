@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from stack_train.checkpoint.leaves import spec_of
+from stack_train.checkpoint.narrow import is_narrow, unpacked
 
 __all__ = ["Unit", "make_checkpointer", "read_array"]
 
@@ -82,7 +83,8 @@ def read_array(checkpoint: Path, part: int, name: str, leaf: Any) -> Any:
     """Reads one array to where `leaf` asks for it.
 
     A leaf with a sharding is read to that sharding, each device its own part; one without comes to the default device,
-    and a NumPy array or a Python number stays on the host. Typed keys are read as keys.
+    and a NumPy array or a Python number stays on the host. Typed keys are read as keys. What is stored as bytes is read
+    whole before it is split, as a byte may hold elements of two devices.
 
     It goes to TensorStore, which Orbax wrote with, directly: of a damaged checkpoint Orbax's reader leaves coroutines
     and callbacks behind whose exceptions surface later, where nobody can catch them.
@@ -91,6 +93,10 @@ def read_array(checkpoint: Path, part: int, name: str, leaf: Any) -> Any:
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": files, "path": f"{name}/"}}
     stored = tensorstore.open(spec, open=True, read=True).result()
     sharding = _sharding(leaf)
+    wanted = spec_of(leaf)
+    if is_narrow(wanted.dtype):
+        whole = unpacked(jnp.asarray(stored.read().result()), wanted.shape, wanted.dtype)
+        return whole if sharding is None else jax.device_put(whole, sharding)
     if sharding is None:
         return _as_asked(stored.read().result(), leaf)
     shape = tuple(stored.shape)

@@ -5,7 +5,7 @@ from typing import Any
 
 from stack_core.errors import CheckpointError
 from stack_train.checkpoint.digest import array_digests
-from stack_train.checkpoint.leaves import spec_of
+from stack_train.checkpoint.leaves import spec_of, stored_array
 from stack_train.checkpoint.manifest import LeafRecord
 
 __all__ = ["weight_parts"]
@@ -25,11 +25,12 @@ def weight_parts(
         name = f"params/{path}"
         if name in records:
             raise CheckpointError(f"Parameter {path!r} was given twice.")
-        if part and size_bytes + array.nbytes > part_bytes:
+        stored = stored_array(array)
+        if part and size_bytes + stored.nbytes > part_bytes:
             yield part
             part, size_bytes = dict[str, Any](), 0
             index += 1
-        records[name] = LeafRecord(spec_of(array), array_digests({name: array})[name], index)
-        part[name] = array
-        size_bytes += array.nbytes
+        records[name] = LeafRecord(spec_of(array), array_digests({name: stored})[name], index)
+        part[name] = stored
+        size_bytes += stored.nbytes
     yield part

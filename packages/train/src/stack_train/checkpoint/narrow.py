@@ -1,0 +1,52 @@
+"""Arrays whose elements are no whole number of ordinary bytes, as bytes: integers of 2 and 4 bits, floats of 4 and 8.
+
+Zarr has no name for some of these types and gives a whole byte to each element of others, so what lies on disk is
+
+    uint8[..., ceil(n * bits / 8)]    of an array [..., n] of elements of so many bits
+
+where each byte holds `8 / bits` elements that follow each other along the last axis, the first in the lowest bits.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+__all__ = ["is_narrow", "packed", "unpacked"]
+
+_BYTE = 8
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Whether arrays of `dtype` are stored as bytes."""
+    dtype = np.dtype(dtype)
+    return dtype.itemsize == 1 and dtype not in (np.bool_, np.int8, np.uint8)
+
+
+@jax.jit
+def packed(array: jax.Array) -> jax.Array:
+    """The bytes of an array of a narrow dtype; of a scalar, uint8[1]."""
+    bits = _bits(array.dtype)
+    codes = lax.bitcast_convert_type(jnp.atleast_1d(array), f"uint{bits}").astype(jnp.uint8)
+    count = _BYTE // bits
+    total = -(-codes.shape[-1] // count)
+    padded = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, total * count - codes.shape[-1])])
+    grouped = padded.reshape(*codes.shape[:-1], total, count)
+    return jnp.sum(grouped << np.arange(0, _BYTE, bits, dtype=np.uint8), axis=-1, dtype=jnp.uint8)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def unpacked(content: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """The array of that shape and dtype whose bytes `packed` gave."""
+    bits = _bits(dtype)
+    parts = (content[..., None] >> np.arange(0, _BYTE, bits, dtype=np.uint8)) & np.uint8(2**bits - 1)
+    entries = shape[-1] if shape else 1
+    codes = parts.reshape(*content.shape[:-1], content.shape[-1] * _BYTE // bits)[..., :entries].astype(f"uint{bits}")
+    return lax.bitcast_convert_type(codes.reshape(shape), jnp.dtype(dtype))
+
+
+def _bits(dtype: Any) -> int:
+    return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits

@@ -140,6 +140,12 @@ def test_differences_name_each_leaf():
     assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 4}) == ["a.c: 2, not 3", "d: None, not 4"]
 
 
+def test_differences_in_lists_of_mappings_are_told_entry_by_entry() -> None:
+    ours, theirs = {"rules": [{"a": 1}, {"b": 2}]}, {"rules": [{"a": 1}, {"b": 3}, {"c": 4}]}
+    assert differences(ours, theirs) == ["rules.1.b: 2, not 3", "rules.2: None, not {'c': 4}"]
+    assert differences({"a": [1, 2]}, {"a": [1, 3]}) == ["a: [1, 2], not [1, 3]"]
+
+
 def test_configs_are_frozen_and_keyword_only():
     with pytest.raises((AttributeError, TypeError)):
         Inner().steps = 3

@@ -177,7 +177,8 @@ def to_yaml(value: Any) -> str:
 
 
 def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
-    """Lists "path: ours, not theirs" for every leaf in which two plain mappings differ."""
+    """Lists "path: ours, not theirs" for every leaf in which two plain mappings differ, also in lists of mappings."""
+    ours, theirs = (_by_place(side) for side in (ours, theirs))
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         keys = [*ours, *(key for key in theirs if key not in ours)]
         prefix = f"{path}." if path else ""
@@ -187,6 +188,13 @@ def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
 
 def _copy(value: Any) -> Any:
     return {key: _copy(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def _by_place(value: Any) -> Any:
+    """A list of mappings as a mapping from place to entry."""
+    if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
+        return {str(place): entry for place, entry in enumerate(value)}
+    return value
 
 
 def _override_value(override: str, text: str) -> Any:

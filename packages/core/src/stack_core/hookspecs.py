@@ -35,7 +35,7 @@ def stack_register_tuned_tables(registry: Registrar) -> None:
 
 @hookspec
 def stack_register_array_types(registry: Registrar) -> None:
-    """Quantized array classes, each with a `__stack_qview__` method."""
+    """Quantized array classes, each a pytree with a `__stack_qview__` method."""
 
 
 @hookspec
@@ -65,7 +65,7 @@ def stack_register_trainers(registry: Registrar) -> None:
 
 @hookspec
 def stack_register_checkpoint_formats(registry: Registrar) -> None:
-    """Checkpoint formats by the scheme of their address, such as "hf", each with `import_run` and `export_run`."""
+    """Checkpoint formats by the scheme of their address, such as "hf", which convert, open models, or both."""
 
 
 @hookspec
@@ -95,7 +95,7 @@ def stack_register_commands(registry: Registrar) -> None:
 
 @hookspec
 def stack_register_quantizers(registry: Registrar) -> None:
-    """Quantizers."""
+    """Quantizers, each a `Quantizer`, by the name of the section of a run that holds its recipe."""
 
 
 @hookspec

@@ -25,7 +25,9 @@ __all__ = [
     "ModelFamily",
     "Objective",
     "Observer",
+    "Quantizer",
     "Tokenizer",
+    "TrainedModel",
     "Trainer",
     "TunedTable",
 ]
@@ -150,6 +152,63 @@ class Trainer(Protocol):
 
     def step(self, state: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, Mapping[str, jax.Array]]:
         """Pure: returns the next state and scalar metrics; compiled by its owner with the state donated."""
+        ...
+
+
+@runtime_checkable
+class TrainedModel(Protocol):
+    """A trained model and the data that it is measured on, as a checkpoint format opens them in a directory.
+
+    Attributes:
+      model: with its parameters, in float.
+      sections: registered configs by name, of the run that it is from.
+    """
+
+    model: Any
+
+    @property
+    def sections(self) -> Mapping[str, Any]: ...
+
+    def training_batches(self) -> Iterator[Mapping[str, np.ndarray]]:
+        """Batches of the data that it was trained on, without end."""
+        ...
+
+    def validation_batches(self) -> Iterator[Mapping[str, np.ndarray]]:
+        """Batches that were held out, the same at each call; none where nothing was."""
+        ...
+
+    def metrics(self, model: Any, batch: Mapping[str, Any]) -> Mapping[str, jax.Array]:
+        """Pure: the metrics of its objective, "loss" and "weight" among them, for this or another such model."""
+        ...
+
+    def save(self, directory: Path, model: Any, sections: Mapping[str, Any]) -> None:
+        """Writes a run directory with `model` in the place of this one, whole or not at all; overwrites nothing.
+
+        Args:
+          sections: what the run's config has besides, a registered config by the section's name.
+        """
+        ...
+
+
+@runtime_checkable
+class Quantizer(Protocol):
+    """Makes a quantized model of a model, by a recipe: the section of a run's config that has the quantizer's name."""
+
+    def apply(self, model: Any, recipe: Any, sample_batch: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Returns the quantized model, and a report whose `str` is for people; `model` stays as it is.
+
+        Args:
+          model: with values, or abstract as `jax.eval_shape` gives it; the result is abstract, too, then.
+          recipe: config of the class that is registered for the section.
+          sample_batch: arrays, or their shapes.
+        """
+        ...
+
+    def call(self, function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        """`function(model, *args, **kwargs)` of a model that `apply` gave, quantized as one program.
+
+        What the function computes from several of the model's methods, as a loss does, is quantized, too.
+        """
         ...
 
 

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from stack_core.errors import GenerationError
-from stack_core.plugins import registries
+from stack_core.ops.building import is_quantized
 from stack_core.protocols import LanguageModel, Tokenizer
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.detokenize import IncrementalDetokenizer, StopTexts
 from stack_train.run_directory import RunDirectory
 from stack_train.sampling import SamplingConfig, sample
-from stack_train.weights import load_params, run_config
+from stack_train.weights import load_model, run_config
 
 __all__ = ["FinishReason", "Generation", "GenerativeModel", "TextGenerator", "TokenGenerator", "load_generator"]
 
@@ -207,11 +207,9 @@ def load_generator(run: Path) -> TextGenerator:
       DataError: its tokenizer is missing or malformed.
     """
     directory = RunDirectory(run)
-    config = run_config(run).model
+    config = run_config(run)
     tokenizer = HuggingFaceTokenizer.load(directory.tokenizer)
-    params = load_params(run, config)
-    abstract = jax.eval_shape(lambda key: registries.models[config.family].build(config, key=key), jax.random.key(0))
-    model = nnx.merge(nnx.split(abstract)[0], nnx.State(params))
+    model, _ = load_model(run, config)
     return TextGenerator(model, tokenizer, _end_tokens(run, tokenizer))
 
 
@@ -245,9 +243,11 @@ def _next_token(model: Any, hidden: jax.Array, cache: Any, settings: dict[str, j
 
 
 def _computing_params(state: Any, dtype: str) -> Any:
-    """Casts the matrices as the model would on each use; scales and biases are used as they are."""
+    """Casts the matrices as the model would on each use; what is quantized, scales and biases are used as they are."""
 
     def cast(path: Any, variable: Any) -> Any:
+        if is_quantized(variable.get_value()):
+            return variable
         is_matrix = sum(axis != "layers" for axis in variable.get_metadata("logical_axes")) >= 2
         return variable.replace(variable[...].astype(dtype)) if is_matrix else variable
 

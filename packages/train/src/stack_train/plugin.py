@@ -36,6 +36,7 @@ def stack_register_trainers(registry: Registrar) -> None:
 @hookimpl
 def stack_register_checkpoint_formats(registry: Registrar) -> None:
     registry.add("hf", "stack_train.huggingface:FORMAT")
+    registry.add("run", "stack_train.trained_model:RUN_FORMAT")
 
 
 @hookimpl

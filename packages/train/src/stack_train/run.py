@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from stack_train.config import RunConfig
 from stack_train.data.config import BPE
 from stack_train.data.pipeline import Pipeline, TrainIterator, build_pipeline
 from stack_train.loop import RunSummary, TrainingLoop
+from stack_train.quantization import quantizer_name, recipe_differences, transform_of
 from stack_train.run_directory import RunDirectory
 from stack_train.signals import stop_requests
 from stack_train.step import LanguageModelTrainer, TrainState, batch_shapes
-from stack_train.weights import load_params
+from stack_train.weights import holds_codes, load_params, run_config
 
 __all__ = ["build_trainer", "traced_step", "train"]
 
@@ -48,6 +50,7 @@ def train(config: RunConfig, *, resume: bool = False, terminal: bool = False) ->
     config = _with_one_vocabulary(config)
     directory = RunDirectory(Path(config.output))
     directory.check(resume=resume)
+    _check_recipe(config)
     if resume:
         _check_same_run(config, directory)
     trainer = build_trainer(config)
@@ -106,7 +109,7 @@ def _check_same_run(config: RunConfig, directory: RunDirectory) -> None:
     changed = [
         line
         for line in differences(to_mapping(config), saved)
-        if line.startswith(_FIXED) and not line.startswith(_FREE)
+        if line.startswith((*_FIXED, *registries.quantizers.names())) and not line.startswith(_FREE)
     ]
     if changed:
         listing = "\n  ".join(changed)
@@ -116,12 +119,39 @@ def _check_same_run(config: RunConfig, directory: RunDirectory) -> None:
         )
 
 
+def _check_recipe(config: RunConfig) -> None:
+    """Raises where the model that a run starts from is quantized by another recipe, warns where the run has none."""
+    source = config.trainer.init_from
+    if source is None or source.startswith("hf:"):
+        return
+    saved = run_config(Path(source))
+    name = quantizer_name(saved)
+    if name is not None and quantizer_name(config) is None:
+        warnings.warn(
+            f"The model of {source} is quantized. This run starts from the floats that its parameters stand for, and "
+            f"quantizes nothing itself: its config has no section {name}.",
+            stacklevel=3,
+        )
+    elif name is not None and (lines := recipe_differences(config, saved)):
+        listing = "\n  ".join(lines)
+        raise ConfigError(
+            f"The model of {source} is quantized by another recipe; here is this run's, not that one's:\n  {listing}\n"
+            "Start from the run that it was quantized from, or use the same recipe."
+        )
+
+
 def build_trainer(config: RunConfig, devices: Sequence[jax.Device] | None = None) -> LanguageModelTrainer:
     """The trainer of a run, on all of `devices`, by default those that are there; nothing is allocated.
 
     Raises:
       ShardingError: the sizes of the mesh do not multiply to the number of devices.
+      ConfigError: the recipe of the run leaves nothing to train.
     """
+    if (name := quantizer_name(config)) is not None and holds_codes(config):
+        raise ConfigError(
+            f"The recipe in section {name} turns parameters into codes, which no optimizer can update. Train by a "
+            "method that keeps them in float, as method: qat of stack-quant does, and quantize what comes out of it."
+        )
     return LanguageModelTrainer(
         family=registries.models[config.model.family],
         model_config=config.model,
@@ -131,6 +161,7 @@ def build_trainer(config: RunConfig, devices: Sequence[jax.Device] | None = None
         mesh=make_mesh(config.mesh, devices),
         accumulation_steps=config.trainer.accumulation_steps,
         rules=ShardingRules(config.mesh.rules),
+        transform=transform_of(config),
     )
 
 

@@ -15,7 +15,7 @@ from stack_core.mesh import DEFAULT_RULES, ShardingRules, constrain, use_mesh
 from stack_core.protocols import ModelFamily, Objective
 from stack_train.optim import decayed_by_axes
 
-__all__ = ["Batch", "LanguageModelTrainer", "TrainState", "batch_shapes"]
+__all__ = ["UNCHANGED", "Batch", "LanguageModelTrainer", "ModelTransform", "TrainState", "batch_shapes"]
 
 Batch = Mapping[str, jax.Array]
 Metrics = Mapping[str, jax.Array]
@@ -46,6 +46,31 @@ def batch_shapes(batch_size: int, seq_tokens: int) -> dict[str, jax.ShapeDtypeSt
 
 
 @dataclass(frozen=True)
+class ModelTransform:
+    """Another model that is trained in the place of a family's, with parameters of the same paths.
+
+    Attributes:
+      apply: from the family's model, which may be abstract, to the other.
+      call: `call(function, model, *args, **kwargs)` is `function(model, *args, **kwargs)` with the other model.
+    """
+
+    apply: Callable[[Any], Any]
+    call: Callable[..., Any]
+
+
+def _same(model: Any) -> Any:
+    return model
+
+
+def _called(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(model, *args, **kwargs)
+
+
+UNCHANGED = ModelTransform(_same, _called)
+"""The family's own model."""
+
+
+@dataclass(frozen=True)
 class LanguageModelTrainer:
     """A `Trainer` of one model on one mesh.
 
@@ -54,6 +79,7 @@ class LanguageModelTrainer:
       optimizer: a config with `build(steps, decayed)` and `learning_rate_schedule(steps)`.
       steps: updates of the whole run, which the learning-rate schedule spans.
       accumulation_steps: parts into which a batch is cut; it divides the batch.
+      transform: what is trained instead of the family's model; its parameters are floats of the same shapes.
     """
 
     family: ModelFamily
@@ -64,6 +90,7 @@ class LanguageModelTrainer:
     mesh: Mesh
     accumulation_steps: int = 1
     rules: ShardingRules = DEFAULT_RULES
+    transform: ModelTransform = UNCHANGED
 
     def init(self, *, key: jax.Array) -> TrainState:
         """Returns the state before the first step, every leaf made where its sharding puts it."""
@@ -116,7 +143,7 @@ class LanguageModelTrainer:
     def evaluate(self, params: Any, batch: Batch) -> Metrics:
         """The objective's metrics on one batch, without gradients; pure."""
         with use_mesh(self.mesh, self.rules):
-            return self.objective(self.model(params), batch, key=jax.random.key(0))[1]
+            return self.transform.call(self.objective, self.model(params), batch, key=jax.random.key(0))[1]
 
     def compile_evaluation(self, batch: Mapping[str, Any]) -> Callable[[Any, Batch], Metrics]:
         """Compiles `evaluate` for the shapes of `batch`."""
@@ -178,7 +205,8 @@ class LanguageModelTrainer:
 
     @cached_property
     def _graph(self) -> tuple[Any, Any]:
-        return nnx.split(nnx.eval_shape(lambda: self.family.build(self.model_config, key=jax.random.key(0))))
+        model = nnx.eval_shape(lambda: self.family.build(self.model_config, key=jax.random.key(0)))
+        return nnx.split(self.transform.apply(model))
 
     @cached_property
     def _optimizer(self) -> optax.GradientTransformation:
@@ -217,7 +245,7 @@ class LanguageModelTrainer:
 
     def _part_gradients(self, params: Any, batch: Batch, key: jax.Array) -> tuple[Any, Metrics]:
         def loss(params: Any) -> tuple[jax.Array, Metrics]:
-            return self.objective(self.model(params), batch, key=key)
+            return self.transform.call(self.objective, self.model(params), batch, key=key)
 
         (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
         return self._like_params(grads), metrics

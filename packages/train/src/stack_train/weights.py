@@ -7,13 +7,16 @@ from typing import Any
 import jax
 from flax import nnx
 
+from stack_core import ops
 from stack_core.config import parse, parse_yaml
+from stack_core.ops.building import is_quantized
 from stack_core.plugins import registries
-from stack_train.checkpoint import CheckpointStore
+from stack_train.checkpoint import CheckpointStore, Restored
 from stack_train.config import RunConfig
+from stack_train.quantization import transform_of
 from stack_train.run_directory import RunDirectory
 
-__all__ = ["abstract_params", "load_params", "run_config"]
+__all__ = ["abstract_model", "abstract_params", "holds_codes", "load_model", "load_params", "run_config"]
 
 
 def run_config(run: Path) -> RunConfig:
@@ -27,8 +30,24 @@ def run_config(run: Path) -> RunConfig:
     return parse(RunConfig, parse_yaml(directory.config_yaml(), str(directory.config)))
 
 
+def load_model(run: Path, config: RunConfig) -> tuple[Any, int]:
+    """Reads the model of a run, quantized if the run's is, and the number of steps that it was trained for.
+
+    Args:
+      config: the run's own.
+
+    Raises:
+      CheckpointError: no checkpoint can be used.
+    """
+    graph, state = nnx.split(transform_of(config).apply(abstract_model(config.model)))
+    restored = _restored(run, nnx.to_pure_dict(state))
+    return nnx.merge(graph, nnx.State(restored.state)), restored.step
+
+
 def load_params(run: Path, config: Any, shardings: Any = None) -> Any:
     """Reads parameters, each to its place, and casts those that `config` holds in another dtype than the run.
+
+    Quantized ones become the floats that they stand for.
 
     Args:
       config: of the model; its `param_dtype` may differ from the run's.
@@ -41,17 +60,45 @@ def load_params(run: Path, config: Any, shardings: Any = None) -> Any:
       RunDirectoryError: there is no run.
       CheckpointError: no checkpoint can be used, or its model is another; names each parameter that differs.
     """
-    stored = abstract_params(replace(config, param_dtype=run_config(run).model.param_dtype))
+    saved = run_config(run)
+    stored = _stored_params(replace(saved, model=replace(config, param_dtype=saved.model.param_dtype)))
     if shardings is not None:
-        stored = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), stored, shardings
-        )
-    with CheckpointStore(RunDirectory(run).checkpoints) as store:
-        params = store.restore_params(stored).state
-    return jax.tree.map(lambda leaf, wanted: leaf.astype(wanted.dtype), params, abstract_params(config))
+        stored = jax.tree.map(_placed, stored, shardings, is_leaf=is_quantized)
+    params = jax.tree.map(
+        lambda leaf, wanted: ops.dequantize(leaf, wanted.dtype).astype(wanted.dtype),
+        _restored(run, stored).state,
+        abstract_params(config),
+        is_leaf=is_quantized,
+    )
+    return params if shardings is None else jax.device_put(params, shardings)
+
+
+def holds_codes(config: RunConfig) -> bool:
+    """Whether a run's checkpoints hold quantized arrays."""
+    return any(map(is_quantized, jax.tree.leaves(_stored_params(config), is_leaf=is_quantized)))
+
+
+def abstract_model(config: Any) -> Any:
+    """A model without values, from its config; nothing is allocated."""
+    family = registries.models[config.family]
+    return nnx.eval_shape(lambda: family.build(config, key=jax.random.key(0)))
 
 
 def abstract_params(config: Any) -> Any:
     """Shapes and dtypes of a model's parameters as nested dicts; nothing is allocated."""
-    family = registries.models[config.family]
-    return nnx.to_pure_dict(nnx.state(jax.eval_shape(lambda key: family.build(config, key=key), jax.random.key(0))))
+    return nnx.to_pure_dict(nnx.state(abstract_model(config)))
+
+
+def _stored_params(config: RunConfig) -> Any:
+    """Shapes and dtypes of the parameters that a run's checkpoints hold, some of them quantized."""
+    return nnx.to_pure_dict(nnx.state(transform_of(config).apply(abstract_model(config.model))))
+
+
+def _placed(leaf: Any, sharding: Any) -> Any:
+    """Quantized arrays come to the default device: their leaves have other shapes than what they stand for."""
+    return leaf if is_quantized(leaf) else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _restored(run: Path, abstract: Any) -> Restored:
+    with CheckpointStore(RunDirectory(run).checkpoints) as store:
+        return store.restore_params(abstract)

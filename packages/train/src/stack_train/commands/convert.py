@@ -30,7 +30,7 @@ def convert(source: str, destination: str, /, *, json: Annotated[bool, Parameter
     if (from_format is None) == (to_format is None):
         raise ConversionError(
             f"Cannot convert {source!r} to {destination!r}: one of the two is a run directory, the other FORMAT:DIR "
-            f"with a format among {', '.join(registries.checkpoint_formats.names())}."
+            f"with a format among {', '.join(_convertible())}."
         )
     with Progress(
         TextColumn("{task.description}"),
@@ -61,9 +61,14 @@ def _split(address: str) -> tuple[Any, Path]:
     scheme, separator, path = address.partition(":")
     if not separator or "/" in scheme:
         return None, Path(address)
-    if scheme not in registries.checkpoint_formats:
-        known = registries.checkpoint_formats.names()
+    known = _convertible()
+    if scheme not in known:
         raise ConversionError(
             f"Unknown checkpoint format {scheme!r} in {address!r}.{nearest(scheme, known)} Known: {', '.join(known)}."
         )
     return registries.checkpoint_formats[scheme], Path(path)
+
+
+def _convertible() -> tuple[str, ...]:
+    formats = registries.checkpoint_formats
+    return tuple(name for name in formats.names() if hasattr(formats[name], "import_run"))

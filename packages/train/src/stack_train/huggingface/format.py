@@ -1,15 +1,15 @@
 """Conversions between Hugging Face checkpoints and run directories, whole or not at all."""
 
-import contextlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from stack_core.config import to_yaml
 from stack_core.errors import ConversionError
@@ -19,8 +19,11 @@ from stack_train.config import RunConfig
 from stack_train.data.config import DataConfig
 from stack_train.huggingface.safetensors_files import TensorSpec, plan_shards, write_shards
 from stack_train.huggingface.source import open_source, read_config
+from stack_train.quantization import quantizer_name
 from stack_train.run_directory import RunDirectory
-from stack_train.weights import abstract_params, run_config
+from stack_train.trained_model import TrainedLanguageModel
+from stack_train.weights import abstract_model, abstract_params, holds_codes, run_config
+from stack_train.whole_directory import made_whole
 
 __all__ = ["FORMAT", "Conversion", "HuggingFaceFormat"]
 
@@ -75,11 +78,10 @@ class HuggingFaceFormat:
           CheckpointError: the disk is full.
         """
         source = open_source(directory)
-        with _made_whole(run) as partial:
+        with made_whole(run) as partial:
             config = RunConfig(output=str(run), model=source.config, data=DataConfig(tokenizer=str(run / "tokenizer")))
             paths = RunDirectory(partial)
-            kept = _copy(_TOKENIZER_FILES, directory, paths.tokenizer)
-            kept += _copy((_CONFIG, _GENERATION_CONFIG), directory, partial / "huggingface")
+            kept = _copy_to_run(directory, paths)
             leaves = _reported(source.leaves(), source.total_bytes, progress)
             with CheckpointStore(paths.checkpoints) as store:
                 store.save_weights(leaves, to_yaml(config), total_bytes=source.total_bytes)
@@ -96,11 +98,17 @@ class HuggingFaceFormat:
           max_shard_bytes: size of a file of weights, unless a single tensor is larger.
 
         Raises:
-          ConversionError: the model has no Hugging Face counterpart, or `directory` exists.
+          ConversionError: the model has no Hugging Face counterpart or is quantized, or `directory` exists.
           RunDirectoryError: there is no run.
           CheckpointError: there is no checkpoint, or it is damaged.
         """
-        config = run_config(run).model
+        saved = run_config(run)
+        if holds_codes(saved):
+            raise ConversionError(
+                f"The parameters of {run} are quantized, by section {quantizer_name(saved)} of its config, and Hugging "
+                "Face checkpoints have no place for that. Convert the run that it was made from."
+            )
+        config = saved.model
         family = registries.models[config.family]
         if not hasattr(family, "config_map"):
             raise ConversionError(f"Models of family {config.family!r} have no Hugging Face counterpart.")
@@ -112,7 +120,7 @@ class HuggingFaceFormat:
             for name, shape in rule.tensor_shapes(abstract[rule.parameter].shape).items()
         ]
         total_bytes = sum(spec.size_bytes for spec in specs)
-        with _made_whole(directory) as partial, CheckpointStore(RunDirectory(run).checkpoints) as store:
+        with made_whole(directory) as partial, CheckpointStore(RunDirectory(run).checkpoints) as store:
             _write_config(run / "huggingface" / _CONFIG, config, family, partial / _CONFIG)
             leaves = _reported(_stored_leaves(store, rules, abstract), total_bytes, progress)
             tensors = (
@@ -124,24 +132,43 @@ class HuggingFaceFormat:
         parameters = sum(int(np.prod(spec.shape, dtype=np.int64)) for spec in specs)
         return Conversion(directory, parameters, total_bytes, config.param_dtype, kept)
 
+    def recognizes(self, directory: Path) -> bool:
+        return (directory / _CONFIG).is_file()
+
+    def open_model(self, directory: Path, *, data: str | None = None) -> TrainedLanguageModel:
+        """Opens a Hugging Face checkpoint.
+
+        Args:
+          data: address of the documents to measure on; a checkpoint names none, so that it is not optional here.
+
+        Raises:
+          ConversionError: no data is given, or the checkpoint cannot be converted.
+        """
+        if data is None:
+            raise ConversionError(
+                f"{directory} does not say what its model was trained on. Give documents to measure on: "
+                f"--data SOURCE, with a source among {', '.join(registries.data_sources.names())}."
+            )
+        source = open_source(directory)
+        defaults = DataConfig(source=data, tokenizer=str(directory))
+        seq_tokens = min(defaults.seq_tokens, source.config.max_positions)
+        config = RunConfig(output=str(directory), model=source.config, data=replace(defaults, seq_tokens=seq_tokens))
+        params = {tuple(path.split("/")): jnp.asarray(leaf) for path, leaf in source.leaves()}
+        graph, _ = nnx.split(abstract_model(source.config))
+        model = nnx.merge(graph, nnx.State(nnx.traversals.unflatten_mapping(params)))
+
+        def copy_files(run: RunDirectory) -> None:
+            _copy_to_run(directory, run)
+
+        return TrainedLanguageModel(model, config, directory, 0, copy_files)
+
 
 FORMAT = HuggingFaceFormat()
 
 
-@contextlib.contextmanager
-def _made_whole(destination: Path) -> Iterator[Path]:
-    """Yields a directory that becomes `destination` if the block ends well, and is removed if it does not."""
-    if destination.exists():
-        raise ConversionError(f"{destination} exists already; nothing is overwritten. Choose a new directory.")
-    partial = destination.with_name(f"{destination.name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        partial.rename(destination)
-    except OSError as error:
-        raise ConversionError(f"{destination} could not be written: {error}. Nothing of it is left.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+def _copy_to_run(directory: Path, run: RunDirectory) -> tuple[str, ...]:
+    kept = _copy(_TOKENIZER_FILES, directory, run.tokenizer)
+    return kept + _copy((_CONFIG, _GENERATION_CONFIG), directory, run.path / "huggingface")
 
 
 def _copy(names: Iterable[str], source: Path, destination: Path) -> tuple[str, ...]:

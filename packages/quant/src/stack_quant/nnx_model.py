@@ -15,7 +15,7 @@ from stack_quant.quantization import Quantization, quantized
 from stack_quant.rules import Rule
 from stack_quant.transform.program import Parameters
 
-__all__ = ["quantize_module"]
+__all__ = ["quantize_module", "run_as_program"]
 
 _LANGUAGE_MODEL_INPUTS = ("tokens", "positions", "segment_ids")
 
@@ -49,6 +49,11 @@ def quantize_module(
     result.quantization = quantization
     object.__setattr__(result, "__class__", _quantized_class(type(model)))
     return result
+
+
+def run_as_program(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`function(model, *args, **kwargs)` of a quantized module, as one program on its parameters."""
+    return _as_program("The function", function, type(model).__mro__[1])(model, *args, **kwargs)
 
 
 def _logits(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,168 @@
+"""Trained models of any registered checkpoint format, quantized and measured."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from stack_core.config import differences, to_mapping
+from stack_core.errors import ConversionError, nearest
+from stack_core.plugins import registries
+from stack_core.protocols import TrainedModel
+from stack_quant.errors import QuantError
+from stack_quant.nnx_model import run_as_program
+from stack_quant.recipes import named_or_read, recipe_names
+from stack_quant.rules import Rule
+from stack_quant.section import QUANTIZER, QuantConfig
+from stack_quant.transform.coverage import Report
+
+__all__ = ["QuantizedCheckpoint", "quantize_checkpoint"]
+
+_SECTION = "quant"
+
+Progress = Callable[[str, int, int], None]
+
+
+def _untold(stage: str, done: int, total: int) -> None:
+    """A `Progress` that nobody follows."""
+
+
+@dataclass(frozen=True)
+class QuantizedCheckpoint:
+    """What was made.
+
+    Attributes:
+      loss_before, loss_after: means over the same held-out targets; None where there are none.
+      targets: how many these are.
+    """
+
+    destination: Path
+    report: Report
+    loss_before: float | None
+    loss_after: float | None
+    targets: int
+
+
+def quantize_checkpoint(
+    source: str,
+    recipe: str | None,
+    destination: Path,
+    *,
+    data: str | None = None,
+    evaluation_batches: int = 32,
+    progress: Progress = _untold,
+) -> QuantizedCheckpoint:
+    """Quantizes the model in a directory and writes a run directory.
+
+    Args:
+      source: "DIR" or "FORMAT:DIR".
+      recipe: a name of `stack_quant.recipes`, or the path of a YAML file; None for that which the model was trained by.
+      data: address of the documents to calibrate and to measure on; None for the model's own.
+      evaluation_batches: of held-out data, at most.
+      progress: receives what is done now, and how many of how many parts of it are.
+
+    Raises:
+      ConversionError: no format knows the directory, or `destination` exists.
+      QuantError: parameters hold NaN or infinities; names each.
+      StackError: the recipe, the checkpoint or the data cannot be used.
+    """
+    if destination.exists():
+        raise ConversionError(f"{destination} exists already; nothing is overwritten. Choose a new directory.")
+    given = None if recipe is None else named_or_read(recipe)
+    progress("reading the model", 0, 1)
+    trained = _opened(source, data)
+    section = QuantConfig(rules=_rules(source, trained.sections.get(_SECTION), given))
+    _check_finite(source, trained.model)
+    progress("reading the data", 0, 1)
+    sample_batch = next(iter(trained.training_batches()))
+    progress("quantizing", 0, 1)
+    quantized, report = QUANTIZER.apply(trained.model, section, sample_batch)
+    batches = list(islice(trained.validation_batches(), evaluation_batches))
+    before, targets = _mean_loss(trained.metrics, trained.model, batches, functools.partial(progress, "loss before"))
+    quantized_metrics = functools.partial(run_as_program, trained.metrics)
+    after, _ = _mean_loss(quantized_metrics, quantized, batches, functools.partial(progress, "loss after"))
+    progress("writing", 0, 1)
+    trained.save(destination, quantized, {_SECTION: section})
+    return QuantizedCheckpoint(destination, report, before, after, targets)
+
+
+def _opened(source: str, data: str | None) -> TrainedModel:
+    formats = {name: registries.checkpoint_formats[name] for name in registries.checkpoint_formats}
+    formats = {name: format_ for name, format_ in formats.items() if hasattr(format_, "open_model")}
+    known = ", ".join(formats) or "none; `pip install stack-train` provides some"
+    scheme, separator, path = source.partition(":")
+    if separator and "/" not in scheme:
+        if scheme not in formats:
+            advice = nearest(scheme, formats)
+            raise ConversionError(f"Unknown checkpoint format {scheme!r} in {source!r}.{advice} Known: {known}.")
+        return formats[scheme].open_model(Path(path), data=data)
+    directory = Path(source)
+    found = [name for name, format_ in formats.items() if format_.recognizes(directory)]
+    if len(found) > 1:
+        raise ConversionError(
+            f"{source} could be of the formats {' and '.join(found)}. Say which, as in {found[0]}:{source}."
+        )
+    if not found:
+        what = "holds no model of a known format" if directory.is_dir() else "is no directory"
+        raise ConversionError(f"{source} {what}. Formats: {known}.")
+    return formats[found[0]].open_model(directory, data=data)
+
+
+def _rules(source: str, trained_by: QuantConfig | None, given: Sequence[Rule] | None) -> Sequence[Rule]:
+    """Those that are given, which must be those that the model was trained by, if it was."""
+    if trained_by is None and given is not None:
+        return given
+    if trained_by is None:
+        raise QuantError(
+            f"{source} was not trained by a recipe, so that one has to be given: --recipe FILE.yaml, or one of "
+            f"{', '.join(recipe_names())}."
+        )
+    own = [replace(rule, gradients=None) for rule in trained_by.rules]
+    lines = [] if given is None else differences({"rules": to_mapping(given)}, {"rules": to_mapping(own)})
+    if lines:
+        listing = "\n  ".join(lines)
+        raise QuantError(
+            f"The model of {source} was trained by another recipe; here is the one that is given, not that one:\n  "
+            f"{listing}\nLeave --recipe out to quantize by that one, or train without it."
+        )
+    return own
+
+
+def _check_finite(source: str, model: Any) -> None:
+    flat = nnx.traversals.flatten_mapping(nnx.to_pure_dict(nnx.state(model)))
+    named = {"/".join(map(str, keys)): array for keys, array in flat.items()}
+    lines = [f"  {path}: {count} of {array.size}" for path, array in named.items() if (count := _not_finite(array))]
+    if lines:
+        listing = "\n".join(lines)
+        raise QuantError(
+            f"The model of {source} has parameters with entries that are NaN or infinite:\n{listing}\n"
+            "No rounding mends them. Take an earlier checkpoint, or train it again from one."
+        )
+
+
+def _not_finite(array: Any) -> int:
+    return int(jnp.sum(~jnp.isfinite(array))) if jnp.issubdtype(array.dtype, jnp.inexact) else 0
+
+
+def _mean_loss(
+    metrics: Callable[[Any, Any], Mapping[str, Any]],
+    model: Any,
+    batches: Sequence[Mapping[str, Any]],
+    progress: Callable[[int, int], None],
+) -> tuple[float | None, int]:
+    """The mean over all targets, and how many they are."""
+    graph, state = nnx.split(model)
+    compiled = jax.jit(lambda state, batch: metrics(nnx.merge(graph, state), batch))
+    total, weight = 0.0, 0.0
+    for done, batch in enumerate(batches):
+        progress(done, len(batches))
+        found = compiled(state, dict(batch))
+        total += float(found["loss"]) * float(found["weight"])
+        weight += float(found["weight"])
+    return (total / weight if weight else None), int(weight)

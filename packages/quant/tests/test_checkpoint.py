@@ -1,0 +1,148 @@
+"""`stack quantize` with a checkpoint format that is none of ours: it is reached through core alone."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core.errors import ConversionError
+from stack_core.ops.building import is_quantized
+from stack_core.protocols import TrainedModel
+from stack_quant.errors import QuantError
+
+pytest.importorskip("flax", reason="needs flax: install stack-quant[flax]")
+
+from flax import nnx
+
+from stack_quant import checkpoint
+from stack_quant.checkpoint import quantize_checkpoint
+
+VOCAB, EMBED = 32, 16
+
+
+class Bigrams(nnx.Module):
+    """A `LanguageModel` that looks at one token."""
+
+    def __init__(self) -> None:
+        keys = jax.random.split(jax.random.key(0))
+        self.embedding = nnx.Param(jax.random.normal(keys[0], (VOCAB, EMBED)))
+        self.head = nnx.Param(jax.random.normal(keys[1], (EMBED, VOCAB)))
+
+    def __call__(self, tokens: Any, positions: Any, segment_ids: Any = None, cache: Any = None) -> Any:
+        return self.embedding[...][tokens]
+
+    def head_weight(self) -> Any:
+        return self.head[...]
+
+    def logits(self, hidden: Any) -> Any:
+        return hidden @ self.head_weight()
+
+
+class Trained:
+    """A `TrainedModel` of bigrams, which remembers what was saved."""
+
+    def __init__(self, sections: Mapping[str, Any] | None = None) -> None:
+        self.model = Bigrams()
+        self.sections = sections or {}
+        self.saved: list[tuple[Path, Any, Mapping[str, Any]]] = []
+
+    def training_batches(self) -> Iterator[Mapping[str, np.ndarray]]:
+        while True:
+            yield {"tokens": np.arange(8, dtype=np.int32)[None], "positions": np.arange(8, dtype=np.int32)[None]}
+
+    def validation_batches(self) -> Iterator[Mapping[str, np.ndarray]]:
+        for first in (0, 8, 16):
+            yield {name: array + first for name, array in next(self.training_batches()).items()}
+
+    def metrics(self, model: Any, batch: Mapping[str, Any]) -> Mapping[str, jax.Array]:
+        logits = model(batch["tokens"], batch["positions"]) @ model.head_weight()
+        loss = jnp.mean(jax.nn.logsumexp(logits, axis=-1))
+        return {"loss": loss, "weight": jnp.float32(batch["tokens"].size)}
+
+    def save(self, directory: Path, model: Any, sections: Mapping[str, Any]) -> None:
+        self.saved.append((directory, model, sections))
+
+
+class Format:
+    def __init__(self, trained: Trained) -> None:
+        self.trained = trained
+
+    def recognizes(self, directory: Path) -> bool:
+        return (directory / "bigrams").exists()
+
+    def open_model(self, directory: Path, *, data: str | None = None) -> Trained:
+        return self.trained
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
+    trained = Trained()
+    (tmp_path / "bigrams").touch()
+    formats = {"bigrams": Format(trained), "only converts": object()}
+    monkeypatch.setattr(checkpoint, "registries", SimpleNamespace(checkpoint_formats=formats))
+    return trained
+
+
+def test_a_model_is_opened_measured_and_saved_through_the_contract(trained: Trained, tmp_path: Path) -> None:
+    assert isinstance(trained, TrainedModel)
+    result = quantize_checkpoint(str(tmp_path), "w8a8", tmp_path / "out")
+    ((directory, model, sections),) = trained.saved
+    assert directory == tmp_path / "out" and sections["quant"].rules[0].weights == "int8"
+    assert is_quantized(model.head.get_value()) and not is_quantized(trained.model.head.get_value())
+    losses = [trained.metrics(trained.model, batch)["loss"] for batch in trained.validation_batches()]
+    assert result.loss_before == pytest.approx(np.mean(losses), rel=1e-5)
+    assert result.loss_after != result.loss_before == pytest.approx(result.loss_after, rel=0.05)
+    assert result.targets == 24
+    assert result.report.bytes_after < result.report.bytes_before / 2
+
+
+def test_activations_that_a_loss_multiplies_with_the_head_are_rounded_too(trained: Trained, tmp_path: Path) -> None:
+    by_weights = tmp_path / "weights.yaml"
+    by_weights.write_text("rules: [{path: .*, weights: int8}]")
+    weights = quantize_checkpoint(str(tmp_path), str(by_weights), tmp_path / "out")
+    both = quantize_checkpoint(str(tmp_path), "w8a8", tmp_path / "out")
+    assert weights.loss_after != both.loss_after
+
+
+def test_progress_is_told(trained: Trained, tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    quantize_checkpoint(str(tmp_path), "w8a8", tmp_path / "out", progress=lambda *stage: told.append(stage))
+    assert [stage for stage, done, _ in told if done == 0] == [
+        "reading the model",
+        "reading the data",
+        "quantizing",
+        "loss before",
+        "loss after",
+        "writing",
+    ]
+    assert ("loss after", 2, 3) in told
+
+
+def test_nothing_is_measured_where_nothing_is_held_out(trained: Trained, tmp_path: Path) -> None:
+    result = quantize_checkpoint(f"bigrams:{tmp_path}", "w8a8", tmp_path / "out", evaluation_batches=0)
+    assert (result.loss_before, result.loss_after, result.targets) == (None, None, 0)
+
+
+def test_a_directory_of_two_formats_is_asked_about(trained: Trained, tmp_path: Path) -> None:
+    checkpoint.registries.checkpoint_formats["others"] = Format(trained)
+    with pytest.raises(ConversionError, match=rf"formats bigrams and others. Say which, as in bigrams:{tmp_path}"):
+        quantize_checkpoint(str(tmp_path), "w8a8", tmp_path / "out")
+
+
+def test_without_a_format_the_package_that_has_some_is_named(trained: Trained, tmp_path: Path) -> None:
+    checkpoint.registries.checkpoint_formats.clear()
+    with pytest.raises(ConversionError, match="pip install stack-train"):
+        quantize_checkpoint(str(tmp_path), "w8a8", tmp_path / "out")
+
+
+def test_every_parameter_that_is_not_finite_is_named(trained: Trained, tmp_path: Path) -> None:
+    trained.model.head.set_value(trained.model.head[...].at[1, 2].set(jnp.nan))
+    trained.model.embedding.set_value(trained.model.embedding[...].at[0].set(jnp.inf))
+    with pytest.raises(QuantError, match=r"  embedding: 16 of 512\n  head: 1 of 512"):
+        quantize_checkpoint(str(tmp_path), "w8a8", tmp_path / "out")
+    assert not trained.saved

@@ -1,0 +1,331 @@
+"""A tiny run is trained, quantized, generated from, and trained on: stack-train and stack-quant meet in core alone."""
+
+import json
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from flax import nnx
+
+from stack_core import ops
+from stack_core.cli import main
+from stack_core.ops.building import is_quantized
+from stack_quant.model import quantize_model
+from stack_quant.rules import load_recipe
+from stack_train.checkpoint import CheckpointStore, named_leaves
+from stack_train.checkpoint.manifest import read_manifest
+from stack_train.data.tokenizer import HuggingFaceTokenizer
+from stack_train.trained_model import RUN_FORMAT
+from stack_train.weights import load_model, load_params, run_config
+
+CONFIG = {
+    "model": {
+        "family": "llama",
+        "vocab_size": 280,
+        "layers": 1,
+        "embed": 32,
+        "heads": 2,
+        "mlp": 64,
+        "max_positions": 64,
+        "dtype": "float32",
+    },
+    "data": {"seq_tokens": 16, "batch_size": 4, "validation_fraction": 0.2},
+    "optimizer": {"name": "adamw", "learning_rate": 0.01},
+    "trainer": {"steps": 8},
+}
+W8A8 = [{"path": ".*", "weights": "int8", "activations": "int8"}]
+W4 = [{"path": "embedding|head", "weights": "int8"}, {"path": ".*", "weights": "int4", "tile_size": 16}]
+MIXED = [
+    {"path": "embedding", "weights": "fp8_e4m3"},
+    {"path": "head", "weights": "int2", "tile_size": 8},
+    {"path": "query", "weights": "nf4", "tile_size": 16, "double_quantized": True},
+    {"path": "key", "weights": "nvfp4"},
+    {"path": "value", "weights": "mxfp4"},
+    {"path": "output", "weights": "fp4", "tile_size": 16},
+    {"path": "gate", "weights": "int3", "weight_calibration": "minmax"},
+    {"path": "up", "weights": "mxfp8"},
+    {"path": "down", "weights": "int5"},
+]
+TOKENS = jnp.arange(24).reshape(2, 12) * 11
+POSITIONS = jnp.tile(jnp.arange(12), (2, 1))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Holds `run`, trained on the files of `texts`."""
+    folder = tmp_path_factory.mktemp("quantize")
+    texts = folder / "texts"
+    texts.mkdir()
+    rng = np.random.default_rng(0)
+    for number in range(20):
+        words = rng.choice(["alpha", "beta", "gamma", "return", "(x)", "\n"], 100)
+        (texts / f"{number}.txt").write_text(" ".join(words))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        main(["train", written(folder / "run.yaml", config(folder)), "--output", str(folder / "run")])
+        yield folder
+
+
+def config(folder, **sections):
+    data = {**CONFIG["data"], "source": f"text:{folder / 'texts'}/*.txt"}
+    return {**CONFIG, "data": data, **sections}
+
+
+def written(path, mapping):
+    path.write_text(yaml.safe_dump(mapping))
+    return str(path)
+
+
+def recipe(folder, rules):
+    return written(folder / "recipe.yaml", {"rules": rules})
+
+
+@pytest.fixture(scope="module")
+def quantized(folder):
+    """`quantized(rules)` is the run directory that `stack quantize` makes by rules."""
+    made = {}
+
+    def quantize(rules):
+        key = json.dumps(rules)
+        if key not in made:
+            made[key] = folder / f"quantized-{len(made)}"
+            main(["quantize", str(folder / "run"), "--recipe", recipe(folder, rules), "--out", str(made[key])])
+        return made[key]
+
+    return quantize
+
+
+def model_of(run):
+    return load_model(run, run_config(run))[0]
+
+
+def logits_of(model):
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def logits(state):
+        merged = nnx.merge(graph, state)
+        return merged.logits(merged(TOKENS, POSITIONS))
+
+    return logits(state)
+
+
+def in_float(model, quantized_model):
+    """The float model, with the floats that the quantized parameters stand for."""
+    params = jax.tree.map(
+        lambda leaf: ops.dequantize(leaf, jnp.float32),
+        nnx.to_pure_dict(nnx.state(quantized_model)),
+        is_leaf=is_quantized,
+    )
+    return nnx.merge(nnx.graphdef(model), nnx.State(params))
+
+
+def assert_equal_but_for_rounding(actual, expected):
+    """Sums in other orders differ in their last bits, which takes an activation of some tokens to the next code."""
+    difference = jnp.abs(actual - expected).max(-1)
+    assert jnp.median(difference) < 1e-4 and difference.max() < 0.02, difference
+
+
+@pytest.mark.parametrize("rules", [W4, MIXED], ids=["w4", "mixed"])
+def test_a_loaded_model_has_the_logits_of_its_fake_quantized_reference(folder, quantized, rules):
+    loaded = model_of(quantized(rules))
+    original = model_of(folder / "run")
+    expected = logits_of(in_float(original, loaded))
+    np.testing.assert_allclose(logits_of(loaded), expected, atol=1e-4)
+    assert jnp.abs(expected - logits_of(original)).max() > 1e-3, "the reference is none if nothing is rounded"
+
+
+def test_activations_are_rounded_in_a_loaded_model_as_in_one_that_was_never_saved(folder, quantized):
+    original = model_of(folder / "run")
+    sample = {"tokens": TOKENS, "positions": POSITIONS}
+    rules = load_recipe(recipe(folder, W8A8))
+    expected = logits_of(quantize_model(original, rules, sample))
+    np.testing.assert_array_equal(logits_of(model_of(quantized(W8A8))), expected)
+    reference = logits_of(quantize_model(original, rules, sample, method="qat"))
+    assert_equal_but_for_rounding(expected, reference)
+
+
+def test_codes_are_stored_in_their_own_bits(folder, quantized):
+    with CheckpointStore(quantized(MIXED) / "checkpoints") as store:
+        manifest = read_manifest(store.path(store.latest()))
+    specs = {name.removeprefix("params/"): str(record.spec) for name, record in manifest.leaves.items()}
+    assert specs["embedding/planes/0"] == "float8_e4m3fn[280, 32]"
+    assert specs["head/planes/0"] == "int2[32, 280]" and specs["head/scale"] == "float32[4, 280]"
+    assert specs["blocks/attention/value/kernel/scale"] == "float8_e8m0fnu[1, 1, 32]"
+    assert specs["norm"] == "float32[32]"
+
+
+def test_the_command_prints_the_report_and_both_losses(folder, capsys):
+    rules = recipe(folder, W8A8)
+    main(["quantize", str(folder / "run"), "--recipe", rules, "--out", str(folder / "as-json"), "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["bytes_after"] < 0.3 * result["bytes_before"] and result["targets"] > 100
+    assert 0 < abs(result["loss_after"] / result["loss_before"] - 1) < 0.01
+    assert {row["kind"] for row in result["rows"]} == {"rule", "parameter", "operation"}
+    main(
+        ["quantize", str(folder / "run"), "--recipe", rules, "--out", str(folder / "as-text"), "--evaluation-batches=1"]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert any("no product and no lookup uses it" in line for line in lines)
+    assert re.fullmatch(r"loss on held-out data: .* before, .* after \([+-].*%\), .* tokens", lines[-2])
+
+
+def test_the_loss_after_is_that_of_the_model_that_is_written(folder, quantized, capsys):
+    arguments = ["--recipe", recipe(folder, W4), "--out", str(folder / "measured"), "--json"]
+    main(["quantize", str(folder / "run"), *arguments])
+    result = json.loads(capsys.readouterr().out)
+    trained = RUN_FORMAT.open_model(folder / "run")
+    reference = in_float(trained.model, model_of(folder / "measured"))
+    batches = [jax.tree.map(jnp.asarray, batch) for batch in trained.validation_batches()]
+    metrics = [trained.metrics(reference, batch) for batch in batches]
+    weights = [float(found["weight"]) for found in metrics]
+    mean = np.average([float(found["loss"]) for found in metrics], weights=weights)
+    assert result["loss_after"] == pytest.approx(mean, rel=1e-5) != result["loss_before"]
+    assert result["targets"] == sum(weights)
+
+
+def test_a_quantized_model_generates(quantized, capsys):
+    run = quantized(W4)
+    capsys.readouterr()
+    main(["generate", str(run), "--prompt", "alpha beta", "--max-tokens", "4", "--temperature", "0", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    prompt = HuggingFaceTokenizer.load(run / "tokenizer").encode("alpha beta")
+    model = model_of(run)
+    expected = list(prompt)
+    for _ in range(4):
+        hidden = model(jnp.array([expected]), jnp.arange(len(expected))[None])
+        expected.append(int(jnp.argmax(model.logits(hidden[0, -1]))))
+    assert result["tokens"] == expected[len(prompt) :]
+
+
+def test_training_starts_from_what_quantized_parameters_stand_for(folder, quantized):
+    start = config(folder, trainer={"steps": 1, "init_from": str(quantized(W4))}, output=str(folder / "from-quantized"))
+    with pytest.warns(UserWarning, match=r"is quantized. This run starts from the floats .* no section quant"):
+        main(["train", written(folder / "start.yaml", start)])
+    loaded = model_of(quantized(W4))
+    params = load_params(quantized(W4), loaded.config)
+    np.testing.assert_array_equal(params["head"], ops.dequantize(loaded.head.get_value(), jnp.float32))
+
+
+def losses_of(run):
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_quantized_training_follows_training_in_float(folder):
+    rules = [{**W8A8[0], "gradients": "int8"}]
+    run = config(folder, output=str(folder / "in-int8"), quant={"method": "qt", "rules": rules})
+    main(["train", written(folder / "in-int8.yaml", run)])
+    expected, losses = losses_of(folder / "run"), losses_of(folder / "in-int8")
+    np.testing.assert_allclose(losses, expected, rtol=0.02)
+    assert losses[0] != expected[0]
+
+
+def test_a_recipe_that_is_trained_by_is_what_the_run_is_quantized_by(folder, capsys):
+    run = config(folder, output=str(folder / "aware"), quant={"method": "qat", "rules": W8A8})
+    run["trainer"] = {"steps": 2, "init_from": str(folder / "run")}
+    main(["train", written(folder / "aware.yaml", run)])
+    main(["quantize", str(folder / "aware"), "--out", str(folder / "aware-quantized"), "--json"])
+    assert json.loads(capsys.readouterr().out)["loss_after"] > 0
+    expected, loaded = model_of(folder / "aware"), model_of(folder / "aware-quantized")
+    assert_equal_but_for_rounding(logits_of(loaded), logits_of(expected))
+
+
+def refusal(capsys, *arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(list(map(str, arguments)))
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "quantize"])
+def test_another_recipe_than_the_models_says_what_differs(folder, capsys, command):
+    run = {"model": CONFIG["model"], "output": "", "quant": {"method": "qat", "rules": W8A8}}
+    trained = folder / f"trained-by-w8a8-{command}"
+    trained.mkdir()
+    written(trained / "config.yaml", run)
+    other = [{**W8A8[0], "weights": "int4"}]
+    if command == "train":
+        start = config(folder, output=str(folder / "never"), quant={"method": "qat", "rules": other})
+        path = written(folder / "other.yaml", {**start, "trainer": {"init_from": str(trained)}})
+        message = refusal(capsys, "train", path)
+    else:
+        with CheckpointStore(trained / "checkpoints") as store:
+            leaves = load_params(folder / "run", run_config(trained).model)
+            store.save_weights(named_leaves(leaves).items(), "")
+        arguments = ("--recipe", recipe(folder, other), "--out", folder / "never")
+        message = refusal(capsys, "quantize", trained, *arguments)
+    assert "by another recipe" in message and "rules.0.weights: 'int4', not 'int8'" in message
+    assert "activations" not in message
+    assert not (folder / "never").exists()
+
+
+def test_a_run_whose_recipe_leaves_codes_is_not_trained(folder, capsys):
+    run = config(folder, output=str(folder / "never"), quant={"rules": W8A8})
+    assert "no optimizer can update" in refusal(capsys, "train", written(folder / "codes.yaml", run))
+
+
+def test_a_quantized_run_is_neither_quantized_nor_converted(folder, quantized, capsys):
+    run = quantized(W4)
+    message = refusal(capsys, "quantize", run, "--recipe", recipe(folder, W8A8), "--out", folder / "never")
+    assert "are quantized already, by section quant" in message
+    assert "are quantized, by section quant" in refusal(capsys, "convert", run, f"hf:{folder / 'never'}")
+
+
+def test_weights_that_are_not_finite_are_named(folder, capsys):
+    source = folder / "run"
+    broken = folder / "broken"
+    shutil.copytree(source, broken, ignore=shutil.ignore_patterns("checkpoints"))
+    params = load_params(source, run_config(source).model)
+    params["head"] = params["head"].at[3, 4].set(jnp.nan)
+    params["blocks"]["feed_forward"]["up"]["kernel"] = params["blocks"]["feed_forward"]["up"]["kernel"] / 0
+    with CheckpointStore(broken / "checkpoints") as store:
+        store.save_weights(named_leaves(params).items(), "")
+    message = refusal(capsys, "quantize", broken, "--recipe", recipe(folder, W8A8), "--out", folder / "never")
+    assert re.findall(r"(\S+): (\d+) of (\d+)", message) == [
+        ("blocks/feed_forward/up/kernel", "2048", "2048"),
+        ("head", "1", "8960"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("{run}", "--recipe", "w4a8"),
+            "a tile of 128 entries is longer than all its contracted axes, shape [1, 32, 32]",
+        ),
+        (("{run}", "--recipe", "w4b8"), "Unknown recipe 'w4b8'. Did you mean 'w4a8'"),
+        (("{run}", "--recipe", "none.yaml"), "Cannot read config 'none.yaml'"),
+        (("{run}",), "was not trained by a recipe"),
+        (("{run}s", "--recipe", "w8a8"), "is no directory"),
+        (("{folder}/texts", "--recipe", "w8a8"), "holds no model of a known format"),
+        (("hg:{run}", "--recipe", "w8a8"), "Unknown checkpoint format 'hg'"),
+        (("{run}", "--recipe", "w8a8", "--data", "txt:none"), "Unknown name 'txt' among data_sources"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(folder, capsys, arguments, message):
+    given = [argument.format(run=folder / "run", folder=folder) for argument in arguments]
+    assert message in refusal(capsys, "quantize", *given, "--out", folder / "never")
+    assert not (folder / "never").exists()
+
+
+def test_nothing_is_overwritten(folder, capsys):
+    arguments = ("quantize", folder / "run", "--recipe", "w8a8", "--out", folder / "texts")
+    assert "exists already" in refusal(capsys, *arguments)
+
+
+def test_a_hugging_face_checkpoint_is_quantized(folder, capsys):
+    checkpoint, out = folder / "checkpoint", folder / "from-huggingface"
+    main(["convert", str(folder / "run"), f"hf:{checkpoint}"])
+    message = refusal(capsys, "quantize", checkpoint, "--recipe", "w8a8", "--out", out)
+    assert "does not say what its model was trained on" in message and "text" in message
+    data = f"text:{folder / 'texts'}/*.txt"
+    main(["quantize", str(checkpoint), "--recipe", "w8a8", "--data", data, "--out", str(out), "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["loss_after"] == pytest.approx(result["loss_before"], rel=0.01)
+    assert (out / "huggingface" / "config.json").is_file()
+    main(["generate", str(out), "--prompt", "alpha", "--max-tokens", "2"])

@@ -1,5 +1,11 @@
-"""Quantizes models, and functions of parameters."""
+"""Quantizes models, and functions of parameters.
 
+Methods that round gradients at random do so with a key that the caller hands over, and without one not at random:
+
+    loss, gradients = jax.value_and_grad(lambda model: loss_of(model.with_key(key), batch))(model)
+"""
+
+import dataclasses
 import functools
 import inspect
 import sys
@@ -15,14 +21,14 @@ from stack_quant.rules import Rule
 from stack_quant.transform.coverage import Report
 from stack_quant.transform.program import Parameters
 
-__all__ = ["QuantizedModel", "quantize_function", "quantize_model", "report"]
+__all__ = ["QuantizedFunction", "QuantizedModel", "quantize_function", "quantize_model", "report"]
 
 M = TypeVar("M")
 
 
 def quantize_function(
     fn: Callable[..., Any], params: Any, rules: Sequence[Rule], sample_args: Sequence[Any], *, method: str = "ptq"
-) -> tuple[Callable[..., Any], Any, Report]:
+) -> "tuple[QuantizedFunction, Any, Report]":
     """Quantizes the parameters of `fn(params, *args)` by rules on their paths.
 
     Args:
@@ -42,7 +48,7 @@ def quantize_function(
     """
     parameters = Parameters.of(params)
     arrays, quantization = quantized(fn, parameters, rules, sample_args, {}, method)
-    return functools.partial(quantization.call, fn), parameters.with_arrays(arrays), quantization.report
+    return QuantizedFunction(fn, quantization), parameters.with_arrays(arrays), quantization.report
 
 
 def quantize_model(
@@ -84,6 +90,21 @@ def quantize_model(
     return QuantizedModel(parameters.with_arrays(arrays), quantization)  # pyrefly: ignore
 
 
+@dataclass(frozen=True)
+class QuantizedFunction:
+    """A function of parameters, some of them quantized, and other arguments."""
+
+    function: Callable[..., Any]
+    quantization: Quantization
+
+    def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.quantization.call(self.function, params, *args, **kwargs)
+
+    def with_key(self, key: jax.Array | None) -> "QuantizedFunction":
+        """The function whose gradients are rounded at random, drawn from a key: a new one for each step."""
+        return dataclasses.replace(self, quantization=self.quantization.with_key(key))
+
+
 def report(model: Any) -> Report:
     """What `quantize_model` did to a model.
 
@@ -96,22 +117,31 @@ def report(model: Any) -> Report:
     return quantization.report
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["model"], meta_fields=["quantization"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["model", "key"], meta_fields=["quantization"])
 @dataclass(frozen=True)
 class QuantizedModel:
-    """A callable pytree with quantized leaves; its methods are those of the model, run as programs on these."""
+    """A callable pytree with quantized leaves; its methods are those of the model, run as programs on these.
+
+    Attributes:
+      key: what its gradients are rounded at random with, or None.
+    """
 
     model: Any
     quantization: Quantization
+    key: jax.Array | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.quantization.call(_call, self.model, *args, **kwargs)
+        return self.quantization.with_key(self.key).call(_call, self.model, *args, **kwargs)
+
+    def with_key(self, key: jax.Array | None) -> "QuantizedModel":
+        """The model whose gradients are rounded at random, drawn from a key: a new one for each step."""
+        return dataclasses.replace(self, key=key)
 
     def __getattr__(self, name: str) -> Any:
         method = None if name.startswith("__") else inspect.getattr_static(type(self.model), name, None)
         if not inspect.isfunction(method):
             raise AttributeError(f"{type(self.model).__name__} has no method {name!r}.")
-        return functools.partial(self.quantization.call, method, self.model)
+        return functools.partial(self.quantization.with_key(self.key).call, method, self.model)
 
 
 def _call(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -93,8 +93,24 @@ def _quantized_class(cls: type) -> type:
         if base not in nnx.Module.__mro__:
             found.update({name: value for name, value in vars(base).items() if _is_method(name, value)})
     methods = {name: _as_program(name, function, cls) for name, function in found.items()}
-    body = {**methods, "__module__": cls.__module__, "__qualname__": f"Quantized{cls.__qualname__}"}
+    body = {
+        **methods,
+        "with_key": _with_key,
+        "__module__": cls.__module__,
+        "__qualname__": f"Quantized{cls.__qualname__}",
+    }
     return type(cls)(f"Quantized{cls.__name__}", (cls,), body)
+
+
+def _with_key(module: Any, key: jax.Array) -> Any:
+    """The module whose gradients are rounded at random, drawn from a key: a new one for each step.
+
+    It holds the same variables, so that what methods assign is assigned in both, and the key as one more.
+    """
+    twin = object.__new__(type(module))
+    vars(twin).update(vars(module))
+    twin.rounding_key = nnx.RngKey(key, tag="rounding")
+    return twin
 
 
 def _is_method(name: str, value: Any) -> bool:
@@ -106,7 +122,8 @@ def _as_program(name: str, function: Callable[..., Any], cls: type) -> Callable[
 
     @functools.wraps(function)
     def method(module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        quantization: Quantization = module.quantization
+        key = getattr(module, "rounding_key", None)
+        quantization: Quantization = module.quantization.with_key(None if key is None else key[...])
         graph, state = nnx.split(module)
         changed: list[str] = []
 

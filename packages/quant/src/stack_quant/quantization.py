@@ -1,5 +1,6 @@
 """From a function of parameters and rules to quantized parameters, and programs that run on them."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +19,26 @@ from stack_quant.transform import coverage
 from stack_quant.transform.coverage import ParameterRow, Report
 from stack_quant.transform.interpreter import Treatment
 from stack_quant.transform.planning import Plan, plan
-from stack_quant.transform.program import Parameters, Program, trace
+from stack_quant.transform.program import Parameters, trace
 
 __all__ = ["Quantization", "quantized"]
 
 
 @dataclass(frozen=True, eq=False)
 class Quantization:
-    """What a quantized model remembers: how its programs are to be run, and what was done."""
+    """What a quantized model remembers: how its programs are to be run, and what was done.
+
+    Attributes:
+      key: what its gradients are rounded at random with, by methods that do so; None rounds them to the nearest.
+    """
 
     treatment: Treatment
     report: Report
+    key: jax.Array | None = None
+
+    def with_key(self, key: jax.Array | None) -> "Quantization":
+        """The same with another key."""
+        return dataclasses.replace(self, key=key)
 
     def call(self, fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
         """`fn(params, *args, **kwargs)` with the quantized parameters in its products.
@@ -37,7 +47,7 @@ class Quantization:
         traced, patched or kept, so that calls of `fn` itself are not concerned; compile the caller with `jax.jit`.
         """
         parameters = Parameters.of(params)
-        return trace(fn, parameters, *args, **kwargs).run(parameters.arrays, self.treatment)
+        return trace(fn, parameters, *args, **kwargs).run(parameters.arrays, self.treatment, key=self.key)
 
 
 def quantized(
@@ -64,7 +74,7 @@ def quantized(
     program = trace(fn, parameters, *args, **kwargs)
     before = parameters.arrays
     _check_plain(before)
-    uses, rows = program.survey(before, Treatment(tuple(rules)))
+    uses, rows = program.survey(before, Treatment(tuple(rules), chosen))
     shapes = {
         path: array.shape
         for path, array in before.items()
@@ -73,8 +83,10 @@ def quantized(
     planned = plan(rules, shapes, [use for use in uses if use.path in shapes], [row.op for row in rows])
     after = {path: _parameter(chosen, before[path], spec, path) for path, spec in planned.specs.items()}
     after = {path: after.get(path, array) for path, array in before.items()}
+    treatment = Treatment(tuple(rules), chosen, planned.of_path, planned.specs)
     listed = [_row(path, before[path], after[path], planned) for path in shapes]
-    return after, Quantization(planned.treatment, _reported(name, rules, listed, program, after, planned))
+    _, rows = program.survey(after, treatment)
+    return after, Quantization(treatment, coverage.report(name, rules, listed, rows))
 
 
 def _check_ranges(rules: Sequence[Rule]) -> None:
@@ -100,22 +112,13 @@ def _parameter(chosen: Method, array: Any, spec: ArraySpec, path: str) -> Any:
 
 
 def _row(path: str, before: Any, after: Any, planned: Plan) -> ParameterRow:
-    number = planned.treatment.of_path.get(path)
+    number = planned.of_path.get(path)
     size = stored_bytes(before)
     if not is_quantized(after):
+        if path in planned.specs:
+            scheme = f"{before.dtype} as {planned.specs[path].type}"
+            return ParameterRow(path, number, before.shape, scheme, None, size, size)
         reason = "no rule matches it" if number is None else planned.left[path]
         return ParameterRow(path, number, before.shape, str(before.dtype), None, size, size, reason)
     stored = sum(map(stored_bytes, jax.tree.leaves(after)))
     return ParameterRow(path, number, before.shape, after.scheme, after.scale.shape, size, stored)
-
-
-def _reported(
-    name: str,
-    rules: Sequence[Rule],
-    listed: Sequence[ParameterRow],
-    program: Program,
-    after: Mapping[str, Any],
-    planned: Plan,
-) -> Report:
-    _, rows = program.survey(after, planned.treatment)
-    return coverage.report(name, rules, listed, rows)

@@ -1,4 +1,4 @@
-"""Methods by name: what becomes of a parameter that a rule quantizes."""
+"""Methods by name: what a model holds in the place of a parameter, and how programs compute with it."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -8,7 +8,36 @@ from typing import Any, Final
 from stack_core.errors import UnknownName, nearest
 from stack_quant.rules import Rule
 
-__all__ = ["METHODS", "Method", "method"]
+__all__ = ["METHODS", "Method", "ProductTypes", "TrainedProducts", "method"]
+
+
+@dataclass(frozen=True)
+class ProductTypes:
+    """Types of a product that is trained quantized, names of `stack_quant.qtypes`; None leaves what it is for in float.
+
+    Attributes:
+      left, right: of the operands.
+      gradients: of the cotangent.
+      calibrations: how the ranges of the operands are found.
+    """
+
+    left: str | None
+    right: str | None
+    gradients: str | None
+    calibrations: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class TrainedProducts:
+    """Products of two floating operands that are quantized on their way, and whose gradients are such products again.
+
+    Attributes:
+      linear: `(left[..., d_in], right[d_in, d_out], dtype, types, key)`, the result as `dtype`; the key may be None.
+      convolution: `(left, right, params, types, key)`, with the parameters of the primitive.
+    """
+
+    linear: Callable[..., Any]
+    convolution: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -19,15 +48,25 @@ class Method:
       name: "ptq".
       check: raises RuleError where a rule asks for what the method does not do.
       parameter: `(array, spec, path)` to what the model holds in the parameter's place, a pytree class with
-        `__stack_qview__`; `spec` is the `ArraySpec` that the rule and the parameter's uses give.
+        `__stack_qview__` or a floating array; `spec` is the `ArraySpec` that the rule and the parameter's uses give.
+      entered: `(held, spec)` to what a program computes with in the place of what the model holds.
+      activation: `(array, spec)` to what goes into a product in the place of an activation.
+      products: what runs in the place of products of two floating operands, or None.
     """
 
     name: str
     check: Callable[[Sequence[Rule]], None]
     parameter: Callable[[Any, Any, str], Any]
+    entered: Callable[[Any, Any], Any]
+    activation: Callable[[Any, Any], Any]
+    products: TrainedProducts | None = None
 
 
-METHODS: Final = {"ptq": "stack_quant.methods.ptq:PTQ"}
+METHODS: Final = {
+    "ptq": "stack_quant.methods.ptq:PTQ",
+    "qat": "stack_quant.methods.qat:QAT",
+    "qt": "stack_quant.methods.qt:QT",
+}
 """Where each is, "module:attribute"."""
 
 

@@ -1,6 +1,8 @@
 """Post-training quantization: weights are rounded to the nearest at once, activations as they come."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -11,17 +13,39 @@ from stack_quant.qarray import QArray
 from stack_quant.rules import Rule
 from stack_quant.spec import ArraySpec
 
-__all__ = ["PTQ"]
+__all__ = ["PTQ", "as_it_comes", "no_gradients"]
 
 
-def _check(rules: Sequence[Rule]) -> None:
-    for number, rule in enumerate(rules):
-        if rule.gradients is not None:
-            raise RuleError(f"Rule {number}, {rule}: method 'ptq' has no gradients to quantize. Leave `gradients` out.")
+def no_gradients(name: str) -> Callable[[Sequence[Rule]], None]:
+    """A `Method.check` of a method that quantizes no gradients."""
+
+    def check(rules: Sequence[Rule]) -> None:
+        for number, rule in enumerate(rules):
+            if rule.gradients is not None:
+                raise RuleError(
+                    f"Rule {number}, {rule}: method {name!r} has no gradients to quantize. "
+                    "Leave `gradients` out, or train by method 'qt'."
+                )
+
+    return check
 
 
 def _parameter(array: jax.Array, spec: ArraySpec, path: str) -> QArray:
     return quantize(array, spec, name=path)
 
 
-PTQ = Method("ptq", _check, _parameter)
+def _entered(held: Any, spec: ArraySpec) -> Any:
+    return held
+
+
+def _activation(array: jax.Array, spec: ArraySpec) -> QArray:
+    return as_it_comes(spec)(array)
+
+
+@functools.cache
+def as_it_comes(spec: ArraySpec) -> Callable[..., QArray]:
+    """`quantize` by a spec of an array, and a `key` by name, whose values nothing looks at."""
+    return jax.jit(functools.partial(quantize, spec=spec, name="an activation"))
+
+
+PTQ = Method("ptq", no_gradients("ptq"), _parameter, _entered, _activation)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from stack_core.ops.building import is_quantized
@@ -96,21 +97,27 @@ def _scan(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     init = [None if place in kept else _settled(interpreter, equation, value) for place, value in enumerate(start)]
     after: list[Value] = []
 
-    def body(carry: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+    key = interpreter.draw()
+
+    def body(carry: list[Any], xs: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+        trip, arrays = xs
         state = [
             value if place in kept else dataclasses.replace(value, array=array, source=None, from_data=True)
             for place, (value, array) in enumerate(zip(start, carry, strict=True))
         ]
         row = [dataclasses.replace(value, array=array) for value, array in zip(slices, arrays, strict=True)]
         inside = _within(interpreter, equation)
+        if key is not None:
+            inside = dataclasses.replace(inside, key=jax.random.fold_in(key, trip))
         after[:] = inside.run(jaxpr, [*fixed, *state, *row])
         ends = [None if place in kept else inside.plain(value) for place, value in enumerate(after[:carried])]
         return ends, [_settled(inside, equation, value) for value in after[carried:]]
 
+    trips = None if key is None else jnp.arange(params["length"])
     last, stacked = lax.scan(
         body,
         init,
-        [value.array for value in slices],
+        (trips, [value.array for value in slices]),
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],

@@ -1,9 +1,12 @@
 """Core's ops, each seen as one equation: they take quantized weights as they are, and choose what runs for them."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from stack_core import ops
 from stack_core.ops.building import ACTIVATIONS, accurate_dtype, is_quantized
@@ -11,8 +14,11 @@ from stack_core.ops.units import OpUnit, unit_of
 from stack_quant.transform import views
 from stack_quant.transform.decisions import Decision, decide, note, quantized_activation, record
 from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value
+from stack_quant.transform.products import NOT_TRAINED, linear_call, mapped
 
 __all__: list[str] = []
+
+_Product = Callable[[Any, Any], Any]
 
 _WEIGHTS: Mapping[str, Mapping[str, int]] = {
     "gated_linear_unit": {"w_gate": 0, "w_up": 0},
@@ -31,6 +37,9 @@ _ACTIVATIONS: Mapping[str, Mapping[str, int]] = {
 }
 """The other factors, likewise."""
 
+_OF_LINEAR = ("linear", "gated_linear_unit")
+"""Those that are made of `ops.linear` where both operands are quantized."""
+
 
 def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
     unit = unit_of(equation)
@@ -44,7 +53,12 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     if not factors:
         return _in_float(interpreter, equation, name, operands, None)
     decision = decide(interpreter, name, [operands[place] for place in (weights or factors)])
-    if decision.reason or not (decision.activations or any(operands[place].is_quantized for place in weights)):
+    is_trained = interpreter.treatment.method.products is not None
+    if is_trained and unit.op not in _OF_LINEAR and not decision.reason:
+        decision = dataclasses.replace(decision, reason=NOT_TRAINED)
+    if decision.reason or not (
+        decision.activations or any(interpreter.is_weight(operands[place]) for place in weights)
+    ):
         return _in_float(interpreter, equation, name, operands, decision)
     arrays: list[Any] = [
         value.array if place in weights else interpreter.plain(value) for place, value in enumerate(operands)
@@ -53,18 +67,21 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
         activations = {place: axis for place, axis in weights.items() if operands[place].source is None}
         for place, axis in {**factors, **activations}.items():
             at = _axis(unit, place, operands[place], axis)
-            arrays[place] = quantized_activation(decision, arrays[place], at)
+            arrays[place] = quantized_activation(interpreter, decision, arrays[place], at)
     of = [operands[place] for place in (*factors, *weights)]
-    computed = _computed(unit, decision)
+    computed = _computed(unit, decision) if any(map(is_quantized, arrays)) else ""
     record(interpreter, equation, name, of, decision, [arrays[place] for place in (*factors, *weights)], computed)
-    results = _called(unit, arrays, [value.dtype for value in operands])
+    if is_trained:
+        results = [_trained(interpreter, unit, arrays, operands, decision)]
+    else:
+        results = _called(unit, arrays, [value.dtype for value in operands])
     return [interpreter.new(result, *operands) for result in results]
 
 
 def _computed(unit: OpUnit, decision: Decision) -> str:
     if decision.activations is None:
         return "dequantized"
-    return "quantized" if unit.op in ("linear", "gated_linear_unit") else "rounded"
+    return "quantized" if unit.op in _OF_LINEAR else "rounded"
 
 
 def _in_float(
@@ -81,8 +98,8 @@ def _in_float(
 def _axis(unit: OpUnit, place: int, value: Value, axis: int) -> int:
     """The axis of an operand that is mapped over, from that of the op's argument."""
     axes = list(range(len(value.shape)))
-    for mapped in _mapped(unit, place):
-        del axes[mapped]
+    for taken in _mapped(unit, place):
+        del axes[taken]
     return axes[axis]
 
 
@@ -110,22 +127,48 @@ def _mappable(unit: OpUnit, place: int, array: Any) -> Any:
     if not is_quantized(array):
         return array
     axes = list(range(len(array.shape)))
-    mapped = [axes.pop(axis) for axis in _mapped(unit, place)]
-    return views.full_along(views.view_of(array), mapped) if mapped else array
+    taken = [axes.pop(axis) for axis in _mapped(unit, place)]
+    return views.full_along(views.view_of(array), taken) if taken else array
 
 
 def _gated(unit: OpUnit, arrays: Sequence[Any], dtype: Any) -> Any:
     """The gated linear unit as its two products, each of two quantized operands."""
+    product = functools.partial(ops.linear, preferred_dtype=dtype)
+    return _mapped_over(unit, functools.partial(_gate, unit, product, product), arrays)
+
+
+def _gate(unit: OpUnit, gate_call: _Product, up_call: _Product, *arrays: Any) -> Any:
+    given = unit.arrays(arrays)
+    gate, up = gate_call(given["x"], given["w_gate"]), up_call(given["x"], given["w_up"])
+    accurate = accurate_dtype(gate.dtype)
+    gated = ACTIVATIONS[unit.options["activation"]](gate.astype(accurate)) * up.astype(accurate)
+    return gated.astype(gate.dtype)
+
+
+def _trained(
+    interpreter: Interpreter, unit: OpUnit, arrays: Sequence[Any], operands: Sequence[Value], decision: Decision
+) -> Any:
+    """The op as products that are trained quantized."""
+    values, levels = unit.arrays(operands), len(unit.batching)
+    if unit.op == "gated_linear_unit":
+        dtype = values["x"].dtype
+        calls = [linear_call(interpreter, decision, values[name], dtype, levels=levels) for name in ("w_gate", "w_up")]
+        return _mapped_over(unit, functools.partial(_gate, unit, *calls), arrays)
+    dtype, bias = unit.options["preferred_dtype"], values["bias"]
+    summed = dtype if bias is None else jnp.float32
+    product = linear_call(interpreter, decision, values["weight"], summed, levels=levels)
 
     def call(*arrays: Any) -> Any:
         given = unit.arrays(arrays)
-        gate, up = (ops.linear(given["x"], given[name], preferred_dtype=dtype) for name in ("w_gate", "w_up"))
-        accurate = accurate_dtype(dtype)
-        gated = ACTIVATIONS[unit.options["activation"]](gate.astype(accurate)) * up.astype(accurate)
-        return gated.astype(dtype)
+        result = product(given["x"], given["weight"])
+        return result if bias is None else (result + given["bias"].astype(result.dtype)).astype(dtype)
 
-    for axes in unit.batching:
-        call = jax.vmap(call, in_axes=axes)
+    return _mapped_over(unit, call, arrays)
+
+
+def _mapped_over(unit: OpUnit, call: Callable[..., Any], arrays: Sequence[Any]) -> Any:
+    for level, axes in enumerate(unit.batching):
+        call = mapped(call, axes, level)
     return call(*arrays)
 
 

@@ -43,8 +43,9 @@ class ParameterRow:
 
     Attributes:
       rule: the place of the rule that matched its path, or None.
-      scheme: "int4/t128"; its dtype where it is left in float.
-      scale_shape: of the scales, or None.
+      scheme: "int4/t128"; "float32 as int4" where it is held in float and rounded as it is used; its dtype where it is
+        left in float.
+      scale_shape: of the scales that are held, or None.
       reason: why it is left in float; "" where it is not.
     """
 

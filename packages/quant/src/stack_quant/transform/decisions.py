@@ -1,14 +1,11 @@
 """What a rule asks of one operation, and the report of what came of it."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from stack_core.ops.building import is_quantized
-from stack_quant.conversion import quantize
+from stack_quant.methods import ProductTypes
 from stack_quant.qtypes import qtype
 from stack_quant.rules import Rule
 from stack_quant.spec import ArraySpec
@@ -16,7 +13,7 @@ from stack_quant.transform import versions
 from stack_quant.transform.coverage import OpRow
 from stack_quant.transform.interpreter import Interpreter, Use, Value
 
-__all__ = ["Decision", "decide", "note", "quantized_activation", "record"]
+__all__ = ["Decision", "decide", "note", "product_types", "quantized_activation", "record"]
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,10 @@ def note(
         interpreter.uses.append(Use(source.path, name, parts, is_lookup=is_lookup, derived=source.derived))
 
 
-def quantized_activation(decision: Decision, array: Any, contracted: int | Sequence[int], *, tiled: bool = True) -> Any:
-    """An activation quantized as the rule says, with scales of its own along all axes but the contracted ones.
+def quantized_activation(
+    interpreter: Interpreter, decision: Decision, array: Any, contracted: int | Sequence[int], *, tiled: bool = True
+) -> Any:
+    """An activation as rule and method have it, with scales of its own along all axes but the contracted ones.
 
     Args:
       tiled: along the contracted axis, if it is one, as the rule's tiles are.
@@ -87,12 +86,19 @@ def quantized_activation(decision: Decision, array: Any, contracted: int | Seque
     tiles = {axes[0]: tile} if tile is not None and tiled and len(axes) == 1 else {}
     channels = tuple(axis for axis in range(array.ndim) if axis not in axes)
     spec = ArraySpec(type=rule.activations, channel_axes=channels, tiles=tiles, calibration=rule.activation_calibration)
-    return _quantizer(spec)(array)
+    return interpreter.treatment.method.activation(array, spec)
 
 
-@functools.cache
-def _quantizer(spec: ArraySpec) -> Callable[[Any], Any]:
-    return jax.jit(functools.partial(quantize, spec=spec, name="an activation"))
+def product_types(interpreter: Interpreter, decision: Decision, right: Value) -> ProductTypes:
+    """The types of a product that is trained, where a weight is on the right if one is among its operands."""
+    rule = decision.rule
+    assert rule is not None, "asked only where a rule decides"
+    if interpreter.is_weight(right):
+        return ProductTypes(
+            rule.activations, rule.weights, rule.gradients, (rule.activation_calibration, rule.weight_calibration)
+        )
+    kind = rule.activations if right.source is None else None
+    return ProductTypes(rule.activations, kind, rule.gradients, (rule.activation_calibration,) * 2)
 
 
 def record(
@@ -104,17 +110,24 @@ def record(
     arrays: Sequence[Any],
     computed: str = "",
 ) -> None:
-    """Reports an operation; `arrays` are the operands as they go into it."""
-    kinds = tuple(_kind(array) for array in arrays)
+    """Reports an operation; `arrays` are the operands as they go into it, each with its value in the same place."""
+    kinds = tuple(_kind(interpreter, decision, *pair) for pair in zip(operands, arrays, strict=True))
     if not computed:
-        quantized = sum(map(is_quantized, arrays))
-        computed = ("float", "dequantized", "quantized")[min(quantized, 2)]
+        codes = sum(map(is_quantized, arrays))
+        in_training = "rounded" if interpreter.treatment.method.products is None else "quantized"
+        as_floats = "float" if kinds == tuple(str(array.dtype) for array in arrays) else in_training
+        computed = (as_floats, "dequantized", "quantized")[min(codes, 2)]
     paths = tuple(value.source.path for value in operands if value.source is not None)
     where = versions.source_of(equation)
     interpreter.rows.append(OpRow(name, paths, decision.number, kinds, computed, decision.reason, where))
 
 
-def _kind(array: Any) -> str:
+def _kind(interpreter: Interpreter, decision: Decision, value: Value, array: Any) -> str:
+    """The scheme of an operand, or the type that floats are rounded to."""
     if is_quantized(array):
         return array.__stack_qview__().scheme
-    return str(array.dtype)
+    if decision.rule is None or decision.reason:
+        return str(array.dtype)
+    of_weight = decision.rule.weights if interpreter.is_weight(value) else None
+    of_activation = decision.activations if value.source is None else None
+    return of_weight or of_activation or str(array.dtype)

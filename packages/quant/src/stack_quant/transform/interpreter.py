@@ -10,13 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import jax
 import jax.numpy as jnp
 
 from stack_core import ops
 from stack_core.hardware.flops import inner_jaxprs
 from stack_core.ops.building import is_quantized
 from stack_core.ops.units import unit_of
+from stack_quant.methods import Method
 from stack_quant.rules import Rule
+from stack_quant.spec import ArraySpec
 from stack_quant.transform import versions
 from stack_quant.transform.coverage import OpRow
 from stack_quant.transform.provenance import Part, Source
@@ -83,11 +86,20 @@ class Treatment:
 
     Attributes:
       rules: in order.
+      method: what is done where they say so.
       of_path: the place of the rule that each parameter has, for those that have one.
+      specs: how each parameter that is quantized is.
     """
 
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[Rule, ...]
+    method: Method
     of_path: Mapping[str, int] = field(default_factory=dict)
+    specs: Mapping[str, ArraySpec] = field(default_factory=dict)
+
+    def entered(self, path: str, array: Any) -> Any:
+        """What a program computes with, for what the model holds."""
+        spec = self.specs.get(path)
+        return array if spec is None else self.method.entered(array, spec)
 
     def of_parameter(self, path: str, op: str) -> int | None:
         """The rule for a parameter in an operation; None leaves it in float there."""
@@ -116,12 +128,16 @@ class Interpreter:
       uses: what became of each parameter, in the order of the program.
       rows: the operations that a parameter, or two activations, went into.
       scopes: the named scopes around the jaxpr that is run.
+      key: what the operations here draw from, each with a number of its own; None if they draw nothing.
+      draws: one entry for each draw so far.
     """
 
     treatment: Treatment
     uses: list[Use] = field(default_factory=list)
     rows: list[OpRow] = field(default_factory=list)
     scopes: tuple[str, ...] = ()
+    key: jax.Array | None = None
+    draws: list[None] = field(default_factory=list)
 
     def run(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
         """The outputs of a jaxpr, closed or not, for the values of its inputs."""
@@ -138,6 +154,19 @@ class Interpreter:
                 results = self._evaluate(equation, operands)
             known.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in body.outvars]
+
+    def draw(self) -> jax.Array | None:
+        """A key that nothing else here has; None without a key."""
+        if self.key is None:
+            return None
+        self.draws.append(None)
+        return jax.random.fold_in(self.key, len(self.draws))
+
+    def is_weight(self, value: Value) -> bool:
+        """Whether a value is a parameter that a rule quantizes, or floats that stand for it while it is trained."""
+        source = value.source
+        held = source is not None and not source.derived and source.path in self.treatment.specs
+        return value.is_quantized or held
 
     def constant(self, array: Any) -> Value:
         """What no input changes."""

@@ -8,7 +8,7 @@ from stack_quant.errors import RuleError
 from stack_quant.qtypes import qtype
 from stack_quant.rules import Rule, unmatched
 from stack_quant.spec import ArraySpec
-from stack_quant.transform.interpreter import Treatment, Use
+from stack_quant.transform.interpreter import Use
 from stack_quant.transform.provenance import Part
 
 __all__ = ["Plan", "plan"]
@@ -19,12 +19,12 @@ class Plan:
     """What is quantized, and what is not.
 
     Attributes:
-      treatment: the rules, and which each parameter has.
+      of_path: the place of the rule that each parameter has, for those that have one.
       specs: by path, of the parameters that are quantized.
       left: by path, why a parameter that a rule matches is left in float.
     """
 
-    treatment: Treatment
+    of_path: Mapping[str, int]
     specs: Mapping[str, ArraySpec] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ def plan(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]], uses: Seq
             left[path] = "no product and no lookup uses it"
         else:
             specs[path] = _spec(path, rule, shapes[path], mine)
-    return Plan(Treatment(tuple(rules), of_path), specs, left)
+    return Plan(of_path, specs, left)
 
 
 def _first(rules: Sequence[Rule], path: str, uses: Sequence[Use]) -> int | None:

@@ -1,8 +1,9 @@
 """Products: `dot_general`, convolutions and `ragged_dot`, of any dimension numbers."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,10 +13,13 @@ from jax import lax
 from stack_core import ops
 from stack_core.ops.building import is_quantized
 from stack_quant.transform import versions, views
-from stack_quant.transform.decisions import decide, note, quantized_activation, record
+from stack_quant.transform.decisions import Decision, decide, note, product_types, quantized_activation, record
 from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value
 
-__all__: list[str] = []
+__all__ = ["NOT_TRAINED", "linear_call", "mapped"]
+
+NOT_TRAINED = "it has no quantized gradient"
+"""Why an operation is left in float by methods that train quantized products."""
 
 _Axes = Sequence[int]
 
@@ -26,10 +30,11 @@ def _dot_general(interpreter: Interpreter, equation: Any, operands: Sequence[Val
     name = interpreter.name(equation, "dot_general")
     for value, axes in zip(operands, contracted, strict=True):
         note(interpreter, name, value, axes)
-    decision = decide(interpreter, name, operands)
-    if not _is_floating(operands) or decision.reason or not (decision.activations or _any_quantized(operands)):
+    decision = _decided(interpreter, name, operands, params)
+    weights = [interpreter.is_weight(value) for value in operands]
+    if not _is_floating(operands) or decision.reason or not (decision.activations or any(weights)):
         return _in_float(interpreter, equation, name, operands, decision)
-    is_left = operands[0].is_quantized and not operands[1].is_quantized
+    is_left = weights == [True, False]
     order = (1, 0) if is_left else (0, 1)  # the parameter goes to the right
     frees = [_free(value, *axes) for value, axes in zip(operands, zip(contracted, batch, strict=True), strict=True)]
     left, right = (
@@ -38,15 +43,17 @@ def _dot_general(interpreter: Interpreter, equation: Any, operands: Sequence[Val
     )
     of_left, of_right = (operands[place].dtype for place in order)
     if decision.activations:
-        left = left if is_quantized(left) else quantized_activation(decision, left, left.ndim - 1)
-        right = (
-            right
-            if is_quantized(right) or _is_parameter(operands[order[1]])
-            else quantized_activation(decision, right, right.ndim - 2)
-        )
-    record(interpreter, equation, name, operands, decision, [left, right])
+        if not weights[order[0]]:
+            left = quantized_activation(interpreter, decision, left, left.ndim - 1)
+        if not _is_parameter(operands[order[1]]):
+            right = quantized_activation(interpreter, decision, right, right.ndim - 2)
+    record(interpreter, equation, name, [operands[place] for place in order], decision, [left, right])
     dtype = equation.outvars[0].aval.dtype
-    result = _product(left, right, len(batch[0]), dtype, params, (of_left, of_right))
+    if _is_exacting(params):
+        result = _exact_product(left, right, len(batch[0]), dtype, params, (of_left, of_right))
+    else:
+        call = linear_call(interpreter, decision, operands[order[1]], dtype, levels=len(batch[0]))
+        result = _batched(call, left, right, len(batch[0]))
     sizes = [[operands[place].shape[axis] for axis in frees[place]] for place in order]
     result = result.reshape(*(operands[0].shape[axis] for axis in batch[0]), *sizes[0], *sizes[1])
     if is_left:
@@ -54,6 +61,49 @@ def _dot_general(interpreter: Interpreter, equation: Any, operands: Sequence[Val
         swapped = [*range(lead), *range(lead + mine, lead + mine + theirs), *range(lead, lead + mine)]
         result = result.transpose(swapped)
     return [interpreter.new(result, *operands)]
+
+
+def linear_call(
+    interpreter: Interpreter, decision: Decision, right: Value, dtype: Any, *, levels: int = 0
+) -> Callable[[Any, Any], Any]:
+    """`ops.linear`, or what trains in its place, of a left and this right operand, as `dtype`.
+
+    Args:
+      levels: how many calls of `mapped` are around it; each of their entries draws for itself.
+    """
+    products = interpreter.treatment.method.products
+    if products is None:
+        return functools.partial(ops.linear, preferred_dtype=dtype)
+    types, key = product_types(interpreter, decision, right), interpreter.draw()
+
+    def call(left: Any, right: Any) -> Any:
+        return products.linear(left, right, dtype, types, None if key is None else _of_entry(key, levels))
+
+    return call
+
+
+def _of_entry(key: jax.Array, levels: int) -> jax.Array:
+    """The key of one entry of what is mapped over."""
+    for level in range(levels):
+        key = jax.random.fold_in(key, lax.axis_index(_axis_name(level)))
+    return key
+
+
+def mapped(call: Callable[..., Any], axes: Any, level: int) -> Callable[..., Any]:
+    """`jax.vmap` of a call, the innermost at level 0."""
+    return jax.vmap(call, in_axes=axes, axis_name=_axis_name(level))
+
+
+def _axis_name(level: int) -> str:
+    return f"stack_quant_{level}"
+
+
+def _decided(interpreter: Interpreter, name: str, operands: Sequence[Value], params: Any) -> Decision:
+    """The decision about a product, which is not trained quantized where a precision or a sharding is asked for."""
+    decision = decide(interpreter, name, operands)
+    if interpreter.treatment.method.products is None or decision.reason or not _is_exacting(params):
+        return decision
+    return dataclasses.replace(decision, reason="a precision or a sharding of its result is asked for")
 
 
 def _is_floating(operands: Sequence[Value]) -> bool:
@@ -94,20 +144,20 @@ def _arranged(array: Any, batch: _Axes, free: _Axes, contracted: _Axes, *, last:
     return array if list(array.shape) == shape else views.reshape(views.view_of(array), shape)
 
 
-def _product(left: Any, right: Any, batch_axes: int, dtype: Any, params: Any, dtypes: tuple[Any, Any]) -> Any:
-    """Left times right over their leading batch axes, as `dtype`."""
-    if _is_exacting(params):
-        # A precision, or a sharding, is of a product of floats.
-        left, right = (ops.dequantize(array, of) for array, of in zip((left, right), dtypes, strict=True))
-        lead = tuple(range(batch_axes))
-        numbers = (((left.ndim - 1,), (batch_axes,)), (lead, lead))
-        options = {"precision": params["precision"], "preferred_element_type": params["preferred_element_type"]}
-        return lax.dot_general(left, right, numbers, **options).astype(dtype)
-    call = functools.partial(ops.linear, preferred_dtype=dtype)
-    for _ in range(batch_axes):
-        call = jax.vmap(call)
-    left, right = (_mappable(array, batch_axes) for array in (left, right))
-    return call(left, right)
+def _exact_product(left: Any, right: Any, batch_axes: int, dtype: Any, params: Any, dtypes: tuple[Any, Any]) -> Any:
+    """Left times right over their leading batch axes, as floats, whose a precision or a sharding is."""
+    left, right = (ops.dequantize(array, of) for array, of in zip((left, right), dtypes, strict=True))
+    lead = tuple(range(batch_axes))
+    numbers = (((left.ndim - 1,), (batch_axes,)), (lead, lead))
+    options = {"precision": params["precision"], "preferred_element_type": params["preferred_element_type"]}
+    return lax.dot_general(left, right, numbers, **options).astype(dtype)
+
+
+def _batched(call: Callable[[Any, Any], Any], left: Any, right: Any, batch_axes: int) -> Any:
+    """Left times right over their leading batch axes."""
+    for level in range(batch_axes):
+        call = mapped(call, 0, level)
+    return call(*(_mappable(array, batch_axes) for array in (left, right)))
 
 
 def _is_exacting(params: Any) -> bool:
@@ -131,23 +181,27 @@ def _convolution(interpreter: Interpreter, equation: Any, operands: Sequence[Val
     # (batch, features, *space) and (features out, features in, *space): features in are the fastest.
     note(interpreter, name, operands[0], (*of_left[2:], of_left[1]))
     note(interpreter, name, operands[1], (*of_right[2:], of_right[1]))
-    decision = decide(interpreter, name, operands)
-    if not _is_floating(operands) or decision.reason or not (decision.activations or _any_quantized(operands)):
+    decision = _decided(interpreter, name, operands, params)
+    weights = [interpreter.is_weight(value) for value in operands]
+    if not _is_floating(operands) or decision.reason or not (decision.activations or any(weights)):
         return _in_float(interpreter, equation, name, operands, decision)
     left, right = (value.array for value in operands)
     if decision.activations:
-        left = left if is_quantized(left) else quantized_activation(decision, left, (*of_left[1:],), tiled=False)
-        right = (
-            right
-            if is_quantized(right) or _is_parameter(operands[1])
-            else quantized_activation(decision, right, (*of_right[1:],), tiled=False)
-        )
+        if not weights[0]:
+            left = quantized_activation(interpreter, decision, left, (*of_left[1:],), tiled=False)
+        if not _is_parameter(operands[1]):
+            right = quantized_activation(interpreter, decision, right, (*of_right[1:],), tiled=False)
     dtype = equation.outvars[0].aval.dtype
-    if _has_integer_convolution(left, right, params):
+    products = interpreter.treatment.method.products
+    if products is not None:
+        record(interpreter, equation, name, operands, decision, [left, right], "rounded")
+        types = product_types(interpreter, decision, operands[1])
+        result = products.convolution(left, right, params, types, interpreter.draw())
+    elif _has_integer_convolution(left, right, params):
         record(interpreter, equation, name, operands, decision, [left, right])
         result = _integer_convolution(views.view_of(left), views.view_of(right), params).astype(dtype)
     else:
-        computed = "rounded" if is_quantized(left) and is_quantized(right) else "dequantized"
+        computed = "rounded" if is_quantized(left) and is_quantized(right) else ""
         record(interpreter, equation, name, operands, decision, [left, right], computed)
         floats = [ops.dequantize(array, value.dtype) for array, value in zip((left, right), operands, strict=True)]
         (result,) = versions.bind(equation, floats)
@@ -194,12 +248,15 @@ def _ragged_dot(interpreter: Interpreter, equation: Any, operands: Sequence[Valu
     note(interpreter, name, operands[0], of_left)
     note(interpreter, name, operands[1], of_right)
     decision = decide(interpreter, name, operands[:2])
+    if interpreter.treatment.method.products is not None and not decision.reason:
+        decision = dataclasses.replace(decision, reason=NOT_TRAINED)
     left, right, sizes = operands
-    if decision.reason or not right.is_quantized or left.is_quantized or not _is_floating((left, right)):
+    is_usable = interpreter.is_weight(right) and not interpreter.is_weight(left) and _is_floating((left, right))
+    if decision.reason or not is_usable:
         return _in_float(interpreter, equation, name, operands, decision)
     x = left.array
     if decision.activations:
-        x = quantized_activation(decision, x, of_left[0])
+        x = quantized_activation(interpreter, decision, x, of_left[0])
     record(
         interpreter, equation, name, operands[:2], decision, [x, right.array], "rounded" if decision.activations else ""
     )

@@ -83,9 +83,13 @@ class Program:
     arguments: tuple[Any, ...]
     result: Callable[[Sequence[Any]], Any]
 
-    def run(self, parameters: Mapping[str, Any], treatment: Treatment) -> Any:
-        """The result for parameters by path, some of them quantized."""
-        arrays, _ = self._run([parameters[path] for path in self.paths], self.arguments, treatment)
+    def run(self, parameters: Mapping[str, Any], treatment: Treatment, *, key: jax.Array | None = None) -> Any:
+        """The result for parameters by path, some of them quantized.
+
+        Args:
+          key: what gradients that are rounded at random draw from.
+        """
+        arrays, _ = self._run([parameters[path] for path in self.paths], self.arguments, treatment, key)
         return self.result(arrays)
 
     def survey(self, parameters: Mapping[str, Any], treatment: Treatment) -> tuple[list[Use], list[OpRow]]:
@@ -101,16 +105,21 @@ class Program:
         return records[0].uses, records[0].rows
 
     def _run(
-        self, parameters: Sequence[Any], arguments: Sequence[Any], treatment: Treatment
+        self,
+        parameters: Sequence[Any],
+        arguments: Sequence[Any],
+        treatment: Treatment,
+        key: jax.Array | None = None,
     ) -> tuple[list[Any], Interpreter]:
+        entered = map(treatment.entered, self.paths, parameters)
         values = [
             Value(array, Source.of(path, array.shape), False, jnp.dtype(array.dtype))
             if jnp.issubdtype(array.dtype, jnp.floating)
             else Value(array, None, False, array.dtype)
-            for path, array in zip(self.paths, parameters, strict=True)
+            for path, array in zip(self.paths, entered, strict=True)
         ]
         values += [Value(array, None, True, array.dtype) for array in arguments]
-        interpreter = Interpreter(treatment)
+        interpreter = Interpreter(treatment, key=key)
         results = interpreter.run(self.jaxpr, values)
         return [interpreter.plain(result) for result in results], interpreter
 

@@ -1,0 +1,221 @@
+"""Quantized training: forward and backward products are products of codes, and what they save for later is codes.
+
+For y[m, n] = x[m, k] w[k, n] and its cotangent g[m, n], where Q_i rounds with a scale for each entry along the axis i,
+which the product does not sum over:
+
+    y = Q_m(x) Q_n(w),  dL/dx = Q_m(g) Q_k(w)^T,  dL/dw = Q_k(x)^T Q_n(g)
+
+So x and w are rounded twice each, from their floats, and Q_k of each is all that is kept until the backward pass: one
+byte an entry in int8 or fp8. What no gradient is asked for is neither kept nor computed, such as that of the input of
+the first layer. Rounding has the gradient of the identity.
+
+With a key, cotangents are rounded at random: their mean over keys is the cotangent (Gupta et al., Deep Learning with
+Limited Numerical Precision, 2015, arXiv:1502.02551). Each product draws from a key of its own. Without a key they are
+rounded to the nearest.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stack_core import ops
+from stack_core.ops.building import is_quantized
+from stack_quant.errors import RuleError
+from stack_quant.methods import Method, ProductTypes, TrainedProducts
+from stack_quant.methods.ptq import as_it_comes
+from stack_quant.qtypes import qtype
+from stack_quant.rules import Rule
+from stack_quant.spec import ArraySpec
+from stack_quant.transform import views
+
+__all__ = ["QT"]
+
+
+def _check(rules: Sequence[Rule]) -> None:
+    for number, rule in enumerate(rules):
+        if rule.tile_size is not None or rule.double_quantized:
+            option = "tile_size" if rule.tile_size is not None else "double_quantized"
+            raise RuleError(
+                f"Rule {number}, {rule}: method 'qt' has a scale for each row and each column of a product. "
+                f"Leave `{option}` out, or use method 'qat'."
+            )
+        if rule.gradients is not None and rule.weights is None and rule.activations is None:
+            raise RuleError(
+                f"Rule {number}, {rule}: gradients of products whose operands stay in float. "
+                "Say what weights and activations become, too."
+            )
+        for name in filter(None, (rule.weights, rule.activations, rule.gradients)):
+            kind = qtype(name)
+            if kind.block_size is not None or kind.codebook is not None:
+                raise RuleError(
+                    f"Rule {number}, {rule}: method 'qt' has no products of {name}. "
+                    "Use an integer type, fp8_e4m3 or fp8_e5m2."
+                )
+
+
+def _unchanged(array: Any, spec: ArraySpec, path: str = "") -> Any:
+    return array
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is static of a product of two operands; dtypes are names."""
+
+    types: ProductTypes
+    dtypes: tuple[str, str]
+
+    def coded(self, place: int, array: jax.Array, summed: Sequence[int]) -> Any:
+        """An operand as codes, for a product that sums over some of its axes."""
+        kind, calibration = (self.types.left, self.types.right)[place], self.types.calibrations[place]
+        return _coded(array, kind, summed, calibration)
+
+    def cotangent(self, array: jax.Array, summed: Sequence[int], key: jax.Array | None) -> Any:
+        return _coded(array, self.types.gradients, summed, "absmax", key)
+
+
+def _coded(
+    array: jax.Array, kind: str | None, summed: Sequence[int], calibration: str, key: jax.Array | None = None
+) -> Any:
+    if kind is None:
+        return array
+    channels = tuple(axis for axis in range(array.ndim) if axis not in summed)
+    return as_it_comes(ArraySpec(type=kind, channel_axes=channels, calibration=calibration))(array, key=key)
+
+
+def _two_keys(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+    return (None, None) if key is None else (jax.random.fold_in(key, 0), jax.random.fold_in(key, 1))
+
+
+@dataclass(frozen=True)
+class _Linear(_Call):
+    dtype: str  # of the result
+
+
+def _linear(left: jax.Array, right: jax.Array, dtype: Any, types: ProductTypes, key: jax.Array | None) -> jax.Array:
+    call = _Linear(types, (left.dtype.name, right.dtype.name), jnp.dtype(dtype).name)
+    return _trained_linear(call, left, right, key)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _trained_linear(call: _Linear, left: jax.Array, right: jax.Array, key: jax.Array | None) -> jax.Array:
+    codes = call.coded(0, left, (left.ndim - 1,)), call.coded(1, right, (0,))
+    return ops.linear(*codes, preferred_dtype=call.dtype)
+
+
+def _linear_forward(call: _Linear, left: Any, right: Any, key: Any) -> tuple[jax.Array, Any]:
+    """Keeps the operand that the gradient of the other needs, where that is asked for."""
+    x, w = left.value, right.value
+    rows = call.coded(0, x.reshape(-1, x.shape[-1]), (0,)) if right.perturbed else None
+    columns = call.coded(1, w, (1,)) if left.perturbed else None
+    key = None if key is None else key.value
+    return _trained_linear(call, x, w, key), (rows, columns, key)
+
+
+def _linear_backward(call: _Linear, kept: Any, cotangent: Any) -> tuple[Any, Any, None]:
+    rows, columns, key = kept
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return None, None, None
+    of_left, of_right = _two_keys(key)
+    flat = cotangent.reshape(-1, cotangent.shape[-1])
+    to_left = to_right = None
+    if columns is not None:
+        codes = call.cotangent(flat, (1,), of_left)
+        to_left = ops.linear(codes, _transposed(columns), preferred_dtype=call.dtypes[0])
+        to_left = to_left.reshape(*cotangent.shape[:-1], -1)
+    if rows is not None:
+        codes = call.cotangent(flat, (0,), of_right)
+        to_right = ops.linear(_transposed(rows), codes, preferred_dtype=call.dtypes[1])
+    return to_left, to_right, None
+
+
+_trained_linear.defvjp(_linear_forward, _linear_backward, symbolic_zeros=True)
+
+
+def _transposed(array: Any) -> Any:
+    return views.transpose(views.view_of(array), (1, 0)) if is_quantized(array) else array.T
+
+
+@dataclass(frozen=True)
+class _Convolution(_Call):
+    """Of `lax.conv_general_dilated`: its parameters, and the shapes of its operands."""
+
+    params: tuple[tuple[str, Any], ...]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+
+    @property
+    def numbers(self) -> tuple[Sequence[int], ...]:
+        """Of each operand and the result: (batch, feature, *space), or (feature out, feature in, *space)."""
+        return dict(self.params)["dimension_numbers"]
+
+    def __call__(self, left: Any, right: Any) -> jax.Array:
+        """The product of the dequantized operands; there is none of codes for all parameters."""
+        options: dict[str, Any] = dict(self.params)
+        images, kernel = ops.dequantize(left, self.dtypes[0]), ops.dequantize(right, self.dtypes[1])
+        return lax.conv_general_dilated(images, kernel, **options)
+
+    def struct(self, place: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shapes[place], self.dtypes[place])
+
+
+_OF_CONVOLUTIONS = (
+    "window_strides",
+    "padding",
+    "lhs_dilation",
+    "rhs_dilation",
+    "dimension_numbers",
+    "feature_group_count",
+    "batch_group_count",
+    "preferred_element_type",
+)
+
+
+def _convolution(
+    left: jax.Array, right: jax.Array, params: Mapping[str, Any], types: ProductTypes, key: jax.Array | None
+) -> jax.Array:
+    kept = tuple((name, params[name]) for name in _OF_CONVOLUTIONS)
+    call = _Convolution(types, (left.dtype.name, right.dtype.name), kept, (left.shape, right.shape))
+    return _trained_convolution(call, left, right, key)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _trained_convolution(call: _Convolution, left: jax.Array, right: jax.Array, key: jax.Array | None) -> jax.Array:
+    of_left, of_right, _ = call.numbers
+    return call(call.coded(0, left, of_left[1:]), call.coded(1, right, of_right[1:]))
+
+
+def _convolution_forward(call: _Convolution, left: Any, right: Any, key: Any) -> tuple[jax.Array, Any]:
+    """As `_linear_forward`; the gradient of the kernel sums over batch and space, that of the input over all else."""
+    (batch, _, *space), (out, _, *window), _ = call.numbers
+    images = call.coded(0, left.value, (batch, *space)) if right.perturbed else None
+    kernel = call.coded(1, right.value, (out, *window)) if left.perturbed else None
+    key = None if key is None else key.value
+    return _trained_convolution(call, left.value, right.value, key), (images, kernel, key)
+
+
+def _convolution_backward(call: _Convolution, kept: Any, cotangent: Any) -> tuple[Any, Any, None]:
+    images, kernel, key = kept
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return None, None, None
+    of_left, of_right = _two_keys(key)
+    batch, feature, *space = call.numbers[2]
+    to_left = to_right = None
+    if kernel is not None:
+        codes = call.cotangent(cotangent, (feature, *space), of_left)
+        transposed = jax.linear_transpose(lambda left: call(left, kernel), call.struct(0))
+        (to_left,) = transposed(ops.dequantize(codes, cotangent.dtype))
+    if images is not None:
+        codes = call.cotangent(cotangent, (batch, *space), of_right)
+        transposed = jax.linear_transpose(lambda right: call(images, right), call.struct(1))
+        (to_right,) = transposed(ops.dequantize(codes, cotangent.dtype))
+    return to_left, to_right, None
+
+
+_trained_convolution.defvjp(_convolution_forward, _convolution_backward, symbolic_zeros=True)
+
+
+QT = Method("qt", _check, _unchanged, _unchanged, _unchanged, TrainedProducts(_linear, _convolution))

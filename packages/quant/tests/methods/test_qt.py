@@ -1,0 +1,180 @@
+"""Quantized training: products of codes in both directions, and what is kept between them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from stack_core import ops
+from stack_quant.errors import RuleError
+from stack_quant.model import quantize_function, quantize_model
+from stack_quant.rules import Rule
+
+from .conftest import error, network
+
+INT8 = Rule(path=".*", weights="int8", activations="int8", gradients="int8")
+FP8 = Rule(path=".*", weights="fp8_e4m3", activations="fp8_e4m3", gradients="fp8_e5m2")
+
+
+def trained(fn: Any, params: Any, *args: Any, rule: Rule = INT8) -> Any:
+    return quantize_function(fn, params, [rule], args, method="qt")[0]
+
+
+def gradients(fn: Any, params: Any, *args: Any) -> Any:
+    weights = jax.random.normal(jax.random.key(9), jax.eval_shape(fn, params, *args).shape)
+    return jax.jit(jax.grad(lambda params: jnp.sum(fn(params, *args) * weights)))(params)
+
+
+@pytest.mark.parametrize(("rule", "most"), [(INT8, 0.15), (FP8, 0.5)])
+@pytest.mark.parametrize("key", [None, jax.random.key(3)])
+def test_all_gradients_are_near_those_in_float(params: Any, args: Any, rule: Rule, most: float, key: Any) -> None:
+    fn = trained(network, params, *args, rule=rule).with_key(key)
+    found, expected = gradients(fn, params, *args), gradients(network, params, *args)
+    for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert 0 < error(got, wanted) < most
+
+
+def of_groups(params: Any, x: Any) -> Any:
+    return jnp.einsum("nk,gko->gno", x, params.reshape(2, 16, 24))
+
+
+PRODUCTS = {
+    "matmul": lambda params, x: x @ params[:16],
+    "weight on the left": lambda params, x: params[:16].T @ x.T,
+    "batched": of_groups,
+    "linear": lambda params, x: ops.linear(x, params[:16], bias=params[20], preferred_dtype=jnp.float32),
+    "mapped": lambda params, x: jax.vmap(ops.linear, in_axes=(None, 0))(x, params.reshape(2, 16, 24)),
+    "gated": lambda params, x: ops.gated_linear_unit(x, params[:16], params[16:]),
+    "grouped convolution": lambda params, x: jax.lax.conv_general_dilated(
+        x.reshape(8, 16, 2),
+        params[:4].T.reshape(4, 6, 4).transpose(0, 2, 1)[:, :1],
+        (2,),
+        "SAME",
+        (1,),
+        (2,),
+        dimension_numbers=("NWC", "WIO", "NWC"),
+        feature_group_count=2,
+    ),
+}
+
+
+@pytest.mark.parametrize("fn", PRODUCTS.values(), ids=PRODUCTS)
+def test_each_product_has_both_gradients(fn: Any) -> None:
+    weight, x = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in ((0, (32, 24)), (1, (16, 16))))
+    quantized, _, found = quantize_function(fn, weight, [INT8], (x,), method="qt")
+    assert {row.computed for row in found.operations} <= {"quantized", "rounded"}
+    run = quantized.with_key(jax.random.key(2))
+    assert 0 < error(run(weight, x), fn(weight, x)) <= 0.02
+    assert 0 < error(gradients(run, weight, x), gradients(fn, weight, x)) <= 0.03
+    swapped = (lambda x, weight: run(weight, x)), (lambda x, weight: fn(weight, x))
+    assert 0 < error(gradients(swapped[0], x, weight), gradients(swapped[1], x, weight)) <= 0.03
+
+
+def test_int8_convolution_of_activations_off_centre() -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    images = 3 + jax.random.normal(keys[0], (8, 12, 12, 8))
+    kernel = jax.random.normal(keys[1], (3, 3, 8, 16)) / 8
+
+    def fn(params: Any, images: Any) -> Any:
+        return jax.lax.conv_general_dilated(images, params, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    quantized = trained(fn, kernel, images)
+    for key in (None, keys[2]):
+        assert error(gradients(quantized.with_key(key), kernel, images), gradients(fn, kernel, images)) <= 0.02
+
+
+def test_rounding_at_random_is_unbiased_and_repeats_for_the_same_key() -> None:
+    weight, x = jax.random.normal(jax.random.key(0), (16, 24)), jax.random.normal(jax.random.key(1), (32, 16))
+    product = lambda params, x: x @ params
+    fn = trained(product, weight, x)
+    run = jax.jit(lambda key: gradients(fn.with_key(key), weight, x))
+    np.testing.assert_array_equal(run(jax.random.key(1)), run(jax.random.key(1)))
+    drawn = jax.lax.map(run, jax.random.split(jax.random.key(0), 256))
+    operands_alone = Rule(path=".*", weights="int8", activations="int8")
+    expected = gradients(trained(product, weight, x, rule=operands_alone), weight, x)
+    one, to_nearest = error(drawn[0], expected), error(gradients(fn, weight, x), expected)
+    assert error(jnp.mean(drawn, axis=0), expected) < min(0.1 * one, 0.2 * to_nearest)
+
+
+def test_products_draw_apart_in_loops_and_maps() -> None:
+    x, weights = jnp.ones((3, 4, 8)), jnp.stack([jnp.eye(8)] * 3)
+
+    def looped(params: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda _, pair: (None, pair[0] @ pair[1]), None, (x, params))[1]
+
+    for fn in (looped, lambda params, x: x @ params, lambda params, x: jax.vmap(ops.linear)(x, params)):
+        run = trained(fn, weights, x).with_key(jax.random.key(0))
+        # Every product has the same operands and the same cotangent.
+        cotangent = jnp.where(jnp.arange(8) == 0, 1.0, 0.3) * jnp.array([1.0, 0.7, 0.6, 0.3])[:, None]
+        _, pull = jax.vjp(lambda params, run=run: run(params, x), weights)
+        (found,) = pull(jnp.broadcast_to(cotangent, (3, 4, 8)))
+        assert not np.array_equal(found[0], found[1]) and not np.array_equal(found[1], found[2])
+
+
+def test_what_is_kept_is_quantized() -> None:
+    x, weights = jnp.ones((64, 32), jnp.bfloat16), jnp.ones((4, 32, 32))
+
+    def fn(params: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (x @ w.astype(x.dtype), None), x, params)[0]
+
+    def kept(fn: Any) -> dict[str, int]:
+        _, pull = jax.eval_shape(lambda params: jax.vjp(lambda params: fn(params, x), params), weights)
+        sizes: dict[str, int] = {}
+        for leaf in jax.tree.leaves(pull):
+            sizes[str(leaf.dtype)] = sizes.get(str(leaf.dtype), 0) + leaf.size
+        return sizes
+
+    assert kept(fn).get("bfloat16", 0) >= 4 * 64 * 32
+    quantized = kept(trained(fn, weights, x))
+    assert quantized.get("bfloat16", 0) == 0 and quantized["int8"] == 4 * (64 * 32 + 32 * 32)
+    assert quantized.get("float32", 0) <= 4 * 2 * 32
+
+
+def test_no_gradient_of_the_data_is_computed() -> None:
+    fn = trained(lambda params, x: jax.nn.relu(x @ params["a"]) @ params["b"], PAIR, jnp.ones((4, 8)))
+    text = str(jax.make_jaxpr(jax.grad(lambda params: jnp.sum(fn(params, jnp.ones((4, 8))))))(PAIR))
+    assert text.count("dot_general") == 2 + 3
+
+
+PAIR = {"a": jnp.ones((8, 16)), "b": jnp.ones((16, 2))}
+
+
+def test_what_has_no_quantized_gradient_is_left_in_float_and_says_so() -> None:
+    def fn(params: Any, x: Any) -> Any:
+        return ops.ragged_dot(x, params, jnp.array([2, 2]))
+
+    _, _, found = quantize_function(fn, jnp.ones((2, 8, 4)), [INT8], (jnp.ones((4, 8)),), method="qt")
+    assert [(row.computed, row.reason) for row in found.operations] == [("float", "it has no quantized gradient")]
+
+
+def test_a_module_draws_from_a_key_that_its_state_does_not_keep() -> None:
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (16, 8))
+    quantized = quantize_model(model, [INT8], x, method="qt")
+    paths = [path for path, _ in nnx.to_flat_state(nnx.state(model))]
+    assert [path for path, _ in nnx.to_flat_state(nnx.state(quantized))] == paths
+
+    @nnx.jit
+    def step(model: Any, key: Any) -> Any:
+        return nnx.grad(lambda model: jnp.sum(jnp.sin(model.with_key(key)(x))))(model).kernel.get_value()
+
+    first, again, other = (step(quantized, jax.random.key(seed)) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": "int8", "tile_size": 32}, "Leave `tile_size` out"),
+        ({"weights": "nvfp4"}, "no products of nvfp4"),
+        ({"weights": "nf4"}, "no products of nf4"),
+        ({"gradients": "int8"}, "operands stay in float"),
+    ],
+)
+def test_what_it_does_not_do_is_refused(options: Any, message: str) -> None:
+    with pytest.raises(RuleError, match=message):
+        quantize_function(lambda p, x: x @ p, PAIR["a"], [Rule(path=".*", **options)], (jnp.ones((4, 8)),), method="qt")

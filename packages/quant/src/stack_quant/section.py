@@ -1,15 +1,22 @@
 """The `quant:` section of a run, and the quantizer that applies it."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from stack_core.config import config
 from stack_quant.methods import method
 from stack_quant.model import quantize_model, report
+from stack_quant.recipes import named_or_read
 from stack_quant.rules import Rule
 from stack_quant.transform.coverage import Report
 
 __all__ = ["QUANTIZER", "QuantConfig", "RuleQuantizer"]
+
+
+def _written_out(rules: Any) -> Any:
+    return named_or_read(rules) if isinstance(rules, str) else rules
 
 
 @config
@@ -17,11 +24,12 @@ class QuantConfig:
     """By what the model of a run is quantized.
 
     Attributes:
-      rules: the first that matches a parameter wins.
+      rules: the first that matches a parameter wins; also the name of a recipe, or the path of a YAML file that ends in
+        .yaml, in whose place its rules are kept.
       method: a name of `stack_quant.methods`.
     """
 
-    rules: tuple[Rule, ...]
+    rules: Annotated[tuple[Rule, ...], BeforeValidator(_written_out)]
     method: str = "ptq"
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from stack_core import ops
 from stack_quant.errors import RuleError
 from stack_quant.model import quantize_function, quantize_model
 from stack_quant.rules import Rule
+from stack_quant.section import QUANTIZER, QuantConfig
 
 from .conftest import error, network
 
@@ -162,6 +163,25 @@ def test_a_module_draws_from_a_key_that_its_state_does_not_keep() -> None:
         return nnx.grad(lambda model: jnp.sum(jnp.sin(model.with_key(key)(x))))(model).kernel.get_value()
 
     first, again, other = (step(quantized, jax.random.key(seed)) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def test_the_key_of_an_objective_is_that_of_the_rounding() -> None:
+    recipe = QuantConfig(rules=(INT8,), method="qt")
+    x = jax.random.normal(jax.random.key(0), (16, 8))
+    model, _ = QUANTIZER.apply(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe, {"inputs": x})
+    graph, state = nnx.split(model)
+
+    def objective(model: Any, x: Any, *, key: Any) -> Any:
+        del key
+        return jnp.sum(jnp.sin(model(x)))
+
+    def gradient(seed: int) -> Any:
+        key = jax.random.key(seed)
+        return jax.grad(lambda state: QUANTIZER.call(objective, nnx.merge(graph, state), x, key=key))(state)
+
+    first, again, other = (gradient(seed).kernel.get_value() for seed in (0, 0, 1))
     np.testing.assert_array_equal(first, again)
     assert not np.array_equal(first, other)
 

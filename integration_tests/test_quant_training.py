@@ -1,0 +1,91 @@
+"""Runs with a `quant:` section: what they resume, what they write down, and what is refused."""
+
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+
+from stack_core.cli import main
+from stack_core.ops.building import is_quantized
+from stack_train.checkpoint import named_leaves
+from stack_train.weights import load_model, run_config
+
+INT8 = [{"path": "blocks", "weights": "int8", "activations": "int8", "gradients": "int8"}]
+MODEL = {"family": "llama", "vocab_size": 280, "layers": 2, "embed": 32, "heads": 2, "mlp": 64, "max_positions": 64}
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """`config(output, quant)` is the path of the config of a run of 6 steps, saved each 3."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    rng = np.random.default_rng(0)
+    for number in range(20):
+        (texts / f"{number}.txt").write_text(" ".join(rng.choice(["alpha", "beta", "gamma", "return", "(x)", "\n"], 100)))
+
+    def write(output, quant, **sections):
+        mapping = {
+            "output": str(tmp_path / output),
+            "model": {**MODEL, "dtype": "float32"},
+            "data": {"seq_tokens": 16, "batch_size": 4, "source": f"text:{texts}/*.txt"},
+            "optimizer": {"name": "adamw", "learning_rate": 0.01},
+            "trainer": {"steps": 6},
+            "checkpoint": {"every_steps": 3, "keep": 9},
+            "quant": quant,
+            **sections,
+        }
+        path = tmp_path / f"{output}.yaml"
+        path.write_text(yaml.safe_dump(mapping))
+        return str(path)
+
+    return write
+
+
+def params(run):
+    from flax import nnx
+
+    model, step = load_model(run, run_config(run))
+    return named_leaves(nnx.to_pure_dict(nnx.state(model))), step
+
+
+@pytest.mark.parametrize(
+    "quant", [{"method": "qt", "rules": INT8}, {"method": "qat", "rules": "w8a8"}], ids=["qt", "qat"]
+)
+def test_a_run_goes_on_as_if_it_had_not_been_stopped(config, tmp_path, quant):
+    path = config("whole", quant)
+    main(["train", path])
+    stopped = tmp_path / "stopped"
+    shutil.copytree(tmp_path / "whole", stopped)
+    (last,) = (folder for folder in (stopped / "checkpoints").iterdir() if folder.name.lstrip("0") == "6")
+    shutil.rmtree(last)
+    assert params(stopped)[1] == 3
+    main(["train", path, "--output", str(stopped), "--resume"])
+    (whole, _), (resumed, steps) = params(tmp_path / "whole"), params(stopped)
+    assert steps == 6 and whole.keys() == resumed.keys() and not any(map(is_quantized, whole.values()))
+    for name, leaf in whole.items():
+        np.testing.assert_array_equal(resumed[name], leaf, err_msg=name)
+
+
+def test_the_resolved_config_holds_the_rules_of_a_recipe(config, tmp_path):
+    main(["train", config("named", {"method": "qat", "rules": "w8a8"})])
+    written = yaml.safe_load((tmp_path / "named" / "config.yaml").read_text())["quant"]
+    assert written["method"] == "qat" and all(isinstance(rule, dict) for rule in written["rules"])
+    assert {rule["weights"] for rule in written["rules"]} >= {"int8"}
+
+
+@pytest.mark.parametrize(
+    ("quant", "message"),
+    [
+        ({"method": "qt", "rules": [{"path": "mixer", "weights": "int8"}]}, "matches nothing"),
+        ({"method": "qat", "rules": INT8}, "has no gradients to quantize"),
+        ({"method": "qta", "rules": INT8}, "Unknown method 'qta'"),
+        ({"method": "qat", "rules": "w8a9"}, "Unknown recipe 'w8a9'. Did you mean 'w8a8'?"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(config, tmp_path, capsys, quant, message):
+    with pytest.raises(SystemExit) as left:
+        main(["train", config("never", quant)])
+    assert left.value.code == 2 and message in capsys.readouterr().err
+    assert not (tmp_path / "never").exists()

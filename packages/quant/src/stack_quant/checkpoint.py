@@ -9,14 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from stack_core.config import differences, to_mapping
 from stack_core.errors import ConversionError, nearest
 from stack_core.plugins import registries
 from stack_core.protocols import TrainedModel
 from stack_quant.errors import QuantError
-from stack_quant.nnx_model import run_as_program
 from stack_quant.recipes import named_or_read, recipe_names
 from stack_quant.rules import Rule
 from stack_quant.section import QUANTIZER, QuantConfig
@@ -85,7 +83,7 @@ def quantize_checkpoint(
     quantized, report = QUANTIZER.apply(trained.model, section, sample_batch)
     batches = list(islice(trained.validation_batches(), evaluation_batches))
     before, targets = _mean_loss(trained.metrics, trained.model, batches, functools.partial(progress, "loss before"))
-    quantized_metrics = functools.partial(run_as_program, trained.metrics)
+    quantized_metrics = functools.partial(QUANTIZER.call, trained.metrics)
     after, _ = _mean_loss(quantized_metrics, quantized, batches, functools.partial(progress, "loss after"))
     progress("writing", 0, 1)
     trained.save(destination, quantized, {_SECTION: section})
@@ -114,7 +112,7 @@ def _opened(source: str, data: str | None) -> TrainedModel:
     return formats[found[0]].open_model(directory, data=data)
 
 
-def _rules(source: str, trained_by: QuantConfig | None, given: Sequence[Rule] | None) -> Sequence[Rule]:
+def _rules(source: str, trained_by: QuantConfig | None, given: tuple[Rule, ...] | None) -> tuple[Rule, ...]:
     """Those that are given, which must be those that the model was trained by, if it was."""
     if trained_by is None and given is not None:
         return given
@@ -123,9 +121,8 @@ def _rules(source: str, trained_by: QuantConfig | None, given: Sequence[Rule] | 
             f"{source} was not trained by a recipe, so that one has to be given: --recipe FILE.yaml, or one of "
             f"{', '.join(recipe_names())}."
         )
-    own = [replace(rule, gradients=None) for rule in trained_by.rules]
-    lines = [] if given is None else differences({"rules": to_mapping(given)}, {"rules": to_mapping(own)})
-    if lines:
+    own = tuple(replace(rule, gradients=None) for rule in trained_by.rules)
+    if given is not None and (lines := differences({"rules": to_mapping(given)}, {"rules": to_mapping(own)})):
         listing = "\n  ".join(lines)
         raise QuantError(
             f"The model of {source} was trained by another recipe; here is the one that is given, not that one:\n  "
@@ -135,6 +132,8 @@ def _rules(source: str, trained_by: QuantConfig | None, given: Sequence[Rule] | 
 
 
 def _check_finite(source: str, model: Any) -> None:
+    from flax import nnx  # here, where there is a module, whose maker has flax; stack-quant itself does without
+
     flat = nnx.traversals.flatten_mapping(nnx.to_pure_dict(nnx.state(model)))
     named = {"/".join(map(str, keys)): array for keys, array in flat.items()}
     lines = [f"  {path}: {count} of {array.size}" for path, array in named.items() if (count := _not_finite(array))]
@@ -157,6 +156,8 @@ def _mean_loss(
     progress: Callable[[int, int], None],
 ) -> tuple[float | None, int]:
     """The mean over all targets, and how many they are."""
+    from flax import nnx  # as above
+
     graph, state = nnx.split(model)
     compiled = jax.jit(lambda state, batch: metrics(nnx.merge(graph, state), batch))
     total, weight = 0.0, 0.0

@@ -1,7 +1,6 @@
 """Runs of quantized models: a section of the config with a quantizer's name is the recipe of the run's model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from stack_core.config import differences, to_mapping
@@ -33,22 +32,12 @@ def transform_of(config: RunConfig) -> ModelTransform:
     quantizer, recipe = registries.quantizers[name], config.sections[name]
     seq_tokens = min(config.data.seq_tokens, config.model.max_positions)
     shapes = batch_shapes(config.data.batch_size, seq_tokens)
-    return ModelTransform(_Applied(quantizer, recipe, shapes), quantizer.call)
+    return ModelTransform(lambda model: quantizer.apply(model, recipe, shapes)[0], quantizer.call)
 
 
 def recipe_differences(ours: RunConfig, theirs: RunConfig) -> list[str]:
     """Lists in what the recipes of two runs differ, "quant.rules.0.weights: 'int8', not 'int4'"."""
     return differences(_recipe(ours), _recipe(theirs))
-
-
-@dataclass(frozen=True)
-class _Applied:
-    quantizer: Any
-    recipe: Any
-    shapes: Mapping[str, Any]
-
-    def __call__(self, model: Any) -> Any:
-        return self.quantizer.apply(model, self.recipe, self.shapes)[0]
 
 
 def _recipe(config: RunConfig) -> Mapping[str, Any]:

@@ -228,6 +228,8 @@ def test_a_recipe_that_is_trained_by_is_what_the_run_is_quantized_by(folder, cap
     run = config(folder, output=str(folder / "aware"), quant={"method": "qat", "rules": W8A8})
     run["trainer"] = {"steps": 2, "init_from": str(folder / "run")}
     main(["train", written(folder / "aware.yaml", run)])
+    main(["generate", str(folder / "aware"), "--prompt", "alpha", "--max-tokens", "2"])
+    capsys.readouterr()
     main(["quantize", str(folder / "aware"), "--out", str(folder / "aware-quantized"), "--json"])
     assert json.loads(capsys.readouterr().out)["loss_after"] > 0
     expected, loaded = model_of(folder / "aware"), model_of(folder / "aware-quantized")
@@ -261,6 +263,17 @@ def test_another_recipe_than_the_models_says_what_differs(folder, capsys, comman
     assert "by another recipe" in message and "rules.0.weights: 'int4', not 'int8'" in message
     assert "activations" not in message
     assert not (folder / "never").exists()
+
+
+@pytest.mark.parametrize(("field", "value"), [("weights", "int4"), ("activations", None)])
+def test_a_checkpoint_says_in_what_the_rules_differ_that_it_was_quantized_by(folder, quantized, capsys, field, value):
+    run = folder / f"other-{field}"
+    shutil.copytree(quantized(W8A8), run)
+    run_yaml = yaml.safe_load((run / "config.yaml").read_text())
+    run_yaml["quant"]["rules"][0][field] = value
+    written(run / "config.yaml", run_yaml)
+    message = refusal(capsys, "generate", run, "--prompt", "alpha")
+    assert f"quant.rules.0.{field}: {value!r}, not 'int8'\n" in message and message.count("quant.rules") == 1
 
 
 def test_a_run_whose_recipe_leaves_codes_is_not_trained(folder, capsys):

@@ -8,7 +8,8 @@ import jax
 from flax import nnx
 
 from stack_core import ops
-from stack_core.config import parse, parse_yaml
+from stack_core.config import differences, parse, parse_yaml, to_mapping
+from stack_core.errors import ConfigError
 from stack_core.ops.building import is_quantized
 from stack_core.plugins import registries
 from stack_train.checkpoint import CheckpointStore, Restored
@@ -37,10 +38,11 @@ def load_model(run: Path, config: RunConfig) -> tuple[Any, int]:
       config: the run's own.
 
     Raises:
+      ConfigError: the checkpoint was quantized by another recipe; says in what they differ.
       CheckpointError: no checkpoint can be used.
     """
     graph, state = nnx.split(transform_of(config).apply(abstract_model(config.model)))
-    restored = _restored(run, nnx.to_pure_dict(state))
+    restored = _restored(run, config, nnx.to_pure_dict(state))
     return nnx.merge(graph, nnx.State(restored.state)), restored.step
 
 
@@ -58,6 +60,7 @@ def load_params(run: Path, config: Any, shardings: Any = None) -> Any:
 
     Raises:
       RunDirectoryError: there is no run.
+      ConfigError: its checkpoint was quantized by another recipe than its config has.
       CheckpointError: no checkpoint can be used, or its model is another; names each parameter that differs.
     """
     saved = run_config(run)
@@ -66,7 +69,7 @@ def load_params(run: Path, config: Any, shardings: Any = None) -> Any:
         stored = jax.tree.map(_placed, stored, shardings, is_leaf=is_quantized)
     params = jax.tree.map(
         lambda leaf, wanted: ops.dequantize(leaf, wanted.dtype).astype(wanted.dtype),
-        _restored(run, stored).state,
+        _restored(run, saved, stored).state,
         abstract_params(config),
         is_leaf=is_quantized,
     )
@@ -99,6 +102,28 @@ def _placed(leaf: Any, sharding: Any) -> Any:
     return leaf if is_quantized(leaf) else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _restored(run: Path, abstract: Any) -> Restored:
+def _restored(run: Path, config: RunConfig, abstract: Any) -> Restored:
     with CheckpointStore(RunDirectory(run).checkpoints) as store:
+        step = store.latest()
+        if step is not None:
+            _check_recipe(store.path(step) / "config.yaml", config)
         return store.restore_params(abstract)
+
+
+def _check_recipe(path: Path, config: RunConfig) -> None:
+    """Raises where a checkpoint's config, if it is there to be read, has another recipe than the run's."""
+    saved = parse_yaml(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else {}
+    lines = [
+        line
+        for name in registries.quantizers
+        if name in saved
+        for line in differences(
+            to_mapping(config.sections.get(name)), to_mapping(parse(registries.configs[name], saved[name])), name
+        )
+    ]
+    if lines:
+        listing = "\n  ".join(lines)
+        raise ConfigError(
+            f"Checkpoint {path.parent} was quantized by another recipe; here is the run's, not the checkpoint's:\n  "
+            f"{listing}\nRestore the run's config, of which the checkpoint has a copy: {path}."
+        )

@@ -1,4 +1,4 @@
-"""Trains a small Llama on the standard library's source, kills it, resumes it, and lets it write.
+"""Trains a small Llama on the standard library, kills and resumes it, lets it write, profiles it and quantizes it.
 
     python examples/quickstart.py [DIRECTORY]
 
@@ -20,7 +20,8 @@ POLL_S = 0.1
 
 def main() -> None:
     directory = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="stack-quickstart-")) / "run"
-    train = (*STACK, "train", str(CONFIG), "--output", str(directory))
+    profiled = ("--profile.first_step", "400", "--profile.steps", "5")
+    train = (*STACK, "train", str(CONFIG), "--output", str(directory), *profiled)
     started_s = time.monotonic()
 
     say("1. Train, and kill -9 the process soon after its first checkpoint.")
@@ -30,18 +31,30 @@ def main() -> None:
     summary = json.loads(subprocess.run([*train, "--resume", "--json"], check=True, stdout=subprocess.PIPE).stdout)
 
     say("3. Generate.")
-    prompt = "def read_file(path):\n"
-    print(prompt, end="", flush=True)
-    subprocess.run(
-        [*STACK, "generate", str(directory), "--prompt", prompt, "--max-tokens", "80", "--temperature", "0.7"],
-        check=True,
-    )
+    generate(directory)
+
+    say("4. Look where the time of steps 400 to 404 went.")
+    trace = directory / "profile"
+    subprocess.run([*STACK, "profile", "ops", str(trace), "--by", "category"], check=True)
+    subprocess.run([*STACK, "profile", "report", str(trace), "--out", str(directory / "profile.html")], check=True)
+
+    say("5. Quantize to 8 bits, and generate from that.")
+    quantized = directory.with_name("run-w8a8")
+    subprocess.run([*STACK, "quantize", str(directory), "--recipe", "w8a8", "--out", str(quantized)], check=True)
+    generate(quantized)
 
     say(
         f"Validation loss {summary['validation_loss']:.3f} nats per token after {summary['step']} steps, "
         f"{summary['tokens_per_s']:,.0f} tokens/s; {time.monotonic() - started_s:.0f} s in all. "
         f"The run is in {directory}."
     )
+
+
+def generate(directory: Path) -> None:
+    prompt = "def read_file(path):\n"
+    print(prompt, end="", flush=True)
+    options = ("--max-tokens", "80", "--temperature", "0.7")
+    subprocess.run([*STACK, "generate", str(directory), "--prompt", prompt, *options], check=True)
 
 
 def kill_after_checkpoint(command: tuple[str, ...], directory: Path) -> None:

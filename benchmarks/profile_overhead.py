@@ -6,8 +6,8 @@ A block is a number of steps, each waited for. In a round every contender runs o
 `off` and `off again` plain, whose difference is what chance makes; `capture` with a trace of its first steps, which is
 encoded and written while the others run, and waited for; `watch` with `stack_profile.Watch` over all. Costs are
 differences to `off` of the same round, over the time of the captured steps, or of the steps that a capture is made for;
-confidence intervals are of the median, by bootstrap over rounds. Writes `results/profile_overhead.md` and `.json`; fails
-when a cost is surely over its limit.
+confidence intervals are of the median, by bootstrap over rounds. Writes `results/profile_overhead.md` and `.json`, and
+fails when a cost is surely over its limit.
 """
 
 import argparse

@@ -23,7 +23,8 @@ def config(tmp_path, monkeypatch):
     texts.mkdir()
     rng = np.random.default_rng(0)
     for number in range(20):
-        (texts / f"{number}.txt").write_text(" ".join(rng.choice(["alpha", "beta", "gamma", "return", "(x)", "\n"], 100)))
+        words = rng.choice(["alpha", "beta", "gamma", "return", "(x)", "\n"], 100)
+        (texts / f"{number}.txt").write_text(" ".join(words))
 
     def write(output, quant, **sections):
         mapping = {

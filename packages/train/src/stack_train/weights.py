@@ -111,14 +111,17 @@ def _restored(run: Path, config: RunConfig, abstract: Any) -> Restored:
 
 
 def _check_recipe(path: Path, config: RunConfig) -> None:
-    """Raises where a checkpoint's config, if it is there to be read, has another recipe than the run's."""
+    """Raises where a checkpoint's config, if it is there to be read, has another recipe than the run's.
+
+    A config without a recipe asks for a float model, which a run that trains by a recipe has, too.
+    """
     saved = parse_yaml(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else {}
     lines = [
         line
         for name in registries.quantizers
-        if name in saved
+        if name in saved and name in config.sections
         for line in differences(
-            to_mapping(config.sections.get(name)), to_mapping(parse(registries.configs[name], saved[name])), name
+            to_mapping(config.sections[name]), to_mapping(parse(registries.configs[name], saved[name])), name
         )
     ]
     if lines:

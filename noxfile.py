@@ -21,7 +21,8 @@ import nox.virtualenv
 PACKAGES = ("core", "kernels", "quant", "train", "rl", "serve", "profile")
 JAX_OF_PYTHON = {"3.11": "jax==0.10.2", "3.12": "jax==0.11.2", "3.13": "jax==0.12.0.*"}
 WRITTEN = ("core", "kernels", "quant", "train", "profile")  # the others have little more than a plugin
-TEST_NEEDS = {"quant": ("flax",)}  # what tests of a package alone need beside it; `constraints/` pins it
+# What tests of a package alone need beside it; `constraints/` pins it.
+TEST_NEEDS = {"quant": ("flax",), "profile": ("grain",)}
 PARITY_PYTHON = "3.11"
 TORCH = "torch==2.13.0"
 # Compilers for hardware that is not there: libtpu, and the CUDA plugin without what only running on a GPU needs.

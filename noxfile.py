@@ -116,7 +116,7 @@ def parity(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def quickstart(session: nox.Session) -> None:
-    """Trains a small model on real text, kills it, resumes it, generates."""
+    """Trains a small model on real text, kills and resumes it, generates, profiles, quantizes."""
     _install(session, *WRITTEN)
     session.run("python", "examples/quickstart.py", *session.posargs)
 

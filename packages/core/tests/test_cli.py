@@ -125,6 +125,11 @@ def test_packages_share_the_first_word_of_their_commands(run):
     assert "Help of bench ops." in group and "Help of bench serve." in group
 
 
+def test_a_group_of_many_commands_names_the_first(run):
+    listed = run(*(f"bench {word}" for word in "abcdef"))("--help")[1]
+    assert "A group of commands: a, b, c, d and 2 more." in listed
+
+
 def test_a_commands_own_help_is_its_docstring(run):
     stack = run("bench ops", "tune")
     for command in (("bench", "ops"), ("tune",)):

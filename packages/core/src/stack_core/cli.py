@@ -13,6 +13,7 @@ from stack_core.plugins import plugins, registries
 __all__ = ["main", "overrides_from"]
 
 USER_ERROR = 2
+_NAMED = 4  # commands of a group in the list of all; `stack GROUP` lists the others
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -100,7 +101,8 @@ def _group(name: str, groups: dict[str, cyclopts.App]) -> cyclopts.App:
     if name not in groups:
         parent, _, word = name.rpartition(" ")
         known = [each.removeprefix(f"{name} ") for each in registries.commands if each.startswith(f"{name} ")]
-        groups[name] = cyclopts.App(name=word, help=f"A group of commands: {', '.join(known)}.")
+        more = f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
+        groups[name] = cyclopts.App(name=word, help=f"A group of commands: {', '.join(known[:_NAMED])}{more}.")
         _group(parent, groups).command(groups[name])
     return groups[name]
 

@@ -17,6 +17,7 @@
     │   ├── CheckpointDamaged      its contents differ from their digests
     │   └── CheckpointIncomplete   a part of the unit is missing
     ├── GenerationError        a prompt or a sampling setting that the model cannot serve
+    ├── EngineBusy             an engine whose queue is full
     ├── TuningError            what cannot be tuned, or a tuned table that cannot be read or merged
     └── TrainingError          training that cannot go on
         ├── NonFiniteLoss          the loss became NaN or infinite
@@ -37,6 +38,7 @@ __all__ = [
     "ConfigError",
     "ConversionError",
     "DataError",
+    "EngineBusy",
     "GenerationError",
     "HardwareError",
     "Interrupted",
@@ -108,7 +110,20 @@ class CheckpointDamaged(CheckpointError): ...
 class CheckpointIncomplete(CheckpointError): ...
 
 
-class GenerationError(StackError): ...
+class GenerationError(StackError):
+    """`parameter` is the field of the request that is at fault, if one is."""
+
+    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class EngineBusy(StackError):
+    """`retry_after_s` is when there may be room again."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class TuningError(StackError): ...

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from stack_core.abi import OpCall, OpImplementation, TunedChoice
     from stack_core.events import Event
+    from stack_core.generation import EngineStats, GenerationRequest, GenerationUpdate
     from stack_core.hardware import Chip
 
 __all__ = [
@@ -20,7 +21,10 @@ __all__ = [
     "ConvertibleFamily",
     "DataSource",
     "Document",
+    "Engine",
+    "GenerativeCheckpoint",
     "KVCache",
+    "KVCacheShape",
     "LanguageModel",
     "ModelFamily",
     "Objective",
@@ -90,6 +94,91 @@ class KVCache(Protocol):
     def advance(self, layers: Any, tokens: int) -> KVCache:
         """The cache after all layers appended `tokens` tokens a row."""
         ...
+
+
+@dataclass(frozen=True)
+class KVCacheShape:
+    """The keys and values that one token of a model leaves: for each layer, two arrays [kv_heads, head_dim]."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+
+@runtime_checkable
+class GenerativeCheckpoint(Protocol):
+    """A language model as a checkpoint format opens it to generate text.
+
+    Attributes:
+      name: for people, and for clients that ask which model they talk to.
+      params: pytree of arrays, some of which may be quantized, in the dtypes that the model computes in.
+      kv_cache: what its layers keep of a token.
+      vocab_size: tokens that it has logits for.
+      max_positions: tokens of the longest sequence.
+      tokenizer: its own, or None.
+      end_tokens: tokens that end a text.
+      chat_template: Jinja source that turns messages into a prompt, or None.
+      special_tokens: texts that the template may name, such as `bos_token`.
+      sampling_defaults: fields of `SamplingParams` that the model's makers recommend.
+    """
+
+    name: str
+    params: Any
+    kv_cache: KVCacheShape
+    vocab_size: int
+    max_positions: int
+    tokenizer: Tokenizer | None
+    end_tokens: frozenset[int]
+    chat_template: str | None
+    special_tokens: Mapping[str, str]
+    sampling_defaults: Mapping[str, Any]
+
+    def model(self, params: Any) -> LanguageModel:
+        """The model with these parameters, in the structure of `params`; called while JAX traces."""
+        ...
+
+    def shardings(self, mesh: Any) -> Any:
+        """How `params` lie on a mesh, in their structure; a quantized array's sharding is a tree, too."""
+        ...
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Continues many prompts at once; made of a `GenerativeCheckpoint`. Its methods may be called from any thread."""
+
+    def submit(self, request: GenerationRequest, receive: Callable[[GenerationUpdate], None] | None = None) -> None:
+        """Queues a request.
+
+        Args:
+          receive: gets each update on the engine's own thread, and must not wait; None leaves them to `stream`.
+
+        Raises:
+          GenerationError: the model cannot serve it; names the parameter, what was given and what is possible.
+          EngineBusy: the queue is full.
+        """
+        ...
+
+    def stream(self, request_id: str) -> Iterator[GenerationUpdate]:
+        """Yields the updates of a request that was submitted without `receive`, until all continuations ended."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request before its next step; one that has ended is left alone."""
+        ...
+
+    def update_weights(self, params: Any) -> None:
+        """Replaces the parameters between two steps, and forgets what was kept of other requests.
+
+        Args:
+          params: pytree in the structure of the checkpoint's; each array is cast to the dtype of the one it replaces.
+
+        Raises:
+          ConversionError: it has another structure or other shapes; names each parameter that differs.
+        """
+        ...
+
+    def stats(self) -> EngineStats: ...
 
 
 @runtime_checkable

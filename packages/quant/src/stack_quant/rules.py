@@ -38,6 +38,9 @@ class Rule:
       tile_size: how many entries along the contracted axis share a scale; None is all of them.
       weight_calibration: how the range of a weight is found, of `stack_quant.calibration`.
       activation_calibration: how that of an activation is.
+      static_ranges: ranges of activations are measured over a stream of batches before, and kept with the model: one of
+        the whole activation, or of each tile, in each of the layers that a scan runs. An average that forgets,
+        "moving,0.99", is always measured so. Otherwise each row of each call has a range of its own.
       double_quantized: scales of tiles are stored in 8 bits.
       optional: that nothing matches is no error.
     """
@@ -50,6 +53,7 @@ class Rule:
     tile_size: PositiveInt | None = None
     weight_calibration: str = "absmax"
     activation_calibration: str = "absmax"
+    static_ranges: bool = False
     double_quantized: bool = False
     optional: bool = False
 
@@ -63,8 +67,16 @@ class Rule:
         for kind in (self.weights, self.activations, self.gradients):
             if kind is not None:
                 qtype(kind)
-        calibration(self.weight_calibration)
+        if calibration(self.weight_calibration).name == "moving":
+            raise RuleError(f"{self}: a weight does not come in a stream to average over. Take absmax, or another.")
         calibration(self.activation_calibration)
+        if self.is_static and self.activations is None:
+            raise RuleError(f"{self}: ranges of activations that stay in float. Say what activations become, too.")
+
+    @property
+    def is_static(self) -> bool:
+        """Whether ranges of activations are measured over a stream of batches."""
+        return self.static_ranges or calibration(self.activation_calibration).name == "moving"
 
     def __str__(self) -> str:
         given = [field for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]

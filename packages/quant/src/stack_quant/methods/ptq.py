@@ -1,4 +1,4 @@
-"""Post-training quantization: weights are rounded to the nearest at once, activations as they come."""
+"""Post-training quantization: weights are rounded to the nearest at once, activations as they come, or to ranges measured before."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ from stack_quant.errors import RuleError
 from stack_quant.methods import Method
 from stack_quant.qarray import QArray
 from stack_quant.rules import Rule
+from stack_quant.scales import Range
 from stack_quant.spec import ArraySpec
 
 __all__ = ["PTQ", "as_it_comes", "no_gradients"]
@@ -38,14 +39,14 @@ def _entered(held: Any, spec: ArraySpec) -> Any:
     return held
 
 
-def _activation(array: jax.Array, spec: ArraySpec) -> QArray:
-    return as_it_comes(spec)(array)
+def _activation(array: jax.Array, spec: ArraySpec, span: Range | None) -> QArray:
+    return as_it_comes(spec)(array, range=span)
 
 
 @functools.cache
 def as_it_comes(spec: ArraySpec) -> Callable[..., QArray]:
-    """`quantize` by a spec of an array, and a `key` by name, whose values nothing looks at."""
+    """`quantize` by a spec of an array, and a `range` and a `key` by name, whose values nothing looks at."""
     return jax.jit(functools.partial(quantize, spec=spec, name="an activation"))
 
 
-PTQ = Method("ptq", no_gradients("ptq"), _parameter, _entered, _activation)
+PTQ = Method("ptq", no_gradients("ptq"), _parameter, _entered, _activation, keeps_ranges=True)

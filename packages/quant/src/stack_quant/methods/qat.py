@@ -8,7 +8,7 @@ The rounding has the gradient of the clipping alone (straight through); the rang
 of method "ptq" under the same rules, to whose products these are equal but for the rounding of floating sums.
 
 Source: Jacob et al., Quantization and Training of Neural Networks, 2018 (arXiv:1712.05877), section 3; the range is
-that of the calibration at each call, and no average over calls.
+that of the calibration at each call, and no average over calls; under a rule of static ranges, of the whole array.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def _parameter(array: Any, spec: ArraySpec, path: str) -> Any:
     return array
 
 
-def _rounded(array: jax.Array, spec: ArraySpec) -> jax.Array:
+def _rounded(array: jax.Array, spec: ArraySpec, span: None = None) -> jax.Array:
     return fake_quantize(array, spec)
 
 

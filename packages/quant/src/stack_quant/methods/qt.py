@@ -44,6 +44,11 @@ def _check(rules: Sequence[Rule]) -> None:
                 f"Rule {number}, {rule}: method 'qt' has a scale for each row and each column of a product. "
                 f"Leave `{option}` out, or use method 'qat'."
             )
+        if rule.is_static:
+            raise RuleError(
+                f"Rule {number}, {rule}: method 'qt' finds the range of each row at each step. "
+                "Leave out `static_ranges`, or the average, or use method 'qat'."
+            )
         if rule.gradients is not None and rule.weights is None and rule.activations is None:
             raise RuleError(
                 f"Rule {number}, {rule}: gradients of products whose operands stay in float. "
@@ -58,7 +63,7 @@ def _check(rules: Sequence[Rule]) -> None:
                 )
 
 
-def _unchanged(array: Any, spec: ArraySpec, path: str = "") -> Any:
+def _unchanged(array: Any, spec: ArraySpec, _: Any = None) -> Any:
     return array
 
 

@@ -1,0 +1,49 @@
+"""What a generation engine is made with."""
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from stack_core.config import config
+from stack_core.errors import ConfigError
+
+__all__ = ["CacheType", "EngineConfig", "PageLayout"]
+
+CacheType = Literal["model", "float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"]
+PageLayout = Literal["phsd", "pshd", "hpsd"]
+
+
+@config
+class EngineConfig:
+    """How much an engine holds and does at once.
+
+    Attributes:
+      max_sequences: continuations that run at once; others wait.
+      max_tokens: of a prompt and its continuation together; None is the model's `max_positions`.
+      step_tokens: tokens that one step computes, at most; prompts are cut into chunks to fit beside decoding.
+      page_tokens: tokens of a page of the cache.
+      pages: of the cache; None is what `max_sequences` sequences of `max_tokens` need, or what fits in memory.
+      cache_dtype: what keys and values are held in; "model" is what the model computes them in.
+      page_layout: axes of a pool of pages, as `ops.paged_attention` names them.
+      prefix_caching: keep pages of prompts for later requests that begin alike.
+      max_waiting: requests that may wait; one more is refused.
+      seed: of requests without one.
+    """
+
+    max_sequences: PositiveInt = 32
+    max_tokens: PositiveInt | None = None
+    step_tokens: PositiveInt = 512
+    page_tokens: PositiveInt = 16
+    pages: PositiveInt | None = None
+    cache_dtype: CacheType = "model"
+    page_layout: PageLayout = "pshd"
+    prefix_caching: bool = True
+    max_waiting: PositiveInt = 1024
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.step_tokens < self.max_sequences:
+            raise ConfigError(
+                f"step_tokens={self.step_tokens} is less than max_sequences={self.max_sequences}, each of which needs "
+                "a token of every step. Raise the one or lower the other."
+            )

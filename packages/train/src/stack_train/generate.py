@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from stack_core.detokenize import IncrementalDetokenizer, StopTexts
 from stack_core.errors import GenerationError
 from stack_core.ops.building import is_quantized
 from stack_core.protocols import LanguageModel, Tokenizer
 from stack_train.data.tokenizer import HuggingFaceTokenizer
-from stack_train.detokenize import IncrementalDetokenizer, StopTexts
 from stack_train.run_directory import RunDirectory
 from stack_train.sampling import SamplingConfig, sample
 from stack_train.weights import load_model, run_config

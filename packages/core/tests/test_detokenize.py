@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stack_train.detokenize import IncrementalDetokenizer, StopTexts
+from stack_core.detokenize import IncrementalDetokenizer, StopTexts
 
 
 class Bytes:

@@ -1,0 +1,303 @@
+"""What each step computes: a pure function of the host's own records, without model, clock or randomness.
+
+A step takes one token of every running sequence that has its next one, and beside them pieces of prompts, up to
+`step_tokens` in all. It is planned while the step before it runs, so that a sequence's newest token may be known to the
+devices only. Guarantees, for any workload of sequences each of which fits into the cache alone:
+
+  - A running sequence decodes in every step; a prompt's length delays no other's decoding. It stops only when the
+    cache is full, and then the last of the running is preempted: it gives up its pages and waits to be computed again.
+  - Those that wait begin in the order of priority and arrival. The first of them is not overtaken by ones that would
+    fit, save a continuation that waits for its request's first to compute the prompt.
+  - Who runs is not preempted by one that waits, whatever its priority.
+  - The first of the running is never preempted while others run. So everything ends, if no better arrivals keep coming.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from stack_core.generation import EngineStats
+from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.pages import PagePool, extend_digests
+from stack_serve.llm.sequence import Sequence
+
+__all__ = ["Plan", "Row", "SchedulerState", "finish", "forget_prefixes", "record", "schedule"]
+
+
+class Row(NamedTuple):
+    """The part of a step that is one sequence's: tokens `start` to `start + tokens` of those that `slot` holds.
+
+    Attributes:
+      samples: the token after them is sampled, as they end with the sequence's last.
+    """
+
+    sequence: Sequence
+    slot: int
+    start: int
+    tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step.
+
+    Attributes:
+      rows: of single tokens first, then pieces of prompts; a sequence has at most one.
+      admitted: sequences that got a slot, each of which has a row; their known tokens are all that they have.
+      preempted: sequences that lost theirs; none of them has a row.
+    """
+
+    rows: tuple[Row, ...]
+    admitted: tuple[Sequence, ...]
+    preempted: tuple[Sequence, ...]
+
+
+@dataclass(slots=True)
+class SchedulerState:
+    """Who waits, who runs, and what they hold.
+
+    Attributes:
+      waiting, running: in the order of priority and arrival.
+      free_slots: numbers below `max_sequences` that no running sequence has.
+      block_tables: int32[max_sequences, pages_per_sequence], the pages of the sequence in each slot; what lies behind
+        them is left from others.
+      weights_version: goes up when `forget_prefixes` is called.
+      steps, prompt_tokens, generated_tokens, prefix_queries_tokens, prefix_hits_tokens, preemptions: as in
+        `EngineStats`; a prompt counts once for each of its continuations.
+    """
+
+    page_tokens: int
+    step_tokens: int
+    prefix_caching: bool
+    pool: PagePool
+    free_slots: list[int]
+    block_tables: np.ndarray
+    waiting: list[Sequence] = field(default_factory=list)
+    running: list[Sequence] = field(default_factory=list)
+    weights_version: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_queries_tokens: int = 0
+    prefix_hits_tokens: int = 0
+    preemptions: int = 0
+
+    @classmethod
+    def of(cls, config: EngineConfig, *, max_tokens: int, pages: int) -> SchedulerState:
+        """The state in which nothing waits or runs.
+
+        Args:
+          max_tokens: of a prompt and its continuation together.
+          pages: of the cache.
+        """
+        return cls(
+            page_tokens=config.page_tokens,
+            step_tokens=config.step_tokens,
+            prefix_caching=config.prefix_caching,
+            pool=PagePool(pages),
+            free_slots=list(reversed(range(config.max_sequences))),
+            block_tables=np.zeros((config.max_sequences, -(-max_tokens // config.page_tokens)), np.int32),
+        )
+
+    def stats(self, *, compilations: int) -> EngineStats:
+        """The counts, with one that the scheduler does not know."""
+        return EngineStats(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            used_pages=self.pool.pages - self.pool.available,
+            pages=self.pool.pages,
+            steps=self.steps,
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated_tokens,
+            prefix_queries_tokens=self.prefix_queries_tokens,
+            prefix_hits_tokens=self.prefix_hits_tokens,
+            preemptions=self.preemptions,
+            compilations=compilations,
+        )
+
+
+def schedule(state: SchedulerState, arrivals: Iterable[Sequence]) -> Plan:
+    """Plans the next step, which is empty if there is nothing to compute.
+
+    Args:
+      arrivals: new ones; each has `max_total_tokens` above its tokens, and fits into the cache alone.
+    """
+    for sequence in arrivals:
+        insort(state.waiting, sequence, key=_order)
+    ready = [sequence for sequence in state.running if sequence.total_tokens < sequence.max_total_tokens]
+    decodes, chunks, preempted, admitted = list[Row](), list[Row](), list[Sequence](), list[Sequence]()
+    prompt_tokens = state.step_tokens - sum(_is_decode(sequence) for sequence in ready)
+    for sequence in ready:
+        if sequence.slot is None:
+            break  # it and all after it were preempted
+        missing = sequence.total_tokens - sequence.computed_tokens
+        tokens = 1 if missing == 1 else min(missing, prompt_tokens)
+        if not tokens or not _make_room(state, sequence, tokens, preempted):
+            continue
+        if missing == 1:
+            decodes.append(_advance(sequence, 1))
+        else:
+            chunks.append(_advance(sequence, tokens))
+            prompt_tokens -= tokens
+    while not preempted and prompt_tokens and (sequence := _admit(state)) is not None:
+        admitted.append(sequence)
+        tokens = min(sequence.total_tokens - sequence.computed_tokens, prompt_tokens)
+        _make_room(state, sequence, tokens, preempted)
+        chunks.append(_advance(sequence, tokens))
+        prompt_tokens -= tokens
+    rows = (*decodes, *chunks)
+    for row in rows:  # only now, for a step's rows do not read each other's pages
+        _register(state, row.sequence)
+    state.steps += bool(rows)
+    return Plan(rows, tuple(admitted), tuple(preempted))
+
+
+def record(state: SchedulerState, sequence: Sequence, token: int) -> None:
+    """Makes known the token that the oldest of the sequence's rows whose token was not known sampled.
+
+    It is dropped if the sequence has ended. If it has not and has all of its tokens now, `finish` is to follow.
+    """
+    sequence.in_flight -= 1
+    if sequence.ended:
+        return
+    sequence.tokens.append(token)
+    state.generated_tokens += 1
+    _register(state, sequence)
+
+
+def finish(state: SchedulerState, sequence: Sequence) -> None:
+    """Ends a sequence wherever it is; what it held may be given to others at once, as devices work in order."""
+    if sequence.ended:
+        return
+    sequence.ended = True
+    if sequence.slot is None:
+        state.waiting.remove(sequence)
+    else:
+        _release(state, sequence)
+
+
+def forget_prefixes(state: SchedulerState) -> None:
+    """Forgets all kept pages, as new weights make other keys and values; those running go on with what they have."""
+    state.weights_version += 1
+    state.pool.forget()
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.priority, sequence.arrival
+
+
+def _is_decode(sequence: Sequence) -> bool:
+    return sequence.total_tokens - sequence.computed_tokens == 1
+
+
+def _advance(sequence: Sequence, tokens: int) -> Row:
+    start = sequence.computed_tokens
+    samples = start + tokens == sequence.total_tokens
+    sequence.computed_tokens = start + tokens
+    sequence.in_flight += samples
+    assert sequence.slot is not None
+    return Row(sequence, sequence.slot, start, tokens, samples)
+
+
+def _make_room(state: SchedulerState, sequence: Sequence, tokens: int, preempted: list[Sequence]) -> bool:
+    """Takes pages for the next tokens, from the last of the running if need be; says if it was not itself that one."""
+    pages = -(-(sequence.computed_tokens + tokens) // state.page_tokens)
+    while pages - len(sequence.pages) > state.pool.available:
+        last = state.running[-1]
+        _release(state, last)
+        last.preemptions += 1
+        state.preemptions += 1
+        insort(state.waiting, last, key=_order)
+        preempted.append(last)
+        if last is sequence:
+            return False
+    while len(sequence.pages) < pages:
+        page = state.pool.take()
+        state.block_tables[sequence.slot, len(sequence.pages)] = page
+        sequence.pages.append(page)
+    return True
+
+
+def _release(state: SchedulerState, sequence: Sequence) -> None:
+    """Takes slot and pages of a running sequence away."""
+    assert sequence.slot is not None
+    state.running.remove(sequence)
+    state.free_slots.append(sequence.slot)
+    state.pool.release(sequence.pages)
+    sequence.slot = None
+    sequence.pages = []
+    sequence.computed_tokens = sequence.registered_pages = 0
+
+
+def _admit(state: SchedulerState) -> Sequence | None:
+    """Gives a slot to the first that waits, and the kept pages that it begins with, if it can begin.
+
+    It can if there is room for all of its tokens, those that the running still lack, and one more page for each of
+    these, lest it be preempted at once.
+    """
+    if not state.free_slots:
+        return None
+    sequence = next((sequence for sequence in state.waiting if not _waits_for_leader(state, sequence)), None)
+    if sequence is None or sequence.in_flight:
+        return None
+    found = _find_prefix(state, sequence)
+    lacking = sum(-(-other.total_tokens // state.page_tokens) - len(other.pages) + 1 for other in state.running)
+    needed = -(-sequence.total_tokens // state.page_tokens) - len(found) + state.pool.kept_among(found)
+    if needed + lacking > state.pool.available:
+        return None
+    state.waiting.remove(sequence)
+    insort(state.running, sequence, key=_order)
+    state.pool.share(found)
+    sequence.slot = state.free_slots.pop()
+    sequence.pages = found
+    sequence.computed_tokens = len(found) * state.page_tokens
+    sequence.registered_pages = len(found)
+    sequence.weights_version = state.weights_version
+    state.block_tables[sequence.slot, : len(found)] = found
+    if not sequence.preemptions:
+        _count_prompt(state, sequence)
+    return sequence
+
+
+def _waits_for_leader(state: SchedulerState, sequence: Sequence) -> bool:
+    leader = sequence.leader
+    if leader is None or leader.prompt_planned or leader.ended:
+        return False
+    return state.prefix_caching and sequence.cacheable and sequence.prompt_tokens > state.page_tokens
+
+
+def _find_prefix(state: SchedulerState, sequence: Sequence) -> list[int]:
+    """The kept pages that a sequence begins with; never all of its tokens, as the last has to be computed."""
+    if not (state.prefix_caching and sequence.cacheable):
+        return []
+    pages = (len(sequence.tokens) - 1) // state.page_tokens
+    extend_digests(sequence.digests, sequence.tokens, page_tokens=state.page_tokens, pages=pages)
+    return state.pool.find(sequence.digests[:pages])
+
+
+def _count_prompt(state: SchedulerState, sequence: Sequence) -> None:
+    sequence.cached_tokens = sequence.computed_tokens
+    state.prompt_tokens += sequence.prompt_tokens
+    if state.prefix_caching and sequence.cacheable:
+        state.prefix_queries_tokens += sequence.prompt_tokens
+        state.prefix_hits_tokens += sequence.cached_tokens
+
+
+def _register(state: SchedulerState, sequence: Sequence) -> None:
+    """Lets others find those of its pages that are full of known tokens, once planned steps compute them."""
+    sequence.prompt_planned |= sequence.computed_tokens >= sequence.prompt_tokens
+    pages = min(len(sequence.tokens), sequence.computed_tokens) // state.page_tokens
+    if pages <= sequence.registered_pages or not state.prefix_caching:
+        return
+    if sequence.weights_version != state.weights_version:
+        return
+    extend_digests(sequence.digests, sequence.tokens, page_tokens=state.page_tokens, pages=pages)
+    for page in range(sequence.registered_pages, pages):
+        state.pool.register(sequence.pages[page], sequence.digests[page])
+    sequence.registered_pages = pages

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.errors import ConversionError
+from stack_core import checkpoint_formats
 from stack_core.ops.building import is_quantized
 from stack_core.protocols import TrainedModel
 from stack_quant.errors import QuantError
@@ -19,7 +19,6 @@ pytest.importorskip("flax", reason="needs flax: install stack-quant[flax]")
 
 from flax import nnx
 
-from stack_quant import checkpoint
 from stack_quant.checkpoint import quantize_checkpoint
 
 VOCAB, EMBED = 32, 16
@@ -84,7 +83,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
     trained = Trained()
     (tmp_path / "bigrams").touch()
     formats = {"bigrams": Format(trained), "only converts": object()}
-    monkeypatch.setattr(checkpoint, "registries", SimpleNamespace(checkpoint_formats=formats))
+    monkeypatch.setattr(checkpoint_formats, "registries", SimpleNamespace(checkpoint_formats=formats))
     return trained
 
 
@@ -126,18 +125,6 @@ def test_progress_is_told(trained: Trained, tmp_path: Path) -> None:
 def test_nothing_is_measured_where_nothing_is_held_out(trained: Trained, tmp_path: Path) -> None:
     result = quantize_checkpoint(f"bigrams:{tmp_path}", "w8a8", tmp_path / "out", evaluation_batches=0)
     assert (result.loss_before, result.loss_after, result.targets) == (None, None, 0)
-
-
-def test_a_directory_of_two_formats_is_asked_about(trained: Trained, tmp_path: Path) -> None:
-    checkpoint.registries.checkpoint_formats["others"] = Format(trained)
-    with pytest.raises(ConversionError, match=rf"formats bigrams and others. Say which, as in bigrams:{tmp_path}"):
-        quantize_checkpoint(str(tmp_path), "w8a8", tmp_path / "out")
-
-
-def test_without_a_format_the_package_that_has_some_is_named(trained: Trained, tmp_path: Path) -> None:
-    checkpoint.registries.checkpoint_formats.clear()
-    with pytest.raises(ConversionError, match="pip install stack-train"):
-        quantize_checkpoint(str(tmp_path), "w8a8", tmp_path / "out")
 
 
 def test_every_parameter_that_is_not_finite_is_named(trained: Trained, tmp_path: Path) -> None:

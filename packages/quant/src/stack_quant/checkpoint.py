@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from stack_core.checkpoint_formats import open_model
 from stack_core.config import differences, to_mapping
-from stack_core.errors import ConversionError, nearest
-from stack_core.plugins import registries
-from stack_core.protocols import TrainedModel
+from stack_core.errors import ConversionError
 from stack_quant.errors import QuantError
 from stack_quant.recipes import named_or_read, recipe_names
 from stack_quant.rules import Rule
@@ -74,7 +73,7 @@ def quantize_checkpoint(
         raise ConversionError(f"{destination} exists already; nothing is overwritten. Choose a new directory.")
     given = None if recipe is None else named_or_read(recipe)
     progress("reading the model", 0, 1)
-    trained = _opened(source, data)
+    trained = open_model(source, data=data)
     section = QuantConfig(rules=_rules(source, trained.sections.get(_SECTION), given))
     _check_finite(source, trained.model)
     progress("reading the data", 0, 1)
@@ -88,28 +87,6 @@ def quantize_checkpoint(
     progress("writing", 0, 1)
     trained.save(destination, quantized, {_SECTION: section})
     return QuantizedCheckpoint(destination, report, before, after, targets)
-
-
-def _opened(source: str, data: str | None) -> TrainedModel:
-    formats = {name: registries.checkpoint_formats[name] for name in registries.checkpoint_formats}
-    formats = {name: format_ for name, format_ in formats.items() if hasattr(format_, "open_model")}
-    known = ", ".join(formats) or "none; `pip install stack-train` provides some"
-    scheme, separator, path = source.partition(":")
-    if separator and "/" not in scheme:
-        if scheme not in formats:
-            advice = nearest(scheme, formats)
-            raise ConversionError(f"Unknown checkpoint format {scheme!r} in {source!r}.{advice} Known: {known}.")
-        return formats[scheme].open_model(Path(path), data=data)
-    directory = Path(source)
-    found = [name for name, format_ in formats.items() if format_.recognizes(directory)]
-    if len(found) > 1:
-        raise ConversionError(
-            f"{source} could be of the formats {' and '.join(found)}. Say which, as in {found[0]}:{source}."
-        )
-    if not found:
-        what = "holds no model of a known format" if directory.is_dir() else "is no directory"
-        raise ConversionError(f"{source} {what}. Formats: {known}.")
-    return formats[found[0]].open_model(directory, data=data)
 
 
 def _rules(source: str, trained_by: QuantConfig | None, given: tuple[Rule, ...] | None) -> tuple[Rule, ...]:

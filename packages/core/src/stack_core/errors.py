@@ -18,6 +18,7 @@
     │   └── CheckpointIncomplete   a part of the unit is missing
     ├── GenerationError        a prompt or a sampling setting that the model cannot serve
     ├── EngineBusy             an engine whose queue is full
+    ├── EngineStopped          an engine that was closed, or that failed
     ├── TuningError            what cannot be tuned, or a tuned table that cannot be read or merged
     └── TrainingError          training that cannot go on
         ├── NonFiniteLoss          the loss became NaN or infinite
@@ -39,6 +40,7 @@ __all__ = [
     "ConversionError",
     "DataError",
     "EngineBusy",
+    "EngineStopped",
     "GenerationError",
     "HardwareError",
     "Interrupted",
@@ -124,6 +126,9 @@ class EngineBusy(StackError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class EngineStopped(StackError): ...
 
 
 class TuningError(StackError): ...

@@ -25,6 +25,7 @@ class EngineConfig:
       pages: of the cache; None is what `max_sequences` sequences of `max_tokens` need, or what fits in memory.
       cache_dtype: what keys and values are held in; "model" is what the model computes them in.
       page_layout: axes of a pool of pages, as `ops.paged_attention` names them.
+      tensor: devices that each layer's heads and features are split over.
       prefix_caching: keep pages of prompts for later requests that begin alike.
       max_waiting: requests that may wait; one more is refused.
       seed: of requests without one.
@@ -37,6 +38,7 @@ class EngineConfig:
     pages: PositiveInt | None = None
     cache_dtype: CacheType = "model"
     page_layout: PageLayout = "pshd"
+    tensor: PositiveInt = 1
     prefix_caching: bool = True
     max_waiting: PositiveInt = 1024
     seed: int | None = None

@@ -1,0 +1,144 @@
+"""The paged key-value cache: keys and values of all sequences lie in pages of pools that they share."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from stack_core import ops
+from stack_core.abi import ABI_MAJOR, ABI_MINOR, QView
+from stack_core.protocols import AttentionSpec, KVCacheShape
+from stack_serve.llm.config import CacheType, PageLayout
+
+__all__ = ["PagedKVCache", "PagedLayer", "QuantizedPages", "Rows", "empty_layers"]
+
+_CODES = {"int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantizedPages:
+    """A pool of pages of codes; each token of each head has a scale.
+
+    Invariant: codes[page, slot, head, i] * scales[page, slot, head, 0] is the value, whatever the order of the axes.
+    """
+
+    codes: Any
+    scales: Any
+
+    def __stack_qview__(self) -> QView:
+        return QView((ABI_MAJOR, ABI_MINOR), self.codes, self.scales, None, f"{self.codes.dtype}/tokens")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedLayer:
+    """The pools of keys and of values, [layers, ...] and the axes of the layout; one layer's lack the first axis."""
+
+    key: Any
+    value: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """The tokens of one step: row r computes the next `query_starts[r + 1] - query_starts[r]` tokens of a sequence.
+
+    Attributes:
+      block_tables: int32[rows, pages], the numbers of the pages of each row's sequence, in order.
+      kv_lengths: int32[rows], tokens of each row's sequence, those of the step included.
+      query_starts: int32[rows + 1], ascending from 0; tokens from the last on are padding.
+      pages: int32[tokens], the page where each token's key goes; a number that no page has for padding.
+      slots: int32[tokens], its slot there.
+    """
+
+    block_tables: Any
+    kv_lengths: Any
+    query_starts: Any
+    pages: Any
+    slots: Any
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["layers", "rows"], meta_fields=["layout"])
+@dataclass(frozen=True)
+class PagedKVCache:
+    """A `KVCache` for tokens of many sequences at once, each a batch row of one token.
+
+    A model that is called with tokens [tokens, 1] attends from each to the keys of its own sequence, those of the same
+    step included.
+
+    Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023
+    (arXiv:2309.06180).
+    """
+
+    layers: PagedLayer
+    rows: Rows
+    layout: PageLayout
+
+    def attend(
+        self,
+        layer_cache: PagedLayer,
+        query: Float[Array, "tokens 1 heads head_dim"],
+        key: Float[Array, "tokens 1 kv_heads head_dim"],
+        value: Float[Array, "tokens 1 kv_heads head_dim"],
+        spec: AttentionSpec,
+    ) -> tuple[Float[Array, "tokens 1 heads head_dim"], PagedLayer]:
+        """Puts keys and values into their pages, and attends, in the dtype of pages that are not quantized."""
+        layer_cache = PagedLayer(self._put(layer_cache.key, key[:, 0]), self._put(layer_cache.value, value[:, 0]))
+        output: Any = ops.paged_attention(
+            query[:, 0].astype(getattr(layer_cache.key, "dtype", query.dtype)),
+            layer_cache.key,
+            layer_cache.value,
+            block_tables=self.rows.block_tables,
+            kv_lengths=self.rows.kv_lengths,
+            query_starts=self.rows.query_starts,
+            window=spec.window,
+            softcap=spec.softcap,
+            scale=spec.scale,
+            layout=self.layout,
+        )
+        return output[:, None].astype(query.dtype), layer_cache
+
+    def advance(self, layers: Any, tokens: int) -> "PagedKVCache":
+        """The cache after all layers; how many tokens a sequence has is the host's to know."""
+        return replace(self, layers=layers)
+
+    def _put(self, pool: Any, new: jax.Array) -> Any:
+        if isinstance(pool, QuantizedPages):
+            codes, scales = _quantized(new, pool.codes.dtype)
+            return QuantizedPages(self._write(pool.codes, codes), self._write(pool.scales, scales))
+        return self._write(pool, new.astype(pool.dtype))
+
+    def _write(self, pool: jax.Array, new: jax.Array) -> jax.Array:
+        places = {"p": self.rows.pages, "s": self.rows.slots}
+        index = tuple(places.get(axis, slice(None)) for axis in self.layout)
+        if self.layout == "hpsd":  # neighbouring index arrays leave their axis where it is, behind the heads
+            new = new.swapaxes(0, 1)
+        return pool.at[index].set(new, mode="drop")
+
+
+def empty_layers(
+    shape: KVCacheShape, *, pages: int, page_tokens: int, layout: PageLayout, dtype: CacheType = "model"
+) -> PagedLayer:
+    """Pools of `pages` pages for all layers, all zero."""
+    sizes = {"p": pages, "s": page_tokens, "h": shape.kv_heads, "d": shape.head_dim}
+    axes = (shape.layers, *(sizes[axis] for axis in layout))
+
+    def pool() -> Any:
+        if dtype in _CODES:
+            return QuantizedPages(jnp.zeros(axes, _CODES[dtype]), jnp.zeros((*axes[:-1], 1), jnp.float32))
+        return jnp.zeros(axes, shape.dtype if dtype == "model" else dtype)
+
+    return PagedLayer(pool(), pool())
+
+
+def _quantized(values: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Codes, and the scale that each vector [head_dim] shares, so that its largest entry is the largest code."""
+    largest = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+    values = values.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(values), axis=-1, keepdims=True) / largest
+    scaled = values / jnp.where(scale > 0, scale, 1.0)
+    return (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype), scale

@@ -1,0 +1,26 @@
+"""How many programs XLA compiled for a thread; a server under load has none."""
+
+import threading
+from collections import Counter
+
+import jax
+
+__all__ = ["compilations_here"]
+
+_EVENT = "/jax/core/compile/backend_compile_duration"
+
+_of_thread: Counter[int] = Counter()
+_listening = threading.Event()
+
+
+def compilations_here() -> int:
+    """Programs that this thread compiled, or loaded compiled, since the first call of this function."""
+    if not _listening.is_set():
+        _listening.set()
+        jax.monitoring.register_event_duration_secs_listener(_count)
+    return _of_thread[threading.get_ident()]
+
+
+def _count(event: str, duration_s: float, **_: object) -> None:
+    if event == _EVENT:
+        _of_thread[threading.get_ident()] += 1

@@ -1,0 +1,139 @@
+"""What an engine can serve: each request is checked before it is queued."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from stack_core.errors import ConfigError, GenerationError
+from stack_core.generation import GenerationRequest, SamplingParams
+from stack_core.machine import available_memory_bytes
+from stack_core.protocols import GenerativeCheckpoint
+from stack_serve.llm.cache import empty_layers
+from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.logprobs import MOST_LOGPROBS
+from stack_serve.llm.sampling import MOST_BIASES, MOST_STOP_TOKENS
+
+__all__ = ["Limits"]
+
+_MOST_CONTINUATIONS = 128
+_CACHE_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The sizes of an engine.
+
+    Attributes:
+      max_tokens: of a prompt and its continuation together.
+      pages: of the cache.
+    """
+
+    max_tokens: int
+    pages: int
+    vocab_size: int
+    has_tokenizer: bool
+
+    @classmethod
+    def of(cls, checkpoint: GenerativeCheckpoint, config: EngineConfig) -> "Limits":
+        """The sizes that a config asks for, and those that it leaves open.
+
+        Raises:
+          ConfigError: they do not fit each other or the model.
+        """
+        max_tokens = checkpoint.max_positions if config.max_tokens is None else config.max_tokens
+        if max_tokens > checkpoint.max_positions:
+            raise ConfigError(
+                f"max_tokens={max_tokens} is more than the {checkpoint.max_positions} positions of model "
+                f"{checkpoint.name!r}. Lower it, or leave it out to have them all."
+            )
+        needed = -(-max_tokens // config.page_tokens)
+        pages = config.pages or min(needed * config.max_sequences, max(needed, _fitting_pages(checkpoint, config)))
+        if pages < needed:
+            raise ConfigError(
+                f"pages={pages} of {config.page_tokens} tokens hold {pages * config.page_tokens} tokens; one sequence "
+                f"may have {max_tokens}. Give at least {needed} pages, or lower max_tokens."
+            )
+        return cls(max_tokens, pages, checkpoint.vocab_size, checkpoint.tokenizer is not None)
+
+    def total_tokens(self, request: GenerationRequest) -> int:
+        """The most tokens that prompt and continuation may have."""
+        wanted = request.sampling.max_tokens
+        return self.max_tokens if wanted is None else len(request.prompt) + wanted
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises a GenerationError that names the parameter if the request cannot be served."""
+        self._check_prompt(request)
+        self._check_sampling(request.sampling)
+        if request.timeout_s is not None and request.timeout_s <= 0:
+            raise GenerationError(f"timeout_s={request.timeout_s}: expected a positive time.", parameter="timeout_s")
+
+    def _check_prompt(self, request: GenerationRequest) -> None:
+        tokens = len(request.prompt)
+        if not tokens:
+            raise GenerationError("The prompt has no tokens; a continuation needs one to follow.", parameter="prompt")
+        if not all(0 <= token < self.vocab_size for token in request.prompt):
+            bad = next(token for token in request.prompt if not 0 <= token < self.vocab_size)
+            raise GenerationError(
+                f"The prompt has token {bad}; the model has tokens 0 to {self.vocab_size - 1}.", parameter="prompt"
+            )
+        if tokens >= self.max_tokens:
+            raise GenerationError(
+                f"The prompt is {tokens} tokens long; prompt and continuation together may have {self.max_tokens}. "
+                f"Shorten the prompt to {self.max_tokens - 1} tokens at most.",
+                parameter="prompt",
+            )
+        if self.total_tokens(request) > self.max_tokens:
+            raise GenerationError(
+                f"The prompt's {tokens} tokens and max_tokens={request.sampling.max_tokens} are more than the "
+                f"{self.max_tokens} that both together may have. Ask for {self.max_tokens - tokens} at most.",
+                parameter="max_tokens",
+            )
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        self._check_count("n", sampling.n, _MOST_CONTINUATIONS, "continuations")
+        for name in ("logprobs", "prompt_logprobs"):
+            self._check_count(name, getattr(sampling, name) or 0, MOST_LOGPROBS, "of the most likely tokens")
+        self._check_count("logit_bias", len(sampling.logit_bias), MOST_BIASES, "tokens")
+        self._check_count("stop_tokens", len(sampling.stop_tokens), MOST_STOP_TOKENS, "tokens")
+        for name, tokens in (("logit_bias", sampling.logit_bias), ("stop_tokens", sampling.stop_tokens)):
+            if any(token >= self.vocab_size for token in tokens):
+                raise GenerationError(
+                    f"{name} has token {max(tokens)}; the model has tokens 0 to {self.vocab_size - 1}.", parameter=name
+                )
+        if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+            raise GenerationError(
+                f"min_tokens={sampling.min_tokens} is more than max_tokens={sampling.max_tokens}. Lower it.",
+                parameter="min_tokens",
+            )
+        if sampling.stop and not self.has_tokenizer:
+            raise GenerationError(
+                "Stop texts need a tokenizer; the model has none. Give stop_tokens.", parameter="stop"
+            )
+
+    def _check_count(self, name: str, given: int, most: int, what: str) -> None:
+        if given > most:
+            raise GenerationError(f"{name}: {given} {what} are asked for; the most is {most}.", parameter=name)
+
+
+def _fitting_pages(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> int:
+    """Pages for which there is memory: half of what is free, on each device."""
+    layers = jax.eval_shape(
+        lambda: empty_layers(
+            checkpoint.kv_cache,
+            pages=1,
+            page_tokens=config.page_tokens,
+            layout=config.page_layout,
+            dtype=config.cache_dtype,
+        )
+    )
+    page_bytes = sum(pool.size * pool.dtype.itemsize for pool in jax.tree.leaves(layers))
+    free_bytes = _free_bytes(jax.devices()[0])
+    return 2**30 if free_bytes is None else int(free_bytes * _CACHE_SHARE) * config.tensor // page_bytes
+
+
+def _free_bytes(device: Any) -> int | None:
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return available_memory_bytes()

@@ -1,0 +1,230 @@
+"""What an engine's thread does, turn by turn: plan and start a step, then read the tokens of the one before."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from stack_core.generation import FinishReason, GenerationRequest, GenerationUpdate, TokenLogprob
+from stack_core.protocols import GenerativeCheckpoint
+from stack_serve.llm.compilations import compilations_here
+from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.limits import Limits
+from stack_serve.llm.logprobs import TokenLogprobs
+from stack_serve.llm.output import Output
+from stack_serve.llm.programs import Programs, StepResult
+from stack_serve.llm.sampling import SamplingSettings
+from stack_serve.llm.scheduler import Plan, Row, SchedulerState, finish, forget_prefixes, record, schedule
+from stack_serve.llm.sequence import Sequence
+from stack_serve.llm.work import Continuation, Work
+
+__all__ = ["EngineLoop"]
+
+_MOST_SEED = 2**32
+
+
+@dataclass(frozen=True)
+class _StartedStep:
+    """A step that the devices were given.
+
+    Attributes:
+      prompt_logprobs: of the tokens that follow those of the step, if any row wants them.
+    """
+
+    rows: tuple[Row, ...]
+    result: StepResult
+    prompt_logprobs: TokenLogprobs | None
+
+
+class EngineLoop:
+    """The state of an engine, which only one thread may change.
+
+    Attributes:
+      stats: as of the last turn.
+    """
+
+    def __init__(
+        self, checkpoint: GenerativeCheckpoint, config: EngineConfig, limits: Limits, programs: Programs
+    ) -> None:
+        self._tokenizer, self._end_tokens = checkpoint.tokenizer, checkpoint.end_tokens
+        self._limits = limits
+        self._programs = programs
+        self._state = SchedulerState.of(config, max_tokens=limits.max_tokens, pages=limits.pages)
+        self._seeds = np.random.default_rng(config.seed)
+        self._arrived = 0
+        self._arrivals: list[Sequence] = []
+        self._continuations: dict[int, Continuation] = {}
+        self._with_deadline: set[Work] = set()
+        self._started: _StartedStep | None = None
+        self.stats = self._state.stats(compilations=0)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn would do anything."""
+        return bool(self._continuations) or self._started is not None
+
+    def work(self, request: GenerationRequest, receive: Callable[[GenerationUpdate], None]) -> Work:
+        """What is to be done for a request; any thread may ask, one at a time."""
+        work = Work(request, receive)
+        sampling = request.sampling
+        seed = int(self._seeds.integers(_MOST_SEED)) if sampling.seed is None else sampling.seed
+        leader: Sequence | None = None
+        for index in range(sampling.n):
+            sequence = Sequence(
+                id=self._arrived,
+                request_id=request.request_id,
+                index=index,
+                tokens=list(request.prompt),
+                prompt_tokens=len(request.prompt),
+                max_total_tokens=self._limits.total_tokens(request),
+                priority=request.priority,
+                arrival=self._arrived,
+                cacheable=sampling.prompt_logprobs is None or index > 0,
+                leader=leader,
+            )
+            leader = leader or sequence
+            self._arrived += 1
+            settings = SamplingSettings.row(
+                sampling, seed=(seed, index), end_tokens=self._end_tokens, prompt_tokens=len(request.prompt)
+            )
+            output = Output(
+                request,
+                index,
+                tokenizer=self._tokenizer,
+                end_tokens=self._end_tokens,
+                max_tokens=sequence.max_total_tokens - sequence.prompt_tokens,
+            )
+            work.unfinished[index] = Continuation(sequence, settings, output, work)
+        return work
+
+    def begin(self, work: Work) -> None:
+        """Takes up a request."""
+        for continuation in work.unfinished.values():
+            self._arrivals.append(continuation.sequence)
+            self._continuations[continuation.sequence.id] = continuation
+        if work.deadline_s is not None:
+            self._with_deadline.add(work)
+
+    def end(self, work: Work, reason: FinishReason) -> None:
+        """Ends what is left of a request that was begun."""
+        for continuation in list(work.unfinished.values()):
+            self._end(continuation, reason)
+
+    def update_weights(self, params: Any) -> None:
+        """Replaces the parameters and forgets the pages that were kept for other requests."""
+        self._programs.update_weights(params)
+        forget_prefixes(self._state)
+
+    def turn(self) -> None:
+        """Starts the next step, and reads the one before, which the devices work on meanwhile."""
+        self._end_overdue()
+        arrivals, self._arrivals = self._arrivals, []
+        plan = schedule(self._state, arrivals)
+        started, self._started = self._started, self._start(plan) if plan.rows else None
+        if started is not None:
+            self._read(started)
+        self.stats = self._state.stats(compilations=compilations_here())
+
+    def _start(self, plan: Plan) -> _StartedStep:
+        now_s = time.monotonic()
+        for sequence in plan.admitted:
+            continuation = self._continuations[sequence.id]
+            continuation.work.started_s = continuation.work.started_s or now_s
+            assert sequence.slot is not None
+            self._programs.admit(sequence.slot, sequence.tokens, continuation.settings)
+        tables = self._state.block_tables[[row.slot for row in plan.rows]]
+        result = self._programs.step([row[1:] for row in plan.rows], tables)
+        return _StartedStep(plan.rows, result, self._prompt_logprobs(plan.rows, result))
+
+    def _prompt_logprobs(self, rows: tuple[Row, ...], result: StepResult) -> TokenLogprobs | None:
+        if not any(self._wants_prompt(row) for row in rows):
+            return None
+        targets: list[int] = []
+        for row in rows:
+            following = row.sequence.tokens[row.start + 1 : row.start + row.tokens + 1]
+            targets += following + [0] * (row.tokens - len(following))
+        return self._programs.prompt_logprobs(result, targets)
+
+    def _wants_prompt(self, row: Row) -> bool:
+        continuation = self._continuations[row.sequence.id]
+        wanted = continuation.work.request.sampling.prompt_logprobs is not None and row.sequence.index == 0
+        return wanted and row.start < row.sequence.prompt_tokens
+
+    def _read(self, step: _StartedStep) -> None:
+        """Waits for a step's tokens and passes them on."""
+        if step.prompt_logprobs is not None:
+            self._read_prompts(step)
+        sampled = step.result.sampled
+        tokens, finite = np.asarray(sampled.tokens).tolist(), np.asarray(sampled.ok).tolist()
+        logprobs: list[Any] | None = None
+        for place, row in enumerate(step.rows):
+            if not row.samples:
+                continue
+            record(self._state, row.sequence, tokens[place])
+            continuation = self._continuations.get(row.sequence.id)
+            if continuation is None:
+                continue
+            if not finite[place]:
+                self._end(continuation, "error", error="The model's logits are not finite after this text.")
+                continue
+            wanted = continuation.work.request.sampling.logprobs
+            if wanted is not None and logprobs is None:
+                logprobs = _readable(sampled)
+            logprob = None if wanted is None or logprobs is None else _token_logprob(logprobs, place, wanted)
+            self._push(continuation, tokens[place], logprob)
+
+    def _push(self, continuation: Continuation, token: int, logprob: TokenLogprob | None) -> None:
+        try:
+            update = continuation.output.push(token, logprob)
+        except Exception as error:  # Whatever a tokenizer raises concerns this request, and no other.
+            self._end(continuation, "error", error=f"The text of token {token} cannot be made: {error}")
+            return
+        continuation.work.tell(update, cached_tokens=continuation.sequence.cached_tokens)
+        if update.finish_reason is not None:
+            self._drop(continuation)
+
+    def _read_prompts(self, step: _StartedStep) -> None:
+        figures = _readable(step.prompt_logprobs)
+        place = 0
+        for row in step.rows:
+            continuation = self._continuations.get(row.sequence.id)
+            if continuation is not None and self._wants_prompt(row):
+                wanted = continuation.work.request.sampling.prompt_logprobs or 0
+                known = range(row.start + 1, min(row.start + row.tokens + 1, row.sequence.prompt_tokens))
+                for position in known:
+                    found = _token_logprob(figures, place + position - row.start - 1, wanted)
+                    continuation.work.prompt_logprobs[position] = found
+            place += row.tokens
+
+    def _end(self, continuation: Continuation, reason: FinishReason, *, error: str | None = None) -> None:
+        """Ends a continuation for another reason than its tokens."""
+        self._drop(continuation)
+        continuation.work.end(continuation, reason, error=error)
+
+    def _drop(self, continuation: Continuation) -> None:
+        del self._continuations[continuation.sequence.id]
+        if continuation.sequence in self._arrivals:
+            self._arrivals.remove(continuation.sequence)
+        else:
+            finish(self._state, continuation.sequence)
+
+    def _end_overdue(self) -> None:
+        if not self._with_deadline:
+            return
+        now_s = time.monotonic()
+        for work in [work for work in self._with_deadline if not work.unfinished or work.is_overdue(now_s)]:
+            self._with_deadline.remove(work)
+            self.end(work, "deadline")
+
+
+def _readable(figures: Any) -> Any:
+    """On the host, as lists."""
+    return jax.tree.map(lambda array: np.asarray(array).tolist(), figures)
+
+
+def _token_logprob(figures: Any, place: int, wanted: int) -> TokenLogprob:
+    top = tuple(zip(figures.top_tokens[place][:wanted], figures.top_logprobs[place][:wanted], strict=True))
+    return TokenLogprob(figures.tokens[place], figures.logprobs[place], figures.ranks[place], top)

@@ -1,0 +1,64 @@
+"""Where an engine's arrays lie: on one device, or with each layer's heads and features split over several."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from stack_core.errors import HardwareError
+from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
+from stack_core.protocols import GenerativeCheckpoint, KVCacheShape
+from stack_serve.llm.config import PageLayout
+from stack_serve.llm.unstacking import split_layers
+
+__all__ = ["Placement"]
+
+_KV_HEADS = ("kv_heads", "act_kv_heads")
+
+
+class Placement:
+    """Puts arrays on `tensor` devices; what cannot be split lies whole on each.
+
+    Raises:
+      HardwareError: there are not so many devices.
+    """
+
+    def __init__(self, shape: KVCacheShape, tensor: int) -> None:
+        devices = jax.devices()
+        if tensor > len(devices):
+            raise HardwareError(
+                f"The engine is to be split over tensor={tensor} devices, but there are {len(devices)}: "
+                f"{', '.join(map(str, devices[:8]))}. Lower tensor, or start it where there are more."
+            )
+        self._split_heads = shape.kv_heads % tensor == 0
+        rules = {} if self._split_heads else dict.fromkeys(_KV_HEADS)
+        self._rules = DEFAULT_RULES.updated(rules)
+        self._mesh = None if tensor == 1 else make_mesh(MeshConfig(fsdp=1, tensor=tensor), devices[:tensor])
+
+    def context(self) -> AbstractContextManager[None]:
+        """In which programs are traced."""
+        return nullcontext() if self._mesh is None else use_mesh(self._mesh, self._rules)
+
+    def params(self, checkpoint: GenerativeCheckpoint, params: Any, chosen: Any) -> Any:
+        """The checkpoint's parameters, or others like them, with those that are `chosen` split into their layers."""
+        if self._mesh is None:
+            return split_layers(jax.tree.map(jnp.asarray, params), chosen)
+        return split_layers(jax.device_put(params, checkpoint.shardings(self._mesh)), chosen)
+
+    def pools(self, layers: Any, layout: PageLayout) -> Any:
+        """Pools of pages, split by their heads; of one layer each, or of all in the first axis."""
+        if self._mesh is None:
+            return layers
+        spec = [("tensor" if axis == "h" and self._split_heads else None) for axis in layout]
+
+        def place(pool: jax.Array) -> jax.Array:
+            leading = [None] * (pool.ndim - len(spec))
+            return jax.device_put(pool, NamedSharding(self._mesh, PartitionSpec(*leading, *spec)))
+
+        return jax.tree.map(place, layers)
+
+    def replicated(self, tree: Any) -> Any:
+        """The same on every device."""
+        return tree if self._mesh is None else jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))

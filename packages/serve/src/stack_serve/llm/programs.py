@@ -1,0 +1,170 @@
+"""What an engine runs on its devices: a few programs of fixed shapes, all compiled before the first request."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core.protocols import GenerativeCheckpoint
+from stack_serve.llm.buckets import Buckets
+from stack_serve.llm.cache import empty_layers
+from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.logprobs import TokenLogprobs
+from stack_serve.llm.placement import Placement
+from stack_serve.llm.sampling import Sampled, SamplingSettings
+from stack_serve.llm.step import ROW_FIELDS, SlotState, Step, admit
+from stack_serve.llm.unstacking import layer_by_layer, loops_over, split_layers
+
+__all__ = ["Programs", "StepResult"]
+
+Key = tuple[str, *tuple[int, ...]]
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave, on the devices and perhaps not yet computed.
+
+    Attributes:
+      sampled: a token a row.
+      hidden: [tokens, 1, embed], of which the log-probabilities of prompts are made.
+    """
+
+    sampled: Sampled
+    hidden: jax.Array
+
+
+class Programs:
+    """The parameters, pages and slots of an engine on its devices, and the compiled programs that work on them.
+
+    Attributes:
+      parameters: shapes and dtypes of the checkpoint's parameters.
+      late_compilations: programs that were compiled only when one was needed.
+    """
+
+    def __init__(self, checkpoint: GenerativeCheckpoint, config: EngineConfig, *, max_tokens: int, pages: int) -> None:
+        self._config, self._checkpoint = config, checkpoint
+        self._max_tokens = max_tokens
+        self._row_fields = len(ROW_FIELDS) + -(-max_tokens // config.page_tokens)
+        self._buckets = Buckets(config.max_sequences, config.step_tokens)
+        self._step = Step(checkpoint, config, pages)
+        self._placement = Placement(checkpoint.kv_cache, config.tensor)
+        self._compiled: dict[Key, Any] = {}
+        self.late_compilations = 0
+
+        self.parameters = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), checkpoint.params)
+        self._slots = self._placement.replicated(self._empty_slots())
+        empty = partial(
+            empty_layers,
+            checkpoint.kv_cache,
+            pages=pages,
+            page_tokens=config.page_tokens,
+            layout=config.page_layout,
+            dtype=config.cache_dtype,
+        )
+        whole = (self.parameters, jax.eval_shape(empty))
+        self._looped, looped_pools = self._traced(loops_over, self._smallest_step, whole)
+        self._layers = self._placement.pools(jax.jit(lambda: split_layers(empty(), looped_pools))(), config.page_layout)
+        self._params = self._placement.params(checkpoint, checkpoint.params, self._looped)
+
+    def compile_all(self, progress: Progress | None = None) -> None:
+        """Compiles every program that can be needed.
+
+        Args:
+          progress: receives a program's name, how many are done, and how many there are.
+        """
+        keys = self._keys()
+        # XLA compiles without Python's lock, which tracing the next one holds.
+        with ThreadPoolExecutor(max_workers=2) as threads:
+            compiling = [(key, threads.submit(self._lowered(key).compile)) for key in keys]
+            for done, (key, program) in enumerate(compiling, 1):
+                self._compiled[key] = program.result()
+                if progress is not None:
+                    progress(" ".join(map(str, key)), done, len(keys))
+
+    def admit(self, slot: int, tokens: Sequence[int], settings: SamplingSettings) -> None:
+        """Gives a slot to a sequence.
+
+        Args:
+          tokens: all that are known of it.
+          settings: without the axis of slots.
+        """
+        padded = np.zeros(self._max_tokens, np.int32)
+        padded[: len(tokens)] = tokens
+        self._slots = self._program(("admit",))(self._slots, np.int32(slot), padded, settings)
+
+    def step(self, rows: Sequence[tuple[int, int, int, bool]], tables: np.ndarray) -> StepResult:
+        """Computes the tokens of some sequences.
+
+        Args:
+          rows: the `ROW_FIELDS` of each.
+          tables: int32[rows, pages], the numbers of their pages.
+        """
+        tokens = sum(row[2] for row in rows)
+        row_bucket, token_bucket = self._buckets.of(len(rows), tokens)
+        packed = np.zeros((row_bucket, self._row_fields), np.int32)
+        packed[:, 0] = self._config.max_sequences
+        packed[: len(rows), : len(ROW_FIELDS)] = rows
+        packed[: len(rows), len(ROW_FIELDS) :] = tables
+        program = self._program(("step", row_bucket, token_bucket))
+        self._layers, self._slots, sampled, hidden = program(self._params, self._layers, self._slots, packed)
+        return StepResult(sampled, hidden)
+
+    def prompt_logprobs(self, result: StepResult, targets: Sequence[int]) -> TokenLogprobs:
+        """The log-probabilities, after each of the first tokens of a step, of the tokens that follow them."""
+        padded = np.zeros(len(result.hidden), np.int32)
+        padded[: len(targets)] = targets
+        return self._program(("prompt_logprobs", len(padded)))(self._params, result.hidden, padded)
+
+    def update_weights(self, params: Any) -> None:
+        """Replaces the parameters by others of the same structure, shapes and dtypes."""
+        self._params = self._placement.params(self._checkpoint, params, self._looped)
+
+    def _keys(self) -> list[Key]:
+        steps = self._buckets.all()
+        prompts = sorted({tokens for _, tokens in steps})
+        return [("admit",), *(("step", *step) for step in steps), *(("prompt_logprobs", tokens) for tokens in prompts)]
+
+    def _program(self, key: Key) -> Any:
+        if key not in self._compiled:
+            self._compiled[key] = self._lowered(key).compile()
+            self.late_compilations += 1
+        return self._compiled[key]
+
+    def _lowered(self, key: Key) -> Any:
+        return self._traced(getattr(self, f"_lowered_{key[0]}"), *key[1:])
+
+    def _lowered_admit(self) -> Any:
+        settings = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), self._slots.settings)
+        jitted = jax.jit(admit, donate_argnums=0)
+        return jitted.lower(self._slots, _int32(), _int32(self._max_tokens), settings)
+
+    def _lowered_step(self, rows: int, tokens: int) -> Any:
+        jitted = jax.jit(layer_by_layer(partial(self._step, tokens=tokens)), donate_argnums=(1, 2))
+        return jitted.lower(self._params, self._layers, self._slots, _int32(rows, self._row_fields))
+
+    def _lowered_prompt_logprobs(self, tokens: int) -> Any:
+        *_, hidden = jax.eval_shape(self._smallest_step, (self._params, self._layers))
+        hidden = jax.ShapeDtypeStruct((tokens, *hidden.shape[1:]), hidden.dtype)
+        return jax.jit(layer_by_layer(self._step.prompt_logprobs)).lower(self._params, hidden, _int32(tokens))
+
+    def _smallest_step(self, params_and_layers: Any) -> Any:
+        rows = jnp.zeros((1, self._row_fields), jnp.int32)
+        return layer_by_layer(partial(self._step, tokens=1))(*params_and_layers, self._slots, rows)
+
+    def _empty_slots(self) -> SlotState:
+        slots = self._config.max_sequences + 1
+        return SlotState(jnp.zeros((slots, self._max_tokens), jnp.int32), SamplingSettings.zeros(slots))
+
+    def _traced(self, function: Callable[..., Any], *args: Any) -> Any:
+        with self._placement.context():
+            return function(*args)
+
+
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -1,0 +1,103 @@
+"""One step of an engine on its devices: tokens of several sequences run, and a next one sampled for each."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from stack_core.protocols import GenerativeCheckpoint
+from stack_serve.llm.cache import PagedKVCache, PagedLayer, Rows
+from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.logprobs import TokenLogprobs, token_logprobs
+from stack_serve.llm.sampling import Sampled, SamplingSettings, sample
+
+__all__ = ["ROW_FIELDS", "SlotState", "Step", "admit"]
+
+ROW_FIELDS = ("slot", "start", "tokens", "samples")
+"""What a row of a step begins with: the sequence's slot, the position of the first token that is computed, how many
+are, and whether the one after them is sampled. The numbers of the sequence's pages follow."""
+
+_PROMPT_LOGPROB_ROWS = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlotState:
+    """What the devices know of the sequence in each slot; the last slot is no sequence's, but that of padding.
+
+    Attributes:
+      tokens: int32[slots, max_tokens]; a step reads those that it computes, and writes the one that it samples.
+      settings: how it is sampled, [slots, ...].
+    """
+
+    tokens: Any
+    settings: SamplingSettings
+
+
+def admit(slots: SlotState, slot: jax.Array, tokens: jax.Array, settings: SamplingSettings) -> SlotState:
+    """Gives a slot to a sequence with tokens[max_tokens] and settings without the axis of slots."""
+    written = jax.tree.map(lambda held, new: held.at[slot].set(new), slots.settings, settings)
+    return SlotState(slots.tokens.at[slot].set(tokens), written)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The step of one model, a pure function that is compiled for each shape of its rows.
+
+    Attributes:
+      pages: of the cache.
+    """
+
+    checkpoint: GenerativeCheckpoint
+    config: EngineConfig
+    pages: int
+
+    def __call__(
+        self, params: Any, layers: PagedLayer, slots: SlotState, rows: Int[Array, "rows fields"], *, tokens: int
+    ) -> tuple[Any, SlotState, Sampled, Float[Array, "tokens 1 embed"]]:
+        """Computes at most `tokens` tokens, which the rows have in all.
+
+        Returns:
+          The pools of pages and the slots after it; a token for each row, which means nothing where none was to be
+          sampled; and the hidden states.
+        """
+        slot, start, count, samples = (rows[:, field] for field in range(len(ROW_FIELDS)))
+        places, token_ids, positions = self._places(slots, rows, tokens)
+        model = self.checkpoint.model(params)
+        hidden, cache = model(
+            token_ids[:, None], positions[:, None], cache=PagedKVCache(layers, places, self.config.page_layout)
+        )
+        logits = model.logits(hidden[jnp.maximum(places.query_starts[1:] - 1, 0), 0])
+        lengths = start + count
+        settings = jax.tree.map(lambda array: array[slot], slots.settings)
+        sampled = sample(logits, settings, slots.tokens[slot], lengths)
+        target = jnp.where(samples > 0, slot, len(slots.tokens))
+        known = slots.tokens.at[target, lengths].set(sampled.tokens, mode="drop")
+        return cache.layers, SlotState(known, slots.settings), sampled, hidden
+
+    def prompt_logprobs(
+        self, params: Any, hidden: Float[Array, "tokens 1 embed"], targets: Int[Array, " tokens"]
+    ) -> TokenLogprobs:
+        """The log-probabilities of the tokens that follow those of a step, a few rows of logits at a time."""
+        model = self.checkpoint.model(params)
+        rows = min(_PROMPT_LOGPROB_ROWS, len(targets))
+        blocks = (hidden[:, 0].reshape(-1, rows, hidden.shape[-1]), targets.reshape(-1, rows))
+        found = jax.lax.map(lambda block: token_logprobs(model.logits(block[0]), block[1]), blocks)
+        return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), found)
+
+    def _places(self, slots: SlotState, rows: jax.Array, tokens: int) -> tuple[Rows, jax.Array, jax.Array]:
+        """Where the tokens of a step lie, which they are, and at which positions they stand."""
+        slot, start, count = (rows[:, field] for field in range(3))
+        tables = rows[:, len(ROW_FIELDS) :]
+        ends = jnp.cumsum(count, dtype=jnp.int32)
+        query_starts = jnp.pad(ends, (1, 0))
+        token = jnp.arange(tokens, dtype=jnp.int32)
+        row = jnp.minimum(jnp.sum(token[:, None] >= ends, axis=1, dtype=jnp.int32), len(rows) - 1)
+        real = token < ends[-1]
+        position = jnp.where(real, start[row] + token - query_starts[row], 0)
+        page_tokens = self.config.page_tokens
+        page = jnp.where(real, tables[row, position // page_tokens], self.pages)
+        places = Rows(tables, start + count, query_starts, page, position % page_tokens)
+        return places, jnp.where(real, slots.tokens[slot[row], position], 0), position

@@ -1,0 +1,163 @@
+"""Programs whose loops over layers run layer by layer, on arrays that each hold one layer.
+
+Models stack the parameters of their layers, [layers, ...], and loop over them with `lax.scan`, which compiles one for
+all. Each turn of the loop takes its layer out of the stack, and on CPUs copies it: where a step is as fast as memory
+can be read, as decoding is, that is up to six times slower than arrays of their own (40M parameters, bfloat16, 8 rows
+on two cores: 46 ms against 9 ms with jax 0.10.2). A cache that is updated in a loop is copied likewise. So what a loop
+only takes its layers from is split beforehand, and the loop unrolled when the program is compiled; models know nothing
+of it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal, jaxpr_as_fun
+
+from stack_core.jaxprs import bind, consts_of, equations_of, inner, scan_counts, traced_here
+
+__all__ = ["Layers", "layer_by_layer", "loops_over", "split_layers"]
+
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class Layers:
+    """Stands for an array [layers, ...]: `arrays[i]` is its slice i."""
+
+    arrays: tuple[Any, ...]
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the array that it stands for."""
+        return jax.ShapeDtypeStruct((len(self.arrays), *self.arrays[0].shape), self.arrays[0].dtype)
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+        return self.arrays, None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, arrays: Sequence[Any]) -> "Layers":
+        return cls(tuple(arrays))
+
+
+def loops_over(function: Callable[..., Any], tree: Any, *args: Any) -> Any:
+    """Which arrays of `tree` does `function(tree, *args)` hand to loops that take a slice a turn, and to nothing else?
+
+    Args:
+      tree, args: pytrees of arrays, or of their shapes and dtypes.
+
+    Returns:
+      True or False in the place of each array of `tree`.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    jaxpr = jax.make_jaxpr(function)(tree, *args)
+    variables = equations_of(jaxpr).invars[: len(leaves)]
+    looped = _looped(equations_of(jaxpr))
+    return jax.tree.unflatten(structure, [looped.get(variable, False) for variable in variables])
+
+
+def split_layers(tree: Any, chosen: Any) -> Any:
+    """The arrays of `tree` where `chosen` is True as `Layers`, each on the devices and in the sharding of the whole."""
+    return jax.tree.map(lambda array, split: _split(array) if split else array, tree, chosen)
+
+
+def layer_by_layer(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` for arguments some of whose arrays are `Layers`; so are those results that a loop stacks.
+
+    A `Layers` that something else than a loop uses is stacked there.
+    """
+
+    def run(*args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args, is_leaf=_is_layers)
+        avals = [leaf.aval if _is_layers(leaf) else leaf for leaf in leaves]
+        jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(structure, avals))
+        return jax.tree.unflatten(jax.tree.structure(shape), _run(jaxpr, leaves))
+
+    return run
+
+
+def _looped(jaxpr: Any) -> dict[Any, bool]:
+    """For each variable that is used, whether loops are all that use it."""
+    found: dict[Any, bool] = {}
+    for equation in jaxpr.eqns:
+        uses = _uses(equation)
+        for variable, looped in zip(equation.invars, uses, strict=True):
+            if not isinstance(variable, Literal):
+                found[variable] = found.get(variable, True) and looped
+    for variable in jaxpr.outvars:
+        if not isinstance(variable, Literal):
+            found[variable] = False
+    return found
+
+
+def _uses(equation: Any) -> list[bool]:
+    if equation.primitive.name == "scan":
+        sliced = len(equation.invars) - sum(scan_counts(equation))
+        return [False] * (len(equation.invars) - sliced) + [True] * sliced
+    if equation.primitive.name in _CALLS:
+        called = equations_of(inner(equation))
+        looped = _looped(called)
+        return [looped.get(variable, True) for variable in called.invars]
+    return [False] * len(equation.invars)
+
+
+def _is_layers(value: Any) -> bool:
+    return isinstance(value, Layers)
+
+
+@jax.jit
+def _split(array: jax.Array) -> Layers:
+    return Layers(tuple(array[index] for index in range(array.shape[0])))
+
+
+def _stacked(value: Any) -> Any:
+    return jnp.stack(value.arrays) if _is_layers(value) else value
+
+
+def _run(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
+    """Evaluates a closed jaxpr, equation by equation."""
+    open_jaxpr = equations_of(jaxpr)
+    values: dict[Any, Any] = dict(zip(open_jaxpr.constvars, consts_of(jaxpr), strict=True))
+    values |= dict(zip(open_jaxpr.invars, arguments, strict=True))
+
+    def read(variable: Any) -> Any:
+        return variable.val if isinstance(variable, Literal) else values[variable]
+
+    for equation in open_jaxpr.eqns:
+        operands = [read(variable) for variable in equation.invars]
+        with traced_here(equation):
+            results = _results(equation, operands)
+        values |= dict(zip(equation.outvars, results, strict=True))
+    return [read(variable) for variable in open_jaxpr.outvars]
+
+
+def _results(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    if any(map(_is_layers, operands)):
+        if equation.primitive.name == "scan":
+            return _unrolled(equation, operands)
+        if equation.primitive.name in _CALLS:
+            return _run(inner(equation), operands)
+    return bind(equation, list(map(_stacked, operands)))
+
+
+def _unrolled(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    """Runs a loop turn by turn; its stacked results are `Layers`."""
+    consts_count, carry_count = scan_counts(equation)
+    consts = list(map(_stacked, operands[:consts_count]))
+    carry = list(map(_stacked, operands[consts_count : consts_count + carry_count]))
+    sliced = operands[consts_count + carry_count :]
+    body = jax.jit(jaxpr_as_fun(equation.params["jaxpr"]))
+    turns = range(equation.params["length"])
+    outputs: dict[int, list[Any]] = {}
+    for turn in reversed(turns) if equation.params["reverse"] else turns:
+        results = body(
+            *consts, *carry, *(operand.arrays[turn] if _is_layers(operand) else operand[turn] for operand in sliced)
+        )
+        carry, outputs[turn] = list(results[:carry_count]), list(results[carry_count:])
+    stacked = [
+        Layers(tuple(outputs[turn][place] for turn in turns)) for place in range(len(equation.outvars) - carry_count)
+    ]
+    return [*carry, *stacked]

@@ -1,0 +1,84 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core.ops.building import is_quantized
+from stack_core.protocols import AttentionSpec, KVCacheShape
+from stack_serve.llm.cache import PagedKVCache, PagedLayer, Rows, empty_layers
+
+SHAPE = KVCacheShape(layers=2, kv_heads=2, head_dim=8, dtype="float32")
+PAGES, PAGE_TOKENS, HEADS = 6, 4, 4
+# Row 0 continues a sequence of 5 tokens by 3, row 1 begins one with 2; one token is padding.
+TABLES = np.array([[3, 1, 0], [5, 0, 0]], np.int32)
+
+
+def layer_of(layers: PagedLayer) -> PagedLayer:
+    return jax.tree.map(lambda pool: pool[0], layers)
+
+
+def rows(starts: list[int], counts: list[int], tokens: int) -> Rows:
+    positions = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
+    of_row = np.repeat(np.arange(len(starts)), counts)
+    pages, slots = np.full(tokens, PAGES), np.zeros(tokens, int)
+    pages[: len(positions)] = TABLES[of_row, positions // PAGE_TOKENS]
+    slots[: len(positions)] = positions % PAGE_TOKENS
+    arrays = (TABLES, np.add(starts, counts), np.concatenate([[0], np.cumsum(counts)]), pages, slots)
+    return Rows(*(jnp.asarray(array, jnp.int32) for array in arrays))
+
+
+def attended(dtype: Any, layout: Any) -> tuple[jax.Array, jax.Array]:
+    """What row 0 and 1 get, and what dense attention to the same keys gives."""
+    keys = jax.random.split(jax.random.key(1), 6)
+    key, value = (jax.random.normal(keys[i], (10, SHAPE.kv_heads, SHAPE.head_dim)) for i in (0, 1))
+    query = jax.random.normal(keys[2], (10, HEADS, SHAPE.head_dim))
+    layers = empty_layers(SHAPE, pages=PAGES, page_tokens=PAGE_TOKENS, layout=layout, dtype=dtype)
+    first = PagedKVCache(layers, rows([0, 0], [5, 0], 5), layout)
+    _, layer = first.attend(layer_of(layers), query[:5, None], key[:5, None], value[:5, None], AttentionSpec())
+    second = PagedKVCache(layers, rows([5, 0], [3, 2], 6), layout)
+    step = slice(5, 10)
+    padded = [
+        jnp.pad(x[step, None], ((0, 1), (0, 0), (0, 0), (0, 0)), constant_values=9.0) for x in (query, key, value)
+    ]
+    output, _ = second.attend(layer, *padded, AttentionSpec())
+
+    def dense(places: slice, first_query: int) -> jax.Array:
+        k, v = (jnp.repeat(x[places], HEADS // SHAPE.kv_heads, axis=1) for x in (key, value))
+        q = query[places][first_query:]
+        logits = jnp.einsum("qhd,khd->hqk", q, k) * SHAPE.head_dim**-0.5
+        seen = jnp.arange(len(k)) <= jnp.arange(first_query, len(k))[:, None]
+        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(seen, logits, -jnp.inf)), v)
+
+    return output[:5, 0], jnp.concatenate([dense(slice(0, 8), 5), dense(slice(8, 10), 0)])
+
+
+@pytest.mark.parametrize("layout", ["phsd", "pshd", "hpsd"])
+def test_pages_hold_what_dense_attention_sees(layout: Any) -> None:
+    found, expected = attended("model", layout)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"), [("bfloat16", 0.02), ("int8", 0.02), ("fp8_e4m3", 0.08), ("fp8_e5m2", 0.2)]
+)
+def test_narrow_pages_are_close(dtype: Any, error: float) -> None:
+    found, expected = attended(dtype, "pshd")
+    distance = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
+    assert 0 < distance < error
+
+
+def test_quantized_pages_take_a_byte_an_entry_and_a_scale_a_vector() -> None:
+    layers = empty_layers(SHAPE, pages=PAGES, page_tokens=PAGE_TOKENS, layout="pshd", dtype="int8")
+    assert is_quantized(layers.key)
+    entries = SHAPE.layers * PAGES * PAGE_TOKENS * SHAPE.kv_heads * SHAPE.head_dim
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(layers)) == 2 * (entries + entries // SHAPE.head_dim * 4)
+
+
+def test_padding_writes_nowhere() -> None:
+    layers = empty_layers(SHAPE, pages=PAGES, page_tokens=PAGE_TOKENS, layout="pshd")
+    ones = jnp.ones((3, 1, SHAPE.kv_heads, SHAPE.head_dim))
+    cache = PagedKVCache(layers, rows([0, 0], [1, 0], 3), "pshd")
+    _, layer = cache.attend(layer_of(layers), jnp.ones((3, 1, HEADS, SHAPE.head_dim)), ones, ones, AttentionSpec())
+    assert jnp.count_nonzero(layer.key) == SHAPE.kv_heads * SHAPE.head_dim

@@ -1,0 +1,76 @@
+"""Changes of logits that depend on single tokens: biases, and penalties for tokens that occurred before."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+__all__ = ["add_at", "penalize"]
+
+_CHUNK_TOKENS = 256
+
+
+def add_at(
+    logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows n"], values: Float[Array, "rows n"]
+) -> Float[Array, "rows vocab"]:
+    """Adds to the logits of tokens; where a token is negative, nothing."""
+    rows = jnp.arange(len(logits))[:, None]
+    return logits.at[rows, jnp.where(tokens < 0, logits.shape[1], tokens)].add(values, mode="drop")
+
+
+def penalize(
+    logits: Float[Array, "rows vocab"],
+    history: Int[Array, "rows max_tokens"],
+    *,
+    prompt_tokens: Int[Array, " rows"],
+    lengths: Int[Array, " rows"],
+    repetition: Float[Array, " rows"],
+    frequency: Float[Array, " rows"],
+    presence: Float[Array, " rows"],
+) -> Float[Array, "rows vocab"]:
+    """Penalizes tokens that occurred.
+
+        z' = z / r if z > 0 else z r            where the token occurred in the prompt or the continuation
+        z'' = z' - f count - p (count > 0)      count: how often in the continuation
+
+    Args:
+      history: each row's prompt and continuation, `lengths` tokens.
+      prompt_tokens: of `history`.
+      repetition: r, 1 for none.
+      frequency: f, 0 for none.
+      presence: p, 0 for none.
+    """
+
+    def counts(first: jax.Array, wanted: jax.Array) -> jax.Array:
+        return _counts(history, first, jnp.where(wanted, lengths, 0), logits.shape[1])
+
+    def repeated(logits: jax.Array) -> jax.Array:
+        penalized = jnp.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None])
+        return jnp.where(counts(jnp.zeros_like(lengths), repetition != 1) > 0, penalized, logits)
+
+    def generated(logits: jax.Array) -> jax.Array:
+        count = counts(prompt_tokens, (frequency != 0) | (presence != 0))
+        return logits - frequency[:, None] * count - jnp.where(count > 0, presence[:, None], 0)
+
+    logits = _if_any(repetition != 1, repeated, logits)
+    return _if_any((frequency != 0) | (presence != 0), generated, logits)
+
+
+def _if_any(needed: jax.Array, change: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
+    return lax.cond(jnp.any(needed), change, lambda logits: logits, logits)
+
+
+def _counts(history: jax.Array, first: jax.Array, stop: jax.Array, vocab: int) -> Float[Array, "rows vocab"]:
+    """How often each token stands in a row of `history` from its `first` place up to its `stop`."""
+    rows = jnp.arange(len(history))[:, None]
+
+    def add_chunk(chunk: jax.Array, count: jax.Array) -> jax.Array:
+        places = chunk * _CHUNK_TOKENS + jnp.arange(_CHUNK_TOKENS)
+        tokens = history.at[:, places].get(mode="fill", fill_value=vocab)
+        counted = (first[:, None] <= places) & (places < stop[:, None])
+        return count.at[rows, jnp.where(counted, tokens, vocab)].add(1.0, mode="drop")
+
+    chunks = -(-jnp.max(stop) // _CHUNK_TOKENS)
+    return lax.fori_loop(0, chunks, add_chunk, jnp.zeros((len(history), vocab), jnp.float32))

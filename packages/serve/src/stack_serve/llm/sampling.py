@@ -1,0 +1,255 @@
+"""Draws the next token of each row from the logits of a model."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from stack_core.generation import SamplingParams
+from stack_serve.llm.candidates import GROUPS, at_token, kth_largest, most_likely, padded
+from stack_serve.llm.logprobs import MOST_LOGPROBS, TokenLogprobs, token_logprobs
+from stack_serve.llm.penalties import add_at, penalize
+
+__all__ = ["MOST_BIASES", "MOST_STOP_TOKENS", "Sampled", "SamplingSettings", "sample"]
+
+MOST_BIASES = 300
+"""How many tokens' logits a request may change."""
+
+MOST_STOP_TOKENS = 32
+"""How many tokens may end a continuation, the model's own end tokens among them."""
+
+_LARGEST_FLOAT = float(np.finfo(np.float32).max)
+_LARGEST_INT = np.iinfo(np.int32).max
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How the next token of each row is sampled; the fields are those of `SamplingParams`, where not said otherwise.
+
+    Each has a leading axis of rows or slots, but those of `row`.
+
+    Attributes:
+      temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty: float32[rows].
+      top_k, min_tokens: int32[rows].
+      logprobs: int32[rows], -1 for none.
+      seed: uint32[rows, 2].
+      prompt_tokens: int32[rows], where the continuation begins.
+      bias_tokens: int32[rows, MOST_BIASES], -1 for none.
+      bias_values: float32[rows, MOST_BIASES].
+      stop_tokens: int32[rows, MOST_STOP_TOKENS], what is not sampled among the first `min_tokens`; -1 for none.
+    """
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    presence_penalty: Any
+    frequency_penalty: Any
+    repetition_penalty: Any
+    min_tokens: Any
+    logprobs: Any
+    seed: Any
+    prompt_tokens: Any
+    bias_tokens: Any
+    bias_values: Any
+    stop_tokens: Any
+
+    @classmethod
+    def zeros(cls, slots: int) -> "SamplingSettings":
+        """Rows with a temperature of 0 and nothing else, which cost nothing."""
+        row = cls.row(SamplingParams(temperature=0.0), seed=(0, 0), end_tokens=(), prompt_tokens=0)
+        return jax.tree.map(lambda value: jnp.broadcast_to(value, (slots, *value.shape)), row)
+
+    @classmethod
+    def row(
+        cls, params: SamplingParams, *, seed: tuple[int, int], end_tokens: Sequence[int], prompt_tokens: int
+    ) -> "SamplingSettings":
+        """The settings of one continuation, in NumPy.
+
+        Numbers that float32 and int32 do not hold become the nearest that they do.
+
+        Args:
+          seed: the request's and the continuation's index.
+          end_tokens: of the model.
+          prompt_tokens: before the continuation.
+        """
+        ends = () if params.ignore_eos else tuple(end_tokens)
+        words = hashlib.blake2b(repr(seed).encode(), digest_size=8).digest()
+        return cls(
+            temperature=_float32(params.temperature),
+            top_k=_int32(params.top_k),
+            top_p=_float32(params.top_p),
+            min_p=_float32(params.min_p),
+            presence_penalty=_float32(params.presence_penalty),
+            frequency_penalty=_float32(params.frequency_penalty),
+            repetition_penalty=np.maximum(_float32(params.repetition_penalty), np.finfo(np.float32).tiny),
+            min_tokens=_int32(params.min_tokens),
+            logprobs=_int32(-1 if params.logprobs is None else params.logprobs),
+            seed=np.frombuffer(words, "<u4").astype(np.uint32),
+            prompt_tokens=_int32(prompt_tokens),
+            bias_tokens=_filled(tuple(params.logit_bias), MOST_BIASES, _int32(-1)),
+            bias_values=_filled(tuple(params.logit_bias.values()), MOST_BIASES, _float32(0)),
+            stop_tokens=_filled((*ends, *params.stop_tokens), MOST_STOP_TOKENS, _int32(-1)),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampled(TokenLogprobs):
+    """A token for each row, and its log-probability where it was asked for, before any change of the logits.
+
+    Attributes:
+      ok: bool[rows]; where it is False the logits were NaN, infinite or all -inf, and the token means nothing.
+    """
+
+    ok: Any
+
+
+def sample(
+    logits: Float[Array, "rows vocab"],
+    settings: SamplingSettings,
+    history: Int[Array, "rows max_tokens"],
+    lengths: Int[Array, " rows"],
+) -> Sampled:
+    """Draws a token for each row, as `SamplingParams` describes.
+
+    What no row asks for costs nothing. Settings are arrays, so that changing them compiles nothing. A token depends on
+    its own row alone: on the seed, and on how many tokens its continuation has.
+
+    Args:
+      settings: of each row.
+      history: tokens of each row's prompt and continuation.
+      lengths: how many there are, all before the one that is drawn.
+    """
+    vocab = logits.shape[1]
+    logits = padded(logits)
+    generated = lengths - settings.prompt_tokens
+    stopping = jnp.where(generated[:, None] < settings.min_tokens[:, None], settings.stop_tokens, -1)
+
+    def changed() -> jax.Array:
+        tokens = jnp.concatenate([settings.bias_tokens, stopping], axis=1)
+        values = jnp.concatenate([settings.bias_values, jnp.full(stopping.shape, -jnp.inf, jnp.float32)], axis=1)
+        return penalize(
+            add_at(logits, tokens, values),
+            history,
+            prompt_tokens=settings.prompt_tokens,
+            lengths=lengths,
+            repetition=settings.repetition_penalty,
+            frequency=settings.frequency_penalty,
+            presence=settings.presence_penalty,
+        )
+
+    changes = (
+        jnp.any(settings.bias_tokens >= 0)
+        | jnp.any(stopping >= 0)
+        | jnp.any(settings.repetition_penalty != 1)
+        | jnp.any(settings.frequency_penalty != 0)
+        | jnp.any(settings.presence_penalty != 0)
+    )
+    tokens, ok = lax.cond(
+        changes,
+        lambda: _choose(changed(), settings, generated),
+        lambda: _choose(logits, settings, generated),
+    )
+    tokens = jnp.minimum(tokens, vocab - 1)
+    figures = lax.cond(
+        jnp.any(settings.logprobs >= 0), lambda: token_logprobs(logits, tokens), lambda: _no_logprobs(tokens)
+    )
+    return Sampled(**vars(figures), ok=ok & jnp.isfinite(jnp.max(logits, axis=1)))
+
+
+def _choose(logits: jax.Array, settings: SamplingSettings, generated: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The token of each row, and whether its logits allow one."""
+    best = most_likely(logits)
+    peak = at_token(logits, best)
+
+    def drawn() -> jax.Array:
+        return jnp.where(settings.temperature > 0, _draw(logits, peak, settings, generated), best)
+
+    return lax.cond(jnp.any(settings.temperature > 0), drawn, lambda: best), jnp.isfinite(peak)
+
+
+def _draw(logits: jax.Array, peak: jax.Array, settings: SamplingSettings, generated: jax.Array) -> jax.Array:
+    """A token of each row by its probability among the candidates.
+
+    Whether a drawn token is among those that `top_p` leaves is asked afterwards: one that is not is drawn again among
+    the more likely ones, which gives those that are left their probabilities without finding out which they are.
+    """
+    keys = jax.random.wrap_key_data(settings.seed, impl="threefry2x32")
+    keys = jax.vmap(jax.random.fold_in)(keys, generated)
+    temperature = jnp.where(settings.temperature > 0, settings.temperature, 1)
+    weights = jnp.exp((logits - peak[:, None]) / temperature[:, None])
+    kept = (logits >= _top_k_bound(logits, settings.top_k)[:, None]) & (weights >= settings.min_p[:, None])
+    weights = jnp.where(kept, weights, 0)
+    enough = settings.top_p * jnp.sum(weights, axis=1)
+
+    def bounds(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weight = at_token(weights, tokens)
+        above = jnp.sum(jnp.where(weights > weight[:, None], weights, 0), axis=1)
+        return weight, (settings.top_p < 1) & (above > 0) & (above >= enough)
+
+    def redraw(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        attempt, tokens, weight, rejected = state
+        remaining = jnp.where(weights > weight[:, None], weights, 0)
+        tokens = jnp.where(rejected, _draw_weighted(remaining, keys, attempt), tokens)
+        return attempt + jnp.uint32(1), tokens, *bounds(tokens)
+
+    tokens = _draw_weighted(weights, keys, jnp.uint32(0))
+    return lax.cond(
+        jnp.any(settings.top_p < 1),
+        lambda: lax.while_loop(lambda state: jnp.any(state[3]), redraw, (jnp.uint32(1), tokens, *bounds(tokens)))[1],
+        lambda: tokens,
+    )
+
+
+def _top_k_bound(logits: jax.Array, top_k: jax.Array) -> jax.Array:
+    return lax.cond(
+        jnp.any(top_k > 0), lambda: kth_largest(logits, top_k), lambda: jnp.full(len(logits), -jnp.inf, jnp.float32)
+    )
+
+
+def _draw_weighted(weights: jax.Array, keys: jax.Array, attempt: jax.Array) -> jax.Array:
+    """A token of each row by its weight: first a column of the vocabulary, folded to `GROUPS` rows, then one in it.
+
+    Each has a random number of its own, so that 24 bits are enough for rare tokens of large vocabularies.
+    """
+    bits = jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, attempt), (2,), jnp.uint32))(keys)
+    uniform = (bits >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
+    folded = weights.reshape(len(weights), GROUPS, -1)
+    column = _inverse_cdf(jnp.sum(folded, axis=1), uniform[:, 0])
+    place = _inverse_cdf(jnp.take_along_axis(folded, column[:, None, None], axis=2)[:, :, 0], uniform[:, 1])
+    return place * folded.shape[2] + column
+
+
+def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+    """The first place where the sum of weights so far exceeds `uniform` of all; never one without weight."""
+    sums = jnp.cumsum(weights, axis=1)
+    reached = sums > uniform[:, None] * sums[:, -1:]
+    return jnp.argmax(jnp.where(weights > 0, 1 + reached.astype(jnp.int32), 0), axis=1).astype(jnp.int32)
+
+
+def _no_logprobs(tokens: jax.Array) -> TokenLogprobs:
+    rows = len(tokens)
+    zeros, tops = jnp.zeros(rows, jnp.float32), (rows, MOST_LOGPROBS)
+    return TokenLogprobs(tokens, zeros, jnp.zeros(rows, jnp.int32), jnp.zeros(tops, jnp.int32), jnp.zeros(tops))
+
+
+def _float32(value: float) -> np.float32:
+    return np.float32(np.clip(value, -_LARGEST_FLOAT, _LARGEST_FLOAT))
+
+
+def _int32(value: int) -> np.int32:
+    return np.int32(min(value, _LARGEST_INT))
+
+
+def _filled(values: Sequence[float], size: int, fill: Any) -> np.ndarray:
+    filled = np.full(size, fill)
+    filled[: len(values)] = np.clip(values, -_LARGEST_FLOAT, _LARGEST_FLOAT)
+    return filled

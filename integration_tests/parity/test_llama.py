@@ -16,6 +16,7 @@ from stack_train.generate import TokenGenerator
 from stack_train.huggingface import FORMAT
 from stack_train.models.llama import FAMILY
 from stack_train.sampling import SamplingConfig
+from stack_train.trained_model import RUN_FORMAT
 
 pytestmark = pytest.mark.parity
 
@@ -74,7 +75,8 @@ def test_greedy_generation(pair, tokens, prompt_tokens):
         do_sample=False,
         pad_token_id=0,
     )[0, prompt_tokens:]
-    actual = TokenGenerator(pair.model).stream(prompt, SamplingConfig(max_tokens=count, temperature=0))
+    generator = TokenGenerator(RUN_FORMAT.open_for_generation(pair.run))
+    actual = generator.stream(prompt, SamplingConfig(max_tokens=count, temperature=0))
     assert list(actual) == expected.tolist()
 
 

@@ -2,6 +2,7 @@ import dataclasses
 import io
 import json
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,12 @@ from stack_core.errors import GenerationError
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.config import RunConfig
 from stack_train.data.tokenizer import HuggingFaceTokenizer
-from stack_train.generate import TextGenerator, TokenGenerator, _end_tokens, load_generator
+from stack_train.generate import TextGenerator, TokenGenerator
+from stack_train.generative import generative_checkpoint
 from stack_train.models.llama import FAMILY, LlamaConfig
 from stack_train.run_directory import RunDirectory
 from stack_train.sampling import SamplingConfig
+from stack_train.trained_model import RUN_FORMAT
 
 CONFIG = LlamaConfig(
     vocab_size=260,
@@ -41,9 +44,13 @@ def model():
     return jax.jit(lambda: FAMILY.build(CONFIG, key=jax.random.key(0)))()
 
 
+def opened(model, directory="nowhere"):
+    return generative_checkpoint(model, name="tiny", tokenizer=Path(directory, "tokenizer"), origin=Path(directory))
+
+
 @pytest.fixture(scope="module")
 def tokens(model):
-    return TokenGenerator(model)
+    return TokenGenerator(opened(model))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +75,7 @@ def run(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def generator(run):
-    return load_generator(run)
+    return TextGenerator(RUN_FORMAT.open_for_generation(run))
 
 
 def greedy_without_cache(model, prompt, count):
@@ -97,7 +104,7 @@ def test_seed_decides_the_draws(tokens):
 
 
 def test_no_setting_compiles_anything_anew(model):
-    generator = TokenGenerator(model)
+    generator = TokenGenerator(opened(model))
     for settings in ({"temperature": 0}, {"temperature": 0.7, "top_k": 5}, {"top_p": 0.5}, {"max_tokens": 9}):
         list(generator.stream([1, 2, 3], SamplingConfig(**{"max_tokens": 12, **settings})))
     assert generator._prefill._cache_size() == generator._decode._cache_size() == 1
@@ -106,18 +113,11 @@ def test_no_setting_compiles_anything_anew(model):
 def test_bfloat16_decodes_what_the_whole_sequence_gives():
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
     model = jax.jit(lambda: FAMILY.build(config, key=jax.random.key(0)))()
-    tokens = list(TokenGenerator(model).stream([5, 6, 7], GREEDY))
+    tokens = list(TokenGenerator(opened(model)).stream([5, 6, 7], GREEDY))
     sequence = jnp.array([[5, 6, 7, *tokens]])
     logits = jax.jit(lambda tokens: model.logits(model(tokens, jnp.arange(tokens.shape[1])[None])))(sequence)[0, 2:-1]
     # The chosen token's logit is the largest but for rounding: products of other shapes are summed in other orders.
     assert (logits.max(-1) - logits[jnp.arange(len(tokens)), jnp.array(tokens)] < 0.05).all()
-
-
-def test_matrices_are_cast_once_and_scales_are_not(model):
-    config = dataclasses.replace(CONFIG, dtype="bfloat16")
-    params = TokenGenerator(jax.jit(lambda: FAMILY.build(config, key=jax.random.key(0)))())._params
-    assert params.blocks.attention.query.kernel.dtype == params.head.dtype == jnp.bfloat16
-    assert params.blocks.attention_norm.dtype == params.norm.dtype == jnp.float32
 
 
 def test_generation_ends_where_positions_do(generator):
@@ -149,24 +149,13 @@ def test_streamed_text_is_the_text_of_the_tokens(run, generator):
 
 
 def test_an_end_token_ends_and_is_left_out(run, model):
-    tokenizer = HuggingFaceTokenizer.load(run / "tokenizer")
-    full = TextGenerator(model, tokenizer).generate(PROMPT, GREEDY)
+    checkpoint = opened(model, run)
+    full = TextGenerator(checkpoint).generate(PROMPT, GREEDY)
     end = full.tokens[3]
-    cut = TextGenerator(model, tokenizer, {end}).generate(PROMPT, GREEDY)
+    cut = TextGenerator(dataclasses.replace(checkpoint, end_tokens=frozenset({end}))).generate(PROMPT, GREEDY)
     assert cut.finish_reason == "end_token"
     assert cut.tokens == full.tokens[: full.tokens.index(end) + 1]
-    assert cut.text == tokenizer.decode(cut.tokens[:-1])
-
-
-def test_the_end_tokens_of_a_converted_checkpoint_count(run, model):
-    tokenizer = HuggingFaceTokenizer.load(run / "tokenizer")
-    assert _end_tokens(run, tokenizer) == {256}
-    (run / "huggingface").mkdir()
-    (run / "huggingface" / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    (run / "huggingface" / "config.json").write_text('{"eos_token_id": 11}')
-    assert _end_tokens(run, tokenizer) == {256, 7, 9, 11}
-    for path in (run / "huggingface").iterdir():
-        path.unlink()
+    assert cut.text == checkpoint.tokenizer.decode(cut.tokens[:-1])
 
 
 def test_a_stop_text_across_tokens_cuts_the_text(generator):
@@ -178,11 +167,9 @@ def test_a_stop_text_across_tokens_cuts_the_text(generator):
     assert result.text == text[: text.index(stop)]
 
 
-def test_a_tokenizer_of_another_model_is_refused(run, model):
-    tokenizer = HuggingFaceTokenizer.load(run / "tokenizer")
-    small = dataclasses.replace(CONFIG, vocab_size=200)
-    with pytest.raises(GenerationError, match=r"257 tokens, but the model only 200"):
-        TextGenerator(jax.eval_shape(lambda: FAMILY.build(small, key=jax.random.key(0))), tokenizer)
+def test_a_checkpoint_without_a_tokenizer_is_refused(model):
+    with pytest.raises(GenerationError, match=r"tiny has no tokenizer.*tokenizer\.json"):
+        TextGenerator(opened(model))
 
 
 def test_command_streams_and_prints_json(run, generator, capsys, monkeypatch):
@@ -218,4 +205,4 @@ def test_command_without_a_run(tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["generate", str(tmp_path / "nothing"), "--prompt", "x"])
     assert caught.value.code == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "nothing is no directory" in capsys.readouterr().err

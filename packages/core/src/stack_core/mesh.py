@@ -21,6 +21,7 @@ from stack_core.errors import ConfigError, ShardingError, nearest
 __all__ = [
     "AXES",
     "DEFAULT_RULES",
+    "AnyMesh",
     "LogicalAxes",
     "MeshConfig",
     "ShardingRules",

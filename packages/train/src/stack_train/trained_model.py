@@ -16,6 +16,7 @@ from stack_core.errors import ConversionError
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.config import RunConfig
 from stack_train.data.pipeline import Pipeline, build_pipeline
+from stack_train.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.quantization import quantizer_name
 from stack_train.run_directory import RunDirectory
 from stack_train.weights import holds_codes, load_model, run_config
@@ -116,6 +117,23 @@ class RunFormat:
         others = {name: section for name, section in config.sections.items() if name != quantizer_name(config)}
         model, step = load_model(directory, replace(config, sections=others))
         return TrainedLanguageModel(model, config, run.tokenizer, step, copy_files)
+
+    def open_for_generation(self, directory: Path) -> ModuleCheckpoint:
+        """Opens the newest intact checkpoint of a run, quantized if the run's model is.
+
+        Raises:
+          RunDirectoryError: there is no run.
+          CheckpointError: it has no checkpoint that can be used.
+          GenerationError: its model cannot be generated from, or its tokenizer is another's.
+          DataError: its tokenizer is malformed.
+        """
+        run = RunDirectory(directory)
+        return generative_checkpoint(
+            load_model(directory, run_config(directory))[0],
+            name=directory.resolve().name,
+            tokenizer=run.tokenizer,
+            origin=directory / "huggingface",
+        )
 
 
 RUN_FORMAT = RunFormat()

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, models
 
 from stack_core.errors import CheckpointDamaged, ConversionError, RunDirectoryError
 from stack_train.huggingface import FORMAT
+from stack_train.trained_model import RUN_FORMAT
 from stack_train.weights import load_params, run_config
 
 
@@ -274,3 +276,20 @@ def test_memory_holds_a_few_leaves_and_not_the_checkpoint(make_checkpoint, tmp_p
     largest_leaf_bytes = 2 * 40 * 1024 * 8192
     assert reading_bytes < 1.1 * largest_leaf_bytes
     assert converting_bytes < 5 * largest_leaf_bytes
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_a_checkpoint_and_its_run_generate_from_the_same(make_checkpoint, tmp_path, dtype):
+    source, _ = make_checkpoint(dtype=dtype)
+    (source / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": 3}')
+    FORMAT.import_run(source, tmp_path / "run")
+    assert FORMAT.recognizes(source) and not FORMAT.recognizes(tmp_path / "run")
+    ours, theirs = FORMAT.open_for_generation(source), RUN_FORMAT.open_for_generation(tmp_path / "run")
+    assert (ours.name, theirs.name) == ("hf", "run")
+    assert ours.kv_cache == theirs.kv_cache
+    assert ours.kv_cache.dtype == {"F32": "float32", "BF16": "bfloat16"}[dtype]
+    assert ours.end_tokens == theirs.end_tokens == {1, 2, 3}
+    assert ours.sampling_defaults == theirs.sampling_defaults == {"temperature": 0.5}
+    assert jax.tree.structure(ours.params) == jax.tree.structure(theirs.params)
+    same = jax.tree.map(lambda a, b: a.dtype == b.dtype and np.array_equal(a, b), ours.params, theirs.params)
+    assert jax.tree.all(same)

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from stack_core.protocols import KVCache
+from stack_train.models.cache import DenseKVCache
 from stack_train.models.llama import FAMILY, LlamaConfig
 
 CONFIG = LlamaConfig(vocab_size=61, embed=24, layers=3, heads=4, kv_heads=2, mlp=40, max_positions=32, dtype="float32")
@@ -31,18 +32,22 @@ def tokens():
     return jax.random.randint(jax.random.key(1), (2, SEQ), 0, CONFIG.vocab_size)
 
 
+def empty_cache(model):
+    return DenseKVCache.empty(model.kv_cache_shape, batch=2, capacity=16)
+
+
 def positions_from(starts, seq):
     return jnp.asarray(starts)[:, None] + jnp.arange(seq)
 
 
 def test_is_a_kv_cache(model):
-    assert isinstance(model.empty_cache(2, 16), KVCache)
+    assert isinstance(empty_cache(model), KVCache)
 
 
 @pytest.mark.parametrize("cuts", [[12], [5, 7], [1, 1, 10], [8, 1, 1, 1, 1]])
 def test_pieces_give_what_the_whole_gives(model, run, tokens, cuts):
     expected = run(tokens, positions_from([0, 0], SEQ))
-    cache, start = model.empty_cache(2, 16), 0
+    cache, start = empty_cache(model), 0
     for cut in cuts:
         piece = tokens[:, start : start + cut]
         hidden, cache = run(piece, positions_from([start, start], cut), cache=cache)
@@ -53,7 +58,7 @@ def test_pieces_give_what_the_whole_gives(model, run, tokens, cuts):
 
 def test_rows_of_different_lengths_go_on_where_each_stands(model, run, tokens):
     lengths = jnp.array([7, 3])
-    _, cache = run(tokens[:, :8], positions_from([0, 0], 8), cache=model.empty_cache(2, 16))
+    _, cache = run(tokens[:, :8], positions_from([0, 0], 8), cache=empty_cache(model))
     cache = cache.truncate(lengths)
     following = jnp.stack([tokens[0, 7:9], tokens[1, 3:5]])
     hidden, cache = run(following, positions_from(lengths, 2), cache=cache)
@@ -64,12 +69,12 @@ def test_rows_of_different_lengths_go_on_where_each_stands(model, run, tokens):
 
 
 def test_truncate_never_lengthens(model, run, tokens):
-    _, cache = run(tokens[:, :4], positions_from([0, 0], 4), cache=model.empty_cache(2, 16))
+    _, cache = run(tokens[:, :4], positions_from([0, 0], 4), cache=empty_cache(model))
     assert cache.truncate(jnp.array([9, 2])).lengths.tolist() == [4, 2]
 
 
 def test_layout_is_head_major_in_the_compute_dtype(model):
-    cache = model.empty_cache(2, 16)
+    cache = empty_cache(model)
     assert cache.layers.key.shape == (3, 2, 2, 16, 6)
     assert cache.layers.value.dtype == jnp.float32
     assert cache.capacity == 16

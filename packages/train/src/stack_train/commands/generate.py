@@ -3,11 +3,11 @@
 import dataclasses
 import json as json_format
 import sys
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from stack_core.checkpoint_formats import open_for_generation
 from stack_core.compile_cache import keep_compiled
 from stack_core.config import parse
 from stack_core.errors import GenerationError
@@ -16,7 +16,7 @@ __all__ = ["generate"]
 
 
 def generate(  # noqa: PLR0913, each parameter is an option of the command
-    run: Path,
+    source: str,
     /,
     *,
     prompt: Annotated[str, Parameter(allow_leading_hyphen=True)],
@@ -28,10 +28,10 @@ def generate(  # noqa: PLR0913, each parameter is an option of the command
     stop: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)] = (),
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Generate text: stack generate RUN --prompt "def main("
+    """Generate text: stack generate DIR --prompt "def main("
 
     Args:
-      run: directory of a trained or converted run.
+      source: directory of a run, or of a checkpoint of another format; FORMAT:DIR says which.
       prompt: the text to continue; - reads it from standard input.
       max_tokens: tokens to generate, at most (128).
       temperature: what logits are divided by (1.0); 0 takes the most likely token each time.
@@ -41,7 +41,7 @@ def generate(  # noqa: PLR0913, each parameter is an option of the command
       stop: text that ends the continuation; may be given several times.
       json: print the whole result as JSON instead of streaming it.
     """
-    from stack_train.generate import load_generator  # imports jax, which `stack --help` should not wait for
+    from stack_train.generate import TextGenerator  # imports jax, which `stack --help` should not wait for
     from stack_train.sampling import SamplingConfig
 
     settings = {
@@ -54,7 +54,7 @@ def generate(  # noqa: PLR0913, each parameter is an option of the command
     }
     sampling = parse(SamplingConfig, {name: value for name, value in settings.items() if value is not None})
     keep_compiled()
-    generator = load_generator(run)
+    generator = TextGenerator(open_for_generation(source))
     result = generator.generate(_read_prompt(prompt), sampling, write=(lambda piece: None) if json else _write)
     if json:
         print(json_format.dumps(dataclasses.asdict(result)))

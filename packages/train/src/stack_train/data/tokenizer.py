@@ -39,6 +39,7 @@ class HuggingFaceTokenizer:
     Attributes:
       vocab_size: the largest token id plus one.
       eos_id, bos_id, pad_id: the special tokens that `tokenizer_config.json` names, or None.
+      special_tokens: the texts of all that it names, such as `bos_token`.
       chat_template: Jinja source, or None.
       digest: changes whenever a text could get other token ids.
 
@@ -58,9 +59,10 @@ class HuggingFaceTokenizer:
         self._for_documents.encode_special_tokens = True
         settings = {**_json(files, _SPECIAL_TOKENS, origin), **_json(files, _CONFIG, origin)}
         self.vocab_size: int = max(self._for_prompts.get_vocab(with_added_tokens=True).values()) + 1
-        self.eos_id = self._special_id(settings, "eos_token")
-        self.bos_id = self._special_id(settings, "bos_token")
-        self.pad_id = self._special_id(settings, "pad_token")
+        self.special_tokens = _special_tokens(settings)
+        self.eos_id = self._special_id("eos_token")
+        self.bos_id = self._special_id("bos_token")
+        self.pad_id = self._special_id("pad_token")
         self.chat_template = _chat_template(files, settings)
         self._prefix = self._missing_prefix(settings)
         self.digest = digest_of(files[_VOCABULARY].decode("utf-8"), self.eos_id, self._prefix)
@@ -105,9 +107,8 @@ class HuggingFaceTokenizer:
         """Returns the text of tokens, special tokens left out; bytes that are not UTF-8 become U+FFFD."""
         return self._for_prompts.decode([int(index) for index in ids], skip_special_tokens=True)
 
-    def _special_id(self, settings: Mapping[str, Any], part: str) -> int | None:
-        token = settings.get(part)
-        token = token.get("content") if isinstance(token, dict) else token
+    def _special_id(self, part: str) -> int | None:
+        token = self.special_tokens.get(part)
         if token is None:
             return None
         index = self._for_prompts.token_to_id(token)
@@ -143,6 +144,12 @@ def _json(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DataError(f"The {name} of tokenizer {origin!r} holds a {type(content).__name__}, not an object.")
     return content
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    named = {part: token for part, token in settings.items() if part.endswith("_token")}
+    texts = {part: token.get("content") if isinstance(token, dict) else token for part, token in named.items()}
+    return {part: text for part, text in texts.items() if isinstance(text, str)}  # "add_bos_token" is no text
 
 
 def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> str | None:

@@ -17,8 +17,9 @@ from stack_core.plugins import registries
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.config import RunConfig
 from stack_train.data.config import DataConfig
+from stack_train.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.huggingface.safetensors_files import TensorSpec, plan_shards, write_shards
-from stack_train.huggingface.source import open_source, read_config
+from stack_train.huggingface.source import HuggingFaceSource, open_source, read_config
 from stack_train.quantization import quantizer_name
 from stack_train.run_directory import RunDirectory
 from stack_train.trained_model import TrainedLanguageModel
@@ -153,17 +154,32 @@ class HuggingFaceFormat:
         defaults = DataConfig(source=data, tokenizer=str(directory))
         seq_tokens = min(defaults.seq_tokens, source.config.max_positions)
         config = RunConfig(output=str(directory), model=source.config, data=replace(defaults, seq_tokens=seq_tokens))
-        params = {tuple(path.split("/")): jnp.asarray(leaf) for path, leaf in source.leaves()}
-        graph, _ = nnx.split(abstract_model(source.config))
-        model = nnx.merge(graph, nnx.State(nnx.traversals.unflatten_mapping(params)))
 
         def copy_files(run: RunDirectory) -> None:
             _copy_to_run(directory, run)
 
-        return TrainedLanguageModel(model, config, directory, 0, copy_files)
+        return TrainedLanguageModel(_model(source), config, directory, 0, copy_files)
+
+    def open_for_generation(self, directory: Path) -> ModuleCheckpoint:
+        """Opens a Hugging Face checkpoint, to be computed in the dtype of its tensors.
+
+        Raises:
+          ConversionError: it cannot be converted.
+          GenerationError: its model cannot be generated from, or its tokenizer is another's.
+          DataError: its tokenizer is malformed.
+        """
+        return generative_checkpoint(
+            _model(open_source(directory)), name=directory.resolve().name, tokenizer=directory, origin=directory
+        )
 
 
 FORMAT = HuggingFaceFormat()
+
+
+def _model(source: HuggingFaceSource) -> Any:
+    params = {tuple(path.split("/")): jnp.asarray(leaf) for path, leaf in source.leaves()}
+    graph, _ = nnx.split(abstract_model(source.config))
+    return nnx.merge(graph, nnx.State(nnx.traversals.unflatten_mapping(params)))
 
 
 def _copy_to_run(directory: Path, run: RunDirectory) -> tuple[str, ...]:

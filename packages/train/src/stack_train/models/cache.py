@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from stack_core import ops
-from stack_core.protocols import AttentionSpec
+from stack_core.protocols import AttentionSpec, KVCacheShape
 
 __all__ = ["DenseKVCache", "LayerCache"]
 
@@ -41,10 +41,8 @@ class DenseKVCache:
     lengths: jax.Array
 
     @classmethod
-    def empty(
-        cls, *, layers: int, batch: int, capacity: int, kv_heads: int, head_dim: int, dtype: str
-    ) -> "DenseKVCache":
-        zeros = jnp.zeros((layers, batch, kv_heads, capacity, head_dim), dtype)
+    def empty(cls, shape: KVCacheShape, *, batch: int, capacity: int) -> "DenseKVCache":
+        zeros = jnp.zeros((shape.layers, batch, shape.kv_heads, capacity, shape.head_dim), shape.dtype)
         return cls(LayerCache(zeros, jnp.zeros_like(zeros)), jnp.zeros((batch,), jnp.int32))
 
     @property

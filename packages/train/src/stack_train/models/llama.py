@@ -19,8 +19,7 @@ from stack_core import ops
 from stack_core.config import config
 from stack_core.errors import ConfigError, ShapeError
 from stack_core.mesh import constrain
-from stack_core.protocols import AttentionSpec, KVCache
-from stack_train.models.cache import DenseKVCache
+from stack_core.protocols import AttentionSpec, KVCache, KVCacheShape
 from stack_train.models.config_map import ConfigField, ConfigMap
 from stack_train.models.layers import FloatName, Linear, RematPolicy, as_residual, gathered, lookup, scan_layers
 from stack_train.models.weight_map import WeightRule, linear_rules
@@ -229,33 +228,20 @@ class Llama(nnx.Module):
         # Gathered here, once, and not in the loop that the loss runs over chunks of rows.
         return constrain(weight.astype(self.config.dtype), "act_embed", "act_vocab", name="head")
 
-    def empty_cache(self, batch: int, capacity: int) -> DenseKVCache:
-        """A cache with room for `capacity` tokens a row.
-
-        Raises:
-          ShapeError: the capacity exceeds `max_positions`.
-        """
-        self._check_length(capacity, "The cache's capacity")
-        return DenseKVCache.empty(
-            layers=self.config.layers,
-            batch=batch,
-            capacity=capacity,
-            kv_heads=self.config.kv_head_count,
-            head_dim=self.config.head_size,
-            dtype=self.config.dtype,
-        )
+    @property
+    def kv_cache_shape(self) -> KVCacheShape:
+        """What the layers keep of a token."""
+        config = self.config
+        return KVCacheShape(config.layers, config.kv_head_count, config.head_size, config.dtype)
 
     def _check(self, tokens: jax.Array, segment_ids: jax.Array | None, cache: KVCache | None) -> None:
-        self._check_length(tokens.shape[1], "The sequence")
-        if cache is not None and segment_ids is not None:
-            raise ShapeError("segment_ids were given with a cache, whose rows are one segment each; leave one out.")
-
-    def _check_length(self, length_tokens: int, what: str) -> None:
-        if length_tokens > self.config.max_positions:
+        if tokens.shape[1] > self.config.max_positions:
             raise ShapeError(
-                f"{what} is {length_tokens} tokens; the model has max_positions={self.config.max_positions}. "
+                f"The sequence is {tokens.shape[1]} tokens; the model has max_positions={self.config.max_positions}. "
                 "Shorten it, or raise model.max_positions."
             )
+        if cache is not None and segment_ids is not None:
+            raise ShapeError("segment_ids were given with a cache, whose rows are one segment each; leave one out.")
 
 
 class LlamaFamily:

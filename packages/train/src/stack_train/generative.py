@@ -1,0 +1,164 @@
+"""Checkpoints opened to generate text: parameters as their model computes with them, and what its makers say of it."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from stack_core.config import parse
+from stack_core.errors import ConfigError, GenerationError
+from stack_core.generation import SamplingParams
+from stack_core.mesh import DEFAULT_RULES, AnyMesh, LogicalAxes
+from stack_core.ops.building import is_quantized
+from stack_core.protocols import KVCacheShape, LanguageModel
+from stack_train.data.tokenizer import HuggingFaceTokenizer
+
+__all__ = ["ModuleCheckpoint", "generative_checkpoint"]
+
+Keys = tuple[Any, ...]
+
+_GENERATION_CONFIG, _CONFIG = "generation_config.json", "config.json"
+_RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_OF_HEADS = ("heads", "kv_heads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleCheckpoint:
+    """A `GenerativeCheckpoint` of an `nnx.Module`; its `params` are nested dicts.
+
+    Attributes:
+      graph: what of the module is not in `params`.
+      logical_axes: of each parameter, a tuple in the place that it has in `params`; empty if it names none.
+    """
+
+    name: str
+    params: Any
+    kv_cache: KVCacheShape
+    vocab_size: int
+    max_positions: int
+    tokenizer: HuggingFaceTokenizer | None
+    end_tokens: frozenset[int]
+    chat_template: str | None
+    special_tokens: Mapping[str, str]
+    sampling_defaults: Mapping[str, Any]
+    graph: Any
+    logical_axes: Any
+
+    def model(self, params: Any) -> LanguageModel:
+        return nnx.merge(self.graph, nnx.State(params))
+
+    def shardings(self, mesh: AnyMesh) -> Any:
+        """By the default rules; an axis that the mesh does not divide, or heads that it would cut, are not split."""
+
+        def of_parameter(axes: LogicalAxes, parameter: Any) -> Any:
+            return jax.tree.map(lambda leaf: self._sharding(mesh, axes, leaf.shape), parameter)
+
+        return jax.tree.map(of_parameter, self.logical_axes, self.params, is_leaf=lambda node: isinstance(node, tuple))
+
+    def _sharding(self, mesh: AnyMesh, axes: LogicalAxes, shape: tuple[int, ...]) -> NamedSharding:
+        def divides(axis: str | None, size: int) -> bool:
+            parts = math.prod(mesh.shape[mesh_axis] for mesh_axis in DEFAULT_RULES.mesh_axes(axis))
+            return size % parts == 0 and (axis not in _OF_HEADS or self.kv_cache.kv_heads % parts == 0)
+
+        axes = axes or (None,) * len(shape)
+        split = [axis if divides(axis, size) else None for axis, size in zip(axes, shape, strict=True)]
+        return DEFAULT_RULES.sharding(mesh, split, shape)
+
+
+def generative_checkpoint(model: Any, *, name: str, tokenizer: Path, origin: Path) -> ModuleCheckpoint:
+    """Takes a model apart, so that the arrays that are cast to the dtype of its products are freed one by one.
+
+    Args:
+      model: an `nnx.Module` of a registered family, quantized or not, that has a `kv_cache_shape`.
+      tokenizer: directory of its tokenizer; need not be there.
+      origin: directory of the `config.json` and `generation_config.json` that it came with, if it came with any.
+
+    Raises:
+      GenerationError: it cannot be generated from, its tokenizer is another model's, or a file cannot be read.
+      DataError: its tokenizer is malformed.
+    """
+    config = model.config
+    if not hasattr(model, "kv_cache_shape"):
+        raise GenerationError(
+            f"Models of family {config.family!r} do not say what their layers keep of a token, which generating needs. "
+            "Give them a property `kv_cache_shape`."
+        )
+    kv_cache: KVCacheShape = model.kv_cache_shape
+    found = HuggingFaceTokenizer.load(tokenizer) if (tokenizer / "tokenizer.json").is_file() else None
+    if found is not None and found.vocab_size > config.vocab_size:
+        raise GenerationError(
+            f"The tokenizer has {found.vocab_size} tokens, but the model only {config.vocab_size}. "
+            f"Put the tokenizer that the model was trained with into {tokenizer}."
+        )
+    graph, state = nnx.split(model)
+    del model
+    variables = dict(nnx.to_flat_state(state))
+    del state
+    logical_axes = {path: variable.get_metadata().get("logical_axes", ()) for path, variable in variables.items()}
+    generation = _mapping(origin / _GENERATION_CONFIG)
+    return ModuleCheckpoint(
+        name=name,
+        params=_computing_params(variables, logical_axes, config.dtype),
+        kv_cache=kv_cache,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_positions,
+        tokenizer=found,
+        end_tokens=_end_tokens(found, generation, _mapping(origin / _CONFIG)),
+        chat_template=None if found is None else found.chat_template,
+        special_tokens={} if found is None else found.special_tokens,
+        sampling_defaults=_recommended(generation, origin / _GENERATION_CONFIG),
+        graph=graph,
+        logical_axes=nnx.traversals.unflatten_mapping(logical_axes),
+    )
+
+
+def _computing_params(
+    variables: dict[Keys, Any], logical_axes: Mapping[Keys, LogicalAxes], dtype: str
+) -> dict[str, Any]:
+    """Casts the matrices as the model would on each use; what is quantized, scales and biases are used as they are."""
+    params = {}
+    while variables:
+        path, variable = variables.popitem()
+        value = variable.get_value()
+        if not is_quantized(value) and sum(axis != "layers" for axis in logical_axes[path]) >= 2:
+            value = value.astype(dtype)
+        params[path] = value
+    return nnx.traversals.unflatten_mapping(params)
+
+
+def _mapping(path: Path) -> Mapping[str, Any]:
+    """What a JSON file says, or nothing where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        mapping = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise GenerationError(f"{path} cannot be read: {error}. Restore it, or delete it.") from error
+    if not isinstance(mapping, dict):
+        raise GenerationError(f"{path} holds a {type(mapping).__name__}, not an object. Restore it, or delete it.")
+    return mapping
+
+
+def _end_tokens(tokenizer: HuggingFaceTokenizer | None, *settings: Mapping[str, Any]) -> frozenset[int]:
+    """The tokenizer's end token, and those that the model's makers sampled with."""
+    found = [None if tokenizer is None else tokenizer.eos_id]
+    for mapping in settings:
+        ids = mapping.get("eos_token_id")
+        found += ids if isinstance(ids, list) else [ids]
+    return frozenset(index for index in found if index is not None)
+
+
+def _recommended(generation: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """Settings of a generation config that `SamplingParams` has, too."""
+    settings = {name: generation[name] for name in _RECOMMENDED if generation.get(name) is not None}
+    try:
+        parse(SamplingParams, settings)
+    except ConfigError as error:
+        raise GenerationError(f"{path} recommends what no sampling can do: {error} Correct or delete it.") from error
+    return settings

@@ -1,0 +1,182 @@
+import json
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from tokenizers import Tokenizer, models
+
+from stack_core.abi import QView
+from stack_core.errors import GenerationError
+from stack_core.mesh import AXES
+from stack_core.protocols import GenerativeCheckpoint, KVCacheShape
+from stack_train.generative import generative_checkpoint
+from stack_train.models.llama import FAMILY, LlamaConfig
+
+CONFIG = LlamaConfig(
+    vocab_size=24, embed=16, layers=3, heads=4, kv_heads=2, head_dim=8, mlp=20, max_positions=32, attention_bias=True
+)
+TOKENS = jnp.arange(12).reshape(2, 6)
+POSITIONS = jnp.tile(jnp.arange(6), (2, 1))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jax.jit(lambda: FAMILY.build(CONFIG, key=jax.random.key(0)))()
+
+
+@pytest.fixture
+def opened(model, tmp_path):
+    """Opens the model with what lies in `tmp_path`, or another."""
+    return lambda module=model: generative_checkpoint(module, name="tiny", tokenizer=tmp_path, origin=tmp_path)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Int8Columns:
+    values: jax.Array
+    scales: jax.Array
+
+    def __stack_qview__(self):
+        return QView((1, 0), self.values, self.scales, None, "int8/columns")
+
+
+def quantized(model):
+    """The model with a quantized head, and what a quantizer may keep beside the parameters."""
+    copy = nnx.clone(model)
+    scales = jnp.max(jnp.abs(copy.head[...]), axis=0, keepdims=True) / 127
+    copy.head.set_value(Int8Columns(jnp.round(copy.head[...] / scales).astype(jnp.int8), scales))
+    copy.ranges = nnx.Variable({"head": jnp.ones((2,))})
+    return copy
+
+
+def mesh(**sizes):
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def write_tokenizer(directory, *, vocab_size=20, **settings):
+    vocabulary = {f"w{index}": index for index in range(vocab_size - 2)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def test_is_a_generative_checkpoint_that_computes_what_the_model_does(opened, model):
+    checkpoint = opened()
+    assert isinstance(checkpoint, GenerativeCheckpoint)
+    assert checkpoint.kv_cache == KVCacheShape(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
+    assert (checkpoint.name, checkpoint.vocab_size, checkpoint.max_positions) == ("tiny", 24, 32)
+
+    def logits(model):
+        return model.logits(model(TOKENS, POSITIONS))
+
+    actual = jax.jit(lambda params: logits(checkpoint.model(params)))(checkpoint.params)
+    assert jnp.array_equal(actual, jax.jit(logits)(model))
+
+
+def test_matrices_are_cast_to_the_compute_dtype_and_scales_and_biases_are_not(opened, model):
+    params = opened().params
+    assert params["head"].dtype == params["blocks"]["attention"]["query"]["kernel"].dtype == jnp.bfloat16
+    assert params["norm"].dtype == params["blocks"]["attention"]["query"]["bias"].dtype == jnp.float32
+    assert model.head.dtype == jnp.float32
+
+
+def test_what_is_quantized_and_what_has_no_axes_stays_as_it_is(opened, model):
+    params = opened(quantized(model)).params
+    assert isinstance(params["head"], Int8Columns)
+    assert params["ranges"]["head"].dtype == params["head"].scales.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("tensor", "query", "output", "gate", "head"),
+    [
+        (2, (None, None, "tensor"), (None, "tensor", None), (None, None, "tensor"), (None, "tensor")),
+        # Four parts would cut each of the two heads of keys.
+        (4, (None, None, None), (None, None, None), (None, None, "tensor"), (None, "tensor")),
+        (8, (None, None, None), (None, None, None), (None, None, None), (None, "tensor")),
+        (5, (None, None, None), (None, None, None), (None, None, "tensor"), (None, None)),
+    ],
+)
+def test_parameters_are_split_where_the_mesh_divides_them(opened, model, tensor, query, output, gate, head):
+    checkpoint = opened(quantized(model))
+    shardings = checkpoint.shardings(mesh(data=2, tensor=tensor))
+    assert jax.tree.structure(shardings) == jax.tree.structure(checkpoint.params)
+
+    def splits(sharding):
+        used = {axis: size for axis, size in sharding.mesh.shape.items() if size > 1}
+        return tuple(axis if axis in used else None for axis in sharding.spec)
+
+    attention, feed_forward = shardings["blocks"]["attention"], shardings["blocks"]["feed_forward"]
+    assert splits(attention["query"]["kernel"]) == splits(attention["key"]["kernel"]) == query
+    assert splits(attention["query"]["bias"]) == query[::2]
+    assert splits(attention["output"]["kernel"]) == output
+    assert splits(feed_forward["gate"]["kernel"]) == gate
+    assert splits(shardings["head"].values) == splits(shardings["head"].scales) == head
+    assert shardings["ranges"]["head"].spec == PartitionSpec(None)
+
+
+def test_tokenizer_template_and_special_tokens_are_the_directorys(opened, tmp_path):
+    write_tokenizer(
+        tmp_path, bos_token="<s>", eos_token={"content": "</s>"}, add_bos_token=True, chat_template="{{ messages }}"
+    )
+    checkpoint = opened()
+    assert checkpoint.tokenizer.bos_id == 18
+    assert checkpoint.chat_template == "{{ messages }}"
+    assert checkpoint.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert checkpoint.end_tokens == {19}
+
+
+def test_without_files_nothing_is_made_up(opened):
+    checkpoint = opened()
+    assert checkpoint.tokenizer is checkpoint.chat_template is None
+    assert checkpoint.end_tokens == frozenset()
+    assert checkpoint.special_tokens == checkpoint.sampling_defaults == {}
+
+
+def test_end_tokens_and_defaults_are_those_of_the_models_makers(opened, tmp_path):
+    write_tokenizer(tmp_path, eos_token="</s>")
+    (tmp_path / "config.json").write_text('{"eos_token_id": 11}')
+    settings = {
+        "eos_token_id": [7, 9],
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": None,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "num_beams": 4,
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    checkpoint = opened()
+    assert checkpoint.end_tokens == {7, 9, 11, 19}
+    assert checkpoint.sampling_defaults == {"temperature": 0.6, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"generation_config\.json cannot be read"),
+        ("[1]", r"generation_config\.json holds a list, not an object"),
+        ('{"top_p": 3}', r"generation_config\.json recommends .*top_p"),
+    ],
+)
+def test_a_generation_config_that_makes_no_sense_is_refused(opened, tmp_path, content, message):
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(GenerationError, match=message):
+        opened()
+
+
+def test_a_tokenizer_of_another_model_is_refused(opened, tmp_path):
+    write_tokenizer(tmp_path, vocab_size=25)
+    with pytest.raises(GenerationError, match=r"25 tokens, but the model only 24"):
+        opened()
+
+
+def test_a_model_that_does_not_say_what_it_keeps_is_refused(opened):
+    with pytest.raises(GenerationError, match=r"'mamba'.*kv_cache_shape"):
+        opened(SimpleNamespace(config=SimpleNamespace(family="mamba")))

@@ -1,0 +1,131 @@
+"""Continues the same prompts with this repository, transformers and llama.cpp in turn, and compares them.
+
+    nox -s bench -- serve_vs_peers
+
+Each engine has a process of its own with a random Llama in it, and runs only while it is its turn: speed drifts on a
+shared machine, so ratios are formed within a round. Writes `results/serve_vs_peers.md` and `.json`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from report import RESULTS, circumstances, write
+from serving.engines import ENGINES, OURS, REFERENCE, Engine, Places
+from serving.summary import Contender, markdown
+from serving.worker import Worker
+from serving.workload import Workload
+
+_WARM_UP_SEED = 1_000_000
+
+
+def main() -> None:
+    options = _arguments()
+    workload = Workload()
+    engines = [engine for engine in ENGINES if engine.name in options.engines]
+    places = Places(options.environments.resolve(), options.models.resolve())
+    record: dict[str, Any] = {
+        **circumstances(),
+        "workload": asdict(workload),
+        "peaks": _peaks(),
+        "versions": {},
+        "runs": [],
+        "agreement": None,
+    }
+    for compared in options.precisions:
+        contenders = [
+            Contender(engine.name, precision)
+            for engine in engines
+            for precision, at in engine.precisions.items()
+            if at == compared
+        ]
+        measured(contenders, places, workload, options, record)
+    write(options.results, "serve_vs_peers", record, markdown(record))
+
+
+def measured(
+    contenders: Sequence[Contender], places: Places, workload: Workload, options: argparse.Namespace, record: Any
+) -> None:
+    """Appends the runs of all rounds at one precision to the record."""
+    known = {engine.name: engine for engine in ENGINES}
+    with ExitStack() as stack:
+        workers: dict[Contender, Worker] = {}
+        for contender in contenders:
+            print(f"starting {contender}", file=sys.stderr, flush=True)
+            engine = known[contender.engine]
+            command = engine.command(places, workload, contender.precision)
+            log = places.models / f"{contender.engine}-{contender.precision}.log"
+            workers[contender] = Worker(command, log, {"JAX_PLATFORMS": "cpu"})
+            stack.callback(workers[contender].close)
+            record["versions"][engine.name] = _versions(command[0], engine)
+            for batch in sorted(options.batches, reverse=True):
+                workers[contender].ask(workload=workload, batch=batch, seed=_WARM_UP_SEED)
+        for batch in options.batches:
+            for number in range(options.rounds):
+                answers = one_round(workers, workload, batch=batch, number=number)
+                _compare_tokens(answers, record)
+                for contender, answer in answers.items():
+                    run = {**asdict(contender), "batch": batch, "round": number, **answer}
+                    record["runs"].append({name: value for name, value in run.items() if name != "tokens"})
+                    print(json.dumps(record["runs"][-1]), flush=True)
+
+
+def one_round(
+    workers: dict[Contender, Worker], workload: Workload, *, batch: int, number: int
+) -> dict[Contender, dict[str, Any]]:
+    """One turn of each engine, in another order each time."""
+    order = list(workers)
+    order = order[number % len(order) :] + order[: number % len(order)]
+    return {contender: workers[contender].ask(workload=workload, batch=batch, seed=number) for contender in order}
+
+
+def _compare_tokens(answers: dict[Contender, dict[str, Any]], record: dict[str, Any]) -> None:
+    """Counts continuations of ours in fp32 that are the reference's, token for token."""
+    ours, theirs = answers.get(Contender(OURS.name, "fp32")), answers.get(Contender(REFERENCE.name, "fp32"))
+    if ours is None or theirs is None:
+        return
+    equal = sum(mine == other for mine, other in zip(ours["tokens"], theirs["tokens"], strict=True))
+    known = record["agreement"] or {"equal": 0, "of": 0}
+    record["agreement"] = {"equal": known["equal"] + equal, "of": known["of"] + len(ours["tokens"])}
+
+
+def _peaks() -> dict[str, Any]:
+    """This CPU's measured bandwidth and products; measured by core in a process that ends before anything else runs."""
+    program = (
+        "import dataclasses, json; from stack_core.hardware import current_chip;"
+        "print(json.dumps(dataclasses.asdict(current_chip())))"
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    return json.loads(found.stdout)
+
+
+def _versions(python: str | Path, engine: Engine) -> dict[str, str]:
+    program = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
+    found = subprocess.run([python, "-c", program, *engine.packages], capture_output=True, text=True, check=True)
+    return dict(zip(engine.packages, found.stdout.split(), strict=True))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [engine.name for engine in ENGINES]
+    parser.add_argument("--engines", nargs="*", choices=names, default=names)
+    parser.add_argument("--precisions", nargs="*", choices=("fp32", "bf16", "int8"), default=("fp32", "bf16", "int8"))
+    parser.add_argument("--batches", nargs="*", type=int, choices=(1, 8, 32), default=(1, 8, 32))
+    parser.add_argument("--rounds", type=int, default=5)
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "stack")
+    parser.add_argument("--environments", type=Path, default=cache / "bench-envs", help="where peers are installed")
+    parser.add_argument("--models", type=Path, default=cache / "bench-models", help="where models are written")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

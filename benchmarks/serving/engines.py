@@ -1,0 +1,142 @@
+"""The engines side by side: how each is installed, and started with a model at a precision."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from peers import peer, pytorch
+
+from serving.checkpoint import write_checkpoint
+from serving.workload import Workload
+
+__all__ = ["ENGINES", "OURS", "OVER_HTTP", "REFERENCE", "Engine", "Places"]
+
+_HERE = Path(__file__).parent
+_TORCH_TYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_GGUF_TYPES = {"fp32": "f32", "bf16": "bf16", "int8": "q8_0"}
+_LLAMA_CPP = "llama-cpp-python==0.3.36"
+_RECIPES = {"int8 w8a8": "w8a8", "int8 w8": "w8"}
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where peers are installed, and where models are written."""
+
+    environments: Path
+    models: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """An engine in a process of its own.
+
+    Attributes:
+      precisions: each with the one that it is compared at: ours has two kinds of int8.
+      command: (places, workload, precision) -> how to start its worker; installs it and writes its model, if need be.
+      packages: distributions whose versions stand beside the figures.
+    """
+
+    name: str
+    precisions: dict[str, str]
+    command: Callable[[Places, Workload, str], list[str | Path]]
+    packages: tuple[str, ...]
+
+
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+def _torch(program: str, *options: str) -> Callable[[Places, Workload, str], list[str | Path]]:
+    def command(places: Places, workload: Workload, precision: str) -> list[str | Path]:
+        folder = places.environments / "pytorch"
+        folder.mkdir(parents=True, exist_ok=True)
+        python = pytorch.PEER.install(folder, peer.Workload())
+        model = write_checkpoint(places.models, workload, dtype=_TORCH_TYPES[precision])
+        return [python, _HERE / program, model, *options]
+
+    return command
+
+
+def _llama_cpp(places: Places, workload: Workload, precision: str) -> list[str | Path]:
+    folder = places.environments / "llama.cpp"
+    python = folder / "bin" / "python"
+    installed = folder / "installed"
+    if not installed.exists():
+        peer.run_quietly(peer.find_python("3.11"), "-m", "venv", "--clear", folder)
+        # Built here, for this machine's instructions: cmake, ninja and a compiler have to be there.
+        options = "--config-settings=cmake.args=-DGGML_NATIVE=ON;-DLLAVA_BUILD=OFF"
+        source = ("--no-binary", "llama-cpp-python", options)
+        peer.run_quietly(python, "-m", "pip", "install", *source, _LLAMA_CPP, "gguf>=0.19,<1", "safetensors")
+        installed.touch()
+    file = places.models / f"{_GGUF_TYPES[precision]}.gguf"
+    if not file.exists():
+        source_model = write_checkpoint(places.models, workload, dtype="float32")
+        written = file.with_suffix(".part")
+        program = _HERE / "write_gguf.py"
+        peer.run_quietly(python, program, source_model, written, f"--dtype={_GGUF_TYPES[precision]}")
+        written.rename(file)
+    return [python, _HERE / "llama_cpp_generate.py", file]
+
+
+def _stack(program: str) -> Callable[[Places, Workload, str], list[str | Path]]:
+    def command(places: Places, workload: Workload, precision: str) -> list[str | Path]:
+        return [sys.executable, _HERE / program, _stack_model(places, workload, precision)]
+
+    return command
+
+
+def _stack_model(places: Places, workload: Workload, precision: str) -> Path:
+    """The Hugging Face directory as it is, or quantized by `stack quantize`."""
+    recipe = _RECIPES.get(precision)
+    model = write_checkpoint(places.models, workload, dtype=_TORCH_TYPES.get(precision, "bfloat16"))
+    if recipe is None:
+        return model
+    quantized = places.models / recipe
+    if not quantized.exists():
+        stack = Path(sys.executable).with_name("stack")
+        peer.run_quietly(stack, "quantize", model, "--recipe", recipe, "--out", quantized)
+    return quantized
+
+
+OURS = Engine(
+    name="stack",
+    precisions={**_same("fp32", "bf16"), **dict.fromkeys(_RECIPES, "int8")},
+    command=_stack("stack_engine.py"),
+    packages=("stack-core", "stack-serve", "stack-kernels", "jax"),
+)
+OVER_HTTP = Engine(
+    name="stack over HTTP",
+    precisions=OURS.precisions,
+    command=_stack("stack_http.py"),
+    packages=("stack-serve", "starlette", "uvicorn"),
+)
+REFERENCE = Engine(
+    name="transformers eager",
+    precisions=_same("fp32", "bf16"),
+    command=_torch("torch_generate.py", "--mode=eager"),
+    packages=("torch", "transformers"),
+)
+ENGINES: Sequence[Engine] = (
+    OURS,
+    OVER_HTTP,
+    REFERENCE,
+    Engine(
+        name="transformers compiled",
+        precisions=_same("fp32", "bf16"),
+        command=_torch("torch_generate.py", "--mode=compiled"),
+        packages=("torch", "transformers"),
+    ),
+    Engine(
+        name="transformers continuous batching",
+        precisions=_same("fp32", "bf16"),
+        command=_torch("torch_continuous.py"),
+        packages=("torch", "transformers"),
+    ),
+    Engine(
+        name="llama.cpp",
+        precisions=_same("fp32", "bf16", "int8"),
+        command=_llama_cpp,
+        packages=("llama-cpp-python",),
+    ),
+)

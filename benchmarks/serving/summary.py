@@ -1,0 +1,117 @@
+"""What people read of serve_vs_peers: figures, ratios within a round, and shares of what the machine could do."""
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from report import table
+
+from serving.engines import ENGINES, OURS, OVER_HTTP
+from serving.workload import Workload
+
+__all__ = ["Contender", "markdown"]
+
+_FIGURES = {
+    "decode_tokens_per_s": ("decode tokens/s", 1.0),
+    "tokens_per_s": ("tokens/s end to end", 1.0),
+    "first_token_s": ("first token, ms", 1e3),
+    "last_first_token_s": ("last stream's, ms", 1e3),
+    "cpu_s": ("CPU-s", 1.0),
+    "peak_rss_bytes": ("peak memory, MB", 1e-6),
+}
+_COMPARED = {name: heading for name, (heading, _) in _FIGURES.items() if name != "first_token_s"}
+# Bytes of a weight, and the products that the machine's peak is of.
+_WEIGHTS = {"fp32": (4, "float32"), "bf16": (2, "bfloat16"), "int8": (1, "int8")}
+
+Runs = list[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An engine at a precision."""
+
+    engine: str
+    precision: str
+
+    @property
+    def compared_at(self) -> str:
+        return next(engine.precisions[self.precision] for engine in ENGINES if engine.name == self.engine)
+
+    def __str__(self) -> str:
+        return f"{self.engine}, {self.precision}"
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    machine, runs = record["machine"], record["runs"]
+    rounds = max(run["round"] for run in runs) + 1
+    lines = [
+        "# Serving beside its peers",
+        "",
+        f"{record['date']}, {machine['cpus']} CPUs of {machine['cpu']}, {machine['memory_bytes'] / 1e9:.0f} GB. "
+        f"Llama with random weights: {Workload(**record['workload']).title()}; greedy.",
+        f"Medians of {rounds} rounds in which the engines took turns. Decoding is counted from when all streams have "
+        "their first token. CPU time and memory are the engine's process, of the HTTP server without its client.",
+        "",
+    ]
+    if record["agreement"]:
+        equal, total = record["agreement"]["equal"], record["agreement"]["of"]
+        lines += [f"fp32: {equal} of {total} continuations are transformers' (eager), token for token.", ""]
+    batches = sorted({run["batch"] for run in runs})
+    for batch in batches:
+        here = [run for run in runs if run["batch"] == batch]
+        lines += [f"## {batch} at once", "", *_figures(here, batch, record), "", *_ratios(here), ""]
+    versions = record["versions"].items()
+    lines += [f"- {name}: " + ", ".join(f"{key} {value}" for key, value in each.items()) for name, each in versions]
+    return "\n".join(lines) + "\n"
+
+
+def _contenders(runs: Runs) -> list[Contender]:
+    return list(dict.fromkeys(Contender(run["engine"], run["precision"]) for run in runs))
+
+
+def _series(runs: Runs, contender: Contender, figure: str) -> dict[int, float]:
+    """Values by round."""
+    own = (run for run in runs if Contender(run["engine"], run["precision"]) == contender)
+    return {run["round"]: run[figure] for run in own}
+
+
+def _figures(runs: Runs, batch: int, record: Mapping[str, Any]) -> list[str]:
+    headings = ["", *(heading for heading, _ in _FIGURES.values()), "of the roofline"]
+    rows = []
+    for contender in _contenders(runs):
+        medians = {figure: statistics.median(_series(runs, contender, figure).values()) for figure in _FIGURES}
+        cells = [f"{scale * medians[figure]:.3g}" for figure, (_, scale) in _FIGURES.items()]
+        rows.append([str(contender), *cells, _roofline(medians["decode_tokens_per_s"], contender, batch, record)])
+    return table(headings, rows)
+
+
+def _roofline(decode_tokens_per_s: float, contender: Contender, batch: int, record: Mapping[str, Any]) -> str:
+    """The shortest time of a step over that which it took: reading all weights, or the products of all rows."""
+    workload, peaks = Workload(**record["workload"]), record["peaks"]
+    weight_bytes, dtype = _WEIGHTS[contender.compared_at]
+    reading_s = workload.token_flops / 2 * weight_bytes / peaks["hbm_bandwidth_bytes_s"]
+    products_s = batch * workload.token_flops / peaks["peak_flops"][dtype]
+    share = max(reading_s, products_s) * decode_tokens_per_s / batch
+    return f"{share:.0%} of {'bandwidth' if reading_s > products_s else f'{dtype} products'}"
+
+
+def _ratios(runs: Runs) -> list[str]:
+    """Of ours over each peer at the same precision, and over whichever was best in its round."""
+    rows = []
+    for ours in (contender for contender in _contenders(runs) if contender.engine in (OURS.name, OVER_HTTP.name)):
+        same = [each for each in _contenders(runs) if each.compared_at == ours.compared_at and each != ours]
+        peers = [each for each in same if each.engine not in (OURS.name, OVER_HTTP.name)]
+        bare = [each for each in same if each == Contender(OURS.name, ours.precision) and ours.engine != OURS.name]
+        rows += [[f"{ours} over {other.engine}", *_row(runs, ours, [other])] for other in (*bare, *peers)]
+        rows += [[f"**{ours} over the best peer**", *_row(runs, ours, peers)]] if len(peers) > 1 else []
+    return table(["median of ratios (least to most)", *_COMPARED.values()], rows) if rows else []
+
+
+def _row(runs: Runs, ours: Contender, others: list[Contender]) -> Iterable[str]:
+    for figure in _COMPARED:
+        best = max if figure.endswith("per_s") else min
+        series = [_series(runs, other, figure) for other in others]
+        own = _series(runs, ours, figure)
+        ratios = [own[number] / best(each[number] for each in series) for number in own]
+        yield f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pluggy
 import pytest
 
-from stack_core import abi, hookspecs, protocols
+from stack_core import abi, generation, hookspecs, protocols
 from stack_core.abi import OpCall
 from stack_core.hookspecs import DETAILS, HOOKS
 from stack_core.registry import Registrar
@@ -36,13 +36,19 @@ def test_every_hook_has_a_section_and_every_section_a_hook():
 
 
 def test_every_contract_has_a_section_and_every_section_a_contract():
-    assert sorted(CONTRACT_SECTIONS) == sorted([*abi.__all__, *protocols.__all__])
+    assert sorted(CONTRACT_SECTIONS) == sorted([*abi.__all__, *generation.__all__, *protocols.__all__])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_examples_are_python(page):
     for block in blocks(page.read_text()):
         ast.parse(block)
+
+
+@pytest.mark.parametrize("contract", [name for name, text in CONTRACT_SECTIONS.items() if blocks(text)])
+def test_a_contracts_example_runs(contract):
+    for block in blocks(CONTRACT_SECTIONS[contract]):
+        exec(block, {"__name__": "an_example"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -65,7 +65,7 @@ def stack_register_trainers(registry: Registrar) -> None:
 
 @hookspec
 def stack_register_checkpoint_formats(registry: Registrar) -> None:
-    """Checkpoint formats by the scheme of their address, such as "hf", which convert, open models, or both."""
+    """Checkpoint formats by the scheme of their address, such as "hf", which convert or open models."""
 
 
 @hookspec
@@ -75,7 +75,7 @@ def stack_register_launchers(registry: Registrar) -> None:
 
 @hookspec
 def stack_register_engines(registry: Registrar) -> None:
-    """Generation engines."""
+    """Generation engines, each an `Engine` class made of a `GenerativeCheckpoint` and a config."""
 
 
 @hookspec

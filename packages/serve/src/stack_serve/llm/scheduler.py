@@ -238,8 +238,8 @@ def _release(state: SchedulerState, sequence: Sequence) -> None:
 def _admit(state: SchedulerState) -> Sequence | None:
     """Gives a slot to the first that waits, and the kept pages that it begins with, if it can begin.
 
-    It can if there is room for all of its tokens, those that the running still lack, and one more page for each of
-    these, lest it be preempted at once.
+    It can if there is room for all of its tokens and the next, and for one more page for each that runs, lest it be
+    preempted at once. Those that run have pages for all of their tokens but the next, or nothing is left of the step.
     """
     if not state.free_slots:
         return None
@@ -247,9 +247,8 @@ def _admit(state: SchedulerState) -> Sequence | None:
     if sequence is None or sequence.in_flight:
         return None
     found = _find_prefix(state, sequence)
-    lacking = sum(-(-other.total_tokens // state.page_tokens) - len(other.pages) + 1 for other in state.running)
-    needed = -(-sequence.total_tokens // state.page_tokens) - len(found) + state.pool.kept_among(found)
-    if needed + lacking > state.pool.available:
+    needed = sequence.total_tokens // state.page_tokens + 1 - len(found) + state.pool.kept_among(found)
+    if needed + len(state.running) > state.pool.available:
         return None
     state.waiting.remove(sequence)
     insort(state.running, sequence, key=_order)

@@ -1,0 +1,392 @@
+import pytest
+
+from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.scheduler import SchedulerState, finish, forget_prefixes, record, schedule
+from stack_serve.llm.sequence import Sequence
+
+
+def state_of(*, pages=64, max_tokens=64, **fields):
+    config = {"max_sequences": 4, "step_tokens": 16, "page_tokens": 4, **fields}
+    return SchedulerState.of(EngineConfig(**config), max_tokens=max_tokens, pages=pages)
+
+
+def sequence_of(arrival, prompt, *, new=4, index=0, priority=0, **fields):
+    tokens = list(prompt) if not isinstance(prompt, int) else [100 * arrival + place for place in range(prompt)]
+    return Sequence(
+        id=arrival,
+        request_id=str(arrival),
+        index=index,
+        tokens=tokens,
+        prompt_tokens=len(tokens),
+        max_total_tokens=len(tokens) + new,
+        priority=priority,
+        arrival=arrival,
+        **fields,
+    )
+
+
+def planned(plan):
+    """(arrival, start, tokens, samples) of each row."""
+    return [(row.sequence.arrival, row.start, row.tokens, row.samples) for row in plan.rows]
+
+
+def step(state, *arrivals, token=7):
+    """Plans a step and makes its tokens known at once, ending what has all of its own."""
+    plan = schedule(state, arrivals)
+    for row in plan.rows:
+        if row.samples:
+            record(state, row.sequence, token)
+            if len(row.sequence.tokens) == row.sequence.max_total_tokens:
+                finish(state, row.sequence)
+    return plan
+
+
+def step_until_preemption(state):
+    return next(plan for plan in (step(state) for _ in range(30)) if plan.preempted)
+
+
+def arrivals_of(sequences):
+    return [sequence.arrival for sequence in sequences]
+
+
+def test_a_prompt_then_a_token_a_step():
+    state, sequence = state_of(), sequence_of(0, 6, new=3)
+    assert planned(step(state, sequence)) == [(0, 0, 6, True)]
+    assert planned(step(state)) == [(0, 6, 1, True)]
+    assert planned(step(state)) == [(0, 7, 1, True)]
+    assert sequence.ended
+    assert planned(step(state)) == []
+    assert (state.running, state.waiting, state.pool.available) == ([], [], 64)
+
+
+def test_steps_are_planned_ahead_of_their_tokens():
+    state, sequence = state_of(), sequence_of(0, 2, new=3)
+    plans = [planned(schedule(state, [sequence])), *(planned(schedule(state, [])) for _ in range(4))]
+    assert plans == [[(0, 0, 2, True)], [(0, 2, 1, True)], [(0, 3, 1, True)], [], []]
+    assert (sequence.in_flight, sequence.tokens) == (3, [0, 1])
+    record(state, sequence, 7)
+    assert (sequence.in_flight, sequence.tokens) == (2, [0, 1, 7])
+
+
+def test_a_long_prompt_is_cut_into_chunks_and_samples_after_the_last():
+    state = state_of()
+    assert planned(step(state, sequence_of(0, 40))) == [(0, 0, 16, False)]
+    assert planned(step(state)) == [(0, 16, 16, False)]
+    assert planned(step(state)) == [(0, 32, 8, True)]
+
+
+def test_chunks_take_what_decoding_leaves_and_come_behind_it():
+    state = state_of()
+    step(state, sequence_of(0, 3), sequence_of(1, 3))
+    assert planned(step(state, sequence_of(2, 30, priority=-1))) == [
+        (0, 3, 1, True),
+        (1, 3, 1, True),
+        (2, 0, 14, False),
+    ]
+    assert planned(step(state)) == [(0, 4, 1, True), (1, 4, 1, True), (2, 14, 14, False)]
+
+
+def test_what_a_prompt_leaves_of_a_step_is_the_next_ones():
+    state = state_of()
+    plan = step(state, sequence_of(0, 10), sequence_of(1, 10), sequence_of(2, 10))
+    assert planned(plan) == [(0, 0, 10, True), (1, 0, 6, False)]
+    assert arrivals_of(plan.admitted) == [0, 1]
+    assert planned(step(state)) == [(0, 10, 1, True), (1, 6, 4, True), (2, 0, 10, True)]
+
+
+def test_no_more_run_than_there_are_slots():
+    state = state_of(max_sequences=2)
+    plan = step(state, *(sequence_of(arrival, 2, new=2) for arrival in range(3)))
+    assert sorted(row.slot for row in plan.rows) == [0, 1]
+    assert arrivals_of(step(state).admitted) == []
+    assert arrivals_of(step(state).admitted) == [2]
+
+
+def test_the_lower_priority_goes_first_and_equals_as_they_came():
+    state = state_of(max_sequences=1)
+    given = [(0, 1), (1, 0), (2, -1), (3, 0)]
+    plans = [step(state, *(sequence_of(n, 2, new=1, priority=p) for n, p in given)), *(step(state) for _ in range(3))]
+    assert [arrivals_of(plan.admitted) for plan in plans] == [[2], [1], [3], [0]]
+
+
+def test_who_runs_is_not_preempted_by_who_waits():
+    state = state_of(pages=4)
+    step(state, sequence_of(0, 10, priority=9))
+    plan = step(state, sequence_of(1, 6, priority=0))
+    assert (arrivals_of(plan.admitted), plan.preempted) == ([], ())
+    assert planned(plan) == [(0, 10, 1, True)]
+
+
+def test_a_small_one_does_not_overtake_a_large_one_that_waits_for_pages():
+    state = state_of(pages=8)
+    step(state, sequence_of(0, 15))
+    plan = step(state, sequence_of(1, 20), sequence_of(2, 1))
+    assert plan.admitted == ()
+
+
+def test_one_begins_only_with_room_for_its_tokens_and_the_growth_of_all():
+    # The one that runs holds 2 pages and may grow by one.
+    for prompt, begins in [(11, True), (12, False)]:
+        state = state_of(pages=6)
+        step(state, sequence_of(0, 6))
+        assert bool(step(state, sequence_of(1, prompt)).admitted) == begins
+
+
+def test_alone_a_sequence_may_fill_the_cache():
+    state, sequence = state_of(pages=3), sequence_of(0, 11, new=1)
+    assert planned(step(state, sequence)) == [(0, 0, 11, True)]
+    assert sequence.ended
+
+
+def test_when_pages_run_out_the_last_is_preempted_and_begins_again_with_all_of_its_tokens():
+    state = state_of(pages=4, prefix_caching=False)
+    first, second = sequence_of(0, 3, new=9), sequence_of(1, 3, new=9)
+    step(state, first, second)
+    plan = step_until_preemption(state)
+    assert plan.preempted == (second,)
+    assert planned(plan) == [(0, 8, 1, True)]
+    assert (second.slot, second.pages, second.computed_tokens, second.preemptions) == (None, [], 0, 1)
+    plans = [step(state) for _ in range(4)]
+    assert first.ended
+    assert [row for plan in plans for row in planned(plan) if row[0] == 1] == [(1, 0, 9, True), (1, 9, 1, True)]
+    assert state.stats(compilations=0).preemptions == 1
+
+
+def test_a_sequence_that_was_preempted_waits_for_its_tokens():
+    state = state_of(pages=4, max_sequences=2)
+    first, second = sequence_of(0, 4, new=5), sequence_of(1, 7, new=5)
+    schedule(state, [first, second])
+    plan = next(plan for plan in (schedule(state, []) for _ in range(30)) if plan.preempted)
+    assert plan.preempted == (second,)
+    assert second.in_flight == 2
+    finish(state, first)
+    assert schedule(state, []).admitted == ()
+    record(state, second, 7)
+    assert schedule(state, []).admitted == ()
+    record(state, second, 8)
+    assert planned(schedule(state, [])) == [(1, 4, 5, True)]
+    assert second.tokens[7:] == [7, 8]
+
+
+def test_one_that_was_preempted_comes_before_later_ones_of_its_priority():
+    state = state_of(pages=4, max_sequences=2, prefix_caching=False)
+    first, second, third = sequence_of(0, 3, new=9), sequence_of(1, 3, new=9), sequence_of(2, 1)
+    step(state, first, second)
+    step_until_preemption(state)
+    assert step(state, third).admitted == ()
+    assert arrivals_of(state.waiting) == [1, 2]
+
+
+def test_of_those_that_run_the_first_by_priority_keeps_its_pages():
+    state = state_of(pages=4, prefix_caching=False)
+    step(state, sequence_of(0, 3, new=9, priority=1), sequence_of(1, 3, new=9, priority=0))
+    assert arrivals_of(step_until_preemption(state).preempted) == [0]
+
+
+def test_a_prompt_that_was_kept_is_not_computed_again():
+    state = state_of()
+    step(state, sequence_of(0, range(10), new=1))
+    second = sequence_of(1, [*range(9), 99, 98])
+    assert planned(step(state, second)) == [(1, 8, 3, True)]
+    assert second.cached_tokens == 8
+    stats = state.stats(compilations=0)
+    assert (stats.prompt_tokens, stats.prefix_queries_tokens, stats.prefix_hits_tokens) == (21, 21, 8)
+
+
+def test_the_last_token_of_a_prompt_is_computed_even_if_all_of_it_is_kept():
+    state = state_of()
+    step(state, sequence_of(0, range(8), new=1))
+    assert planned(step(state, sequence_of(1, range(8), new=1))) == [(1, 4, 4, True)]
+    assert planned(step(state, sequence_of(2, range(9), new=1))) == [(2, 8, 1, True)]
+
+
+def test_a_prompt_may_begin_with_what_another_generated():
+    state = state_of()
+    step(state, sequence_of(0, range(6), new=4), token=50)
+    for token in (51, 52, 53):
+        step(state, token=token)
+    assert planned(step(state, sequence_of(1, [*range(6), 50, 51, 52, 53]))) == [(1, 8, 2, True)]
+
+
+def test_tokens_that_only_the_devices_know_are_not_shared():
+    state = state_of(page_tokens=2)
+    first = sequence_of(0, range(3), new=8)
+    plans = [schedule(state, [first]), *(schedule(state, []) for _ in range(3))]
+    assert first.computed_tokens == 6
+    assert planned(schedule(state, [sequence_of(1, [0, 1, 2, 50, 51, 52, 9])]))[-1] == (1, 2, 5, True)
+    for token in (50, 51, 52):
+        record(state, first, token)
+    assert len(plans) == 4
+    assert planned(schedule(state, [sequence_of(2, [0, 1, 2, 50, 51, 52, 8])]))[-1] == (2, 6, 1, True)
+
+
+def test_pages_of_a_prompt_are_shared_once_an_earlier_step_computed_them():
+    state = state_of(step_tokens=8)
+    step(state, sequence_of(0, range(20)))
+    plans = [step(state, sequence_of(1, range(20), priority=-1)), step(state)]
+    assert [planned(plan) for plan in plans] == [[(0, 8, 8, False)], [(0, 16, 4, True), (1, 16, 4, True)]]
+
+
+def test_rows_of_one_step_do_not_share():
+    state = state_of()
+    plan = step(state, sequence_of(0, range(8)), sequence_of(1, range(8)))
+    assert planned(plan) == [(0, 0, 8, True), (1, 0, 8, True)]
+
+
+def test_pages_held_by_several_are_freed_by_the_last():
+    state = state_of(pages=16)
+    first, second = sequence_of(0, range(9), new=8), sequence_of(1, range(9), new=8)
+    step(state, first)
+    step(state, second)
+    assert first.pages[:2] == second.pages[:2]
+    assert first.pages[2] != second.pages[2]
+    assert state.stats(compilations=0).used_pages == 4
+    finish(state, first)
+    assert state.stats(compilations=0).used_pages == 3
+    finish(state, second)
+    assert state.stats(compilations=0).used_pages == 0
+
+
+@pytest.mark.parametrize("fields", [{"cacheable": False}, {}])
+def test_a_prompt_of_which_every_token_matters_is_computed_whole_but_kept_for_others(fields):
+    state = state_of(prefix_caching=True)
+    step(state, sequence_of(0, range(9), new=1, **fields))
+    assert planned(step(state, sequence_of(1, range(9), new=1, cacheable=False))) == [(1, 0, 9, True)]
+    assert state.prefix_hits_tokens == 0
+    assert planned(step(state, sequence_of(2, range(9), new=1))) == [(2, 8, 1, True)]
+
+
+def test_without_prefix_caching_nothing_is_kept():
+    state = state_of(prefix_caching=False)
+    step(state, sequence_of(0, range(9), new=1))
+    assert planned(step(state, sequence_of(1, range(9), new=1))) == [(1, 0, 9, True)]
+    assert state.prefix_queries_tokens == 0
+
+
+def test_a_preempted_sequence_finds_its_own_pages_and_does_not_count_them_as_cached():
+    state = state_of(pages=4)
+    first, second = sequence_of(0, 3, new=9), sequence_of(1, 5, new=9)
+    step(state, first, second)
+    step_until_preemption(state)
+    finish(state, first)
+    assert planned(step(state))[0][:2] == (1, 8)
+    assert second.cached_tokens == 0
+    assert (state.prompt_tokens, state.prefix_queries_tokens, state.prefix_hits_tokens) == (8, 8, 0)
+
+
+def test_continuations_share_the_prompt_that_the_first_computes():
+    state = state_of()
+    leader = sequence_of(0, range(20), new=8)
+    others = [sequence_of(n, range(20), new=8, index=n, leader=leader) for n in (1, 2)]
+    assert planned(step(state, leader, *others)) == [(0, 0, 16, False)]
+    assert planned(step(state)) == [(0, 16, 4, True)]
+    assert planned(step(state)) == [(0, 20, 1, True), (1, 16, 4, True), (2, 16, 4, True)]
+    assert others[0].pages[:4] == others[1].pages[:4] == leader.pages[:4]
+
+
+def test_while_continuations_wait_for_the_first_others_go_on():
+    state = state_of()
+    leader = sequence_of(0, range(18))
+    step(state, leader, sequence_of(1, range(18), leader=leader), sequence_of(2, 30))
+    plan = step(state)
+    assert planned(plan) == [(0, 16, 2, True), (2, 0, 14, False)]
+    assert arrivals_of(state.waiting) == [1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "caching"), [(4, {}, True), (9, {"cacheable": False}, True), (9, {}, False)]
+)
+def test_continuations_that_have_nothing_to_share_do_not_wait(prompt, fields, caching):
+    state = state_of(prefix_caching=caching, step_tokens=32)
+    leader = sequence_of(0, range(prompt))
+    plan = step(state, leader, sequence_of(1, range(prompt), leader=leader, **fields))
+    assert planned(plan) == [(0, 0, prompt, True), (1, 0, prompt, True)]
+
+
+def test_continuations_go_on_if_the_first_ends_early():
+    state = state_of(step_tokens=8)
+    leader = sequence_of(0, range(20))
+    other = sequence_of(1, range(20), leader=leader)
+    step(state, leader, other)
+    finish(state, leader)
+    assert planned(step(state)) == [(1, 8, 8, False)]
+
+
+def test_a_sequence_that_ended_gives_all_back_and_its_late_tokens_are_dropped():
+    state = state_of()
+    sequence = sequence_of(0, 6, new=9)
+    schedule(state, [sequence])
+    schedule(state, [])
+    record(state, sequence, 7)
+    finish(state, sequence)
+    finish(state, sequence)
+    record(state, sequence, 8)
+    assert (sequence.tokens[6:], sequence.in_flight) == ([7], 0)
+    assert (state.pool.available, sorted(state.free_slots), state.running) == (64, [0, 1, 2, 3], [])
+    assert state.stats(compilations=0).generated_tokens == 1
+
+
+def test_a_sequence_that_waits_can_end():
+    state = state_of(max_sequences=1)
+    second = sequence_of(1, 6)
+    step(state, sequence_of(0, 6), second)
+    assert state.stats(compilations=0).waiting == 1
+    finish(state, second)
+    assert (state.waiting, second.ended) == ([], True)
+
+
+def test_after_new_weights_nothing_of_the_old_is_found():
+    state = state_of()
+    running = sequence_of(0, range(9), new=9)
+    step(state, running)
+    step(state, sequence_of(1, range(50, 59), new=1))
+    forget_prefixes(state)
+    assert planned(step(state, sequence_of(2, range(50, 59), new=1)))[-1] == (2, 0, 9, True)
+    for _ in range(9):
+        step(state)
+    assert running.ended
+    # Its later pages depend on the old weights as well.
+    assert planned(step(state, sequence_of(3, running.tokens, new=1))) == [(3, 0, 16, False)]
+
+
+def test_a_sequence_preempted_over_new_weights_may_be_shared_again():
+    state = state_of(pages=4)
+    first, second = sequence_of(0, 3, new=9), sequence_of(1, range(5), new=9)
+    step(state, first, second)
+    forget_prefixes(state)
+    step_until_preemption(state)
+    finish(state, first)
+    assert planned(step(state)) == [(1, 0, len(second.tokens) - 1, True)]
+    finish(state, second)
+    assert planned(step(state, sequence_of(2, second.tokens, new=1)))[0][:2] == (2, 8)
+
+
+def test_the_block_table_of_a_slot_has_its_pages():
+    state = state_of()
+    step(state, sequence_of(0, range(9), new=9))
+    step(state, sequence_of(1, range(9), new=9))
+    for _ in range(5):
+        for row in step(state).rows:
+            pages = row.sequence.pages
+            assert len(pages) == -(-row.sequence.computed_tokens // 4)
+            assert state.block_tables[row.slot, : len(pages)].tolist() == pages
+
+
+def test_the_block_tables_have_room_for_the_longest_sequence():
+    assert state_of(max_tokens=13, max_sequences=3).block_tables.shape == (3, 4)
+
+
+def test_stats_count_what_was_done():
+    state = state_of(max_sequences=1)
+    for _ in range(2):
+        step(state, *([] if state.waiting or state.running else [sequence_of(0, 6), sequence_of(1, 5)]))
+    stats = state.stats(compilations=3)
+    assert (stats.running, stats.waiting, stats.used_pages, stats.pages) == (1, 1, 2, 64)
+    assert (stats.steps, stats.prompt_tokens, stats.generated_tokens, stats.compilations) == (2, 6, 2, 3)
+    assert state_of().stats(compilations=0).steps == 0
+
+
+def test_a_plan_of_nothing_is_no_step():
+    state = state_of()
+    assert schedule(state, []).rows == ()
+    assert state.steps == 0

@@ -1,0 +1,226 @@
+"""Random workloads on devices that check what they are given: the scheduler's guarantees, whatever comes."""
+
+import hashlib
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.scheduler import SchedulerState, finish, forget_prefixes, record, schedule
+from stack_serve.llm.sequence import Sequence
+
+
+def next_token(tokens):
+    """Stands for a model: depends on all tokens, and takes few values so that texts meet."""
+    return hashlib.sha256(bytes(tokens)).digest()[0] % 3
+
+
+def continued(prompt, new):
+    tokens = list(prompt)
+    for _ in range(new):
+        tokens.append(next_token(tokens))
+    return tokens
+
+
+@dataclass
+class Devices:
+    """Runs plans in order as a device does; a key is the tokens up to its own, and the version of its weights."""
+
+    state: SchedulerState
+    keys: dict = field(default_factory=dict)
+    slots: dict = field(default_factory=dict)
+    weights_version: int = 0
+
+    def run(self, plan):
+        """Returns (sequence, token) of each row that samples."""
+        for sequence in plan.admitted:
+            assert sequence.in_flight == sum(row.samples for row in plan.rows if row.sequence is sequence)
+            self.slots[sequence.slot] = list(sequence.tokens)
+        tables = [self.state.block_tables[row.slot].tolist() for row in plan.rows]
+        for row, table in zip(plan.rows, tables, strict=True):
+            self.check_keys(row, table, 0, row.start)
+        for row, table in zip(plan.rows, tables, strict=True):
+            self.compute(row, table)
+        for row, table in zip(plan.rows, tables, strict=True):
+            self.check_keys(row, table, row.start, row.start + row.tokens)
+        return [(row.sequence, self.sample(row)) for row in plan.rows if row.samples]
+
+    def place(self, table, position):
+        page_tokens = self.state.page_tokens
+        return table[position // page_tokens], position % page_tokens
+
+    def compute(self, row, table):
+        for position in range(row.start, row.start + row.tokens):
+            page, place = self.place(table, position)
+            assert self.state.pool.references(page) == 1
+            self.keys[page, place] = (self.slots[row.slot][: position + 1], self.weights_version)
+
+    def check_keys(self, row, table, begin, end):
+        for position in range(begin, end):
+            tokens, version = self.keys[self.place(table, position)]
+            assert tokens == self.slots[row.slot][: position + 1]
+            assert version >= row.sequence.weights_version
+
+    def sample(self, row):
+        tokens = self.slots[row.slot]
+        assert len(tokens) == row.start + row.tokens
+        tokens.append(next_token(tokens))
+        return tokens[-1]
+
+
+@dataclass
+class Before:
+    """What was so before a plan."""
+
+    available: int
+    running: dict  # how many pages each held
+    decoding: list
+    waiting: list
+    for_leader: list  # those of them whose leader has its prompt to compute
+
+    @classmethod
+    def of(cls, state, arrivals):
+        waiting = [*state.waiting, *arrivals]
+        unfinished = [s for s in state.running if s.total_tokens < s.max_total_tokens]
+        return cls(
+            state.pool.available,
+            {s: len(s.pages) for s in state.running},
+            [s for s in unfinished if s.total_tokens - s.computed_tokens == 1],
+            waiting,
+            [s for s in waiting if s.leader and not s.leader.prompt_planned and not s.leader.ended],
+        )
+
+
+def order(sequence):
+    return sequence.priority, sequence.arrival
+
+
+def check_rows(state, before, plan):
+    assert len({row.sequence for row in plan.rows}) == len({row.slot for row in plan.rows}) == len(plan.rows)
+    assert sum(row.tokens for row in plan.rows) <= state.step_tokens
+    for row in plan.rows:
+        assert row.tokens >= 1 and row.slot == row.sequence.slot
+        assert row.start + row.tokens == row.sequence.computed_tokens
+    decodes = [row.sequence in before.decoding for row in plan.rows]
+    assert decodes == sorted(decodes, reverse=True)
+    for sequence in before.decoding:
+        assert sequence in plan.preempted or [row.samples for row in plan.rows if row.sequence is sequence] == [True]
+
+
+def check_who_runs(state, before, plan):
+    for sequence in plan.preempted:
+        assert sequence in before.running and sequence in state.waiting
+        assert all(order(sequence) > order(row.sequence) for row in plan.rows)
+    if plan.preempted:
+        assert not plan.admitted
+        assert sum(-(-s.total_tokens // state.page_tokens) - held for s, held in before.running.items()) > (
+            before.available
+        )
+    for sequence in plan.admitted:
+        assert any(row.sequence is sequence for row in plan.rows)
+        for other in before.waiting:
+            assert other in plan.admitted or other in before.for_leader or order(other) > order(sequence)
+    if not before.running and not any(sequence.in_flight for sequence in before.waiting):
+        assert plan.admitted or not before.waiting
+
+
+def check_holdings(state):
+    held = [page for sequence in state.running for page in sequence.pages]
+    pages = range(state.pool.pages)
+    assert [state.pool.references(page) for page in pages] == [held.count(page) for page in pages]
+    assert state.pool.available == len(pages) - len(set(held))
+    slots = [sequence.slot for sequence in state.running]
+    assert sorted(slots + state.free_slots) == list(range(len(state.block_tables)))
+    for sequence in [*state.running, *state.waiting]:
+        assert sequence.computed_tokens <= sequence.total_tokens <= sequence.max_total_tokens
+        assert len(sequence.pages) == -(-sequence.computed_tokens // state.page_tokens)
+    for sequence in state.waiting:
+        assert (sequence.slot, sequence.pages, sequence.computed_tokens) == (None, [], 0)
+
+
+MAX_TOKENS = 22
+REQUESTS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "at": st.integers(0, 6),
+            "prompt": st.lists(st.integers(0, 2), min_size=1, max_size=10),
+            "new": st.integers(1, 12),
+            "n": st.integers(1, 3),
+            "priority": st.integers(0, 2),
+            "cacheable": st.booleans(),
+            "aborted_at": st.none() | st.integers(0, 25),
+        }
+    ),
+    min_size=3,
+    max_size=8,
+)
+SIZES = st.fixed_dictionaries(
+    {
+        "spare_pages": st.integers(0, 6),
+        "page_tokens": st.integers(1, 4),
+        "max_sequences": st.integers(1, 5),
+        "step_tokens": st.integers(5, 20),
+        "prefix_caching": st.booleans(),
+    }
+)
+
+
+def sequences_of(requests):
+    """(step of arrival, step of abortion, sequence) of each continuation."""
+    found = []
+    for request in sorted(requests, key=lambda request: request["at"]):
+        leader = None
+        for index in range(request["n"]):
+            sequence = Sequence(
+                id=len(found),
+                request_id=f"{len(found) - index}",
+                index=index,
+                tokens=list(request["prompt"]),
+                prompt_tokens=len(request["prompt"]),
+                max_total_tokens=len(request["prompt"]) + request["new"],
+                priority=request["priority"],
+                arrival=len(found),
+                cacheable=request["cacheable"] or index > 0,
+                leader=leader,
+            )
+            leader = leader or sequence
+            found.append((request["at"], request["aborted_at"], sequence))
+    return found
+
+
+@given(SIZES, REQUESTS, st.integers(0, 2), st.sets(st.integers(0, 30), max_size=2))
+def test_every_workload_ends_with_the_tokens_that_each_has_alone(sizes, requests, ahead, new_weights_at):
+    config = EngineConfig(**{name: size for name, size in sizes.items() if name != "spare_pages"})
+    pages = -(-MAX_TOKENS // config.page_tokens) + sizes["spare_pages"]
+    state = SchedulerState.of(config, max_tokens=MAX_TOKENS, pages=pages)
+    devices, unread, begun = Devices(state), [], []
+    everything = sequences_of(requests)
+    for step_number in range(1000):
+        arrivals = [sequence for at, _, sequence in everything if at == step_number]
+        begun += arrivals
+        if step_number in new_weights_at:
+            forget_prefixes(state)
+            devices.weights_version += 1
+        before = Before.of(state, arrivals)
+        plan = schedule(state, arrivals)
+        check_rows(state, before, plan)
+        check_who_runs(state, before, plan)
+        check_holdings(state)
+        unread.append(devices.run(plan))
+        for sequence, token in unread.pop(0) if len(unread) > ahead else []:
+            record(state, sequence, token)
+            if len(sequence.tokens) == sequence.max_total_tokens:
+                finish(state, sequence)
+        for _, aborted_at, sequence in everything:
+            if aborted_at == step_number and sequence in begun:
+                finish(state, sequence)
+        check_holdings(state)
+        if len(begun) == len(everything) and all(sequence.ended for sequence in begun):
+            break
+    assert all(sequence.ended for _, _, sequence in everything)
+    for _, aborted_at, sequence in everything:
+        expected = continued(sequence.tokens[: sequence.prompt_tokens], 12)
+        assert sequence.tokens == expected[: len(sequence.tokens)]
+        assert aborted_at is not None or len(sequence.tokens) == sequence.max_total_tokens
+    assert (state.running, state.waiting, state.pool.available) == ([], [], pages)

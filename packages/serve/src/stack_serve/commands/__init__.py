@@ -1,0 +1,1 @@
+"""Subcommands of `stack` that stack-serve brings."""

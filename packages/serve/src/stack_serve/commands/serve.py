@@ -1,0 +1,137 @@
+"""`stack serve`: a model behind OpenAI's HTTP interface."""
+
+import json as json_format
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from stack_core.compile_cache import keep_compiled
+from stack_core.config import parse
+from stack_core.errors import ConfigError
+
+__all__ = ["serve"]
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def serve(  # noqa: PLR0913, each parameter is an option of the command
+    model: str,
+    /,
+    *,
+    host: str | None = None,
+    port: int | None = None,
+    api_key: tuple[str, ...] = (),
+    api_key_file: Path | None = None,
+    model_name: tuple[str, ...] = (),
+    chat_template: Path | None = None,
+    timeout_s: float | None = None,
+    drain_s: float | None = None,
+    max_body_bytes: int | None = None,
+    cors_origin: tuple[str, ...] = (),
+    max_sequences: int | None = None,
+    max_tokens: int | None = None,
+    step_tokens: int | None = None,
+    page_tokens: int | None = None,
+    pages: int | None = None,
+    cache_dtype: Literal["model", "float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"] | None = None,
+    tensor: int | None = None,
+    prefix_caching: bool | None = None,
+    max_waiting: int | None = None,
+    seed: int | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Serve a model over HTTP, as OpenAI and vLLM do: stack serve RUN|HF_DIR --port 8000
+
+    It takes requests at once and answers them when everything is compiled, which /ready tells. SIGTERM lets running
+    requests end and exits with status 0; a second one ends at once.
+
+    Args:
+      model: directory of a run or of a Hugging Face checkpoint.
+      host: address to listen on (127.0.0.1: this machine alone).
+      port: to listen on (8000); 0 takes a free one.
+      api_key: what clients must send as a bearer token; may be given several times.
+      api_key_file: file with such keys, one a line.
+      model_name: what clients call the model (its own name); may be given several times.
+      chat_template: file with a Jinja template for messages (the model's own).
+      timeout_s: a request that takes longer ends with an error (never).
+      drain_s: how long running requests may take to end after SIGTERM (30).
+      max_body_bytes: of a request (8388608).
+      cors_origin: of web pages that may use the server, "*" for all; may be given several times.
+      max_sequences: continuations that run at once; others wait (32).
+      max_tokens: of a prompt and its continuation together (as many as the model has positions).
+      step_tokens: tokens that one step computes, at most (512).
+      page_tokens: tokens of a page of the cache (16).
+      pages: of the cache (what the other options need, or what fits in memory).
+      cache_dtype: what keys and values are held in (what the model computes in).
+      tensor: devices that each layer is split over (1).
+      prefix_caching: keep prompts for later requests that begin alike (yes).
+      max_waiting: requests that may wait before others are refused (1024).
+      seed: of requests without one (a new one each time).
+      json: print address, model and process on standard output when it is ready, as JSON.
+    """
+    from stack_serve.http.config import ServerConfig
+
+    options = {name: value for name, value in locals().items() if value is not None and value != ()}
+    listening = _only(ServerConfig, options)
+    keys = (*api_key, *(_keys_of(api_key_file) if api_key_file is not None else ()))
+    listening |= {"api_keys": keys, "cors_origins": cors_origin}
+    if model_name:
+        listening["model_names"] = model_name
+    config = parse(ServerConfig, listening)
+    if config.host not in _LOOPBACK and not keys:
+        _say(f"warning: whoever reaches {config.host} may use the model. Give an --api-key, or listen on 127.0.0.1.")
+    _serve(model, config, options, json=json)
+
+
+def _serve(model: str, config: Any, options: dict[str, Any], *, json: bool) -> None:
+    from stack_core.checkpoint_formats import open_for_generation
+    from stack_core.plugins import registries
+    from stack_serve.http.server import HttpServer, listen  # imports what `stack --help` should not wait for
+    from stack_serve.http.service import Service
+    from stack_serve.llm.config import EngineConfig
+
+    engine_config = parse(EngineConfig, _only(EngineConfig, options))
+    make_engine = registries.engines["llm"]
+    listener = listen(config)
+    keep_compiled()
+    checkpoint = open_for_generation(model)
+    service = Service(checkpoint, config, engine_config.max_tokens)
+
+    def progress(what: str, done: int, total: int) -> None:
+        service.progress = f"{what}, {done} of {total} programs"
+
+    def announce(address: str) -> None:
+        if json:
+            ready = {"address": address, "model": service.names[0], "process": os.getpid()}
+            print(json_format.dumps(ready), flush=True)
+        _say(f"{service.names[0]} is served at {address}/v1")
+
+    def engine() -> Any:
+        return make_engine(checkpoint, engine_config, progress=progress)
+
+    HttpServer(service, listener, engine, announce=announce).run()
+
+
+def _only(cls: type, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are fields of a config."""
+    names = {field.name for field in fields(cls)}
+    return {name: value for name, value in options.items() if name in names}
+
+
+def _keys_of(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The keys cannot be read: {error}. Name a file with one key a line.") from error
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise ConfigError(f"{path} holds no key. Write one a line, or leave --api-key-file out to let everybody in.")
+    return keys
+
+
+def _say(message: str) -> None:
+    print(f"stack: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's API over any `Engine` of core's contract."""

@@ -1,0 +1,141 @@
+"""One job in the engine, from its first submission to its last update."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from stack_core.errors import EngineBusy, EngineStopped, GenerationError
+from stack_core.generation import GenerationRequest, GenerationUpdate
+from stack_core.protocols import Engine
+from stack_serve.http.errors import as_api_error
+from stack_serve.http.job import Job, failure_of, new_id
+from stack_serve.http.mailbox import Mailbox, PostOffice
+from stack_serve.http.metrics import Metrics
+from stack_serve.http.sampling import PARAMETER_NAMES
+
+__all__ = ["Backend", "Generation"]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What the jobs of a server share.
+
+    Attributes:
+      running: what is in the engine.
+      timeout_s: of a job; None is without end.
+    """
+
+    engine: Engine
+    office: PostOffice
+    metrics: Metrics
+    timeout_s: float | None
+    running: set["Generation"] = field(default_factory=set)
+
+
+class Generation:
+    """The continuations of a job; nothing of them is left in the engine when its block is left.
+
+    Attributes:
+      abandoned: nobody waits for the answer any more.
+    """
+
+    def __init__(self, job: Job, backend: Backend) -> None:
+        self._job = job
+        self._backend = backend
+        self._mailbox = Mailbox()
+        self._open: dict[tuple[int, int], str] = {}
+        self._progress = backend.metrics.progress(job)
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def abandoned(self) -> bool:
+        return self._mailbox.closed
+
+    async def __aenter__(self) -> "Generation":
+        self._backend.running.add(self)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._backend.running.discard(self)
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._abort()
+
+    def submit(self, names: Mapping[str, str]) -> None:
+        """Hands all prompts to the engine, or none.
+
+        Args:
+          names: the body's names of the engine's parameters, besides those that always differ.
+
+        Raises:
+          ApiError: the engine refuses it, or is full.
+        """
+        job, backend = self._job, self._backend
+        try:
+            for number, prompt in enumerate(job.prompts):
+                request = GenerationRequest(
+                    request_id=new_id(),
+                    prompt=prompt.tokens,
+                    sampling=job.sampling,
+                    priority=job.priority,
+                    timeout_s=backend.timeout_s,
+                )
+                backend.engine.submit(request, backend.office.receiver(self._mailbox, number))
+                self._open |= {(number, index): request.request_id for index in range(job.sampling.n)}
+        except (GenerationError, EngineBusy, EngineStopped) as error:
+            self._abort()
+            raise as_api_error(error, {**PARAMETER_NAMES, **names}) from None
+
+    def watch(self, receive: Callable[[], Awaitable[Any]]) -> None:
+        """Ends the generation when the client's connection ends."""
+        self._watcher = asyncio.create_task(self._until_disconnect(receive))
+
+    async def take(self) -> list[tuple[int, GenerationUpdate]]:
+        """The next updates, with the numbers of their prompts; none when all continuations ended, or are abandoned.
+
+        Raises:
+          ApiError: a continuation failed.
+        """
+        if not self._open or self.abandoned:
+            return []
+        arrived = await self._mailbox.take()
+        if self.abandoned:
+            return []
+        if self._job.nothing_new:
+            arrived = [(prompt, _without_tokens(update)) for prompt, update in arrived]
+        for prompt, update in arrived:
+            self._progress.note(prompt, update)
+            if update.finish_reason is not None:
+                self._open.pop((prompt, update.index), None)
+                if failure := failure_of(update, self._backend.timeout_s):
+                    raise failure
+        return arrived
+
+    def abandon(self) -> None:
+        """Ends it at once."""
+        self._mailbox.close()
+        self._abort()
+
+    def cut_short(self) -> None:
+        """Has the engine end it, of which the client is told."""
+        for request_id in set(self._open.values()):
+            self._backend.engine.abort(request_id)
+
+    def _abort(self) -> None:
+        self.cut_short()
+        if self._open:
+            self._progress.end("abort")
+        self._open = {}
+
+    async def _until_disconnect(self, receive: Callable[[], Awaitable[Any]]) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.abandon()
+
+
+def _without_tokens(update: GenerationUpdate) -> GenerationUpdate:
+    """An update of a continuation that was generated only because the prompt's log-probabilities were wanted."""
+    reason = "length" if update.finish_reason == "stop" else update.finish_reason
+    logprobs = None if update.logprobs is None else ()
+    return replace(update, tokens=(), text="", logprobs=logprobs, finish_reason=reason, stop_reason=None)

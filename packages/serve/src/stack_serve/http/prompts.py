@@ -1,0 +1,135 @@
+"""Prompts of requests, as tokens that the model has room for."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stack_serve.http.errors import ApiError, bad_request
+from stack_serve.http.tokens import TokenTexts
+
+__all__ = ["Prompt", "Prompts"]
+
+_LONG_CHARACTERS = 8192
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt; `text` is None where tokens were given, and nothing needs their text."""
+
+    tokens: tuple[int, ...]
+    text: str | None
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Makes prompts for one model.
+
+    Attributes:
+      texts: None where the model has no tokenizer.
+      max_tokens: of a prompt and its continuation.
+    """
+
+    texts: TokenTexts | None
+    vocab_size: int
+    max_tokens: int
+
+    def tokenizer(self) -> TokenTexts:
+        """The tokenizer.
+
+        Raises:
+          ApiError: there is none.
+        """
+        if self.texts is None:
+            raise bad_request("The model has no tokenizer. Send prompts as token ids to /v1/completions.")
+        return self.texts
+
+    async def of_text(self, text: str, *, add_special_tokens: bool) -> Prompt:
+        """Encodes a text; a long one while other requests are answered."""
+        tokenizer = self.tokenizer()
+        if len(text) < _LONG_CHARACTERS:
+            tokens = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            tokens = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return Prompt(tuple(tokens), text)
+
+    async def of_field(self, given: Any, *, most: int, add_special_tokens: bool) -> list[Prompt]:
+        """Reads the field `prompt` of `/v1/completions`.
+
+        Args:
+          most: prompts that are allowed.
+
+        Raises:
+          ApiError: it is not of the four forms, or has too many prompts.
+        """
+        prompts = [given] if _is_text(given) or _is_tokens(given) else given
+        if not isinstance(prompts, list) or not prompts or not all(map(_of_one_form(prompts[0]), prompts)):
+            raise bad_request(
+                "prompt is neither a text, nor a list of texts, nor a list of token ids, nor a list of such lists.",
+                param="prompt",
+            )
+        if len(prompts) > most:
+            raise bad_request(
+                f"{len(prompts)} prompts were given; with so many continuations of each, one request takes {most}. "
+                "Send several requests.",
+                param="prompt",
+            )
+        return [
+            await self.of_text(each, add_special_tokens=add_special_tokens)
+            if isinstance(each, str)
+            else Prompt(self.known(each, "prompt"), None)
+            for each in prompts
+        ]
+
+    def check_room(self, prompt: Prompt, max_tokens: int | None, param: str) -> None:
+        """Refuses a prompt that is empty, or too long to be continued as far as was asked.
+
+        Args:
+          param: the field that holds the prompt.
+
+        Raises:
+          ApiError: it does not fit.
+        """
+        prompt_tokens = len(prompt.tokens)
+        if not prompt_tokens:
+            raise bad_request("The prompt has no tokens; a continuation needs at least one to follow.", param=param)
+        if prompt_tokens >= self.max_tokens:
+            raise _too_long(
+                f"This model's maximum context length is {self.max_tokens} tokens, one of which the continuation "
+                f"needs. However, your prompt has {prompt_tokens} tokens. Shorten it.",
+                param,
+            )
+        if max_tokens is not None and prompt_tokens + max_tokens > self.max_tokens:
+            raise _too_long(
+                f"This model's maximum context length is {self.max_tokens} tokens. However, you requested "
+                f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} in the "
+                "continuation). Shorten the prompt or the continuation.",
+                "max_tokens",
+            )
+
+    def known(self, tokens: Sequence[int], param: str) -> tuple[int, ...]:
+        """The tokens, if the model has all of them.
+
+        Raises:
+          ApiError: it lacks one.
+        """
+        if tokens and (min(tokens) < 0 or max(tokens) >= self.vocab_size):
+            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+            raise bad_request(f"Token {wrong} is none of the model's {self.vocab_size} tokens.", param="prompt")
+        return tuple(tokens)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+
+
+def _of_one_form(first: Any) -> Any:
+    return _is_text if isinstance(first, str) else _is_tokens
+
+
+def _too_long(message: str, param: str) -> ApiError:
+    return bad_request(message, param=param, code="context_length_exceeded")

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from itertools import islice
 
 import jax
 import jax.numpy as jnp
@@ -342,3 +343,33 @@ def test_a_hugging_face_checkpoint_is_quantized(folder, capsys):
     assert result["loss_after"] == pytest.approx(result["loss_before"], rel=0.01)
     assert (out / "huggingface" / "config.json").is_file()
     main(["generate", str(out), "--prompt", "alpha", "--max-tokens", "2"])
+
+
+STATIC = [
+    {"path": "head", "weights": "int8", "activations": "int8", "activation_calibration": "moving,0.9"},
+    {"path": ".*", "weights": "int8", "activations": "int8", "static_ranges": True},
+    {"op": "attention", "activations": "fp8_e4m3", "static_ranges": True},
+]
+
+
+def test_static_ranges_are_measured_on_the_runs_data_and_kept_with_the_model(folder, quantized, capsys):
+    run = quantized(STATIC)
+    model, original = model_of(run), RUN_FORMAT.open_model(folder / "run")
+    ranges = {site: span["high"] for site, span in nnx.to_pure_dict(nnx.state(model))["static_ranges"].items()}
+    assert ranges["head"].shape == (1,) and ranges["blocks/feed_forward/down/kernel"].shape == (1, 1)
+    assert sum(name.endswith(("/query", "/key", "/value")) for name in ranges) == 3
+    batches = [jax.tree.map(jnp.asarray, dict(batch)) for batch in islice(original.training_batches(), 16)]
+    hidden = [original.model(batch["tokens"], batch["positions"], batch["segment_ids"]) for batch in batches]
+    weights = [0.9 ** (15 - place) for place in range(16)]
+    largest = np.average([float(jnp.abs(states).max()) for states in hidden], weights=weights)
+    assert float(ranges["head"][0]) == pytest.approx(largest, rel=1e-4)
+    sample = {"tokens": TOKENS, "positions": POSITIONS}
+    stream = original.training_batches()
+    expected = quantize_model(original.model, load_recipe(recipe(folder, STATIC)), sample, stream=stream)
+    np.testing.assert_array_equal(logits_of(model), logits_of(expected))
+    capsys.readouterr()
+    main(["generate", str(run), "--prompt", "alpha beta", "--max-tokens", "3", "--temperature", "0", "--json"])
+    assert len(json.loads(capsys.readouterr().out)["tokens"]) == 3
+    params = load_params(run, model.config)
+    assert "static_ranges" not in params
+    np.testing.assert_array_equal(params["head"], ops.dequantize(model.head.get_value(), jnp.float32))

@@ -82,6 +82,9 @@ def test_a_rule_with_path_and_op_is_for_that_operation() -> None:
         ({"path": "a", "weights": "int9"}, UnknownName, "int8"),
         ({"path": "a", "weights": "int8", "weight_calibration": "abs_max"}, UnknownName, "absmax"),
         ({"path": "a", "weights": "int8", "activation_calibration": "rms"}, ArgumentError, "rms"),
+        ({"path": "a", "weights": "int8", "weight_calibration": "moving"}, RuleError, "does not come in a stream"),
+        ({"path": "a", "weights": "int8", "static_ranges": True}, RuleError, "activations that stay in float"),
+        ({"path": "a", "weights": "int8", "activation_calibration": "moving"}, RuleError, "that stay in float"),
     ],
 )
 def test_a_rule_that_makes_no_sense_is_refused(given: Any, error: Any, message: str) -> None:
@@ -99,8 +102,8 @@ def test_gradients_are_not_for_ptq() -> None:
         rows(Rule(path="embedder", weights="int8", gradients="int8"))
 
 
-def test_ranges_over_a_stream_are_refused_and_not_taken_for_others() -> None:
-    with pytest.raises(RuleError, match=r"Rule 0, .*activation_calibration is an average over a stream"):
+def test_an_average_over_a_stream_needs_one() -> None:
+    with pytest.raises(RuleError, match=r"1 activations, the first at embedder/table, .* none were given"):
         rows(Rule(path="embedder", weights="int8", activations="int8", activation_calibration="moving,0.9"))
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from stack_core.errors import ArgumentError, UnknownName, nearest
 
-__all__ = ["CALIBRATIONS", "Calibration", "calibration"]
+__all__ = ["CALIBRATIONS", "STREAM_BATCHES", "Calibration", "calibration"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,9 @@ CALIBRATIONS: Final = {
     "moving": "moving,decay: over a stream of batches, an average of each one's largest magnitude that forgets",
 }
 """What each takes and finds."""
+
+STREAM_BATCHES: Final = 16
+"""Over so many batches of a stream a range is measured, unless it is said otherwise."""
 
 _DEFAULTS = {"absmax": (1.0,), "minmax": (1.0,), "percentile": (99.9,), "moving": (0.99,)}
 

@@ -1,7 +1,7 @@
 """Trained models of any registered checkpoint format, quantized and measured."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from stack_core.checkpoint_formats import open_model
 from stack_core.config import differences, to_mapping
 from stack_core.errors import ConversionError
+from stack_quant.calibration import STREAM_BATCHES
 from stack_quant.errors import QuantError
+from stack_quant.model import quantize_model, report
 from stack_quant.recipes import named_or_read, recipe_names
 from stack_quant.rules import Rule
 from stack_quant.section import QUANTIZER, QuantConfig
@@ -23,6 +25,7 @@ __all__ = ["QuantizedCheckpoint", "quantize_checkpoint"]
 
 _SECTION = "quant"
 
+Batch = Mapping[str, Any]
 Progress = Callable[[str, int, int], None]
 
 
@@ -52,6 +55,7 @@ def quantize_checkpoint(
     destination: Path,
     *,
     data: str | None = None,
+    calibration_batches: int = STREAM_BATCHES,
     evaluation_batches: int = 32,
     progress: Progress = _untold,
 ) -> QuantizedCheckpoint:
@@ -61,6 +65,7 @@ def quantize_checkpoint(
       source: "DIR" or "FORMAT:DIR".
       recipe: a name of `stack_quant.recipes`, or the path of a YAML file; None for that which the model was trained by.
       data: address of the documents to calibrate and to measure on; None for the model's own.
+      calibration_batches: of the training data, over which the recipe's static ranges are measured.
       evaluation_batches: of held-out data, at most.
       progress: receives what is done now, and how many of how many parts of it are.
 
@@ -79,14 +84,23 @@ def quantize_checkpoint(
     progress("reading the data", 0, 1)
     sample_batch = next(iter(trained.training_batches()))
     progress("quantizing", 0, 1)
-    quantized, report = QUANTIZER.apply(trained.model, section, sample_batch)
+    stream = _followed(trained.training_batches(), calibration_batches, progress)
+    quantized = quantize_model(
+        trained.model, section.rules, dict(sample_batch), stream=stream, stream_batches=calibration_batches
+    )
     batches = list(islice(trained.validation_batches(), evaluation_batches))
     before, targets = _mean_loss(trained.metrics, trained.model, batches, functools.partial(progress, "loss before"))
     quantized_metrics = functools.partial(QUANTIZER.call, trained.metrics)
     after, _ = _mean_loss(quantized_metrics, quantized, batches, functools.partial(progress, "loss after"))
     progress("writing", 0, 1)
     trained.save(destination, quantized, {_SECTION: section})
-    return QuantizedCheckpoint(destination, report, before, after, targets)
+    return QuantizedCheckpoint(destination, report(quantized), before, after, targets)
+
+
+def _followed(batches: Iterable[Batch], count: int, progress: Progress) -> Iterator[Batch]:
+    for done, batch in enumerate(islice(batches, count)):
+        progress("measuring ranges", done, count)
+        yield dict(batch)
 
 
 def _rules(source: str, trained_by: QuantConfig | None, given: tuple[Rule, ...] | None) -> tuple[Rule, ...]:

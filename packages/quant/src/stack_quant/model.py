@@ -9,14 +9,16 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import jax
 
+from stack_quant.calibration import STREAM_BATCHES
 from stack_quant.errors import QuantError
-from stack_quant.quantization import Quantization, quantized
+from stack_quant.quantization import Quantization, State, quantized
 from stack_quant.rules import Rule
 from stack_quant.transform.coverage import Report
 from stack_quant.transform.program import Parameters
@@ -27,7 +29,14 @@ M = TypeVar("M")
 
 
 def quantize_function(
-    fn: Callable[..., Any], params: Any, rules: Sequence[Rule], sample_args: Sequence[Any], *, method: str = "ptq"
+    fn: Callable[..., Any],
+    params: Any,
+    rules: Sequence[Rule],
+    sample_args: Sequence[Any],
+    *,
+    method: str = "ptq",
+    stream: Iterable[Sequence[Any]] | None = None,
+    stream_batches: int = STREAM_BATCHES,
 ) -> "tuple[QuantizedFunction, Any, Report]":
     """Quantizes the parameters of `fn(params, *args)` by rules on their paths.
 
@@ -36,9 +45,12 @@ def quantize_function(
       params: a pytree; a parameter's path is made of its keys, indices and attributes, with "/" between.
       sample_args: arguments of a call: arrays, or shapes where no rule needs values. Other calls may have other shapes.
       method: a name of `stack_quant.methods`.
+      stream: arguments of calls over which static ranges are measured, where rules ask for these.
+      stream_batches: of the stream, at most.
 
     Returns:
-      A function like `fn`, to be called with the second result in place of `params`; and the report.
+      A function like `fn`, to be called with the second result in place of `params`; and the report. The function is a
+      pytree of its static ranges.
 
     Raises:
       RuleError: a rule matches nothing, or asks for what the method does not do.
@@ -47,8 +59,9 @@ def quantize_function(
       UnknownName: no such method.
     """
     parameters = Parameters.of(params)
-    arrays, quantization = quantized(fn, parameters, rules, sample_args, {}, method)
-    return QuantizedFunction(fn, quantization), parameters.with_arrays(arrays), quantization.report
+    calls = None if stream is None else ((args, {}) for args in islice(stream, stream_batches))
+    arrays, ranges, quantization = quantized(fn, parameters, rules, sample_args, {}, method, calls)
+    return QuantizedFunction(fn, quantization, ranges), parameters.with_arrays(arrays), quantization.report
 
 
 def quantize_model(
@@ -58,6 +71,8 @@ def quantize_model(
     *,
     method: str = "ptq",
     call: Callable[..., Any] | None = None,
+    stream: Iterable[Any] | None = None,
+    stream_batches: int = STREAM_BATCHES,
 ) -> M:
     """Quantizes a model by rules on the paths of its parameters.
 
@@ -71,38 +86,53 @@ def quantize_model(
       method: a name of `stack_quant.methods`.
       call: `call(model, *args)` or `call(model, **kwargs)` uses the model as it will be used, so that all its products
         are seen; by default it is called, and a language model is asked for logits.
+      stream: batches like `sample_batch` but of any sizes, such as a Grain iterator, over which static ranges are
+        measured, where rules ask for these. The ranges are kept with the parameters: as a variable `static_ranges` of a
+        module.
+      stream_batches: of the stream, at most.
 
     Raises:
       As `quantize_function`, and QuantError: the model is neither an `nnx.Module` nor a callable pytree.
     """
     args, kwargs = _arguments(sample_batch)
+    calls = None if stream is None else map(_arguments, islice(stream, stream_batches))
     if _is_nnx_module(model):
         from stack_quant.nnx_model import quantize_module
 
-        return quantize_module(model, rules, args, kwargs, method=method, call=call)
+        return quantize_module(model, rules, args, kwargs, method=method, call=call, stream=calls)
     if not callable(model) or not jax.tree.leaves(model):
         raise QuantError(
             f"{type(model).__name__} is neither an nnx.Module nor a callable pytree with parameters. "
             "Give a function and its parameters to quantize_function."
         )
     parameters = Parameters.of(model)
-    arrays, quantization = quantized(call or _call, parameters, rules, args, kwargs, method)
-    return QuantizedModel(parameters.with_arrays(arrays), quantization)  # pyrefly: ignore
+    arrays, ranges, quantization = quantized(call or _call, parameters, rules, args, kwargs, method, calls)
+    return QuantizedModel(parameters.with_arrays(arrays), quantization, ranges)  # pyrefly: ignore
 
 
-@dataclass(frozen=True)
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["ranges", "key"], meta_fields=["function", "quantization"]
+)
+@dataclass(frozen=True, eq=False)  # `jax.jit` hashes what it compiles
 class QuantizedFunction:
-    """A function of parameters, some of them quantized, and other arguments."""
+    """A function of parameters, some of them quantized, and other arguments; a pytree of what it holds besides.
+
+    Attributes:
+      ranges: the static ranges of activations, by site.
+      key: what its gradients are rounded at random with, or None.
+    """
 
     function: Callable[..., Any]
     quantization: Quantization
+    ranges: Any
+    key: jax.Array | None = None
 
     def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.quantization.call(self.function, params, *args, **kwargs)
+        return self.quantization.call(self.function, params, State(self.ranges, self.key), *args, **kwargs)
 
     def with_key(self, key: jax.Array | None) -> "QuantizedFunction":
         """The function whose gradients are rounded at random, drawn from a key: a new one for each step."""
-        return dataclasses.replace(self, quantization=self.quantization.with_key(key))
+        return dataclasses.replace(self, key=key)
 
 
 def report(model: Any) -> Report:
@@ -117,21 +147,25 @@ def report(model: Any) -> Report:
     return quantization.report
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["model", "key"], meta_fields=["quantization"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["model", "ranges", "key"], meta_fields=["quantization"]
+)
 @dataclass(frozen=True)
 class QuantizedModel:
     """A callable pytree with quantized leaves; its methods are those of the model, run as programs on these.
 
     Attributes:
+      ranges: the static ranges of activations, by site.
       key: what its gradients are rounded at random with, or None.
     """
 
     model: Any
     quantization: Quantization
+    ranges: Any
     key: jax.Array | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.quantization.with_key(self.key).call(_call, self.model, *args, **kwargs)
+        return self.quantization.call(_call, self.model, State(self.ranges, self.key), *args, **kwargs)
 
     def with_key(self, key: jax.Array | None) -> "QuantizedModel":
         """The model whose gradients are rounded at random, drawn from a key: a new one for each step."""
@@ -141,7 +175,7 @@ class QuantizedModel:
         method = None if name.startswith("__") else inspect.getattr_static(type(self.model), name, None)
         if not inspect.isfunction(method):
             raise AttributeError(f"{type(self.model).__name__} has no method {name!r}.")
-        return functools.partial(self.quantization.with_key(self.key).call, method, self.model)
+        return functools.partial(self.quantization.call, method, self.model, State(self.ranges, self.key))
 
 
 def _call(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,12 +11,15 @@ from flax import nnx
 from stack_core.ops.building import is_quantized
 from stack_core.protocols import LanguageModel
 from stack_quant.errors import QuantError
-from stack_quant.quantization import Quantization, quantized
+from stack_quant.measuring import Call
+from stack_quant.quantization import Quantization, State, quantized
 from stack_quant.rules import Rule
+from stack_quant.scales import Range
 from stack_quant.transform.program import Parameters
 
 __all__ = ["quantize_module", "run_as_program"]
 
+_RANGES = "static_ranges"
 _LANGUAGE_MODEL_INPUTS = ("tokens", "positions", "segment_ids")
 
 
@@ -28,12 +31,13 @@ def quantize_module(
     *,
     method: str,
     call: Callable[..., Any] | None,
+    stream: Iterable[Call] | None,
 ) -> Any:
     """As `quantize_model`, of an `nnx.Module`."""
+    taken = (lambda kwargs: kwargs) if call is not None or not isinstance(model, LanguageModel) else _inputs
     if call is None:
         call = _logits if isinstance(model, LanguageModel) else _called
-        if call is _logits:
-            kwargs = {name: array for name, array in kwargs.items() if name in _LANGUAGE_MODEL_INPUTS}
+    calls = None if stream is None else ((args, taken(kwargs)) for args, kwargs in stream)
     graph, state = nnx.split(model)
     kinds = {_path(keys): type(variable) for keys, variable in _variables(model)}
 
@@ -41,14 +45,20 @@ def quantize_module(
         return call(_merged(graph, state, values), *args, **kwargs)
 
     parameters = Parameters.of(nnx.to_pure_dict(state))
-    arrays, quantization = quantized(
-        fn, parameters, rules, args, kwargs, method, lambda path: issubclass(kinds[path], nnx.Param)
+    arrays, ranges, quantization = quantized(
+        fn, parameters, rules, args, taken(kwargs), method, calls, lambda path: issubclass(kinds[path], nnx.Param)
     )
     result = nnx.clone(model)
     _set_values(result, {path: array for path, array in arrays.items() if is_quantized(array)})
+    if ranges:
+        setattr(result, _RANGES, nnx.Dict({site: _range_variables(span) for site, span in ranges.items()}))
     result.quantization = quantization
     object.__setattr__(result, "__class__", _quantized_class(type(model)))
     return result
+
+
+class StaticRange(nnx.Variable[Any]):
+    """A variable that holds an end of a static range of activations."""
 
 
 def run_as_program(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,6 +68,10 @@ def run_as_program(function: Callable[..., Any], model: Any, *args: Any, **kwarg
 
 def _logits(model: Any, *args: Any, **kwargs: Any) -> Any:
     return model.logits(model(*args, **kwargs))
+
+
+def _inputs(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: array for name, array in batch.items() if name in _LANGUAGE_MODEL_INPUTS}
 
 
 def _called(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -77,6 +91,13 @@ def _merged(graph: Any, state: Any, values: Any) -> Any:
     fresh = jax.tree.map(lambda leaf: leaf, state)
     nnx.replace_by_pure_dict(fresh, values)
     return nnx.merge(graph, fresh)
+
+
+def _range_variables(span: Range) -> Any:
+    """The ends of a range `[*layers, tiles]`; what parameters say of their axes, they say of theirs."""
+    axes = (*["layers"] * (span.high.ndim - 1), None)
+    ends = {name: end for name, end in span._asdict().items() if end is not None}
+    return nnx.Dict({name: StaticRange(end, logical_axes=axes) for name, end in ends.items()})
 
 
 def _set_values(model: Any, arrays: Mapping[str, Any]) -> None:
@@ -123,7 +144,7 @@ def _as_program(name: str, function: Callable[..., Any], cls: type) -> Callable[
     @functools.wraps(function)
     def method(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         key = getattr(module, "rounding_key", None)
-        quantization: Quantization = module.quantization.with_key(None if key is None else key[...])
+        quantization: Quantization = module.quantization
         graph, state = nnx.split(module)
         changed: list[str] = []
 
@@ -137,7 +158,11 @@ def _as_program(name: str, function: Callable[..., Any], cls: type) -> Callable[
             changed[:] = [path for path, value in after.items() if value is not before[path]]
             return result, {path: after[path] for path in changed}
 
-        result, values = quantization.call(fn, nnx.to_pure_dict(state), *args, **kwargs)
+        values = nnx.to_pure_dict(state)
+        ends = values.pop(_RANGES, {})
+        ranges = {site: Range(found.get("low"), found["high"]) for site, found in ends.items()}
+        beside = State(ranges, None if key is None else key[...])
+        result, values = quantization.call(fn, values, beside, *args, **kwargs)
         _check_unchanged(name, changed, module)
         _set_values(module, values)
         return result

@@ -1,19 +1,19 @@
 """From a function of parameters and rules to quantized parameters, and programs that run on them."""
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from stack_core.ops.building import is_quantized
-from stack_quant.calibration import calibration
-from stack_quant.errors import QuantError, RuleError
+from stack_quant.errors import QuantError
+from stack_quant.measuring import Call, static_ranges
 from stack_quant.methods import Method, method
 from stack_quant.packing import stored_bytes
 from stack_quant.rules import Rule
+from stack_quant.scales import Range
 from stack_quant.spec import ArraySpec
 from stack_quant.transform import coverage
 from stack_quant.transform.coverage import ParameterRow, Report
@@ -21,33 +21,38 @@ from stack_quant.transform.interpreter import Treatment
 from stack_quant.transform.planning import Plan, plan
 from stack_quant.transform.program import Parameters, trace
 
-__all__ = ["Quantization", "quantized"]
+__all__ = ["Quantization", "State", "quantized"]
 
 
 @dataclass(frozen=True, eq=False)
 class Quantization:
-    """What a quantized model remembers: how its programs are to be run, and what was done.
-
-    Attributes:
-      key: what its gradients are rounded at random with, by methods that do so; None rounds them to the nearest.
-    """
+    """What a quantized model remembers: how its programs are to be run, and what was done."""
 
     treatment: Treatment
     report: Report
-    key: jax.Array | None = None
 
-    def with_key(self, key: jax.Array | None) -> "Quantization":
-        """The same with another key."""
-        return dataclasses.replace(self, key=key)
-
-    def call(self, fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, fn: Callable[..., Any], params: Any, state: "State", *args: Any, **kwargs: Any) -> Any:
         """`fn(params, *args, **kwargs)` with the quantized parameters in its products.
 
         `fn` is traced in float for the shapes of this call, and what was traced is run on `params`. Nothing else is
         traced, patched or kept, so that calls of `fn` itself are not concerned; compile the caller with `jax.jit`.
         """
         parameters = Parameters.of(params)
-        return trace(fn, parameters, *args, **kwargs).run(parameters.arrays, self.treatment, key=self.key)
+        return trace(fn, parameters, *args, **kwargs).run(
+            parameters.arrays, self.treatment, ranges=state.ranges, key=state.key
+        )
+
+
+class State(NamedTuple):
+    """What a quantized model holds beside its parameters.
+
+    Attributes:
+      ranges: the static ranges of activations, by site.
+      key: what its gradients are rounded at random with, by methods that do so; None rounds them to the nearest.
+    """
+
+    ranges: Mapping[str, Range]
+    key: jax.Array | None = None
 
 
 def quantized(
@@ -57,46 +62,38 @@ def quantized(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     name: str,
+    stream: Iterable[Call] | None,
     may_quantize: Callable[[str], bool] = lambda path: True,
-) -> tuple[dict[str, Any], Quantization]:
+) -> tuple[dict[str, Any], dict[str, Range], Quantization]:
     """Quantizes the parameters of `fn(params, *args, **kwargs)`.
 
     Args:
       name: of the method.
+      stream: calls over which static ranges are measured.
       may_quantize: whether the array at a path is a parameter at all.
 
     Returns:
-      All arrays by path, and how to run programs with them.
+      All arrays by path, the static ranges by site, and how to run programs with them.
     """
     chosen = method(name)
     chosen.check(rules)
-    _check_ranges(rules)
     program = trace(fn, parameters, *args, **kwargs)
     before = parameters.arrays
     _check_plain(before)
-    uses, rows = program.survey(before, Treatment(tuple(rules), chosen))
+    seen = program.survey(before, Treatment(tuple(rules), chosen))
     shapes = {
         path: array.shape
         for path, array in before.items()
         if may_quantize(path) and jnp.issubdtype(array.dtype, jnp.floating)
     }
-    planned = plan(rules, shapes, [use for use in uses if use.path in shapes], [row.op for row in rows])
+    planned = plan(rules, shapes, [use for use in seen.uses if use.path in shapes], [row.op for row in seen.rows])
     after = {path: _parameter(chosen, before[path], spec, path) for path, spec in planned.specs.items()}
     after = {path: after.get(path, array) for path, array in before.items()}
     treatment = Treatment(tuple(rules), chosen, planned.of_path, planned.specs)
     listed = [_row(path, before[path], after[path], planned) for path in shapes]
-    _, rows = program.survey(after, treatment)
-    return after, Quantization(treatment, coverage.report(name, rules, listed, rows))
-
-
-def _check_ranges(rules: Sequence[Rule]) -> None:
-    for number, rule in enumerate(rules):
-        for which in ("weight_calibration", "activation_calibration"):
-            if calibration(getattr(rule, which)).name == "moving":
-                raise RuleError(
-                    f"Rule {number}, {rule}: {which} is an average over a stream of batches, and a model is quantized "
-                    "with one. Take absmax, which finds the range of each array as it comes, or a fixed range."
-                )
+    seen = program.survey(after, treatment)
+    ranges = static_ranges(fn, parameters, treatment, seen.sites, stream)
+    return after, ranges, Quantization(treatment, coverage.report(name, rules, listed, seen.rows))
 
 
 def _check_plain(arrays: Mapping[str, Any]) -> None:

@@ -4,6 +4,8 @@ statistics = empty_statistics(spec, x.shape)
 for x in batches:
     statistics = observe(statistics, x, spec)          # pure: may run under jit and scan
 codes = quantize(x, spec, range=observed_range(statistics))
+
+`quantize_model` does so for all activations of a model, given a `stream`.
 """
 
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from stack_quant.calibrate import calibrate
 from stack_quant.scales import Range
 from stack_quant.spec import ArraySpec
 
-__all__ = ["RangeStatistics", "empty_statistics", "observe", "observed_range"]
+__all__ = ["RangeStatistics", "empty_statistics", "merged", "observe", "observed_range"]
 
 _LARGEST_OF_ALL = ("absmax", "minmax", "fixed")
 
@@ -36,7 +38,8 @@ class RangeStatistics:
 
     Attributes:
       low: float32, or None for symmetric ranges.
-      weight: float32, how much was seen; 0 before the first batch.
+      weight: float32, how much was seen; 0 before the first batch. Of several statistics in one, along the first axes,
+        it has those axes only.
     """
 
     low: Any  # JAX also makes trees of shapes and shardings in place of arrays.
@@ -68,7 +71,7 @@ def observe(statistics: RangeStatistics, array: jax.Array, spec: ArraySpec) -> R
     decay = np.float32(spec.calibrated.arguments[0] if name == "moving" else 1)
     weight = decay * statistics.weight + entries
 
-    def merged(so_far: jax.Array, new: jax.Array) -> jax.Array:
+    def with_new(so_far: jax.Array, new: jax.Array) -> jax.Array:
         """Of magnitudes."""
         if name in _LARGEST_OF_ALL:
             return jnp.maximum(so_far, new)
@@ -76,12 +79,32 @@ def observe(statistics: RangeStatistics, array: jax.Array, spec: ArraySpec) -> R
             return jnp.sqrt(jnp.square(so_far) + (jnp.square(new) - jnp.square(so_far)) * (entries / weight))
         return so_far + (new - so_far) * (entries / weight)
 
-    low = None if statistics.low is None or span.low is None else -merged(-statistics.low, -span.low)
-    return RangeStatistics(low, merged(statistics.high, span.high), weight)
+    low = None if statistics.low is None or span.low is None else -with_new(-statistics.low, -span.low)
+    return RangeStatistics(low, with_new(statistics.high, span.high), weight)
+
+
+def merged(parts: RangeStatistics, spec: ArraySpec) -> RangeStatistics:
+    """Of a batch whose parts, along a leading axis, were observed each by itself: the statistics with all of it.
+
+    A "percentile" and an "mse" range of the whole is taken to be the mean of the parts'.
+    """
+
+    def of_all(each: jax.Array) -> jax.Array:
+        """Of magnitudes."""
+        match spec.calibrated.name:
+            case "rms":
+                return jnp.sqrt(jnp.mean(jnp.square(each), axis=0))
+            case "percentile" | "mse":
+                return jnp.mean(each, axis=0)
+        return jnp.max(each, axis=0)
+
+    low = None if parts.low is None else -of_all(-parts.low)
+    return RangeStatistics(low, of_all(parts.high), parts.weight[0])
 
 
 def observed_range(statistics: RangeStatistics) -> Range:
     """The range to quantize with; NaN if no batch was seen, which `quantize` refuses."""
     seen = statistics.weight > 0
+    seen = jnp.expand_dims(seen, tuple(range(seen.ndim, statistics.high.ndim)))
     low, high = jax.tree.map(lambda end: jnp.where(seen, end, jnp.nan), (statistics.low, statistics.high))
     return Range(low, high)

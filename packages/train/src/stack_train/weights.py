@@ -1,15 +1,20 @@
 """A model's parameters, from the newest intact checkpoint of a run."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx.traversals import flatten_mapping, unflatten_mapping
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stack_core import ops
 from stack_core.config import differences, parse, parse_yaml, to_mapping
 from stack_core.errors import ConfigError
+from stack_core.mesh import ShardingRules, in_mesh
 from stack_core.ops.building import is_quantized
 from stack_core.plugins import registries
 from stack_train.checkpoint import CheckpointStore, Restored
@@ -34,6 +39,8 @@ def run_config(run: Path) -> RunConfig:
 def load_model(run: Path, config: RunConfig) -> tuple[Any, int]:
     """Reads the model of a run, quantized if the run's is, and the number of steps that it was trained for.
 
+    Inside of `use_mesh` each array comes to where the rules put it, else all come to the default device.
+
     Args:
       config: the run's own.
 
@@ -42,14 +49,18 @@ def load_model(run: Path, config: RunConfig) -> tuple[Any, int]:
       CheckpointError: no checkpoint can be used.
     """
     graph, state = nnx.split(transform_of(config).apply(abstract_model(config.model)))
-    restored = _restored(run, config, nnx.to_pure_dict(state))
+    stored = nnx.to_pure_dict(state)
+    if in_mesh.value is not None:
+        placed = {path: _in_its_place(variable, *in_mesh.value) for path, variable in nnx.to_flat_state(state)}
+        stored = unflatten_mapping(placed)
+    restored = _restored(run, config, stored)
     return nnx.merge(graph, nnx.State(restored.state)), restored.step
 
 
 def load_params(run: Path, config: Any, shardings: Any = None) -> Any:
     """Reads parameters, each to its place, and casts those that `config` holds in another dtype than the run.
 
-    Quantized ones become the floats that they stand for.
+    Quantized ones become the floats that they stand for; what a quantizer keeps beside them is left behind.
 
     Args:
       config: of the model; its `param_dtype` may differ from the run's.
@@ -65,13 +76,14 @@ def load_params(run: Path, config: Any, shardings: Any = None) -> Any:
     """
     saved = run_config(run)
     stored = _stored_params(replace(saved, model=replace(config, param_dtype=saved.model.param_dtype)))
-    if shardings is not None:
-        stored = jax.tree.map(_placed, stored, shardings, is_leaf=is_quantized)
-    params = jax.tree.map(
-        lambda leaf, wanted: ops.dequantize(leaf, wanted.dtype).astype(wanted.dtype),
-        _restored(run, saved, stored).state,
-        abstract_params(config),
-        is_leaf=is_quantized,
+    places = {} if shardings is None else flatten_mapping(shardings)
+    stored = {path: _placed(leaf, places.get(path)) for path, leaf in flatten_mapping(stored).items()}
+    restored = flatten_mapping(_restored(run, saved, unflatten_mapping(stored)).state)
+    params = unflatten_mapping(
+        {
+            path: ops.dequantize(restored[path], wanted.dtype).astype(wanted.dtype)
+            for path, wanted in flatten_mapping(abstract_params(config)).items()
+        }
     )
     return params if shardings is None else jax.device_put(params, shardings)
 
@@ -97,9 +109,30 @@ def _stored_params(config: RunConfig) -> Any:
     return nnx.to_pure_dict(nnx.state(transform_of(config).apply(abstract_model(config.model))))
 
 
-def _placed(leaf: Any, sharding: Any) -> Any:
-    """Quantized arrays come to the default device: their leaves have other shapes than what they stand for."""
-    return leaf if is_quantized(leaf) else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+def _placed(leaf: Any, sharding: NamedSharding | None) -> Any:
+    """The abstract array with its place; of a quantized one each part goes where the entries go that it is of."""
+    if sharding is None:
+        return leaf
+    return jax.tree.map(
+        lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=_of_part(part.shape, sharding)), leaf
+    )
+
+
+def _of_part(shape: Sequence[int], sharding: NamedSharding) -> NamedSharding:
+    """Codes and scales have the axes of their array; one that the mesh does not divide, as of one scale, is whole."""
+
+    def divides(size: int, names: Any) -> bool:
+        axes = names if isinstance(names, tuple) else (names,)
+        return names is not None and size % math.prod(sharding.mesh.shape[axis] for axis in axes) == 0
+
+    names = zip(shape, sharding.spec, strict=False)
+    return NamedSharding(sharding.mesh, PartitionSpec(*(name if divides(size, name) else None for size, name in names)))
+
+
+def _in_its_place(variable: Any, mesh: Mesh, rules: ShardingRules) -> Any:
+    """What an abstract variable holds, placed by its logical axes."""
+    value = variable.get_value()
+    return _placed(value, rules.sharding(mesh, variable.get_metadata("logical_axes"), value.shape))
 
 
 def _restored(run: Path, config: RunConfig, abstract: Any) -> Restored:

@@ -9,6 +9,8 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from stack_quant.calibration import STREAM_BATCHES
+
 __all__ = ["quantize"]
 
 
@@ -19,6 +21,7 @@ def quantize(
     recipe: str | None = None,
     out: Path,
     data: str | None = None,
+    calibration_batches: int = STREAM_BATCHES,
     evaluation_batches: int = 32,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
@@ -32,6 +35,7 @@ def quantize(
       recipe: a YAML file of rules, or w8a8, w4, w4a8, nf4 or fp8; by default that which the model was trained by.
       out: the directory to write; it must not exist.
       data: documents to calibrate and measure on, as SOURCE or SOURCE:ADDRESS; by default those that the run has.
+      calibration_batches: of the data, over which the static ranges are measured that the recipe may ask for.
       evaluation_batches: of held-out data, at most; 0 measures nothing.
       json: print the results, and the report's rows, as JSON.
     """
@@ -47,7 +51,13 @@ def quantize(
             bar.update(task, description=stage, completed=done, total=total)
 
         result = quantize_checkpoint(
-            source, recipe, out, data=data, evaluation_batches=evaluation_batches, progress=told
+            source,
+            recipe,
+            out,
+            data=data,
+            calibration_batches=calibration_batches,
+            evaluation_batches=evaluation_batches,
+            progress=told,
         )
     if json:
         print(json_format.dumps({**_facts(result), "rows": result.report.rows()}, default=str))

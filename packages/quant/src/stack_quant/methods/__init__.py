@@ -50,8 +50,8 @@ class Method:
       parameter: `(array, spec, path)` to what the model holds in the parameter's place, a pytree class with
         `__stack_qview__` or a floating array; `spec` is the `ArraySpec` that the rule and the parameter's uses give.
       entered: `(held, spec)` to what a program computes with in the place of what the model holds.
-      activation: `(array, spec, range)` to what goes into a product in the place of an activation; the range is None where
-        it is to be found at run time.
+      activation: `(array, spec, range)` to what goes into a product in the place of an activation; where the range is
+        None, it is found at run time.
       products: what runs in the place of products of two floating operands, or None.
       keeps_ranges: whether it takes ranges that were measured before; others find those of static rules at each call.
     """

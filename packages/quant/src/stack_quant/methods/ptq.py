@@ -1,4 +1,4 @@
-"""Post-training quantization: weights are rounded to the nearest at once, activations as they come, or to ranges measured before."""
+"""Post-training quantization: weights are rounded to the nearest at once, activations as they come."""
 
 import functools
 from collections.abc import Callable, Sequence

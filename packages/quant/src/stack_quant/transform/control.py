@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stack_core.ops.building import is_quantized
+from stack_quant.streams import merged
 from stack_quant.transform import versions, views
 from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value, has_products
 
@@ -20,20 +21,30 @@ _Function = Callable[..., Any]
 def _traced(
     interpreter: Interpreter, equation: Any, jaxpr: Any, operands: Sequence[Value]
 ) -> tuple[_Function, list[Value]]:
-    """A function of the operands' arrays that runs `jaxpr`, and the list that its results' values are put into."""
+    """A function of what is measured so far and the operands' arrays that runs `jaxpr`.
+
+    It returns what is measured then, and the results' arrays. Also the list that the results' values are put into.
+    """
     results: list[Value] = []
 
-    def function(*arrays: Any) -> list[Any]:
-        inside = [dataclasses.replace(operand, array=array) for operand, array in zip(operands, arrays, strict=True)]
-        results[:] = _within(interpreter, equation).run(jaxpr, inside)
-        return [result.array for result in results]
+    def function(measured: Any, *arrays: Any) -> tuple[Any, list[Any]]:
+        values = [dataclasses.replace(operand, array=array) for operand, array in zip(operands, arrays, strict=True)]
+        inside = _within(interpreter, equation, measured)
+        results[:] = inside.run(jaxpr, values)
+        return inside.measured, [result.array for result in results]
 
     return function, results
 
 
-def _within(interpreter: Interpreter, equation: Any) -> Interpreter:
-    """The interpreter inside of an equation: one more scope, the same records."""
+def _within(interpreter: Interpreter, equation: Any, measured: Any = None) -> Interpreter:
+    """The interpreter inside of an equation: one more scope, the same records.
+
+    Args:
+      measured: what is measured so far, where what is inside is traced by itself.
+    """
     scope = str(equation.source_info.name_stack)
+    if measured is not None:
+        interpreter = dataclasses.replace(interpreter, measured=dict(measured))
     return dataclasses.replace(interpreter, scopes=(*interpreter.scopes, scope)) if scope else interpreter
 
 
@@ -45,7 +56,8 @@ def _jit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> 
     function, results = _traced(interpreter, equation, versions.inner(equation), operands)
     function.__name__ = equation.params["name"]
     arrays = _constrained([operand.array for operand in operands], equation.params["in_shardings"])
-    arrays = jax.jit(function)(*arrays)
+    measured, arrays = jax.jit(function)(interpreter.measured, *arrays)
+    interpreter.measured.update(measured)
     return _called(results, _constrained(arrays, equation.params["out_shardings"]))
 
 
@@ -62,7 +74,9 @@ def _constrained(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
 def _remat(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
     function, results = _traced(interpreter, equation, versions.inner(equation), operands)
     options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
-    arrays = jax.checkpoint(function, **options)(*(operand.array for operand in operands))
+    arrays = (operand.array for operand in operands)
+    measured, arrays = jax.checkpoint(function, **options)(interpreter.measured, *arrays)
+    interpreter.measured.update(measured)
     return _called(results, arrays)
 
 
@@ -98,30 +112,34 @@ def _scan(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     after: list[Value] = []
 
     key = interpreter.draw()
+    runs_layers = any(row.source is not None for row in rows) and interpreter.ranges != {}
 
-    def body(carry: list[Any], xs: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
-        trip, arrays = xs
-        state = [
+    def body(state: tuple[Any, list[Any]], xs: tuple[Any, list[Any]]) -> tuple[tuple[Any, list[Any]], list[Any]]:
+        (measured, carry), (trip, arrays) = state, xs
+        carried_in = [
             value if place in kept else dataclasses.replace(value, array=array, source=None, from_data=True)
             for place, (value, array) in enumerate(zip(start, carry, strict=True))
         ]
         row = [dataclasses.replace(value, array=array) for value, array in zip(slices, arrays, strict=True)]
-        inside = _within(interpreter, equation)
+        inside = _within(interpreter, equation, measured)
         if key is not None:
             inside = dataclasses.replace(inside, key=jax.random.fold_in(key, trip))
-        after[:] = inside.run(jaxpr, [*fixed, *state, *row])
+        if runs_layers:
+            inside = dataclasses.replace(inside, layers=(*inside.layers, (params["length"], trip)))
+        after[:] = inside.run(jaxpr, [*fixed, *carried_in, *row])
         ends = [None if place in kept else inside.plain(value) for place, value in enumerate(after[:carried])]
-        return ends, [_settled(inside, equation, value) for value in after[carried:]]
+        return (inside.measured, ends), [_settled(inside, equation, value) for value in after[carried:]]
 
-    trips = None if key is None else jnp.arange(params["length"])
-    last, stacked = lax.scan(
+    trips = jnp.arange(params["length"]) if key is not None or runs_layers else None
+    (measured, last), stacked = lax.scan(
         body,
-        init,
+        (interpreter.measured, init),
         (trips, [value.array for value in slices]),
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
+    interpreter.measured.update(measured)
     ends = [start[place] if place in kept else _plain_value(array) for place, array in enumerate(last)]
     return [*ends, *map(_plain_value, stacked)]
 
@@ -160,40 +178,47 @@ def _while(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
     cond_fixed, fixed, start = operands[:of_cond], operands[of_cond : of_cond + of_body], operands[of_cond + of_body :]
     kept = _passed_on(params["body_jaxpr"], of_body, len(start))
-    inside = _within(interpreter, equation)
 
-    def state(carry: list[Any]) -> list[Value]:
+    def values(carry: list[Any]) -> list[Value]:
         return [
             value if place in kept else dataclasses.replace(value, array=array, source=None, from_data=True)
             for place, (value, array) in enumerate(zip(start, carry, strict=True))
         ]
 
-    def cond(carry: list[Any]) -> Any:
-        (result,) = inside.run(params["cond_jaxpr"], [*cond_fixed, *state(carry)])
+    def cond(state: tuple[Any, list[Any]]) -> Any:
+        measured, carry = state
+        inside = _within(interpreter, equation, measured)
+        (result,) = inside.run(params["cond_jaxpr"], [*cond_fixed, *values(carry)])
         return inside.plain(result)
 
-    def body(carry: list[Any]) -> list[Any]:
-        results = inside.run(params["body_jaxpr"], [*fixed, *state(carry)])
-        return [None if place in kept else inside.plain(value) for place, value in enumerate(results)]
+    def body(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+        measured, carry = state
+        inside = _within(interpreter, equation, measured)
+        results = inside.run(params["body_jaxpr"], [*fixed, *values(carry)])
+        return inside.measured, [None if place in kept else inside.plain(value) for place, value in enumerate(results)]
 
     init = [None if place in kept else _settled(interpreter, equation, value) for place, value in enumerate(start)]
-    last = lax.while_loop(cond, body, init)
+    measured, last = lax.while_loop(cond, body, (interpreter.measured, init))
+    interpreter.measured.update(measured)
     return [start[place] if place in kept else _plain_value(array) for place, array in enumerate(last)]
 
 
 def _cond(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
     index, *given = operands
-    inside = _within(interpreter, equation)
 
     def branch(jaxpr: Any) -> _Function:
-        def function(*arrays: Any) -> list[Any]:
+        def function(measured: Any, *arrays: Any) -> tuple[Any, list[Any]]:
             values = [dataclasses.replace(value, array=array) for value, array in zip(given, arrays, strict=True)]
-            return [_settled(inside, equation, value) for value in inside.run(jaxpr, values)]
+            inside = _within(interpreter, equation, measured)
+            results = [_settled(inside, equation, value) for value in inside.run(jaxpr, values)]
+            return inside.measured, results
 
         return function
 
     branches = [branch(jaxpr) for jaxpr in equation.params["branches"]]
-    arrays = lax.switch(interpreter.plain(index), branches, *(value.array for value in given))
+    arrays = (value.array for value in given)
+    measured, arrays = lax.switch(interpreter.plain(index), branches, interpreter.measured, *arrays)
+    interpreter.measured.update(measured)
     return list(map(_plain_value, arrays))
 
 
@@ -201,21 +226,32 @@ def _shard_map(interpreter: Interpreter, equation: Any, operands: Sequence[Value
     params = equation.params
     specs = params["in_specs"]
     shown = [_shardable(value, spec, params["mesh"]) for value, spec in zip(operands, specs, strict=True)]
+    manual = [name for name in params["mesh"].axis_names if name in params["newly_manual_axes"]]
+    whole, apart = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(tuple(manual))
+    count = _devices(params["mesh"], tuple(manual))
 
-    def function(*arrays: Any) -> list[Any]:
-        inside = _within(interpreter, equation)
+    def function(ranges: Any, trips: Any, measured: Any, *arrays: Any) -> tuple[Any, list[Any]]:
+        inside = _within(interpreter, equation, jax.tree.map(lambda part: part[0], measured))
+        layers = tuple((size, trip) for (size, _), trip in zip(interpreter.layers, trips, strict=True))
+        inside = dataclasses.replace(inside, ranges=ranges, layers=layers)
         values = [dataclasses.replace(value, array=array) for (value, _), array in zip(shown, arrays, strict=True)]
-        return [_settled(inside, equation, result) for result in inside.run(params["jaxpr"], values)]
+        results = [_settled(inside, equation, result) for result in inside.run(params["jaxpr"], values)]
+        return jax.tree.map(lambda part: part[None], inside.measured), results
 
     mapped = jax.shard_map(
         function,
         mesh=params["mesh"],
-        in_specs=tuple(spec for _, spec in shown),
-        out_specs=list(params["out_specs"]),
+        in_specs=(whole, whole, apart, *(spec for _, spec in shown)),
+        out_specs=(apart, list(params["out_specs"])),
         axis_names=params["newly_manual_axes"],
         check_vma=params["check_vma"],
     )
-    return list(map(_plain_value, mapped(*(value.array for value, _ in shown))))
+    each = jax.tree.map(lambda part: jnp.broadcast_to(part, (count, *part.shape)), interpreter.measured)
+    trips = [trip for _, trip in interpreter.layers]
+    measured, arrays = mapped(interpreter.ranges, trips, each, *(value.array for value, _ in shown))
+    for name, parts in measured.items():
+        interpreter.measured[name] = merged(parts, interpreter.sites[name].spec)
+    return list(map(_plain_value, arrays))
 
 
 def _shardable(value: Value, spec: Any, mesh: Any) -> tuple[Value, Any]:

@@ -46,6 +46,7 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     assert unit is not None, "the handler of units alone"
     name = interpreter.name(equation, unit.op)
     places = unit.arrays(range(len(operands)))
+    arguments = {place: argument for argument, place in places.items()}
     weights = {places[argument]: axis for argument, axis in _WEIGHTS.get(unit.op, {}).items()}
     factors = {places[argument]: axis for argument, axis in _ACTIVATIONS.get(unit.op, {}).items()}
     for place, axis in weights.items():
@@ -66,8 +67,8 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     if decision.activations:
         activations = {place: axis for place, axis in weights.items() if operands[place].source is None}
         for place, axis in {**factors, **activations}.items():
-            at = _axis(unit, place, operands[place], axis)
-            arrays[place] = quantized_activation(interpreter, decision, arrays[place], at)
+            at, argument = _axis(unit, place, operands[place], axis), arguments[place]
+            arrays[place] = quantized_activation(interpreter, decision, arrays[place], at, site=f"{name}/{argument}")
     of = [operands[place] for place in (*factors, *weights)]
     computed = _computed(unit, decision) if any(map(is_quantized, arrays)) else ""
     record(interpreter, equation, name, of, decision, [arrays[place] for place in (*factors, *weights)], computed)

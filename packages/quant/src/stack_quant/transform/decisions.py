@@ -12,6 +12,7 @@ from stack_quant.spec import ArraySpec
 from stack_quant.transform import versions
 from stack_quant.transform.coverage import OpRow
 from stack_quant.transform.interpreter import Interpreter, Use, Value
+from stack_quant.transform.sites import static_activation
 
 __all__ = ["Decision", "decide", "note", "product_types", "quantized_activation", "record"]
 
@@ -24,11 +25,13 @@ class Decision:
       number: the place of the rule that decides, or None.
       rule: that rule.
       reason: why operands are not quantized; "" where they are.
+      path: of the parameter that the rule is for, or None.
     """
 
     number: int | None
     rule: Rule | None
     reason: str = ""
+    path: str | None = None
 
     @property
     def activations(self) -> str | None:
@@ -58,7 +61,7 @@ def decide(interpreter: Interpreter, name: str, operands: Sequence[Value]) -> De
         reason = f"rule {number} is for other operations"
     elif rule.weights is None and rule.activations is None:
         reason = f"rule {number} leaves it in float"
-    return Decision(number, rule, reason)
+    return Decision(number, rule, reason, source.path)
 
 
 def note(
@@ -72,11 +75,20 @@ def note(
 
 
 def quantized_activation(
-    interpreter: Interpreter, decision: Decision, array: Any, contracted: int | Sequence[int], *, tiled: bool = True
+    interpreter: Interpreter,
+    decision: Decision,
+    array: Any,
+    contracted: int | Sequence[int],
+    *,
+    site: str,
+    tiled: bool = True,
 ) -> Any:
     """An activation as rule and method have it, with scales of its own along all axes but the contracted ones.
 
+    Under a rule of static ranges the scales are the same along all axes.
+
     Args:
+      site: the name of the operation and of the operand.
       tiled: along the contracted axis, if it is one, as the rule's tiles are.
     """
     rule = decision.rule
@@ -84,9 +96,12 @@ def quantized_activation(
     axes = (contracted,) if isinstance(contracted, int) else tuple(contracted)
     tile = qtype(rule.activations).block_size or rule.tile_size
     tiles = {axes[0]: tile} if tile is not None and tiled and len(axes) == 1 else {}
-    channels = tuple(axis for axis in range(array.ndim) if axis not in axes)
+    channels = () if rule.is_static else tuple(axis for axis in range(array.ndim) if axis not in axes)
     spec = ArraySpec(type=rule.activations, channel_axes=channels, tiles=tiles, calibration=rule.activation_calibration)
-    return interpreter.treatment.method.activation(array, spec)
+    method = interpreter.treatment.method
+    if rule.is_static and method.keeps_ranges:
+        return static_activation(interpreter, site if decision.path is None else decision.path, array, spec)
+    return method.activation(array, spec, None)
 
 
 def product_types(interpreter: Interpreter, decision: Decision, right: Value) -> ProductTypes:
@@ -125,7 +140,9 @@ def record(
 def _kind(interpreter: Interpreter, decision: Decision, value: Value, array: Any) -> str:
     """The scheme of an operand, or the type that floats are rounded to."""
     if is_quantized(array):
-        return array.__stack_qview__().scheme
+        scheme = array.__stack_qview__().scheme
+        has_static = decision.rule is not None and decision.rule.is_static and value.source is None
+        return f"{scheme} static" if has_static else scheme
     if decision.rule is None or decision.reason:
         return str(array.dtype)
     of_weight = decision.rule.weights if interpreter.is_weight(value) else None

@@ -130,6 +130,10 @@ class Interpreter:
       scopes: the named scopes around the jaxpr that is run.
       key: what the operations here draw from, each with a number of its own; None if they draw nothing.
       draws: one entry for each draw so far.
+      layers: of each scan over layers around: how many layers it runs, and which one this is.
+      ranges: of activations, by site; None while sites are looked for.
+      sites: those that were found.
+      measured: the statistics so far, by site, while ranges are measured; else empty.
     """
 
     treatment: Treatment
@@ -138,6 +142,10 @@ class Interpreter:
     scopes: tuple[str, ...] = ()
     key: jax.Array | None = None
     draws: list[None] = field(default_factory=list)
+    layers: tuple[tuple[int, Any], ...] = ()
+    ranges: Mapping[str, Any] | None = None
+    sites: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
 
     def run(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
         """The outputs of a jaxpr, closed or not, for the values of its inputs."""

@@ -44,9 +44,9 @@ def _dot_general(interpreter: Interpreter, equation: Any, operands: Sequence[Val
     of_left, of_right = (operands[place].dtype for place in order)
     if decision.activations:
         if not weights[order[0]]:
-            left = quantized_activation(interpreter, decision, left, left.ndim - 1)
+            left = quantized_activation(interpreter, decision, left, left.ndim - 1, site=f"{name}/left")
         if not _is_parameter(operands[order[1]]):
-            right = quantized_activation(interpreter, decision, right, right.ndim - 2)
+            right = quantized_activation(interpreter, decision, right, right.ndim - 2, site=f"{name}/right")
     record(interpreter, equation, name, [operands[place] for place in order], decision, [left, right])
     dtype = equation.outvars[0].aval.dtype
     if _is_exacting(params):
@@ -188,9 +188,11 @@ def _convolution(interpreter: Interpreter, equation: Any, operands: Sequence[Val
     left, right = (value.array for value in operands)
     if decision.activations:
         if not weights[0]:
-            left = quantized_activation(interpreter, decision, left, (*of_left[1:],), tiled=False)
+            axes = (*of_left[1:],)
+            left = quantized_activation(interpreter, decision, left, axes, site=f"{name}/left", tiled=False)
         if not _is_parameter(operands[1]):
-            right = quantized_activation(interpreter, decision, right, (*of_right[1:],), tiled=False)
+            axes = (*of_right[1:],)
+            right = quantized_activation(interpreter, decision, right, axes, site=f"{name}/right", tiled=False)
     dtype = equation.outvars[0].aval.dtype
     products = interpreter.treatment.method.products
     if products is not None:
@@ -256,7 +258,7 @@ def _ragged_dot(interpreter: Interpreter, equation: Any, operands: Sequence[Valu
         return _in_float(interpreter, equation, name, operands, decision)
     x = left.array
     if decision.activations:
-        x = quantized_activation(interpreter, decision, x, of_left[0])
+        x = quantized_activation(interpreter, decision, x, of_left[0], site=f"{name}/left")
     record(
         interpreter, equation, name, operands[:2], decision, [x, right.array], "rounded" if decision.activations else ""
     )

@@ -1,5 +1,6 @@
 """A function of parameters and arguments as a jaxpr, and its runs with quantized parameters."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,12 @@ import numpy as np
 
 from stack_core.ops.building import is_quantized
 from stack_core.ops.units import as_units
+from stack_quant.scales import Range
+from stack_quant.streams import RangeStatistics
 from stack_quant.transform import control, core_ops, lookups, products, rearranging
-from stack_quant.transform.coverage import OpRow
-from stack_quant.transform.interpreter import Interpreter, Treatment, Use, Value
+from stack_quant.transform.interpreter import Interpreter, Treatment, Value
 from stack_quant.transform.provenance import Source
+from stack_quant.transform.sites import Site
 
 __all__ = ["Parameters", "Program", "trace"]
 
@@ -83,35 +86,46 @@ class Program:
     arguments: tuple[Any, ...]
     result: Callable[[Sequence[Any]], Any]
 
-    def run(self, parameters: Mapping[str, Any], treatment: Treatment, *, key: jax.Array | None = None) -> Any:
+    def run(
+        self,
+        parameters: Mapping[str, Any],
+        treatment: Treatment,
+        *,
+        ranges: Mapping[str, Range] | None = None,
+        key: jax.Array | None = None,
+    ) -> Any:
         """The result for parameters by path, some of them quantized.
 
         Args:
+          ranges: of activations, by site.
           key: what gradients that are rounded at random draw from.
         """
-        arrays, _ = self._run([parameters[path] for path in self.paths], self.arguments, treatment, key)
-        return self.result(arrays)
+        interpreter = Interpreter(treatment, key=key, ranges=dict(ranges or {}))
+        return self.result(self._run(parameters, self.arguments, interpreter))
 
-    def survey(self, parameters: Mapping[str, Any], treatment: Treatment) -> tuple[list[Use], list[OpRow]]:
-        """What a run would do, from shapes alone."""
-        records: list[Interpreter] = []
+    def survey(self, parameters: Mapping[str, Any], treatment: Treatment) -> Interpreter:
+        """What a run would do, from shapes alone: its uses of parameters, its rows of the report and its sites."""
+        interpreter = Interpreter(treatment)
+        run = functools.partial(self._run, interpreter=interpreter)
+        jax.eval_shape(run, {path: parameters[path] for path in self.paths}, list(self.arguments))
+        return interpreter
 
-        def run(parameters: list[Any], arguments: list[Any]) -> list[Any]:
-            arrays, interpreter = self._run(parameters, arguments, treatment)
-            records.append(interpreter)
-            return arrays
-
-        jax.eval_shape(run, [parameters[path] for path in self.paths], list(self.arguments))
-        return records[0].uses, records[0].rows
-
-    def _run(
+    def measure(
         self,
-        parameters: Sequence[Any],
+        statistics: Mapping[str, RangeStatistics],
+        parameters: Mapping[str, Any],
         arguments: Sequence[Any],
         treatment: Treatment,
-        key: jax.Array | None = None,
-    ) -> tuple[list[Any], Interpreter]:
-        entered = map(treatment.entered, self.paths, parameters)
+        sites: Mapping[str, Site],
+    ) -> Mapping[str, RangeStatistics]:
+        """The statistics by site with those of one more call, with floating parameters and other arguments."""
+        interpreter = Interpreter(treatment, sites=dict(sites), measured=dict(statistics))
+        self._run(parameters, arguments, interpreter)
+        return interpreter.measured
+
+    def _run(self, parameters: Mapping[str, Any], arguments: Sequence[Any], interpreter: Interpreter) -> list[Any]:
+        held = [parameters[path] for path in self.paths]
+        entered = map(interpreter.treatment.entered, self.paths, held)
         values = [
             Value(array, Source.of(path, array.shape), False, jnp.dtype(array.dtype))
             if jnp.issubdtype(array.dtype, jnp.floating)
@@ -119,9 +133,7 @@ class Program:
             for path, array in zip(self.paths, entered, strict=True)
         ]
         values += [Value(array, None, True, array.dtype) for array in arguments]
-        interpreter = Interpreter(treatment, key=key)
-        results = interpreter.run(self.jaxpr, values)
-        return [interpreter.plain(result) for result in results], interpreter
+        return [interpreter.plain(result) for result in interpreter.run(self.jaxpr, values)]
 
 
 def trace(fn: Callable[..., Any], parameters: Parameters, *args: Any, **kwargs: Any) -> Program:

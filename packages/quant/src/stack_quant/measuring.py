@@ -1,0 +1,92 @@
+"""Measures the static ranges of a model's activations over a stream of calls."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stack_quant.errors import QuantError, RuleError
+from stack_quant.scales import Range
+from stack_quant.spec import ArraySpec
+from stack_quant.streams import RangeStatistics, observed_range
+from stack_quant.transform.interpreter import Treatment
+from stack_quant.transform.program import Parameters, Program, is_array, trace
+from stack_quant.transform.sites import Site
+
+__all__ = ["Call", "static_ranges"]
+
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+"""The arguments of a call, those by place and those by name."""
+
+_Step = Callable[..., Mapping[str, RangeStatistics]]
+
+
+def static_ranges(
+    fn: Callable[..., Any],
+    parameters: Parameters,
+    treatment: Treatment,
+    sites: Mapping[str, Site],
+    stream: Iterable[Call] | None,
+) -> dict[str, Range]:
+    """The range of each site over all calls of `fn(params, *args, **kwargs)` in a stream, in float.
+
+    Of parameters that are shapes only, the ranges' shapes.
+
+    Args:
+      parameters: floating.
+      stream: calls of any batch and sequence sizes; each size is compiled for.
+
+    Raises:
+      RuleError: there are sites, but no calls.
+      QuantError: activations hold NaN or infinities.
+    """
+    arrays = parameters.arrays
+    if all(isinstance(array, jax.ShapeDtypeStruct) for array in arrays.values()):
+        return {name: site.abstract_range() for name, site in sites.items()}
+    if not sites:
+        return {}
+    in_float = dataclasses.replace(treatment, method=dataclasses.replace(treatment.method, activation=_as_it_is))
+    statistics: Mapping[str, RangeStatistics] = {name: site.empty() for name, site in sites.items()}
+    steps: list[tuple[Any, _Step]] = []
+    for args, kwargs in stream or ():
+        arguments, signature = _arguments(args, kwargs)
+        step = next((step for known, step in steps if known == signature), None)
+        if step is None:
+            step = _step(trace(fn, parameters, *args, **kwargs), in_float, sites)
+            steps.append((signature, step))
+        statistics = step(statistics, arrays, arguments)
+    if not steps:
+        raise RuleError(
+            f"Rules ask for the static ranges of {len(sites)} activations, the first at {next(iter(sites))}, which are "
+            "measured over batches; none were given. Give some as `stream`, or leave out `static_ranges` and averages."
+        )
+    return _finite({name: observed_range(found) for name, found in statistics.items()})
+
+
+def _step(program: Program, treatment: Treatment, sites: Mapping[str, Site]) -> _Step:
+    return jax.jit(functools.partial(program.measure, treatment=treatment, sites=sites))
+
+
+def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    """The arrays among arguments; and all that a program that was traced for them depends on."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    kinds = [(leaf.shape, leaf.dtype) if is_array(leaf) else leaf for leaf in leaves]
+    return [leaf for leaf in leaves if is_array(leaf)], (structure, kinds)
+
+
+def _as_it_is(array: Any, spec: ArraySpec, span: Range | None) -> Any:
+    return array
+
+
+def _finite(ranges: dict[str, Range]) -> dict[str, Range]:
+    finite = {name: all(jnp.isfinite(end).all() for end in jax.tree.leaves(span)) for name, span in ranges.items()}
+    broken = [name for name, good in finite.items() if not good]
+    if broken:
+        raise QuantError(
+            f"The activations at {', '.join(broken)} hold NaN or infinities for some batch. "
+            "Mend the model or the data, or leave these in float."
+        )
+    return ranges

@@ -73,6 +73,13 @@ def test_stop_texts(stop, pieces, expected, found):
     assert stopper.found == found
 
 
+def test_stop_texts_pass_while_they_may_not_stop():
+    stopper = StopTexts(["ab", "bc"])
+    assert stopper.push("xab", may_stop=False) == "xa"
+    assert stopper.push("", may_stop=False) == ""
+    assert (stopper.push("cab"), stopper.found) == ("", "bc")
+
+
 @given(st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.lists(st.text("ab", max_size=3), max_size=12))
 def test_text_is_cut_where_a_stop_text_first_ends_being_passed_over(stop, pieces):
     stopper = StopTexts(stop)

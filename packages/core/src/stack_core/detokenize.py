@@ -60,12 +60,16 @@ class StopTexts:
         self._held = ""
         self.found: str | None = None
 
-    def push(self, piece: str) -> str:
-        """Adds text and returns what is certain not to belong to a stop text; "" once one was found."""
+    def push(self, piece: str, *, may_stop: bool = True) -> str:
+        """Adds text and returns what is certain not to belong to a stop text; "" once one was found.
+
+        Args:
+          may_stop: False lets stop texts pass that end with this piece.
+        """
         if self.found is not None:
             return ""
         text = self._held + piece
-        matches = [(text.find(stop), stop) for stop in self._stop if stop in text]
+        matches = [(text.find(stop), stop) for stop in self._stop if may_stop and stop in text]
         if matches:
             end, self.found = min(matches)
             self._held = ""

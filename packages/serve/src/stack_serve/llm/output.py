@@ -1,0 +1,133 @@
+"""What a client is told of a continuation: tokens as they become known, their text, and why it ended."""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from stack_core.detokenize import IncrementalDetokenizer, StopTexts
+from stack_core.generation import FinishReason, GenerationRequest, GenerationUpdate, TokenLogprob
+from stack_core.protocols import Tokenizer
+
+__all__ = ["Output"]
+
+
+class _Held(NamedTuple):
+    """A token that nobody was told of; `begins` is how many characters the continuation had before it."""
+
+    token: int
+    logprob: TokenLogprob | None
+    begins: int
+
+
+class Output:
+    """Makes updates of the tokens of one continuation.
+
+    Text is held back until its characters are whole and it is certain that no stop text begins with it, and so are, if
+    there are stop texts, the tokens that it begins with. A token is part of the continuation if its text begins before
+    the end of the continuation's; a stop token is always part of it, though its text is not unless `include_stop`.
+
+    Args:
+      tokenizer: None gives tokens without text; then the request has no stop texts.
+      end_tokens: the model's own.
+      max_tokens: of the continuation.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        index: int,
+        *,
+        tokenizer: Tokenizer | None,
+        end_tokens: Collection[int],
+        max_tokens: int,
+    ) -> None:
+        sampling = request.sampling
+        self._request_id, self._index, self._sampling = request.request_id, index, sampling
+        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, request.prompt)
+        self._end_tokens = frozenset() if sampling.ignore_eos else frozenset(end_tokens)
+        self._stop_tokens = frozenset(sampling.stop_tokens)
+        self._stop_texts = StopTexts(sampling.stop)
+        self._max_tokens = max_tokens
+        self._tokens = 0
+        self._decoded_characters = 0
+        self._told_characters = 0
+        self._held: list[_Held] = []
+
+    def push(self, token: int, logprob: TokenLogprob | None = None) -> GenerationUpdate:
+        """Adds a token; if it is the last one, the update says why.
+
+        Args:
+          logprob: its own, if the request asks for them.
+        """
+        self._tokens += 1
+        self._held.append(_Held(token, logprob, self._decoded_characters))
+        reason, stop_reason = self._ending(token)
+        is_shown = reason != "stop" or self._sampling.include_stop
+        text = self._passed(self._detokenizer.push(token)) if self._detokenizer and is_shown else ""
+        if reason is not None:
+            text += self._rest()
+        if self._stop_texts.found is not None:
+            reason, stop_reason = "stop", self._stop_texts.found
+        return self._update(text, reason, stop_reason=stop_reason)
+
+    def end(self, reason: FinishReason, *, error: str | None = None) -> GenerationUpdate:
+        """Ends it for another reason than its tokens; what was held back is told.
+
+        Args:
+          error: what went wrong, for people.
+        """
+        return self._update(self._rest(), reason, error=error)
+
+    @property
+    def _may_stop(self) -> bool:
+        return self._tokens > self._sampling.min_tokens
+
+    def _ending(self, token: int) -> tuple[FinishReason | None, int | None]:
+        """Why a continuation ends with its newest token, and the stop reason, as far as its text does not matter."""
+        if self._may_stop and token in self._end_tokens:
+            return "stop", None
+        if self._may_stop and token in self._stop_tokens:
+            return "stop", token
+        return ("length" if self._tokens >= self._max_tokens else None), None
+
+    def _passed(self, piece: str) -> str:
+        """What of the text decoded so far, `piece` being the end of it, is certain to be the continuation's."""
+        if self._stop_texts.found is not None:
+            return ""
+        self._decoded_characters += len(piece)
+        text = self._stop_texts.push(piece, may_stop=self._may_stop)
+        if self._stop_texts.found is not None and self._sampling.include_stop:
+            text += self._stop_texts.found
+        self._told_characters += len(text)
+        return text
+
+    def _rest(self) -> str:
+        """What was held back, at the end of the text."""
+        text = self._passed(self._detokenizer.flush()) if self._detokenizer else ""
+        return text + self._stop_texts.flush()
+
+    def _update(
+        self, text: str, reason: FinishReason | None, *, stop_reason: int | str | None = None, error: str | None = None
+    ) -> GenerationUpdate:
+        told = self._take_certain(ended=reason is not None)
+        return GenerationUpdate(
+            request_id=self._request_id,
+            index=self._index,
+            tokens=tuple(held.token for held in told),
+            text=text,
+            logprobs=None
+            if self._sampling.logprobs is None
+            else tuple(held.logprob for held in told if held.logprob is not None),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            error=error,
+        )
+
+    def _take_certain(self, *, ended: bool) -> list[_Held]:
+        """The tokens that are certain to be part of the continuation and were not told yet."""
+        cut = self._stop_texts.found is not None
+        if cut or (self._sampling.stop and not ended):
+            count = sum(held.begins < self._told_characters for held in self._held)
+        else:
+            count = len(self._held)
+        told, self._held = self._held[:count], self._held[count:]
+        return told

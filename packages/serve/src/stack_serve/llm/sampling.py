@@ -1,7 +1,7 @@
 """Draws the next token of each row from the logits of a model."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ class SamplingSettings:
 
     @classmethod
     def row(
-        cls, params: SamplingParams, *, seed: tuple[int, int], end_tokens: Sequence[int], prompt_tokens: int
+        cls, params: SamplingParams, *, seed: tuple[int, int], end_tokens: Collection[int], prompt_tokens: int
     ) -> "SamplingSettings":
         """The settings of one continuation, in NumPy.
 
@@ -95,7 +95,7 @@ class SamplingSettings:
             seed=np.frombuffer(words, "<u4").astype(np.uint32),
             prompt_tokens=_int32(prompt_tokens),
             bias_tokens=_filled(tuple(params.logit_bias), MOST_BIASES, _int32(-1)),
-            bias_values=_filled(tuple(params.logit_bias.values()), MOST_BIASES, _float32(0)),
+            bias_values=_filled(tuple(params.logit_bias.values()), MOST_BIASES, _float32(0.0)),
             stop_tokens=_filled((*ends, *params.stop_tokens), MOST_STOP_TOKENS, _int32(-1)),
         )
 
@@ -249,7 +249,7 @@ def _int32(value: int) -> np.int32:
     return np.int32(min(value, _LARGEST_INT))
 
 
-def _filled(values: Sequence[float], size: int, fill: Any) -> np.ndarray:
+def _filled(values: Sequence[float | int], size: int, fill: Any) -> np.ndarray:
     filled = np.full(size, fill)
     filled[: len(values)] = np.clip(values, -_LARGEST_FLOAT, _LARGEST_FLOAT)
     return filled

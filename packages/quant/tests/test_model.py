@@ -1,6 +1,9 @@
 """Functions of parameters, and callable pytrees."""
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -68,3 +71,9 @@ def test_half_precision_of_little_spread_survives() -> None:
     eye = jnp.eye(64, dtype=jnp.float16)
     quantized, params, _ = quantize_function(fn, {"kernel": w}, RULES, (eye,))
     assert error(quantized(params, eye).astype(jnp.float32), w.astype(jnp.float32)) <= 0.0075
+
+
+def test_on_eight_devices() -> None:
+    script = Path(__file__).with_name("model_on_eight_devices.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

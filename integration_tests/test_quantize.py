@@ -3,7 +3,10 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from itertools import islice
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -373,3 +376,11 @@ def test_static_ranges_are_measured_on_the_runs_data_and_kept_with_the_model(fol
     params = load_params(run, model.config)
     assert "static_ranges" not in params
     np.testing.assert_array_equal(params["head"], ops.dequantize(model.head.get_value(), jnp.float32))
+
+
+@pytest.mark.parametrize("rules", [[{"path": ".*", "weights": "int8"}], W4], ids=["int8 by channel", "int4 in tiles"])
+def test_a_quantized_run_comes_to_its_places_on_eight_devices(quantized, rules):
+    script = Path(__file__).with_name("quantized_run_on_eight_devices.py")
+    arguments = [sys.executable, str(script), str(quantized(rules))]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

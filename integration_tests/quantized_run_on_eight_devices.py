@@ -1,0 +1,59 @@
+"""The run in a directory, quantized, on a mesh; `test_quantize.py` runs this in its own process."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
+from stack_core.ops.building import is_quantized
+from stack_train.weights import load_model, load_params, run_config
+
+TOKENS = jnp.arange(48).reshape(4, 12) * 5
+POSITIONS = jnp.tile(jnp.arange(12), (4, 1))
+
+
+def logits(model):
+    graph, state = nnx.split(model)
+
+    def logits(state):
+        merged = nnx.merge(graph, state)
+        return merged.logits(merged(TOKENS, POSITIONS))
+
+    return np.asarray(jax.jit(logits)(state))
+
+
+def main() -> None:
+    run = Path(sys.argv[1])
+    config = run_config(run)
+    alone = load_model(run, config)[0]
+    expected = logits(alone)
+    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    with use_mesh(mesh):
+        model = load_model(run, config)[0]
+        np.testing.assert_allclose(logits(model), expected, atol=1e-4)
+    held = {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
+    axes = {path: variable.get_metadata("logical_axes") for path, variable in nnx.to_flat_state(nnx.state(model))}
+    shardings = {path: DEFAULT_RULES.sharding(mesh, axes[path], value.shape) for path, value in held.items()}
+    quantized = {path: value for path, value in held.items() if is_quantized(value)}
+    assert len(quantized) == 9, held.keys()
+    for path, value in quantized.items():
+        codes = value.planes[0]
+        assert codes.sharding.is_equivalent_to(shardings[path], codes.ndim), (path, codes.sharding)
+        assert codes.addressable_shards[0].data.size == codes.size // 8, path
+    flat = {path: sharding for path, sharding in shardings.items() if path[0] != "static_ranges"}
+    params = load_params(run, config.model, nnx.traversals.unflatten_mapping(flat))
+    whole = nnx.traversals.flatten_mapping(load_params(run, config.model))
+    for path, array in nnx.traversals.flatten_mapping(params).items():
+        assert array.sharding.is_equivalent_to(shardings[path], array.ndim), path
+        np.testing.assert_array_equal(array, whole[path])
+
+
+if __name__ == "__main__":
+    main()

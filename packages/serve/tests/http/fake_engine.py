@@ -213,9 +213,8 @@ class FakeEngine:
         ends = token == EOS and not sampling.ignore_eos
         text = made.stop.push("" if ends else made.detokenizer.push(token))
         reason: Any = "stop" if ends or token in sampling.stop_tokens or made.stop.found is not None else None
-        if reason is None and made.generated == min(
-            sampling.max_tokens or MAX_TOKENS, MAX_TOKENS - len(request.prompt)
-        ):
+        room = MAX_TOKENS - len(request.prompt)
+        if reason is None and made.generated == min(sampling.max_tokens or room, room):
             reason = "length"
         if reason is not None:
             text += made.stop.push(made.detokenizer.flush()) + made.stop.flush()

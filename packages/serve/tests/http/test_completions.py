@@ -144,7 +144,7 @@ def test_prompts_are_echoed_with_their_logprobs(serve: Callable[..., Served]) ->
     texts = ["".join(e["choices"][0]["text"] for e in events if e["choices"][0]["index"] == i) for i in range(4)]
     assert texts == [choice["text"] for choice in choices]
     tokens = [e["choices"][0]["logprobs"]["tokens"] for e in events if e["choices"][0]["index"] == 3]
-    assert sum(tokens, []) == fourth["tokens"]
+    assert list(itertools.chain(*tokens)) == fourth["tokens"]
 
 
 def test_a_prompt_can_be_scored_alone(server: Served) -> None:

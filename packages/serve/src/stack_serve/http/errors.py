@@ -83,5 +83,6 @@ def as_api_error(error: GenerationError | EngineBusy | EngineStopped, names: Map
         return ApiError(429, str(error), headers={"Retry-After": str(wait_s)})
     if isinstance(error, EngineStopped):
         return ApiError(503, str(error), code="engine_stopped")
-    parameter = error.parameter
-    return bad_request(str(error), param=names.get(parameter, parameter) if parameter else None)
+    param = names.get(error.parameter, error.parameter) if error.parameter else None
+    message = str(error) if param is None or param in str(error) else f"{param}: {error}"
+    return bad_request(message, param=param)

@@ -115,7 +115,7 @@ class Prompts:
         """
         if tokens and (min(tokens) < 0 or max(tokens) >= self.vocab_size):
             wrong = min(tokens) if min(tokens) < 0 else max(tokens)
-            raise bad_request(f"Token {wrong} is none of the model's {self.vocab_size} tokens.", param="prompt")
+            raise bad_request(f"Token {wrong} is none of the model's {self.vocab_size} tokens.", param=param)
         return tuple(tokens)
 
 

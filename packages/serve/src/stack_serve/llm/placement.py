@@ -1,21 +1,19 @@
 """Where an engine's arrays lie: on one device, or with each layer's heads and features split over several."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from stack_core.errors import HardwareError
+from stack_core.errors import HardwareError, ShardingError
 from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
 from stack_core.protocols import GenerativeCheckpoint, KVCacheShape
 from stack_serve.llm.config import PageLayout
 from stack_serve.llm.unstacking import split_layers
 
 __all__ = ["Placement"]
-
-_KV_HEADS = ("kv_heads", "act_kv_heads")
 
 
 class Placement:
@@ -33,13 +31,21 @@ class Placement:
                 f"{', '.join(map(str, devices[:8]))}. Lower tensor, or start it where there are more."
             )
         self._split_heads = shape.kv_heads % tensor == 0
-        rules = {} if self._split_heads else dict.fromkeys(_KV_HEADS)
-        self._rules = DEFAULT_RULES.updated(rules)
+        self._rules = DEFAULT_RULES
         self._mesh = None if tensor == 1 else make_mesh(MeshConfig(fsdp=1, tensor=tensor), devices[:tensor])
 
-    def context(self) -> AbstractContextManager[None]:
-        """In which programs are traced."""
-        return nullcontext() if self._mesh is None else use_mesh(self._mesh, self._rules)
+    def traced(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)`, which traces programs of the model; activations that do not divide are not split."""
+        if self._mesh is None:
+            return function(*args)
+        while True:
+            try:
+                with use_mesh(self._mesh, self._rules):
+                    return function(*args)
+            except ShardingError as error:
+                if not error.logical_axes:
+                    raise
+                self._rules = self._rules.updated(dict.fromkeys(error.logical_axes))
 
     def params(self, checkpoint: GenerativeCheckpoint, params: Any, chosen: Any) -> Any:
         """The checkpoint's parameters, or others like them, with those that are `chosen` split into their layers."""

@@ -68,7 +68,7 @@ class Programs:
             dtype=config.cache_dtype,
         )
         whole = (self.parameters, jax.eval_shape(empty))
-        self._looped, looped_pools = self._traced(loops_over, self._smallest_step, whole)
+        self._looped, looped_pools = self._placement.traced(loops_over, self._smallest_step, whole)
         self._layers = self._placement.pools(jax.jit(lambda: split_layers(empty(), looped_pools))(), config.page_layout)
         self._params = self._placement.params(checkpoint, checkpoint.params, self._looped)
 
@@ -137,7 +137,7 @@ class Programs:
         return self._compiled[key]
 
     def _lowered(self, key: Key) -> Any:
-        return self._traced(getattr(self, f"_lowered_{key[0]}"), *key[1:])
+        return self._placement.traced(getattr(self, f"_lowered_{key[0]}"), *key[1:])
 
     def _lowered_admit(self) -> Any:
         settings = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), self._slots.settings)
@@ -160,10 +160,6 @@ class Programs:
     def _empty_slots(self) -> SlotState:
         slots = self._config.max_sequences + 1
         return SlotState(jnp.zeros((slots, self._max_tokens), jnp.int32), SamplingSettings.zeros(slots))
-
-    def _traced(self, function: Callable[..., Any], *args: Any) -> Any:
-        with self._placement.context():
-            return function(*args)
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

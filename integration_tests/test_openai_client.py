@@ -1,0 +1,290 @@
+"""OpenAI's own client against `stack serve` of a tiny Llama with random weights, in a process of its own."""
+
+import concurrent.futures
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+KEY = "sk-of-the-test"
+VOCAB, EMBED, MLP, POSITIONS = 320, 32, 64, 512
+SPECIAL = ("<s>", "</s>", "<|user|>", "<|assistant|>")
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_checkpoint(directory: Path) -> None:
+    source = np.random.default_rng(7)
+
+    def random(*shape: int) -> np.ndarray:
+        return source.standard_normal(shape, dtype=np.float32) / np.float32(shape[-1] ** 0.5)
+
+    tensors = {"model.embed_tokens.weight": random(VOCAB, EMBED), "lm_head.weight": 3 * random(VOCAB, EMBED)}
+    tensors["model.norm.weight"] = np.ones(EMBED, np.float32)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        for name, outputs in (("q", EMBED), ("k", EMBED // 2), ("v", EMBED // 2), ("o", EMBED)):
+            tensors[f"{prefix}.self_attn.{name}_proj.weight"] = random(outputs, EMBED)
+        for name, outputs, inputs in (("gate", MLP, EMBED), ("up", MLP, EMBED), ("down", EMBED, MLP)):
+            tensors[f"{prefix}.mlp.{name}_proj.weight"] = random(outputs, inputs)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}.{name}.weight"] = np.ones(EMBED, np.float32)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": EMBED,
+        "intermediate_size": MLP,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": POSITIONS,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "float32",
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    write_tokenizer(directory)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Bytes and a few pairs of them; a text begins with "<s>"."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(left, right) for left in "abcdef" for right in "abcdefgh"]
+    tokens = [*SPECIAL, *letters, *(left + right for left, right in merges)]
+    tokenizer = Tokenizer(models.BPE(vocab={token: place for place, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+class Served:
+    """`stack serve` of a directory."""
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        command = [sys.executable, "-m", "stack_core.cli", "serve", str(directory), "--port", "0", "--json", *options]
+        environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+        assert self.process.stdout is not None and self.process.stderr is not None
+        line = self.process.stdout.readline()
+        assert line, self.process.stderr.read()
+        self.address: str = json.loads(line)["address"]
+        self.model: str = json.loads(line)["model"]
+        self.openai = openai.OpenAI(base_url=f"{self.address}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+    def metric(self, name: str) -> float:
+        lines = httpx2.get(f"{self.address}/metrics").text.splitlines()
+        (line,) = (line for line in lines if line.startswith(f"{name}{{"))
+        return float(line.rpartition(" ")[2])
+
+    def wait_for_metric(self, name: str, value: float) -> None:
+        deadline_s = time.monotonic() + 30
+        while self.metric(name) != value:
+            assert time.monotonic() < deadline_s, f"{name} is {self.metric(name)}"
+            time.sleep(0.01)
+
+    def stop(self) -> str:
+        """Ends the server; returns what it wrote to standard error."""
+        self.openai.close()
+        self.process.send_signal(signal.SIGTERM)
+        _, errors = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, errors
+        return errors
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny-llama")
+    write_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def served(directory: Path) -> Iterator[Served]:
+    options = ("--max-sequences", "4", "--step-tokens", "16", "--max-waiting", "8", "--api-key", KEY)
+    served = Served(directory, *options, "--model-name", "tiny", "--model-name", "other")
+    yield served
+    assert "Traceback" not in served.stop()
+
+
+def complete(served: Served, prompt: Any = "abc", **options: Any) -> Any:
+    return served.openai.completions.create(model="tiny", prompt=prompt, **{"max_tokens": 8, **options})
+
+
+def chat(served: Served, **options: Any) -> Any:
+    messages = [{"role": "user", "content": "abc"}]
+    return served.openai.chat.completions.create(
+        model="tiny", messages=messages, **{"max_completion_tokens": 8, **options}
+    )
+
+
+def test_models(served: Served) -> None:
+    assert [model.id for model in served.openai.models.list()] == ["tiny", "other"]
+    assert served.openai.models.retrieve("other").id == "other"
+    with pytest.raises(openai.NotFoundError, match="'gpt-4' does not exist"):
+        served.openai.models.retrieve("gpt-4")
+
+
+def test_greedy_text_is_the_same_in_every_form(served: Served) -> None:
+    whole = complete(served, temperature=0)
+    tokens = httpx2.post(
+        f"{served.address}/tokenize", json={"prompt": "abc"}, headers={"Authorization": f"Bearer {KEY}"}
+    ).json()["tokens"]
+    assert complete(served, tokens, temperature=0).choices[0].text == whole.choices[0].text
+    assert whole.usage.prompt_tokens == len(tokens) and whole.usage.completion_tokens == 8
+    both = complete(served, ["abc", "abc"], temperature=0, n=2)
+    assert {choice.text for choice in both.choices} == {whole.choices[0].text}
+    stream = complete(served, temperature=0, stream=True, stream_options={"include_usage": True})
+    *chunks, last = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert last.choices == [] and last.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (len(tokens), 8)
+
+
+def test_messages_stream(served: Served) -> None:
+    whole = chat(served, temperature=0)
+    assert whole.choices[0].message.role == "assistant" and whole.choices[0].finish_reason == "length"
+    chunks = list(chat(served, temperature=0, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_the_streaming_helper_of_the_client(served: Served) -> None:
+    messages: Any = [{"role": "user", "content": "abc"}]
+    ends = {"1": 100}  # bias to the end token
+    with served.openai.chat.completions.stream(model="tiny", messages=messages, logit_bias=ends) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].finish_reason == "stop" and final.choices[0].message.content == ""
+
+
+def test_seeds_and_n(served: Served) -> None:
+    first, again = (chat(served, seed=5, n=3) for _ in range(2))
+    texts = [choice.message.content for choice in first.choices]
+    assert texts == [choice.message.content for choice in again.choices] and len(set(texts)) == 3
+    assert first.usage.completion_tokens == 24
+
+
+def test_logprobs(served: Served) -> None:
+    answer = chat(served, logprobs=True, top_logprobs=3, temperature=0)
+    for token in answer.choices[0].logprobs.content:
+        assert token.top_logprobs[0].token == token.token and token.top_logprobs[0].logprob == token.logprob
+        assert len(token.top_logprobs) == 3 and sum(np.exp(each.logprob) for each in token.top_logprobs) <= 1
+    scored = complete(served, echo=True, max_tokens=0, logprobs=1).choices[0]
+    assert scored.text == "abc" and scored.logprobs.tokens == ["<s>", "ab", "c"]
+    assert scored.logprobs.token_logprobs[0] is None and all(value < 0 for value in scored.logprobs.token_logprobs[1:])
+    whole = complete(served, "abc", logprobs=0, temperature=0, max_tokens=3).choices[0]
+    echoed = complete(served, "abc" + whole.text, echo=True, max_tokens=0, logprobs=0, temperature=0).choices[0]
+    if echoed.logprobs.tokens[3:] == whole.logprobs.tokens:
+        np.testing.assert_allclose(echoed.logprobs.token_logprobs[3:], whole.logprobs.token_logprobs, atol=1e-4)
+
+
+def test_stop(served: Served) -> None:
+    text = complete(served, temperature=0, max_tokens=40).choices[0].text
+    stop = text[5:7]
+    choice = complete(served, temperature=0, max_tokens=40, stop=stop).choices[0]
+    assert choice.text == text[: text.index(stop)] and choice.finish_reason == "stop"
+    assert choice.stop_reason == stop
+    kept = complete(served, temperature=0, max_tokens=40, stop=stop, extra_body={"include_stop_str_in_output": True})
+    assert kept.choices[0].text == text[: text.index(stop) + len(stop)]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"logit_bias": {"70": 100}},
+        {"presence_penalty": 2.0, "logit_bias": {"70": 50}},
+        {"frequency_penalty": 2.0, "logit_bias": {"70": 5}},
+        {"extra_body": {"repetition_penalty": 5.0}},
+        {"extra_body": {"stop_token_ids": list(range(4, 30))}},
+        {"max_tokens": 3},
+    ],
+)
+def test_what_is_accepted_takes_effect(served: Served, setting: dict[str, Any]) -> None:
+    usual = complete(served, temperature=0, max_tokens=48)
+    assert complete(served, **{"temperature": 0, "max_tokens": 48, **setting}).choices[0].text != usual.choices[0].text
+
+
+def test_narrow_sampling_is_greedy(served: Served) -> None:
+    greedy = complete(served, temperature=0).choices[0].text
+    for setting in ({"top_p": 1e-6}, {"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1.0}}):
+        assert complete(served, temperature=3.0, seed=1, **setting).choices[0].text == greedy
+    assert complete(served, temperature=3.0, seed=1).choices[0].text != greedy
+
+
+def test_errors_are_the_clients_own(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 512") as caught:
+        complete(served, "x" * 600)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+        chat(served, tools=[{"type": "function", "function": {"name": "f"}}])
+    with pytest.raises(openai.NotFoundError):
+        served.openai.completions.create(model="gpt-4", prompt="x")
+    stranger = served.openai.with_options(api_key="sk-wrong")
+    with pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+
+
+def test_a_client_that_leaves_frees_its_pages(served: Served) -> None:
+    stream = chat(served, stream=True, max_completion_tokens=500, extra_body={"ignore_eos": True})
+    next(stream)
+    stream.close()
+    served.wait_for_metric("vllm:num_requests_running", 0)
+    assert served.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_a_full_queue_is_429(served: Served) -> None:
+    long = {"max_completion_tokens": 480, "n": 4, "extra_body": {"ignore_eos": True}}
+
+    def retry_after_s(_: int) -> int:
+        try:
+            chat(served, **long)
+        except openai.RateLimitError as error:
+            return int(error.response.headers["retry-after"])
+        return 0
+
+    with concurrent.futures.ThreadPoolExecutor(8) as clients:
+        found = list(clients.map(retry_after_s, range(8)))
+    assert 0 in found and max(found) >= 1
+    served.wait_for_metric("vllm:num_requests_running", 0)
+    assert served.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_sigterm_lets_answers_end(directory: Path) -> None:
+    server = Served(directory, "--max-sequences", "2", "--step-tokens", "16")
+    stream = server.openai.completions.create(
+        model=server.model, prompt="abc", max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    server.process.send_signal(signal.SIGTERM)
+    rest = list(stream)
+    assert rest[-1].choices[0].finish_reason == "length"
+    _, errors = server.process.communicate(timeout=60)
+    assert server.process.returncode == 0 and "Traceback" not in errors
+    server.openai.close()

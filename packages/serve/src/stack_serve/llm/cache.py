@@ -130,9 +130,19 @@ def empty_layers(
     def pool() -> Any:
         if dtype in _CODES:
             return QuantizedPages(jnp.zeros(axes, _CODES[dtype]), jnp.zeros((*axes[:-1], 1), jnp.float32))
-        return jnp.zeros(axes, shape.dtype if dtype == "model" else dtype)
+        return jnp.zeros(axes, _held_dtype(shape.dtype) if dtype == "model" else dtype)
 
     return PagedLayer(pool(), pool())
+
+
+def _held_dtype(dtype: str) -> str:
+    """What keys and values that a model computes in `dtype` are held in.
+
+    On CPUs jax 0.10 widens a whole pool of bfloat16 in each step that writes to it, and rounds all of it again: 30
+    times the time of a step.
+    """
+    widened = dtype == "bfloat16" and jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11)
+    return "float32" if widened else dtype
 
 
 def _quantized(values: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:

@@ -13,4 +13,6 @@ def stack_register_engines(registry: Registrar) -> None:
 
 @hookimpl
 def stack_register_commands(registry: Registrar) -> None:
+    registry.add("bench serve", "stack_serve.commands.bench_serve:bench_serve", help="Measure a server under load.")
+    registry.add("chat", "stack_serve.commands.chat:chat", help="Talk to a model in the terminal.")
     registry.add("serve", "stack_serve.commands.serve:serve", help="Serve a model over HTTP, as OpenAI and vLLM do.")

@@ -1,0 +1,58 @@
+"""How many tokens prompts and answers have."""
+
+import math
+import random
+from dataclasses import dataclass
+
+from stack_core.errors import BenchmarkError
+
+__all__ = ["Lengths"]
+
+_FORMS = 'Write a number, "LOW:HIGH" for all between as often, or "lognormal:MEDIAN,SIGMA".'
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A distribution of lengths in tokens, each at least 1.
+
+    Attributes:
+      kind: "uniform" between `first` and `second`, both included, or "lognormal": the logarithm of a length has the
+        mean `log(first)` and the standard deviation `second`.
+    """
+
+    kind: str
+    first: float
+    second: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Lengths":
+        """Reads "128", "64:512" or "lognormal:128,0.5".
+
+        Raises:
+          BenchmarkError: it is none of these.
+        """
+        name, separator, rest = text.partition(":")
+        try:
+            if name == "lognormal":
+                median, sigma = map(float, rest.split(","))
+                found = cls("lognormal", median, sigma)
+            else:
+                low = float(int(name))
+                found = cls("uniform", low, float(int(rest)) if separator else low)
+        except ValueError as error:
+            raise BenchmarkError(f"{text!r} is no distribution of lengths. {_FORMS}") from error
+        in_order = found.second >= (found.first if found.kind == "uniform" else 0)
+        if found.first < 1 or not in_order or not math.isfinite(found.first + found.second):
+            raise BenchmarkError(f"{text!r} is no distribution of lengths of at least one token. {_FORMS}")
+        return found
+
+    def __str__(self) -> str:
+        if self.kind == "lognormal":
+            return f"lognormal:{self.first:g},{self.second:g}"
+        return f"{self.first:g}" if self.first == self.second else f"{self.first:g}:{self.second:g}"
+
+    def draw(self, source: random.Random) -> int:
+        """The next length in tokens."""
+        if self.kind == "uniform":
+            return source.randint(int(self.first), int(self.second))
+        return max(1, round(source.lognormvariate(math.log(self.first), self.second)))

@@ -1,0 +1,86 @@
+"""Load: requests at a rate or at a concurrency, and what the client spends on them."""
+
+import asyncio
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+
+from stack_serve.bench.call import Call, make_call
+from stack_serve.bench.requests import Requests, Task
+from stack_serve.client.endpoint import Endpoint
+
+__all__ = ["Load", "Outcome", "run_load"]
+
+Send = Callable[[Task, float | None], Coroutine[None, None, None]]
+
+
+@dataclass(frozen=True)
+class Load:
+    """One point of a sweep.
+
+    Attributes:
+      kind: "rate": `value` requests a second begin, at times of a Poisson process, whatever the server does; infinite
+        is all at once. "concurrency": `value` clients each send a request once the one before has ended.
+      requests: how many in all.
+    """
+
+    kind: str
+    value: float
+    requests: int
+
+    def __str__(self) -> str:
+        return f"{self.value:g} requests/s" if self.kind == "rate" else f"{self.value:g} at once"
+
+
+@dataclass
+class Outcome:
+    """What became of a load.
+
+    Attributes:
+      duration_s: from the first request to the end of the last.
+      client_cpu_s: CPU time of this process meanwhile.
+    """
+
+    load: Load
+    calls: list[Call] = field(default_factory=list)
+    duration_s: float = 0.0
+    client_cpu_s: float = 0.0
+
+
+async def run_load(
+    endpoint: Endpoint, requests: Requests, load: Load, *, ended: Callable[[Call], None] = lambda call: None
+) -> Outcome:
+    """Sends all requests of a load; `ended` hears of each that has ended."""
+    tasks = itertools.islice(requests.tasks(str(load)), load.requests)
+    outcome = Outcome(load)
+
+    async def send(task: Task, due_s: float | None) -> None:
+        call = await make_call(endpoint, task, due_s=due_s)
+        outcome.calls.append(call)
+        ended(call)
+
+    started_s, cpu_s = time.perf_counter(), time.process_time()
+    if load.kind == "rate":
+        await _at_rate(send, tasks, load.value, random.Random(f"{requests.seed} arrivals"))
+    else:
+        await asyncio.gather(*(_in_turn(send, tasks) for _ in range(int(load.value))))
+    outcome.duration_s = time.perf_counter() - started_s
+    outcome.client_cpu_s = time.process_time() - cpu_s
+    return outcome
+
+
+async def _in_turn(send: Send, tasks: Iterator[Task]) -> None:
+    for task in tasks:  # one iterator for all clients
+        await send(task, None)
+
+
+async def _at_rate(send: Send, tasks: Iterator[Task], rate: float, source: random.Random) -> None:
+    due_s = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for task in tasks:
+            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            group.create_task(send(task, due_s))
+            due_s += source.expovariate(rate) if math.isfinite(rate) else 0.0

@@ -1,0 +1,181 @@
+"""What `stack bench serve` found, as a file that a later run can be compared with.
+
+The file is JSON: the fields of `Results`, whose `points` have those of `Point`, whose times have those of
+`Percentiles`, and "format", which names them. None is what is not known: no answer had a second token, or no objective
+was given.
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stack_core.errors import BenchmarkError
+from stack_serve.bench.load import Outcome
+from stack_serve.bench.objective import Objective
+
+__all__ = ["FORMAT", "TIMES", "Percentiles", "Point", "Results"]
+
+FORMAT = "stack bench serve 1"
+TIMES = {
+    "ttft_s": "time to first token",
+    "tpot_s": "time per output token",
+    "itl_s": "inter-token latency",
+    "e2e_s": "end to end",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Percentiles:
+    """Of times in seconds, interpolated between the nearest two."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, times_s: Sequence[float]) -> "Percentiles | None":
+        """None where there are no times."""
+        if not times_s:
+            return None
+        ordered = sorted(times_s)
+        shares = {name: _quantile(ordered, int(name[1:]) / 100) for name in ("p50", "p90", "p95", "p99")}
+        return cls(mean=statistics.fmean(ordered), **shares)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One load, and what became of it.
+
+    Attributes:
+      kind, value, requests: of its `Load`.
+      failures: how many requests failed, by kind as `RequestFailed` names them.
+      duration_s: from the first request to the end of the last.
+      prompt_tokens, answer_tokens: of completed requests, as the server counts them.
+      answer_tokens_per_s, total_tokens_per_s: of completed requests, over the duration; the latter with prompts.
+      goodput_per_s: requests a second that met the objective; None without one.
+      client_cpu_share: CPU time of the client over the duration; near 1 it is what limits the figures.
+      late_s: the most that a request was sent later than it was due.
+      ttft_s, tpot_s, e2e_s: of completed requests; `itl_s` of all gaps between pieces of their text.
+    """
+
+    kind: str
+    value: float
+    requests: int
+    completed: int
+    failures: dict[str, int]
+    duration_s: float
+    prompt_tokens: int
+    answer_tokens: int
+    requests_per_s: float
+    answer_tokens_per_s: float
+    total_tokens_per_s: float
+    goodput_per_s: float | None
+    client_cpu_share: float
+    late_s: float
+    ttft_s: Percentiles | None
+    tpot_s: Percentiles | None
+    itl_s: Percentiles | None
+    e2e_s: Percentiles | None
+
+    @classmethod
+    def of(cls, outcome: Outcome, objective: Objective | None) -> "Point":
+        """Summarizes an outcome."""
+        done = [call for call in outcome.calls if call.failure is None]
+        answer_tokens = sum(call.tokens for call in done)
+        prompt_tokens = sum(call.prompt_tokens or 0 for call in done)
+        duration_s = outcome.duration_s
+        good = None if objective is None else sum(map(objective.holds, outcome.calls))
+        return cls(
+            **dataclasses.asdict(outcome.load),
+            completed=len(done),
+            failures=dict(sorted(Counter(call.failure for call in outcome.calls if call.failure).items())),
+            duration_s=duration_s,
+            prompt_tokens=prompt_tokens,
+            answer_tokens=answer_tokens,
+            requests_per_s=len(done) / duration_s,
+            answer_tokens_per_s=answer_tokens / duration_s,
+            total_tokens_per_s=(answer_tokens + prompt_tokens) / duration_s,
+            goodput_per_s=None if good is None else good / duration_s,
+            client_cpu_share=outcome.client_cpu_s / duration_s,
+            late_s=max(call.sent_s - call.due_s for call in outcome.calls),
+            ttft_s=Percentiles.of([call.ttft_s for call in done]),
+            tpot_s=Percentiles.of([call.tpot_s for call in done if call.tpot_s is not None]),
+            itl_s=Percentiles.of([gap_s for call in done for gap_s in call.itl_s]),
+            e2e_s=Percentiles.of([call.e2e_s for call in done]),
+        )
+
+    @property
+    def key(self) -> tuple[str, float]:
+        """What the same load is found by in another run."""
+        return (self.kind, self.value)
+
+    @property
+    def title(self) -> str:
+        return f"{self.value:g} requests/s" if self.kind == "rate" else f"{self.value:g} at once"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """A run.
+
+    Attributes:
+      workload: what was asked: the options of the command that decide it, by name.
+      objective: limits in milliseconds by name; None without one.
+    """
+
+    date: str
+    address: str
+    model: str
+    workload: dict[str, Any]
+    objective: dict[str, float] | None
+    points: tuple[Point, ...]
+
+    def write(self, path: Path) -> None:
+        """Raises BenchmarkError where the file cannot be written."""
+        try:
+            path.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
+        except OSError as error:
+            raise BenchmarkError(f"The results cannot be written to {str(path)!r}: {error}.") from error
+
+    @classmethod
+    def read(cls, path: Path) -> "Results":
+        """What `write` wrote.
+
+        Raises:
+          BenchmarkError: there is no such file, or it is damaged or of another format.
+        """
+        remedy = f"Make one with `stack bench serve URL --json {path}`."
+        try:
+            content = json.loads(path.read_bytes())
+        except OSError as error:
+            raise BenchmarkError(f"The results {str(path)!r} cannot be read: {error}. {remedy}") from error
+        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are among them
+            raise BenchmarkError(f"{str(path)!r} is no JSON: {error}. {remedy}") from error
+        found = content.pop("format", None) if isinstance(content, dict) else type(content).__name__
+        if found != FORMAT:
+            raise BenchmarkError(f"{str(path)!r} has the format {found!r}, expected {FORMAT!r}. {remedy}")
+        try:
+            content["points"] = tuple(_point(point) for point in content["points"])
+            return cls(**content)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise BenchmarkError(f"{str(path)!r} is damaged: {type(error).__name__}: {error}. {remedy}") from error
+
+
+def _point(fields: dict[str, Any]) -> Point:
+    for name in TIMES:
+        fields[name] = None if fields[name] is None else Percentiles(**fields[name])
+    return Point(**fields)
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    place = share * (len(ordered) - 1)
+    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+    return low + (high - low) * (place - math.floor(place))

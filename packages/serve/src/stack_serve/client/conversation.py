@@ -1,0 +1,199 @@
+"""A conversation with a model, and the models that one can be had with."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import orjson
+
+from stack_core.checkpoint_formats import open_for_generation
+from stack_core.compile_cache import keep_compiled
+from stack_core.errors import GenerationError, StackError
+from stack_core.generation import GenerationRequest, SamplingParams
+from stack_core.protocols import Engine, GenerativeCheckpoint
+from stack_serve.client.endpoint import Endpoint, RequestFailed
+from stack_serve.http.chat_template import ChatTemplate
+from stack_serve.http.tokens import TokenTexts
+
+__all__ = ["ChatModel", "Conversation", "LocalModel", "Message", "RemoteModel", "local_model"]
+
+Message = dict[str, str]
+Write = Callable[[str], None]
+
+
+@runtime_checkable
+class ChatModel(Protocol):
+    """What continues a conversation."""
+
+    name: str
+
+    def answer(self, messages: list[Message], write: Write) -> str | None:
+        """Writes its answer piece by piece; says what cut it short, if something did.
+
+        Raises:
+          StackError: it has none.
+          KeyboardInterrupt: the user stopped it; nothing goes on in the background.
+        """
+        ...
+
+
+class Conversation:
+    """Messages of a user and a model, in turns.
+
+    Attributes:
+      messages: the system's first, if there is one.
+    """
+
+    def __init__(self, model: ChatModel, system: str | None = None) -> None:
+        self.messages: list[Message] = []
+        self._model = model
+        self.reset(system)
+
+    @property
+    def system(self) -> str | None:
+        """The instructions that it began with."""
+        first = self.messages[:1]
+        return first[0]["content"] if first and first[0]["role"] == "system" else None
+
+    def reset(self, system: str | None = None) -> None:
+        """Begins again."""
+        self.messages = [{"role": "system", "content": system}] if system else []
+
+    def say(self, text: str, write: Write) -> str | None:
+        """Adds a message and the model's answer, as much as there was of one that was stopped; says what cut it short.
+
+        A message without an answer is left out again.
+        """
+        pieces: list[str] = []
+
+        def keep(piece: str) -> None:
+            pieces.append(piece)
+            write(piece)
+
+        self.messages.append({"role": "user", "content": text})
+        try:
+            return self._model.answer(list(self.messages), keep)
+        except StackError:
+            pieces.clear()
+            raise
+        finally:
+            if pieces:
+                self.messages.append({"role": "assistant", "content": "".join(pieces)})
+            else:
+                self.messages.pop()  # a model expects an answer before the next message
+
+    def save(self, path: Path) -> None:
+        """Writes the messages as JSON.
+
+        Raises:
+          GenerationError: the file cannot be written.
+        """
+        content = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=1) + "\n"
+        try:
+            path.write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise GenerationError(f"The conversation cannot be written to {str(path)!r}: {error}.") from error
+
+
+class RemoteModel:
+    """A model behind an OpenAI interface.
+
+    Args:
+      settings: fields of every request, such as `temperature`.
+
+    Raises:
+      RequestFailed: the server cannot be reached, or has no model.
+    """
+
+    def __init__(self, url: str, *, model: str | None, api_key: str | None, settings: Mapping[str, Any]) -> None:
+        self._url, self._api_key, self._settings = url, api_key, dict(settings)
+        self.name = model or self._first_model()
+
+    def answer(self, messages: list[Message], write: Write) -> str | None:
+        """See `ChatModel`; to close the connection is what stops the server."""
+        body = {**self._settings, "model": self.name, "messages": messages, "stream": True}
+        reason = None
+
+        def receive(data: bytes, arrived_s: float) -> None:
+            nonlocal reason
+            event = orjson.loads(data)
+            if event.get("error"):
+                raise RequestFailed(f"The answer broke off: {event['error'].get('message')}", kind="error")
+            for choice in event.get("choices", ()):
+                write(choice.get("delta", {}).get("content") or "")
+                reason = choice.get("finish_reason") or reason
+
+        async def run() -> None:
+            async with Endpoint(self._url, api_key=self._api_key) as endpoint:
+                await endpoint.stream("/chat/completions", body, receive)
+
+        asyncio.run(run())
+        return None if reason == "stop" else reason
+
+    def _first_model(self) -> str:
+        async def models() -> list[str]:
+            async with Endpoint(self._url, api_key=self._api_key, timeout_s=30.0) as endpoint:
+                return await endpoint.models()
+
+        names = asyncio.run(models())
+        if not names:
+            raise RequestFailed(f"{self._url} lists no model. Name one with --model.", kind="error")
+        return names[0]
+
+
+class LocalModel:
+    """A model on an engine of this process.
+
+    Raises:
+      GenerationError: it cannot chat, for it has no tokenizer or no chat template.
+    """
+
+    def __init__(self, checkpoint: GenerativeCheckpoint, engine: Engine, sampling: SamplingParams) -> None:
+        if checkpoint.tokenizer is None or checkpoint.chat_template is None:
+            lacks = "tokenizer" if checkpoint.tokenizer is None else "chat template"
+            raise GenerationError(
+                f"{checkpoint.name} has no {lacks}: it does not answer messages, but it continues texts. "
+                "Use `stack generate`."
+            )
+        self.name = checkpoint.name
+        self._engine, self._sampling = engine, sampling
+        self._texts = TokenTexts(checkpoint.tokenizer, checkpoint.special_tokens)
+        self._template = ChatTemplate(checkpoint.chat_template, checkpoint.special_tokens)
+        self._answers = 0
+
+    def answer(self, messages: list[Message], write: Write) -> str | None:
+        """See `ChatModel`."""
+        tokens = self._texts.encode(self._template.render(messages), add_special_tokens=False)
+        self._answers += 1
+        request = GenerationRequest(request_id=f"chat-{self._answers}", prompt=tuple(tokens), sampling=self._sampling)
+        self._engine.submit(request)
+        reason = None
+        for update in self._engine.stream(request.request_id):
+            write(update.text)
+            reason = update.finish_reason
+            if update.error is not None:
+                raise GenerationError(f"The answer broke off: {update.error}")
+        return None if reason == "stop" else reason
+
+
+@contextmanager
+def local_model(address: str, settings: Mapping[str, Any]) -> Iterator[LocalModel]:
+    """A model that runs here until the end of the block.
+
+    Args:
+      address: of a checkpoint.
+      settings: fields of `SamplingParams`.
+    """
+    from stack_serve.llm.config import EngineConfig  # imports jax, which talking to a server does not need
+    from stack_serve.llm.engine import LLMEngine
+
+    keep_compiled()
+    checkpoint = open_for_generation(address)
+    sampling = SamplingParams(**{**checkpoint.sampling_defaults, **settings})
+    engine = LLMEngine(checkpoint, EngineConfig(max_sequences=1))
+    model = LocalModel(checkpoint, engine, sampling)
+    with engine:
+        yield model

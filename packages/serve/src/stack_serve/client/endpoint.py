@@ -1,0 +1,168 @@
+"""A server that speaks OpenAI's HTTP interface."""
+
+import asyncio
+import ssl
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+
+from stack_core.errors import StackError
+from stack_serve.client.connection import Connection, ConnectionLost, Receive, Response
+
+__all__ = ["Endpoint", "ReceiveEvent", "RequestFailed"]
+
+ReceiveEvent = Callable[[bytes, float], None]
+"""Takes the data of one event of a stream, and when it arrived, in seconds of `time.perf_counter()`."""
+
+_END = b"[DONE]"
+
+
+class RequestFailed(StackError):
+    """A request without a whole answer.
+
+    `kind` is one of "connection", "timeout", "stream" for a stream that broke off, "error" for one that had an error in
+    it, and "http 429" and so on for a status.
+    """
+
+    def __init__(self, message: str, *, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Endpoint:
+    """Requests to one server, over connections that are kept until the end of its `async with`.
+
+    Args:
+      base_url: such as "http://127.0.0.1:8000/v1"; "/v1" is added where there is no path.
+      timeout_s: for a whole request; None waits.
+
+    Raises:
+      RequestFailed: it is no address.
+    """
+
+    def __init__(self, base_url: str, *, api_key: str | None = None, timeout_s: float | None = None) -> None:
+        given = base_url if "://" in base_url else f"http://{base_url}"
+        try:
+            url = urlsplit(given)
+            port = url.port
+        except ValueError:
+            url, port = urlsplit(""), None
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise RequestFailed(
+                f"{base_url!r} is no address of a server. Write it as http://HOST:PORT/v1.", kind="connection"
+            )
+        self.address = f"{url.scheme}://{url.netloc}{url.path.rstrip('/') or '/v1'}"
+        self._host, self._path = url.hostname, url.path.rstrip("/") or "/v1"
+        self._tls = ssl.create_default_context() if url.scheme == "https" else None
+        self._port = port or (443 if self._tls else 80)
+        self._timeout_s = timeout_s
+        authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._headers = f"Host: {url.netloc.rpartition('@')[2]}\r\n{authorization}Accept: */*\r\n"
+        self._idle: list[Connection] = []
+
+    async def models(self) -> list[str]:
+        """Names of the models that it has.
+
+        Raises:
+          RequestFailed: it cannot be reached, or does not say.
+        """
+        body = bytearray()
+        await self._answered(self._message("GET", "/models", b""), lambda part, arrived_s: body.extend(part))
+        try:
+            return [model["id"] for model in orjson.loads(body)["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise RequestFailed(f"{self.address}/models lists no models: {error!r}.", kind="error") from error
+
+    async def stream(self, path: str, body: Mapping[str, Any], receive: ReceiveEvent) -> None:
+        """Posts a request for a stream, and hands on each event of the answer.
+
+        Raises:
+          RequestFailed: the answer is no stream, or not a whole one.
+        """
+        events = _Events(receive)
+        message = self._message("POST", path, orjson.dumps(body))
+        await self._answered(message, events.feed)
+        if not events.ended:
+            raise RequestFailed(f"{self.address}{path}: the stream has no end.", kind="stream")
+
+    async def __aenter__(self) -> "Endpoint":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    def _message(self, method: str, path: str, body: bytes) -> bytes:
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}"
+        if body:
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        return head.encode() + b"\r\n" + body
+
+    async def _answered(self, message: bytes, receive: Receive) -> Response:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._exchange(message, receive)
+        except TimeoutError as error:
+            raise RequestFailed(f"{self.address}: no answer within {self._timeout_s} s.", kind="timeout") from error
+        except ConnectionLost as error:
+            kind = "stream" if error.began else "connection"
+            raise RequestFailed(f"{self.address}: {error}.", kind=kind) from error
+        except OSError as error:
+            raise RequestFailed(
+                f"{self.address} cannot be reached: {error}. Is the server running there?", kind="connection"
+            ) from error
+        if response.status != 200:
+            raise RequestFailed(
+                f"{self.address} answers {response.status}: {_reason(response)}", kind=f"http {response.status}"
+            )
+        return response
+
+    async def _exchange(self, message: bytes, receive: Receive) -> Response:
+        """Over a kept connection, or over a new one if the server has closed it meanwhile."""
+        while self._idle:
+            connection = self._idle.pop()
+            try:
+                return await self._sent(connection, message, receive)
+            except ConnectionLost as error:
+                if error.began:
+                    raise
+        _, connection = await asyncio.get_running_loop().create_connection(
+            Connection, self._host, self._port, ssl=self._tls
+        )
+        return await self._sent(connection, message, receive)
+
+    async def _sent(self, connection: Connection, message: bytes, receive: Receive) -> Response:
+        response = await connection.request(message, receive)
+        if connection.is_open:
+            self._idle.append(connection)
+        return response
+
+
+class _Events:
+    """Server-sent events, of which OpenAI's interface uses the data alone."""
+
+    def __init__(self, receive: ReceiveEvent) -> None:
+        self._receive = receive
+        self._rest = b""
+        self.ended = False
+
+    def feed(self, part: bytes, arrived_s: float) -> None:
+        *lines, self._rest = (self._rest + part).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == _END:
+                self.ended = True
+            else:
+                self._receive(data, arrived_s)
+
+
+def _reason(response: Response) -> str:
+    """The message of an error in OpenAI's shape, or what there is."""
+    try:
+        return orjson.loads(response.body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return response.body[:300].decode(errors="replace") or "nothing more"

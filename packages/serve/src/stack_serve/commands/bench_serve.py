@@ -1,0 +1,195 @@
+"""`stack bench serve`: load on a server, and what its users see of it."""
+
+import asyncio
+import json as json_format
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from stack_core.errors import BenchmarkError
+
+if TYPE_CHECKING:
+    from stack_serve.bench.load import Load
+    from stack_serve.bench.results import Point, Results
+    from stack_serve.bench.sweep import Sweep
+
+__all__ = ["bench_serve"]
+
+_BUSY_CLIENT = 0.8
+
+
+def bench_serve(  # noqa: PLR0913, each parameter is an option of the command
+    url: str,
+    /,
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    rate: tuple[float, ...] = (),
+    concurrency: tuple[int, ...] = (),
+    requests: int | None = None,
+    prompt_tokens: str = "128",
+    answer_tokens: str = "128",
+    chat: Annotated[bool, Parameter(negative=())] = False,
+    vocab_size: int | None = None,
+    ignore_eos: Annotated[bool, Parameter(negative=())] = False,
+    extra: str = "{}",
+    seed: int = 0,
+    warm_up: int = 4,
+    timeout_s: float = 600.0,
+    slo: str | None = None,
+    compare: Path | None = None,
+    json: Path | None = None,
+    html: Path | None = None,
+) -> None:
+    """Measure a server under load: stack bench serve http://HOST:PORT/v1 --concurrency 1 --concurrency 8
+
+    Any server that speaks OpenAI's interface will do. Each load is measured by itself; requests are greedy, streamed,
+    and the same for the same seed. A load at a rate counts from when a request was due, not from when it was sent.
+
+    Args:
+      url: the server's address, with the path before /completions, /v1 if it has none.
+      model: as the server names it (the first that it lists).
+      api_key: to send as a bearer token ($OPENAI_API_KEY).
+      rate: requests a second, as a Poisson process; inf sends all at once; may be given several times.
+      concurrency: requests at once, each followed by the next; may be given several times (1, 8 and 32).
+      requests: of each load (at concurrency N, 4 N but at least 16; at a rate, those of 20 seconds).
+      prompt_tokens: 128, 64:512 for all between as often, or lognormal:MEDIAN,SIGMA.
+      answer_tokens: the same, of answers.
+      chat: measure chat completions instead of completions.
+      vocab_size: send random token ids below this instead of words, for prompts of exact lengths.
+      ignore_eos: ask for answers of exact lengths, where the server knows the field ignore_eos.
+      extra: JSON with more fields for every request.
+      seed: of prompts, lengths and times.
+      warm_up: requests before the first load, which are not counted.
+      timeout_s: a request that takes longer has failed.
+      slo: limits, as in ttft_ms:200,tpot_ms:50,e2e_ms:9000; requests within them are counted as goodput.
+      compare: results of an earlier run.
+      json: write the results there.
+      html: write a report with plots there; needs stack-serve[plots].
+    """
+    from stack_serve.bench.lengths import Lengths
+    from stack_serve.bench.objective import Objective
+    from stack_serve.bench.report import check_plots, write_report
+    from stack_serve.bench.results import Results
+    from stack_serve.bench.sweep import Sweep
+
+    _check_writable(json, html)
+    if html is not None:
+        check_plots()
+    baseline = None if compare is None else Results.read(compare)
+    sweep = Sweep(
+        loads=_loads(rate, concurrency, requests),
+        prompts=Lengths.parse(prompt_tokens),
+        answers=Lengths.parse(answer_tokens),
+        chat=chat,
+        vocab_size=vocab_size,
+        extra={**_extra(extra), **({"ignore_eos": True} if ignore_eos else {})},
+        seed=seed,
+        warm_up=warm_up,
+        objective=None if slo is None else Objective.parse(slo),
+    )
+    key = os.environ.get("OPENAI_API_KEY") if api_key is None else api_key
+    found = _measured(sweep, url, model, key, timeout_s)
+    _print(found, baseline)
+    if json is not None:
+        found.write(json)
+    if html is not None:
+        write_report(html, found, baseline)
+
+
+def _check_writable(*paths: Path | None) -> None:
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise BenchmarkError(f"{str(path)!r} cannot be written: there is no directory {str(path.parent)!r}.")
+
+
+def _extra(text: str) -> dict[str, Any]:
+    try:
+        fields = json_format.loads(text)
+    except ValueError as error:
+        raise BenchmarkError(f"--extra is no JSON: {error}. Write it as '{{\"min_tokens\": 8}}'.") from error
+    if not isinstance(fields, dict):
+        raise BenchmarkError(f"--extra is {text}; expected is an object, as in '{{\"min_tokens\": 8}}'.")
+    return fields
+
+
+def _loads(rates: Sequence[float], concurrencies: Sequence[int], requests: int | None) -> "tuple[Load, ...]":
+    from stack_serve.bench.load import Load
+
+    if not all(rate > 0 for rate in rates) or min((*concurrencies, 1 if requests is None else requests)) < 1:
+        raise BenchmarkError(
+            f"Given are the rates {rates}, the concurrencies {concurrencies} and {requests} requests; each has to be "
+            "above 0."
+        )
+    if not rates and not concurrencies:
+        concurrencies = (1, 8, 32)
+    at_rates = [Load("rate", rate, requests or _requests_of_20_s(rate)) for rate in rates]
+    return (*at_rates, *(Load("concurrency", float(each), requests or max(16, 4 * each)) for each in concurrencies))
+
+
+def _requests_of_20_s(rate: float) -> int:
+    return max(16, round(20 * rate)) if math.isfinite(rate) else 100
+
+
+def _measured(sweep: "Sweep", url: str, model: str | None, api_key: str | None, timeout_s: float) -> "Results":
+    """Runs the sweep, and shows how far it is."""
+    from stack_serve.client.endpoint import Endpoint
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        shown = bar.add_task("warming up", total=None)
+
+        def show(load: "Load", ended: int) -> None:
+            bar.update(shown, description=str(load), completed=ended, total=load.requests)
+            if not console.is_terminal and ended in (0, load.requests):
+                print(f"{load}: {ended} of {load.requests} requests", file=sys.stderr, flush=True)
+
+        async def measured() -> "Results":
+            async with Endpoint(url, api_key=api_key, timeout_s=timeout_s) as endpoint:
+                return await sweep.measured(endpoint, model, show)
+
+        return asyncio.run(measured())
+
+
+def _print(found: "Results", baseline: "Results | None") -> None:
+    from stack_serve.bench.results import TIMES
+
+    print(f"{found.model} at {found.address}, {', '.join(f'{name} {each}' for name, each in found.workload.items())}")
+    for point in found.points:
+        good = "" if point.goodput_per_s is None else f", goodput {point.goodput_per_s:.3g} requests/s"
+        print(
+            f"{point.title}: {point.completed} of {point.requests} completed in {point.duration_s:.1f} s, "
+            f"{point.requests_per_s:.3g} requests/s, {point.answer_tokens_per_s:.4g} answer tokens/s, "
+            f"{point.total_tokens_per_s:.4g} with prompts{good}"
+        )
+        for name, title in TIMES.items():
+            times = getattr(point, name)
+            if times is not None:
+                shares = ((share, getattr(times, share)) for share in ("p50", "p90", "p95", "p99"))
+                print(f"  {title:20} " + "  ".join(f"{share} {1e3 * time_s:8.1f} ms" for share, time_s in shares))
+        for kind, count in point.failures.items():
+            print(f"  failed: {count} by {kind}")
+        if point.client_cpu_share > _BUSY_CLIENT:
+            print(f"  the client itself took {point.client_cpu_share:.0%} of a core: the figures may be its own")
+        _print_change(point, baseline)
+
+
+def _print_change(point: "Point", baseline: "Results | None") -> None:
+    before = next((each for each in baseline.points if each.key == point.key), None) if baseline else None
+    if before is None:
+        return
+    changes = [("answer tokens/s", point.answer_tokens_per_s, before.answer_tokens_per_s)]
+    for name, share in (("ttft_s", "p50"), ("ttft_s", "p99"), ("tpot_s", "p50"), ("tpot_s", "p99")):
+        now, then = getattr(point, name), getattr(before, name)
+        if now is not None and then is not None:
+            changes.append((f"{name.removesuffix('_s')} {share}", getattr(now, share), getattr(then, share)))
+    listing = ", ".join(f"{title} {now / then - 1:+.1%}" for title, now, then in changes if then > 0)
+    print(f"  beside the earlier run: {listing}")

@@ -1,0 +1,172 @@
+"""`stack chat`: a conversation in the terminal."""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stack_core.errors import GenerationError, StackError, nearest
+
+if TYPE_CHECKING:
+    from stack_serve.client.conversation import ChatModel, Conversation
+
+__all__ = ["chat"]
+
+_HELP = """/reset            begin again
+/system TEXT      begin again with these instructions
+/save FILE        write the conversation as JSON
+/quit             leave, as Ctrl-D does
+Ctrl-C stops an answer. A line that ends with \\ goes on in the next."""
+
+
+def chat(  # noqa: PLR0913, each parameter is an option of the command
+    target: str,
+    /,
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    system: str | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    max_tokens: int | None = None,
+    seed: int | None = None,
+) -> None:
+    """Talk to a model: stack chat http://HOST:PORT/v1, or stack chat RUN|HF_DIR
+
+    Answers come as they are made. In a pipe each line is a message and only answers are written. /help lists what else
+    can be typed.
+
+    Args:
+      target: address of a server that speaks OpenAI's interface, or the directory of a model, which is loaded here.
+      model: as the server names it (the first that it lists).
+      api_key: to send as a bearer token ($OPENAI_API_KEY).
+      system: instructions to begin with.
+      temperature: what logits are divided by (the model's own); 0 takes the most likely token each time.
+      top_k: sample among so many of the most likely tokens.
+      top_p: sample among the most likely tokens whose probabilities add up to this.
+      max_tokens: of an answer, at most.
+      seed: the same seed and messages give the same answers.
+    """
+    options = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "max_tokens": max_tokens, "seed": seed
+    }  # fmt: skip
+    settings = {name: value for name, value in options.items() if value is not None}
+    key = os.environ.get("OPENAI_API_KEY") if api_key is None else api_key
+    with _opened(target, model, key, settings) as talker:
+        from stack_serve.client.conversation import Conversation
+
+        terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        conversation = Conversation(talker, system)
+        if terminal:
+            with suppress(ImportError):  # there is none on some systems; it is what edits lines and recalls them
+                import readline  # noqa: F401
+            print(f"{talker.name}. /help tells what can be typed.", file=sys.stderr)
+        _Loop(conversation, terminal=terminal).run()
+
+
+def _opened(
+    target: str, model: str | None, api_key: str | None, settings: dict[str, Any]
+) -> "AbstractContextManager[ChatModel]":
+    from stack_serve.client.conversation import RemoteModel, local_model
+
+    if "://" in target:
+        return nullcontext(RemoteModel(target, model=model, api_key=api_key, settings=settings))
+    if not Path(target.partition(":")[2] or target).exists():
+        raise GenerationError(
+            f"{target!r} is neither a directory nor the address of a server, which begins with http:// or https://."
+        )
+    if model is not None:
+        raise GenerationError("--model chooses among the models of a server; a directory has one. Leave it out.")
+    return local_model(target, settings)
+
+
+class _Loop:
+    """Reads messages and commands until there are no more.
+
+    Args:
+      terminal: a person types them; otherwise nothing but answers is written, and an error ends it.
+    """
+
+    def __init__(self, conversation: "Conversation", *, terminal: bool) -> None:
+        self._conversation = conversation
+        self._terminal = terminal
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda rest: _note(_HELP),
+            "/reset": lambda rest: conversation.reset(conversation.system),
+            "/system": lambda rest: conversation.reset(rest or None),
+            "/save": self._save,
+        }
+
+    def run(self) -> None:
+        """Until the end of the input, or /quit."""
+        while (text := self._read()) is not None:
+            command, _, rest = text.strip().partition(" ")
+            if command in ("/quit", "/exit"):
+                return
+            try:
+                self._do(command, rest.strip(), text)
+            except StackError as error:
+                if not self._terminal:
+                    raise
+                _note(f"error: {error}")
+
+    def _do(self, command: str, rest: str, text: str) -> None:
+        if command in self._commands:
+            self._commands[command](rest)
+        elif command.startswith("/") and "/" not in command[1:]:
+            advice = nearest(command, [*self._commands, "/quit"])
+            raise GenerationError(f"Unknown command {command!r}.{advice} /help lists them.")
+        elif text.strip():
+            self._say(text)
+
+    def _read(self) -> str | None:
+        """The next message; None at the end."""
+        lines: list[str] = []
+        while True:
+            try:
+                line = input(("... " if lines else "> ") if self._terminal else "")
+            except EOFError:
+                if self._terminal:
+                    print()
+                return "\n".join(lines) if lines else None
+            except UnicodeDecodeError as error:
+                raise GenerationError(f"The input is not UTF-8: {error}.") from error
+            except KeyboardInterrupt:
+                if not self._terminal:
+                    raise
+                print()
+                lines = []
+                continue
+            lines.append(line.removesuffix("\\"))
+            if not line.endswith("\\"):
+                return "\n".join(lines)
+
+    def _say(self, text: str) -> None:
+        try:
+            cut_short = self._conversation.say(text, _write)
+        except KeyboardInterrupt:
+            if not self._terminal:
+                raise
+            cut_short = "stopped"
+        print(flush=True)
+        if cut_short is not None:
+            _note(f"[{cut_short}]")
+
+    def _save(self, path: str) -> None:
+        if not path:
+            raise GenerationError("Name a file: /save conversation.json")
+        self._conversation.save(Path(path).expanduser())
+        _note(f"{len(self._conversation.messages)} messages are in {path}.")
+
+
+def _write(piece: str) -> None:
+    """Prints at once; characters that the terminal's encoding lacks become "?"."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(piece.encode(encoding, "replace").decode(encoding), end="", flush=True)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

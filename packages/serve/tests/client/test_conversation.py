@@ -1,0 +1,81 @@
+from collections.abc import Iterator
+
+import pytest
+
+from stack_core.errors import GenerationError
+from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams
+from stack_serve.client.conversation import Conversation, LocalModel, Message, Write
+
+from ..http.fake_engine import ByteTokenizer, FakeEngine, checkpoint
+
+
+class Engine(FakeEngine):
+    """Answers "yes", until it is told to do something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[GenerationRequest] = []
+        self.end = GenerationUpdate(request_id="", text="s", finish_reason="stop")
+
+    def submit(self, request: GenerationRequest, receive: object = None) -> None:
+        self.requests.append(request)
+
+    def stream(self, request_id: str) -> Iterator[GenerationUpdate]:
+        assert request_id == self.requests[-1].request_id
+        yield GenerationUpdate(request_id=request_id, text="ye")
+        yield self.end
+
+
+def opened(**changes: object) -> tuple[Engine, Conversation]:
+    engine = Engine()
+    model = LocalModel(checkpoint(**changes), engine, SamplingParams(temperature=0.0))  # type: ignore[arg-type]
+    return engine, Conversation(model, "Be brief.")
+
+
+def test_an_engine_gets_the_rendered_messages() -> None:
+    engine, conversation = opened()
+    pieces: list[str] = []
+    assert conversation.say("hello", pieces.append) is None
+    assert pieces == ["ye", "s"]
+    conversation.say("and?", pieces.append)
+    rendered = "<s><|system|>Be brief.</s><|user|>hello</s><|assistant|>yes</s><|user|>and?</s><|assistant|>"
+    assert list(engine.requests[1].prompt) == ByteTokenizer().encode(rendered)[1:]  # it would begin with two <s>
+    assert engine.requests[1].sampling.temperature == 0.0
+    assert engine.requests[0].request_id != engine.requests[1].request_id
+
+
+def test_what_cuts_an_answer_short_is_told() -> None:
+    engine, conversation = opened()
+    engine.end = GenerationUpdate(request_id="", finish_reason="length")
+    assert conversation.say("hello", lambda piece: None) == "length"
+    assert conversation.messages[-1] == {"role": "assistant", "content": "ye"}
+
+
+def test_an_answer_that_failed_leaves_the_conversation_as_it_was() -> None:
+    engine, conversation = opened()
+    engine.end = GenerationUpdate(request_id="", finish_reason="error", error="out of order")
+    with pytest.raises(GenerationError, match="broke off: out of order"):
+        conversation.say("hello", lambda piece: None)
+    assert [message["role"] for message in conversation.messages] == ["system"]
+
+
+def test_a_stopped_answer_stays_as_far_as_it_came() -> None:
+    class Stopped:
+        name = "m"
+
+        def answer(self, messages: list[Message], write: Write) -> str | None:
+            if messages[-1]["content"] == "one":
+                write("half")
+            raise KeyboardInterrupt
+
+    conversation = Conversation(Stopped())
+    for text in ("one", "two"):
+        with pytest.raises(KeyboardInterrupt):
+            conversation.say(text, lambda piece: None)
+    assert [message["content"] for message in conversation.messages] == ["one", "half"]
+
+
+@pytest.mark.parametrize(("lacking", "named"), [("tokenizer", "tokenizer"), ("chat_template", "chat template")])
+def test_a_model_that_cannot_chat_is_refused(lacking: str, named: str) -> None:
+    with pytest.raises(GenerationError, match=f"tiny has no {named}.*Use `stack generate`"):
+        opened(**{lacking: None})

@@ -1,0 +1,68 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from stack_core.errors import BenchmarkError, StackError
+from stack_serve.bench.results import Results
+from stack_serve.commands.bench_serve import bench_serve
+
+from ..openai_server import OpenAIServer
+
+Server = tuple[OpenAIServer, str]
+
+
+def test_it_prints_writes_and_compares(
+    openai_server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, address = openai_server
+    earlier, page = tmp_path / "earlier.json", tmp_path / "report.html"
+    sizes = {"requests": 4, "prompt_tokens": "8", "answer_tokens": "4", "warm_up": 1}
+    bench_serve(address, rate=(100.0,), concurrency=(1, 2), slo="ttft_ms:60000", json=earlier, **sizes)  # type: ignore[arg-type]
+    capsys.readouterr()
+    bench_serve(address, concurrency=(2,), compare=earlier, html=page, ignore_eos=True, **sizes)  # type: ignore[arg-type]
+    said = capsys.readouterr()
+    assert [point.key for point in Results.read(earlier).points] == [
+        ("rate", 100.0), ("concurrency", 1.0), ("concurrency", 2.0)
+    ]  # fmt: skip
+    assert all(point.goodput_per_s == point.requests_per_s for point in Results.read(earlier).points)
+    assert re.search(r"2 at once: 4 of 4 completed in .* answer tokens/s", said.out)
+    assert re.search(r"time per output token +p50 +\d+\.\d ms", said.out)
+    assert re.search(r"beside the earlier run: answer tokens/s [+-]\d+\.\d%", said.out)
+    assert "2 at once: 4 of 4 requests" in said.err
+    assert openai_server[0].bodies[-1]["ignore_eos"] is True
+    html = page.read_text()
+    assert html.count("<svg") == 1 and "Load on plain" in html
+    assert not re.search(r"(src|href)=\"http|@import|url\(http", html)
+
+
+def test_loads_without_options(openai_server: Server, tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    bench_serve(openai_server[1], json=found, prompt_tokens="2", answer_tokens="2", warm_up=0)
+    assert [(point.kind, point.value, point.requests) for point in Results.read(found).points] == [
+        ("concurrency", 1.0, 16), ("concurrency", 8.0, 32), ("concurrency", 32.0, 128)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rate": (0.0,)}, "each has to be above 0"),
+        ({"concurrency": (0,)}, "each has to be above 0"),
+        ({"requests": 0}, "each has to be above 0"),
+        ({"prompt_tokens": "some"}, "no distribution of lengths"),
+        ({"extra": "{"}, "--extra is no JSON"),
+        ({"extra": "[]"}, "expected is an object"),
+        ({"slo": "ttft_ms:x"}, "expected are ttft_ms"),
+        ({"json": Path("/no/such/folder/x.json")}, "there is no directory"),
+        ({"compare": Path("/no/such/file.json")}, "cannot be read"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_anything_is_sent(options: dict, message: str) -> None:
+    with pytest.raises(BenchmarkError, match=message):
+        bench_serve("http://127.0.0.1:9", **options)
+
+
+def test_a_server_that_is_not_there() -> None:
+    with pytest.raises(StackError, match="cannot be reached"):
+        bench_serve("http://127.0.0.1:9")

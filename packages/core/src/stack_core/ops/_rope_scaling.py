@@ -32,7 +32,14 @@ class RopeScalingMethod(Protocol):
     """What `rope` needs of a scaling; a class outside core fits when it is hashable and has this method."""
 
     def frequencies(self, theta: float, rotary_dim: int, positions: jax.Array) -> Frequencies:
-        """Returns (frequencies[rotary_dim / 2] in fp32, factor on cosine and sine)."""
+        """Returns (frequencies in fp32, factor on cosine and sine).
+
+        Args:
+          positions: int[..., seq].
+
+        Returns:
+          frequencies[rotary_dim / 2], or [..., 1, 1, rotary_dim / 2] where each row has its own.
+        """
         ...
 
 
@@ -56,7 +63,7 @@ class LinearScaling:
 class DynamicScaling:
     """theta grows with the sequence: theta (a n / n0 - (a - 1))^(r / (r - 2)).
 
-    a is `factor`, n0 is `max_position_embeddings`, and n the largest position of the call plus one, at least n0.
+    a is `factor`, n0 is `max_position_embeddings`, and n the largest position of the row plus one, at least n0.
     """
 
     factor: float
@@ -64,7 +71,7 @@ class DynamicScaling:
     rope_type: Literal["dynamic"] = "dynamic"
 
     def frequencies(self, theta: float, rotary_dim: int, positions: jax.Array) -> Frequencies:
-        seq = jnp.maximum(jnp.max(positions) + 1, self.max_position_embeddings).astype(jnp.float32)
+        seq = jnp.maximum(_last_of_row(positions) + 1, self.max_position_embeddings).astype(jnp.float32)
         growth = self.factor * seq / self.max_position_embeddings - (self.factor - 1)
         exponents = jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim
         return 1.0 / (theta * growth ** (rotary_dim / (rotary_dim - 2))) ** exponents, 1.0
@@ -143,7 +150,7 @@ class YarnScaling:
 
 @config
 class LongRopeScaling:
-    """f_i / short_i, or f_i / long_i when a position of the call reaches `original_max_position_embeddings`.
+    """f_i / short_i, or f_i / long_i when a position of the row reaches `original_max_position_embeddings`.
 
     Cosine and sine are multiplied by `attention_factor`, by default
     sqrt(1 + ln(factor) / ln(original_max_position_embeddings)).
@@ -162,7 +169,7 @@ class LongRopeScaling:
         unscaled = unscaled_frequencies(theta, rotary_dim)
         short = unscaled / np.asarray(self.short_factor, np.float32)
         long = unscaled / np.asarray(self.long_factor, np.float32)
-        is_long = jnp.max(positions) >= self.original_max_position_embeddings
+        is_long = _last_of_row(positions) >= self.original_max_position_embeddings
         return jnp.where(is_long, long, short), self._attention_factor()
 
     def _attention_factor(self) -> float:
@@ -171,6 +178,11 @@ class LongRopeScaling:
         if self.factor <= 1.0:
             return 1.0
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+
+
+def _last_of_row(positions: jax.Array) -> jax.Array:
+    """The largest position of each row, [..., 1, 1, 1]: rows are sequences of their own, and none changes another."""
+    return jnp.max(positions, axis=-1)[..., None, None, None]
 
 
 RopeScaling: TypeAlias = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling

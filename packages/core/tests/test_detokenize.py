@@ -36,7 +36,7 @@ def streamed(tokenizer, prompt, tokens):
     return [*(detokenizer.push(token) for token in tokens), detokenizer.flush()]
 
 
-@given(st.binary(max_size=40), st.binary(max_size=40))
+@given(st.binary(max_size=40), st.binary(max_size=16))
 def test_pieces_add_up_to_the_whole(prompt, content):
     prompt = prompt.decode(errors="ignore").encode()
     assert "".join(streamed(Bytes(), list(prompt), list(content))) == Bytes().decode(list(content))
@@ -48,6 +48,23 @@ def test_a_character_comes_whole():
 
 def test_bytes_that_become_no_character_are_shown_at_the_end():
     assert streamed(Bytes(), [], [0x61, 0xE2, 0x82]) == ["a", "", "", "\ufffd"]
+
+
+class AtMost(Bytes):
+    """Counts the tokens that it decodes at once; 0 is a special token."""
+
+    most = 0
+
+    def decode(self, ids):
+        self.most = max(self.most, len(ids))
+        return super().decode([token for token in ids if token])
+
+
+@pytest.mark.parametrize(("token", "text"), [(0, ""), (0xE2, "\ufffd" * 200)])
+def test_a_long_run_without_text_is_not_decoded_again_and_again(token, text):
+    tokenizer = AtMost()
+    assert "".join(streamed(tokenizer, [], [*b"ab", *[token] * 200, *b"c"])) == f"ab{text}c"
+    assert tokenizer.most <= 40
 
 
 def test_a_space_after_the_prompt_is_kept():

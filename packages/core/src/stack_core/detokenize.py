@@ -8,6 +8,8 @@ __all__ = ["IncrementalDetokenizer", "StopTexts"]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
+_MOST_PENDING = 16
+
 
 class IncrementalDetokenizer:
     """Decodes a growing sequence of tokens.
@@ -15,8 +17,9 @@ class IncrementalDetokenizer:
     Invariant: the pieces that `push` and `flush` return add up to the text of all tokens after the prompt's.
 
     A character may be spread over several tokens; until it is whole the decoded text ends with U+FFFD, and is kept
-    back. Each piece is decoded together with the tokens of the one before, because some tokenizers decode a token
-    differently at the beginning of a text.
+    back. After 16 tokens it is not, lest a long run of bytes that are no text be decoded anew with each token; a
+    character that begins at the end of such a run is lost. Each piece is decoded together with the tokens of the one
+    before, because some tokenizers decode a token differently at the beginning of a text.
 
     Args:
       prompt_tokens: what the text continues.
@@ -31,7 +34,10 @@ class IncrementalDetokenizer:
         """Adds a token and returns the text that became final with it, often ""."""
         self._pending.append(token)
         piece = self._piece()
-        return "" if piece.endswith(_REPLACEMENT) else self._take(piece)
+        if not piece:
+            del self._pending[:-_MOST_PENDING]
+        is_whole = not piece.endswith(_REPLACEMENT) or len(self._pending) > _MOST_PENDING
+        return self._take(piece) if is_whole else ""
 
     def flush(self) -> str:
         """Returns what was kept back; bytes that never became a character are U+FFFD."""

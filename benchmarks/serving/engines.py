@@ -16,7 +16,10 @@ _HERE = Path(__file__).parent
 _TORCH_TYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _GGUF_TYPES = {"fp32": "f32", "bf16": "bf16", "int8": "q8_0"}
 _LLAMA_CPP = "llama-cpp-python==0.3.36"
-_RECIPES = {"int8 w8a8": "w8a8", "int8 w8": "w8"}
+_RECIPES = {
+    "int8 w8a8": 'rules: [{path: ".*", weights: int8, activations: int8}]',
+    "int8 w8": 'rules: [{path: ".*", weights: int8}]',
+}
 
 
 @dataclass(frozen=True)
@@ -88,14 +91,17 @@ def _stack(program: str) -> Callable[[Places, Workload, str], list[str | Path]]:
 
 def _stack_model(places: Places, workload: Workload, precision: str) -> Path:
     """The Hugging Face directory as it is, or quantized by `stack quantize`."""
-    recipe = _RECIPES.get(precision)
     model = write_checkpoint(places.models, workload, dtype=_TORCH_TYPES.get(precision, "bfloat16"))
-    if recipe is None:
+    if precision not in _RECIPES:
         return model
-    quantized = places.models / recipe
+    quantized = places.models / precision.replace(" ", "-")
     if not quantized.exists():
+        recipe = places.models / f"{quantized.name}.yaml"
+        recipe.write_text(_RECIPES[precision])
+        # These recipes measure nothing, but the model has to have data that it could be measured on.
+        data = ("--data", f"text:{_HERE.parents[1]}/**/*.md", "--evaluation-batches", "0")
         stack = Path(sys.executable).with_name("stack")
-        peer.run_quietly(stack, "quantize", model, "--recipe", recipe, "--out", quantized)
+        peer.run_quietly(stack, "quantize", model, "--recipe", recipe, *data, "--out", quantized)
     return quantized
 
 

@@ -7,13 +7,13 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import httpx2
+import orjson
 
 from serving.worker import Arrivals, Stream, arguments, serve
 from serving.workload import Workload
+from stack_serve.client.endpoint import Endpoint
 
 
 def main() -> None:
@@ -36,23 +36,31 @@ def main() -> None:
 
 
 async def _generate(address: str, prompts: list[list[int]], new_tokens: int) -> Arrivals:
-    async with httpx2.AsyncClient(base_url=address, timeout=None) as client:
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
-        body = {"model": model, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-        return await asyncio.gather(*(_stream(client, {**body, "prompt": prompt}) for prompt in prompts))
+    async with Endpoint(address) as endpoint:
+        model = (await endpoint.models())[0]
+        return await asyncio.gather(*(_stream(endpoint, model, prompt, new_tokens) for prompt in prompts))
 
 
-async def _stream(client: httpx2.AsyncClient, body: dict[str, object]) -> Stream:
-    """One chunk a token, or one for several: those that came together have one time."""
+async def _stream(endpoint: Endpoint, model: str, prompt: list[int], new_tokens: int) -> Stream:
+    """Tokens that came in one event have one time."""
     stream = Stream([], [])
-    async with client.stream("POST", "/v1/completions", json={**body, "return_token_ids": True}) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    tokens = choice.get("token_ids") or []
-                    stream.tokens.extend(tokens)
-                    stream.times_s.extend([time.perf_counter()] * len(tokens))
+
+    def receive(data: bytes, arrived_s: float) -> None:
+        for choice in orjson.loads(data)["choices"]:
+            tokens = choice.get("token_ids") or []
+            stream.tokens.extend(tokens)
+            stream.times_s.extend([arrived_s] * len(tokens))
+
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": new_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    await endpoint.stream("/completions", body, receive)
     return stream
 
 

@@ -164,3 +164,54 @@ def test_a_pytree_that_holds_one_is_trained_by_its_other_leaves() -> None:
     assert np.all(np.isfinite(gradients["adapter"])) and np.any(gradients["adapter"])
     adapters = jax.jit(jax.grad(lambda adapter, rest: loss({**rest, "adapter": adapter})))
     np.testing.assert_allclose(adapters(parameters["adapter"], {"frozen": parameters["frozen"]}), gradients["adapter"])
+
+
+def _product_dtypes(x: Any, weight: Any) -> set[str]:
+    jaxpr = jax.make_jaxpr(lambda x, weight: LINEAR.function(x, weight, bias=None, preferred_dtype=jnp.float32))(
+        x, weight
+    )
+    return {str(atom.aval.dtype) for eqn in _products(jaxpr) for atom in eqn.invars}
+
+
+def _products(jaxpr: Any) -> list[Any]:
+    eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
+    inner = [eqn.params["jaxpr"] for eqn in eqns if "jaxpr" in eqn.params]
+    return [eqn for eqn in eqns if eqn.primitive.name == "dot_general"] + [
+        eqn for body in inner for eqn in _products(body)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "dtypes"),
+    [
+        (((3, 1), "int8", False), ((1, D_OUT), "int8", False), {"int8"}),
+        (((1, 1), "int8", False), ((1, 5), "int4", False), {"int8"}),
+        (((3, 1), "uint8", False), ((1, D_OUT), "int8", False), {"float32"}),
+        (((3, 1), "int8", True), ((1, D_OUT), "int8", False), {"float32"}),
+        (((3, 2), "int8", False), ((1, D_OUT), "int8", False), {"float32"}),
+        (((3, 1), "int8", False), ((3, D_OUT), "int8", False), {"float32"}),
+        (((3, 1), "float8_e4m3fn", False), ((1, D_OUT), "int8", False), {"float32"}),
+    ],
+)
+def test_integers_are_multiplied_where_their_scales_are_of_rows_and_columns(x: Any, weight: Any, dtypes: Any) -> None:
+    def made(seed: int, shape: tuple[int, ...], scales: Any, dtype: str, zeros: bool) -> Foreign:
+        rng = np.random.default_rng(seed)
+        codes = jnp.asarray(rng.integers(0, 7, size=shape)).astype(dtype)
+        middle = jnp.ones(scales, "int8") if zeros else None
+        return Foreign(jnp.asarray(rng.uniform(0.1, 0.2, size=scales), jnp.float32), codes, middle)
+
+    left, right = made(0, (3, D_IN), *x), made(1, (D_IN, D_OUT), *weight)
+    assert _product_dtypes(left, right) == dtypes
+    expected = _dense(left) @ _dense(right)
+    np.testing.assert_allclose(ops.linear(left, right, implementation="reference"), expected, rtol=1e-5)
+
+
+def test_products_of_integers_are_exact_as_long_as_they_can_be() -> None:
+    one = jnp.ones((1, 1), jnp.float32)
+    for d_in, dtypes in ((2**16, {"int8"}), (2**17, {"float32"})):
+        codes = jnp.full((2, d_in), -128, jnp.int8)
+        left, right = Foreign(one, codes, None), Foreign(one, codes.T, None)
+        assert _product_dtypes(left, right) == dtypes
+    codes = jnp.full((1, 2**16), -128, jnp.int8)
+    product = ops.linear(Foreign(one, codes, None), Foreign(one, codes.T, None), implementation="reference")
+    assert float(product[0, 0]) == 2.0**30

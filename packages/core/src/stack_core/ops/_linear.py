@@ -11,7 +11,14 @@ from stack_core.abi import AUTODIFF, OpImplementation
 from stack_core.ops._check import Axes, check_floating, check_same_dtype
 from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._dispatch import Implementation, dispatch
-from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array
+from stack_core.ops._quantized import (
+    QuantizedArray,
+    dequantize,
+    has_integer_product,
+    integer_product,
+    is_quantized,
+    logical_array,
+)
 
 __all__ = ["REFERENCE", "linear"]
 
@@ -61,6 +68,9 @@ def _dtype(x: Any, weight: Any) -> Any:
 
 
 def _reference(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> Any:
+    if has_integer_product(x, weight):
+        product = integer_product(x, weight)
+        return (product if bias is None else product + bias.astype(product.dtype)).astype(preferred_dtype)
     x, weight = (dequantize(array, _dtype(x, weight)) for array in (x, weight))
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if bias is None:

@@ -1,6 +1,7 @@
 """Quantized operands: any pytree class with a `__stack_qview__` method, found by type and never imported."""
 
 import dataclasses
+import math
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -11,7 +12,18 @@ from jax.typing import DTypeLike
 from stack_core.abi import ABI_MAJOR, QView
 from stack_core.errors import ArgumentError, ShapeError
 
-__all__ = ["QuantizedArray", "dequantize", "is_quantized", "logical_array", "take"]
+__all__ = [
+    "QuantizedArray",
+    "dequantize",
+    "has_integer_product",
+    "integer_product",
+    "is_quantized",
+    "logical_array",
+    "take",
+]
+
+_MOST_TERMS = 2**16
+"""So many products of two 8-bit integers stay below 2^31."""
 
 
 @runtime_checkable
@@ -78,6 +90,41 @@ def take(array: Any, indices: jax.Array, axis: int, dtype: DTypeLike) -> jax.Arr
     zero_point = None if view.zero_point is None else taken(view.zero_point)
     parts = dataclasses.replace(view, qvalue=taken(view.qvalue), scale=taken(view.scale), zero_point=zero_point)
     return _dequantized(parts, dtype)
+
+
+def has_integer_product(x: Any, weight: Any) -> bool:
+    """Whether both are signed integers of up to 8 bits with a scale for each row of x and each column of the weight."""
+    if not (is_quantized(x) and is_quantized(weight)):
+        return False
+    left, right = _checked_view(x), _checked_view(weight)
+    stand_for_themselves = all(
+        view.codebook is None
+        and view.zero_point is None
+        and jnp.issubdtype(view.qvalue.dtype, jnp.signedinteger)
+        and jnp.iinfo(view.qvalue.dtype).bits <= 8
+        for view in (left, right)
+    )
+    return (
+        stand_for_themselves
+        and left.scale.shape[-1] == right.scale.shape[0] == 1
+        and left.qvalue.shape[-1] <= _MOST_TERMS
+    )
+
+
+def integer_product(x: Any, weight: Any) -> jax.Array:
+    """x W in float32, of x[..., d_in] and W[d_in, d_out] that `has_integer_product` is for.
+
+    With codes q, r and scales a, b, y[m, n] = (sum_k q[m, k] r[k, n]) a[m] b[n], whose sum is exact in int32. CPUs and
+    TPUs multiply int8 faster than floats.
+    """
+    left, right = x.__stack_qview__(), weight.__stack_qview__()
+    *batch, d_in = left.qvalue.shape
+    rows = left.qvalue.reshape(math.prod(batch), d_in).astype(jnp.int8)
+    # XLA's CPU backend multiplies a single row by a generic loop, which takes 2 to 4 times as long as two rows.
+    padded = jnp.pad(rows, ((0, 1), (0, 0))) if len(rows) == 1 else rows
+    sums = jnp.matmul(padded, right.qvalue.astype(jnp.int8), preferred_element_type=jnp.int32)[: len(rows)]
+    sums = sums.astype(jnp.float32).reshape(*batch, sums.shape[-1])
+    return sums * _repeated(left.scale, (*batch, 1)) * _repeated(right.scale, (1, sums.shape[-1]))[0]
 
 
 def _repeated(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -61,6 +61,7 @@ def test_codes_of_any_width_look_their_levels_up(codes: str, levels: int) -> Non
 # What stands below is beyond the contract's small calls: each form that a config or the rows choose, on one weight.
 FORMS = {
     "fused": (1, QuantizedConfig(fused_rows=2, block_bytes=2**20)),
+    "fused_two_rows": (2, QuantizedConfig(fused_rows=2, block_bytes=2**20)),
     "dense": (3, QuantizedConfig(fused_rows=0, block_bytes=2**20)),
     "blocks": (3, QuantizedConfig(fused_rows=0, block_bytes=2**9)),
     "blocks_in_tiles": (3, QuantizedConfig(fused_rows=0, block_bytes=2**11)),
@@ -81,7 +82,16 @@ def test_forms_agree(tiles: int, dtype: str, form: str) -> None:
     found = jax.jit(lambda x, weight: ops.linear(x, weight, implementation=implementation))(x, weight)
     np.testing.assert_allclose(found, x @ ops.dequantize(weight, jnp.float32), rtol=2e-5, atol=2e-4)
     program = str(jax.make_jaxpr(lambda x, weight: ops.linear(x, weight, implementation=implementation))(x, weight))
-    assert ("scan" in program) == form.startswith("blocks") and ("dot_general" in program) == (form != "fused")
+    assert ("scan" in program) == form.startswith("blocks") and ("dot_general" in program) == ("fused" not in form)
+
+
+@pytest.mark.parametrize("d_in", [8 * 2, 8 * 132, 8 * 131], ids=["two", "in_two_steps", "prime"])
+def test_few_rows_are_summed_over_any_d_in(d_in: int) -> None:
+    rng = np.random.default_rng(0)
+    weight = Stored(jnp.asarray(rng.integers(-127, 128, size=(d_in, 4)), jnp.int8), jnp.ones((1, 4)))
+    x = rng.integers(-8, 9, size=(2, d_in)).astype(np.float32)
+    found = jax.jit(lambda x, weight: ops.linear(x, weight, implementation=CPU_QUANTIZED))(x, weight)
+    np.testing.assert_array_equal(found, x @ np.asarray(weight.codes, np.float32))
 
 
 def test_integers_are_multiplied_as_integers_in_long_tiles_only() -> None:

@@ -66,7 +66,8 @@ def columns(weight: QuantizedArray) -> tuple[Columns, ...]:
         decode = _decoder(view.qvalue.dtype, view.codebook)
         return (Columns(_stored(view.qvalue), decode, *parts),)
     pairs = view.qvalue.reshape(-1, d_out // 2, 2)
-    stored = lax.bitcast_convert_type(pairs, jnp.int8)
+    # Behind a barrier, or XLA of jax 0.11 unpacks the codes anew in whatever loop reads them, one by one.
+    stored = lax.optimization_barrier(lax.bitcast_convert_type(pairs, jnp.int8))
 
     def every_second(half: int) -> Columns:
         decode = _nibble_decoder(view.qvalue.dtype, view.codebook, half)

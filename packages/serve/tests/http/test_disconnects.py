@@ -76,6 +76,17 @@ def test_requests_in_a_pipeline_are_answered_in_order(slow: Served) -> None:
     assert received.index(b'"text":"a') < received.index(b'"text":"b')
 
 
+def test_who_leaves_a_pipeline_frees_all(slow: Served) -> None:
+    with slow.connect() as connection:
+        for _ in range(3):
+            send(connection, stream=True)
+        slow.wait_until(lambda: slow.engine.stats().running == 1)
+        steps = slow.engine.steps
+    slow.wait_until(lambda: ended_early(slow))
+    assert slow.engine.steps - steps < 50
+    assert len(slow.engine.submitted) == 1
+
+
 def test_many_at_once_get_their_own(serve: Callable[..., Served]) -> None:
     server = serve(FakeEngine(most=1000))
 

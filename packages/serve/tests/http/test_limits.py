@@ -1,3 +1,4 @@
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -91,11 +92,38 @@ def test_a_deadline(serve: Callable[..., Served]) -> None:
 
 
 def test_a_body_that_does_not_come(serve: Callable[..., Served]) -> None:
-    server = serve(body_timeout_s=0.1)
+    server = serve(receive_timeout_s=0.1)
     with server.connect() as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
         connection.sendall(b"content-length: 20\r\n\r\n{")
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("start", [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\na: b"])
+def test_a_head_that_does_not_come(serve: Callable[..., Served], start: bytes) -> None:
+    server = serve(receive_timeout_s=0.1)
+    with server.connect() as connection:
+        connection.sendall(start)
+        assert connection.recv(1000) == b""
+    with server.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        assert connection.recv(1000) == b"", "nor that of a second request"
+
+
+def test_a_head_without_end(server: Served) -> None:
+    with server.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            for number in range(10_000):
+                connection.sendall(b"name-%d: %b\r\n" % (number, b"x" * 200))
+        with contextlib.suppress(ConnectionError):
+            received = connection.recv(1000)
+        assert received.startswith(b"HTTP/1.1 400") or received == b""
+        assert number < 9_999
+    assert status(server, "/health") == 200
 
 
 def test_an_engine_that_stopped_is_503(serve: Callable[..., Served]) -> None:

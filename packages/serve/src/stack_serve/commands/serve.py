@@ -96,24 +96,24 @@ def _serve(model: str, config: Any, options: dict[str, Any], *, json: bool) -> N
 
     engine_config = parse(EngineConfig, _only(EngineConfig, options))
     make_engine = registries.engines["llm"]
-    listener = listen(config)
-    keep_compiled()
-    checkpoint = open_for_generation(model)
-    service = Service(checkpoint, config, engine_config.max_tokens)
+    with listen(config) as listener:  # before a large model is read for nothing
+        keep_compiled()
+        checkpoint = open_for_generation(model)
+        service = Service(checkpoint, config, engine_config.max_tokens)
 
-    def progress(what: str, done: int, total: int) -> None:
-        service.progress = f"{what}, {done} of {total} programs"
+        def engine() -> Any:
+            return make_engine(checkpoint, engine_config, progress=progress)
 
-    def announce(address: str) -> None:
-        if json:
-            ready = {"address": address, "model": service.names[0], "process": os.getpid()}
-            print(json_format.dumps(ready), flush=True)
-        _say(f"{service.names[0]} is served at {address}/v1")
+        def progress(what: str, done: int, total: int) -> None:
+            service.progress = f"{what}, {done} of {total} programs"
 
-    def engine() -> Any:
-        return make_engine(checkpoint, engine_config, progress=progress)
+        def announce(address: str) -> None:
+            if json:
+                ready = {"address": address, "model": service.names[0], "process": os.getpid()}
+                print(json_format.dumps(ready), flush=True)
+            _say(f"{service.names[0]} is served at {address}/v1")
 
-    HttpServer(service, listener, engine, announce=announce).run()
+        HttpServer(service, listener, engine, announce=announce).run()
 
 
 def _only(cls: type, options: dict[str, Any]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ async def read(request: Request, config: ServerConfig) -> bytes:
         raise _too_large(config)
     body = bytearray()
     try:
-        async with asyncio.timeout(config.body_timeout_s):
+        async with asyncio.timeout(config.receive_timeout_s):
             while True:
                 event = await request.receive()
                 if event["type"] == "http.disconnect":
@@ -104,7 +104,7 @@ async def read(request: Request, config: ServerConfig) -> bytes:
                 if not event.get("more_body", False):
                     return bytes(body)
     except TimeoutError:
-        message = f"The body did not arrive within {config.body_timeout_s:g} s. Send it again."
+        message = f"The body did not arrive within {config.receive_timeout_s:g} s. Send it again."
         raise ApiError(408, message, headers={"Connection": "close"}) from None
 
 

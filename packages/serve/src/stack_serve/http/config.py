@@ -20,7 +20,7 @@ class ServerConfig:
       model_names: what clients call the model; the first is what they are told. None is the checkpoint's own name.
       chat_template: file of a Jinja template that is used instead of the model's own.
       timeout_s: after so long a request ends with status 504; None never.
-      body_timeout_s: a body must have arrived after so long.
+      receive_timeout_s: the head of a request, and then its body, must have arrived after so long.
       stall_timeout_s: a client that takes nothing for so long is given up.
       drain_s: after SIGTERM, running requests may take so long to end.
       max_body_bytes: of a request.
@@ -34,7 +34,7 @@ class ServerConfig:
     model_names: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     chat_template: Path | None = None
     timeout_s: PositiveFloat | None = None
-    body_timeout_s: PositiveFloat = 60.0
+    receive_timeout_s: PositiveFloat = 60.0
     stall_timeout_s: PositiveFloat = 120.0
     drain_s: NonNegativeFloat = 30.0
     max_body_bytes: PositiveInt = 8 * 2**20

@@ -16,6 +16,7 @@ from stack_core.errors import ConfigError
 from stack_core.protocols import Engine
 from stack_serve.http.app import make_app
 from stack_serve.http.config import ServerConfig
+from stack_serve.http.protocol import LimitedProtocol
 from stack_serve.http.service import Service
 
 __all__ = ["HttpServer", "ServedEngine", "listen"]
@@ -140,8 +141,12 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _uvicorn_config(service: Service) -> uvicorn.Config:
+    class Protocol(LimitedProtocol):
+        receive_timeout_s = service.config.receive_timeout_s
+
     return uvicorn.Config(
         make_app(service),
+        http=Protocol,
         ws="none",
         lifespan="off",
         log_config=None,

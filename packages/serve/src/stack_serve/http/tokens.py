@@ -36,6 +36,7 @@ class TokenTexts:
         # Some tokenizers drop a space where a text begins, so a token's text is what it adds to another.
         self._before = list(self.encode("a", add_special_tokens=False))[-1:]
         self._before_characters = len(tokenizer.decode(self._before))
+        self._shown: dict[int, tuple[str, bytes | None]] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -56,18 +57,25 @@ class TokenTexts:
 
     def text(self, token: int) -> str:
         """What one token stands for; U+FFFD where that is a part of a character."""
-        if token in self._names:
-            return self._names[token]
-        if isinstance(self._tokenizer, TokensKnowBytes):
-            return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
-        return self._tokenizer.decode([*self._before, token])[self._before_characters :]
+        return self._show(token)[0]
 
     def bytes_of(self, token: int) -> bytes | None:
         """What one token stands for; None where it is a part of a character and the tokenizer does not tell which."""
+        return self._show(token)[1]
+
+    def _show(self, token: int) -> tuple[str, bytes | None]:
+        if token not in self._shown:
+            self._shown[token] = self._found(token)
+        return self._shown[token]
+
+    def _found(self, token: int) -> tuple[str, bytes | None]:
+        if token in self._names:
+            return self._names[token], self._names[token].encode()
         if isinstance(self._tokenizer, TokensKnowBytes):
-            return self._tokenizer.token_bytes(token)
-        text = self.text(token)
-        return None if _REPLACEMENT in text else text.encode()
+            known = self._tokenizer.token_bytes(token)
+            return known.decode("utf-8", "replace"), known
+        text = self._tokenizer.decode([*self._before, token])[self._before_characters :]
+        return text, None if _REPLACEMENT in text else text.encode()
 
 
 def _additions(tokenizer: Tokenizer) -> tuple[int, int]:

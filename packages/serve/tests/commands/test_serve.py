@@ -1,0 +1,96 @@
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stack_core import checkpoint_formats
+from stack_core.cli import main
+from stack_serve.http.server import HttpServer
+
+from ..http.fake_engine import checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command sets options of its process, which here is that of all tests."""
+    monkeypatch.setattr("stack_serve.commands.serve.keep_compiled", lambda: None)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[HttpServer]:
+    """Servers that would run, which announce themselves and end."""
+    servers: list[HttpServer] = []
+
+    def run(self: HttpServer) -> None:
+        servers.append(self)
+        self._announce("http://127.0.0.1:8000")
+
+    monkeypatch.setattr(HttpServer, "run", run)
+    monkeypatch.setattr(checkpoint_formats, "open_for_generation", lambda address: checkpoint(name=address))
+    return servers
+
+
+def refusal(capsys: Any, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main(["serve", *arguments])
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_options_reach_the_server(served: list[HttpServer], tmp_path: Path, capsys: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("second\n\nthird\n", encoding="utf-8")
+    options = [
+        "--port",
+        "0",
+        "--api-key",
+        "first",
+        "--api-key-file",
+        str(keys),
+        "--model-name",
+        "a",
+        "--timeout-s",
+        "9",
+    ]
+    main(["serve", "RUN", *options, "--model-name", "b", "--max-tokens", "100", "--cors-origin", "*", "--json"])
+    (server,) = served
+    service = server._service
+    config = service.config
+    assert (config.port, config.timeout_s, config.cors_origins) == (0, 9.0, ("*",))
+    assert config.api_keys == ("first", "second", "third")
+    assert service.names == ("a", "b") and service.max_tokens == 100
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"address": "http://127.0.0.1:8000", "model": "a", "process": json.loads(out)["process"]}
+    assert err == "stack: a is served at http://127.0.0.1:8000/v1\n"
+
+
+def test_the_engine_is_made_of_its_options(served: list[HttpServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    engines = {"llm": lambda *given, progress: made.extend((*given, progress))}
+    monkeypatch.setattr("stack_core.plugins.registries", SimpleNamespace(engines=engines))
+    main(["serve", "RUN", "--port", "0", "--max-sequences", "3", "--no-prefix-caching", "--cache-dtype", "int8"])
+    (server,) = served
+    server._make_engine()
+    _, config, progress = made
+    assert (config.max_sequences, config.prefix_caching, config.cache_dtype) == (3, False, "int8")
+    progress("decode of 8", 2, 9)
+    assert server._service.progress == "decode of 8, 2 of 9 programs"
+
+
+def test_whoever_may_reach_it_is_warned_of(served: list[HttpServer], capsys: Any) -> None:
+    main(["serve", "RUN", "--host", "0.0.0.0", "--port", "0"])
+    assert "warning: whoever reaches 0.0.0.0 may use the model" in capsys.readouterr().err
+    main(["serve", "RUN", "--host", "0.0.0.0", "--port", "0", "--api-key", "k"])
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_mistakes(capsys: Any, tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing"
+    assert "keys cannot be read" in refusal(capsys, "RUN", "--api-key-file", str(nothing))
+    nothing.touch()
+    assert "holds no key" in refusal(capsys, "RUN", "--api-key-file", str(nothing))
+    assert "port" in refusal(capsys, "RUN", "--port", "70000")
+    assert "is no directory" in refusal(capsys, str(tmp_path / "none"), "--port", "0")
+    assert "step_tokens=4 is less than" in refusal(capsys, "RUN", "--port", "0", "--step-tokens", "4")

@@ -64,7 +64,12 @@ SCHEMES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the tables; `rows` is None where quantizing one weight is measured, "jit" compiled and "eager" not."""
+    """One row of the tables.
+
+    Attributes:
+      rows: of activations; None measures how long it takes to quantize one weight.
+      jitted: whether quantizing is compiled as one program.
+    """
 
     scheme: str
     size: tuple[int, int]
@@ -198,7 +203,7 @@ def _programs(scheme: Scheme, params: Any, x: Any) -> dict[str, tuple[Callable[.
 def _by_qwix(kind: str, axis: int, tile: int | None) -> Callable[[Any], Any]:
     import qwix
 
-    tiles = {} if tile is None else {axis: tile}
+    tiles: dict[int, int] = {} if tile is None else {axis: tile}
     return functools.partial(qwix.quantize, qtype=kind, channelwise_axes=(1 - axis,), tiled_axes=tiles)
 
 
@@ -207,7 +212,7 @@ def _quantizers(scheme: Scheme, weight: Any, *, jitted: bool) -> dict[str, tuple
 
     from stack_quant import ArraySpec, quantize
 
-    tiles = {} if scheme.tile is None else {0: scheme.tile}
+    tiles: dict[int, int] = {} if scheme.tile is None else {0: scheme.tile}
     spec = ArraySpec(type=scheme.weights[1], channel_axes=(1,), tiles=tiles)
     functions = {OURS: functools.partial(quantize, spec=spec), QWIX: _by_qwix(scheme.weights[0], 0, scheme.tile)}
     wrap: Callable[..., Any] = jax.jit if jitted else lambda function: function

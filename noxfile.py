@@ -110,7 +110,7 @@ def aot(session: nox.Session) -> None:
 @nox.session(default=False, python=PARITY_PYTHON, venv_backend="venv")
 def parity(session: nox.Session) -> None:
     """Compares with PyTorch and transformers, in an environment of their own."""
-    _install(session, "core", "train", TORCH, groups=("test", "parity"))
+    _install(session, "core", "train", "serve", TORCH, groups=("test", "parity"))
     _pytest(session, ["integration_tests/parity"], "-m", "parity")
 
 

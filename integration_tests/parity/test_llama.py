@@ -1,5 +1,6 @@
 """Llama against transformers on PyTorch, both in float32."""
 
+import copy
 from pathlib import Path
 
 import jax
@@ -83,12 +84,9 @@ def test_greedy_generation(pair, tokens, prompt_tokens):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_export_is_what_transformers_saved(pair, tmp_path: Path, dtype):
     """Through the run and back; transformers loads the result with the same bits and the same config."""
-    original = pair.torch_model.to(dtype=dtype) if dtype is not torch.float32 else pair.torch_model
-    try:
-        original.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
-    finally:
-        state = {name: tensor.clone() for name, tensor in original.state_dict().items()}
-        pair.torch_model.to(dtype=torch.float32)
+    original = copy.deepcopy(pair.torch_model).to(dtype=dtype)
+    original.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    state = original.state_dict()
     FORMAT.import_run(tmp_path / "hf", tmp_path / "run")
     (tmp_path / "run" / "huggingface" / "config.json").unlink()  # so that the config is written anew
     FORMAT.export_run(tmp_path / "run", tmp_path / "back", max_shard_bytes=20_000)

@@ -123,7 +123,9 @@ def test_an_end_token_that_is_ignored_can_be_a_stop_token():
 
 def test_a_token_that_stops_at_the_limit_stops():
     assert whole(pushed(output_of(stop_tokens=(98,), max_tokens=2), b"ab"))[2:] == ("stop", 98)
-    assert whole(pushed(output_of(stop=("b",), max_tokens=2), b"ab"))[2:] == ("stop", "b")
+    assert whole(pushed(output_of(stop=("b",), max_tokens=2), b"ab")) == ("a", [97], "stop", "b")
+    included = output_of(stop=("b",), max_tokens=2, include_stop=True)
+    assert whole(pushed(included, b"ab")) == ("ab", [97, 98], "stop", "b")
 
 
 @pytest.mark.parametrize(("min_tokens", "length"), [(0, 1), (1, 2), (3, 4)])

@@ -211,13 +211,21 @@ def test_a_prompt_may_begin_with_what_another_generated():
 def test_tokens_that_only_the_devices_know_are_not_shared():
     state = state_of(page_tokens=2)
     first = sequence_of(0, range(3), new=8)
-    plans = [schedule(state, [first]), *(schedule(state, []) for _ in range(3))]
-    assert first.computed_tokens == 6
+    for arrivals in ([first], [], [], []):
+        schedule(state, arrivals)
+    assert (first.computed_tokens, first.in_flight) == (6, 4)
     assert planned(schedule(state, [sequence_of(1, [0, 1, 2, 50, 51, 52, 9])]))[-1] == (1, 2, 5, True)
-    for token in (50, 51, 52):
+
+
+def test_tokens_are_shared_when_they_become_known_even_if_they_are_the_last():
+    state = state_of(page_tokens=2)
+    first = sequence_of(0, range(3), new=4)
+    for arrivals in ([first], [], [], []):
+        schedule(state, arrivals)
+    for token in (50, 51, 52, 53):
         record(state, first, token)
-    assert len(plans) == 4
-    assert planned(schedule(state, [sequence_of(2, [0, 1, 2, 50, 51, 52, 8])]))[-1] == (2, 6, 1, True)
+    finish(state, first)
+    assert planned(schedule(state, [sequence_of(1, [0, 1, 2, 50, 51, 52, 53])])) == [(1, 6, 1, True)]
 
 
 def test_pages_of_a_prompt_are_shared_once_an_earlier_step_computed_them():
@@ -303,6 +311,17 @@ def test_continuations_that_have_nothing_to_share_do_not_wait(prompt, fields, ca
     assert planned(plan) == [(0, 0, prompt, True), (1, 0, prompt, True)]
 
 
+def test_a_first_continuation_that_is_preempted_is_not_waited_for_again():
+    state = state_of(pages=4, step_tokens=4, max_sequences=2)
+    first, leader = sequence_of(0, 3, new=9), sequence_of(1, 5, new=9)
+    step(state, first, leader)
+    step_until_preemption(state)
+    forget_prefixes(state)
+    finish(state, first)
+    assert planned(step(state)) == [(1, 0, 4, False)]
+    assert leader.prompt_planned
+
+
 def test_continuations_go_on_if_the_first_ends_early():
     state = state_of(step_tokens=8)
     leader = sequence_of(0, range(20))
@@ -345,8 +364,9 @@ def test_after_new_weights_nothing_of_the_old_is_found():
     for _ in range(9):
         step(state)
     assert running.ended
-    # Its later pages depend on the old weights as well.
-    assert planned(step(state, sequence_of(3, running.tokens, new=1))) == [(3, 0, 16, False)]
+    # Its later pages depend on the old weights as well, though others may have the first ones anew.
+    assert planned(step(state, sequence_of(3, range(9), new=1))) == [(3, 0, 9, True)]
+    assert planned(step(state, sequence_of(4, running.tokens, new=1))) == [(4, 8, 10, True)]
 
 
 def test_a_sequence_preempted_over_new_weights_may_be_shared_again():

@@ -30,6 +30,7 @@ class Devices:
     state: SchedulerState
     keys: dict = field(default_factory=dict)
     slots: dict = field(default_factory=dict)
+    begun_with: dict = field(default_factory=dict)  # the version of the weights that each slot's sequence began with
     weights_version: int = 0
 
     def run(self, plan):
@@ -37,6 +38,7 @@ class Devices:
         for sequence in plan.admitted:
             assert sequence.in_flight == sum(row.samples for row in plan.rows if row.sequence is sequence)
             self.slots[sequence.slot] = list(sequence.tokens)
+            self.begun_with[sequence.slot] = self.weights_version
         tables = [self.state.block_tables[row.slot].tolist() for row in plan.rows]
         for row, table in zip(plan.rows, tables, strict=True):
             self.check_keys(row, table, 0, row.start)
@@ -60,7 +62,7 @@ class Devices:
         for position in range(begin, end):
             tokens, version = self.keys[self.place(table, position)]
             assert tokens == self.slots[row.slot][: position + 1]
-            assert version >= row.sequence.weights_version
+            assert version >= self.begun_with[row.slot]
 
     def sample(self, row):
         tokens = self.slots[row.slot]

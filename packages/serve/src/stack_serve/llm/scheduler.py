@@ -232,7 +232,7 @@ def _release(state: SchedulerState, sequence: Sequence) -> None:
     state.pool.release(sequence.pages)
     sequence.slot = None
     sequence.pages = []
-    sequence.computed_tokens = sequence.registered_pages = 0
+    sequence.computed_tokens = 0
 
 
 def _admit(state: SchedulerState) -> Sequence | None:
@@ -272,12 +272,12 @@ def _waits_for_leader(state: SchedulerState, sequence: Sequence) -> bool:
 
 
 def _find_prefix(state: SchedulerState, sequence: Sequence) -> list[int]:
-    """The kept pages that a sequence begins with; never all of its tokens, as the last has to be computed."""
+    """The kept pages that a sequence begins with; never all of its tokens, the last of which has to be computed."""
     if not (state.prefix_caching and sequence.cacheable):
         return []
     pages = (len(sequence.tokens) - 1) // state.page_tokens
     extend_digests(sequence.digests, sequence.tokens, page_tokens=state.page_tokens, pages=pages)
-    return state.pool.find(sequence.digests[:pages])
+    return state.pool.find(sequence.digests)
 
 
 def _count_prompt(state: SchedulerState, sequence: Sequence) -> None:

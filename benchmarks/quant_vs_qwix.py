@@ -5,9 +5,9 @@
 The program is that of `quant_numerics_vs_qwix`, two residual MLP blocks, and one with weights four times as large.
 `stack` is what `quantize_function` makes of it, with stack-kernels installed; Qwix's is written with its `quantize` and
 `dot_general`. Both and the float program take turns in one process, because a machine's speed drifts: only ratios
-within a round mean anything. Memory is what the compiled program holds at once. Exits with status 1 where the median
-ratio to Qwix is above 1. Runs in an environment of its own, unless Qwix is where it is started. Writes
-`results/quant_vs_qwix.md` and `.json`; measured cases replace earlier ones there.
+within a round mean anything, and on a busy machine those of CPU seconds. Memory is what the compiled program holds at
+once. Exits with status 1 where the median ratio to Qwix is above 1. Runs in an environment of its own, unless Qwix is
+where it is started. Writes `results/quant_vs_qwix.md` and `.json`; measured cases replace earlier ones there.
 """
 
 import argparse
@@ -220,39 +220,44 @@ def _quantizers(scheme: Scheme, weight: Any, *, jitted: bool) -> dict[str, tuple
 
 
 def _raced(calls: Mapping[str, tuple[Callable[[], Any], int | None]], rounds: int) -> dict[str, Any]:
-    """Of each contender its bytes, and the seconds of a call in each round."""
+    """Of each contender its bytes, and the seconds and CPU seconds of a call in each round."""
     import jax
 
-    def timed(call: Callable[[], Any], repeats: int) -> float:
-        begun_s = time.perf_counter()
+    def timed(call: Callable[[], Any], repeats: int) -> dict[str, float]:
+        begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
         for _ in range(repeats):
             jax.block_until_ready(call())
-        return (time.perf_counter() - begun_s) / repeats
+        took_s, took_cpu_s = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
+        return {"s": took_s / repeats, "cpu_s": took_cpu_s / repeats}
 
     repeats = {}
     for name, (call, _) in calls.items():
         timed(call, 1)
-        repeats[name] = max(1, round(ROUND_S / timed(call, 1)))
-    found: dict[str, Any] = {name: {"bytes": size, "s": []} for name, (_, size) in calls.items()}
+        repeats[name] = max(1, round(ROUND_S / timed(call, 1)["s"]))
+    found: dict[str, Any] = {name: {"bytes": size, "rounds": []} for name, (_, size) in calls.items()}
     for number in range(rounds):
         names = list(calls)
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            found[name]["s"].append(timed(calls[name][0], repeats[name]))
+            found[name]["rounds"].append(timed(calls[name][0], repeats[name]))
     return found
 
 
-def _ratio(contenders: Mapping[str, Any], name: str) -> tuple[float, float, float]:
+def _ratio(contenders: Mapping[str, Any], name: str, key: str = "s") -> tuple[float, float, float]:
     """Our time over theirs within a round: median, least, most."""
-    ratios = [ours / theirs for ours, theirs in zip(contenders[OURS]["s"], contenders[name]["s"], strict=True)]
+    pairs = zip(contenders[OURS]["rounds"], contenders[name]["rounds"], strict=True)
+    ratios = [ours[key] / theirs[key] for ours, theirs in pairs]
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
 def _cells(contenders: Mapping[str, Any]) -> list[str]:
-    cells = [f"{1e3 * statistics.median(contenders[OURS]['s']):.3g}"]
+    cells = [
+        f"{1e3 * statistics.median(each[key] for each in contenders[OURS]['rounds']):.3g}" for key in ("s", "cpu_s")
+    ]
     for name in (QWIX, FLOAT):
-        known = name in contenders
-        cells.append("{:.2f} ({:.2f} to {:.2f})".format(*_ratio(contenders, name)) if known else "")
+        for key in ("s", "cpu_s"):
+            known = name in contenders
+            cells.append("{:.2f} ({:.2f} to {:.2f})".format(*_ratio(contenders, name, key)) if known else "")
     sizes = [contenders.get(name, {}).get("bytes") for name in (OURS, QWIX, FLOAT)]
     return cells + ["" if size is None else f"{size / 2**20:.1f}" for size in sizes]
 
@@ -265,13 +270,14 @@ def _markdown(results: Mapping[str, Any]) -> str:
         "median (least to most); below 1 it is faster. `float` is the program that was quantized, in the activations' "
         "dtype. MiB are what each compiled program holds at once: arguments, result and temporaries.",
     ]
-    heading = ["ms", "stack / qwix", "stack / float", "MiB stack", "MiB qwix", "MiB float"]
+    of_times = ["ms", "CPU-ms", "stack / qwix", "CPU", "stack / float", "CPU"]
+    heading = ["scheme", *of_times, "MiB stack", "MiB qwix", "MiB float"]
     groups: dict[str, list[list[str]]] = {}
     for title, row in results.items():
         group, _, scheme = title.rpartition(", ")
         groups.setdefault(group, []).append([scheme, *_cells(row["contenders"])])
     for group, rows in groups.items():
-        lines += ["", f"## {group}", "", *table(["scheme", *heading], rows)]
+        lines += ["", f"## {group}", "", *table(heading, rows)]
     lines += ["", *sorted({f"- {_circumstances(row)}" for row in results.values()})]
     return "\n".join(lines) + "\n"
 

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from stack_core.cli import main
 from stack_core.config import to_yaml
 from stack_core.errors import GenerationError
+from stack_core.kv_cache import DenseKVCache
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.config import RunConfig
 from stack_train.data.tokenizer import HuggingFaceTokenizer
@@ -93,6 +94,21 @@ def greedy_without_cache(model, prompt, count):
 def test_greedy_is_what_the_whole_sequence_gives(model, tokens, length):
     prompt = list(range(3, 3 + length))
     assert list(tokens.stream(prompt, GREEDY)) == greedy_without_cache(model, prompt, 8)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8_e5m2"])
+def test_keys_and_values_may_be_held_as_codes(model, run, kind, capsys):
+    prompt = [7, 8, 9, 10]
+    cache, expected, tokens = DenseKVCache.empty(model.kv_cache_shape, batch=1, capacity=16, type=kind), [], prompt
+    for _ in range(8):
+        positions = cache.lengths[:, None] + jnp.arange(len(tokens))
+        hidden, cache = model(jnp.array([tokens]), positions, cache=cache)
+        tokens = [int(jnp.argmax(model.logits(hidden[0, -1])))]
+        expected += tokens
+    assert list(TokenGenerator(opened(model), kind).stream(prompt, GREEDY)) == expected
+    arguments = ["generate", str(run), "--prompt", PROMPT, "--max-tokens", "5", "--temperature", "0", "--json"]
+    main([*arguments, "--kv-cache", kind])
+    assert len(json.loads(capsys.readouterr().out)["tokens"]) == 5
 
 
 def test_seed_decides_the_draws(tokens):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import jax
@@ -25,6 +25,7 @@ __all__ = [
     "GenerativeCheckpoint",
     "KVCache",
     "KVCacheShape",
+    "KVCacheType",
     "LanguageModel",
     "ModelFamily",
     "Objective",
@@ -94,6 +95,10 @@ class KVCache(Protocol):
     def advance(self, layers: Any, tokens: int) -> KVCache:
         """The cache after all layers appended `tokens` tokens a row."""
         ...
+
+
+KVCacheType = Literal["model", "int8", "fp8_e4m3", "fp8_e5m2"]
+"""How a cache holds keys and values: in the model's dtype, or as codes with a scale for each token and head."""
 
 
 @dataclass(frozen=True)

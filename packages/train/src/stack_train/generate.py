@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from stack_core.detokenize import IncrementalDetokenizer, StopTexts
 from stack_core.errors import GenerationError
-from stack_core.protocols import GenerativeCheckpoint
-from stack_train.models.cache import DenseKVCache
+from stack_core.kv_cache import DenseKVCache
+from stack_core.protocols import GenerativeCheckpoint, KVCacheType
 from stack_train.sampling import SamplingConfig, sample
 
 __all__ = ["FinishReason", "Generation", "TextGenerator", "TokenGenerator"]
@@ -42,8 +42,8 @@ class TokenGenerator:
     and no sampling setting compiles anything.
     """
 
-    def __init__(self, checkpoint: GenerativeCheckpoint) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, checkpoint: GenerativeCheckpoint, kv_cache: KVCacheType = "model") -> None:
+        self._checkpoint, self._kv_cache = checkpoint, kv_cache
         self._rows = _fastest_rows(checkpoint.kv_cache.dtype)
         self._prefill = jax.jit(self._prefill_step, donate_argnames="cache")
         self._decode = jax.jit(self._decode_step, donate_argnames="cache")
@@ -73,7 +73,7 @@ class TokenGenerator:
         """
         limit = self.limit(len(prompt), sampling.max_tokens)
         capacity = self._bucket(len(prompt) + limit)
-        cache = DenseKVCache.empty(self._checkpoint.kv_cache, batch=self._rows, capacity=capacity)
+        cache = DenseKVCache.empty(self._checkpoint.kv_cache, batch=self._rows, capacity=capacity, type=self._kv_cache)
         padding = [0] * (self._bucket(len(prompt)) - len(prompt))
         tokens = jnp.array([[*prompt, *padding]] * self._rows, jnp.int32)
         settings = {
@@ -118,17 +118,20 @@ class TokenGenerator:
 class TextGenerator:
     """Continues texts.
 
+    Args:
+      kv_cache: what keys and values are held as.
+
     Raises:
       GenerationError: the checkpoint has no tokenizer.
     """
 
-    def __init__(self, checkpoint: GenerativeCheckpoint) -> None:
+    def __init__(self, checkpoint: GenerativeCheckpoint, kv_cache: KVCacheType = "model") -> None:
         if checkpoint.tokenizer is None:
             raise GenerationError(
                 f"{checkpoint.name} has no tokenizer. Put the tokenizer.json that its model was trained with beside "
                 "it, in the directory of a run under tokenizer/."
             )
-        self._tokens = TokenGenerator(checkpoint)
+        self._tokens = TokenGenerator(checkpoint, kv_cache)
         self._tokenizer = checkpoint.tokenizer
         self._end_tokens = checkpoint.end_tokens
 

@@ -11,8 +11,8 @@ from flax import nnx
 from stack_core import ops
 from stack_core.config import parse, to_mapping
 from stack_core.errors import ConfigError, ShapeError
+from stack_core.kv_cache import DenseKVCache
 from stack_train.models import llama
-from stack_train.models.cache import DenseKVCache
 from stack_train.models.llama import FAMILY, LlamaConfig
 
 TINY = LlamaConfig(vocab_size=61, embed=24, layers=3, heads=4, kv_heads=2, mlp=40, max_positions=32, dtype="float32")

@@ -11,6 +11,7 @@ from stack_core.checkpoint_formats import open_for_generation
 from stack_core.compile_cache import keep_compiled
 from stack_core.config import parse
 from stack_core.errors import GenerationError
+from stack_core.protocols import KVCacheType
 
 __all__ = ["generate"]
 
@@ -26,6 +27,7 @@ def generate(  # noqa: PLR0913, each parameter is an option of the command
     top_p: float | None = None,
     seed: int | None = None,
     stop: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)] = (),
+    kv_cache: KVCacheType = "model",
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Generate text: stack generate DIR --prompt "def main("
@@ -39,6 +41,7 @@ def generate(  # noqa: PLR0913, each parameter is an option of the command
       top_p: sample among the most likely tokens whose probabilities add up to this (1.0).
       seed: the same seed gives the same text (0).
       stop: text that ends the continuation; may be given several times.
+      kv_cache: what keys and values are held as; codes of 8 bits take half of bfloat16's bytes.
       json: print the whole result as JSON instead of streaming it.
     """
     from stack_train.generate import TextGenerator  # imports jax, which `stack --help` should not wait for
@@ -54,7 +57,7 @@ def generate(  # noqa: PLR0913, each parameter is an option of the command
     }
     sampling = parse(SamplingConfig, {name: value for name, value in settings.items() if value is not None})
     keep_compiled()
-    generator = TextGenerator(open_for_generation(source))
+    generator = TextGenerator(open_for_generation(source), kv_cache)
     result = generator.generate(_read_prompt(prompt), sampling, write=(lambda piece: None) if json else _write)
     if json:
         print(json_format.dumps(dataclasses.asdict(result)))

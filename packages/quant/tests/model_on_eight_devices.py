@@ -62,8 +62,8 @@ def main() -> None:
     tokens = jnp.asarray(rng.integers(0, 64, (8, 6)), jnp.int32)
     apart = jax.device_put(tokens, NamedSharding(MESH, P("fsdp")))
     for fn in (logits, in_shard_map):
-        for name, rules in SCHEMES.items():
-            rules = rules if fn is logits else [Rule(**{**vars(rules[0]), "path": "embedding|head"})]
+        for name, scheme in SCHEMES.items():
+            rules = scheme if fn is logits else [Rule(**{**vars(scheme[0]), "path": "embedding|head"})]
             stream = {"stream": [(tokens,)]} if rules[0].static_ranges else {}
             one, of_one, _ = quantize_function(fn, jax.tree.map(jnp.asarray, params), rules, (tokens,), **stream)
             many, of_many, _ = quantize_function(fn, spread, rules, (apart,), **stream)

@@ -44,7 +44,8 @@ def make_app(service: Service) -> Starlette:
         Route("/version", handlers.version, methods=["GET"]),
     ]
     config = service.config
-    middleware = [Middleware(_Outermost, service=service)]
+    paths = frozenset(route.path for route in routes)
+    middleware = [Middleware(_Outermost, service=service, paths=paths)]
     if config.cors_origins:
         origins = Middleware(
             CORSMiddleware, allow_origins=config.cors_origins, allow_methods=["*"], allow_headers=["*"]
@@ -161,11 +162,12 @@ class _Keys:
 
 
 class _Outermost:
-    """Counts responses by route and status, and answers where something failed that nobody foresaw."""
+    """Counts responses by path and status, and answers where something failed that nobody foresaw."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: Service, paths: frozenset[str]) -> None:
         self._app = app
         self._responses = service.metrics.responses
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -174,8 +176,8 @@ class _Outermost:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                route = scope["route"].path if "route" in scope else "none"
-                self._responses.labels(route, scope["method"], str(message["status"])).inc()
+                path = scope["path"] if scope["path"] in self._paths else "other"  # the labels of a metric are few
+                self._responses.labels(path, scope["method"], str(message["status"])).inc()
             await send(message)
 
         try:

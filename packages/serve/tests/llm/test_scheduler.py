@@ -265,8 +265,9 @@ def test_a_prompt_of_which_every_token_matters_is_computed_whole_but_kept_for_ot
 
 
 def test_without_prefix_caching_nothing_is_kept():
-    state = state_of(prefix_caching=False)
-    step(state, sequence_of(0, range(9), new=1))
+    state, first = state_of(prefix_caching=False), sequence_of(0, range(9), new=1)
+    step(state, first)
+    assert first.digests == []
     assert planned(step(state, sequence_of(1, range(9), new=1))) == [(1, 0, 9, True)]
     assert state.prefix_queries_tokens == 0
 

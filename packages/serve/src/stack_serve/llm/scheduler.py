@@ -137,8 +137,9 @@ def schedule(state: SchedulerState, arrivals: Iterable[Sequence]) -> Plan:
         if sequence.slot is None:
             break  # it and all after it were preempted
         missing = sequence.total_tokens - sequence.computed_tokens
+        # At most one lacks more than a token, for none begins before the others have all of theirs.
         tokens = 1 if missing == 1 else min(missing, prompt_tokens)
-        if not tokens or not _make_room(state, sequence, tokens, preempted):
+        if not _make_room(state, sequence, tokens, preempted):
             continue
         if missing == 1:
             decodes.append(_advance(sequence, 1))

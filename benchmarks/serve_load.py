@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -71,6 +72,7 @@ class Tally:
 
 def main() -> None:
     options = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     with tempfile.TemporaryDirectory() as folder, served(options.model or _model(Path(folder)), options) as server:
         record = {
             **circumstances(),

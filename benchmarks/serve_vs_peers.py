@@ -10,6 +10,7 @@ not measured again stay in them.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ _WARM_UPS = 2  # PyTorch compiles at the second call what it took for constant a
 
 def main() -> None:
     options = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     workload = Workload()
     engines = [engine for engine in ENGINES if engine.name in options.engines]
     places = Places(options.environments.resolve(), options.models.resolve())

@@ -13,7 +13,7 @@ from stack_serve.bench.results import Percentiles, Point, Results
 CALLS = [
     Call(due_s=1.0, sent_s=1.5, ended_s=4.0, arrivals_s=[2.0, 2.5, 4.0], prompt_tokens=10, answer_tokens=5),
     Call(due_s=2.0, sent_s=2.0, ended_s=2.5, arrivals_s=[2.25], prompt_tokens=20, answer_tokens=1),
-    Call(due_s=2.0, sent_s=2.0, ended_s=2.5, arrivals_s=[2.1], prompt_tokens=20, failure="http 429"),
+    Call(due_s=2.0, sent_s=2.0, ended_s=2.5, arrivals_s=[2.1, 9.9], prompt_tokens=20, failure="http 429"),
     Call(due_s=2.0, sent_s=2.0, ended_s=2.5, failure="timeout"),
 ]
 OUTCOME = Outcome(Load("rate", 3.0, 4), CALLS, duration_s=4.0, client_cpu_s=0.2)

@@ -6,7 +6,8 @@ import pytest
 
 from stack_core.errors import BenchmarkError
 from stack_serve.bench.lengths import Lengths
-from stack_serve.bench.load import Load
+from stack_serve.bench.load import Load, Outcome, run_load
+from stack_serve.bench.requests import Requests
 from stack_serve.bench.results import Results
 from stack_serve.bench.sweep import Sweep
 from stack_serve.client.endpoint import Endpoint
@@ -53,6 +54,19 @@ def test_a_rate_is_kept_whatever_the_server_does(openai_server: Server) -> None:
     (point,) = measured(openai_server, Load("rate", 100.0, 40), answers=Lengths.parse("100")).points
     assert openai_server[0].most > 10  # each takes 0.2 s or more, and one begins every 0.01 s
     assert point.ttft_s is not None and point.ttft_s.p50 < point.e2e_s.p50  # type: ignore[union-attr]
+
+
+def test_requests_that_wait_for_the_client_were_due_before(openai_server: Server) -> None:
+    """All are due at once, and a client sends one after the other."""
+    asked = Requests(model="plain", prompts=Lengths.parse("3"), answers=Lengths.parse("2"))
+
+    async def run() -> Outcome:
+        async with Endpoint(openai_server[1]) as endpoint:
+            return await run_load(endpoint, asked, Load("rate", math.inf, 5))
+
+    calls = asyncio.run(run()).calls
+    assert len({call.due_s for call in calls}) == 1
+    assert len({call.sent_s for call in calls}) == 5
 
 
 def test_prompts_of_words_have_the_lengths_that_were_asked_for(openai_server: Server) -> None:

@@ -59,6 +59,8 @@ def test_weights_go_into_ops_quantized(call: str, rules: Any, check: Any) -> Non
     assert scales(report)["w"] == scale
     rounded = call in ("ragged_dot", "linear_cross_entropy")
     assert computed(report) == ["dequantized" if rules == ONE else "rounded" if rounded else "quantized"]
+    reason = "activations are rounded to the type, and multiplied as floats"
+    assert [row.reason for row in report.operations] == [reason if rounded and rules == BOTH else ""]
 
 
 def test_an_op_gets_the_quantized_array_and_no_floats() -> None:
@@ -66,6 +68,16 @@ def test_an_op_gets_the_quantized_array_and_no_floats() -> None:
     (call,) = ops.explain(quantized, params, X)
     assert call.op == "linear"
     assert "int8[16, 8]" in call.arrays["weight"]
+
+
+@pytest.mark.parametrize("rules", [ONE, BOTH])
+def test_the_weights_of_experts_go_into_ragged_dot_as_codes(rules: Any) -> None:
+    for fn in (lambda w, x: ops.ragged_dot(x, w, SIZES), lambda w, x: jax.lax.ragged_dot(x, w, SIZES)):
+        quantized, params, report = quantize_function(fn, normal(1, 2, 16, 8), rules, (X,))
+        (call,) = ops.explain(quantized, params, X)
+        assert (call.op, "int8[2, 16, 8]" in call.arrays["rhs"]) == ("ragged_dot", True)
+        assert call.arrays["lhs"].startswith("float32[5, 16]")
+        assert [row.operands for row in report.operations] == [("float32" if rules == ONE else "int8", "int8")]
 
 
 def test_a_norms_scale_is_left_in_float_with_a_reason(check: Any) -> None:
@@ -79,4 +91,6 @@ def test_attention_rounds_what_it_is_given(check: Any) -> None:
     fn = lambda p, q: ops.attention(q, q * p, q, causal=True)
     rules = (Rule(op="attention", activations="fp8_e4m3"),)
     report = check(fn, jnp.ones(8), q, rules=rules, tol=0.1)
-    assert [(row.op, row.computed) for row in report.operations] == [("attention", "rounded")]
+    (row,) = report.operations
+    assert (row.op, row.operands, row.computed) == ("attention", ("fp8_e4m3",) * 3, "rounded")
+    assert row.reason == "activations are rounded to the type, and multiplied as floats"

@@ -22,7 +22,7 @@ class OpRow:
       operands: what each operand is: "int8", "float32".
       computed: "quantized" where both operands go into the product as codes; "dequantized" where a parameter is
         turned into floats for it; "rounded" where an operand is only rounded to the type's values; or "float".
-      reason: why it is not quantized; "" where it is.
+      reason: why codes are not multiplied as such, or nothing is quantized; "" where nothing is to be said.
       source: "path:line" of the user's code, or "".
       calls: how many such operations the program has; what is in a loop counts once.
     """

@@ -16,6 +16,8 @@ from stack_quant.transform.sites import static_activation
 
 __all__ = ["Decision", "decide", "note", "product_types", "quantized_activation", "record"]
 
+_AS_FLOATS = "activations are rounded to the type, and multiplied as floats"
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -125,7 +127,12 @@ def record(
     arrays: Sequence[Any],
     computed: str = "",
 ) -> None:
-    """Reports an operation; `arrays` are the operands as they go into it, each with its value in the same place."""
+    """Reports an operation; `arrays` are the operands as they go into it, each with its value in the same place.
+
+    Args:
+      computed: "rounded" where operands are codes that this operation takes as the floats that they stand for.
+    """
+    reason = decision.reason or (_AS_FLOATS if computed == "rounded" else "")
     kinds = tuple(_kind(interpreter, decision, *pair) for pair in zip(operands, arrays, strict=True))
     if not computed:
         codes = sum(map(is_quantized, arrays))
@@ -134,7 +141,7 @@ def record(
         computed = (as_floats, "dequantized", "quantized")[min(codes, 2)]
     paths = tuple(value.source.path for value in operands if value.source is not None)
     where = versions.source_of(equation)
-    interpreter.rows.append(OpRow(name, paths, decision.number, kinds, computed, decision.reason, where))
+    interpreter.rows.append(OpRow(name, paths, decision.number, kinds, computed, reason, where))
 
 
 def _kind(interpreter: Interpreter, decision: Decision, value: Value, array: Any) -> str:

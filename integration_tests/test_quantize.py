@@ -173,7 +173,17 @@ def test_the_command_prints_the_report_and_both_losses(folder, capsys):
     main(
         ["quantize", str(folder / "run"), "--recipe", rules, "--out", str(folder / "as-text"), "--evaluation-batches=1"]
     )
-    lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    assert printed.err.split("\n")[-7:] == [
+        "reading the model",
+        "reading the data",
+        "quantizing",
+        "loss before",
+        "loss after",
+        "writing",
+        "",
+    ]
+    lines = printed.out.splitlines()
     assert any("no product and no lookup uses it" in line for line in lines)
     assert re.fullmatch(r"loss on held-out data: .* before, .* after \([+-].*%\), .* tokens", lines[-2])
 

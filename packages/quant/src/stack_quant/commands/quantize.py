@@ -1,7 +1,9 @@
 """`stack quantize`: a trained model to one that is quantized by a recipe, measured before and after."""
 
+import contextlib
 import dataclasses
 import json as json_format
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,13 +45,7 @@ def quantize(
     from stack_quant.checkpoint import quantize_checkpoint  # imports jax, which `stack --help` should not wait for
 
     keep_compiled()
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def told(stage: str, done: int, total: int) -> None:
-            bar.update(task, description=stage, completed=done, total=total)
-
+    with _progress() as told:
         result = quantize_checkpoint(
             source,
             recipe,
@@ -65,6 +61,19 @@ def quantize(
     print(result.report)
     print(f"loss on held-out data: {_loss(result)}")
     print(f"{result.destination}: {result.report.bytes_after:,} bytes of parameters")
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal, a line a stage elsewhere; on standard error."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        yield lambda stage, done, total: None if done else console.print(stage, markup=False)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
 
 
 def _facts(result: Any) -> dict[str, Any]:

@@ -122,6 +122,25 @@ def test_progress_is_told(trained: Trained, tmp_path: Path) -> None:
     assert ("loss after", 2, 3) in told
 
 
+def test_static_ranges_are_measured_on_so_many_batches_of_the_training_data(trained: Trained, tmp_path: Path) -> None:
+    def training_batches() -> Iterator[Mapping[str, np.ndarray]]:
+        for first in range(VOCAB - 8):
+            yield {
+                "tokens": first + np.arange(8, dtype=np.int32)[None],
+                "positions": np.arange(8, dtype=np.int32)[None],
+            }
+
+    trained.training_batches = training_batches  # pyrefly: ignore
+    recipe, told = tmp_path / "static.yaml", list[Any]()
+    recipe.write_text("rules: [{path: .*, weights: int8, activations: int8, static_ranges: true}]")
+    options = {"calibration_batches": 5, "evaluation_batches": 0, "progress": lambda *stage: told.append(stage)}
+    quantize_checkpoint(str(tmp_path), str(recipe), tmp_path / "out", **options)
+    ((_, model, _),) = trained.saved
+    largest = jnp.abs(trained.model.embedding[...][: 5 + 7]).max()
+    assert model.static_ranges["head"]["high"][...].tolist() == [largest]
+    assert [stage for stage in told if stage[0] == "measuring ranges"] == [("measuring ranges", n, 5) for n in range(5)]
+
+
 def test_nothing_is_measured_where_nothing_is_held_out(trained: Trained, tmp_path: Path) -> None:
     result = quantize_checkpoint(f"bigrams:{tmp_path}", "w8a8", tmp_path / "out", evaluation_batches=0)
     assert (result.loss_before, result.loss_after, result.targets) == (None, None, 0)

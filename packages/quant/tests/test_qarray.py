@@ -1,5 +1,6 @@
 import dataclasses
 import operator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -104,3 +105,19 @@ def test_ops_take_it_in_value_and_gradient(symmetric: bool, name: str, implement
 
 def test_it_is_an_array_type_of_the_registry() -> None:
     assert registries.array_types["qarray"] is QArray
+
+
+@pytest.mark.parametrize(("name", "most"), [("nf4", 0.10), ("fp4", 0.13)])
+def test_orbax_saves_and_restores_codes_of_four_bits(name: str, most: float, tmp_path: Path) -> None:
+    orbax = pytest.importorskip("orbax.checkpoint", reason="needs orbax: install stack-quant[flax]")
+    weight = drawn(256, 32)
+    spec = ArraySpec(type=name, channel_axes=(1,), tiles={0: 64}, double_quantized=True)
+    saved = {"kernel": quantize(weight, spec)}
+    with orbax.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint", saved)
+        places = jax.tree.map(lambda leaf: orbax.ArrayRestoreArgs(dtype=leaf.dtype, sharding=leaf.sharding), saved)
+        found = checkpointer.restore(tmp_path / "checkpoint", item=saved, restore_args=places)
+    kernel = found["kernel"]
+    assert (kernel.type, kernel.planes[0].dtype, kernel.nbytes) == (name, jnp.int4, saved["kernel"].nbytes)
+    np.testing.assert_array_equal(dequantize(kernel), dequantize(saved["kernel"]))
+    assert jnp.linalg.norm(dequantize(kernel) - weight) <= most * jnp.linalg.norm(weight)

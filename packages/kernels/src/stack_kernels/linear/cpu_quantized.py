@@ -16,12 +16,11 @@ from stack_core.ops.building import is_quantized, vary_alike
 from stack_kernels.cpu import on_cpu
 from stack_kernels.linear.codes import Columns, columns, dequantized, interleaved
 from stack_kernels.linear.integer_dot import has_integer_dot, integer_dot
-from stack_kernels.linear.product import product
+from stack_kernels.linear.product import product, total
 
 __all__ = ["CONFIGS", "CPU_QUANTIZED", "QuantizedConfig", "quantized_product", "supports_quantized"]
 
 _FUSED_TERMS = (8, 4)
-_MOST_ADDENDS = 128
 _FEW_ROWS = 64
 
 
@@ -147,26 +146,10 @@ def _fused(rows: jax.Array, part: Columns, terms: int) -> jax.Array:
     for term in range(terms):
         sums = sums + x[:, term] * part.decode(stored[:, term]).astype(jnp.float32)
     sums = lax.optimization_barrier(sums)  # Fused with the second sum, the loop would run along d_in.
-    of_tiles = _total(sums, 1)
+    of_tiles = total(sums, 1)
     if part.zero_point is not None:
         of_tiles = of_tiles - jnp.sum(x, axis=(1, 2)) * part.zero_point.astype(jnp.float32)[:, None]
-    return _total(of_tiles * part.scale[:, None], 0)
-
-
-def _total(parts: jax.Array, axis: int) -> jax.Array:
-    """The sum over an axis, as sums of up to 128 arrays: XLA's own reduction takes half as long again.
-
-    They are slices, never of a reshaped array: XLA of jax 0.10 computes `parts` once more for those.
-    """
-    count = parts.shape[axis]
-    addends = next(size for size in range(min(count, _MOST_ADDENDS), 0, -1) if count % size == 0)
-    if addends == 1:
-        return jnp.sum(parts, axis=axis)
-    size = count // addends
-    total = functools.reduce(
-        jnp.add, [lax.slice_in_dim(parts, at, at + size, axis=axis) for at in range(0, count, size)]
-    )
-    return jnp.squeeze(total, axis) if size == 1 else _total(lax.optimization_barrier(total), axis)
+    return total(of_tiles * part.scale[:, None], 0)
 
 
 def _blocks(part: Columns, rows: jax.Array, config: QuantizedConfig) -> int:

@@ -20,7 +20,7 @@ import nox.virtualenv
 
 PACKAGES = ("core", "kernels", "quant", "train", "rl", "serve", "profile")
 JAX_OF_PYTHON = {"3.11": "jax==0.10.2", "3.12": "jax==0.11.2", "3.13": "jax==0.12.0.*"}
-WRITTEN = ("core", "kernels", "quant", "train", "profile")  # the others have little more than a plugin
+WRITTEN = ("core", "kernels", "quant", "train", "serve", "profile")  # the others have little more than a plugin
 # What tests of a package alone need beside it; `constraints/` pins it.
 TEST_NEEDS = {"quant": ("flax",), "profile": ("grain",)}
 PARITY_PYTHON = "3.11"
@@ -116,7 +116,7 @@ def parity(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def quickstart(session: nox.Session) -> None:
-    """Trains a small model on real text, kills and resumes it, generates, profiles, quantizes."""
+    """Trains a small model on real text, kills and resumes it, generates, profiles, quantizes, serves."""
     _install(session, *WRITTEN)
     session.run("python", "examples/quickstart.py", *session.posargs)
 

@@ -1,4 +1,4 @@
-"""Trains a small Llama on the standard library, kills and resumes it, lets it write, profiles it and quantizes it.
+"""Trains a small Llama on the standard library, kills and resumes it, lets it write, profiles, quantizes and serves it.
 
     python examples/quickstart.py [DIRECTORY]
 
@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 
 CONFIG = Path(__file__).with_name("quickstart.yaml")
 STACK = (sys.executable, "-m", "stack_core.cli")
+PROMPT = "def read_file(path):\n"
 POLL_S = 0.1
 
 
@@ -43,6 +45,9 @@ def main() -> None:
     subprocess.run([*STACK, "quantize", str(directory), "--recipe", "w8a8", "--out", str(quantized)], check=True)
     generate(quantized)
 
+    say("6. Serve that over HTTP, and ask as OpenAI's clients do.")
+    serve(quantized)
+
     say(
         f"Validation loss {summary['validation_loss']:.3f} nats per token after {summary['step']} steps, "
         f"{summary['tokens_per_s']:,.0f} tokens/s; {time.monotonic() - started_s:.0f} s in all. "
@@ -51,10 +56,29 @@ def main() -> None:
 
 
 def generate(directory: Path) -> None:
-    prompt = "def read_file(path):\n"
-    print(prompt, end="", flush=True)
+    print(PROMPT, end="", flush=True)
     options = ("--max-tokens", "80", "--temperature", "0.7")
-    subprocess.run([*STACK, "generate", str(directory), "--prompt", prompt, *options], check=True)
+    subprocess.run([*STACK, "generate", str(directory), "--prompt", PROMPT, *options], check=True)
+
+
+def serve(directory: Path) -> None:
+    sizes = ("--max-sequences", "2", "--step-tokens", "16")  # few programs to compile
+    command = [*STACK, "serve", str(directory), "--port", "0", "--json", *sizes]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        ready = server.stdout.readline()
+        if not ready:
+            raise SystemExit(f"The server ended with status {server.wait()} before it was ready.")
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stop": "\n\n"}).encode()
+        address = json.loads(ready)["address"] + "/v1/completions"
+        request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer = json.load(response)
+        print(PROMPT + answer["choices"][0]["text"], answer["usage"], sep="\n", flush=True)
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def kill_after_checkpoint(command: tuple[str, ...], directory: Path) -> None:

@@ -76,7 +76,7 @@ def test_the_engine_is_made_of_its_options(served: list[HttpServer], monkeypatch
     _, config, progress = made
     assert (config.max_sequences, config.prefix_caching, config.cache_dtype) == (3, False, "int8")
     progress("decode of 8", 2, 9)
-    assert server._service.progress == "decode of 8, 2 of 9 programs"
+    assert server._service.progress == "compiled 2 of 9 programs, decode of 8 the last"
 
 
 def test_whoever_may_reach_it_is_warned_of(served: list[HttpServer], capsys: Any) -> None:

@@ -102,10 +102,14 @@ def _serve(model: str, config: Any, options: dict[str, Any], *, json: bool) -> N
         service = Service(checkpoint, config, engine_config.max_tokens)
 
         def engine() -> Any:
-            return make_engine(checkpoint, engine_config, progress=progress)
+            made = make_engine(checkpoint, engine_config, progress=progress)
+            service.progress = "compiling"
+            return made
 
         def progress(what: str, done: int, total: int) -> None:
-            service.progress = f"{what}, {done} of {total} programs"
+            service.progress = f"compiled {done} of {total} programs, {what} the last"
+            if sys.stderr.isatty():
+                print(f"\rstack: compiled {done} of {total}", end="\n" * (done == total), file=sys.stderr, flush=True)
 
         def announce(address: str) -> None:
             if json:

@@ -63,7 +63,7 @@ class Generation:
         self._abort()
 
     def submit(self, names: Mapping[str, str]) -> None:
-        """Hands all prompts to the engine, or none.
+        """Hands all prompts to the engine; where it takes some only, the end of the block ends those.
 
         Args:
           names: the body's names of the engine's parameters, besides those that always differ.
@@ -84,7 +84,6 @@ class Generation:
                 backend.engine.submit(request, backend.office.receiver(self._mailbox, number))
                 self._open |= {(number, index): request.request_id for index in range(job.sampling.n)}
         except (GenerationError, EngineBusy, EngineStopped) as error:
-            self._abort()
             raise as_api_error(error, {**PARAMETER_NAMES, **names}) from None
 
     def watch(self, receive: Callable[[], Awaitable[Any]]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from stack_core import checkpoint_formats
+from stack_core.errors import ConversionError
 from stack_core.ops.building import is_quantized
 from stack_core.protocols import TrainedModel
 from stack_quant.errors import QuantError
@@ -139,6 +140,13 @@ def test_static_ranges_are_measured_on_so_many_batches_of_the_training_data(trai
     largest = jnp.abs(trained.model.embedding[...][: 5 + 7]).max()
     assert model.static_ranges["head"]["high"][...].tolist() == [largest]
     assert [stage for stage in told if stage[0] == "measuring ranges"] == [("measuring ranges", n, 5) for n in range(5)]
+
+
+def test_nothing_is_overwritten(trained: Trained, tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="out exists already"):
+        (tmp_path / "out").mkdir()
+        quantize_checkpoint(str(tmp_path), "w8a8", tmp_path / "out")
+    assert not trained.saved
 
 
 def test_nothing_is_measured_where_nothing_is_held_out(trained: Trained, tmp_path: Path) -> None:

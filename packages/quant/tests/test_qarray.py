@@ -121,3 +121,24 @@ def test_orbax_saves_and_restores_codes_of_four_bits(name: str, most: float, tmp
     assert (kernel.type, kernel.planes[0].dtype, kernel.nbytes) == (name, jnp.int4, saved["kernel"].nbytes)
     np.testing.assert_array_equal(dequantize(kernel), dequantize(saved["kernel"]))
     assert jnp.linalg.norm(dequantize(kernel) - weight) <= most * jnp.linalg.norm(weight)
+
+
+SIZES, LABELS = jnp.array([2, 3], jnp.int32), jnp.array([1, 0, 3, -100, 2])
+TAKEN = {
+    "linear": ((64, 6), ops.linear),
+    "gated_linear_unit": ((64, 6), lambda x, w: ops.gated_linear_unit(x, w, w)),
+    "ragged_dot": ((2, 64, 6), lambda x, w: ops.ragged_dot(x, w, SIZES)),
+    "linear_cross_entropy": ((64, 6), lambda x, w: ops.linear_cross_entropy(x, w, LABELS)),
+}
+
+
+@pytest.mark.parametrize("name", ["int8", "int3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("op", TAKEN)
+def test_values_and_gradients_are_those_of_what_it_stands_for(op: str, name: str) -> None:
+    shape, call = TAKEN[op]
+    x, weight = drawn(5, 64), quantize(drawn(*shape), spec_of(name, *range(len(shape) - 2)))
+    found, expected = (
+        jax.value_and_grad(lambda x, w=w: jnp.sum(call(x, w) ** 2))(x) for w in (weight, dequantize(weight))
+    )
+    for actual, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-4 * float(jnp.abs(wanted).max()))

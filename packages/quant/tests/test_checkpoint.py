@@ -15,6 +15,8 @@ from stack_core.errors import ConversionError
 from stack_core.ops.building import is_quantized
 from stack_core.protocols import TrainedModel
 from stack_quant.errors import QuantError
+from stack_quant.rules import Rule
+from stack_quant.section import QuantConfig
 
 pytest.importorskip("flax", reason="needs flax: install stack-quant[flax]")
 
@@ -140,6 +142,14 @@ def test_static_ranges_are_measured_on_so_many_batches_of_the_training_data(trai
     largest = jnp.abs(trained.model.embedding[...][: 5 + 7]).max()
     assert model.static_ranges["head"]["high"][...].tolist() == [largest]
     assert [stage for stage in told if stage[0] == "measuring ranges"] == [("measuring ranges", n, 5) for n in range(5)]
+
+
+def test_what_was_trained_quantized_is_quantized_by_its_rules(trained: Trained, tmp_path: Path) -> None:
+    rule = Rule(path=".*", weights="int8", activations="int8", gradients="int8")
+    trained.sections = {"quant": QuantConfig(rules=(rule,), method="qt")}
+    quantize_checkpoint(str(tmp_path), None, tmp_path / "out", evaluation_batches=0)
+    ((_, _, sections),) = trained.saved
+    assert sections["quant"] == QuantConfig(rules=(Rule(path=".*", weights="int8", activations="int8"),), method="ptq")
 
 
 def test_nothing_is_overwritten(trained: Trained, tmp_path: Path) -> None:

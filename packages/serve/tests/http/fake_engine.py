@@ -107,6 +107,7 @@ class FakeEngine:
         *,
         step_s: float = 0.0,
         most: int = 64,
+        max_tokens: int = MAX_TOKENS,
     ) -> None:
         self.script = script
         self.running = threading.Event()
@@ -116,6 +117,7 @@ class FakeEngine:
         self.stopped = False
         self._step_s = step_s
         self._most = most
+        self._max_tokens = max_tokens
         self._lock = threading.Condition()
         self._open: dict[tuple[str, int], _Continuation] = {}
         self._aborted: set[str] = set()
@@ -213,7 +215,7 @@ class FakeEngine:
         ends = token == EOS and not sampling.ignore_eos
         text = made.stop.push("" if ends else made.detokenizer.push(token))
         reason: Any = "stop" if ends or token in sampling.stop_tokens or made.stop.found is not None else None
-        room = MAX_TOKENS - len(request.prompt)
+        room = self._max_tokens - len(request.prompt)
         if reason is None and made.generated == min(sampling.max_tokens or room, room):
             reason = "length"
         if reason is not None:

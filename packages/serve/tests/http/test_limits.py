@@ -1,6 +1,6 @@
 import contextlib
+import itertools
 import socket
-import time
 from collections.abc import Callable
 
 import pytest
@@ -146,8 +146,10 @@ def test_a_template_that_cannot_be_read(serve: Callable[..., Served], tmp_path: 
         serve(model=checkpoint(chat_template="{% if %}"))
 
 
-def test_a_client_that_takes_nothing_is_given_up(serve: Callable[..., Served]) -> None:
-    engine = FakeEngine(lambda request, index: iter([264] * 10**6))
+def test_a_client_that_takes_nothing_is_given_up(
+    serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine(lambda request, index: itertools.repeat(264), max_tokens=10**6)
     server = serve(engine, stall_timeout_s=0.2, model=checkpoint(max_positions=10**6))
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -156,6 +158,5 @@ def test_a_client_that_takes_nothing_is_given_up(serve: Callable[..., Served]) -
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
         connection.sendall(b"content-length: %d\r\n\r\n" % len(body) + body)
         server.wait_until(lambda: engine.stats().running > 0)
-        began_s = time.monotonic()
         server.wait_until(lambda: engine.stats().running == 0)
-        assert time.monotonic() - began_s < 20
+    assert caplog.text == "", "it is the client's fault, and no news"

@@ -54,6 +54,8 @@ def test_requests_are_counted(serve: Callable[..., Served]) -> None:
     assert found["vllm:request_generation_tokens_sum", ""] == 20
     assert (found["vllm:request_prompt_tokens_count", ""], found["vllm:request_prompt_tokens_sum", ""]) == (2, 5)
     assert found["vllm:request_params_n_sum", ""] == 2 and found["vllm:request_params_max_tokens_sum", ""] == 5
+    assert found["vllm:request_max_num_generation_tokens_count", ""] == 1, "once for the request"
+    assert found["vllm:request_max_num_generation_tokens_sum", ""] == 5
     assert found["vllm:inter_token_latency_seconds_count", ""] == 16
     assert 0.01 < found["vllm:inter_token_latency_seconds_sum", ""] / 16 < 10
     assert found["vllm:e2e_request_latency_seconds_count", ""] == 4

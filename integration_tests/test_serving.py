@@ -198,22 +198,20 @@ def assert_equals_its_reference(checkpoint, config=PAIR, *, tolerance=0.0):
 
 
 @pytest.mark.parametrize(
-    "variant",
-    [{"kv_heads": 4, "tie_embeddings": True}, {"kv_heads": 1, "attention_bias": True, "mlp_bias": True}],
+    ("variant", "layout", "page_tokens"),
+    [
+        ({"kv_heads": 4, "tie_embeddings": True}, "phsd", 1),
+        ({"kv_heads": 1, "attention_bias": True, "mlp_bias": True}, "hpsd", 16),
+    ],
     ids=["heads alike, tied", "one head of keys, biases"],
 )
-def test_models(variant):
-    assert_equals_its_reference(opened(model_of(dataclasses.replace(CONFIG, **variant))))
+def test_models_and_layouts_of_pages(variant, layout, page_tokens):
+    checkpoint = opened(model_of(dataclasses.replace(CONFIG, **variant)))
+    assert_equals_its_reference(checkpoint, dataclasses.replace(PAIR, page_layout=layout, page_tokens=page_tokens))
 
 
 def test_bfloat16():
     assert_equals_its_reference(opened(model_of(dataclasses.replace(CONFIG, dtype="bfloat16"))), tolerance=0.1)
-
-
-@pytest.mark.parametrize(("layout", "page_tokens"), [("phsd", 1), ("hpsd", 16)])
-def test_layouts_of_pages(checkpoint, layout, page_tokens):
-    config = dataclasses.replace(PAIR, page_layout=layout, page_tokens=page_tokens)
-    assert_equals_its_reference(checkpoint, config)
 
 
 @pytest.mark.parametrize(("cache_dtype", "tolerance"), [("int8", 0.04), ("fp8_e4m3", 0.2)])

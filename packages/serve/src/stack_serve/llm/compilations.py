@@ -21,6 +21,6 @@ def compilations_here() -> int:
     return _of_thread[threading.get_ident()]
 
 
-def _count(event: str, duration_s: float, **_: object) -> None:
+def _count(event: str, duration_secs: float, **_: object) -> None:
     if event == _EVENT:
         _of_thread[threading.get_ident()] += 1

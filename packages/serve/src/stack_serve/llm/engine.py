@@ -96,7 +96,8 @@ class LLMEngine:
         self.limits.check(request)
         with self._lock:
             self._check_running()
-            if request.request_id in self._work or request.request_id in self._streams:
+            held = self._work.get(request.request_id)
+            if (held is not None and held.unfinished) or request.request_id in self._streams:
                 raise GenerationError(
                     f"A request {request.request_id!r} is being worked on. Give each an id of its own.",
                     parameter="request_id",
@@ -160,7 +161,13 @@ class LLMEngine:
         return None
 
     def stats(self) -> EngineStats:
-        """Counts, as of the last step."""
+        """Counts, as of the last step.
+
+        Raises:
+          EngineStopped: the engine failed.
+        """
+        if self._failure is not None:
+            self._check_running()
         return self._loop.stats
 
     def _post(self, action: Callable[[], None]) -> None:
@@ -196,7 +203,7 @@ class LLMEngine:
         with self._lock:
             while not (self._inbox or self._loop.has_work or self._closing):
                 self._lock.wait()
-            inbox, self._inbox = self._inbox, []
+            inbox, self._inbox = self._inbox, list[Callable[[], None]]()
         for action in inbox:
             action()
         return not self._closing

@@ -27,11 +27,13 @@ class Limits:
     Attributes:
       max_tokens: of a prompt and its continuation together.
       pages: of the cache.
+      end_tokens: how many the model has.
     """
 
     max_tokens: int
     pages: int
     vocab_size: int
+    end_tokens: int
     has_tokenizer: bool
 
     @classmethod
@@ -54,7 +56,8 @@ class Limits:
                 f"pages={pages} of {config.page_tokens} tokens hold {pages * config.page_tokens} tokens; one sequence "
                 f"may have {max_tokens}. Give at least {needed} pages, or lower max_tokens."
             )
-        return cls(max_tokens, pages, checkpoint.vocab_size, checkpoint.tokenizer is not None)
+        ends = len(checkpoint.end_tokens)
+        return cls(max_tokens, pages, checkpoint.vocab_size, ends, checkpoint.tokenizer is not None)
 
     def total_tokens(self, request: GenerationRequest) -> int:
         """The most tokens that prompt and continuation may have."""
@@ -95,7 +98,8 @@ class Limits:
         for name in ("logprobs", "prompt_logprobs"):
             self._check_count(name, getattr(sampling, name) or 0, MOST_LOGPROBS, "of the most likely tokens")
         self._check_count("logit_bias", len(sampling.logit_bias), MOST_BIASES, "tokens")
-        self._check_count("stop_tokens", len(sampling.stop_tokens), MOST_STOP_TOKENS, "tokens")
+        ends = 0 if sampling.ignore_eos else self.end_tokens
+        self._check_count("stop_tokens", len(sampling.stop_tokens), MOST_STOP_TOKENS - ends, "tokens")
         for name, tokens in (("logit_bias", sampling.logit_bias), ("stop_tokens", sampling.stop_tokens)):
             if any(token >= self.vocab_size for token in tokens):
                 raise GenerationError(

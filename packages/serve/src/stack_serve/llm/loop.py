@@ -121,7 +121,7 @@ class EngineLoop:
     def turn(self) -> None:
         """Starts the next step, and reads the one before, which the devices work on meanwhile."""
         self._end_overdue()
-        arrivals, self._arrivals = self._arrivals, []
+        arrivals, self._arrivals = self._arrivals, list[Sequence]()
         plan = schedule(self._state, arrivals)
         started, self._started = self._started, self._start(plan) if plan.rows else None
         if started is not None:

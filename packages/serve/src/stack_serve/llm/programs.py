@@ -1,5 +1,6 @@
 """What an engine runs on its devices: a few programs of fixed shapes, all compiled before the first request."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -76,16 +77,21 @@ class Programs:
         """Compiles every program that can be needed.
 
         Args:
-          progress: receives a program's name, how many are done, and how many there are.
+          progress: receives a program's name, how many are done, and how many there are; on any thread.
         """
-        keys = self._keys()
+        keys, compiled = self._keys(), itertools.count(1)
+
+        def tell(key: Key, _: object) -> None:
+            if progress is not None:
+                progress(" ".join(map(str, key)), next(compiled), len(keys))
+
         # XLA compiles without Python's lock, which tracing the next one holds.
         with ThreadPoolExecutor(max_workers=2) as threads:
-            compiling = [(key, threads.submit(self._lowered(key).compile)) for key in keys]
-            for done, (key, program) in enumerate(compiling, 1):
-                self._compiled[key] = program.result()
-                if progress is not None:
-                    progress(" ".join(map(str, key)), done, len(keys))
+            compiling = {}
+            for key in keys:
+                compiling[key] = threads.submit(self._lowered(key).compile)
+                compiling[key].add_done_callback(partial(tell, key))
+            self._compiled |= {key: program.result() for key, program in compiling.items()}
 
     def admit(self, slot: int, tokens: Sequence[int], settings: SamplingSettings) -> None:
         """Gives a slot to a sequence.

@@ -66,9 +66,8 @@ class Step:
         slot, start, count, samples = (rows[:, field] for field in range(len(ROW_FIELDS)))
         places, token_ids, positions = self._places(slots, rows, tokens)
         model = self.checkpoint.model(params)
-        hidden, cache = model(
-            token_ids[:, None], positions[:, None], cache=PagedKVCache(layers, places, self.config.page_layout)
-        )
+        cache: Any = PagedKVCache(layers, places, self.config.page_layout)
+        hidden, cache = model(token_ids[:, None], positions[:, None], cache=cache)
         logits = model.logits(hidden[jnp.maximum(places.query_starts[1:] - 1, 0), 0])
         lengths = start + count
         settings = jax.tree.map(lambda array: array[slot], slots.settings)

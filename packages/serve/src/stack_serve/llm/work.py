@@ -1,5 +1,6 @@
 """A request that an engine works on: its continuations, and what it tells of them."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,8 @@ from stack_serve.llm.sampling import SamplingSettings
 from stack_serve.llm.sequence import Sequence
 
 __all__ = ["Continuation", "Work"]
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -67,8 +70,20 @@ class Work:
             times = RequestTimes(self.submitted_s, self.started_s, self.first_token_s, now_s)
             update = replace(update, times=times)
             self.unfinished.pop(update.index, None)
-        self.receive(update)
+        try:
+            self.receive(update)
+        except Exception:  # A receiver's fault is its own; the other requests go on.
+            _LOG.exception("The receiver of request %r failed", self.request.request_id)
 
     def end(self, continuation: Continuation, reason: FinishReason, *, error: str | None = None) -> None:
         """Ends a continuation for another reason than its tokens."""
-        self.tell(continuation.output.end(reason, error=error), cached_tokens=continuation.sequence.cached_tokens)
+        try:
+            update = continuation.output.end(reason, error=error)
+        except Exception:  # Whatever a tokenizer raises at what was held back; the end has to be told.
+            update = GenerationUpdate(
+                request_id=self.request.request_id,
+                index=continuation.sequence.index,
+                finish_reason=reason,
+                error=error,
+            )
+        self.tell(update, cached_tokens=continuation.sequence.cached_tokens)

@@ -1,0 +1,275 @@
+"""What an engine does around its steps; what it generates is compared with models in integration_tests/."""
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core.errors import ConversionError, EngineBusy, EngineStopped, GenerationError
+from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams
+from stack_core.protocols import Engine, GenerativeCheckpoint
+from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.engine import LLMEngine
+
+from .tiny_checkpoint import EMBED, VOCAB, TinyCheckpoint, random_params
+
+CONFIG = EngineConfig(max_sequences=4, step_tokens=16, page_tokens=4, max_waiting=6)
+
+
+class Words:
+    """A tokenizer whose token i is the letter i; one of them cannot be decoded."""
+
+    vocab_size, eos_id, bos_id = VOCAB, None, None
+    broken: int | None = None
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+    def encode_batch(self, texts: Any) -> list[np.ndarray]:
+        return [np.array(self.encode(text)) for text in texts]
+
+    def save(self, directory: Path) -> None: ...
+
+    def decode(self, ids: Any) -> str:
+        if self.broken in ids:
+            raise ValueError("no such letter")
+        return "".join(chr(ord("a") + index) for index in ids)
+
+
+def request_of(name: str, prompt: tuple[int, ...] = (1, 2, 3), **sampling: Any) -> GenerationRequest:
+    timeout_s = sampling.pop("timeout_s", None)
+    params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **sampling})
+    return GenerationRequest(request_id=name, prompt=prompt, sampling=params, timeout_s=timeout_s)
+
+
+def run(engine: LLMEngine, *requests: GenerationRequest) -> list[list[GenerationUpdate]]:
+    for request in requests:
+        engine.submit(request)
+    return [list(engine.stream(request.request_id)) for request in requests]
+
+
+def tokens_of(updates: list[GenerationUpdate]) -> list[int]:
+    return [token for update in updates for token in update.tokens]
+
+
+@pytest.fixture(scope="module")
+def words() -> Words:
+    return Words()
+
+
+@pytest.fixture(scope="module")
+def engine(words: Words) -> Iterator[LLMEngine]:
+    engine = LLMEngine(TinyCheckpoint(tokenizer=words), CONFIG)
+    engine.warm_up()
+    with engine:
+        yield engine
+
+
+@pytest.fixture
+def idle() -> LLMEngine:
+    """One that was not started: what is submitted waits."""
+    return LLMEngine(TinyCheckpoint(), CONFIG)
+
+
+def test_it_meets_the_contract(engine: LLMEngine) -> None:
+    assert isinstance(engine, Engine)
+    assert isinstance(TinyCheckpoint(), GenerativeCheckpoint)
+
+
+def test_progress_counts_every_program() -> None:
+    told: list[tuple[str, int, int]] = []
+    engine = LLMEngine(
+        TinyCheckpoint(), EngineConfig(max_sequences=1, step_tokens=16), progress=lambda *x: told.append(x)
+    )
+    engine.warm_up()
+    assert sorted(done for _, done, _ in told) == list(range(1, told[0][2] + 1))
+    assert len({name for name, _, _ in told}) == len(told) and "admit" in {name for name, _, _ in told}
+
+
+def test_a_request_tells_its_times_and_text(engine: LLMEngine) -> None:
+    (updates,) = run(engine, request_of("told"))
+    times = updates[-1].times
+    assert updates[-1].finish_reason == "length" and len(tokens_of(updates)) == 8
+    assert "".join(update.text for update in updates) == Words().decode(tokens_of(updates))
+    assert times is not None and times.started_s is not None and times.first_token_s is not None
+    assert times.submitted_s <= times.started_s <= times.first_token_s <= (times.finished_s or 0)
+
+
+def test_updates_may_go_to_a_receiver(engine: LLMEngine) -> None:
+    ended, received = threading.Event(), list[GenerationUpdate]()
+
+    def receive(update: GenerationUpdate) -> None:
+        received.append(update)
+        if update.finish_reason:
+            ended.set()
+
+    engine.submit(request_of("received"), receive)
+    assert ended.wait(30)
+    assert len(tokens_of(received)) == 8
+    with pytest.raises(GenerationError, match="No request 'received'"):
+        next(engine.stream("received"))
+
+
+def test_a_receiver_that_fails_harms_no_other(engine: LLMEngine, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: GenerationUpdate) -> None:
+        raise RuntimeError("not mine")
+
+    engine.submit(request_of("failing"), fail)
+    (other,) = run(engine, request_of("unharmed"))
+    assert len(tokens_of(other)) == 8
+    assert "receiver of request 'failing'" in caplog.text
+
+
+def test_several_continuations_have_seeds_of_their_own_and_share_the_prompt(engine: LLMEngine) -> None:
+    prompt = tuple(range(13))
+    (updates,) = run(engine, request_of("n", prompt, n=3, temperature=2.0, seed=5, max_tokens=12))
+    found = [tokens_of([update for update in updates if update.index == index]) for index in range(3)]
+    assert [len(tokens) for tokens in found] == [12] * 3
+    assert len({tuple(tokens) for tokens in found}) == 3
+    cached = {update.index: update.cached_tokens for update in updates}
+    assert cached[1] == cached[2] == 12
+
+
+def test_a_seed_gives_the_same_whatever_else_runs(engine: LLMEngine) -> None:
+    wanted = {"temperature": 1.5, "seed": 11, "max_tokens": 16}
+    (alone,) = run(engine, request_of("alone", **wanted))
+    crowd = [request_of(f"other {index}", (index,) * 9, temperature=1.0) for index in range(5)]
+    found = run(engine, *crowd[:3], request_of("crowded", **wanted), *crowd[3:])
+    assert tokens_of(found[3]) == tokens_of(alone)
+
+
+def test_without_a_seed_each_is_another(engine: LLMEngine) -> None:
+    one, other = run(engine, *(request_of(name, temperature=2.0, max_tokens=16) for name in "ab"))
+    assert tokens_of(one) != tokens_of(other)
+
+
+def test_an_id_is_free_again_when_its_request_has_ended(engine: LLMEngine) -> None:
+    for _ in range(2):
+        run(engine, request_of("again"))
+    engine.submit(request_of("twice", max_tokens=40))
+    with pytest.raises(GenerationError, match="'twice' is being worked on") as caught:
+        engine.submit(request_of("twice"))
+    assert caught.value.parameter == "request_id"
+    engine.abort("twice")
+    assert list(engine.stream("twice"))[-1].finish_reason in ("abort", "length")
+
+
+def test_who_leaves_a_stream_frees_its_pages(engine: LLMEngine) -> None:
+    engine.submit(request_of("left", max_tokens=40))
+    stream = engine.stream("left")
+    next(stream)
+    stream.close()
+    run(engine, request_of("after"))
+    stats = engine.stats()
+    assert stats.running == stats.waiting == stats.used_pages == 0
+
+
+def test_a_deadline_ends_a_request_and_no_other(engine: LLMEngine) -> None:
+    late, other = run(engine, request_of("late", timeout_s=1e-6), request_of("other"))
+    assert late[-1].finish_reason == "deadline" and other[-1].finish_reason == "length"
+
+
+def test_a_text_that_cannot_be_made_fails_alone(engine: LLMEngine, words: Words) -> None:
+    (whole,) = run(engine, request_of("whole"))
+    words.broken = tokens_of(whole)[3]
+    try:
+        broken, other = run(engine, request_of("broken"), request_of("fine", (7, 7), max_tokens=1))
+    finally:
+        words.broken = None
+    assert broken[-1].finish_reason == "error" and "no such letter" in str(broken[-1].error)
+    assert other[-1].finish_reason in ("length", "error")
+    assert engine.stats().used_pages == 0
+
+
+def test_logits_that_are_not_finite_fail_their_request_alone() -> None:
+    params = random_params()
+    params["embedding"] = params["embedding"].at[9].set(jnp.nan)
+    with LLMEngine(TinyCheckpoint(params=params), CONFIG) as engine:
+        bad, good = run(engine, request_of("bad", (1, 9)), request_of("good", (1, 2), logit_bias={9: -100.0}))
+        assert bad[-1].finish_reason == "error" and "not finite" in str(bad[-1].error)
+        assert good[-1].finish_reason == "length" and len(tokens_of(good)) == 8
+
+
+def test_a_full_queue_refuses(idle: LLMEngine) -> None:
+    idle.submit(request_of("four", n=4))
+    idle.submit(request_of("two", n=2))
+    with pytest.raises(EngineBusy, match="6 continuations wait already; max_waiting=6") as caught:
+        idle.submit(request_of("more"))
+    assert caught.value.retry_after_s > 0
+
+
+def test_what_was_submitted_before_the_start_is_done_after_it(idle: LLMEngine) -> None:
+    idle.submit(request_of("early"))
+    with idle:
+        assert len(tokens_of(list(idle.stream("early")))) == 8
+
+
+def test_closing_ends_what_runs_and_refuses_more(idle: LLMEngine) -> None:
+    idle.start()
+    idle.submit(request_of("unfinished", max_tokens=40))
+    idle.close()
+    last = list(idle.stream("unfinished"))[-1]
+    assert last.finish_reason in ("abort", "length")
+    with pytest.raises(EngineStopped, match="closed"):
+        idle.submit(request_of("late"))
+
+
+def test_closing_may_wait_for_what_runs(idle: LLMEngine) -> None:
+    idle.start()
+    idle.submit(request_of("drained", max_tokens=30))
+    idle.close(drain_s=60.0)
+    assert len(tokens_of(list(idle.stream("drained")))) == 30
+
+
+def test_a_failed_engine_tells_everybody(idle: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(idle._programs, "step", fail)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    idle.submit(request_of("one"))
+    idle.submit(request_of("two", n=2))
+    idle.start()
+    assert "the device is gone" in str(list(idle.stream("one"))[-1].error)
+    assert [update.finish_reason for update in idle.stream("two")] == ["error", "error"]
+    for ask in (lambda: idle.submit(request_of("three")), idle.stats):
+        with pytest.raises(EngineStopped, match="the device is gone"):
+            ask()
+
+
+def test_new_weights_take_effect_and_old_pages_are_forgotten() -> None:
+    prompt = tuple(range(12))
+    with LLMEngine(TinyCheckpoint(), CONFIG) as engine:
+        (before,) = run(engine, request_of("before", prompt))
+        (again,) = run(engine, request_of("again", prompt))
+        assert again[-1].cached_tokens == 8
+        engine.update_weights(jax.tree.map(lambda leaf: leaf.astype(jnp.float16), random_params(seed=1)))
+        (after,) = run(engine, request_of("after", prompt))
+        assert after[-1].cached_tokens == 0
+        rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.float16).astype(jnp.float32), random_params(seed=1))
+    with LLMEngine(TinyCheckpoint(params=rounded), CONFIG) as fresh:
+        (expected,) = run(fresh, request_of("expected", prompt))
+    assert tokens_of(after) == tokens_of(expected) != tokens_of(before)
+
+
+def test_other_weights_are_refused_by_name(idle: LLMEngine) -> None:
+    params = random_params()
+    params["head"] = jnp.zeros((EMBED, VOCAB + 1))
+    params["tail"] = params.pop("embedding")
+    with pytest.raises(ConversionError) as caught:
+        idle.update_weights(params)
+    text = str(caught.value)
+    assert "['embedding'] is missing" in text and "['tail'] is unknown" in text
+    assert f"['head'] has shape ({EMBED}, {VOCAB + 1}); expected ({EMBED}, {VOCAB})" in text
+
+
+def test_a_cache_of_codes_generates() -> None:
+    with LLMEngine(TinyCheckpoint(), dataclasses.replace(CONFIG, cache_dtype="int8")) as engine:
+        (updates,) = run(engine, request_of("codes"))
+        assert len(tokens_of(updates)) == 8

@@ -1,0 +1,78 @@
+import dataclasses
+from typing import Any
+
+import pytest
+
+from stack_core.errors import ConfigError, GenerationError
+from stack_core.generation import GenerationRequest, SamplingParams
+from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.limits import Limits
+
+from .tiny_checkpoint import POSITIONS, VOCAB, TinyCheckpoint
+
+LIMITS = Limits.of(TinyCheckpoint(), EngineConfig())
+
+
+def request_of(prompt: tuple[int, ...] = (1, 2), timeout_s: float | None = None, **sampling: Any) -> GenerationRequest:
+    return GenerationRequest(request_id="a", prompt=prompt, sampling=SamplingParams(**sampling), timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("request_", "parameter", "says"),
+    [
+        (request_of(()), "prompt", "no tokens"),
+        (request_of((1, VOCAB)), "prompt", f"token {VOCAB}; the model has tokens 0 to {VOCAB - 1}"),
+        (request_of((1,) * POSITIONS), "prompt", f"Shorten the prompt to {POSITIONS - 1} tokens"),
+        (request_of(max_tokens=POSITIONS - 1), "max_tokens", f"Ask for {POSITIONS - 2} at most"),
+        (request_of(n=129), "n", "129 continuations are asked for; the most is 128"),
+        (request_of(logprobs=21), "logprobs", "the most is 20"),
+        (request_of(prompt_logprobs=21), "prompt_logprobs", "the most is 20"),
+        (request_of(logit_bias={VOCAB: 1.0}), "logit_bias", f"token {VOCAB}"),
+        (request_of(logit_bias=dict.fromkeys(range(301), 1.0)), "logit_bias", "the most is 300"),
+        (request_of(stop_tokens=(VOCAB,)), "stop_tokens", f"token {VOCAB}"),
+        (request_of(stop_tokens=tuple(range(33))), "stop_tokens", "the most is 32"),
+        (request_of(max_tokens=3, min_tokens=4), "min_tokens", "min_tokens=4 is more than max_tokens=3"),
+        (request_of(stop=("x",)), "stop", "need a tokenizer"),
+        (request_of(timeout_s=0.0), "timeout_s", "positive"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(request_: GenerationRequest, parameter: str, says: str) -> None:
+    with pytest.raises(GenerationError, match=says) as caught:
+        LIMITS.check(request_)
+    assert caught.value.parameter == parameter
+
+
+def test_the_largest_request_is_served() -> None:
+    LIMITS.check(request_of(max_tokens=POSITIONS - 2, n=128, logprobs=20, logit_bias={VOCAB - 1: -100.0}))
+    LIMITS.check(request_of((1,) * (POSITIONS - 1)))
+    assert LIMITS.total_tokens(request_of()) == POSITIONS
+
+
+def test_pages_hold_all_sequences_where_memory_allows() -> None:
+    assert LIMITS.pages == 32 * POSITIONS // 16
+    assert Limits.of(TinyCheckpoint(), EngineConfig(max_tokens=20, page_tokens=8)).pages == 32 * 3
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (EngineConfig(max_tokens=POSITIONS + 1), f"more than the {POSITIONS} positions"),
+        (EngineConfig(pages=2), "Give at least 3 pages"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(config: EngineConfig, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Limits.of(TinyCheckpoint(), config)
+
+
+def test_a_step_has_a_token_for_every_sequence() -> None:
+    with pytest.raises(ConfigError, match="step_tokens=16 is less than max_sequences=32"):
+        EngineConfig(step_tokens=16)
+
+
+def test_end_tokens_and_stop_tokens_share_the_places() -> None:
+    checkpoint = dataclasses.replace(TinyCheckpoint(), end_tokens=frozenset(range(5)))
+    limits = Limits.of(checkpoint, EngineConfig())
+    limits.check(request_of(stop_tokens=tuple(range(5, 31))))
+    with pytest.raises(GenerationError, match="stop_tokens"):
+        limits.check(request_of(stop_tokens=tuple(range(2, 30))))

@@ -1,0 +1,69 @@
+"""A language model of two layers in plain JAX, as a checkpoint."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stack_core.protocols import AttentionSpec, KVCacheShape
+
+VOCAB, EMBED, HEADS, LAYERS, POSITIONS = 31, 16, 2, 2, 48
+SHAPE = KVCacheShape(LAYERS, HEADS, EMBED // HEADS, "float32")
+
+
+def random_params(seed: int = 0) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return {
+        "embedding": jax.random.normal(keys[0], (VOCAB, EMBED)),
+        "layers": {"mix": jax.random.normal(keys[1], (LAYERS, EMBED, 3 * EMBED)) * 0.5},
+        "head": jax.random.normal(keys[2], (EMBED, VOCAB)),
+    }
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    params: Mapping[str, Any]
+
+    def __call__(self, tokens: Any, positions: Any, segment_ids: Any = None, cache: Any = None) -> Any:
+        x = self.params["embedding"][tokens] + jnp.sin(
+            positions[..., None].astype(jnp.float32) * jnp.arange(1.0, EMBED + 1)
+        )
+
+        def layer(x: Any, inputs: Any) -> Any:
+            weights, layer_cache = inputs
+            query, key, value = jnp.split(x @ weights["mix"], 3, axis=-1)
+            heads = (*x.shape[:2], HEADS, EMBED // HEADS)
+            query, key, value = (array.reshape(heads) for array in (query, key, value))
+            output, layer_cache = cache.attend(layer_cache, query, key, value, AttentionSpec())
+            return jnp.tanh(x + output.reshape(x.shape)), layer_cache
+
+        x, layers = jax.lax.scan(layer, x, (self.params["layers"], cache.layers))
+        return x, cache.advance(layers, tokens.shape[1])
+
+    def logits(self, hidden: Any) -> Any:
+        return hidden @ self.params["head"]
+
+    def head_weight(self) -> Any:
+        return self.params["head"]
+
+
+@dataclass(frozen=True)
+class TinyCheckpoint:
+    name: str = "tiny"
+    params: Any = field(default_factory=random_params)
+    kv_cache: KVCacheShape = SHAPE
+    vocab_size: int = VOCAB
+    max_positions: int = POSITIONS
+    tokenizer: Any = None
+    end_tokens: frozenset[int] = frozenset()
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def model(self, params: Any) -> TinyModel:
+        return TinyModel(params)
+
+    def shardings(self, mesh: Any) -> Any:
+        raise NotImplementedError("one device is enough here")

@@ -268,7 +268,7 @@ def _markdown(results: Mapping[str, Any]) -> str:
         "",
         "Two residual MLP blocks in each scheme. `stack / ...` is its time over that contender's, within a round: "
         "median (least to most); below 1 it is faster. `float` is the program that was quantized, in the activations' "
-        "dtype. Where ranges are wide other programs ran meanwhile; ratios of CPU time, beside each, mind that less. MiB "
+        "dtype. Where ranges are wide other programs ran meanwhile; ratios of CPU time, beside each, mind it less. MiB "
         "are what each compiled program holds at once: arguments, result and temporaries.",
     ]
     of_times = ["ms", "CPU-ms", "stack / qwix", "CPU", "stack / float", "CPU"]

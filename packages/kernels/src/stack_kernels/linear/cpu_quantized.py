@@ -134,8 +134,8 @@ def _fused(rows: jax.Array, part: Columns, terms: int) -> jax.Array:
     """Sums of `terms` products each in one pass over the codes; the rest of the sum and the scales follow.
 
     The terms of a sum are as far apart as the tile allows, so that codes are read in `terms` long streams, each as it
-    lies in memory: processors fetch these ahead. Of 512 x 1408 int8 that come from memory, a row takes 27 us so and 66
-    where the terms are neighbours. More than 8 streams, which are often a multiple of 4096 bytes apart, would drive
+    lies in memory: processors fetch these ahead. Of 512 x 1408 int8 that come from memory, a row took 39 us so and 66
+    where the terms were neighbours. More than 8 streams, which are often a multiple of 4096 bytes apart, would drive
     each other out of the first cache.
     """
     tiles, width = len(part.scale), part.stored.shape[1]

@@ -136,6 +136,14 @@ def test_several_continuations_have_seeds_of_their_own_and_share_the_prompt(engi
     assert cached[1] == cached[2] == 12
 
 
+def test_the_prompts_log_probabilities_come_first_even_while_tokens_are_held_back(engine: LLMEngine) -> None:
+    (whole,) = run(engine, request_of("whole text"))
+    begins_so = Words().decode(tokens_of(whole)[:1]) + " not so"
+    (updates,) = run(engine, request_of("held", stop=(begins_so,), prompt_logprobs=1))
+    assert updates[0].tokens == () and tokens_of(updates) == tokens_of(whole)
+    assert [update.prompt_logprobs is not None for update in updates] == [True] + [False] * (len(updates) - 1)
+
+
 def test_a_seed_gives_the_same_whatever_else_runs(engine: LLMEngine) -> None:
     wanted = {"temperature": 1.5, "seed": 11, "max_tokens": 16}
     (alone,) = run(engine, request_of("alone", **wanted))

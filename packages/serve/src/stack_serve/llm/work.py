@@ -64,7 +64,8 @@ class Work:
         update = replace(update, cached_tokens=cached_tokens)
         if update.index == 0 and not self.has_told:
             self.has_told = True
-            if self.request.sampling.prompt_logprobs is not None and update.tokens:
+            is_computed = update.finish_reason in (None, "stop", "length")
+            if self.request.sampling.prompt_logprobs is not None and is_computed:
                 update = replace(update, prompt_logprobs=tuple(self.prompt_logprobs))
         if update.finish_reason is not None:
             times = RequestTimes(self.submitted_s, self.started_s, self.first_token_s, now_s)

@@ -112,13 +112,22 @@ def test_what_cannot_be_opened_is_told(target: str, options: dict, message: str)
         chat(target, **options)
 
 
+# A shell that runs tests in the background has them ignore Ctrl-C, and so would a program that they start.
+_CHAT = """
+import signal
+from stack_core.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
+
+
 class Terminal:
     """`stack chat` as a person has it before them."""
 
     def __init__(self, *arguments: str) -> None:
         self._descriptor, child = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "stack_core.cli", "chat", *arguments],
+            [sys.executable, "-c", _CHAT, "chat", *arguments],
             stdin=child, stdout=child, stderr=child, start_new_session=True,
             env={**os.environ, "TERM": "dumb"},
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The most likely tokens of each row, without sorting a vocabulary: a CPU sorts one of 32,000 in as long as it runs a model.
+"""The most likely tokens of each row, without sorting a vocabulary, for which a CPU needs longer than for a model.
 
 The rows of logits here are `padded`: their vocabulary is a multiple of `GROUPS`, the tokens beyond it have -inf.
 """
@@ -61,19 +61,20 @@ def kth_largest(logits: Float[Array, "rows vocab"], k: Int[Array, " rows"]) -> F
 
 def _bisected(logits: Float[Array, "rows vocab"], k: Int[Array, " rows"]) -> Float[Array, " rows"]:
     """The same for any k, bit by bit of a float, until all rows have a number that exactly k reach."""
+    wanted = k.astype(jnp.float32)  # counts of a vocabulary are exact in float32, which sums faster than int32
 
     def unfinished(state: tuple[jax.Array, jax.Array, jax.Array]) -> Bool[Array, ""]:
         bit, _, reached = state
-        return (bit > 0) & jnp.any(reached != k)
+        return (bit > 0) & jnp.any(reached != wanted)
 
     def narrow(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         bit, ordinal, reached = state
         raised = ordinal | bit
-        count = jnp.sum(logits >= _float_of(raised)[:, None], axis=1, dtype=jnp.int32)
-        enough = (count >= k) & (reached != k)
+        count = jnp.sum((logits >= _float_of(raised)[:, None]).astype(jnp.float32), axis=1)
+        enough = (count >= wanted) & (reached != wanted)
         return bit >> jnp.uint32(1), jnp.where(enough, raised, ordinal), jnp.where(enough, count, reached)
 
-    start = jnp.zeros(len(k), jnp.uint32), jnp.full(len(k), logits.shape[1])
+    start = jnp.zeros(len(k), jnp.uint32), jnp.full(len(k), logits.shape[1], jnp.float32)
     _, ordinal, _ = lax.while_loop(unfinished, narrow, (jnp.uint32(1 << 31), *start))
     return jnp.where(ordinal == 0, -jnp.inf, _float_of(ordinal))
 

@@ -1,6 +1,7 @@
 """Changes of logits that depend on single tokens: biases, and penalties for tokens that occurred before."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ def _counts(history: jax.Array, first: jax.Array, stop: jax.Array, vocab: int) -
     """How often each token stands in a row of `history` from its `first` place up to its `stop`."""
     rows = jnp.arange(len(history))[:, None]
 
-    def add_chunk(chunk: jax.Array, count: jax.Array) -> jax.Array:
+    def add_chunk(chunk: Any, count: jax.Array) -> jax.Array:
         places = chunk * _CHUNK_TOKENS + jnp.arange(_CHUNK_TOKENS)
         tokens = history.at[:, places].get(mode="fill", fill_value=vocab)
         counted = (first[:, None] <= places) & (places < stop[:, None])

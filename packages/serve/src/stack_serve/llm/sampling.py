@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Float, Int
 
 from stack_core.generation import SamplingParams
@@ -179,34 +180,30 @@ def _choose(logits: jax.Array, settings: SamplingSettings, generated: jax.Array)
 def _draw(logits: jax.Array, peak: jax.Array, settings: SamplingSettings, generated: jax.Array) -> jax.Array:
     """A token of each row by its probability among the candidates.
 
-    Whether a drawn token is among those that `top_p` leaves is asked afterwards: one that is not is drawn again among
-    the more likely ones, which gives those that are left their probabilities without finding out which they are.
+    Whether a token is among those that `top_p` leaves is asked when it is drawn. One that is not is drawn again among
+    the likelier ones: those that are left get their probabilities, and which they are need not be found out.
     """
-    keys = jax.random.wrap_key_data(settings.seed, impl="threefry2x32")
-    keys = jax.vmap(jax.random.fold_in)(keys, generated)
     temperature = jnp.where(settings.temperature > 0, settings.temperature, 1)
     weights = jnp.exp((logits - peak[:, None]) / temperature[:, None])
     kept = (logits >= _top_k_bound(logits, settings.top_k)[:, None]) & (weights >= settings.min_p[:, None])
     weights = jnp.where(kept, weights, 0)
-    enough = settings.top_p * jnp.sum(weights, axis=1)
 
-    def bounds(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        weight = at_token(weights, tokens)
+    def rejected(weight: jax.Array) -> jax.Array:
         above = jnp.sum(jnp.where(weights > weight[:, None], weights, 0), axis=1)
-        return weight, (settings.top_p < 1) & (above > 0) & (above >= enough)
+        return (settings.top_p < 1) & (above > 0) & (above >= settings.top_p * jnp.sum(weights, axis=1))
 
-    def redraw(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        attempt, tokens, weight, rejected = state
-        remaining = jnp.where(weights > weight[:, None], weights, 0)
-        tokens = jnp.where(rejected, _draw_weighted(remaining, keys, attempt), tokens)
-        return attempt + jnp.uint32(1), tokens, *bounds(tokens)
+    def draw(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        attempt, tokens, bound, wanted = state
+        remaining = jnp.where(weights > bound[:, None], weights, 0)
+        drawn = _draw_weighted(remaining, _uniform(settings.seed, generated, attempt))
+        tokens = jnp.where(wanted, drawn, tokens)
+        bound = at_token(weights, tokens)
+        wanted = lax.cond(jnp.any(settings.top_p < 1), rejected, lambda _: jnp.zeros_like(wanted), bound)
+        return attempt + 1, tokens, bound, wanted
 
-    tokens = _draw_weighted(weights, keys, jnp.uint32(0))
-    return lax.cond(
-        jnp.any(settings.top_p < 1),
-        lambda: lax.while_loop(lambda state: jnp.any(state[3]), redraw, (jnp.uint32(1), tokens, *bounds(tokens)))[1],
-        lambda: tokens,
-    )
+    rows = len(logits)
+    first = (jnp.int32(0), jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32), jnp.ones(rows, bool))
+    return lax.while_loop(lambda state: jnp.any(state[3]), draw, first)[1]
 
 
 def _top_k_bound(logits: jax.Array, top_k: jax.Array) -> jax.Array:
@@ -215,13 +212,18 @@ def _top_k_bound(logits: jax.Array, top_k: jax.Array) -> jax.Array:
     )
 
 
-def _draw_weighted(weights: jax.Array, keys: jax.Array, attempt: jax.Array) -> jax.Array:
+def _uniform(seed: jax.Array, generated: jax.Array, attempt: jax.Array) -> Float[Array, "rows 2"]:
+    """Random numbers in [0, 1), the same for the same place in a continuation of the same seed."""
+    counts = jnp.stack([generated, jnp.full_like(generated, attempt)], axis=1).astype(jnp.uint32)
+    bits = jax.vmap(threefry_2x32)(seed, counts)
+    return (bits >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
+
+
+def _draw_weighted(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """A token of each row by its weight: first a column of the vocabulary, folded to `GROUPS` rows, then one in it.
 
     Each has a random number of its own, so that 24 bits are enough for rare tokens of large vocabularies.
     """
-    bits = jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, attempt), (2,), jnp.uint32))(keys)
-    uniform = (bits >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
     folded = weights.reshape(len(weights), GROUPS, -1)
     column = _inverse_cdf(jnp.sum(folded, axis=1), uniform[:, 0])
     place = _inverse_cdf(jnp.take_along_axis(folded, column[:, None, None], axis=2)[:, :, 0], uniform[:, 1])

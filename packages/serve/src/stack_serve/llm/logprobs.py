@@ -38,9 +38,9 @@ class TokenLogprobs:
 def token_logprobs(logits: Float[Array, "rows vocab"], tokens: Int[Array, " rows"]) -> TokenLogprobs:
     """How likely each row's token is by its logits, and which are the most likely."""
     logits = padded(logits)
-    peak = jnp.max(logits, axis=1)
-    norm = peak + jnp.log(jnp.sum(jnp.exp(logits - peak[:, None]), axis=1))
     own = at_token(logits, tokens)
+    peak = jnp.max(logits, axis=1)
+    norm = jnp.log(jnp.sum(jnp.exp(logits - peak[:, None]), axis=1))  # of the logits less the peak, for large ones
     ranks = 1 + jnp.sum(logits > own[:, None], axis=1, dtype=jnp.int32)
     values, top_tokens = largest(logits, MOST_LOGPROBS)
-    return TokenLogprobs(tokens, own - norm, ranks, top_tokens, values - norm[:, None])
+    return TokenLogprobs(tokens, own - peak - norm, ranks, top_tokens, values - peak[:, None] - norm[:, None])

@@ -64,6 +64,8 @@ def main() -> None:
     for fn in (logits, in_shard_map):
         for name, scheme in SCHEMES.items():
             rules = scheme if fn is logits else [Rule(**{**vars(scheme[0]), "path": "embedding|head"})]
+            if rules[0].static_ranges and fn is in_shard_map and jax.__version__.startswith("0.11."):
+                continue  # XLA of jax 0.11.2 crashes as it compiles what measures; needs jax 0.10 or 0.12
             stream = {"stream": [(tokens,)]} if rules[0].static_ranges else {}
             one, of_one, _ = quantize_function(fn, jax.tree.map(jnp.asarray, params), rules, (tokens,), **stream)
             many, of_many, _ = quantize_function(fn, spread, rules, (apart,), **stream)

@@ -8,12 +8,14 @@ codes = quantize(x, spec, range=observed_range(statistics))
 `quantize_model` does so for all activations of a model, given a `stream`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from stack_core.errors import ShapeError
 from stack_quant.calibrate import calibrate
@@ -83,23 +85,24 @@ def observe(statistics: RangeStatistics, array: jax.Array, spec: ArraySpec) -> R
     return RangeStatistics(low, with_new(statistics.high, span.high), weight)
 
 
-def merged(parts: RangeStatistics, spec: ArraySpec) -> RangeStatistics:
-    """Of a batch whose parts, along a leading axis, were observed each by itself: the statistics with all of it.
+def merged(part: RangeStatistics, spec: ArraySpec, axis_names: Sequence[str]) -> RangeStatistics:
+    """Of a batch of which each device along some axes of the mesh observed a part: the statistics with all of it.
 
     A "percentile" and an "mse" range of the whole is taken to be the mean of the parts'.
     """
+    names = tuple(axis_names)
 
     def of_all(each: jax.Array) -> jax.Array:
         """Of magnitudes."""
         match spec.calibrated.name:
             case "rms":
-                return jnp.sqrt(jnp.mean(jnp.square(each), axis=0))
+                return jnp.sqrt(lax.pmean(jnp.square(each), names))
             case "percentile" | "mse":
-                return jnp.mean(each, axis=0)
-        return jnp.max(each, axis=0)
+                return lax.pmean(each, names)
+        return lax.pmax(each, names)
 
-    low = None if parts.low is None else -of_all(-parts.low)
-    return RangeStatistics(low, of_all(parts.high), parts.weight[0])
+    low = None if part.low is None else -of_all(-part.low)
+    return RangeStatistics(low, of_all(part.high), lax.pmax(part.weight, names))
 
 
 def observed_range(statistics: RangeStatistics) -> Range:

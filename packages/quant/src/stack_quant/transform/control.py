@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.ops.building import is_quantized
+from stack_core.ops.building import is_quantized, vary_alike
 from stack_quant.streams import merged
 from stack_quant.transform import versions, views
 from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value, has_products
@@ -227,30 +227,28 @@ def _shard_map(interpreter: Interpreter, equation: Any, operands: Sequence[Value
     specs = params["in_specs"]
     shown = [_shardable(value, spec, params["mesh"]) for value, spec in zip(operands, specs, strict=True)]
     manual = [name for name in params["mesh"].axis_names if name in params["newly_manual_axes"]]
-    whole, apart = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(tuple(manual))
-    count = _devices(params["mesh"], tuple(manual))
+    whole, sites = jax.sharding.PartitionSpec(), interpreter.sites
 
     def function(ranges: Any, trips: Any, measured: Any, *arrays: Any) -> tuple[Any, list[Any]]:
-        inside = _within(interpreter, equation, jax.tree.map(lambda part: part[0], measured))
+        measured, _ = vary_alike(measured, list(map(lax.axis_index, manual)))  # as the carry of a loop inside must
+        inside = _within(interpreter, equation, measured)
         layers = tuple((size, trip) for (size, _), trip in zip(interpreter.layers, trips, strict=True))
         inside = dataclasses.replace(inside, ranges=ranges, layers=layers)
         values = [dataclasses.replace(value, array=array) for (value, _), array in zip(shown, arrays, strict=True)]
         results = [_settled(inside, equation, result) for result in inside.run(params["jaxpr"], values)]
-        return jax.tree.map(lambda part: part[None], inside.measured), results
+        return {name: merged(parts, sites[name].spec, manual) for name, parts in inside.measured.items()}, results
 
     mapped = jax.shard_map(
         function,
         mesh=params["mesh"],
-        in_specs=(whole, whole, apart, *(spec for _, spec in shown)),
-        out_specs=(apart, list(params["out_specs"])),
+        in_specs=(whole, whole, whole, *(spec for _, spec in shown)),
+        out_specs=(whole, list(params["out_specs"])),
         axis_names=params["newly_manual_axes"],
         check_vma=params["check_vma"],
     )
-    each = jax.tree.map(lambda part: jnp.broadcast_to(part, (count, *part.shape)), interpreter.measured)
     trips = [trip for _, trip in interpreter.layers]
-    measured, arrays = mapped(interpreter.ranges, trips, each, *(value.array for value, _ in shown))
-    for name, parts in measured.items():
-        interpreter.measured[name] = merged(parts, interpreter.sites[name].spec)
+    measured, arrays = mapped(interpreter.ranges, trips, interpreter.measured, *(value.array for value, _ in shown))
+    interpreter.measured.update(measured)
     return list(map(_plain_value, arrays))
 
 

@@ -1,68 +1,13 @@
 """Where jaxprs differ between the versions of JAX that are supported; no other file here knows of it."""
 
-import contextlib
 import re
-from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
+from stack_core.jaxprs import bind, consts_of, equations_of, inner, scan_counts, traced_here
 
 __all__ = ["bind", "consts_of", "equations_of", "inner", "scan_counts", "source_of", "traced_here"]
 
 _NOT_THE_USER = re.compile(r"[/\\](stack_core|stack_quant|jaxtyping|flax|beartype)[/\\]|^<")
-
-_INNER = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vmap_call": "call",
-}
-
-
-def equations_of(jaxpr: Any) -> Any:
-    """The jaxpr with `eqns`, `invars` and `outvars`; since JAX 0.11 a closed one is of the same class."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def consts_of(jaxpr: Any) -> Sequence[Any]:
-    """The constants of a closed jaxpr, which are the values of its `constvars`; none of an open one."""
-    return getattr(jaxpr, "consts", ())
-
-
-def inner(equation: Any) -> Any:
-    """The jaxpr that a call runs once on its operands, or None if the equation is no such call."""
-    name = _INNER.get(equation.primitive.name)
-    return None if name is None else equation.params[name]
-
-
-def scan_counts(equation: Any) -> tuple[int, int]:
-    """How many constants and how many carried values a scan has."""
-    params = equation.params
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()  # since JAX 0.11
-    return len(list(consts)), len(list(carry))
-
-
-def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
-    """Runs an equation as it is on other operands."""
-    found = equation.primitive.get_bind_params(equation.params)
-    functions, params = found if isinstance(found, tuple) else ((), found)  # since JAX 0.12 params alone
-    results = equation.primitive.bind(*functions, *operands, **params)
-    return list(results) if equation.primitive.multiple_results else [results]
-
-
-@contextlib.contextmanager
-def traced_here(equation: Any) -> Iterator[None]:
-    """Makes what is traced in the block inherit the equation's scopes, mesh and other settings."""
-    scope = str(equation.source_info.name_stack)
-    with equation.ctx.manager, jax.named_scope(scope) if scope else contextlib.nullcontext():
-        yield
 
 
 def source_of(equation: Any) -> str:

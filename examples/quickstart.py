@@ -62,7 +62,7 @@ def generate(directory: Path) -> None:
 
 
 def serve(directory: Path) -> None:
-    sizes = ("--max-sequences", "2", "--step-tokens", "16")  # few programs to compile
+    sizes = ("--max-sequences", "1", "--step-tokens", "16")  # few programs to compile
     command = [*STACK, "serve", str(directory), "--port", "0", "--json", *sizes]
     server = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:

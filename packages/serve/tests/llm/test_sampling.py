@@ -193,7 +193,16 @@ def test_top_k_of_one_is_greedy_however_hot():
     ids=["-inf", "large", "very negative", "denormal"],
 )
 @pytest.mark.parametrize(
-    "changes", [{}, {"temperature": 1e-30}, {"temperature": 1e300}, {"top_k": 2}, {"top_p": 0.99}, {"min_p": 1.0}]
+    "changes",
+    [
+        {},
+        {"temperature": 1e-30},
+        {"temperature": 1e300},
+        {"top_k": 2},
+        {"top_p": 0.99},
+        {"top_p": 1e-300},
+        {"min_p": 1.0},
+    ],
 )
 def test_extreme_logits_and_temperatures_are_drawn_from(logits, changes):
     logits = np.array(logits, np.float32)
@@ -218,6 +227,28 @@ def test_what_has_no_weight_is_never_drawn(weights, uniform):
     if np.float32(uniform) * np.float32(total) < np.float32(total):
         assert before <= uniform * total + 1e-5 * total
         assert uniform * total <= before + padded[place] + 1e-5 * total
+
+
+def test_sums_that_are_rounded_never_draw_what_has_no_weight():
+    """Sums of a prefix are made in another order than those of a longer one, and may differ where nothing was added."""
+    rng = np.random.default_rng(0)
+    weights = rng.random((4000, 300), np.float32) * (rng.random((4000, 300)) < 0.3)
+    weights[:, rng.integers(100, 299) :] = 0
+    for uniform in (0.0, 0.5, 1 - 2.0**-24):
+        places = sampling._inverse_cdf(jnp.asarray(weights), jnp.full(4000, uniform, jnp.float32))
+        assert (np.take_along_axis(weights, np.asarray(places)[:, None], axis=1) > 0).all()
+
+
+def test_a_small_top_p_of_many_tokens_is_found_in_a_few_draws(monkeypatch):
+    attempts = []
+    draw = sampling._draw_weighted
+    monkeypatch.setattr(sampling, "_draw_weighted", lambda *args: attempts.append(1) or draw(*args))
+    logits = jnp.asarray(np.linspace(0, 1, 2048)[None], jnp.float32)
+    settings = jax.tree.map(jnp.asarray, settings_of(SamplingParams(top_p=0.001)))
+    for length in range(8):
+        with jax.disable_jit():
+            sample(logits, settings, jnp.zeros((1, 8), jnp.int32), jnp.full(1, length, jnp.int32))
+    assert 8 < len(attempts) < 8 * 30
 
 
 # What a seed means.
@@ -352,7 +383,7 @@ def executed(monkeypatch, *params):
     """Names of the parts that run for some rows."""
     seen = set()
     parts = {
-        sampling: ["add_at", "penalize", "kth_largest", "token_logprobs", "_draw", "_draw_weighted"],
+        sampling: ["add_at", "penalize", "kth_largest", "token_logprobs", "_draw", "_beyond_top_p"],
         candidates: ["_bisected", "largest"],
         logprobs: ["largest"],
         penalties: ["_counts"],
@@ -383,9 +414,10 @@ GREEDY = SamplingParams(temperature=0.0)
         ({"temperature": 0.0}, set()),
         ({"temperature": 0.0, "min_tokens": 5}, set()),
         ({"temperature": 0.0, "top_p": 0.5, "top_k": 3}, set()),
-        ({}, {"_draw", "_draw_weighted"}),
-        ({"top_k": 4}, {"_draw", "_draw_weighted", "kth_largest", "largest"}),
-        ({"top_k": 100}, {"_draw", "_draw_weighted", "kth_largest", "_bisected"}),
+        ({}, {"_draw"}),
+        ({"top_p": 0.5}, {"_draw", "_beyond_top_p"}),
+        ({"top_k": 4}, {"_draw", "kth_largest", "largest"}),
+        ({"top_k": 100}, {"_draw", "kth_largest", "_bisected"}),
         ({"temperature": 0.0, "logit_bias": {1: 1.0}}, {"add_at", "penalize"}),
         ({"temperature": 0.0, "min_tokens": 6}, {"add_at", "penalize"}),
         ({"temperature": 0.0, "presence_penalty": 1.0}, {"add_at", "penalize", "_counts"}),

@@ -129,7 +129,6 @@ def sample(
       history: tokens of each row's prompt and continuation.
       lengths: how many there are, all before the one that is drawn.
     """
-    vocab = logits.shape[1]
     logits = padded(logits)
     generated = lengths - settings.prompt_tokens
     stopping = jnp.where(generated[:, None] < settings.min_tokens[:, None], settings.stop_tokens, -1)
@@ -159,11 +158,10 @@ def sample(
         lambda: _choose(changed(), settings, generated),
         lambda: _choose(logits, settings, generated),
     )
-    tokens = jnp.minimum(tokens, vocab - 1)
     figures = lax.cond(
         jnp.any(settings.logprobs >= 0), lambda: token_logprobs(logits, tokens), lambda: _no_logprobs(tokens)
     )
-    return Sampled(**vars(figures), ok=ok & jnp.isfinite(jnp.max(logits, axis=1)))
+    return Sampled(**vars(figures), ok=ok)
 
 
 def _choose(logits: jax.Array, settings: SamplingSettings, generated: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -188,22 +186,28 @@ def _draw(logits: jax.Array, peak: jax.Array, settings: SamplingSettings, genera
     kept = (logits >= _top_k_bound(logits, settings.top_k)[:, None]) & (weights >= settings.min_p[:, None])
     weights = jnp.where(kept, weights, 0)
 
-    def rejected(weight: jax.Array) -> jax.Array:
-        above = jnp.sum(jnp.where(weights > weight[:, None], weights, 0), axis=1)
-        return (settings.top_p < 1) & (above > 0) & (above >= settings.top_p * jnp.sum(weights, axis=1))
-
     def draw(state: tuple[Any, ...]) -> tuple[Any, ...]:
         attempt, tokens, bound, wanted = state
         remaining = jnp.where(weights > bound[:, None], weights, 0)
         drawn = _draw_weighted(remaining, _uniform(settings.seed, generated, attempt))
         tokens = jnp.where(wanted, drawn, tokens)
         bound = at_token(weights, tokens)
-        wanted = lax.cond(jnp.any(settings.top_p < 1), rejected, lambda _: jnp.zeros_like(wanted), bound)
+        wanted = lax.cond(
+            jnp.any(settings.top_p < 1),
+            lambda: _beyond_top_p(weights, bound, settings.top_p),
+            lambda: jnp.zeros_like(wanted),
+        )
         return attempt + 1, tokens, bound, wanted
 
     rows = len(logits)
     first = (jnp.int32(0), jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32), jnp.ones(rows, bool))
     return lax.while_loop(lambda state: jnp.any(state[3]), draw, first)[1]
+
+
+def _beyond_top_p(weights: jax.Array, weight: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Whether the tokens with more than a row's weight reach `top_p` without it; for the largest weight there are none."""
+    above = jnp.sum(jnp.where(weights > weight[:, None], weights, 0), axis=1)
+    return (top_p < 1) & (above > 0) & (above >= top_p * jnp.sum(weights, axis=1))
 
 
 def _top_k_bound(logits: jax.Array, top_k: jax.Array) -> jax.Array:

@@ -205,7 +205,7 @@ def _draw(logits: jax.Array, peak: jax.Array, settings: SamplingSettings, genera
 
 
 def _beyond_top_p(weights: jax.Array, weight: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Whether the tokens with more than a row's weight reach `top_p` without it; for the largest weight there are none."""
+    """Whether the tokens of more weight reach `top_p` without a row's; the largest weight has none above it."""
     above = jnp.sum(jnp.where(weights > weight[:, None], weights, 0), axis=1)
     return (top_p < 1) & (above > 0) & (above >= top_p * jnp.sum(weights, axis=1))
 

@@ -13,9 +13,10 @@ from stack_core.abi import ABI_MAJOR, ABI_MINOR, QView
 from stack_core.errors import ArgumentError
 from stack_core.protocols import AttentionSpec, KVCacheShape
 
-__all__ = ["CodedVectors", "DenseKVCache", "LayerCache", "coded"]
+__all__ = ["CODE_DTYPES", "CodedVectors", "DenseKVCache", "LayerCache", "coded"]
 
-_CODES: Final = {"int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
+CODE_DTYPES: Final = {"int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
+"""What codes are held in, by the `KVCacheType` that asks for them."""
 
 
 @jax.tree_util.register_dataclass
@@ -99,13 +100,13 @@ class DenseKVCache:
         Raises:
           ArgumentError: no such type.
         """
-        if type != "model" and type not in _CODES:
-            known = ", ".join(map(repr, ("model", *_CODES)))
+        if type != "model" and type not in CODE_DTYPES:
+            known = ", ".join(map(repr, ("model", *CODE_DTYPES)))
             raise ArgumentError(f"A key-value cache of type {type!r}: expected one of {known}.")
 
         def zeros() -> Any:
             plain = jnp.zeros((shape.layers, batch, shape.kv_heads, capacity, shape.head_dim), shape.dtype)
-            return plain if type == "model" else coded(plain, _CODES[type])
+            return plain if type == "model" else coded(plain, CODE_DTYPES[type])
 
         return cls(LayerCache(zeros(), zeros()), jnp.zeros((batch,), jnp.int32))
 

@@ -9,34 +9,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from stack_core import ops
-from stack_core.abi import ABI_MAJOR, ABI_MINOR, QView
+from stack_core.kv_cache import CODE_DTYPES, CodedVectors, coded
 from stack_core.protocols import AttentionSpec, KVCacheShape
 from stack_serve.llm.config import CacheType, PageLayout
 
-__all__ = ["PagedKVCache", "PagedLayer", "QuantizedPages", "Rows", "empty_layers"]
-
-_CODES = {"int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class QuantizedPages:
-    """A pool of pages of codes; each token of each head has a scale.
-
-    Invariant: codes[page, slot, head, i] * scales[page, slot, head, 0] is the value, whatever the order of the axes.
-    """
-
-    codes: Any
-    scales: Any
-
-    def __stack_qview__(self) -> QView:
-        return QView((ABI_MAJOR, ABI_MINOR), self.codes, self.scales, None, f"{self.codes.dtype}/tokens")
+__all__ = ["PagedKVCache", "PagedLayer", "Rows", "empty_layers"]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedLayer:
-    """The pools of keys and of values, [layers, ...] and the axes of the layout; one layer's lack the first axis."""
+    """The pools of keys and of values, [layers, ...] and the axes of the layout; one layer's lack the first axis.
+
+    Attributes:
+      key, value: arrays, or `CodedVectors`.
+    """
 
     key: Any
     value: Any
@@ -107,10 +94,8 @@ class PagedKVCache:
         return replace(self, layers=layers)
 
     def _put(self, pool: Any, new: jax.Array) -> Any:
-        if isinstance(pool, QuantizedPages):
-            codes, scales = _quantized(new, pool.codes.dtype)
-            return QuantizedPages(self._write(pool.codes, codes), self._write(pool.scales, scales))
-        return self._write(pool, new.astype(pool.dtype))
+        update = coded(new, pool.codes.dtype) if isinstance(pool, CodedVectors) else new.astype(pool.dtype)
+        return jax.tree.map(self._write, pool, update)
 
     def _write(self, pool: jax.Array, new: jax.Array) -> jax.Array:
         places = {"p": self.rows.pages, "s": self.rows.slots}
@@ -128,8 +113,8 @@ def empty_layers(
     axes = (shape.layers, *(sizes[axis] for axis in layout))
 
     def pool() -> Any:
-        if dtype in _CODES:
-            return QuantizedPages(jnp.zeros(axes, _CODES[dtype]), jnp.zeros((*axes[:-1], 1), jnp.float32))
+        if dtype in CODE_DTYPES:
+            return CodedVectors(jnp.zeros(axes, CODE_DTYPES[dtype]), jnp.ones((*axes[:-1], 1), jnp.float32))
         return jnp.zeros(axes, _held_dtype(shape.dtype) if dtype == "model" else dtype)
 
     return PagedLayer(pool(), pool())
@@ -143,12 +128,3 @@ def _held_dtype(dtype: str) -> str:
     """
     widened = dtype == "bfloat16" and jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11)
     return "float32" if widened else dtype
-
-
-def _quantized(values: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Codes, and the scale that each vector [head_dim] shares, so that its largest entry is the largest code."""
-    largest = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
-    values = values.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(values), axis=-1, keepdims=True) / largest
-    scaled = values / jnp.where(scale > 0, scale, 1.0)
-    return (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype), scale

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from stack_core.config import config
 
@@ -20,7 +20,7 @@ __all__ = [
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 """Why a continuation ended: a stop token or text; a limit of tokens; its client; its deadline; a fault of its own."""
 
-_Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+_Penalty = Annotated[FiniteFloat, Field(ge=-2.0, le=2.0)]
 _StopText = Annotated[str, Field(min_length=1)]
 
 
@@ -36,7 +36,8 @@ class SamplingParams:
       min_tokens: no stop token or stop text ends a continuation before it has so many.
       temperature: what logits are divided by; 0 takes the most likely token each time.
       top_k: how many of the most likely tokens are candidates, those as likely as the last among them; 0 is all.
-      top_p: the most likely tokens whose probabilities first reach this sum are candidates.
+      top_p: the most likely tokens whose probabilities first reach this sum are candidates, and those as likely as the
+        last among them.
       min_p: so are tokens at least this share as likely as the most likely one.
       presence_penalty: what a token's logit loses if it was generated before.
       frequency_penalty: what it loses for each time.
@@ -55,14 +56,14 @@ class SamplingParams:
 
     max_tokens: PositiveInt | None = None
     min_tokens: NonNegativeInt = 0
-    temperature: NonNegativeFloat = 1.0
+    temperature: Annotated[FiniteFloat, Field(ge=0.0)] = 1.0
     top_k: NonNegativeInt = 0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    top_p: Annotated[FiniteFloat, Field(gt=0.0, le=1.0)] = 1.0
+    min_p: Annotated[FiniteFloat, Field(ge=0.0, le=1.0)] = 0.0
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0.0)] = 1.0
-    logit_bias: dict[NonNegativeInt, float] = field(default_factory=dict)
+    repetition_penalty: Annotated[FiniteFloat, Field(gt=0.0)] = 1.0
+    logit_bias: dict[NonNegativeInt, FiniteFloat] = field(default_factory=dict)
     seed: int | None = None
     stop: tuple[_StopText, ...] = ()
     include_stop: bool = False

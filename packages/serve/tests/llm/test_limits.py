@@ -1,4 +1,5 @@
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ def request_of(prompt: tuple[int, ...] = (1, 2), timeout_s: float | None = None,
         (request_of(max_tokens=3, min_tokens=4), "min_tokens", "min_tokens=4 is more than max_tokens=3"),
         (request_of(stop=("x",)), "stop", "need a tokenizer"),
         (request_of(timeout_s=0.0), "timeout_s", "positive"),
+        (request_of(timeout_s=math.nan), "timeout_s", "positive"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(request_: GenerationRequest, parameter: str, says: str) -> None:
@@ -46,6 +48,14 @@ def test_the_largest_request_is_served() -> None:
     LIMITS.check(request_of(max_tokens=POSITIONS - 2, n=128, logprobs=20, logit_bias={VOCAB - 1: -100.0}))
     LIMITS.check(request_of((1,) * (POSITIONS - 1)))
     assert LIMITS.total_tokens(request_of()) == POSITIONS
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_no_more_tokens_are_reported_than_there_are(name: str) -> None:
+    limits = Limits.of(dataclasses.replace(TinyCheckpoint(), vocab_size=7), EngineConfig())
+    limits.check(request_of(**{name: 7}))
+    with pytest.raises(GenerationError, match=f"{name}: 8 of the most likely tokens are asked for; the most is 7"):
+        limits.check(request_of(**{name: 8}))
 
 
 def test_pages_hold_all_sequences_where_memory_allows() -> None:

@@ -68,7 +68,7 @@ class Limits:
         """Raises a GenerationError that names the parameter if the request cannot be served."""
         self._check_prompt(request)
         self._check_sampling(request.sampling)
-        if request.timeout_s is not None and request.timeout_s <= 0:
+        if request.timeout_s is not None and not request.timeout_s > 0:  # NaN, too
             raise GenerationError(f"timeout_s={request.timeout_s}: expected a positive time.", parameter="timeout_s")
 
     def _check_prompt(self, request: GenerationRequest) -> None:
@@ -95,8 +95,9 @@ class Limits:
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         self._check_count("n", sampling.n, _MOST_CONTINUATIONS, "continuations")
+        most_logprobs = min(MOST_LOGPROBS, self.vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
-            self._check_count(name, getattr(sampling, name) or 0, MOST_LOGPROBS, "of the most likely tokens")
+            self._check_count(name, getattr(sampling, name) or 0, most_logprobs, "of the most likely tokens")
         self._check_count("logit_bias", len(sampling.logit_bias), MOST_BIASES, "tokens")
         ends = 0 if sampling.ignore_eos else self.end_tokens
         self._check_count("stop_tokens", len(sampling.stop_tokens), MOST_STOP_TOKENS - ends, "tokens")

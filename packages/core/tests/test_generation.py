@@ -1,0 +1,18 @@
+import math
+from typing import Any
+
+import pytest
+
+from stack_core.config import parse
+from stack_core.errors import ConfigError
+from stack_core.generation import SamplingParams
+
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", [*FLOATS, "logit_bias"])
+def test_numbers_are_finite(name: str, value: float) -> None:
+    given: Any = {5: value} if name == "logit_bias" else value
+    with pytest.raises(ConfigError, match=name):
+        parse(SamplingParams, {name: given})

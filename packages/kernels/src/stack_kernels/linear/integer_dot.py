@@ -12,7 +12,7 @@ from stack_core.abi import QView
 from stack_core.ops.building import QuantizedArray
 from stack_kernels.linear.codes import columns, interleaved
 
-__all__ = ["has_integer_dot", "integer_dot"]
+__all__ = ["has_integer_dot", "integer_dot", "rows_of"]
 
 _FEWEST_TILE_ROWS = 64
 """Below so many entries of d_in a scale, rescaling the sums of each tile costs more than fp32 products do."""
@@ -52,7 +52,7 @@ def integer_dot(x: QView, weight: QuantizedArray) -> jax.Array:
     The sums of r come from the same product, as those of a row of ones beside q.
     """
     tiles = _tiles(x, weight.__stack_qview__())
-    left = _rows_of(x)
+    left = rows_of(x)
     products = []
     for part in columns(weight):
         right = _as_int8(_Part(part.decode(part.stored), part.scale, part.zero_point))
@@ -64,7 +64,7 @@ def _tiles(x: QView, weight: QView) -> int:
     return math.lcm(x.scale.shape[-1], weight.scale.shape[0])
 
 
-def _rows_of(x: QView) -> _Part:
+def rows_of(x: QView) -> _Part:
     """[rows, d_in] and, by row, [rows, tiles]."""
     *batch, d_in = x.qvalue.shape
 

@@ -1,0 +1,124 @@
+"""`linear` of a few rows on CPUs, in machine code: decoding, whose time is that of reading weights."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stack_core.abi import OpCall, OpImplementation, QView
+from stack_core.hardware import Chip
+from stack_core.ops.building import is_quantized
+from stack_kernels.linear.codes import dequantized
+from stack_kernels.linear.integer_dot import rows_of
+from stack_kernels.linear.llvm_tiles import Product, product_module
+from stack_kernels.linear.llvm_weights import BITS
+from stack_kernels.llvm import host
+
+__all__ = ["LLVM", "few_rows_product", "supports_few_rows"]
+
+_MOST_ROWS = 64
+_LEVELS = 16
+
+
+def supports_few_rows(call: OpCall, chip: Chip) -> bool | str:
+    """For up to 64 rows of `x`, with weights that are float numbers or codes of 4 or 8 bits without a zero point."""
+    rows = math.prod(_shape(call.arrays["x"])[:-1])
+    if not 0 < rows <= _MOST_ROWS:
+        return f"it is for 1 to {_MOST_ROWS} rows, and x has {rows}"
+    if any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(dict(call.arrays))):
+        return "it computes in float32, and an array is float64"
+    for name in call.arrays.keys() - {"x", "bias"}:
+        answer = _reads(call.arrays[name], rows)
+        if answer is not True:
+            return answer
+    return host.on_this_cpu(call, chip)
+
+
+def _reads(weight: Any, rows: int) -> bool | str:
+    if 0 in _shape(weight):
+        return "the weight is empty"
+    if not is_quantized(weight):
+        if weight.dtype.name not in BITS:
+            return f"it does not read {weight.dtype.name}"
+        is_plain = rows == 1 and weight.dtype == jnp.float32
+        return "XLA reads the float32 weight of one row as fast" if is_plain else True
+    view = weight.__stack_qview__()
+    name = view.qvalue.dtype.name
+    if name not in BITS or view.zero_point is not None:
+        return f"it does not read {view.scheme}"
+    if view.codebook is not None and (BITS[name] != 4 or view.codebook.shape[0] > _LEVELS):
+        return f"it looks up to {_LEVELS} levels for codes of 4 bits, and {view.scheme} is another"
+    return BITS[name] != 4 or view.qvalue.shape[1] % 2 == 0 or "two codes of different rows share a byte"
+
+
+def few_rows_product(x: Any, weight: Any) -> jax.Array:
+    """x[..., k] @ weight[k, n] in float32, as float32[rows, n]: no gradient, any of them quantized."""
+    view = weight.__stack_qview__() if is_quantized(weight) else None
+    if is_quantized(x):
+        if view is not None and _has_integer_dot(x.__stack_qview__(), view):
+            return _integer_product(x.__stack_qview__(), view)
+        x = dequantized(x, jnp.float32)
+    rows = x.reshape(-1, x.shape[-1])
+    if view is None:
+        kind = "bfloat16" if _has_bf16_dot(rows, weight) else "float32"
+        return _call(Product(len(rows), weight.dtype.name, kind), rows.astype(kind), weight)
+    product = Product(len(rows), view.qvalue.dtype.name, scaled=True, has_codebook=view.codebook is not None)
+    levels = [] if view.codebook is None else [jnp.pad(view.codebook, (0, _LEVELS - len(view.codebook)), mode="edge")]
+    return _call(product, rows.astype(jnp.float32), view.qvalue, _column_scales(view, len(view.scale)), *levels)
+
+
+def _call(product: Product, x: jax.Array, weight: jax.Array, *more: jax.Array) -> jax.Array:
+    result = jax.ShapeDtypeStruct((product.rows, weight.shape[1]), jnp.float32)
+    build = functools.partial(product_module, product)
+    return host.kernel_call(product.name, build, result, x, weight, *more)
+
+
+def _shape(array: Any) -> tuple[int, ...]:
+    return array.__stack_qview__().qvalue.shape if is_quantized(array) else array.shape
+
+
+def _has_bf16_dot(rows: jax.Array, weight: jax.Array) -> bool:
+    processor = host.this_processor()
+    is_bf16 = rows.dtype == weight.dtype == jnp.bfloat16
+    return is_bf16 and rows.shape[1] % 2 == 0 and processor is not None and processor.has_bf16_dot
+
+
+def _has_integer_dot(x: QView, weight: QView) -> bool:
+    processor = host.this_processor()
+    both_int8 = x.qvalue.dtype == weight.qvalue.dtype == jnp.int8 and x.codebook is None and x.zero_point is None
+    depth = weight.qvalue.shape[0] // _tiles(x, weight)
+    return both_int8 and depth % 4 == 0 and processor is not None and processor.has_int8_dot
+
+
+def _integer_product(x: QView, weight: QView) -> jax.Array:
+    tiles = _tiles(x, weight)
+    codes, scale, _ = rows_of(x)
+    scale = jnp.repeat(scale, tiles // scale.shape[1], axis=1)
+    offset = 128 * jnp.sum(codes.reshape(len(codes), tiles, -1), axis=2, dtype=jnp.int32)
+    product = Product(len(codes), "int8", "int8", scaled=True)
+    return _call(product, codes, weight.qvalue, _column_scales(weight, tiles), scale, offset)
+
+
+def _tiles(x: QView, weight: QView) -> int:
+    return math.lcm(x.scale.shape[-1], weight.scale.shape[0])
+
+
+def _column_scales(weight: QView, tiles: int) -> jax.Array:
+    """float32[tiles, n]: each scale repeated over the columns, and the tiles, that it covers."""
+    scale, columns = weight.scale.astype(jnp.float32), weight.qvalue.shape[1]
+    for axis, size in enumerate((tiles, columns)):
+        if scale.shape[axis] != size:
+            scale = jnp.repeat(scale, size // scale.shape[axis], axis=axis)
+    return scale
+
+
+def _linear(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> jax.Array:
+    result = few_rows_product(x, weight)
+    if bias is not None:
+        result = result + bias.astype(jnp.float32)
+    return result.astype(preferred_dtype).reshape(*_shape(x)[:-1], result.shape[1])
+
+
+LLVM = OpImplementation(op="linear", name="llvm", function=_linear, supports=supports_few_rows, priority=2)

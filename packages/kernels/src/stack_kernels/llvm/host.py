@@ -1,0 +1,122 @@
+"""Compiles kernels for the processor of this computer, and registers them with XLA."""
+
+import ctypes
+import functools
+import platform
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import jax
+import llvmlite.binding as llvm
+from jax import ffi
+from llvmlite import ir
+
+from stack_core.abi import OpCall
+from stack_core.hardware import Chip
+from stack_kernels.cpu import on_cpu
+
+__all__ = ["Processor", "compiled", "kernel_call", "on_this_cpu", "this_processor"]
+
+_REGISTERING = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What kernels are written for.
+
+    Attributes:
+      lanes: the float32 numbers of a vector register.
+      has_bf16_dot: it multiplies pairs of bf16 numbers and adds them up in fp32.
+      has_int8_dot: it multiplies fours of int8 numbers and adds them up in int32.
+      features: LLVM's list, "+avx2,-avx512f".
+    """
+
+    lanes: int
+    has_bf16_dot: bool
+    has_int8_dot: bool
+    features: str
+
+    @property
+    def name(self) -> str:
+        """Of those for which the same module may be written."""
+        marks = ("bf16", self.has_bf16_dot), ("int8", self.has_int8_dot)
+        return "_".join([f"{self.lanes}_lanes", *(mark for mark, is_set in marks if is_set)])
+
+
+@functools.cache
+def this_processor() -> Processor | None:
+    """None if kernels are not written for processors of this kind: they want x86-64 with AVX2 and FMA."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return None
+    has = dict(llvm.get_host_cpu_features())
+    if not (has.get("avx2") and has.get("fma") and has.get("f16c")):
+        return None
+    wide = all(has.get(name) for name in ("avx512f", "avx512bw", "avx512dq", "avx512vl"))
+    return Processor(
+        lanes=16 if wide else 8,
+        has_bf16_dot=wide and bool(has.get("avx512bf16")),
+        has_int8_dot=wide and bool(has.get("avx512vnni")),
+        # Without this LLVM splits 512-bit vectors where it thinks that they slow the clock.
+        features=",".join((llvm.get_host_cpu_features().flatten(), "-prefer-256-bit")),
+    )
+
+
+def on_this_cpu(call: OpCall, chip: Chip) -> bool | str:
+    """The `supports` of what is compiled for the processor at hand, and run on all of it by one device."""
+    answer = on_cpu(call, chip)
+    if answer is not True:
+        return answer
+    if this_processor() is None:
+        return "it is for x86-64 processors with AVX2"
+    if jax.default_backend() != "cpu" or jax.device_count() > 1:
+        return "XLA does not divide it among several CPU devices"
+    return True
+
+
+def kernel_call(
+    name: str, build: Callable[[Processor], ir.Module], result: jax.ShapeDtypeStruct, *arguments: Any
+) -> jax.Array:
+    """Calls a kernel in whatever JAX is tracing.
+
+    Args:
+      name: tells it from all other kernels.
+      build: makes its module where this process has not compiled it yet.
+    """
+    processor = this_processor()
+    assert processor is not None, "on_this_cpu refused"
+    target = f"stack_kernels.{name}.{processor.name}"
+    _register(target, build, processor)
+    return ffi.ffi_call(target, result, vmap_method="sequential")(*arguments)
+
+
+_registered: dict[str, Any] = {}
+
+
+def _register(target: str, build: Callable[[Processor], ir.Module], processor: Processor) -> None:
+    with _REGISTERING:
+        if target in _registered:
+            return
+        engine = compiled(build(processor), processor)
+        handler = ctypes.cast(engine.get_function_address("handler"), ctypes.c_void_p)
+        ffi.register_ffi_target(target, ffi.pycapsule(handler), platform="cpu")
+        _registered[target] = engine  # which owns the code
+
+
+def compiled(module: ir.Module, processor: Processor) -> llvm.ExecutionEngine:
+    """The module and XLA's handler around it as machine code."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    linked = llvm.parse_assembly(resources.files("stack_kernels.llvm").joinpath("xla_call.ll").read_text())
+    linked.link_in(llvm.parse_assembly(str(module)))
+    linked.verify()
+    target = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=processor.features, opt=3, codemodel="jitdefault"
+    )
+    passes = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options(speed_level=3))
+    passes.getModulePassManager().run(linked, passes)
+    engine = llvm.create_mcjit_compiler(linked, target)
+    engine.finalize_object()
+    return engine

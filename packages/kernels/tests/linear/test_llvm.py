@@ -1,0 +1,128 @@
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core import ops
+from stack_core.abi import QView
+from stack_core.errors import UnsupportedOp
+from stack_core.testing import OpCheck, op_checks
+from stack_kernels.linear.llvm import LLVM
+from stack_kernels.llvm.host import Processor
+
+_COLUMNS = (2, 50, 128, 300)  # less than a vector; all but whole; a tile; tiles and a rest
+_ROWS = (1, 2, 3, 8, 21)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    codes: Any
+    scale: Any
+    codebook: Any = None
+
+    def __stack_qview__(self) -> QView:
+        return QView((1, 0), self.codes, self.scale, None, "stored", self.codebook)
+
+
+@pytest.mark.parametrize("check", op_checks("linear"), ids=str)
+def test_contract(check: OpCheck) -> None:
+    check(LLVM)
+
+
+@pytest.mark.parametrize("columns", _COLUMNS)
+@pytest.mark.parametrize("rows", _ROWS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_products_of_any_size_are_exact_to_fp32(processor: Processor, dtype: str, rows: int, columns: int) -> None:
+    rng = np.random.default_rng(rows)
+    x, weight = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((rows, 68), (68, columns)))
+    _assert_equal(_product(x, weight), np.asarray(x, np.float64) @ np.asarray(weight, np.float64))
+
+
+@pytest.mark.parametrize("columns", _COLUMNS)
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int4", "uint4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+def test_every_code_is_read_as_its_value(processor: Processor, dtype: str, columns: int) -> None:
+    bits = 4 if dtype in ("int4", "uint4", "float4_e2m1fn") else 8
+    drawn = np.random.default_rng(2).integers(0, 2**bits, size=(64, columns)).astype(np.uint8)
+    codes = jax.lax.bitcast_convert_type(jnp.asarray(drawn, f"uint{bits}"), dtype)
+    codes = jnp.where(jnp.isfinite(codes.astype(jnp.float32)), codes, jnp.zeros_like(codes))
+    scale = np.random.default_rng(0).uniform(1, 2, size=(4, columns)).astype(np.float32)
+    x = np.random.default_rng(1).normal(size=(3, 64)).astype(np.float32)
+    weight = np.asarray(codes, np.float64) * np.repeat(scale, 16, axis=0)
+    _assert_equal(_product(x, Stored(codes, scale)), x.astype(np.float64) @ weight)
+
+
+def test_nan_among_fp8_codes_stays_in_its_column(processor: Processor) -> None:
+    codes = np.ones((16, 20), "float8_e4m3fn")
+    codes[3, 7] = np.nan
+    found = _product(np.ones((2, 16), np.float32), Stored(codes, np.ones((1, 20), np.float32)))
+    assert np.isnan(found[:, 7]).all()
+    np.testing.assert_array_equal(np.delete(found, 7, axis=1), 16)
+
+
+@pytest.mark.parametrize("levels", [3, 16])
+def test_codes_are_looked_up_in_a_codebook(processor: Processor, levels: int) -> None:
+    rng = np.random.default_rng(levels)
+    codebook = rng.normal(size=levels).astype(np.float32)
+    codes = jnp.asarray(rng.integers(0, levels, size=(32, 70)), jnp.uint4)
+    scale = rng.uniform(1, 2, size=(2, 70)).astype(np.float32)
+    x = rng.normal(size=(5, 32)).astype(np.float32)
+    weight = codebook[np.asarray(codes, int)].astype(np.float64) * np.repeat(scale, 16, axis=0)
+    _assert_equal(_product(x, Stored(codes, scale, jnp.asarray(codebook))), x.astype(np.float64) @ weight)
+
+
+@pytest.mark.parametrize("columns", _COLUMNS)
+@pytest.mark.parametrize("rows", _ROWS)
+def test_integer_products_are_exact_at_the_ends_of_their_range(processor: Processor, rows: int, columns: int) -> None:
+    rng = np.random.default_rng(rows)
+    x, weight = (rng.choice([-128, -127, 127, 3], size=shape).astype(np.int8) for shape in ((rows, 48), (48, columns)))
+    x_scale, scale = (rng.uniform(1, 2, size=shape).astype(np.float32) for shape in ((rows, 3), (3, columns)))
+    exact = (x * np.repeat(x_scale, 16, axis=1).astype(np.float64)) @ (weight * np.repeat(scale, 16, axis=0))
+    _assert_equal(_product(Stored(x, x_scale), Stored(weight, scale)), exact)
+
+
+def test_several_threads_take_their_share_of_many_calls() -> None:
+    """Of products that do not wait for each other, over and over: a tile that is lost or done twice would show."""
+    rng = np.random.default_rng(0)
+    weights = [jnp.asarray(rng.normal(size=(32, 1280)), jnp.float32) for _ in range(4)]
+    x = jnp.asarray(rng.normal(size=(3, 32)), jnp.float32)
+
+    @jax.jit
+    def products(x: Any) -> list[Any]:
+        return [ops.linear(x, weight, implementation=LLVM) for weight in weights]
+
+    expected = [np.asarray(x, np.float64) @ np.asarray(weight, np.float64) for weight in weights]
+    for _ in range(200):
+        for found, exact in zip(products(x), expected, strict=True):
+            _assert_equal(found, exact)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "reason"),
+    [
+        ((65, 8), jnp.zeros((8, 4)), "1 to 64 rows, and x has 65"),
+        ((1, 8), jnp.zeros((8, 4)), "XLA reads"),
+        ((2, 8), jnp.zeros((8, 0)), "empty"),
+        ((2, 8), Stored(jnp.zeros((8, 3), jnp.int4), jnp.ones((1, 3))), "share a byte"),
+        ((2, 8), Stored(jnp.zeros((8, 4), jnp.int2), jnp.ones((1, 4))), "does not read"),
+        ((2, 8), Stored(jnp.zeros((8, 4), jnp.uint8), jnp.ones((1, 4)), jnp.zeros(256)), "16 levels"),
+    ],
+)
+def test_what_it_does_not_take_is_refused_with_the_reason(x: tuple[int, int], weight: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedOp, match=reason):
+        ops.linear(jnp.zeros(x), weight, implementation=LLVM)
+
+
+def _product(x: Any, weight: Any) -> np.ndarray:
+    """Of a row of fp32 with an fp32 weight too: that XLA is as fast there is no reason to be wrong."""
+    arrays = jax.tree.map(jnp.asarray, (x, weight))
+    return np.asarray(
+        jax.jit(lambda x, weight: LLVM.function(x, weight, bias=None, preferred_dtype="float32"))(*arrays)
+    )
+
+
+def _assert_equal(found: Any, exact: np.ndarray) -> None:
+    np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())

@@ -118,7 +118,7 @@ COMBINATIONS = {
     "all penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.6},
     "bias": {"logit_bias": {11: 4.0, 0: -2.0}},
     "bias before repetition": {"logit_bias": {1: 6.0}, "repetition_penalty": 2.0},
-    "banned": {"logit_bias": {0: -1e300, 1: float("-inf")}},
+    "banned": {"logit_bias": {0: -1e300, 1: -1e300}},
     "min_tokens": {"min_tokens": 4, "stop_tokens": (4, 2)},
     "min_tokens reached": {"min_tokens": 3, "stop_tokens": (4, 2)},
     "min_tokens without eos": {"min_tokens": 4, "ignore_eos": True},

@@ -45,7 +45,6 @@ class Programs:
 
     Attributes:
       parameters: shapes and dtypes of the checkpoint's parameters.
-      late_compilations: programs that were compiled only when one was needed.
     """
 
     def __init__(self, checkpoint: GenerativeCheckpoint, config: EngineConfig, *, max_tokens: int, pages: int) -> None:
@@ -56,7 +55,6 @@ class Programs:
         self._step = Step(checkpoint, config, pages)
         self._placement = Placement(checkpoint.kv_cache, config.tensor)
         self._compiled: dict[Key, Any] = {}
-        self.late_compilations = 0
 
         self.parameters = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), checkpoint.params)
         self._slots = self._placement.replicated(self._empty_slots())
@@ -118,7 +116,8 @@ class Programs:
         packed[: len(rows), : len(ROW_FIELDS)] = rows
         packed[: len(rows), len(ROW_FIELDS) :] = tables
         program = self._program(("step", row_bucket, token_bucket))
-        self._layers, self._slots, sampled, hidden = program(self._params, self._layers, self._slots, packed)
+        self._layers, hidden, last = program(self._params, self._layers, self._slots.tokens, packed)
+        self._slots, sampled = self._program(("sample", row_bucket))(self._params, self._slots, last, packed)
         return StepResult(sampled, hidden)
 
     def prompt_logprobs(self, result: StepResult, targets: Sequence[int]) -> TokenLogprobs:
@@ -133,13 +132,14 @@ class Programs:
 
     def _keys(self) -> list[Key]:
         steps = self._buckets.all()
-        prompts = sorted({tokens for _, tokens in steps})
-        return [("admit",), *(("step", *step) for step in steps), *(("prompt_logprobs", tokens) for tokens in prompts)]
+        rows, tokens = (sorted(set(sizes)) for sizes in zip(*steps, strict=True))
+        samplers = (("sample", size) for size in rows)
+        prompts = (("prompt_logprobs", size) for size in tokens)
+        return [("admit",), *samplers, *(("step", *step) for step in steps), *prompts]
 
     def _program(self, key: Key) -> Any:
         if key not in self._compiled:
             self._compiled[key] = self._lowered(key).compile()
-            self.late_compilations += 1
         return self._compiled[key]
 
     def _lowered(self, key: Key) -> Any:
@@ -151,17 +151,23 @@ class Programs:
         return jitted.lower(self._slots, _int32(), _int32(self._max_tokens), settings)
 
     def _lowered_step(self, rows: int, tokens: int) -> Any:
-        jitted = jax.jit(layer_by_layer(partial(self._step, tokens=tokens)), donate_argnums=(1, 2))
-        return jitted.lower(self._params, self._layers, self._slots, _int32(rows, self._row_fields))
+        jitted = jax.jit(layer_by_layer(partial(self._step, tokens=tokens)), donate_argnums=1)
+        return jitted.lower(self._params, self._layers, self._slots.tokens, _int32(rows, self._row_fields))
+
+    def _lowered_sample(self, rows: int) -> Any:
+        *_, last = jax.eval_shape(self._smallest_step, (self._params, self._layers))
+        last = jax.ShapeDtypeStruct((rows, *last.shape[1:]), last.dtype)
+        jitted = jax.jit(layer_by_layer(self._step.sample), donate_argnums=1)
+        return jitted.lower(self._params, self._slots, last, _int32(rows, self._row_fields))
 
     def _lowered_prompt_logprobs(self, tokens: int) -> Any:
-        *_, hidden = jax.eval_shape(self._smallest_step, (self._params, self._layers))
+        _, hidden, _ = jax.eval_shape(self._smallest_step, (self._params, self._layers))
         hidden = jax.ShapeDtypeStruct((tokens, *hidden.shape[1:]), hidden.dtype)
         return jax.jit(layer_by_layer(self._step.prompt_logprobs)).lower(self._params, hidden, _int32(tokens))
 
     def _smallest_step(self, params_and_layers: Any) -> Any:
         rows = jnp.zeros((1, self._row_fields), jnp.int32)
-        return layer_by_layer(partial(self._step, tokens=1))(*params_and_layers, self._slots, rows)
+        return layer_by_layer(partial(self._step, tokens=1))(*params_and_layers, self._slots.tokens, rows)
 
     def _empty_slots(self) -> SlotState:
         slots = self._config.max_sequences + 1

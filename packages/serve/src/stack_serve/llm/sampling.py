@@ -153,11 +153,7 @@ def sample(
         | jnp.any(settings.frequency_penalty != 0)
         | jnp.any(settings.presence_penalty != 0)
     )
-    tokens, ok = lax.cond(
-        changes,
-        lambda: _choose(changed(), settings, generated),
-        lambda: _choose(logits, settings, generated),
-    )
+    tokens, ok = _choose(lax.cond(changes, changed, lambda: logits), settings, generated)
     figures = lax.cond(
         jnp.any(settings.logprobs >= 0), lambda: token_logprobs(logits, tokens), lambda: _no_logprobs(tokens)
     )

@@ -28,7 +28,7 @@ class SlotState:
     """What the devices know of the sequence in each slot; the last slot is no sequence's, but that of padding.
 
     Attributes:
-      tokens: int32[slots, max_tokens]; a step reads those that it computes, and writes the one that it samples.
+      tokens: int32[slots, max_tokens]; a step reads those that it computes, and the one that is sampled is added.
       settings: how it is sampled, [slots, ...].
     """
 
@@ -44,7 +44,7 @@ def admit(slots: SlotState, slot: jax.Array, tokens: jax.Array, settings: Sampli
 
 @dataclass(frozen=True)
 class Step:
-    """The step of one model, a pure function that is compiled for each shape of its rows.
+    """The step of one model, and what is made of its hidden states: pure functions, compiled for each of their shapes.
 
     Attributes:
       pages: of the cache.
@@ -55,26 +55,45 @@ class Step:
     pages: int
 
     def __call__(
-        self, params: Any, layers: PagedLayer, slots: SlotState, rows: Int[Array, "rows fields"], *, tokens: int
-    ) -> tuple[Any, SlotState, Sampled, Float[Array, "tokens 1 embed"]]:
+        self,
+        params: Any,
+        layers: PagedLayer,
+        known: Int[Array, "slots max_tokens"],
+        rows: Int[Array, "rows fields"],
+        *,
+        tokens: int,
+    ) -> tuple[Any, Float[Array, "tokens 1 embed"], Float[Array, "rows embed"]]:
         """Computes at most `tokens` tokens, which the rows have in all.
 
+        Args:
+          known: the tokens of each slot.
+
         Returns:
-          The pools of pages and the slots after it; a token for each row, which means nothing where none was to be
-          sampled; and the hidden states.
+          The pools of pages after it, the hidden states of all tokens, and those of each row's last.
+        """
+        places, token_ids, positions = self._places(known, rows, tokens)
+        cache: Any = PagedKVCache(layers, places, self.config.page_layout)
+        hidden, cache = self.checkpoint.model(params)(token_ids[:, None], positions[:, None], cache=cache)
+        return cache.layers, hidden, hidden[jnp.maximum(places.query_starts[1:] - 1, 0), 0]
+
+    def sample(
+        self, params: Any, slots: SlotState, hidden: Float[Array, "rows embed"], rows: Int[Array, "rows fields"]
+    ) -> tuple[SlotState, Sampled]:
+        """Samples the token after the last of each row of a step.
+
+        It is a program of its own because steps have fewer numbers of rows than shapes, and because it takes XLA about
+        as long to compile as eight layers of a model.
+
+        Returns:
+          The slots with it, and a token for each row, which means nothing where none was to be sampled.
         """
         slot, start, count, samples = (rows[:, field] for field in range(len(ROW_FIELDS)))
-        places, token_ids, positions = self._places(slots, rows, tokens)
-        model = self.checkpoint.model(params)
-        cache: Any = PagedKVCache(layers, places, self.config.page_layout)
-        hidden, cache = model(token_ids[:, None], positions[:, None], cache=cache)
-        logits = model.logits(hidden[jnp.maximum(places.query_starts[1:] - 1, 0), 0])
         lengths = start + count
         settings = jax.tree.map(lambda array: array[slot], slots.settings)
-        sampled = sample(logits, settings, slots.tokens[slot], lengths)
+        sampled = sample(self.checkpoint.model(params).logits(hidden), settings, slots.tokens[slot], lengths)
         target = jnp.where(samples > 0, slot, len(slots.tokens))
         known = slots.tokens.at[target, lengths].set(sampled.tokens, mode="drop")
-        return cache.layers, SlotState(known, slots.settings), sampled, hidden
+        return SlotState(known, slots.settings), sampled
 
     def prompt_logprobs(
         self, params: Any, hidden: Float[Array, "tokens 1 embed"], targets: Int[Array, " tokens"]
@@ -86,7 +105,7 @@ class Step:
         found = jax.lax.map(lambda block: token_logprobs(model.logits(block[0]), block[1]), blocks)
         return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), found)
 
-    def _places(self, slots: SlotState, rows: jax.Array, tokens: int) -> tuple[Rows, jax.Array, jax.Array]:
+    def _places(self, known: jax.Array, rows: jax.Array, tokens: int) -> tuple[Rows, jax.Array, jax.Array]:
         """Where the tokens of a step lie, which they are, and at which positions they stand."""
         slot, start, count = (rows[:, field] for field in range(3))
         tables = rows[:, len(ROW_FIELDS) :]
@@ -99,4 +118,4 @@ class Step:
         page_tokens = self.config.page_tokens
         page = jnp.where(real, tables[row, position // page_tokens], self.pages)
         places = Rows(tables, start + count, query_starts, page, position % page_tokens)
-        return places, jnp.where(real, slots.tokens[slot[row], position], 0), position
+        return places, jnp.where(real, known[slot[row], position], 0), position

@@ -92,6 +92,21 @@ def test_progress_counts_every_program() -> None:
     assert len({name for name, _, _ in told}) == len(told) and "admit" in {name for name, _, _ in told}
 
 
+def test_nothing_is_compiled_once_it_is_warm() -> None:
+    engine = LLMEngine(TinyCheckpoint(), dataclasses.replace(CONFIG, max_waiting=20))
+    engine.warm_up()
+    with engine:
+        requests = [request_of(f"long {length}", (5,) * length, temperature=1.0) for length in (1, 3, 17, 33)]
+        run(engine, request_of("one"), *requests, request_of("prompt", (1,) * 20, prompt_logprobs=2, logprobs=3, n=3))
+        assert engine.stats().compilations == 0
+
+
+def test_what_is_compiled_late_is_counted(idle: LLMEngine) -> None:
+    with idle:
+        run(idle, request_of("cold", max_tokens=1))
+    assert idle.stats().compilations > 0
+
+
 def test_a_request_tells_its_times_and_text(engine: LLMEngine) -> None:
     (updates,) = run(engine, request_of("told"))
     times = updates[-1].times

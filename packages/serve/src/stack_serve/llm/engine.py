@@ -182,6 +182,7 @@ class LLMEngine:
 
     def _run(self) -> None:
         try:
+            self._loop.start()
             while self._do_posted():
                 self._loop.turn()
                 self._forget_ended()

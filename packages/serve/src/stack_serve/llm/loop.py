@@ -59,7 +59,12 @@ class EngineLoop:
         self._continuations: dict[int, Continuation] = {}
         self._with_deadline: set[Work] = set()
         self._started: _StartedStep | None = None
+        self._compilations_before = 0
         self.stats = self._state.stats(compilations=0)
+
+    def start(self) -> None:
+        """The thread that takes the turns calls it before the first; what is compiled from then on is counted."""
+        self._compilations_before = compilations_here()
 
     @property
     def has_work(self) -> bool:
@@ -126,7 +131,7 @@ class EngineLoop:
         started, self._started = self._started, self._start(plan) if plan.rows else None
         if started is not None:
             self._read(started)
-        self.stats = self._state.stats(compilations=compilations_here())
+        self.stats = self._state.stats(compilations=compilations_here() - self._compilations_before)
 
     def _start(self, plan: Plan) -> _StartedStep:
         now_s = time.monotonic()

@@ -67,7 +67,7 @@ class Reference:
     """A checkpoint's model, run on whole sequences, without a cache."""
 
     def __init__(self, checkpoint: Any) -> None:
-        self._checkpoint = checkpoint
+        self._params = checkpoint.load_params()
         self._positions = checkpoint.max_positions
 
         def logprobs(params: Any, tokens: jax.Array) -> jax.Array:
@@ -80,7 +80,7 @@ class Reference:
         """float32[tokens, vocab]: row i is of the token after the first i + 1."""
         padded = np.zeros((1, self._positions), np.int32)
         padded[0, : len(tokens)] = tokens
-        params = self._checkpoint.params if params is None else params
+        params = self._params if params is None else params
         return np.asarray(self._logprobs(params, padded))[: len(tokens)]
 
     def assert_most_likely(

@@ -165,13 +165,13 @@ def test_an_end_token_ends(engine, reference):
 
 def test_new_weights_take_effect_and_what_was_kept_of_old_ones_is_forgotten(engine, checkpoint, reference):
     (prompt,) = prompts_of(20, seed=8)
-    new = opened(model_of(seed=1)).params
+    new = opened(model_of(seed=1)).load_params()
     ((before,),) = complete(engine, [prompt], greedy(8))
     try:
         engine.update_weights(new)
         ((after,),) = complete(engine, [prompt], greedy(8))
     finally:
-        engine.update_weights(checkpoint.params)
+        engine.update_weights(checkpoint.load_params())
     ((again,),) = complete(engine, [prompt], greedy(8))
     assert after.last.cached_tokens == again.last.cached_tokens == 0
     assert before.tokens == again.tokens != after.tokens

@@ -13,7 +13,7 @@ from stack_core.errors import ConversionError
 class Opened(SimpleNamespace):
     """Has the members of the protocols, so that it passes for either of the two."""
 
-    model = sections = params = kv_cache = vocab_size = max_positions = tokenizer = end_tokens = ()
+    model = sections = parameters = load_params = kv_cache = vocab_size = max_positions = tokenizer = end_tokens = ()
     chat_template = special_tokens = sampling_defaults = shardings = ()
     training_batches = validation_batches = metrics = save = ()
 

@@ -75,21 +75,31 @@ def test_is_a_generative_checkpoint_that_computes_what_the_model_does(opened, mo
     def logits(model):
         return model.logits(model(TOKENS, POSITIONS))
 
-    actual = jax.jit(lambda params: logits(checkpoint.model(params)))(checkpoint.params)
+    actual = jax.jit(lambda params: logits(checkpoint.model(params)))(checkpoint.load_params())
     assert jnp.array_equal(actual, jax.jit(logits)(model))
 
 
 def test_matrices_are_cast_to_the_compute_dtype_and_scales_and_biases_are_not(opened, model):
-    params = opened().params
+    params = opened().load_params()
     assert params["head"].dtype == params["blocks"]["attention"]["query"]["kernel"].dtype == jnp.bfloat16
     assert params["norm"].dtype == params["blocks"]["attention"]["query"]["bias"].dtype == jnp.float32
     assert model.head.dtype == jnp.float32
 
 
 def test_what_is_quantized_and_what_has_no_axes_stays_as_it_is(opened, model):
-    params = opened(quantized(model)).params
+    params = opened(quantized(model)).load_params()
     assert isinstance(params["head"], Int8Columns)
     assert params["ranges"]["head"].dtype == params["head"].scales.dtype == jnp.float32
+
+
+def test_what_is_loaded_is_what_was_announced_in_its_place(opened, model):
+    checkpoint = opened(quantized(model))
+    devices = jax.make_mesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    shardings = checkpoint.shardings(devices)
+    params = checkpoint.load_params(shardings)
+    assert jax.tree.structure(params) == jax.tree.structure(checkpoint.parameters)
+    for array, announced, place in zip(*map(jax.tree.leaves, (params, checkpoint.parameters, shardings)), strict=True):
+        assert (array.shape, array.dtype, array.sharding) == (announced.shape, announced.dtype, place)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +115,7 @@ def test_what_is_quantized_and_what_has_no_axes_stays_as_it_is(opened, model):
 def test_parameters_are_split_where_the_mesh_divides_them(opened, model, tensor, query, output, gate, head):
     checkpoint = opened(quantized(model))
     shardings = checkpoint.shardings(mesh(data=2, tensor=tensor))
-    assert jax.tree.structure(shardings) == jax.tree.structure(checkpoint.params)
+    assert jax.tree.structure(shardings) == jax.tree.structure(checkpoint.parameters)
 
     def splits(sharding):
         used = {axis: size for axis, size in sharding.mesh.shape.items() if size > 1}

@@ -117,7 +117,7 @@ class GenerativeCheckpoint(Protocol):
 
     Attributes:
       name: for people, and for clients that ask which model they talk to.
-      params: pytree of arrays, some of which may be quantized, in the dtypes that the model computes in.
+      parameters: shapes and dtypes of its parameters, a pytree of `jax.ShapeDtypeStruct`; none are read for it.
       kv_cache: what its layers keep of a token.
       vocab_size: tokens that it has logits for.
       max_positions: tokens of the longest sequence.
@@ -129,7 +129,7 @@ class GenerativeCheckpoint(Protocol):
     """
 
     name: str
-    params: Any
+    parameters: Any
     kv_cache: KVCacheShape
     vocab_size: int
     max_positions: int
@@ -139,12 +139,25 @@ class GenerativeCheckpoint(Protocol):
     special_tokens: Mapping[str, str]
     sampling_defaults: Mapping[str, Any]
 
+    def load_params(self, shardings: Any = None) -> Any:
+        """Reads the parameters, in the structure, shapes and dtypes of `parameters`; some may be quantized arrays.
+
+        They are the caller's alone, so that memory holds them once; another call reads them again.
+
+        Args:
+          shardings: where each is to lie, as `shardings` has them; None puts all on the default device.
+
+        Raises:
+          StackError: they cannot be read.
+        """
+        ...
+
     def model(self, params: Any) -> LanguageModel:
-        """The model with these parameters, in the structure of `params`; called while JAX traces."""
+        """The model with these parameters, in the structure of `parameters`; called while JAX traces."""
         ...
 
     def shardings(self, mesh: Any) -> Any:
-        """How `params` lie on a mesh, in their structure; a quantized array's sharding is a tree, too."""
+        """How the parameters lie on a mesh, in their structure; a quantized array's sharding is a tree, too."""
         ...
 
 

@@ -58,8 +58,8 @@ class ByteTokenizer:
 def checkpoint(**changes: Any) -> Any:
     """A `GenerativeCheckpoint`, of which a server reads what describes the model."""
     parts = {
-        **dict.fromkeys(("params", "kv_cache")),
-        **dict.fromkeys(("model", "shardings"), lambda given: given),
+        **dict.fromkeys(("parameters", "kv_cache")),
+        **dict.fromkeys(("model", "load_params", "shardings"), lambda given: given),
         "name": "tiny",
         "vocab_size": VOCAB_SIZE,
         "max_positions": MAX_TOKENS,

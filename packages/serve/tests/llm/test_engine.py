@@ -1,6 +1,7 @@
 """What an engine does around its steps; what it generates is compared with models in integration_tests/."""
 
 import dataclasses
+import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -213,7 +214,7 @@ def test_a_text_that_cannot_be_made_fails_alone(engine: LLMEngine, words: Words)
 def test_logits_that_are_not_finite_fail_their_request_alone() -> None:
     params = random_params()
     params["embedding"] = params["embedding"].at[9].set(jnp.nan)
-    with LLMEngine(TinyCheckpoint(params=params), CONFIG) as engine:
+    with LLMEngine(TinyCheckpoint(read=lambda: params), CONFIG) as engine:
         bad, good = run(engine, request_of("bad", (1, 9)), request_of("good", (1, 2), logit_bias={9: -100.0}))
         assert bad[-1].finish_reason == "error" and "not finite" in str(bad[-1].error)
         assert good[-1].finish_reason == "length" and len(tokens_of(good)) == 8
@@ -276,7 +277,7 @@ def test_new_weights_take_effect_and_old_pages_are_forgotten() -> None:
         (after,) = run(engine, request_of("after", prompt))
         assert after[-1].cached_tokens == 0
         rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.float16).astype(jnp.float32), random_params(seed=1))
-    with LLMEngine(TinyCheckpoint(params=rounded), CONFIG) as fresh:
+    with LLMEngine(TinyCheckpoint(read=lambda: rounded), CONFIG) as fresh:
         (expected,) = run(fresh, request_of("expected", prompt))
     assert tokens_of(after) == tokens_of(expected) != tokens_of(before)
 
@@ -290,6 +291,17 @@ def test_other_weights_are_refused_by_name(idle: LLMEngine) -> None:
     text = str(caught.value)
     assert "['embedding'] is missing" in text and "['tail'] is unknown" in text
     assert f"['head'] has shape ({EMBED}, {VOCAB + 1}); expected ({EMBED}, {VOCAB})" in text
+
+
+def test_memory_holds_the_weights_once() -> None:
+    gc.collect()
+    before = jax.live_arrays()
+    engine = LLMEngine(TinyCheckpoint(), CONFIG)
+    gc.collect()
+    held_bytes = sum(array.nbytes for array in jax.live_arrays() if all(array is not other for other in before))
+    programs = engine._programs
+    beside_bytes = sum(array.nbytes for array in jax.tree.leaves((programs._layers, programs._slots)))
+    assert held_bytes - beside_bytes == sum(array.nbytes for array in jax.tree.leaves(random_params()))
 
 
 def test_a_cache_of_codes_generates() -> None:

@@ -44,6 +44,7 @@ class TokenGenerator:
 
     def __init__(self, checkpoint: GenerativeCheckpoint, kv_cache: KVCacheType = "model") -> None:
         self._checkpoint, self._kv_cache = checkpoint, kv_cache
+        self._params = checkpoint.load_params()
         self._rows = _fastest_rows(checkpoint.kv_cache.dtype)
         self._prefill = jax.jit(self._prefill_step, donate_argnames="cache")
         self._decode = jax.jit(self._decode_step, donate_argnames="cache")
@@ -83,11 +84,10 @@ class TokenGenerator:
             "key": jax.random.key(sampling.seed),
         }
         lengths = jnp.full((self._rows,), len(prompt), jnp.int32)
-        params = self._checkpoint.params
-        token, cache = self._prefill(params, tokens, lengths, cache, settings)
+        token, cache = self._prefill(self._params, tokens, lengths, cache, settings)
         for _ in range(limit - 1):
             yield int(token[0])
-            token, cache = self._decode(params, token, cache, settings)
+            token, cache = self._decode(self._params, token, cache, settings)
         yield int(token[0])
 
     def _bucket(self, tokens: int) -> int:

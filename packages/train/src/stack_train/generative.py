@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,6 @@ from stack_train.data.tokenizer import HuggingFaceTokenizer
 
 __all__ = ["ModuleCheckpoint", "generative_checkpoint"]
 
-Keys = tuple[Any, ...]
-
 _GENERATION_CONFIG, _CONFIG = "generation_config.json", "config.json"
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _OF_HEADS = ("heads", "kv_heads")
@@ -30,15 +29,17 @@ _OF_HEADS = ("heads", "kv_heads")
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleCheckpoint:
-    """A `GenerativeCheckpoint` of an `nnx.Module`; its `params` are nested dicts.
+    """A `GenerativeCheckpoint` of an `nnx.Module`; its parameters are nested dicts.
 
     Attributes:
-      graph: what of the module is not in `params`.
-      logical_axes: of each parameter, a tuple in the place that it has in `params`; empty if it names none.
+      dtype: what matrices are computed in.
+      read: gives the module with its values.
+      graph: what of the module is not a parameter.
+      logical_axes: of each parameter, a tuple in the place that it has in `parameters`; empty if it names none.
     """
 
     name: str
-    params: Any
+    parameters: Any
     kv_cache: KVCacheShape
     vocab_size: int
     max_positions: int
@@ -47,8 +48,20 @@ class ModuleCheckpoint:
     chat_template: str | None
     special_tokens: Mapping[str, str]
     sampling_defaults: Mapping[str, Any]
+    dtype: str
+    read: Callable[[], Any]
     graph: Any
     logical_axes: Any
+
+    def load_params(self, shardings: Any = None) -> Any:
+        axes = nnx.traversals.flatten_mapping(self.logical_axes)
+        variables = dict(nnx.to_flat_state(nnx.state(self.read())))
+        params = {}
+        while variables:  # Each is let go when it was cast and placed: memory holds one of them twice at most.
+            path, variable = variables.popitem()
+            value = _as_computed(variable.get_value(), axes[path], self.dtype)
+            params[path] = value if shardings is None else jax.device_put(value, _at(path, shardings))
+        return nnx.traversals.unflatten_mapping(params)
 
     def model(self, params: Any) -> LanguageModel:
         return nnx.merge(self.graph, nnx.State(params))
@@ -59,7 +72,9 @@ class ModuleCheckpoint:
         def of_parameter(axes: LogicalAxes, parameter: Any) -> Any:
             return jax.tree.map(lambda leaf: self._sharding(mesh, axes, leaf.shape), parameter)
 
-        return jax.tree.map(of_parameter, self.logical_axes, self.params, is_leaf=lambda node: isinstance(node, tuple))
+        return jax.tree.map(
+            of_parameter, self.logical_axes, self.parameters, is_leaf=lambda node: isinstance(node, tuple)
+        )
 
     def _sharding(self, mesh: AnyMesh, axes: LogicalAxes, shape: tuple[int, ...]) -> NamedSharding:
         def divides(axis: str | None, size: int) -> bool:
@@ -71,11 +86,15 @@ class ModuleCheckpoint:
         return DEFAULT_RULES.sharding(mesh, split, shape)
 
 
-def generative_checkpoint(model: Any, *, name: str, tokenizer: Path, origin: Path) -> ModuleCheckpoint:
-    """Takes a model apart, so that the arrays that are cast to the dtype of its products are freed one by one.
+def generative_checkpoint(
+    model: Any, *, name: str, tokenizer: Path, origin: Path, read: Callable[[], Any] | None = None
+) -> ModuleCheckpoint:
+    """Describes a model to those who generate from it.
 
     Args:
-      model: an `nnx.Module` of a registered family, quantized or not, that has a `kv_cache_shape`.
+      model: an `nnx.Module` of a registered family, quantized or not, that has a `kv_cache_shape`; abstract if `read`
+        is given.
+      read: gives the model with its values, at each call; None where `model` has them.
       tokenizer: directory of its tokenizer; need not be there.
       origin: directory of the `config.json` and `generation_config.json` that it came with, if it came with any.
 
@@ -97,14 +116,16 @@ def generative_checkpoint(model: Any, *, name: str, tokenizer: Path, origin: Pat
             f"Put the tokenizer that the model was trained with into {tokenizer}."
         )
     graph, state = nnx.split(model)
-    del model
     variables = dict(nnx.to_flat_state(state))
-    del state
     logical_axes = {path: variable.get_metadata().get("logical_axes", ()) for path, variable in variables.items()}
+    parameters = {
+        path: jax.eval_shape(partial(_as_computed, axes=logical_axes[path], dtype=config.dtype), variable.get_value())
+        for path, variable in variables.items()
+    }
     generation = _mapping(origin / _GENERATION_CONFIG)
     return ModuleCheckpoint(
         name=name,
-        params=_computing_params(variables, logical_axes, config.dtype),
+        parameters=nnx.traversals.unflatten_mapping(parameters),
         kv_cache=kv_cache,
         vocab_size=config.vocab_size,
         max_positions=config.max_positions,
@@ -113,23 +134,23 @@ def generative_checkpoint(model: Any, *, name: str, tokenizer: Path, origin: Pat
         chat_template=None if found is None else found.chat_template,
         special_tokens={} if found is None else found.special_tokens,
         sampling_defaults=_recommended(generation, origin / _GENERATION_CONFIG),
+        dtype=config.dtype,
+        read=(lambda: model) if read is None else read,
         graph=graph,
         logical_axes=nnx.traversals.unflatten_mapping(logical_axes),
     )
 
 
-def _computing_params(
-    variables: dict[Keys, Any], logical_axes: Mapping[Keys, LogicalAxes], dtype: str
-) -> dict[str, Any]:
-    """Casts the matrices as the model would on each use; what is quantized, scales and biases are used as they are."""
-    params = {}
-    while variables:
-        path, variable = variables.popitem()
-        value = variable.get_value()
-        if not is_quantized(value) and sum(axis != "layers" for axis in logical_axes[path]) >= 2:
-            value = value.astype(dtype)
-        params[path] = value
-    return nnx.traversals.unflatten_mapping(params)
+def _as_computed(value: Any, axes: LogicalAxes, dtype: str) -> Any:
+    """A matrix as the model would cast it on each use; what is quantized, scales and biases are used as they are."""
+    is_matrix = sum(axis != "layers" for axis in axes) >= 2
+    return value.astype(dtype) if is_matrix and not is_quantized(value) else value
+
+
+def _at(path: tuple[Any, ...], tree: Any) -> Any:
+    for name in path:
+        tree = tree[name]
+    return tree
 
 
 def _mapping(path: Path) -> Mapping[str, Any]:

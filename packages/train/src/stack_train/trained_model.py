@@ -19,7 +19,7 @@ from stack_train.data.pipeline import Pipeline, build_pipeline
 from stack_train.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.quantization import quantizer_name
 from stack_train.run_directory import RunDirectory
-from stack_train.weights import holds_codes, load_model, run_config
+from stack_train.weights import holds_codes, load_model, run_config, stored_model
 from stack_train.whole_directory import made_whole
 
 __all__ = ["RUN_FORMAT", "RunFormat", "TrainedLanguageModel"]
@@ -119,17 +119,17 @@ class RunFormat:
         return TrainedLanguageModel(model, config, run.tokenizer, step, copy_files)
 
     def open_for_generation(self, directory: Path) -> ModuleCheckpoint:
-        """Opens the newest intact checkpoint of a run, quantized if the run's model is.
+        """Opens a run, whose newest intact checkpoint is read with the parameters; quantized if the run's model is.
 
         Raises:
           RunDirectoryError: there is no run.
-          CheckpointError: it has no checkpoint that can be used.
           GenerationError: its model cannot be generated from, or its tokenizer is another's.
           DataError: its tokenizer is malformed.
         """
-        run = RunDirectory(directory)
+        run, config = RunDirectory(directory), run_config(directory)
         return generative_checkpoint(
-            load_model(directory, run_config(directory))[0],
+            stored_model(config),
+            read=lambda: load_model(directory, config)[0],
             name=directory.resolve().name,
             tokenizer=run.tokenizer,
             origin=directory / "huggingface",

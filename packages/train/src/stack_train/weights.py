@@ -22,7 +22,15 @@ from stack_train.config import RunConfig
 from stack_train.quantization import transform_of
 from stack_train.run_directory import RunDirectory
 
-__all__ = ["abstract_model", "abstract_params", "holds_codes", "load_model", "load_params", "run_config"]
+__all__ = [
+    "abstract_model",
+    "abstract_params",
+    "holds_codes",
+    "load_model",
+    "load_params",
+    "run_config",
+    "stored_model",
+]
 
 
 def run_config(run: Path) -> RunConfig:
@@ -48,7 +56,7 @@ def load_model(run: Path, config: RunConfig) -> tuple[Any, int]:
       ConfigError: the checkpoint was quantized by another recipe; says in what they differ.
       CheckpointError: no checkpoint can be used.
     """
-    graph, state = nnx.split(transform_of(config).apply(abstract_model(config.model)))
+    graph, state = nnx.split(stored_model(config))
     stored = nnx.to_pure_dict(state)
     if in_mesh.value is not None:
         placed = {path: _in_its_place(variable, *in_mesh.value) for path, variable in nnx.to_flat_state(state)}
@@ -99,6 +107,11 @@ def abstract_model(config: Any) -> Any:
     return nnx.eval_shape(lambda: family.build(config, key=jax.random.key(0)))
 
 
+def stored_model(config: RunConfig) -> Any:
+    """The model that a run's checkpoints hold, quantized if the run's is, without values."""
+    return transform_of(config).apply(abstract_model(config.model))
+
+
 def abstract_params(config: Any) -> Any:
     """Shapes and dtypes of a model's parameters as nested dicts; nothing is allocated."""
     return nnx.to_pure_dict(nnx.state(abstract_model(config)))
@@ -106,7 +119,7 @@ def abstract_params(config: Any) -> Any:
 
 def _stored_params(config: RunConfig) -> Any:
     """Shapes and dtypes of the parameters that a run's checkpoints hold, some of them quantized."""
-    return nnx.to_pure_dict(nnx.state(transform_of(config).apply(abstract_model(config.model))))
+    return nnx.to_pure_dict(nnx.state(stored_model(config)))
 
 
 def _placed(leaf: Any, sharding: NamedSharding | None) -> Any:

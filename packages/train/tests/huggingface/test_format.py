@@ -1,4 +1,5 @@
 import dataclasses
+import gc
 import json
 import subprocess
 import sys
@@ -290,6 +291,20 @@ def test_a_checkpoint_and_its_run_generate_from_the_same(make_checkpoint, tmp_pa
     assert ours.kv_cache.dtype == {"F32": "float32", "BF16": "bfloat16"}[dtype]
     assert ours.end_tokens == theirs.end_tokens == {1, 2, 3}
     assert ours.sampling_defaults == theirs.sampling_defaults == {"temperature": 0.5}
-    assert jax.tree.structure(ours.params) == jax.tree.structure(theirs.params)
-    same = jax.tree.map(lambda a, b: a.dtype == b.dtype and np.array_equal(a, b), ours.params, theirs.params)
+    assert ours.parameters == theirs.parameters
+    same = jax.tree.map(
+        lambda a, b: a.dtype == b.dtype and np.array_equal(a, b), ours.load_params(), theirs.load_params()
+    )
     assert jax.tree.all(same)
+
+
+def test_a_checkpoint_that_is_opened_holds_no_parameters_and_keeps_none_that_it_loads(make_checkpoint, tmp_path):
+    source, _ = make_checkpoint()
+    FORMAT.import_run(source, tmp_path / "run")
+    for format_, directory in ((FORMAT, source), (RUN_FORMAT, tmp_path / "run")):
+        before = jax.live_arrays()
+        checkpoint = format_.open_for_generation(directory)
+        params = checkpoint.load_params()
+        gc.collect()
+        held = [array for array in jax.live_arrays() if all(array is not other for other in before)]
+        assert sum(array.nbytes for array in held) == sum(array.nbytes for array in jax.tree.leaves(params))

@@ -49,6 +49,7 @@ class LLMEngine:
         config = EngineConfig() if config is None else config
         self.limits = Limits.of(checkpoint, config)
         self._max_waiting = config.max_waiting
+        self._parameters = checkpoint.parameters
         self._programs = Programs(checkpoint, config, max_tokens=self.limits.max_tokens, pages=self.limits.pages)
         self._loop = EngineLoop(checkpoint, config, self.limits, self._programs)
         self._progress = progress
@@ -144,7 +145,7 @@ class LLMEngine:
 
     def update_weights(self, params: Any) -> None:
         """Replaces the parameters between two steps; see `Engine`. Requests that run keep the keys that they have."""
-        params = _fitted(params, self._programs.parameters)
+        params = _fitted(params, self._parameters)
         done = threading.Event()
 
         def update() -> None:

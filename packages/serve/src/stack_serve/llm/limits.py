@@ -122,7 +122,7 @@ class Limits:
 
 
 def _fitting_pages(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> int:
-    """Pages for which there is memory: half of what is free, on each device."""
+    """Pages for which there is memory: half of what the parameters leave free, on each device."""
     layers = jax.eval_shape(
         lambda: empty_layers(
             checkpoint.kv_cache,
@@ -132,9 +132,15 @@ def _fitting_pages(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> in
             dtype=config.cache_dtype,
         )
     )
-    page_bytes = sum(pool.size * pool.dtype.itemsize for pool in jax.tree.leaves(layers))
     free_bytes = _free_bytes(jax.devices()[0])
-    return 2**30 if free_bytes is None else int(free_bytes * _CACHE_SHARE) * config.tensor // page_bytes
+    if free_bytes is None:
+        return 2**30
+    left_bytes = max(free_bytes * config.tensor - _size_bytes(checkpoint.parameters), 0)
+    return int(left_bytes * _CACHE_SHARE) // _size_bytes(layers)
+
+
+def _size_bytes(tree: Any) -> int:
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))
 
 
 def _free_bytes(device: Any) -> int | None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from stack_core.errors import HardwareError, ShardingError
@@ -47,11 +46,16 @@ class Placement:
                     raise
                 self._rules = self._rules.updated(dict.fromkeys(error.logical_axes))
 
+    def load(self, checkpoint: GenerativeCheckpoint, chosen: Any) -> Any:
+        """The checkpoint's parameters, with those that are `chosen` split into their layers."""
+        return split_layers(checkpoint.load_params(self._shardings(checkpoint)), chosen)
+
     def params(self, checkpoint: GenerativeCheckpoint, params: Any, chosen: Any) -> Any:
-        """The checkpoint's parameters, or others like them, with those that are `chosen` split into their layers."""
-        if self._mesh is None:
-            return split_layers(jax.tree.map(jnp.asarray, params), chosen)
-        return split_layers(jax.device_put(params, checkpoint.shardings(self._mesh)), chosen)
+        """The same of other parameters like them."""
+        return split_layers(jax.device_put(params, self._shardings(checkpoint)), chosen)
+
+    def _shardings(self, checkpoint: GenerativeCheckpoint) -> Any:
+        return None if self._mesh is None else checkpoint.shardings(self._mesh)
 
     def pools(self, layers: Any, layout: PageLayout) -> Any:
         """Pools of pages, split by their heads; of one layer each, or of all in the first axis."""

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -41,11 +41,7 @@ class StepResult:
 
 
 class Programs:
-    """The parameters, pages and slots of an engine on its devices, and the compiled programs that work on them.
-
-    Attributes:
-      parameters: shapes and dtypes of the checkpoint's parameters.
-    """
+    """The parameters, pages and slots of an engine on its devices, and the compiled programs that work on them."""
 
     def __init__(self, checkpoint: GenerativeCheckpoint, config: EngineConfig, *, max_tokens: int, pages: int) -> None:
         self._config, self._checkpoint = config, checkpoint
@@ -56,7 +52,6 @@ class Programs:
         self._placement = Placement(checkpoint.kv_cache, config.tensor)
         self._compiled: dict[Key, Any] = {}
 
-        self.parameters = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), checkpoint.params)
         self._slots = self._placement.replicated(self._empty_slots())
         empty = partial(
             empty_layers,
@@ -66,10 +61,10 @@ class Programs:
             layout=config.page_layout,
             dtype=config.cache_dtype,
         )
-        whole = (self.parameters, jax.eval_shape(empty))
+        whole = (checkpoint.parameters, jax.eval_shape(empty))
         self._looped, looped_pools = self._placement.traced(loops_over, self._smallest_step, whole)
         self._layers = self._placement.pools(jax.jit(lambda: split_layers(empty(), looped_pools))(), config.page_layout)
-        self._params = self._placement.params(checkpoint, checkpoint.params, self._looped)
+        self._params = self._placement.load(checkpoint, self._looped)
 
     def compile_all(self, progress: Progress | None = None) -> None:
         """Compiles every program that can be needed.
@@ -155,15 +150,20 @@ class Programs:
         return jitted.lower(self._params, self._layers, self._slots.tokens, _int32(rows, self._row_fields))
 
     def _lowered_sample(self, rows: int) -> Any:
-        *_, last = jax.eval_shape(self._smallest_step, (self._params, self._layers))
-        last = jax.ShapeDtypeStruct((rows, *last.shape[1:]), last.dtype)
+        _, embed = self._hidden.shape
+        last = jax.ShapeDtypeStruct((rows, embed), self._hidden.dtype)
         jitted = jax.jit(layer_by_layer(self._step.sample), donate_argnums=1)
         return jitted.lower(self._params, self._slots, last, _int32(rows, self._row_fields))
 
     def _lowered_prompt_logprobs(self, tokens: int) -> Any:
-        _, hidden, _ = jax.eval_shape(self._smallest_step, (self._params, self._layers))
-        hidden = jax.ShapeDtypeStruct((tokens, *hidden.shape[1:]), hidden.dtype)
+        _, embed = self._hidden.shape
+        hidden = jax.ShapeDtypeStruct((tokens, 1, embed), self._hidden.dtype)
         return jax.jit(layer_by_layer(self._step.prompt_logprobs)).lower(self._params, hidden, _int32(tokens))
+
+    @cached_property
+    def _hidden(self) -> jax.ShapeDtypeStruct:
+        """[rows, embed] of the smallest step."""
+        return jax.eval_shape(self._smallest_step, (self._params, self._layers))[-1]
 
     def _smallest_step(self, params_and_layers: Any) -> Any:
         rows = jnp.zeros((1, self._row_fields), jnp.int32)

@@ -60,8 +60,15 @@ def loops_over(function: Callable[..., Any], tree: Any, *args: Any) -> Any:
 
 
 def split_layers(tree: Any, chosen: Any) -> Any:
-    """The arrays of `tree` where `chosen` is True as `Layers`, each on the devices and in the sharding of the whole."""
-    return jax.tree.map(lambda array, split: _split(array) if split else array, tree, chosen)
+    """The arrays of `tree` where `chosen` is True as `Layers`, each on the devices and in the sharding of the whole.
+
+    Where the caller keeps no `tree`, memory holds one array of it twice at most.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    del tree
+    leaves.reverse()
+    split = [_split(leaves.pop()) if wanted else leaves.pop() for wanted in jax.tree.leaves(chosen)]
+    return jax.tree.unflatten(structure, split)
 
 
 def layer_by_layer(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -168,8 +168,13 @@ class HuggingFaceFormat:
           GenerationError: its model cannot be generated from, or its tokenizer is another's.
           DataError: its tokenizer is malformed.
         """
+        source = open_source(directory)
         return generative_checkpoint(
-            _model(open_source(directory)), name=directory.resolve().name, tokenizer=directory, origin=directory
+            abstract_model(source.config),
+            read=lambda: _model(source),
+            name=directory.resolve().name,
+            tokenizer=directory,
+            origin=directory,
         )
 
 

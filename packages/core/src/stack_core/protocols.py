@@ -165,6 +165,18 @@ class GenerativeCheckpoint(Protocol):
 class Engine(Protocol):
     """Continues many prompts at once; made of a `GenerativeCheckpoint`. Its methods may be called from any thread."""
 
+    def warm_up(self) -> None:
+        """Compiles all that a request can need, so that none waits for it; before `start`, or not at all."""
+        ...
+
+    def start(self) -> None:
+        """Begins to work on requests; what was submitted before waits for it."""
+        ...
+
+    def close(self, *, drain_s: float = 0.0) -> None:
+        """Waits up to `drain_s` for requests to end, ends the others with "abort", and stops for good."""
+        ...
+
     def submit(self, request: GenerationRequest, receive: Callable[[GenerationUpdate], None] | None = None) -> None:
         """Queues a request.
 

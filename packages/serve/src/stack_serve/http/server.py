@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Protocol
 
 import uvicorn
 
@@ -19,20 +18,10 @@ from stack_serve.http.config import ServerConfig
 from stack_serve.http.protocol import LimitedProtocol
 from stack_serve.http.service import Service
 
-__all__ = ["HttpServer", "ServedEngine", "listen"]
+__all__ = ["HttpServer", "listen"]
 
 _AFTER_DRAIN_S = 5
 _KEEP_ALIVE_S = 75
-
-
-class ServedEngine(Engine, Protocol):
-    """An engine with a life of its own, as `LLMEngine` has it."""
-
-    def warm_up(self) -> None: ...
-
-    def start(self) -> None: ...
-
-    def close(self, *, drain_s: float = 0.0) -> None: ...
 
 
 def listen(config: ServerConfig) -> socket.socket:
@@ -66,7 +55,7 @@ class HttpServer:
         self,
         service: Service,
         listener: socket.socket,
-        make_engine: Callable[[], ServedEngine],
+        make_engine: Callable[[], Engine],
         *,
         announce: Callable[[str], None] = lambda address: None,
     ) -> None:
@@ -75,7 +64,7 @@ class HttpServer:
         self._make_engine = make_engine
         self._announce = announce
         self._uvicorn = _Uvicorn(_uvicorn_config(service))
-        self._engine: ServedEngine | None = None
+        self._engine: Engine | None = None
         self._failure: Exception | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -119,7 +108,7 @@ class HttpServer:
         self._engine = engine
         loop.call_soon_threadsafe(self._serve, engine)
 
-    def _serve(self, engine: ServedEngine) -> None:
+    def _serve(self, engine: Engine) -> None:
         if self._service.state == "starting":
             self._service.serve(engine)
             host, port = self._listener.getsockname()[:2]

@@ -17,6 +17,7 @@ _OPS: dict[str, str] = {
     "linear_attention/cpu": "linear_attention.cpu:CPU",
     "linear_cross_entropy/cpu": "linear_cross_entropy.cpu:CPU",
     "paged_attention/cpu": "paged_attention.cpu:CPU",
+    "paged_attention/llvm": "paged_attention.llvm:LLVM",
     "ragged_dot/cpu": "ragged_dot.cpu:CPU",
     "rope/cpu": "rope.cpu:CPU",
 }

@@ -13,8 +13,8 @@ from stack_core.ops.building import is_quantized
 from stack_kernels.linear.codes import dequantized
 from stack_kernels.linear.integer_dot import rows_of
 from stack_kernels.linear.llvm_tiles import Product, product_module
-from stack_kernels.linear.llvm_weights import BITS
 from stack_kernels.llvm import host
+from stack_kernels.llvm.numbers import BITS
 
 __all__ = ["LLVM", "few_rows_product", "supports_few_rows"]
 

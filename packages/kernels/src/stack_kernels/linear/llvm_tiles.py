@@ -1,23 +1,23 @@
 """The product of a few rows with a weight, in LLVM IR.
 
 Its time is that of reading the weight once, at the speed of memory. A tile is 128 columns of the weight. They are read
-in blocks, all the way along d_in, while the sums of up to 8 rows of x stay in registers and lines that are 32 rows of
+in blocks, all the way along d_in, while the sums of up to 12 rows of x stay in registers and lines that are 64 rows of
 the weight away are asked for. Further rows of x find the block in the second cache.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
-from stack_kernels.linear.llvm_weights import BITS, LEVELS, read
 from stack_kernels.llvm.code import BYTE, FLOAT, INDEX, INT32, POINTER, SHORT, Code, Variable, vector
 from stack_kernels.llvm.host import Processor
+from stack_kernels.llvm.numbers import BITS, LEVELS, read
 
 __all__ = ["TILE_COLUMNS", "Product", "product_module"]
 
 TILE_COLUMNS = 128
-_ROWS = 8
 _AHEAD = 64
 _X_TYPES = {"float32": FLOAT, "bfloat16": INT32, "int8": INT32}
 
@@ -78,22 +78,32 @@ def product_module(product: Product, processor: Processor) -> ir.Module:
     """`@tiles` and `@tile` of a product."""
     module = ir.Module(product.name)
     _write_tiles(module)
-    vectors = _vectors(product, processor)
-    counts = sorted({min(product.rows, _ROWS), product.rows % _ROWS} - {0}, reverse=True)
-    whole = {rows: _Block(module, product, processor, rows, vectors).write() for rows in counts}
-    rest = {rows: _Block(module, product, processor, rows, 1, is_masked=True).write() for rows in counts}
-    _write_tile(module, product, vectors * processor.lanes, processor.lanes, whole, rest)
+    rows = _row_blocks(product, processor)
+    vectors = _vectors(product, processor, rows[0])
+
+    block = functools.partial(_Block, module, product, processor)
+    whole = {count: block(count, vectors, is_masked=False).write() for count in set(rows.values())}
+    rest = {count: block(count, 1, is_masked=True).write() for count in set(rows.values())}
+    blocks = ({first: functions[count] for first, count in rows.items()} for functions in (whole, rest))
+    _write_tile(module, product, processor.lanes, vectors, *blocks)
     return module
 
 
-def _vectors(product: Product, processor: Processor) -> int:
+def _row_blocks(product: Product, processor: Processor) -> dict[int, int]:
+    """The rows of each pass over a block of columns, no more than registers can hold the sums of, by the first."""
+    most = 4 if processor.lanes == 8 else 6 if product.x == "int8" else 12
+    passes = -(-product.rows // most)
+    each = -(-product.rows // passes)
+    return {first: min(each, product.rows - first) for first in range(0, product.rows, each)}
+
+
+def _vectors(product: Product, processor: Processor, rows: int) -> int:
     """The vectors of columns in a block: 128 bytes of w, where registers suffice for the sums and what is added."""
     if product.x == "int8":
         return 4
-    of_128_bytes = 1024 // BITS[product.weight] // processor.lanes
-    plenty = product.x == "bfloat16" and product.rows <= _ROWS
-    sums = 8 if processor.lanes == 8 else 32 if plenty else 16
-    return max(1 + (product.x == "bfloat16"), min(of_128_bytes, 8, sums // min(product.rows, _ROWS)))
+    sums = 8 if processor.lanes == 8 else 32 if product.x == "bfloat16" and product.rows <= 8 else 24
+    most = min(1024 // BITS[product.weight] // processor.lanes, 8, sums // rows)
+    return max(1 << most.bit_length() - 1, 1 + (product.x == "bfloat16"))
 
 
 def _write_tiles(module: ir.Module) -> None:
@@ -103,15 +113,16 @@ def _write_tiles(module: ir.Module) -> None:
 
 
 def _write_tile(
-    module: ir.Module, product: Product, width: int, lanes: int, whole: dict[int, Any], rest: dict[int, Any]
+    module: ir.Module, product: Product, lanes: int, vectors: int, whole: dict[int, Any], rest: dict[int, Any]
 ) -> None:
+    """With the functions for whole blocks of columns, and for one vector of what is left, by their first row."""
     code = Code(module, "tile", [POINTER, POINTER, INDEX])
     arguments, results, tile = code.parameters
     places = _tile_places(code, product, arguments, results)
     first = code.times(tile, TILE_COLUMNS)
     end = code.least(code.plus(first, TILE_COLUMNS), places.columns)
-    blocks = code.over(code.minus(end, first), width)
-    after = code.plus(first, code.times(blocks, width))
+    width = vectors * lanes
+    after = code.plus(first, code.times(code.over(code.minus(end, first), width), width))
     with code.loop(first, after, width) as column:
         _call_rows(code, product, places, column, whole)
     with code.loop(after, code.plus(end, lanes - 1), lanes) as column:
@@ -133,29 +144,21 @@ def _tile_places(code: Code, product: Product, arguments: Any, results: Any) -> 
 
 
 def _call_rows(code: Code, product: Product, places: _Places, column: Any, blocks: dict[int, Any]) -> None:
-    """All rows of x with one block of columns."""
+    """One block of columns with each block of rows, by its first row."""
     of_column = {
         "w": code.at(places.w, code.over(code.times(column, BITS[product.weight]), 8)),
         "scale": code.at(places.scale, code.times(column, 4)),
     }
-
-    def call(row: Any, block: Any) -> None:
-        in_y = code.plus(code.times(row, places.columns), column)
+    for row, block in blocks.items():
+        in_y = code.plus(code.times(places.columns, row), column)
         of_row = {
-            "x": code.at(places.x, code.times(code.times(row, places.depth), 4 // product.step)),
-            "x_scale": code.at(places.x_scale, code.times(code.times(row, places.tiles), 4)),
-            "x_offset": code.at(places.x_offset, code.times(code.times(row, places.tiles), 4)),
+            "x": code.at(places.x, code.times(places.depth, row * 4 // product.step)),
+            "x_scale": code.at(places.x_scale, code.times(places.tiles, 4 * row)),
+            "x_offset": code.at(places.x_offset, code.times(places.tiles, 4 * row)),
             "y": code.at(places.y, code.times(in_y, 4)),
         }
         values = {**vars(places), **of_column, **of_row}
         code.build.call(block, [*values.values(), code.minus(places.columns, column)])
-
-    full = product.rows // _ROWS * _ROWS
-    if full:
-        with code.loop(0, full, _ROWS) as row:
-            call(row, blocks[_ROWS])
-    if product.rows % _ROWS:
-        call(INDEX(full), blocks[product.rows % _ROWS])
 
 
 class _Block:
@@ -169,7 +172,7 @@ class _Block:
         rows: int,
         vectors: int,
         *,
-        is_masked: bool = False,
+        is_masked: bool,
     ) -> None:
         pointers = [POINTER] * 7
         name = f"block_{rows}_{vectors}{'_masked' * is_masked}"
@@ -244,7 +247,7 @@ class _Block:
                 total.set(self._add(total.get(), x, weights[column]))
 
     def _ask_ahead(self, depth: Any, row_bytes: Any) -> None:
-        """For the lines 32 rows on, or, from the end of this block, those at the start of the next one."""
+        """For the lines 64 rows on, or, from the end of this block, those at the start of the next one."""
         code, product = self.code, self.product
         width = self.vectors * self.lanes * BITS[product.weight] // 8
         ahead = code.plus(depth, _AHEAD)

@@ -64,6 +64,7 @@ class Code:
         """A pointer to so many values on the stack."""
         place = ir.IRBuilder(self._entry).alloca(kind, count)
         place.align = 64
+        place.type = POINTER  # llvmlite gives it a type of its own, which only values of `kind` may be stored to
         return place
 
     def load(self, kind: ir.Type, pointer: Any) -> Any:
@@ -149,6 +150,10 @@ class Code:
     def prefetch(self, pointer: Any) -> None:
         """Asks for a line of memory, to be kept in the second cache."""
         self.intrinsic("llvm.prefetch.p0", _VOID, pointer, INT32(0), INT32(2), INT32(1))
+
+    def clear(self, pointer: Any, count: Any) -> None:
+        """Makes so many bytes zero."""
+        self.intrinsic("llvm.memset.p0.i64", _VOID, pointer, BYTE(0), count, ir.IntType(1)(0))
 
     def masked_load(self, kind: ir.VectorType, pointer: Any, mask: Any) -> Any:
         """Zero where the mask is not set, and nothing is read there."""

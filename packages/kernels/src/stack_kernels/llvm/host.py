@@ -76,20 +76,19 @@ def on_this_cpu(call: OpCall, chip: Chip) -> bool | str:
     return True
 
 
-def kernel_call(
-    name: str, build: Callable[[Processor], ir.Module], result: jax.ShapeDtypeStruct, *arguments: Any
-) -> jax.Array:
+def kernel_call(name: str, build: Callable[[Processor], ir.Module], results: Any, *arguments: Any) -> Any:
     """Calls a kernel in whatever JAX is tracing.
 
     Args:
       name: tells it from all other kernels.
       build: makes its module where this process has not compiled it yet.
+      results: one `jax.ShapeDtypeStruct` or several.
     """
     processor = this_processor()
     assert processor is not None, "on_this_cpu refused"
     target = f"stack_kernels.{name}.{processor.name}"
     _register(target, build, processor)
-    return ffi.ffi_call(target, result, vmap_method="sequential")(*arguments)
+    return ffi.ffi_call(target, results, vmap_method="sequential")(*arguments)
 
 
 _registered: dict[str, Any] = {}

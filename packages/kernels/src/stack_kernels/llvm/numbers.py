@@ -1,4 +1,4 @@
-"""Reads weights, as they are stored, into vectors of float32."""
+"""Reads numbers of any dtype, as they are stored, into vectors of float32."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,0 +1,91 @@
+"""Functions of vectors of float32."""
+
+import math
+from typing import Any
+
+from llvmlite import ir
+
+from stack_kernels.llvm.code import FLOAT, INT32, Code, vector
+
+__all__ = ["constant", "exp", "largest", "sums", "tanh", "total"]
+
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+
+def constant(value: float | int, lanes: int) -> ir.Constant:
+    """The same number in every lane."""
+    return ir.Constant(vector(FLOAT, lanes), [float(value)] * lanes)
+
+
+def exp(code: Code, x: Any) -> Any:
+    """The exponential, to 2 units in the last place; that of -87.3 for what is less, where no normal numbers are.
+
+    Source: Moshier, Cephes Mathematical Library, expf.
+    """
+    lanes = x.type.count
+    x = _least(code, _most(code, x, constant(-87.3, lanes)), constant(88.3, lanes))
+    power = code.intrinsic(f"llvm.nearbyint.v{lanes}f32", x.type, code.build.fmul(x, constant(1 / math.log(2), lanes)))
+    rest = code.fma(power, constant(-_LN2_HIGH, lanes), x)
+    rest = code.fma(power, constant(-_LN2_LOW, lanes), rest)
+    series = constant(_EXP[0], lanes)
+    for coefficient in _EXP[1:]:
+        series = code.fma(series, rest, constant(coefficient, lanes))
+    fraction = code.build.fadd(code.fma(series, code.build.fmul(rest, rest), rest), constant(1, lanes))
+    bits = code.build.shl(code.build.fptosi(power, vector(INT32, lanes)), _integers(23, lanes))
+    return code.build.bitcast(code.build.add(code.build.bitcast(fraction, vector(INT32, lanes)), bits), x.type)
+
+
+def tanh(code: Code, x: Any) -> Any:
+    """1 - 2 / (exp(2 x) + 1)."""
+    lanes = x.type.count
+    grown = code.build.fadd(exp(code, code.build.fadd(x, x)), constant(1, lanes))
+    return code.build.fsub(constant(1, lanes), code.build.fdiv(constant(2, lanes), grown))
+
+
+def largest(code: Code, x: Any) -> Any:
+    """Of the lanes of one vector."""
+    return code.intrinsic(f"llvm.vector.reduce.fmax.v{x.type.count}f32", FLOAT, x)
+
+
+def total(code: Code, x: Any) -> Any:
+    """Of the lanes of one vector."""
+    (summed,) = _halved(code, [x, x], x.type.count // 2)
+    for half in _halves(x.type.count // 2):
+        (summed,) = _halved(code, [summed, summed], half)
+    return code.build.extract_element(summed, INT32(0))
+
+
+def sums(code: Code, vectors: list[Any]) -> Any:
+    """Lane j of the result is the sum of the lanes of vector j, of as many vectors as they have lanes.
+
+    Each round adds the halves of what is left of every vector, and puts two of them into one.
+    """
+    for half in (vectors[0].type.count // 2, *_halves(vectors[0].type.count // 2)):
+        vectors = _halved(code, vectors, half)
+    return vectors[0]
+
+
+def _halves(count: int) -> list[int]:
+    return [] if count == 1 else [count // 2, *_halves(count // 2)]
+
+
+def _halved(code: Code, vectors: list[Any], half: int) -> list[Any]:
+    """Vectors hold parts of 2 * half lanes, each of one sum."""
+    lanes = vectors[0].type.count
+    low = [lane for first in range(0, 2 * lanes, 2 * half) for lane in range(first, first + half)]
+    high = [lane + half for lane in low]
+    pairs = zip(vectors[::2], vectors[1::2], strict=True)
+    return [code.build.fadd(code.shuffle(x, y, low), code.shuffle(x, y, high)) for x, y in pairs]
+
+
+def _integers(value: int, lanes: int) -> ir.Constant:
+    return ir.Constant(vector(INT32, lanes), [value] * lanes)
+
+
+def _most(code: Code, x: Any, y: Any) -> Any:
+    return code.build.select(code.build.fcmp_ordered(">", x, y), x, y)
+
+
+def _least(code: Code, x: Any, y: Any) -> Any:
+    return code.build.select(code.build.fcmp_ordered("<", x, y), x, y)

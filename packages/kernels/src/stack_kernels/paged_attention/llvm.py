@@ -1,0 +1,98 @@
+"""`paged_attention` on CPUs in machine code: decoding and prompts, whatever the lengths."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stack_core.abi import OpCall, OpImplementation
+from stack_core.hardware import Chip
+from stack_core.ops.building import is_quantized, with_sinks
+from stack_kernels.llvm import host
+from stack_kernels.llvm.numbers import BITS
+from stack_kernels.paged_attention.llvm_tiles import PagedAttention, paged_attention_module
+
+__all__ = ["LLVM"]
+
+_FEWEST_LANES = 4
+_WIDEST = 256
+
+
+def _supports(call: OpCall, chip: Chip) -> bool | str:
+    arrays = call.arrays
+    if arrays["query"].size * arrays["block_tables"].size == 0:
+        return "there is no query or no page"
+    if any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(dict(arrays))):
+        return "it computes in float32, and an array is float64"
+    for name in ("key_pages", "value_pages"):
+        answer = _reads(arrays[name])
+        if answer is not True:
+            return answer
+    if jax.tree.map(jnp.dtype, arrays["key_pages"]) != jax.tree.map(jnp.dtype, arrays["value_pages"]):
+        return "keys and values are of different dtypes"
+    head_dim = arrays["query"].shape[-1]
+    if head_dim % _FEWEST_LANES or head_dim > _WIDEST:
+        return f"it is for a head_dim that is a multiple of {_FEWEST_LANES} up to {_WIDEST}, not {head_dim}"
+    return host.on_this_cpu(call, chip)
+
+
+def _reads(pages: Any) -> bool | str:
+    if not is_quantized(pages):
+        return pages.dtype.name in BITS or f"it does not read {pages.dtype.name}"
+    view = pages.__stack_qview__()
+    name, shape = view.qvalue.dtype.name, view.qvalue.shape
+    is_plain = view.zero_point is None and view.codebook is None and BITS.get(name, 0) == 8
+    return (is_plain and view.scale.shape == (*shape[:-1], 1)) or f"it does not read {view.scheme}"
+
+
+def _llvm(query: Any, key_pages: Any, value_pages: Any, *, sinks: Any, window: Any, **call: Any) -> jax.Array:
+    tokens, heads, head_dim = query.shape
+    pools = [key_pages, value_pages]
+    views = [pool.__stack_qview__() for pool in pools] if is_quantized(key_pages) else []
+    if views:
+        pools = [view.qvalue for view in views]
+    sizes = dict(zip(call["layout"], pools[0].shape, strict=True))
+    lanes = _lanes(head_dim)
+    attention = PagedAttention(
+        lanes=lanes,
+        query="bfloat16" if _has_bf16_dot(query, pools[0], lanes) else "float32",
+        pages=pools[0].dtype.name,
+        scaled=bool(views),
+        layout=call["layout"],
+        heads=heads,
+        kv_heads=sizes["h"],
+        head_dim=head_dim,
+        slots=sizes["s"],
+        scale=float(call["scale"]),
+        softcap=call["softcap"],
+        left=None if window is None else window[0],
+    )
+    places = [call[name].astype(jnp.int32) for name in ("block_tables", "kv_lengths", "query_starts")]
+    by_head = jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
+    results = (jax.ShapeDtypeStruct(query.shape, jnp.float32), by_head, by_head)
+    arguments = [query.astype(attention.query), *pools, *places, *(view.scale.astype(jnp.float32) for view in views)]
+    build = functools.partial(paged_attention_module, attention)
+    output, maximum, total = host.kernel_call(attention.name, build, results, *arguments)
+    if sinks is not None:
+        grouped = (tokens, sizes["h"], heads // sizes["h"], 1)
+        lse = (maximum + jnp.log(total)).reshape(grouped)
+        output = with_sinks(output.reshape(*grouped, head_dim), lse, sinks)[0].reshape(query.shape)
+    return output.astype(query.dtype)
+
+
+def _lanes(head_dim: int) -> int:
+    """Of the widest vectors of this processor that a head is whole ones of."""
+    processor = host.this_processor()
+    assert processor is not None, "on_this_cpu refused"
+    return math.gcd(head_dim, processor.lanes)
+
+
+def _has_bf16_dot(query: jax.Array, pages: jax.Array, lanes: int) -> bool:
+    processor = host.this_processor()
+    has_dot = processor is not None and processor.has_bf16_dot and lanes == processor.lanes
+    return has_dot and query.dtype == pages.dtype == jnp.bfloat16 and query.shape[-1] % (2 * lanes) == 0
+
+
+LLVM = OpImplementation(op="paged_attention", name="llvm", function=_llvm, supports=_supports, priority=2)

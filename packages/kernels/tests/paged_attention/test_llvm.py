@@ -1,0 +1,123 @@
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core import ops
+from stack_core.abi import QView
+from stack_core.errors import UnsupportedOp
+from stack_core.testing import OpCheck, op_checks
+from stack_kernels.llvm.host import Processor
+from stack_kernels.paged_attention.llvm import LLVM
+
+_SEQUENCES = ((1, 45), (37, 61), (1, 1), (0, 20), (16, 16), (2, 33))  # queries and keys
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    codes: Any
+    scale: Any
+
+    def __stack_qview__(self) -> QView:
+        return QView((1, 0), self.codes, self.scale, None, "stored")
+
+
+@pytest.mark.parametrize("check", op_checks("paged_attention"), ids=str)
+def test_contract(check: OpCheck) -> None:
+    check(LLVM)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "slots", "head_dim"), [(8, 4, 16, 64), (3, 1, 5, 80), (4, 4, 33, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_it_gives_what_the_reference_gives(
+    processor: Processor, dtype: str, heads: int, kv_heads: int, slots: int, head_dim: int
+) -> None:
+    call = _call((heads, kv_heads, slots, head_dim), dtype)
+    exact = _attend(_as(call, "float32"), "reference")
+    tolerance = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}[dtype]
+    np.testing.assert_allclose(_attend(call, LLVM), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("layout", ["phsd", "pshd", "hpsd"])
+@pytest.mark.parametrize("option", ["window", "softcap", "sinks"])
+def test_options_mean_in_every_layout_what_they_mean_to_the_reference(layout: str, option: str) -> None:
+    call = _call((8, 2, 8, 16), "float32", layout)
+    call |= {"window": {"window": (9, None)}, "softcap": {"softcap": 0.7}, "sinks": {"sinks": jnp.arange(-4.0, 4.0)}}[
+        option
+    ]
+    np.testing.assert_allclose(_attend(call, LLVM), _attend(call, "reference"), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("query", ["float32", "bfloat16"])
+def test_quantized_pages_are_read_as_their_values(processor: Processor, query: str, dtype: str) -> None:
+    call = _call((8, 4, 16, 32), query)
+    for name in ("key_pages", "value_pages"):
+        codes = jnp.clip(call[name].astype(jnp.float32) * 30, -100, 100).astype(dtype)
+        scale = jnp.linspace(0.02, 0.05, codes.size // codes.shape[-1]).reshape(*codes.shape[:-1], 1)
+        call[name] = Stored(codes, scale)
+    exact = _attend(_as(call, "float32"), "reference")
+    tolerance = 1e-5 if query == "float32" else 8e-3
+    np.testing.assert_allclose(_attend(call, LLVM), exact, rtol=tolerance, atol=tolerance)
+
+
+def test_scores_of_any_size_neither_overflow_nor_vanish() -> None:
+    call = _call((4, 2, 16, 16), "float32")
+    call["query"] *= 300
+    np.testing.assert_allclose(_attend(call, LLVM), _attend(call, "reference"), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "reason"),
+    [((2, 2, 4, 6), "float32", "multiple of 4"), ((2, 2, 4, 512), "float32", "up to 256")],
+)
+def test_what_it_does_not_take_is_refused_with_the_reason(sizes: Any, dtype: str, reason: str) -> None:
+    with pytest.raises(UnsupportedOp, match=reason):
+        _attend(_call(sizes, dtype), LLVM)
+
+
+def _call(sizes: tuple[int, int, int, int], dtype: str, layout: str = "phsd") -> dict[str, Any]:
+    """Queries of sequences of many lengths, and padding; slots without a key hold NaN."""
+    heads, kv_heads, slots, head_dim = sizes
+    rng = np.random.default_rng(0)
+    queries, lengths = (np.array(counts) for counts in zip(*_SEQUENCES, strict=True))
+    used = -(-lengths // slots)
+    tables = np.full((len(used), used.max() + 1), 10**6)
+    numbers = iter(rng.permutation(used.sum()))
+    held = np.zeros((used.sum(), slots), bool)
+    for row, count, length in zip(tables, used, lengths, strict=True):
+        row[:count] = [next(numbers) for _ in range(count)]
+        held[row[:count].repeat(slots)[:length], np.arange(length) % slots] = True
+
+    def pool() -> jax.Array:
+        drawn = rng.normal(size=(*held.shape, kv_heads, head_dim))
+        drawn = np.where(held[:, :, None, None], drawn, np.nan)
+        return jnp.asarray(drawn.transpose(["pshd".index(axis) for axis in layout]), dtype)
+
+    return {
+        "query": jnp.asarray(rng.normal(size=(queries.sum() + 3, heads, head_dim)), dtype),
+        "key_pages": pool(),
+        "value_pages": pool(),
+        "block_tables": jnp.asarray(tables, jnp.int32),
+        "kv_lengths": jnp.asarray(lengths, jnp.int32),
+        "query_starts": jnp.asarray([0, *np.cumsum(queries)], jnp.int32),
+        "layout": layout,
+    }
+
+
+def _as(call: dict[str, Any], dtype: str) -> dict[str, Any]:
+    floating = {
+        name: call[name] for name in ("query", "key_pages", "value_pages") if not isinstance(call[name], Stored)
+    }
+    return call | {name: array.astype(dtype) for name, array in floating.items()}
+
+
+def _attend(call: dict[str, Any], implementation: Any) -> np.ndarray:
+    arrays = {name: value for name, value in call.items() if name not in ("layout", "window", "softcap")}
+    options = {name: call[name] for name in call.keys() - arrays.keys()}
+    attend = jax.jit(lambda arrays: ops.paged_attention(**arrays, **options, implementation=implementation))
+    return np.asarray(attend(arrays).astype(jnp.float32))

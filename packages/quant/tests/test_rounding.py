@@ -36,6 +36,27 @@ def test_each_value_goes_to_the_nearest(name: str) -> None:
     np.testing.assert_allclose(decoded, found, atol=2e-7)
 
 
+@pytest.mark.parametrize("name", [name for name, kind in QTYPES.items() if name.startswith(("fp", "mx"))])
+def test_codes_of_floats_are_those_of_a_conversion(name: str) -> None:
+    """Ties, subnormals, signs of zero and what is out of range, next to every float32 of 16 bits."""
+    kind, words = QTYPES[name], np.arange(2**16, dtype=np.uint32) << 16
+    values = jnp.asarray(np.concatenate([words | low for low in (0, 1, 0x7FFF, 0x8000, 0xFFFF)]).view(np.float32))
+    values = values[~jnp.isnan(values)]
+    expected = np.asarray(jnp.clip(values, kind.smallest, kind.largest)).astype(kind.code_dtype)
+    found = jax.jit(encode, static_argnums=1)(values, kind)
+    np.testing.assert_array_equal(np.asarray(found).view(np.uint8), expected.view(np.uint8))
+    if kind.bits == 8:
+        assert np.all(np.isnan(np.asarray(encode(jnp.asarray([jnp.nan, -jnp.nan]), kind).astype(jnp.float32))))
+
+
+@pytest.mark.parametrize("name", QTYPES)
+def test_nothing_is_rounded_by_a_conversion(name: str) -> None:
+    """XLA leaves out conversions of floats to fewer bits and back, and fake quantization with them."""
+    jaxpr = jax.make_jaxpr(lambda values: encode(values, QTYPES[name]))(jnp.ones(3))
+    converted = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type"]
+    assert not [eqn for eqn in converted if jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)]
+
+
 def test_ties_go_to_even() -> None:
     halves = jnp.asarray([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5])
     np.testing.assert_array_equal(snap(halves, QTYPES["int8"]), [-2, -2, 0, 0, 2, 2])

@@ -16,7 +16,8 @@ __all__ = ["Tiling", "spread", "tiling"]
 class Tiling:
     """An array's shape over the tiles that share a scale.
 
-    Each axis of `shape` becomes two, `(tiles, entries of a tile)`; reductions go over the second of each.
+    Each axis of `shape` that is cut becomes two, `(tiles, entries of a tile)`; reductions go over the axes `within`. No
+    axis of size 1 is added: XLA's CPU backend writes down what it reduces where there is one beside a cut axis.
 
     Invariants: `shape[i] % scale_shape[i] == 0`.
     """
@@ -25,9 +26,15 @@ class Tiling:
     scale_shape: tuple[int, ...]
 
     @property
+    def cut(self) -> tuple[bool, ...]:
+        """Of each axis, whether it has several tiles of several entries."""
+        return tuple(1 < count < size for size, count in zip(self.shape, self.scale_shape, strict=True))
+
+    @property
     def within(self) -> tuple[int, ...]:
         """The axes of a split array that lie within a tile."""
-        return tuple(range(1, 2 * len(self.shape), 2))
+        pairs = zip(self.shape, self.scale_shape, strict=True)
+        return tuple(axis + sum(self.cut[: axis + 1]) for axis, (size, count) in enumerate(pairs) if count < size)
 
     @property
     def tile_entries(self) -> int:
@@ -40,16 +47,16 @@ class Tiling:
         return Tiling(block.shape, tuple(count if count <= 1 else count * size // full for size, full, count in pairs))
 
     def split(self, array: jax.Array) -> jax.Array:
-        """`array` of shape `shape`, or one entry for each tile, in two axes for each one."""
-        sizes = (self.scale_shape, [size // count for size, count in zip(self.shape, self.scale_shape, strict=True)])
-        if array.shape != self.shape:
-            sizes = (array.shape, [1] * array.ndim)
-        return array.reshape([size for pair in zip(*sizes, strict=True) for size in pair])
+        """`array` of shape `shape`, or one entry for each tile, in two axes for each that is cut."""
+        axes = zip(array.shape, self.scale_shape, self.cut, strict=True)
+        return array.reshape(
+            [part for size, count, cut in axes for part in ((count, size // count) if cut else (size,))]
+        )
 
     def join(self, array: jax.Array) -> jax.Array:
         """The inverse of `split`, from a split array or from what a reduction `within` left of one."""
-        pairs = zip(array.shape[::2], array.shape[1::2], strict=True)
-        return array.reshape([count * size for count, size in pairs])
+        sizes = iter(array.shape)
+        return array.reshape([next(sizes) * next(sizes) if cut else next(sizes) for cut in self.cut])
 
 
 def tiling(shape: Sequence[int], channel_axes: Sequence[int], tiles: Mapping[int, int], name: str = "") -> Tiling:

@@ -24,8 +24,8 @@ def error(spec: ArraySpec, x: jax.Array, **settings: Any) -> float:
     return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
 
 
-def tiled(name: str, **settings: Any) -> ArraySpec:
-    return ArraySpec(type=name, channel_axes=(1,), tiles={0: QTYPES[name].block_size or 128}, **settings)
+def tiled(name: str, tile_size: int = 128, **settings: Any) -> ArraySpec:
+    return ArraySpec(type=name, channel_axes=(1,), tiles={0: QTYPES[name].block_size or tile_size}, **settings)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,15 @@ def test_nan_and_infinities_are_named() -> None:
             quantize(x, ArraySpec(calibration=calibration), name="layers/3/mlp")
     with pytest.raises(ArgumentError, match="w has dtype int32; only floating"):
         quantize(jnp.ones(3, jnp.int32), ArraySpec(), name="w")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", QTYPES)
+def test_compiled_programs_do_not_hide_what_is_not_finite(name: str, value: float) -> None:
+    x = drawn((64, 2)).at[3, 0].set(value)
+    found = jax.jit(lambda x: dequantize(quantize(x, tiled(name, tile_size=32))))(x)
+    assert np.all(np.isnan(found[:16, 0]) | np.isinf(found[:16, 0]))
+    assert np.all(np.isfinite(found[:, 1])) or name == "nvfp4"  # whose columns have a second scale in common
 
 
 @pytest.mark.parametrize("name", QTYPES)

@@ -67,8 +67,11 @@ def scales(
 
 
 def _guarded(scale: jax.Array, width: jax.Array) -> jax.Array:
-    """No scale is zero or subnormal, which CPUs and TPUs take for zero: the division by it must be finite."""
-    return jnp.where(width > 0, jnp.maximum(scale, _SMALLEST_NORMAL), np.float32(1))
+    """No scale is zero or subnormal, which CPUs and TPUs take for zero: the division by it must be finite.
+
+    That of a NaN is NaN, so that compiled programs, which raise nothing, do not hide what went wrong in codes.
+    """
+    return jnp.where(width <= 0, np.float32(1), jnp.maximum(scale, _SMALLEST_NORMAL))
 
 
 def _affine(low: jax.Array, high: jax.Array, kind: QType, unbiased: bool) -> tuple[jax.Array, jax.Array]:

@@ -140,6 +140,28 @@ def test_no_gradient_of_the_data_is_computed() -> None:
     assert text.count("dot_general") == 2 + 3
 
 
+@pytest.mark.parametrize("wanted", [0, 1])
+@pytest.mark.parametrize("primitive", ["dot_general", "conv_general_dilated"])
+def test_one_gradient_alone_costs_one_product_and_keeps_one_operand(primitive: str, wanted: int) -> None:
+    operands = {"dot_general": ((16, 24), (8, 16)), "conv_general_dilated": ((3, 3, 4, 6), (2, 5, 5, 4))}[primitive]
+    params, x = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate(operands))
+
+    def product(params: Any, x: Any) -> Any:
+        if primitive == "dot_general":
+            return x @ params
+        return jax.lax.conv_general_dilated(x, params, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    fn, given = trained(product, params, x), (params, x)
+
+    def of_wanted(array: Any) -> Any:
+        return fn(*(array if place == wanted else one for place, one in enumerate(given)))
+
+    text = str(jax.make_jaxpr(jax.grad(lambda array: jnp.sum(of_wanted(array))))(given[wanted]))
+    assert text.count(f"= {primitive}[") == 2
+    kept = jax.eval_shape(lambda array: jax.vjp(of_wanted, array)[1], given[wanted])
+    assert sum(leaf.size for leaf in jax.tree.leaves(kept) if leaf.dtype == jnp.int8) == given[1 - wanted].size
+
+
 PAIR = {"a": jnp.ones((8, 16)), "b": jnp.ones((16, 2))}
 
 

@@ -168,6 +168,8 @@ class FakeEngine:
         raise NotImplementedError
 
     def stats(self) -> EngineStats:
+        if self.stopped:
+            raise EngineStopped("The engine was closed.")
         used = len(self._open)
         return EngineStats(
             running=used, waiting=0, used_pages=used, pages=64, steps=self.steps, prompt_tokens=11, generated_tokens=22,

@@ -126,10 +126,15 @@ def test_a_head_without_end(server: Served) -> None:
     assert status(server, "/health") == 200
 
 
-def test_an_engine_that_stopped_is_503(serve: Callable[..., Served]) -> None:
+def test_an_engine_that_stopped_is_503(serve: Callable[..., Served], caplog: pytest.LogCaptureFixture) -> None:
     server = serve()
     server.engine.stopped = True
     assert server.refused(PATH, status=503, prompt="x")["code"] == "engine_stopped"
+    for path in ("/health", "/ready"):
+        answer = server.client.get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stopped")
+    assert 'http_requests_total{handler="/v1/completions"' in server.client.get("/metrics").text
+    assert caplog.text == "", "whoever asks how it is makes no news"
 
 
 def test_an_address_that_is_taken() -> None:

@@ -77,4 +77,12 @@ def test_who_leaves_is_counted_as_aborted(serve: Callable[..., Served]) -> None:
     with server.client.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 200, "stream": True}) as s:
         next(s.iter_lines())
     server.wait_until(lambda: server.engine.stats().running == 0)
-    server.wait_until(lambda: values(server)["vllm:request_success_total", "abort"] == 1)
+    server.wait_until(lambda: values(server)["vllm:request_success_total", "abort"] > 0)
+    assert values(server)["vllm:request_success_total", "abort"] == 1
+    assert values(server)["vllm:request_success_total", "length"] == 0
+
+
+def test_of_a_request_that_is_refused_what_the_engine_had_taken_is_aborted(serve: Callable[..., Served]) -> None:
+    server = serve(FakeEngine(most=2))
+    server.refused("/v1/completions", status=429, prompt=["a", "b", "c"])
+    assert values(server)["vllm:request_success_total", "abort"] == 2

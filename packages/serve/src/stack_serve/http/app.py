@@ -16,9 +16,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stack_core.errors import EngineStopped
 from stack_serve.http.answer import Answer
 from stack_serve.http.bodies import decode, parse, read
-from stack_serve.http.errors import INTERNAL, ApiError
+from stack_serve.http.errors import INTERNAL, ApiError, as_api_error
 from stack_serve.http.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody
 from stack_serve.http.service import Service
 
@@ -53,7 +54,7 @@ def make_app(service: Service) -> Starlette:
         middleware.append(origins)
     if config.api_keys:
         middleware.append(Middleware(_Keys, keys=config.api_keys))
-    failures: Any = {ApiError: _api_error, HTTPException: _http_error}
+    failures: Any = {ApiError: _api_error, EngineStopped: _engine_stopped, HTTPException: _http_error}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=failures)
     app.router.redirect_slashes = False
     return app
@@ -108,6 +109,7 @@ class _Handlers:
         """Whether jobs are taken."""
         if self._service.state != "ready":
             raise self._service.unavailable()
+        self._service.stats()
         return _json({"status": "ready", "model": self._service.names[0]})
 
     async def metrics(self, request: Request) -> Response:
@@ -204,6 +206,11 @@ def _response(error: ApiError) -> Response:
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return _response(error)
+
+
+async def _engine_stopped(request: Request, error: Exception) -> Response:
+    assert isinstance(error, EngineStopped)
+    return _response(as_api_error(error, {}))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -8,7 +8,7 @@ from typing import Any
 from stack_core.errors import EngineBusy, EngineStopped, GenerationError
 from stack_core.generation import GenerationRequest, GenerationUpdate
 from stack_core.protocols import Engine
-from stack_serve.http.errors import as_api_error
+from stack_serve.http.errors import ApiError, as_api_error
 from stack_serve.http.job import Job, failure_of, new_id
 from stack_serve.http.mailbox import Mailbox, PostOffice
 from stack_serve.http.metrics import Metrics
@@ -47,6 +47,7 @@ class Generation:
         self._open: dict[tuple[int, int], str] = {}
         self._progress = backend.metrics.progress(job)
         self._watcher: asyncio.Task[None] | None = None
+        self._failure: ApiError | None = None
 
     @property
     def abandoned(self) -> bool:
@@ -94,8 +95,10 @@ class Generation:
         """The next updates, with the numbers of their prompts; none when all continuations ended, or are abandoned.
 
         Raises:
-          ApiError: a continuation failed.
+          ApiError: a continuation failed, and what came before that was taken.
         """
+        if self._failure is not None:
+            raise self._failure
         if not self._open or self.abandoned:
             return []
         arrived = await self._mailbox.take()
@@ -103,12 +106,15 @@ class Generation:
             return []
         if self._job.nothing_new:
             arrived = [(prompt, _without_tokens(update)) for prompt, update in arrived]
-        for prompt, update in arrived:
+        for place, (prompt, update) in enumerate(arrived):
             self._progress.note(prompt, update)
             if update.finish_reason is not None:
                 self._open.pop((prompt, update.index), None)
-                if failure := failure_of(update, self._backend.timeout_s):
-                    raise failure
+                self._failure = failure_of(update, self._backend.timeout_s)
+                if self._failure is not None:
+                    if place == 0:
+                        raise self._failure
+                    return arrived[:place]
         return arrived
 
     def abandon(self) -> None:
@@ -123,8 +129,7 @@ class Generation:
 
     def _abort(self) -> None:
         self.cut_short()
-        if self._open:
-            self._progress.end("abort")
+        self._progress.end("abort", len(self._open))
         self._open = {}
 
     async def _until_disconnect(self, receive: Callable[[], Awaitable[Any]]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from stack_core.errors import EngineStopped
 from stack_core.generation import EngineStats, GenerationUpdate, RequestTimes
 from stack_serve.http.job import Job
 
@@ -116,10 +117,9 @@ class Progress:
             if self._open == 0 and self._tokens:
                 self._metrics.longest_tokens.observe(max(self._tokens.values()))
 
-    def end(self, reason: str) -> None:
-        """Counts what is open as ended."""
-        self._metrics.ended[reason].inc(self._open)
-        self._open = 0
+    def end(self, reason: str, continuations: int) -> None:
+        """Counts so many continuations, of which no update will tell, as ended."""
+        self._metrics.ended[reason].inc(continuations)
 
     def _observe_times(self, times: RequestTimes, tokens: int) -> None:
         metrics = self._metrics
@@ -141,14 +141,17 @@ class Progress:
 
 
 class _EngineCollector:
-    """Reads the engine's counts when Prometheus asks."""
+    """Reads the engine's counts when Prometheus asks; one that stopped has none, and the server's are still there."""
 
     def __init__(self, labels: tuple[str, str], stats: Callable[[], EngineStats | None]) -> None:
         self._labels = labels
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
+        try:
+            stats = self._stats()
+        except EngineStopped:
+            return
         if stats is None:
             return
         gauges = {

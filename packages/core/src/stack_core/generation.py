@@ -126,8 +126,8 @@ class GenerationUpdate:
       tokens: new ones.
       text: the text that became final with them; it may lag behind the tokens, as a character may need several.
       logprobs: one for each of `tokens`, if they were asked for.
-      prompt_logprobs: with the first update of continuation 0, if they were asked for: one for each token of the
-        prompt, None for the first.
+      prompt_logprobs: with the first update of continuation 0, which then comes before those of the others, if they
+        were asked for: one for each token of the prompt, None for the first.
       stop_reason: the stop text or the token that ended it; None for the model's own end tokens.
       cached_tokens: tokens of the prompt whose keys and values had been kept from other requests.
       times: with the last update.

@@ -151,7 +151,7 @@ def explain(error: pydantic.ValidationError, names: Mapping[str, str] | None = N
     place = [str(part) for part in problem["loc"]]
     place[:1] = [(names or {}).get(name, name) for name in place[:1]]
     # A union's branches are named in the place of a mistake; the field itself is what clients know.
-    where = ".".join(part for part in place if part.isidentifier() or part.isdigit())
+    where = ".".join(part for part in place if part.isidentifier() or part.isdigit())[:100]
     if problem["type"] == "missing":
         return bad_request(f"{where} is missing; it has no default.", param=where)
     given = problem.get("input")

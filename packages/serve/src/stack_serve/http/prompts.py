@@ -10,7 +10,7 @@ from stack_serve.http.tokens import TokenTexts
 
 __all__ = ["Prompt", "Prompts"]
 
-_LONG_CHARACTERS = 8192
+_MANY_CHARACTERS = 8192
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,9 @@ class Prompts:
         return self.texts
 
     async def of_text(self, text: str, *, add_special_tokens: bool) -> Prompt:
-        """Encodes a text; a long one while other requests are answered."""
-        tokenizer = self.tokenizer()
-        if len(text) < _LONG_CHARACTERS:
-            tokens = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        else:
-            tokens = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return Prompt(tuple(tokens), text)
+        """Encodes a text."""
+        (prompt,) = await self._of_texts([text], add_special_tokens=add_special_tokens)
+        return prompt
 
     async def of_field(self, given: Any, *, most: int, add_special_tokens: bool) -> list[Prompt]:
         """Reads the field `prompt` of `/v1/completions`.
@@ -74,18 +70,29 @@ class Prompts:
                 "Send several requests.",
                 param="prompt",
             )
-        return [
-            await self.of_text(each, add_special_tokens=add_special_tokens)
-            if isinstance(each, str)
-            else Prompt(self.known(each, "prompt"), None)
-            for each in prompts
-        ]
+        if _is_text(prompts[0]):
+            return await self._of_texts(prompts, add_special_tokens=add_special_tokens)
+        return [Prompt(self.known(tokens, "prompt"), None) for tokens in prompts]
 
-    def check_room(self, prompt: Prompt, max_tokens: int | None, param: str) -> None:
+    async def _of_texts(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Prompt]:
+        """Encodes texts; much text while other requests are answered."""
+        tokenizer = self.tokenizer()
+
+        def encoded() -> list[Prompt]:
+            return [
+                Prompt(tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens)), text) for text in texts
+            ]
+
+        much = sum(map(len, texts)) >= _MANY_CHARACTERS
+        return await asyncio.to_thread(encoded) if much else encoded()
+
+    def check_room(
+        self, prompt: Prompt, max_tokens: int | None, param: str, *, max_tokens_param: str = "max_tokens"
+    ) -> None:
         """Refuses a prompt that is empty, or too long to be continued as far as was asked.
 
         Args:
-          param: the field that holds the prompt.
+          param, max_tokens_param: the fields that hold the prompt and `max_tokens`.
 
         Raises:
           ApiError: it does not fit.
@@ -104,7 +111,7 @@ class Prompts:
                 f"This model's maximum context length is {self.max_tokens} tokens. However, you requested "
                 f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} in the "
                 "continuation). Shorten the prompt or the continuation.",
-                "max_tokens",
+                max_tokens_param,
             )
 
     def known(self, tokens: Sequence[int], param: str) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 __all__ = [
+    "Body",
     "ChatBody",
     "CompletionBody",
     "DetokenizeBody",
@@ -21,7 +22,6 @@ _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
 _Text = Annotated[str, Field(min_length=1, max_length=4096)]
 _Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
-MAX_N = 128
 
 
 class Body(BaseModel):
@@ -56,7 +56,7 @@ class GenerationBody(Body):
       user, safety_identifier, prompt_cache_key, metadata, session_id: the client's own notes; nothing reads them.
     """
 
-    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    n: Annotated[int, Field(ge=1, le=128)] = 1
     best_of: int | None = None
     seed: _Int64 | None = None
     stop: _Text | list[_Text] = []

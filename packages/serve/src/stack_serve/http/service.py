@@ -106,10 +106,10 @@ class Service:
             prompt_logprobs=body.prompt_logprobs,
         )
         prompt = await self.chat_prompt(body)
-        self.prompts.check_room(prompt, max_tokens, "messages")
+        asked_as = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        self.prompts.check_room(prompt, max_tokens, "messages", max_tokens_param=asked_as)
         role = "assistant" if body.add_generation_prompt else body.messages[-1]["role"]
         job = self._job(body, model, (prompt,), sampling)
-        asked_as = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         names = {"max_tokens": asked_as, "prompt": "messages", "logprobs": "top_logprobs"}
         return self._answer(ChatWriter(replace(job, id=f"chatcmpl-{job.id}", role=role)), names)
 

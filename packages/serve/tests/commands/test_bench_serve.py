@@ -54,6 +54,8 @@ def test_loads_without_options(openai_server: Server, tmp_path: Path) -> None:
         ({"extra": "{"}, "--extra is no JSON"),
         ({"extra": "[]"}, "expected is an object"),
         ({"slo": "ttft_ms:x"}, "expected are ttft_ms"),
+        ({"vocab_size": 0}, "--vocab-size is 0; at least 1"),
+        ({"warm_up": -1}, "--warm-up is -1; at least 0"),
         ({"json": Path("/no/such/folder/x.json")}, "there is no directory"),
         ({"compare": Path("/no/such/file.json")}, "cannot be read"),
     ],

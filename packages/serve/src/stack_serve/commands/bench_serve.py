@@ -81,6 +81,8 @@ def bench_serve(  # noqa: PLR0913, each parameter is an option of the command
     from stack_serve.bench.sweep import Sweep
 
     _check_writable(json, html)
+    _check_least(0, warm_up=warm_up)
+    _check_least(1, vocab_size=vocab_size)
     if html is not None:
         check_plots()
     baseline = None if compare is None else Results.read(compare)
@@ -108,6 +110,13 @@ def _check_writable(*paths: Path | None) -> None:
     for path in paths:
         if path is not None and not path.parent.is_dir():
             raise BenchmarkError(f"{str(path)!r} cannot be written: there is no directory {str(path.parent)!r}.")
+
+
+def _check_least(least: int, **options: int | None) -> None:
+    for name, value in options.items():
+        if value is not None and value < least:
+            option = f"--{name.replace('_', '-')}"
+            raise BenchmarkError(f"{option} is {value}; at least {least} was expected.")
 
 
 def _extra(text: str) -> dict[str, Any]:
@@ -192,4 +201,4 @@ def _print_change(point: "Point", baseline: "Results | None") -> None:
         if now is not None and then is not None:
             changes.append((f"{name.removesuffix('_s')} {share}", getattr(now, share), getattr(then, share)))
     listing = ", ".join(f"{title} {now / then - 1:+.1%}" for title, now, then in changes if then > 0)
-    print(f"  beside the earlier run: {listing}")
+    print(f"  beside the earlier run: {listing or 'nothing that can be compared'}")

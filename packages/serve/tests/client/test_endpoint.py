@@ -136,13 +136,16 @@ def test_a_kept_connection_that_the_server_closed_is_replaced() -> None:
         for _ in range(2):  # the server closes after each, and does not say so
             await endpoint.stream("/", {}, ignore)
 
-    against(answer, twice)
+    assert against(answer, twice) == 2
 
 
-def against(answer: bytes, use: Callable[[Endpoint], Any]) -> None:
-    """Uses an endpoint whose server says just that, and hangs up."""
+def against(answer: bytes, use: Callable[[Endpoint], Any]) -> int:
+    """Uses an endpoint whose server says just that, and hangs up; returns how many connections it had."""
+    connections = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
         await reader.readuntil(b"\r\n\r\n")
         writer.write(answer)
         await writer.drain()
@@ -155,3 +158,4 @@ def against(answer: bytes, use: Callable[[Endpoint], Any]) -> None:
             await use(endpoint)
 
     asyncio.run(run())
+    return connections

@@ -22,7 +22,7 @@ class ChatWriter(Writer):
         tokens = b',"prompt_token_ids":' + orjson.dumps(self.job.prompts[prompt].tokens)
         return b"".join(
             (
-                self.head(),
+                self.head,
                 b',"choices":[{"index":%d,"delta":{"role":%b,"content":""}' % (number, role),
                 b',"logprobs":null,"finish_reason":null}]',
                 tokens if self.job.wants_token_ids else b"",

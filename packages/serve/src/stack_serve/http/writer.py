@@ -37,6 +37,9 @@ class Writer(ABC):
     """Writes the answer to one job.
 
     The parts of a chunk that are the same in all are made once; a chunk is a join of byte strings.
+
+    Attributes:
+      head: the beginning of each event, the envelope's members.
     """
 
     whole_object: ClassVar[str]
@@ -48,7 +51,7 @@ class Writer(ABC):
         self.choices = [Choice() for _ in range(len(job.prompts) * job.sampling.n)]
         self.prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
         envelope = {"id": job.id, "object": self.chunk_object, "created": job.created, "model": job.model}
-        self._head = b"data: " + orjson.dumps(envelope)[:-1]
+        self.head = b"data: " + orjson.dumps(envelope)[:-1]
 
     @abstractmethod
     def opening(self, prompt: int, number: int) -> bytes:
@@ -89,7 +92,7 @@ class Writer(ABC):
         shown = bool(update.tokens) and (job.wants_logprobs or job.wants_token_ids)
         if not (update.text or update.finish_reason or shown or (first and job.echo)):
             return opening
-        parts = [opening, self._head, b',"choices":[{"index":%d,' % number]
+        parts = [opening, self.head, b',"choices":[{"index":%d,' % number]
         parts.append(self.delta(prompt, number, update, first=first))
         if update.finish_reason is None:
             parts.append(b'"finish_reason":null')
@@ -107,7 +110,7 @@ class Writer(ABC):
         """What follows the last continuation's end."""
         if not self.job.stream_options.include_usage:
             return DONE
-        return b'%b,"choices":[],"usage":%b}\n\n%b' % (self._head, orjson.dumps(self.usage.as_object()), DONE)
+        return b'%b,"choices":[],"usage":%b}\n\n%b' % (self.head, orjson.dumps(self.usage.as_object()), DONE)
 
     def add(self, prompt: int, update: GenerationUpdate) -> None:
         """Keeps an update for the whole answer."""
@@ -160,10 +163,6 @@ class Writer(ABC):
         if not self.job.stream_options.continuous_usage_stats:
             return b""
         return b',"usage":' + orjson.dumps(self.usage.as_object())
-
-    def head(self) -> bytes:
-        """The beginning of an event: the envelope's members."""
-        return self._head
 
 
 def error_event(error: ApiError) -> bytes:

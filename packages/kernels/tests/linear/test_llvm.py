@@ -84,6 +84,26 @@ def test_integer_products_are_exact_at_the_ends_of_their_range(processor: Proces
     _assert_equal(_product(Stored(x, x_scale), Stored(weight, scale)), exact)
 
 
+@pytest.mark.parametrize("tiles", [1, 2, 40])
+@pytest.mark.parametrize("columns", [40, 256])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e5m2"])
+def test_long_sums_of_many_rows_come_in_parts(processor: Processor, dtype: str, columns: int, tiles: int) -> None:
+    rng = np.random.default_rng(tiles)
+    x, weight = rng.normal(size=(30, 1280)), rng.normal(size=(1280, columns))
+    if dtype in ("float32", "bfloat16"):
+        operands = jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+        values: Any = operands
+    else:
+        codes = np.rint(x * 30).astype(np.int8), (np.rint(weight * 30) if dtype == "int8" else weight).astype(dtype)
+        scales = (rng.uniform(1, 2, size=shape).astype(np.float32) for shape in ((30, tiles), (tiles, columns)))
+        operands = tuple(map(Stored, codes, scales))
+        values = (
+            np.asarray(codes[0], float) * np.repeat(operands[0].scale, 1280 // tiles, axis=1),
+            np.asarray(codes[1], float) * np.repeat(operands[1].scale, 1280 // tiles, axis=0),
+        )
+    _assert_equal(_product(*operands), np.asarray(values[0], np.float64) @ np.asarray(values[1], np.float64))
+
+
 def test_several_threads_take_their_share_of_many_calls() -> None:
     """Of products that do not wait for each other, over and over: a tile that is lost or done twice would show."""
     rng = np.random.default_rng(0)

@@ -12,7 +12,8 @@ from stack_core.hardware import Chip
 from stack_core.ops.building import is_quantized
 from stack_kernels.linear.codes import dequantized
 from stack_kernels.linear.integer_dot import rows_of
-from stack_kernels.linear.llvm_tiles import Product, product_module
+from stack_kernels.linear.llvm_block import Product
+from stack_kernels.linear.llvm_tiles import product_module
 from stack_kernels.llvm import host
 from stack_kernels.llvm.numbers import BITS
 

@@ -1,0 +1,300 @@
+"""Some rows of x times a block of columns of a weight, in LLVM IR: the innermost loop of a product."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llvmlite import ir
+
+from stack_kernels.llvm.code import BYTE, FLOAT, INDEX, INT32, POINTER, SHORT, Code, Variable, vector
+from stack_kernels.llvm.host import Processor
+from stack_kernels.llvm.numbers import BITS, LEVELS, read
+
+__all__ = ["PANEL_STEPS", "Block", "Places", "Product"]
+
+PANEL_STEPS = 128
+"""Steps along k whose values fit in a panel."""
+
+_AHEAD = 64
+_X_TYPES = {"float32": FLOAT, "bfloat16": INT32, "int8": INT32}
+
+
+@dataclass(frozen=True)
+class Product:
+    """y[rows, n] = x[rows, k] @ w[k, n] in float32, the sum over each tile along k multiplied by its scales.
+
+    The buffers are x; w; if `scaled`, the scales of w, float32[tiles, n]; with integer x the scales of x,
+    float32[rows, tiles], and 128 times the sums of x in each tile, int32[rows, tiles]; if `has_codebook`, 16 levels.
+
+    Attributes:
+      weight: the dtype of w, one of `BITS`.
+      x: "float32"; "bfloat16" or "int8" where w is of that dtype and the processor has such a dot product.
+    """
+
+    rows: int
+    weight: str
+    x: str = "float32"
+    scaled: bool = False
+    has_codebook: bool = False
+
+    @property
+    def name(self) -> str:
+        marks = ("scaled", self.scaled), ("codebook", self.has_codebook)
+        return "_".join(["linear", str(self.rows), self.x, self.weight, *(mark for mark, is_set in marks if is_set)])
+
+    @property
+    def step(self) -> int:
+        """The entries along k that one instruction adds up, 4 bytes of x."""
+        return {"float32": 1, "bfloat16": 2, "int8": 4}[self.x]
+
+    @property
+    def buffers(self) -> dict[str, int]:
+        """The rank of each, by name, in order."""
+        of_w = {"scale": 2} if self.scaled else {}
+        of_x = {"x_scale": 2, "x_offset": 2} if self.x == "int8" else {}
+        return {"x": 2, "w": 2} | of_w | of_x | ({"levels": 1} if self.has_codebook else {})
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a tile or a block finds things: pointers to their first values, and numbers.
+
+    Attributes:
+      depth: k.
+      columns: n.
+      start, stop: the part of k that is added up, within one tile of the scales.
+      tile: the number of that tile, of `tiles`.
+      left: the columns from the first of the block to the end.
+    """
+
+    x: Any
+    w: Any
+    y: Any
+    scale: Any
+    x_scale: Any
+    x_offset: Any
+    levels: Any
+    panel: Any
+    depth: Any
+    columns: Any
+    tiles: Any
+    start: Any
+    stop: Any
+    tile: Any
+    left: Any
+
+
+class Block:
+    """Some rows of x times some vectors of columns of w, added to y; masked where columns may be missing.
+
+    Args:
+      panel: the values of w, as they are multiplied, can be put into a panel in the first cache, "written", so that
+        other rows find them there, "read"; or None.
+    """
+
+    def __init__(
+        self,
+        module: ir.Module,
+        product: Product,
+        processor: Processor,
+        rows: int,
+        vectors: int,
+        *,
+        is_masked: bool,
+        panel: Literal["written", "read"] | None,
+    ) -> None:
+        name = f"block_{rows}_{vectors}{'_masked' * is_masked}_{panel}"
+        self.code = Code(module, name, [*[POINTER] * 8, *[INDEX] * 7])
+        self.code.function.linkage = "internal"
+        self.at = Places(*self.code.parameters)
+        self.product, self.lanes = product, processor.lanes
+        self.rows, self.vectors, self.panel = rows, vectors, panel
+        self.mask = self._mask() if is_masked else None
+        self.levels = self._levels()
+
+    def write(self) -> Any:
+        code = self.code
+        sums = self._sums()
+        is_first = code.build.icmp_signed("==", self.at.start, INDEX(0))
+        for (row, column), part in zip(self._cells(), sums, strict=True):
+            place = code.at(self.at.y, code.times(self.at.columns, 4 * row), 4 * self.lanes * column)
+            kind = vector(FLOAT, self.lanes)
+            before = code.load(kind, place) if self.mask is None else code.masked_load(kind, place, self.mask)
+            before = code.build.select(is_first, ir.Constant(kind, None), before)
+            after = self._added(before, part.get(), row, column)
+            code.store(after, place) if self.mask is None else code.masked_store(after, place, self.mask)
+        code.close()
+        return code.function
+
+    def _added(self, before: Any, part: Any, row: int, column: int) -> Any:
+        """What the sum of a part of k makes of y."""
+        if not self.product.scaled:
+            return self.code.build.fadd(before, part)
+        return self.code.fma(self._as_float(part, row), self._scale(row, column), before)
+
+    def _cells(self) -> list[tuple[int, int]]:
+        return [(row, column) for row in range(self.rows) for column in range(self.vectors)]
+
+    def _mask(self) -> Any:
+        numbers = ir.Constant(vector(INT32, self.lanes), list(range(self.lanes)))
+        return self.code.build.icmp_signed(
+            "<", numbers, self.code.splat(self.code.build.trunc(self.at.left, INT32), self.lanes)
+        )
+
+    def _levels(self) -> Any:
+        if BITS[self.product.weight] > 4:
+            return None
+        kind = vector(FLOAT, 16)
+        if self.product.has_codebook:
+            return self.code.load(kind, self.at.levels)
+        return ir.Constant(kind, [float(level) for level in LEVELS[self.product.weight]])
+
+    def _sums(self) -> list[Variable]:
+        """The sum of the products over this part of k, for each cell."""
+        code, product = self.code, self.product
+        zero = ir.Constant(vector(INT32 if product.x == "int8" else FLOAT, self.lanes), None)
+        sums = [code.variable(zero.type, zero) for _ in self._cells()]
+        with code.loop(self.at.start, self.at.stop, product.step) as depth:
+            weights = self._from_panel(depth) if self.panel == "read" else self._from_memory(depth)
+            for row in range(self.rows):
+                x = self._x(row, depth)
+                for column in range(self.vectors):
+                    total = sums[row * self.vectors + column]
+                    total.set(self._add(total.get(), x, weights[column]))
+        return sums
+
+    def _from_memory(self, depth: Any) -> list[Any]:
+        """The values of w that one step along k multiplies, in a vector for each vector of columns."""
+        code, product = self.code, self.product
+        lines = [self._line(code.plus(depth, line)) for line in range(product.step)]
+        self._ask_ahead(depth, _AHEAD // product.step)
+        weights = self._weights(lines)
+        if self.panel == "written":
+            for weight, place in zip(weights, self._places_in_panel(depth), strict=True):
+                code.store(weight, place)
+        return weights
+
+    def _from_panel(self, depth: Any) -> list[Any]:
+        self._ask_ahead(depth, PANEL_STEPS)
+        kind = vector(_X_TYPES[self.product.x], self.lanes)
+        return [self.code.load(kind, place) for place in self._places_in_panel(depth)]
+
+    def _places_in_panel(self, depth: Any) -> list[Any]:
+        code, size = self.code, 4 * self.lanes
+        step = code.over(code.minus(depth, self.at.start), self.product.step)
+        place = code.at(self.at.panel, code.times(step, size * self.vectors))
+        return [code.at(place, size * column) for column in range(self.vectors)]
+
+    def _ask_ahead(self, depth: Any, distance: int) -> None:
+        """For the lines so many steps on, or, from the end of this block, those at the start of the next one."""
+        code, product = self.code, self.product
+        width = self.vectors * self.lanes * BITS[product.weight] // 8
+        ahead = code.plus(depth, distance * product.step)
+        is_inside = code.build.icmp_signed("<", ahead, self.at.depth)
+        row = code.build.select(is_inside, ahead, code.minus(ahead, self.at.depth))
+        shift = code.build.select(is_inside, INDEX(0), INDEX(width))
+        for line in range(product.step):
+            place = code.at(self._line(code.plus(row, line)), shift)
+            for offset in range(0, width, 64):
+                code.prefetch(code.at(place, offset))
+
+    def _line(self, depth: Any) -> Any:
+        code = self.code
+        return code.at(
+            self.at.w, code.times(depth, code.over(code.times(self.at.columns, BITS[self.product.weight]), 8))
+        )
+
+    def _x(self, row: int, depth: Any) -> Any:
+        """4 bytes of x in every lane."""
+        code, entry_bytes = self.code, 4 // self.product.step
+        place = code.at(self.at.x, code.times(self.at.depth, row * entry_bytes), code.times(depth, entry_bytes))
+        return code.splat(code.load(_X_TYPES[self.product.x], place), self.lanes)
+
+    def _add(self, total: Any, x: Any, weights: Any) -> Any:
+        code = self.code
+        if self.product.x == "bfloat16":
+            return code.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, x, weights)
+        if self.product.x == "int8":
+            return code.intrinsic("llvm.x86.avx512.vpdpbusd.512", total.type, total, weights, x)
+        return code.fma(x, weights, total)
+
+    def _weights(self, lines: list[Any]) -> list[Any]:
+        """A vector for each vector of columns: of numbers, or of what the dot products take of each column."""
+        product = self.product
+        if product.x == "float32":
+            width = self.lanes * BITS[product.weight] // 8
+            return [
+                read(
+                    self.code,
+                    product.weight,
+                    self.code.at(lines[0], width * column),
+                    self.lanes,
+                    self.mask,
+                    self.levels,
+                )
+                for column in range(self.vectors)
+            ]
+        joined = self._pairs(lines) if product.x == "bfloat16" else self._fours(lines)
+        return [self.code.build.bitcast(part, vector(INT32, self.lanes)) for part in joined]
+
+    def _stored(self, kind: ir.IntType, line: Any, first: int, count: int) -> Any:
+        place = self.code.at(line, first * kind.width // 8)
+        wide = vector(kind, count)
+        return self.code.load(wide, place) if self.mask is None else self.code.masked_load(wide, place, self.mask)
+
+    def _pairs(self, lines: list[Any]) -> list[Any]:
+        """Of two bf16 rows, the two values of each column beside each other."""
+        count = min(self.vectors, 2) * self.lanes
+        parts: list[Any] = []
+        for first in range(0, self.vectors * self.lanes, count):
+            upper, lower = (self._stored(SHORT, line, first, count) for line in lines)
+            parts += _interleaved(self.code, upper, lower, 2 * self.lanes)
+        return parts
+
+    def _fours(self, lines: list[Any]) -> list[Any]:
+        """Of four int8 rows, the four values of each column beside each other, 128 added to each."""
+        code = self.code
+        rows = [self._stored(BYTE, line, 0, self.vectors * self.lanes) for line in lines]
+        shift = ir.Constant(rows[0].type, [0x80] * rows[0].type.count)
+        first, second, third, fourth = (code.build.xor(row, shift) for row in rows)
+        size = min(64, 2 * rows[0].type.count)
+        parts: list[Any] = []
+        halves = (_interleaved(code, *pair, size) for pair in ((first, second), (third, fourth)))
+        for pairs in zip(*halves, strict=True):
+            upper, lower = (code.build.bitcast(pair, vector(SHORT, size // 2)) for pair in pairs)
+            parts += _interleaved(code, upper, lower, 2 * self.lanes)
+        return parts
+
+    def _scale(self, row: int, column: int) -> Any:
+        code = self.code
+        place = code.at(
+            self.at.scale, code.times(code.times(self.at.tile, self.at.columns), 4), 4 * self.lanes * column
+        )
+        kind = vector(FLOAT, self.lanes)
+        scale = code.load(kind, place) if self.mask is None else code.masked_load(kind, place, self.mask)
+        if self.product.x != "int8":
+            return scale
+        return code.build.fmul(scale, self._of_tile(self.at.x_scale, FLOAT, row))
+
+    def _as_float(self, total: Any, row: int) -> Any:
+        """Of integers: less what the 128 that are added to each w are worth, once for each tile."""
+        if self.product.x != "int8":
+            return total
+        code = self.code
+        depth = code.over(self.at.depth, self.at.tiles)
+        is_first = code.build.icmp_signed("==", self.at.start, code.times(self.at.tile, depth))
+        offset = self._of_tile(self.at.x_offset, INT32, row)
+        offset = code.build.select(is_first, offset, ir.Constant(offset.type, None))
+        return code.build.sitofp(code.build.sub(total, offset), vector(FLOAT, self.lanes))
+
+    def _of_tile(self, values: Any, kind: ir.Type, row: int) -> Any:
+        """A number of one row of x and this tile in every lane."""
+        code = self.code
+        place = code.at(values, code.times(code.plus(code.times(self.at.tiles, row), self.at.tile), 4))
+        return code.splat(code.load(kind, place), self.lanes)
+
+
+def _interleaved(code: Code, upper: Any, lower: Any, size: int) -> list[Any]:
+    """The elements of two vectors in turn, in vectors of `size`."""
+    count = upper.type.count
+    order = [at + other for at in range(count) for other in (0, count)]
+    return [code.shuffle(upper, lower, order[first : first + size]) for first in range(0, 2 * count, size)]

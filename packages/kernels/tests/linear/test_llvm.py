@@ -9,6 +9,7 @@ import pytest
 from stack_core import ops
 from stack_core.abi import QView
 from stack_core.errors import UnsupportedOp
+from stack_core.hardware import current_chip
 from stack_core.testing import OpCheck, op_checks
 from stack_kernels.linear.llvm import LLVM
 from stack_kernels.llvm.host import Processor
@@ -134,6 +135,15 @@ def test_several_threads_take_their_share_of_many_calls() -> None:
 def test_what_it_does_not_take_is_refused_with_the_reason(x: tuple[int, int], weight: Any, reason: str) -> None:
     with pytest.raises(UnsupportedOp, match=reason):
         ops.linear(jnp.zeros(x), weight, implementation=LLVM)
+
+
+def test_another_cpu_than_this_one_gets_another_implementation() -> None:
+    arrays = jnp.zeros((2, 8)), jnp.zeros((8, 4))
+    (here,) = ops.explain(ops.linear, *arrays)
+    elsewhere_chip = dataclasses.replace(current_chip(), model="another processor, 2 cores")
+    (elsewhere,) = ops.explain(ops.linear, *arrays, chip=elsewhere_chip)
+    assert (here.forward.implementation.name, elsewhere.forward.implementation.name) == ("llvm", "cpu")
+    assert "the target is another processor" in dict(elsewhere.forward.refused)["llvm"]
 
 
 def _product(x: Any, weight: Any) -> np.ndarray:

@@ -16,6 +16,7 @@ from llvmlite import ir
 
 from stack_core.abi import OpCall
 from stack_core.hardware import Chip
+from stack_core.machine import cpu_model
 from stack_kernels.cpu import on_cpu
 
 __all__ = ["Processor", "compiled", "kernel_call", "on_this_cpu", "this_processor"]
@@ -69,11 +70,16 @@ def on_this_cpu(call: OpCall, chip: Chip) -> bool | str:
     answer = on_cpu(call, chip)
     if answer is not True:
         return answer
+    if not chip.model.startswith(_cpu_model()):
+        return f"it is compiled for the processor at hand, and the target is {chip.model or 'any CPU'}"
     if this_processor() is None:
         return "it is for x86-64 processors with AVX2"
     if jax.default_backend() != "cpu" or jax.device_count() > 1:
         return "XLA does not divide it among several CPU devices"
     return True
+
+
+_cpu_model = functools.cache(cpu_model)
 
 
 def kernel_call(name: str, build: Callable[[Processor], ir.Module], results: Any, *arguments: Any) -> Any:

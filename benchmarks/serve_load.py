@@ -35,7 +35,6 @@ from serving.workload import Workload
 from stack_serve.client.endpoint import Endpoint, RequestFailed
 
 WORKLOAD = Workload(layers=2, embed=128, heads=4, kv_heads=2, mlp=256, vocab=4096, max_positions=512)
-KNOWN = 64
 HANG_UP_SHARE = 0.2
 MOST_GROWTH_BYTES_PER_MINUTE = 2e6
 SETTLE_S = 30.0
@@ -124,7 +123,7 @@ async def loaded(server: Server, options: argparse.Namespace) -> dict[str, objec
     async with Endpoint(server.address, timeout_s=120.0) as endpoint:
         model = (await endpoint.models())[0]
         source = random.Random(options.seed)
-        known = [await _known(endpoint, model, source) for _ in range(KNOWN)]
+        known = [await _known(endpoint, model, source) for _ in range(options.known)]
         before = await metrics(server.address)
         tally, samples = Tally(), []
         end_s = time.monotonic() + 60 * options.minutes
@@ -287,6 +286,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--streams", type=int, default=200)
+    parser.add_argument("--known", type=int, default=64, help="prompts whose answers are asked for one at a time first")
     parser.add_argument("--max-sequences", type=int, default=32)
     parser.add_argument("--pages", type=int, default=240, help="few enough that sequences are preempted")
     parser.add_argument("--seed", type=int, default=0)

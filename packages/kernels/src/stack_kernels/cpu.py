@@ -2,14 +2,15 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.abi import OpCall
+from stack_core.abi import OpCall, QView
 from stack_core.hardware import Chip
-from stack_core.ops.building import is_quantized
+from stack_core.ops.building import QuantizedArray, is_quantized
 
-__all__ = ["as_bits", "from_bits", "on_cpu", "on_cpu_unquantized"]
+__all__ = ["abstract_view", "as_bits", "from_bits", "on_cpu", "on_cpu_unquantized"]
 
 
 def on_cpu(call: OpCall, chip: Chip) -> bool | str:
@@ -21,6 +22,19 @@ def on_cpu_unquantized(call: OpCall, chip: Chip) -> bool | str:
     """`on_cpu`, for implementations that take no quantized operand."""
     quantized = [name for name, array in call.arrays.items() if is_quantized(array)]
     return f"{' and '.join(quantized)} is quantized" if quantized else on_cpu(call, chip)
+
+
+def abstract_view(array: QuantizedArray) -> QView:
+    """What a quantized array of arrays, or of `jax.ShapeDtypeStruct`, shows, without values."""
+    known = {}
+
+    def show(array: Any) -> tuple[Any, ...]:
+        view = array.__stack_qview__()
+        known.update(abi=view.abi, scheme=view.scheme)
+        return view.qvalue, view.scale, view.zero_point, view.codebook
+
+    qvalue, scale, zero_point, codebook = jax.eval_shape(show, array)
+    return QView(qvalue=qvalue, scale=scale, zero_point=zero_point, codebook=codebook, **known)
 
 
 def as_bits(array: Any) -> Any:

@@ -43,6 +43,18 @@ def test_products_of_any_size_are_exact_to_fp32(processor: Processor, dtype: str
     _assert_equal(_product(x, weight), np.asarray(x, np.float64) @ np.asarray(weight, np.float64))
 
 
+@pytest.mark.parametrize("depth", [8, 136, 1408])
+@pytest.mark.parametrize("columns", [3, 300, 4100])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_one_or_two_rows_are_summed_in_parts(
+    processor: Processor, dtype: str, rows: int, columns: int, depth: int
+) -> None:
+    rng = np.random.default_rng(depth)
+    x, weight = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((rows, depth), (depth, columns)))
+    _assert_equal(_product(x, weight), np.asarray(x, np.float64) @ np.asarray(weight, np.float64))
+
+
 @pytest.mark.parametrize("columns", _COLUMNS)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int4", "uint4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
 def test_every_code_is_read_as_its_value(processor: Processor, dtype: str, columns: int) -> None:
@@ -125,7 +137,6 @@ def test_several_threads_take_their_share_of_many_calls() -> None:
     ("x", "weight", "reason"),
     [
         ((65, 8), jnp.zeros((8, 4)), "1 to 64 rows, and x has 65"),
-        ((1, 8), jnp.zeros((8, 4)), "XLA reads"),
         ((2, 8), jnp.zeros((8, 0)), "empty"),
         ((2, 8), Stored(jnp.zeros((8, 3), jnp.int4), jnp.ones((1, 3))), "share a byte"),
         ((2, 8), Stored(jnp.zeros((8, 4), jnp.int2), jnp.ones((1, 4))), "does not read"),

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from stack_core.abi import OpCall, OpImplementation, QView
 from stack_core.hardware import Chip
 from stack_core.ops.building import is_quantized
+from stack_kernels.cpu import abstract_view
 from stack_kernels.linear.codes import dequantized
 from stack_kernels.linear.integer_dot import rows_of
 from stack_kernels.linear.llvm_block import Product
+from stack_kernels.linear.llvm_streams import SEGMENT_COLUMNS, STREAMS, StreamedProduct, streamed_module
 from stack_kernels.linear.llvm_tiles import product_module
 from stack_kernels.llvm import host
 from stack_kernels.llvm.numbers import BITS
@@ -20,6 +22,8 @@ from stack_kernels.llvm.numbers import BITS
 __all__ = ["LLVM", "few_rows_product", "supports_few_rows"]
 
 _MOST_ROWS = 64
+_STREAMED_ROWS = 2
+_PART_ROWS = 64
 _LEVELS = 16
 
 
@@ -31,21 +35,18 @@ def supports_few_rows(call: OpCall, chip: Chip) -> bool | str:
     if any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(dict(call.arrays))):
         return "it computes in float32, and an array is float64"
     for name in call.arrays.keys() - {"x", "bias"}:
-        answer = _reads(call.arrays[name], rows)
+        answer = _reads(call.arrays[name])
         if answer is not True:
             return answer
     return host.on_this_cpu(call, chip)
 
 
-def _reads(weight: Any, rows: int) -> bool | str:
+def _reads(weight: Any) -> bool | str:
     if 0 in _shape(weight):
         return "the weight is empty"
     if not is_quantized(weight):
-        if weight.dtype.name not in BITS:
-            return f"it does not read {weight.dtype.name}"
-        is_plain = rows == 1 and weight.dtype == jnp.float32
-        return "XLA reads the float32 weight of one row as fast" if is_plain else True
-    view = weight.__stack_qview__()
+        return weight.dtype.name in BITS or f"it does not read {weight.dtype.name}"
+    view = abstract_view(weight)
     name = view.qvalue.dtype.name
     if name not in BITS or view.zero_point is not None:
         return f"it does not read {view.scheme}"
@@ -63,11 +64,23 @@ def few_rows_product(x: Any, weight: Any) -> jax.Array:
         x = dequantized(x, jnp.float32)
     rows = x.reshape(-1, x.shape[-1])
     if view is None:
-        kind = "bfloat16" if _has_bf16_dot(rows, weight) else "float32"
-        return _call(Product(len(rows), weight.dtype.name, kind), rows.astype(kind), weight)
+        return _plain_product(rows, weight)
     product = Product(len(rows), view.qvalue.dtype.name, scaled=True, has_codebook=view.codebook is not None)
     levels = [] if view.codebook is None else [jnp.pad(view.codebook, (0, _LEVELS - len(view.codebook)), mode="edge")]
     return _call(product, rows.astype(jnp.float32), view.qvalue, _column_scales(view, len(view.scale)), *levels)
+
+
+def _plain_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    depth, columns = weight.shape
+    part = math.gcd(depth, _PART_ROWS if columns <= SEGMENT_COLUMNS else 4 * _PART_ROWS)
+    if len(rows) <= _STREAMED_ROWS and part % STREAMS == 0:
+        product = StreamedProduct(len(rows), weight.dtype.name)
+        sums = (len(rows), columns), (depth // part, len(rows), columns)
+        results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sums]
+        build = functools.partial(streamed_module, product)
+        return host.kernel_call(product.name, build, results, rows.astype(jnp.float32), weight)[0]
+    kind = "bfloat16" if _has_bf16_dot(rows, weight) else "float32"
+    return _call(Product(len(rows), weight.dtype.name, kind), rows.astype(kind), weight)
 
 
 def _call(product: Product, x: jax.Array, weight: jax.Array, *more: jax.Array) -> jax.Array:
@@ -77,7 +90,7 @@ def _call(product: Product, x: jax.Array, weight: jax.Array, *more: jax.Array) -
 
 
 def _shape(array: Any) -> tuple[int, ...]:
-    return array.__stack_qview__().qvalue.shape if is_quantized(array) else array.shape
+    return abstract_view(array).qvalue.shape if is_quantized(array) else array.shape
 
 
 def _has_bf16_dot(rows: jax.Array, weight: jax.Array) -> bool:

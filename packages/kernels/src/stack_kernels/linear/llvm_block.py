@@ -108,7 +108,7 @@ class Block:
         self.at = Places(*self.code.parameters)
         self.product, self.lanes = product, processor.lanes
         self.rows, self.vectors, self.panel = rows, vectors, panel
-        self.mask = self._mask() if is_masked else None
+        self.mask = self.code.mask(self.at.left, self.lanes) if is_masked else None
         self.levels = self._levels()
 
     def write(self) -> Any:
@@ -133,12 +133,6 @@ class Block:
 
     def _cells(self) -> list[tuple[int, int]]:
         return [(row, column) for row in range(self.rows) for column in range(self.vectors)]
-
-    def _mask(self) -> Any:
-        numbers = ir.Constant(vector(INT32, self.lanes), list(range(self.lanes)))
-        return self.code.build.icmp_signed(
-            "<", numbers, self.code.splat(self.code.build.trunc(self.at.left, INT32), self.lanes)
-        )
 
     def _levels(self) -> Any:
         if BITS[self.product.weight] > 4:

@@ -151,6 +151,11 @@ class Code:
         """Asks for a line of memory, to be kept in the second cache."""
         self.intrinsic("llvm.prefetch.p0", _VOID, pointer, INT32(0), INT32(2), INT32(1))
 
+    def mask(self, count: Any, lanes: int) -> Any:
+        """Set in the first `count` lanes."""
+        numbers = ir.Constant(vector(INT32, lanes), list(range(lanes)))
+        return self.build.icmp_signed("<", numbers, self.splat(self.build.trunc(count, INT32), lanes))
+
     def clear(self, pointer: Any, count: Any) -> None:
         """Makes so many bytes zero."""
         self.intrinsic("llvm.memset.p0.i64", _VOID, pointer, BYTE(0), count, ir.IntType(1)(0))

@@ -18,6 +18,7 @@ from stack_core.abi import OpCall
 from stack_core.hardware import Chip
 from stack_core.machine import cpu_model
 from stack_kernels.cpu import on_cpu
+from stack_kernels.llvm.code import POINTER, Code
 
 __all__ = ["Processor", "compiled", "kernel_call", "on_this_cpu", "this_processor"]
 
@@ -114,6 +115,8 @@ def compiled(module: ir.Module, processor: Processor) -> llvm.ExecutionEngine:
     """The module and XLA's handler around it as machine code."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    if "finish" not in module.globals:
+        Code(module, "finish", [POINTER, POINTER]).close()
     linked = llvm.parse_assembly(resources.files("stack_kernels.llvm").joinpath("xla_call.ll").read_text())
     linked.link_in(llvm.parse_assembly(str(module)))
     linked.verify()

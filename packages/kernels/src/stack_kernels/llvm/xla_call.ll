@@ -5,6 +5,7 @@
 
 declare i64 @tiles(ptr, ptr)
 declare void @tile(ptr, ptr, i64)
+declare void @finish(ptr, ptr)
 declare ptr @malloc(i64)
 declare void @free(ptr)
 declare i64 @llvm.smin.i64(i64, i64)
@@ -200,8 +201,11 @@ execute:
   br i1 %is_one, label %alone, label %shared
 alone:
   call void @run_alone(ptr %arguments, ptr %results, i64 %tiles)
-  ret ptr null
+  br label %end
 shared:
   call void @run_shared(ptr %frame, ptr %arguments, ptr %results, i64 %tiles)
+  br label %end
+end:
+  call void @finish(ptr %arguments, ptr %results)
   ret ptr null
 }

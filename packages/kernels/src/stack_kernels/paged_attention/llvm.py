@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import is_quantized, with_sinks
+from stack_kernels.cpu import abstract_view
 from stack_kernels.llvm import host
 from stack_kernels.llvm.numbers import BITS
 from stack_kernels.paged_attention.llvm_tiles import PagedAttention, paged_attention_module
@@ -41,7 +42,7 @@ def _supports(call: OpCall, chip: Chip) -> bool | str:
 def _reads(pages: Any) -> bool | str:
     if not is_quantized(pages):
         return pages.dtype.name in BITS or f"it does not read {pages.dtype.name}"
-    view = pages.__stack_qview__()
+    view = abstract_view(pages)
     name, shape = view.qvalue.dtype.name, view.qvalue.shape
     is_plain = view.zero_point is None and view.codebook is None and BITS.get(name, 0) == 8
     return (is_plain and view.scale.shape == (*shape[:-1], 1)) or f"it does not read {view.scheme}"

@@ -56,6 +56,15 @@ MODELS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 24,
         }
     },
+    "longrope_throughout": {
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "factor": 4.0,
+            "short_factor": [1.5, 2.0, 3.0, 4.0],
+            "long_factor": [1.5, 2.0, 3.0, 4.0],
+            "original_max_position_embeddings": 24,
+        }
+    },
 }
 
 

@@ -65,10 +65,12 @@ def test_loss_and_gradients(pair, tokens):
         np.testing.assert_allclose(ours[name], gradient, atol=TOLERANCE, rtol=TOLERANCE, err_msg=name)
 
 
+@pytest.mark.filterwarnings("ignore:.* generates up to 24 of its 96 positions")
 @pytest.mark.parametrize("prompt_tokens", [1, 7, 16])
 def test_greedy_generation(pair, tokens, prompt_tokens):
     prompt = tokens[0, :prompt_tokens].tolist()
-    count = pair.config.max_positions - prompt_tokens
+    checkpoint = RUN_FORMAT.open_for_generation(pair.run)
+    count = checkpoint.max_positions - prompt_tokens
     expected = pair.torch_model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, prompt_tokens, dtype=torch.long),
@@ -76,8 +78,7 @@ def test_greedy_generation(pair, tokens, prompt_tokens):
         do_sample=False,
         pad_token_id=0,
     )[0, prompt_tokens:]
-    generator = TokenGenerator(RUN_FORMAT.open_for_generation(pair.run))
-    actual = generator.stream(prompt, SamplingConfig(max_tokens=count, temperature=0))
+    actual = TokenGenerator(checkpoint).stream(prompt, SamplingConfig(max_tokens=count, temperature=0))
     assert list(actual) == expected.tolist()
 
 

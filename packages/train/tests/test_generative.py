@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from tokenizers import Tokenizer, models
 
+from stack_core import ops
 from stack_core.abi import QView
 from stack_core.errors import GenerationError
 from stack_core.mesh import AXES
@@ -84,6 +86,36 @@ def test_matrices_are_cast_to_the_compute_dtype_and_scales_and_biases_are_not(op
     assert params["head"].dtype == params["blocks"]["attention"]["query"]["kernel"].dtype == jnp.bfloat16
     assert params["norm"].dtype == params["blocks"]["attention"]["query"]["bias"].dtype == jnp.float32
     assert model.head.dtype == jnp.float32
+
+
+LONGROPE = ops.LongRopeScaling(
+    short_factor=(1.0,) * 4, long_factor=(2.0,) * 4, factor=4.0, original_max_position_embeddings=12
+)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [(LONGROPE, 12), (ops.DynamicScaling(factor=2.0, max_position_embeddings=20), 20)],
+    ids=["longrope", "dynamic"],
+)
+def test_no_position_is_generated_that_would_turn_kept_keys_otherwise(opened, scaling, expected):
+    with pytest.warns(UserWarning, match=f"tiny generates up to {expected} of its 32 positions: its rope_scaling"):
+        checkpoint = opened(FAMILY.build(dataclasses.replace(CONFIG, rope_scaling=scaling), key=jax.random.key(0)))
+    assert checkpoint.max_positions == expected
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        ops.LinearScaling(factor=2.0),
+        dataclasses.replace(LONGROPE, short_factor=LONGROPE.long_factor),
+        dataclasses.replace(LONGROPE, original_max_position_embeddings=32),
+        ops.DynamicScaling(factor=2.0, max_position_embeddings=64),
+    ],
+)
+def test_all_positions_are_generated_where_they_are_turned_alike(opened, scaling):
+    model = FAMILY.build(dataclasses.replace(CONFIG, rope_scaling=scaling), key=jax.random.key(0))
+    assert opened(model).max_positions == 32
 
 
 def test_what_is_quantized_and_what_has_no_axes_stays_as_it_is(opened, model):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -93,7 +94,7 @@ def generative_checkpoint(
 
     Args:
       model: an `nnx.Module` of a registered family, quantized or not, that has a `kv_cache_shape`; abstract if `read`
-        is given.
+        is given. Its property `kv_cache_positions`, if any, says how many tokens of a sequence a cache may keep.
       read: gives the model with its values, at each call; None where `model` has them.
       tokenizer: directory of its tokenizer; need not be there.
       origin: directory of the `config.json` and `generation_config.json` that it came with, if it came with any.
@@ -109,6 +110,14 @@ def generative_checkpoint(
             "Give them a property `kv_cache_shape`."
         )
     kv_cache: KVCacheShape = model.kv_cache_shape
+    max_positions: int = getattr(model, "kv_cache_positions", config.max_positions)
+    if max_positions < config.max_positions:
+        warnings.warn(
+            f"{name} generates up to {max_positions} of its {config.max_positions} positions: its rope_scaling turns "
+            "all tokens of a longer sequence otherwise, those too whose keys are kept. To use all positions with "
+            "longrope, give short_factor the values of long_factor, in config.json or in the run's config.yaml.",
+            stacklevel=2,
+        )
     found = HuggingFaceTokenizer.load(tokenizer) if (tokenizer / "tokenizer.json").is_file() else None
     if found is not None and found.vocab_size > config.vocab_size:
         raise GenerationError(
@@ -128,7 +137,7 @@ def generative_checkpoint(
         parameters=nnx.traversals.unflatten_mapping(parameters),
         kv_cache=kv_cache,
         vocab_size=config.vocab_size,
-        max_positions=config.max_positions,
+        max_positions=max_positions,
         tokenizer=found,
         end_tokens=_end_tokens(found, generation, _mapping(origin / _CONFIG)),
         chat_template=None if found is None else found.chat_template,

@@ -234,6 +234,20 @@ class Llama(nnx.Module):
         config = self.config
         return KVCacheShape(config.layers, config.kv_head_count, config.head_size, config.dtype)
 
+    @property
+    def kv_cache_positions(self) -> int:
+        """How many tokens of a sequence a cache may keep: `max_positions`, or less with some scalings.
+
+        Those turn all tokens of a sequence otherwise once it is longer, and keys that were kept are turned already.
+        """
+        match self.config.rope_scaling:
+            case ops.DynamicScaling(max_position_embeddings=most):
+                return min(most, self.config.max_positions)
+            case ops.LongRopeScaling(original_max_position_embeddings=most) as scaling:
+                if scaling.short_factor != scaling.long_factor:
+                    return min(most, self.config.max_positions)
+        return self.config.max_positions
+
     def _check(self, tokens: jax.Array, segment_ids: jax.Array | None, cache: KVCache | None) -> None:
         if tokens.shape[1] > self.config.max_positions:
             raise ShapeError(

@@ -247,18 +247,13 @@ class _Tile:
         has_any = code.build.fcmp_ordered(">", after, ir.Constant(FLOAT, float("-inf")))
         with code.when(has_any):
             level = code.splat(after, lanes)
-            decay = self._weight(code.build.fsub(code.splat(before, lanes), level))
-            weights = self._weight(code.build.fsub(scores, level))
+            # What is not seen, and what there was before the first key, weighs next to nothing: exp(-87).
+            decay = vectors.exp(code, code.build.fsub(code.splat(before, lanes), level))
+            weights = vectors.exp(code, code.build.fsub(scores, level))
             total = self._total(row)
             total.set(code.fma(total.get(), decay, weights))
             code.store(weights, self.weights)
             self._add_values(keys, row, decay)
-
-    def _weight(self, exponent: Any) -> Any:
-        """exp, and 0 for -inf."""
-        code, lanes = self.code, self.lanes
-        is_finite = code.build.fcmp_ordered(">", exponent, vectors.constant(float("-inf"), lanes))
-        return code.build.select(is_finite, vectors.exp(code, exponent), vectors.constant(0, lanes))
 
     def _seen(self, keys: "_Keys", position: Any) -> Any:
         """Which of the keys a query at this position sees."""

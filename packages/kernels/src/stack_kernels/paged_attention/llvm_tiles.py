@@ -205,7 +205,8 @@ class _Tile:
         page_first = code.times(page, attention.slots)
         held = code.least(INDEX(attention.slots), code.plus(code.minus(final, page_first), 1))
         base = self._page(page)
-        self._ask_ahead(page, final)
+        following = self._page(code.least(code.plus(page, 1), code.over(final, attention.slots)))
+        self._ask_ahead(self.pools[0], following)
         whole = code.times(code.over(held, self.lanes), self.lanes)
         with code.loop(0, whole, self.lanes) as slot:
             keys = _Keys(code.plus(page_first, slot), slot, INDEX(self.lanes), base)
@@ -213,6 +214,7 @@ class _Tile:
         with code.when(code.build.icmp_signed("<", whole, held)):
             keys = _Keys(code.plus(page_first, whole), whole, code.minus(held, whole), base)
             self._rows(functools.partial(self._attend, keys))
+        self._ask_ahead(self.pools[1], following)
 
     def _page(self, page: Any) -> Any:
         """The number of vectors in the pool before slot 0 of this head in a page of the sequence."""
@@ -221,17 +223,14 @@ class _Tile:
         number = self.sequences.integer(self.sequences.tables, code.plus(table, page))
         return code.plus(code.times(number, self.strides["p"]), code.times(self.head, self.strides["h"]))
 
-    def _ask_ahead(self, page: Any, final: Any) -> None:
-        """For the next page, the processor cannot know where it lies."""
+    def _ask_ahead(self, pool: Any, page: Any) -> None:
+        """For a page that comes next: the processor cannot know where it lies. All of it at once would be too much."""
         code, attention = self.code, self.attention
-        following = code.least(code.plus(page, 1), code.over(final, attention.slots))
-        base = self._page(following)
         row_bytes = attention.head_dim * BITS[attention.pages] // 8
         with code.loop(0, attention.slots) as slot:
-            place = code.times(code.plus(base, code.times(slot, self.strides["s"])), row_bytes)
-            for pool in self.pools:
-                for line in range(0, row_bytes, 64):
-                    code.prefetch(code.at(pool, place, line))
+            row = code.at(pool, code.times(code.plus(page, code.times(slot, self.strides["s"])), row_bytes))
+            for line in range(0, row_bytes, 64):
+                code.prefetch(code.at(row, line))
 
     def _attend(self, keys: "_Keys", row: Any, token: Any, head: Any) -> None:
         """One query to some keys: a step of its running softmax."""

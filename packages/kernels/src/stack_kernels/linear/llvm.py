@@ -25,6 +25,8 @@ _MOST_ROWS = 64
 _STREAMED_ROWS = 2
 _PART_ROWS = 64
 _LEVELS = 16
+_MOST_INTEGER_DEPTH = 2**16
+"""So many products of two int8 numbers add up to an int32, whatever they are; on the way there sums may wrap."""
 
 
 def supports_few_rows(call: OpCall, chip: Chip) -> bool | str:
@@ -103,7 +105,8 @@ def _has_integer_dot(x: QView, weight: QView) -> bool:
     processor = host.this_processor()
     both_int8 = x.qvalue.dtype == weight.qvalue.dtype == jnp.int8 and x.codebook is None and x.zero_point is None
     depth = weight.qvalue.shape[0] // _tiles(x, weight)
-    return both_int8 and depth % 4 == 0 and processor is not None and processor.has_int8_dot
+    fits = depth % 4 == 0 and depth <= _MOST_INTEGER_DEPTH
+    return both_int8 and fits and processor is not None and processor.has_int8_dot
 
 
 def _integer_product(x: QView, weight: QView) -> jax.Array:

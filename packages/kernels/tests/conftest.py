@@ -1,8 +1,17 @@
 import dataclasses
+from collections.abc import Iterator
 
+import jax
 import pytest
 
 from stack_kernels.llvm import host
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_programs() -> Iterator[None]:
+    """What one file compiled is of no use to another; all together take gigabytes."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(params=["this", "without_dot_products", "avx2"])

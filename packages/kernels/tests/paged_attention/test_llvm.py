@@ -68,7 +68,8 @@ def test_quantized_pages_are_read_as_their_values(processor: Processor, query: s
 def test_scores_of_any_size_neither_overflow_nor_vanish() -> None:
     call = _call((4, 2, 16, 16), "float32")
     call["query"] *= 300
-    np.testing.assert_allclose(_attend(call, LLVM), _attend(call, "reference"), rtol=1e-5, atol=1e-5)
+    # Scores reach 1000, which fp32 holds to 6e-5 and its sums to a few times that: so exact are their exponentials.
+    np.testing.assert_allclose(_attend(call, LLVM), _attend(call, "reference"), rtol=3e-4, atol=3e-4)
 
 
 @pytest.mark.parametrize(

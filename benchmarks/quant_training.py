@@ -1,7 +1,8 @@
 """What quantization costs the quickstart's model, and what training with it gives back, against their limits.
 
 The model is trained as `examples/quickstart.yaml` says, then quantized after the training, trained on by QAT, and
-trained anew by QT. All losses are nats per token; those of quantized models are of programs on codes.
+trained anew by QT. All losses are nats per token; those of quantized models are of programs on codes. Writes
+`results/quant_training.md` and `.json`; exits with status 1 if a limit is exceeded.
 
     nox -s bench -- quant_training
 """
@@ -12,12 +13,14 @@ import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from report import RESULTS, circumstances, table, write
 
 from stack_core.config import load_yaml, parse
 from stack_quant import Rule, quantize_model
@@ -38,19 +41,28 @@ W4 = (
 INT8 = ({"path": "blocks", "weights": "int8", "activations": "int8", "gradients": "int8"},)
 QAT_LEARNING_RATE = 3e-4
 SMOOTHED_STEPS = 20
+LIMITS = {"w8a8_cost": 0.002, "int4_cost": 0.03, "gap_left_by_qat": 0.5, "qt_off_the_curve": 0.01}
 
 
 def main() -> None:
-    """Prints a line for each limit; exits with status 1 if one is exceeded."""
+    """Measures, writes the results, and exits with status 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, help="of the float model's training (the quickstart's)")
     parser.add_argument("--qat-steps", type=int, default=100)
     parser.add_argument("--qt-steps", type=int, default=300)
     parser.add_argument("--batches", type=int, default=64, help="of held-out rows that losses are taken of, at most")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    started_s = time.monotonic()
+    record = {**circumstances(), **measured(arguments), "limits": LIMITS, "took_s": time.monotonic() - started_s}
+    write(arguments.results, "quant_training", record, markdown(record))
+    sys.exit(any(value > LIMITS[name] for name, value in record["figures"].items()))
+
+
+def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Trains and quantizes; returns what has limits, and the losses that it is made of."""
     mapping = load_yaml(CONFIG)
     steps = arguments.steps or mapping["trainer"]["steps"]
-    started_s = time.monotonic()
     run = parsed(mapping, steps)
     pipeline = build_pipeline(run.data, seed=run.trainer.seed)
     held_out = [on_device(batch) for batch in itertools.islice(pipeline.validation_batches(), arguments.batches)]
@@ -74,18 +86,49 @@ def main() -> None:
     _, in_int8 = trained(quantized, start, pipeline, min(arguments.qt_steps, steps))
 
     off = np.abs(smoothed(in_int8) / smoothed(losses[: len(in_int8)]) - 1)
-    print(f"float {in_float:.4f}, w8a8 {w8a8:.4f}, int4 {w4:.4f}")
-    print(
-        f"after {arguments.qat_steps} steps more: float {longer:.4f}, int4 of it {longer_w4:.4f}, int4 of QAT {qat:.4f}"
-    )
-    checks = [
-        limited("w8a8 costs", w8a8 / in_float - 1, most=0.002),
-        limited("int4 weights cost", w4 / in_float - 1, most=0.03),
-        limited("of the gap after as many steps in float QAT leaves", (qat - longer) / (longer_w4 - longer), most=0.5),
-        limited(f"QT int8 is off the bf16 curve, means of {SMOOTHED_STEPS} steps, by", off.max(), most=0.01),
+    figures = {
+        "w8a8_cost": w8a8 / in_float - 1,
+        "int4_cost": w4 / in_float - 1,
+        "gap_left_by_qat": (qat - longer) / (longer_w4 - longer),
+        "qt_off_the_curve": float(off.max()),
+    }
+    return {
+        "versions": {package: version(package) for package in ("stack-quant", "stack-train", "jax")},
+        "steps": {"float": steps, "qat": arguments.qat_steps, "qt": len(in_int8)},
+        "losses": {"float": in_float, "w8a8": w8a8, "int4": w4},
+        "losses_after_qat_steps": {"float": longer, "int4": longer_w4, "qat": qat},
+        "figures": figures,
+    }
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    machine, steps = record["machine"], record["steps"]
+    versions = ", ".join(f"{package} {number}" for package, number in record["versions"].items())
+    before, after = record["losses"], record["losses_after_qat_steps"]
+    what = {
+        "w8a8_cost": "loss that w8a8 adds",
+        "int4_cost": "loss that int4 weights add",
+        "gap_left_by_qat": f"of what int4 adds after {steps['qat']} steps more, QAT leaves",
+        "qt_off_the_curve": f"QT in int8 is off the bf16 loss of {steps['qt']} steps, means of {SMOOTHED_STEPS}",
+    }
+    rows = [
+        [what[name], f"{value:.2%}", f"{LIMITS[name]:.1%}", "" if value <= LIMITS[name] else "exceeded"]
+        for name, value in record["figures"].items()
     ]
-    print(f"{time.monotonic() - started_s:.0f} s")
-    sys.exit(not all(checks))
+    lines = [
+        "# What quantization costs the quickstart's model",
+        "",
+        f"{record['date']}, {machine['cpus']} CPUs of {machine['cpu']}; {versions}; {record['took_s']:.0f} s. "
+        "Validation losses are nats per token.",
+        "",
+        *table(["", "measured", "at most", ""], rows),
+        "",
+        f"- after {steps['float']} steps: float {before['float']:.4f}, w8a8 {before['w8a8']:.4f}, "
+        f"int4 {before['int4']:.4f}",
+        f"- after {steps['qat']} more: float {after['float']:.4f}, int4 of it {after['int4']:.4f}, "
+        f"int4 of QAT {after['qat']:.4f}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def parsed(
@@ -143,11 +186,6 @@ def smoothed(losses: np.ndarray) -> np.ndarray:
     """Means over neighbours: single batches differ by more than any rounding does."""
     width = min(SMOOTHED_STEPS, len(losses))
     return np.convolve(losses, np.full(width, 1 / width), mode="valid")
-
-
-def limited(what: str, value: float, *, most: float) -> bool:
-    print(f"{'ok ' if value <= most else 'BAD'} {what} {value:.2%}, at most {most:.1%}")
-    return value <= most
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The product of a few rows with a weight, in LLVM IR.
 
-Its time is that of reading the weight once, at the speed of memory. A tile is 128 columns of the weight. They are read
+What takes its time is to read the weight, which is done once. A tile is 128 columns of the weight. They are read
 in blocks, along d_in, while the sums of up to 12 rows of x stay in registers and lines that are 64 rows of the weight
 away are asked for. For more rows the block comes in parts, which go into a panel in the first cache.
 """

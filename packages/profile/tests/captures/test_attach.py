@@ -164,6 +164,7 @@ def test_a_wrong_token_is_named(tmp_path, capsys, listener):
 
 
 def test_port_and_token_take_the_place_of_a_process(tmp_path, capsys, listener):
+    assert listener.address.token.isalnum()  # one that begins with "-" would be read as an option
     tokens = ["--port", str(listener.address.port), "--token", listener.address.token]
     main(["profile", "attach", *tokens, "--duration-s", "0.1", "--out", str(tmp_path), "--name", "mine"])
     assert "plugins/profile/mine/" in capsys.readouterr().out

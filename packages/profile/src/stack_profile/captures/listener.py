@@ -79,7 +79,7 @@ class Listener:
                 f"Cannot listen on port {port} of {LOOPBACK}: {error}. Name another, or 0 for any that is free."
             ) from error
         self._server.listener = self
-        self.address = Address(os.getpid(), self._server.server_address[1], secrets.token_urlsafe(32), tuple(sys.argv))
+        self.address = Address(os.getpid(), self._server.server_address[1], secrets.token_hex(32), tuple(sys.argv))
         try:
             self.path = publish(self.address)
         except CaptureError:

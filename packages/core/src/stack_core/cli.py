@@ -8,6 +8,7 @@ from importlib.metadata import version
 import cyclopts
 
 from stack_core.errors import ConfigError, StackError
+from stack_core.huge_pages import restart_with_huge_pages
 from stack_core.plugins import plugins, registries
 
 __all__ = ["main", "overrides_from"]
@@ -22,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = ""
     try:
         name = _command_name(tokens)
+        if arguments is None and _wants_huge_pages(name):
+            restart_with_huge_pages()
         app = _app(name)
         if tokens[:1] != ["plugins"]:  # which reports the same at length
             _warn_of_plugins()
@@ -71,6 +74,10 @@ def _command_name(tokens: Sequence[str]) -> str:
 def _is_group(name: str) -> bool:
     """Whether commands begin with this name, as "bench ops" and "bench serve" of two packages do with "bench"."""
     return any(known.startswith(f"{name} ") for known in registries.commands)
+
+
+def _wants_huge_pages(name: str) -> bool:
+    return any(entry.name == name and entry.details.get("huge_pages") for entry in registries.commands.entries())
 
 
 def _app(named: str) -> cyclopts.App:

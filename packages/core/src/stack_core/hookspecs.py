@@ -118,7 +118,7 @@ REGISTRY_KINDS = tuple(name.removeprefix("stack_register_") for name in HOOKS if
 
 DETAILS: Mapping[str, Mapping[str, type]] = {
     "chips": {"device_kinds": tuple},
-    "commands": {"help": str},
+    "commands": {"help": str, "huge_pages": bool},
     "analyses": {"help": str},
 }
 """The details that `registry.add` takes beside name and target, with their types, by registry."""

@@ -36,7 +36,15 @@ def stack_register_tuned_tables(registry: Registrar) -> None:
 
 @hookimpl
 def stack_register_commands(registry: Registrar) -> None:
-    registry.add("tune", "stack_kernels.commands.tune:tune", help="Choose a function's ops by measurement.")
     registry.add(
-        "bench ops", "stack_kernels.commands.bench_ops:bench_ops", help="Measure ops; compare with a baseline."
+        "tune",
+        "stack_kernels.commands.tune:tune",
+        help="Choose a function's ops by measurement.",
+        huge_pages=True,
+    )
+    registry.add(
+        "bench ops",
+        "stack_kernels.commands.bench_ops:bench_ops",
+        help="Measure ops; compare with a baseline.",
+        huge_pages=True,
     )

@@ -47,7 +47,7 @@ def stack_register_analyses(registry: Registrar) -> None:
 
 @hookimpl
 def stack_register_commands(registry: Registrar) -> None:
-    registry.add("profile run", "stack_profile.commands.profile:run", help="Capture a script.")
+    registry.add("profile run", "stack_profile.commands.profile:run", help="Capture a script.", huge_pages=True)
     registry.add("profile attach", "stack_profile.commands.attach:attach", help="Capture processes that run.")
     registry.add("profile export", "stack_profile.commands.profile:export", help="Write a trace for other tools.")
     registry.add("profile report", "stack_profile.commands.report:report", help="Write all analyses as an HTML file.")

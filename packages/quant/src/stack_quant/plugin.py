@@ -23,4 +23,9 @@ def stack_register_configs(registry: Registrar) -> None:
 
 @hookimpl
 def stack_register_commands(registry: Registrar) -> None:
-    registry.add("quantize", "stack_quant.commands.quantize:quantize", help="Quantize a trained model by a recipe.")
+    registry.add(
+        "quantize",
+        "stack_quant.commands.quantize:quantize",
+        help="Quantize a trained model by a recipe.",
+        huge_pages=True,
+    )

@@ -14,5 +14,10 @@ def stack_register_engines(registry: Registrar) -> None:
 @hookimpl
 def stack_register_commands(registry: Registrar) -> None:
     registry.add("bench serve", "stack_serve.commands.bench_serve:bench_serve", help="Measure a server under load.")
-    registry.add("chat", "stack_serve.commands.chat:chat", help="Talk to a model in the terminal.")
-    registry.add("serve", "stack_serve.commands.serve:serve", help="Serve a model over HTTP, as OpenAI and vLLM do.")
+    registry.add("chat", "stack_serve.commands.chat:chat", help="Talk to a model in the terminal.", huge_pages=True)
+    registry.add(
+        "serve",
+        "stack_serve.commands.serve:serve",
+        help="Serve a model over HTTP, as OpenAI and vLLM do.",
+        huge_pages=True,
+    )

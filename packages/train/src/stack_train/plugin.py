@@ -48,13 +48,18 @@ def stack_register_observers(registry: Registrar) -> None:
 
 @hookimpl
 def stack_register_commands(registry: Registrar) -> None:
-    registry.add("train", "stack_train.commands.train:train", help="Train a model from a config file.")
+    registry.add("train", "stack_train.commands.train:train", help="Train a model from a config file.", huge_pages=True)
     registry.add(
         "compile",
         "stack_train.commands.compile:compile_run",
         help="Compile a train step for hardware that need not be there.",
     )
-    registry.add("generate", "stack_train.commands.generate:generate", help="Generate text with a trained model.")
+    registry.add(
+        "generate",
+        "stack_train.commands.generate:generate",
+        help="Generate text with a trained model.",
+        huge_pages=True,
+    )
     registry.add(
         "convert", "stack_train.commands.convert:convert", help="Convert to and from Hugging Face checkpoints."
     )

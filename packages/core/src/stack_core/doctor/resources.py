@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from stack_core import machine
+from stack_core import huge_pages, machine
 from stack_core.doctor.findings import Finding
 from stack_core.user_cache import user_cache_dir
 
@@ -16,9 +16,6 @@ __all__ = ["cache_findings", "clock_findings", "core_findings", "memory_findings
 _GIB = 2**30
 _LITTLE_MEMORY = 2 * _GIB
 _LITTLE_DISK = 5 * _GIB
-_HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
-_HUGE_TUNABLE = "glibc.malloc.hugetlb"
-_GLIBC_WITH_TUNABLE = (2, 35)
 
 
 def core_findings(root: Path = Path("/")) -> Iterator[Finding]:
@@ -58,26 +55,17 @@ def memory_findings(root: Path = Path("/")) -> Iterator[Finding]:
 
 
 def page_findings(environ: Mapping[str, str], root: Path = Path("/")) -> Iterator[Finding]:
-    """Whether memory that programs on the CPU take anew at each call comes in large pages.
-
-    XLA's CPU client takes the memory of a program's temporaries from the C library and gives it back at each call; in
-    pages of 4 KiB, a training step takes a quarter of a million page faults a GiB.
-    """
-    try:
-        enabled = (root / _HUGE_PAGES).read_text()
-        name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
-    except (OSError, ValueError):  # not Linux, or not glibc
-        return
-    if "[madvise]" not in enabled or name != "glibc" or tuple(map(int, version.split("."))) < _GLIBC_WITH_TUNABLE:
-        return
-    if _HUGE_TUNABLE in environ.get("GLIBC_TUNABLES", ""):
-        yield Finding("memory pages", "ok", f"GLIBC_TUNABLES has {_HUGE_TUNABLE}")
-    else:
+    """Whether memory that programs on the CPU take anew at each call comes in large pages, where there is a choice."""
+    is_chosen = huge_pages.is_chosen(environ, root)
+    if is_chosen:
+        yield Finding("memory pages", "ok", f"GLIBC_TUNABLES has {huge_pages.TUNABLE}")
+    elif is_chosen is False:
         yield Finding(
             "memory pages",
             "note",
-            "programs on the CPU take their memory in pages of 4 KiB, which costs a large training step a tenth",
-            f"export GLIBC_TUNABLES={_HUGE_TUNABLE}=1 before you train on the CPU.",
+            "programs on the CPU take their memory in pages of 4 KiB, which costs a large training step a tenth; "
+            "commands of `stack` that run programs ask for larger ones themselves",
+            f"export GLIBC_TUNABLES={huge_pages.TUNABLE}=1 before you run scripts of your own on the CPU.",
         )
 
 

@@ -1,0 +1,65 @@
+"""Commands that run programs ask for large pages; the tests of what the system offers are the doctor's."""
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+
+from stack_core import cli, huge_pages
+from stack_core.registry import Entry, Registry
+
+PROGRAM = """
+import os, sys
+from stack_core import huge_pages
+huge_pages.is_chosen = lambda environ: huge_pages.TUNABLE in environ.get("GLIBC_TUNABLES", "")
+print("starts")
+huge_pages.restart_with_huge_pages()
+print(os.getpid(), os.environ["GLIBC_TUNABLES"], sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("before", [None, "glibc.malloc.check=1", "glibc.malloc.hugetlb=0"])
+def test_a_process_starts_anew_once_as_the_same_process(monkeypatch, before):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if before:
+        monkeypatch.setenv("GLIBC_TUNABLES", before)
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, "-x", "a b"], stdout=subprocess.PIPE, text=True)
+    lines = process.communicate(timeout=60)[0].splitlines()
+    expected = {
+        None: "glibc.malloc.hugetlb=1",
+        "glibc.malloc.check=1": "glibc.malloc.check=1:glibc.malloc.hugetlb=1",
+        "glibc.malloc.hugetlb=0": "glibc.malloc.hugetlb=0",
+    }
+    assert lines[-1] == f"{process.pid} {expected[before]} ['-x', 'a b']"
+    assert lines.count("starts") == (1 if before == "glibc.malloc.hugetlb=0" else 2)
+
+
+def test_where_nothing_can_be_chosen_it_goes_on(monkeypatch):
+    monkeypatch.setattr(huge_pages, "is_chosen", lambda environ: None)
+    huge_pages.restart_with_huge_pages()
+
+
+@pytest.fixture
+def restarts(monkeypatch):
+    entries = {
+        "heavy": Entry("heavy", lambda: None, "acme", {"huge_pages": True}),
+        "light": Entry("light", lambda: None, "acme", {}),
+    }
+    counted = []
+    monkeypatch.setattr(cli.registries, "commands", Registry("commands", lambda: (entries, {})))
+    monkeypatch.setattr(cli, "restart_with_huge_pages", lambda: counted.append(1))
+    return counted
+
+
+@pytest.mark.parametrize(("arguments", "count"), [(["heavy"], 1), (["light"], 0), (["heavyy"], 0), ([], 0)])
+def test_commands_that_say_so_restart(monkeypatch, restarts, arguments, count):
+    monkeypatch.setattr(sys, "argv", ["stack", *arguments])
+    with contextlib.suppress(SystemExit):
+        cli.main()
+    assert len(restarts) == count
+
+
+def test_a_caller_of_main_is_not_replaced(restarts):
+    cli.main(["heavy"])
+    assert not restarts

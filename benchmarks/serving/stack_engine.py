@@ -11,11 +11,13 @@ from serving.workload import Workload
 from stack_core.checkpoint_formats import open_for_generation
 from stack_core.compile_cache import keep_compiled
 from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams
+from stack_core.huge_pages import restart_with_huge_pages
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 
 
 def main() -> None:
+    restart_with_huge_pages()  # as `stack serve` does
     options = arguments()
     workload = Workload()
     keep_compiled()

@@ -74,14 +74,14 @@ def few_rows_product(x: Any, weight: Any) -> jax.Array:
 
 def _plain_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
     depth, columns = weight.shape
+    kind = "bfloat16" if _has_bf16_dot(rows, weight) else "float32"
     part = math.gcd(depth, _PART_ROWS if columns <= SEGMENT_COLUMNS else 4 * _PART_ROWS)
     if len(rows) <= _STREAMED_ROWS and part % STREAMS == 0:
-        product = StreamedProduct(len(rows), weight.dtype.name)
+        product = StreamedProduct(len(rows), weight.dtype.name, kind)
         sums = (len(rows), columns), (depth // part, len(rows), columns)
         results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sums]
         build = functools.partial(streamed_module, product)
-        return host.kernel_call(product.name, build, results, rows.astype(jnp.float32), weight)[0]
-    kind = "bfloat16" if _has_bf16_dot(rows, weight) else "float32"
+        return host.kernel_call(product.name, build, results, rows.astype(kind), weight)[0]
     return _call(Product(len(rows), weight.dtype.name, kind), rows.astype(kind), weight)
 
 

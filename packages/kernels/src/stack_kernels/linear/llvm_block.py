@@ -8,6 +8,7 @@ from llvmlite import ir
 from stack_kernels.llvm.code import BYTE, FLOAT, INDEX, INT32, POINTER, SHORT, Code, Variable, vector
 from stack_kernels.llvm.host import Processor
 from stack_kernels.llvm.numbers import BITS, LEVELS, read
+from stack_kernels.llvm.vectors import interleaved
 
 __all__ = ["PANEL_STEPS", "Block", "Places", "Product"]
 
@@ -241,7 +242,7 @@ class Block:
         parts: list[Any] = []
         for first in range(0, self.vectors * self.lanes, count):
             upper, lower = (self._stored(SHORT, line, first, count) for line in lines)
-            parts += _interleaved(self.code, upper, lower, 2 * self.lanes)
+            parts += interleaved(self.code, upper, lower, 2 * self.lanes)
         return parts
 
     def _fours(self, lines: list[Any]) -> list[Any]:
@@ -252,10 +253,10 @@ class Block:
         first, second, third, fourth = (code.build.xor(row, shift) for row in rows)
         size = min(64, 2 * rows[0].type.count)
         parts: list[Any] = []
-        halves = (_interleaved(code, *pair, size) for pair in ((first, second), (third, fourth)))
+        halves = (interleaved(code, *pair, size) for pair in ((first, second), (third, fourth)))
         for pairs in zip(*halves, strict=True):
             upper, lower = (code.build.bitcast(pair, vector(SHORT, size // 2)) for pair in pairs)
-            parts += _interleaved(code, upper, lower, 2 * self.lanes)
+            parts += interleaved(code, upper, lower, 2 * self.lanes)
         return parts
 
     def _scale(self, row: int, column: int) -> Any:
@@ -285,10 +286,3 @@ class Block:
         code = self.code
         place = code.at(values, code.times(code.plus(code.times(self.at.tiles, row), self.at.tile), 4))
         return code.splat(code.load(kind, place), self.lanes)
-
-
-def _interleaved(code: Code, upper: Any, lower: Any, size: int) -> list[Any]:
-    """The elements of two vectors in turn, in vectors of `size`."""
-    count = upper.type.count
-    order = [at + other for at in range(count) for other in (0, count)]
-    return [code.shuffle(upper, lower, order[first : first + size]) for first in range(0, 2 * count, size)]

@@ -2,17 +2,19 @@
 
 A tile is some rows of the weight, over 2048 columns, and gives sums of its own. It is read in 8 streams, each an eighth
 of the rows, which ask for their next row; the sums stay in the first cache. In the end those of all parts are added.
-Runs of memory are what processors fetch ahead; of narrow blocks of columns they fetch less.
+Runs of memory are what processors fetch ahead; of narrow blocks of columns they fetch less. A dot product of bf16 takes
+the numbers of two streams at once, which is half of the work.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from llvmlite import ir
 
-from stack_kernels.llvm.code import FLOAT, INDEX, POINTER, Code, vector
+from stack_kernels.llvm.code import FLOAT, INDEX, INT32, POINTER, SHORT, Code, vector
 from stack_kernels.llvm.host import Processor
 from stack_kernels.llvm.numbers import BITS, read
+from stack_kernels.llvm.vectors import interleaved
 
 __all__ = ["SEGMENT_COLUMNS", "STREAMS", "StreamedProduct", "streamed_module"]
 
@@ -25,14 +27,18 @@ class StreamedProduct:
     """y[rows, n] = x[rows, k] @ w[k, n] in float32, and the sums [parts, rows, n] over each part of k.
 
     The buffers are x and w. The rows of a part are a multiple of 8.
+
+    Attributes:
+      x: float32, or bfloat16 where w is that too and the processor has dot products of it.
     """
 
     rows: int
     weight: str
+    x: Literal["float32", "bfloat16"]
 
     @property
     def name(self) -> str:
-        return f"linear_streams_{self.rows}_{self.weight}"
+        return f"linear_streams_{self.rows}_{self.x}_{self.weight}"
 
 
 def streamed_module(product: StreamedProduct, processor: Processor) -> ir.Module:
@@ -82,7 +88,9 @@ class _Part:
         self.segment = code.minus(tile, code.times(self.part, _segments(code, self.columns)))
         self.rows = code.over(self.depth, parts)
         self.first = code.times(self.part, self.rows)
-        self.x = code.at(x, code.times(self.first, 4))
+        self.has_dot = product.x == "bfloat16"
+        self.x_bytes = 2 if self.has_dot else 4
+        self.x = code.at(x, code.times(self.first, self.x_bytes))
         self.sums = code.at(sums, code.times(code.times(self.part, self.columns), 4 * product.rows))
         self.row_bytes = code.over(code.times(self.columns, BITS[product.weight]), 8)
 
@@ -104,32 +112,58 @@ class _Part:
     def _add_lines(self, depths: list[Any], start: Any, end: Any) -> None:
         """A row of the weight from each stream."""
         code, lanes = self.code, self.lanes
-        x = [[code.splat(self._x(row, depth), lanes) for depth in depths] for row in range(self.product.rows)]
+        x = [self._x(row, depths) for row in range(self.product.rows)]
         lines = [code.at(self.weight, code.times(code.plus(self.first, depth), self.row_bytes)) for depth in depths]
         width = self.line_vectors * lanes
         after = code.plus(start, code.times(code.over(code.minus(end, start), width), width))
         with code.loop(start, after, width) as column:
             for line in lines:
                 code.prefetch(code.at(line, self.row_bytes, self._bytes(column)))
-            for number in range(self.line_vectors):
-                self._add(x, lines, code.plus(column, number * lanes), None)
+            self._add(x, lines, column, self.line_vectors, None)
         with code.loop(after, code.plus(end, lanes - 1), lanes) as column:
-            self._add(x, lines, column, code.mask(code.minus(end, column), lanes))
+            self._add(x, lines, column, 1, code.mask(code.minus(end, column), lanes))
 
-    def _x(self, row: int, depth: Any) -> Any:
-        code = self.code
-        return code.load(FLOAT, code.at(self.x, code.times(code.plus(code.times(self.depth, row), depth), 4)))
+    def _x(self, row: int, depths: list[Any]) -> list[Any]:
+        """What each term of the sum has of x, in every lane: a number, or the two numbers of two streams."""
+        code, kind = self.code, SHORT if self.has_dot else FLOAT
+        starts = [code.times(code.plus(code.times(self.depth, row), depth), self.x_bytes) for depth in depths]
+        numbers = [code.load(kind, code.at(self.x, start)) for start in starts]
+        if self.has_dot:
+            wide = [code.build.zext(number, INT32) for number in numbers]
+            pairs = zip(wide[::2], wide[1::2], strict=True)
+            numbers = [code.build.or_(first, code.build.shl(second, INT32(16))) for first, second in pairs]
+        return [code.splat(number, self.lanes) for number in numbers]
 
-    def _add(self, x: list[list[Any]], lines: list[Any], column: Any, mask: Any) -> None:
-        """The products of all rows of x with a vector of columns."""
-        code, kind, before = self.code, vector(FLOAT, self.lanes), self._bytes(column)
-        weights = [read(code, self.product.weight, code.at(line, before), self.lanes, mask, None) for line in lines]
-        for row, values in enumerate(x):
-            place = self._sum(row, column)
-            total = code.load(kind, place) if mask is None else code.masked_load(kind, place, mask)
-            for value, weight in zip(values, weights, strict=True):
-                total = code.fma(value, weight, total)
-            code.store(total, place) if mask is None else code.masked_store(total, place, mask)
+    def _add(self, x: list[list[Any]], lines: list[Any], column: Any, vectors: int, mask: Any) -> None:
+        """The products of all rows of x with some vectors of columns."""
+        code, kind = self.code, vector(FLOAT, self.lanes)
+        for number, terms in enumerate(self._terms(lines, column, vectors, mask)):
+            for row, values in enumerate(x):
+                place = self._sum(row, code.plus(column, number * self.lanes))
+                total = code.load(kind, place) if mask is None else code.masked_load(kind, place, mask)
+                for value, term in zip(values, terms, strict=True):
+                    total = self._added(value, term, total)
+                code.store(total, place) if mask is None else code.masked_store(total, place, mask)
+
+    def _added(self, x: Any, weight: Any, total: Any) -> Any:
+        if self.has_dot:
+            return self.code.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, x, weight)
+        return self.code.fma(x, weight, total)
+
+    def _terms(self, lines: list[Any], column: Any, vectors: int, mask: Any) -> list[list[Any]]:
+        """The weight's part of each term, for each vector of columns: numbers of a stream, or pairs of two."""
+        code, lanes = self.code, self.lanes
+        if not self.has_dot:
+            starts = [self._bytes(code.plus(column, number * lanes)) for number in range(vectors)]
+            name = self.product.weight
+            return [[read(code, name, code.at(line, start), lanes, mask, None) for line in lines] for start in starts]
+        wide, start = vector(SHORT, vectors * lanes), self._bytes(column)
+        places = [code.at(line, start) for line in lines]
+        rows = [code.load(wide, at) if mask is None else code.masked_load(wide, at, mask) for at in places]
+        pairs = [interleaved(code, *pair, 2 * lanes) for pair in zip(rows[::2], rows[1::2], strict=True)]
+        return [
+            [code.build.bitcast(term, vector(INT32, lanes)) for term in terms] for terms in zip(*pairs, strict=True)
+        ]
 
     def _bytes(self, columns: Any) -> Any:
         return self.code.over(self.code.times(columns, BITS[self.product.weight]), 8)

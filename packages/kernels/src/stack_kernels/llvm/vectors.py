@@ -1,4 +1,4 @@
-"""Functions of vectors of float32."""
+"""Functions of vectors, most of them of float32."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ from llvmlite import ir
 
 from stack_kernels.llvm.code import FLOAT, INT32, Code, vector
 
-__all__ = ["constant", "exp", "largest", "sums", "tanh", "total"]
+__all__ = ["constant", "exp", "interleaved", "largest", "sums", "tanh", "total"]
 
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -64,6 +64,13 @@ def sums(code: Code, vectors: list[Any]) -> Any:
     for half in (vectors[0].type.count // 2, *_halves(vectors[0].type.count // 2)):
         vectors = _halved(code, vectors, half)
     return vectors[0]
+
+
+def interleaved(code: Code, first: Any, second: Any, size: int) -> list[Any]:
+    """The elements of two vectors of any kind in turn, in vectors of `size`."""
+    count = first.type.count
+    order = [lane + other for lane in range(count) for other in (0, count)]
+    return [code.shuffle(first, second, order[start : start + size]) for start in range(0, 2 * count, size)]
 
 
 def _halves(count: int) -> list[int]:

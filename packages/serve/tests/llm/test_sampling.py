@@ -525,6 +525,19 @@ def test_settings_have_the_same_types_however_they_are_made():
     assert {7, 9} < set(row.stop_tokens.tolist())
 
 
+def test_packed_settings_are_unpacked_bit_by_bit():
+    params = SamplingParams(temperature=0.7, top_k=3, top_p=0.9, logit_bias={5: -1.5}, presence_penalty=1e-45, seed=3)
+    rows = [
+        SamplingSettings.row(params, seed=(2**63, 1), end_tokens={7}, prompt_tokens=3),
+        SamplingSettings.greedy_row(),
+    ]
+    unpacked = jax.jit(SamplingSettings.unpacked)(np.stack([row.packed() for row in rows]))
+    for name, value in vars(unpacked).items():
+        expected = np.stack([getattr(row, name) for row in rows])
+        assert (value.dtype, value.shape) == (expected.dtype, expected.shape), name
+        assert np.asarray(value).tobytes() == expected.tobytes(), name
+
+
 def test_changing_settings_compiles_nothing():
     logits, history, lengths = np.zeros((1, 300), np.float32), np.zeros((1, 4), np.int32), np.int32([3])
     compiled = jitted.lower(logits, SamplingSettings.zeros(1), history, lengths).compile()

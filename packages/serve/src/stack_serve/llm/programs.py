@@ -95,7 +95,7 @@ class Programs:
         """
         padded = np.zeros(self._max_tokens, np.int32)
         padded[: len(tokens)] = tokens
-        self._slots = self._program(("admit",))(self._slots, np.int32(slot), padded, settings)
+        self._slots = self._program(("admit",))(self._slots, np.int32(slot), padded, settings.packed())
 
     def step(self, rows: Sequence[tuple[int, int, int, bool]], tables: np.ndarray) -> StepResult:
         """Computes the tokens of some sequences.
@@ -110,9 +110,15 @@ class Programs:
         packed[:, 0] = self._config.max_sequences
         packed[: len(rows), : len(ROW_FIELDS)] = rows
         packed[: len(rows), len(ROW_FIELDS) :] = tables
-        program = self._program(("step", row_bucket, token_bucket))
-        self._layers, hidden, last = program(self._params, self._layers, self._slots.tokens, packed)
-        self._slots, sampled = self._program(("sample", row_bucket))(self._params, self._slots, last, packed)
+        known, settings = self._slots.tokens, self._slots.settings
+        if token_bucket == row_bucket:
+            decode = self._program(("decode", row_bucket))
+            self._layers, hidden, known, sampled = decode(self._params, self._layers, known, settings, packed)
+        else:
+            step, sample = self._program(("step", row_bucket, token_bucket)), self._program(("sample", row_bucket))
+            self._layers, hidden, last = step(self._params, self._layers, known, packed)
+            known, sampled = sample(self._params, known, settings, last, packed)
+        self._slots = SlotState(known, settings)
         return StepResult(sampled, hidden)
 
     def prompt_logprobs(self, result: StepResult, targets: Sequence[int]) -> TokenLogprobs:
@@ -126,11 +132,12 @@ class Programs:
         self._params = self._placement.params(self._checkpoint, params, self._looped)
 
     def _keys(self) -> list[Key]:
-        steps = self._buckets.all()
-        rows, tokens = (sorted(set(sizes)) for sizes in zip(*steps, strict=True))
-        samplers = (("sample", size) for size in rows)
-        prompts = (("prompt_logprobs", size) for size in tokens)
-        return [("admit",), *samplers, *(("step", *step) for step in steps), *prompts]
+        buckets = self._buckets.all()
+        mixed = [(rows, tokens) for rows, tokens in buckets if rows != tokens]
+        decodes = (("decode", rows) for rows, tokens in buckets if rows == tokens)
+        samples = (("sample", rows) for rows in sorted({rows for rows, _ in mixed}))
+        prompts = (("prompt_logprobs", tokens) for tokens in sorted({tokens for _, tokens in buckets}))
+        return [("admit",), *decodes, *samples, *(("step", *bucket) for bucket in mixed), *prompts]
 
     def _program(self, key: Key) -> Any:
         if key not in self._compiled:
@@ -141,9 +148,13 @@ class Programs:
         return self._placement.traced(getattr(self, f"_lowered_{key[0]}"), *key[1:])
 
     def _lowered_admit(self) -> Any:
-        settings = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), self._slots.settings)
-        jitted = jax.jit(admit, donate_argnums=0)
-        return jitted.lower(self._slots, _int32(), _int32(self._max_tokens), settings)
+        words = self._slots.settings.shape[1]
+        return jax.jit(admit, donate_argnums=0).lower(self._slots, _int32(), _int32(self._max_tokens), _int32(words))
+
+    def _lowered_decode(self, rows: int) -> Any:
+        jitted = jax.jit(layer_by_layer(self._step.decode), donate_argnums=(1, 2))
+        slots, packed = self._slots, _int32(rows, self._row_fields)
+        return jitted.lower(self._params, self._layers, slots.tokens, slots.settings, packed)
 
     def _lowered_step(self, rows: int, tokens: int) -> Any:
         jitted = jax.jit(layer_by_layer(partial(self._step, tokens=tokens)), donate_argnums=1)
@@ -153,7 +164,8 @@ class Programs:
         _, embed = self._hidden.shape
         last = jax.ShapeDtypeStruct((rows, embed), self._hidden.dtype)
         jitted = jax.jit(layer_by_layer(self._step.sample), donate_argnums=1)
-        return jitted.lower(self._params, self._slots, last, _int32(rows, self._row_fields))
+        slots, packed = self._slots, _int32(rows, self._row_fields)
+        return jitted.lower(self._params, slots.tokens, slots.settings, last, packed)
 
     def _lowered_prompt_logprobs(self, tokens: int) -> Any:
         _, embed = self._hidden.shape
@@ -171,7 +183,8 @@ class Programs:
 
     def _empty_slots(self) -> SlotState:
         slots = self._config.max_sequences + 1
-        return SlotState(jnp.zeros((slots, self._max_tokens), jnp.int32), SamplingSettings.zeros(slots))
+        settings = np.tile(SamplingSettings.greedy_row().packed(), (slots, 1))
+        return SlotState(jnp.zeros((slots, self._max_tokens), jnp.int32), jnp.asarray(settings))
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

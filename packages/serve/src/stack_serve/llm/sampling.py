@@ -65,8 +65,12 @@ class SamplingSettings:
     @classmethod
     def zeros(cls, slots: int) -> "SamplingSettings":
         """Rows with a temperature of 0 and nothing else, which cost nothing."""
-        row = cls.row(SamplingParams(temperature=0.0), seed=(0, 0), end_tokens=(), prompt_tokens=0)
-        return jax.tree.map(lambda value: jnp.broadcast_to(value, (slots, *value.shape)), row)
+        return jax.tree.map(lambda value: jnp.broadcast_to(value, (slots, *value.shape)), cls.greedy_row())
+
+    @classmethod
+    def greedy_row(cls) -> "SamplingSettings":
+        """One of `zeros`, in NumPy."""
+        return cls.row(SamplingParams(temperature=0.0), seed=(0, 0), end_tokens=(), prompt_tokens=0)
 
     @classmethod
     def row(
@@ -99,6 +103,21 @@ class SamplingSettings:
             bias_values=_filled(tuple(params.logit_bias.values()), MOST_BIASES, _float32(0.0)),
             stop_tokens=_filled((*ends, *params.stop_tokens), MOST_STOP_TOKENS, _int32(-1)),
         )
+
+    def packed(self) -> Int[np.ndarray, " words"]:
+        """The bits of one row, in one array, for every array that a program takes costs the host time."""
+        return np.concatenate([np.asarray(value).reshape(-1).view(np.int32) for value in vars(self).values()])
+
+    @classmethod
+    def unpacked(cls, words: Int[Array, "rows words"]) -> "SamplingSettings":
+        """The settings of which rows are `packed`."""
+        fields: dict[str, jax.Array] = {}
+        start = 0
+        for name, value in vars(cls.greedy_row()).items():
+            bits = words[:, start : start + value.size].reshape(len(words), *value.shape)
+            fields[name] = lax.bitcast_convert_type(bits, value.dtype)
+            start += value.size
+        return cls(**fields)
 
 
 @jax.tree_util.register_dataclass

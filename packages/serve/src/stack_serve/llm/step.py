@@ -29,17 +29,16 @@ class SlotState:
 
     Attributes:
       tokens: int32[slots, max_tokens]; a step reads those that it computes, and the one that is sampled is added.
-      settings: how it is sampled, [slots, ...].
+      settings: int32[slots, words], how it is sampled: `SamplingSettings`, packed.
     """
 
     tokens: Any
-    settings: SamplingSettings
+    settings: Any
 
 
-def admit(slots: SlotState, slot: jax.Array, tokens: jax.Array, settings: SamplingSettings) -> SlotState:
-    """Gives a slot to a sequence with tokens[max_tokens] and settings without the axis of slots."""
-    written = jax.tree.map(lambda held, new: held.at[slot].set(new), slots.settings, settings)
-    return SlotState(slots.tokens.at[slot].set(tokens), written)
+def admit(slots: SlotState, slot: jax.Array, tokens: jax.Array, settings: jax.Array) -> SlotState:
+    """Gives a slot to a sequence with tokens[max_tokens] and settings[words]."""
+    return SlotState(slots.tokens.at[slot].set(tokens), slots.settings.at[slot].set(settings))
 
 
 @dataclass(frozen=True)
@@ -76,24 +75,44 @@ class Step:
         hidden, cache = self.checkpoint.model(params)(token_ids[:, None], positions[:, None], cache=cache)
         return cache.layers, hidden, hidden[jnp.maximum(places.query_starts[1:] - 1, 0), 0]
 
+    def decode(
+        self,
+        params: Any,
+        layers: PagedLayer,
+        known: Int[Array, "slots max_tokens"],
+        settings: Int[Array, "slots words"],
+        rows: Int[Array, "rows fields"],
+    ) -> tuple[Any, Float[Array, "rows 1 embed"], Int[Array, "slots max_tokens"], Sampled]:
+        """A step with a token a row, and what `sample` makes of it, in one program, which costs the host less."""
+        layers, hidden, last = self(params, layers, known, rows, tokens=len(rows))
+        known, sampled = self.sample(params, known, settings, last, rows)
+        return layers, hidden, known, sampled
+
     def sample(
-        self, params: Any, slots: SlotState, hidden: Float[Array, "rows embed"], rows: Int[Array, "rows fields"]
-    ) -> tuple[SlotState, Sampled]:
+        self,
+        params: Any,
+        known: Int[Array, "slots max_tokens"],
+        settings: Int[Array, "slots words"],
+        hidden: Float[Array, "rows embed"],
+        rows: Int[Array, "rows fields"],
+    ) -> tuple[Int[Array, "slots max_tokens"], Sampled]:
         """Samples the token after the last of each row of a step.
 
-        It is a program of its own because steps have fewer numbers of rows than shapes, and because it takes XLA about
-        as long to compile as eight layers of a model.
+        After parts of prompts it is a program of its own because such steps have fewer numbers of rows than shapes, and
+        because it takes XLA about as long to compile as eight layers of a model.
+
+        Args:
+          settings: of each slot.
 
         Returns:
-          The slots with it, and a token for each row, which means nothing where none was to be sampled.
+          The tokens of each slot with it, and a token for each row, which means nothing where none was to be sampled.
         """
         slot, start, count, samples = (rows[:, field] for field in range(len(ROW_FIELDS)))
         lengths = start + count
-        settings = jax.tree.map(lambda array: array[slot], slots.settings)
-        sampled = sample(self.checkpoint.model(params).logits(hidden), settings, slots.tokens[slot], lengths)
-        target = jnp.where(samples > 0, slot, len(slots.tokens))
-        known = slots.tokens.at[target, lengths].set(sampled.tokens, mode="drop")
-        return SlotState(known, slots.settings), sampled
+        of_rows = SamplingSettings.unpacked(settings[slot])
+        sampled = sample(self.checkpoint.model(params).logits(hidden), of_rows, known[slot], lengths)
+        target = jnp.where(samples > 0, slot, len(known))
+        return known.at[target, lengths].set(sampled.tokens, mode="drop"), sampled
 
     def prompt_logprobs(
         self, params: Any, hidden: Float[Array, "tokens 1 embed"], targets: Int[Array, " tokens"]

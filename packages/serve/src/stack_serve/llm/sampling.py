@@ -172,7 +172,10 @@ def sample(
         | jnp.any(settings.frequency_penalty != 0)
         | jnp.any(settings.presence_penalty != 0)
     )
-    tokens, ok = _choose(lax.cond(changes, changed, lambda: logits), settings, generated)
+    # Chosen in either branch, for one that gave the logits as they are would copy them.
+    tokens, ok = lax.cond(
+        changes, lambda: _choose(changed(), settings, generated), lambda: _choose(logits, settings, generated)
+    )
     figures = lax.cond(
         jnp.any(settings.logprobs >= 0), lambda: token_logprobs(logits, tokens), lambda: _no_logprobs(tokens)
     )

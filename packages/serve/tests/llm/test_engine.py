@@ -194,6 +194,23 @@ def test_who_leaves_a_stream_frees_its_pages(engine: LLMEngine) -> None:
     assert stats.running == stats.waiting == stats.used_pages == 0
 
 
+def test_a_request_whose_last_token_was_read_cannot_be_aborted_any_more(idle: LLMEngine) -> None:
+    loop, told = idle._loop, list[GenerationUpdate]()
+    short, long = loop.work(request_of("short", max_tokens=1), told.append), loop.work(request_of("long"), told.append)
+    loop.begin(short)
+    loop.begin(long)
+    loop.turn()
+    loop.turn()  # reads the first step, and tells of it when the third is started
+    assert not told
+    loop.end(short, "abort")
+    loop.end(long, "abort")
+    assert [(update.request_id, update.finish_reason) for update in told] == [
+        ("short", "length"),
+        ("long", None),
+        ("long", "abort"),
+    ]
+
+
 def test_a_deadline_ends_a_request_and_no_other(engine: LLMEngine) -> None:
     late, other = run(engine, request_of("late", timeout_s=1e-6), request_of("other"))
     assert late[-1].finish_reason == "deadline" and other[-1].finish_reason == "length"

@@ -195,6 +195,7 @@ class LLMEngine:
             raise
         finally:
             self._closing = True
+            self._loop.tell()
             for work in list(self._work.values()):
                 for continuation in list(work.unfinished.values()):
                     work.end(continuation, "error", error=f"The engine failed: {self._failure}")

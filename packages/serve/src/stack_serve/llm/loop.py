@@ -59,6 +59,7 @@ class EngineLoop:
         self._continuations: dict[int, Continuation] = {}
         self._with_deadline: set[Work] = set()
         self._started: _StartedStep | None = None
+        self._untold: list[tuple[Continuation, GenerationUpdate]] = []
         self._compilations_before = 0
         self.stats = self._state.stats(compilations=0)
 
@@ -115,6 +116,7 @@ class EngineLoop:
 
     def end(self, work: Work, reason: FinishReason) -> None:
         """Ends what is left of a request that was begun."""
+        self.tell()  # which ends those whose last token was read
         for continuation in list(work.unfinished.values()):
             self._end(continuation, reason)
 
@@ -129,9 +131,18 @@ class EngineLoop:
         arrivals, self._arrivals = self._arrivals, list[Sequence]()
         plan = schedule(self._state, arrivals)
         started, self._started = self._started, self._start(plan) if plan.rows else None
+        self.tell()
         if started is not None:
             self._read(started)
+        if self._started is None:
+            self.tell()
         self.stats = self._state.stats(compilations=compilations_here() - self._compilations_before)
+
+    def tell(self) -> None:
+        """Passes on what was read: once the next step is started, for whom it wakes competes for Python's lock."""
+        untold, self._untold = self._untold, []
+        for continuation, update in untold:
+            continuation.work.tell(update, cached_tokens=continuation.sequence.cached_tokens)
 
     def _start(self, plan: Plan) -> _StartedStep:
         now_s = time.monotonic()
@@ -159,7 +170,7 @@ class EngineLoop:
         return wanted and row.start < row.sequence.prompt_tokens
 
     def _read(self, step: _StartedStep) -> None:
-        """Waits for a step's tokens and passes them on."""
+        """Waits for a step's tokens and makes of them what is to be told."""
         if step.prompt_logprobs is not None:
             self._read_prompts(step)
         sampled = step.result.sampled
@@ -187,7 +198,7 @@ class EngineLoop:
         except Exception as error:  # Whatever a tokenizer raises concerns this request, and no other.
             self._end(continuation, "error", error=f"The text of token {token} cannot be made: {error}")
             return
-        continuation.work.tell(update, cached_tokens=continuation.sequence.cached_tokens)
+        self._untold.append((continuation, update))
         if update.finish_reason is not None:
             self._drop(continuation)
 
@@ -207,6 +218,7 @@ class EngineLoop:
     def _end(self, continuation: Continuation, reason: FinishReason, *, error: str | None = None) -> None:
         """Ends a continuation for another reason than its tokens."""
         self._drop(continuation)
+        self.tell()
         continuation.work.end(continuation, reason, error=error)
 
     def _drop(self, continuation: Continuation) -> None:

@@ -140,7 +140,7 @@ class EngineLoop:
 
     def tell(self) -> None:
         """Passes on what was read: once the next step is started, for whom it wakes competes for Python's lock."""
-        untold, self._untold = self._untold, []
+        untold, self._untold = self._untold, list[tuple[Continuation, GenerationUpdate]]()
         for continuation, update in untold:
             continuation.work.tell(update, cached_tokens=continuation.sequence.cached_tokens)
 

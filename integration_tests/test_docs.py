@@ -89,8 +89,8 @@ def test_a_hooks_example_registers_something(hook):
 def test_a_hooks_section_says_what_the_target_is_and_names_its_details(hook):
     text = HOOK_SECTIONS[hook]
     details = DETAILS.get(hook.removeprefix("stack_register_"), {})
-    (line,) = re.findall(r"^- Details: (.*)$", text, re.MULTILINE)
-    assert re.findall(r"^`(\w+)`", line) == list(details) if details else line == "none."
+    (line,) = re.findall(r"^- Details: (.*(?:\n  .*)*)$", text, re.MULTILINE)
+    assert re.findall(r"(?:^|; )`(\w+)`", line) == list(details) if details else line == "none."
     assert re.search(r"^- Target: ", text, re.MULTILINE)
     assert re.search(r"^- Read ", text, re.MULTILINE)
 

@@ -1,6 +1,7 @@
 """Commands that run programs ask for large pages; the tests of what the system offers are the doctor's."""
 
 import contextlib
+import os
 import subprocess
 import sys
 
@@ -36,8 +37,11 @@ def test_a_process_starts_anew_once_as_the_same_process(monkeypatch, before):
 
 
 def test_where_nothing_can_be_chosen_it_goes_on(monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execve", lambda *program: started.append(program))
     monkeypatch.setattr(huge_pages, "is_chosen", lambda environ: None)
     huge_pages.restart_with_huge_pages()
+    assert not started
 
 
 @pytest.fixture

@@ -86,6 +86,10 @@ def assert_drawn_from(tokens, expected):
         assert stats.chisquare(observed, wanted * (observed.sum() / wanted.sum())).pvalue > 1e-4
 
 
+def greedy_rows(count):
+    return SamplingSettings.unpacked(jnp.tile(SamplingSettings.greedy_row().packed(), (count, 1)))
+
+
 def settings_of(*params, prompt_tokens=0, end_tokens=()):
     """One row for each of `params`."""
     rows = [
@@ -483,7 +487,7 @@ def test_a_row_that_may_sample_no_token_is_not_ok():
 def test_ties_of_greedy_rows_go_to_the_lowest_token():
     logits = np.zeros((2, 1000), np.float32)
     logits[0, [400, 130, 999]] = 3
-    sampled = jitted(logits, SamplingSettings.zeros(2), np.zeros((2, 2), np.int32), np.zeros(2, np.int32))
+    sampled = jitted(logits, greedy_rows(2), np.zeros((2, 2), np.int32), np.zeros(2, np.int32))
     assert sampled.tokens.tolist() == [130, 0]
 
 
@@ -517,7 +521,7 @@ def test_settings_have_the_same_types_however_they_are_made():
         end_tokens={7, 9},
         prompt_tokens=3,
     )
-    for name, value in vars(SamplingSettings.zeros(2)).items():
+    for name, value in vars(greedy_rows(2)).items():
         assert getattr(row, name).dtype == value.dtype, name
         assert (2, *getattr(row, name).shape) == value.shape, name
         assert np.isfinite(getattr(row, name)).all(), name
@@ -540,7 +544,7 @@ def test_packed_settings_are_unpacked_bit_by_bit():
 
 def test_changing_settings_compiles_nothing():
     logits, history, lengths = np.zeros((1, 300), np.float32), np.zeros((1, 4), np.int32), np.int32([3])
-    compiled = jitted.lower(logits, SamplingSettings.zeros(1), history, lengths).compile()
+    compiled = jitted.lower(logits, greedy_rows(1), history, lengths).compile()
     for changes in COMBINATIONS.values():
         assert compiled(logits, settings_of(SamplingParams(**changes)), history, lengths).ok.all()
 

@@ -63,13 +63,8 @@ class SamplingSettings:
     stop_tokens: Any
 
     @classmethod
-    def zeros(cls, slots: int) -> "SamplingSettings":
-        """Rows with a temperature of 0 and nothing else, which cost nothing."""
-        return jax.tree.map(lambda value: jnp.broadcast_to(value, (slots, *value.shape)), cls.greedy_row())
-
-    @classmethod
     def greedy_row(cls) -> "SamplingSettings":
-        """One of `zeros`, in NumPy."""
+        """A temperature of 0 and nothing else, which costs nothing."""
         return cls.row(SamplingParams(temperature=0.0), seed=(0, 0), end_tokens=(), prompt_tokens=0)
 
     @classmethod

@@ -10,8 +10,9 @@ import httpx2
 import numpy as np
 import openai
 import pytest
+from tokenizers import pre_tokenizers
 
-from .served import KEY, Served, write_checkpoint
+from .served import KEY, SPECIAL, Served, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +100,13 @@ def test_logprobs(served: Served) -> None:
     echoed = complete(served, "abc" + whole.text, echo=True, max_tokens=0, logprobs=0, temperature=0).choices[0]
     if echoed.logprobs.tokens[3:] == whole.logprobs.tokens:
         np.testing.assert_allclose(echoed.logprobs.token_logprobs[3:], whole.logprobs.token_logprobs, atol=1e-4)
+
+
+def test_a_part_of_a_character_has_its_own_bytes(served: Served) -> None:
+    first = len(SPECIAL) + sorted(pre_tokenizers.ByteLevel.alphabet()).index("\u00c3")  # how byte 0xC3 is written
+    answer = chat(served, logprobs=True, logit_bias={str(first): 100}, max_completion_tokens=1)
+    (token,) = answer.choices[0].logprobs.content
+    assert (token.token, token.bytes) == ("\ufffd", [0xC3])
 
 
 def test_stop(served: Served) -> None:

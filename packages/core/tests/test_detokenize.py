@@ -11,7 +11,7 @@ class Bytes:
     vocab_size = 256
     eos_id = bos_id = None
 
-    def encode(self, text):
+    def encode(self, text, *, add_special_tokens=True):
         return list(text.encode())
 
     def encode_batch(self, texts):
@@ -19,6 +19,9 @@ class Bytes:
 
     def decode(self, ids):
         return bytes(ids).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token):
+        return bytes([token])
 
     def save(self, directory):
         raise NotImplementedError

@@ -2,11 +2,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from .openai_server import OpenAIServer, running
+from .openai_server import OpenAIServer, Server, running
 
 
 @pytest.fixture
-def openai_server() -> Iterator[tuple[OpenAIServer, str]]:
+def openai_server() -> Iterator[Server]:
     server = OpenAIServer()
     with running(server.app) as address:
         yield server, address

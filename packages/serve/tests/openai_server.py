@@ -84,6 +84,10 @@ class OpenAIServer:
             yield {"choices": [], "usage": {"prompt_tokens": tokens, "completion_tokens": count}}
 
 
+Server = tuple[OpenAIServer, str]
+"""A server that runs, and its address."""
+
+
 @contextmanager
 def running(app: Any) -> Iterator[str]:
     """Serves an application on a free port until the end of the block; yields its address."""

@@ -145,7 +145,8 @@ class GenerativeCheckpoint(Protocol):
         They are the caller's alone, so that memory holds them once; another call reads them again.
 
         Args:
-          shardings: where each is to lie, as `shardings` has them; None puts all on the default device.
+          shardings: where each is to lie, as `shardings` has them, each device getting its own part alone; None puts
+            all on the default device.
 
         Raises:
           StackError: they cannot be read.
@@ -367,11 +368,24 @@ class Tokenizer(Protocol):
     eos_id: int | None
     bos_id: int | None
 
-    def encode(self, text: str) -> Sequence[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        """Encodes a prompt; the names of special tokens in `text` become those tokens.
+
+        Args:
+          add_special_tokens: also those that the tokenizer puts around a text, such as one for its beginning.
+        """
+        ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 that one token stands for within a text, which may be a part of a character.
+
+        Of a special token it is the name, and b"" of an id that is no token.
+        """
+        ...
 
     def save(self, directory: Path) -> None: ...
 

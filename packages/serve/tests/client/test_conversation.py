@@ -1,10 +1,12 @@
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from stack_core.errors import GenerationError
+from stack_core.errors import GenerationError, StackError
 from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams
-from stack_serve.client.conversation import Conversation, LocalModel, Message, Write
+from stack_serve.client import conversation as module
+from stack_serve.client.conversation import ChatPrompts, Conversation, LocalModel, Message, Write, local_model
 
 from ..http.fake_engine import ByteTokenizer, FakeEngine, checkpoint
 
@@ -28,8 +30,8 @@ class Engine(FakeEngine):
 
 def opened(**changes: object) -> tuple[Engine, Conversation]:
     engine = Engine()
-    model = LocalModel(checkpoint(**changes), engine, SamplingParams(temperature=0.0))  # type: ignore[arg-type]
-    return engine, Conversation(model, "Be brief.")
+    prompts = ChatPrompts(checkpoint(**changes))
+    return engine, Conversation(LocalModel("tiny", prompts, engine, SamplingParams(temperature=0.0)), "Be brief.")
 
 
 def test_an_engine_gets_the_rendered_messages() -> None:
@@ -39,7 +41,7 @@ def test_an_engine_gets_the_rendered_messages() -> None:
     assert pieces == ["ye", "s"]
     conversation.say("and?", pieces.append)
     rendered = "<s><|system|>Be brief.</s><|user|>hello</s><|assistant|>yes</s><|user|>and?</s><|assistant|>"
-    assert list(engine.requests[1].prompt) == ByteTokenizer().encode(rendered)[1:]  # it would begin with two <s>
+    assert list(engine.requests[1].prompt) == ByteTokenizer().encode(rendered, add_special_tokens=False)
     assert engine.requests[1].sampling.temperature == 0.0
     assert engine.requests[0].request_id != engine.requests[1].request_id
 
@@ -75,7 +77,32 @@ def test_a_stopped_answer_stays_as_far_as_it_came() -> None:
     assert [message["content"] for message in conversation.messages] == ["one", "half"]
 
 
-@pytest.mark.parametrize(("lacking", "named"), [("tokenizer", "tokenizer"), ("chat_template", "chat template")])
-def test_a_model_that_cannot_chat_is_refused(lacking: str, named: str) -> None:
-    with pytest.raises(GenerationError, match=f"tiny has no {named}.*Use `stack generate`"):
-        opened(**{lacking: None})
+TAKES_NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no instructions') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "message"),
+    [
+        ({"tokenizer": None}, {}, "tiny has no tokenizer.*Use `stack generate`"),
+        ({"chat_template": None}, {}, "tiny has no chat template.*Use `stack generate`"),
+        ({"chat_template": "{% if %}"}, {}, "template cannot be read"),
+        ({"chat_template": TAKES_NO_SYSTEM}, {}, "does not take these messages: no instructions"),
+        ({}, {"top_p": 3.0}, "top_p"),
+    ],
+)
+def test_what_cannot_chat_is_refused_before_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    def load_params(shardings: Any = None) -> None:
+        pytest.fail("The weights were read.")
+
+    monkeypatch.setattr(module, "keep_compiled", lambda: None)
+    monkeypatch.setattr(module, "open_for_generation", lambda address: checkpoint(load_params=load_params, **changes))
+    with pytest.raises(StackError, match=message), local_model("tiny", settings, "Be brief."):
+        pass
+
+
+def test_messages_that_the_template_does_not_take_are_told() -> None:
+    _, conversation = opened(chat_template=TAKES_NO_SYSTEM)
+    with pytest.raises(GenerationError, match="does not take these messages: no instructions"):
+        conversation.say("hello", lambda piece: None)

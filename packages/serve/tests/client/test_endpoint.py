@@ -9,9 +9,7 @@ import pytest
 
 from stack_serve.client.endpoint import Endpoint, RequestFailed
 
-from ..openai_server import OpenAIServer
-
-Server = tuple[OpenAIServer, str]
+from ..openai_server import Server
 
 
 def ignore(data: bytes, arrived_s: float) -> None:

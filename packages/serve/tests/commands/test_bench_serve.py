@@ -7,9 +7,7 @@ from stack_core.errors import BenchmarkError, StackError
 from stack_serve.bench.results import Results
 from stack_serve.commands.bench_serve import bench_serve
 
-from ..openai_server import OpenAIServer
-
-Server = tuple[OpenAIServer, str]
+from ..openai_server import Server
 
 
 def test_it_prints_writes_and_compares(

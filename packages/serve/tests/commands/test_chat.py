@@ -17,9 +17,7 @@ import pytest
 from stack_core.errors import StackError
 from stack_serve.commands.chat import chat
 
-from ..openai_server import OpenAIServer
-
-Server = tuple[OpenAIServer, str]
+from ..openai_server import OpenAIServer, Server
 
 
 @pytest.fixture

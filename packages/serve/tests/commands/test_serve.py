@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,19 +43,10 @@ def refusal(capsys: Any, *arguments: str) -> str:
 def test_options_reach_the_server(served: list[HttpServer], tmp_path: Path, capsys: Any) -> None:
     keys = tmp_path / "keys"
     keys.write_text("second\n\nthird\n", encoding="utf-8")
-    options = [
-        "--port",
-        "0",
-        "--api-key",
-        "first",
-        "--api-key-file",
-        str(keys),
-        "--model-name",
-        "a",
-        "--timeout-s",
-        "9",
-    ]
-    main(["serve", "RUN", *options, "--model-name", "b", "--max-tokens", "100", "--cors-origin", "*", "--json"])
+    keys_given = ["--api-key", "first", "--api-key-file", str(keys)]
+    names = ["--model-name", "a", "--model-name", "b"]
+    others = ["--port", "0", "--timeout-s", "9", "--max-tokens", "100", "--cors-origin", "*", "--json"]
+    main(["serve", "RUN", *keys_given, *names, *others])
     (server,) = served
     service = server._service
     config = service.config
@@ -62,7 +54,7 @@ def test_options_reach_the_server(served: list[HttpServer], tmp_path: Path, caps
     assert config.api_keys == ("first", "second", "third")
     assert service.names == ("a", "b") and service.max_tokens == 100
     out, err = capsys.readouterr()
-    assert json.loads(out) == {"address": "http://127.0.0.1:8000", "model": "a", "process": json.loads(out)["process"]}
+    assert json.loads(out) == {"address": "http://127.0.0.1:8000", "model": "a", "process": os.getpid()}
     assert err == "stack: a is served at http://127.0.0.1:8000/v1\n"
 
 
@@ -86,7 +78,7 @@ def test_whoever_may_reach_it_is_warned_of(served: list[HttpServer], capsys: Any
     assert "warning" not in capsys.readouterr().err
 
 
-def test_mistakes(capsys: Any, tmp_path: Path) -> None:
+def test_mistakes_are_told(capsys: Any, tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
     assert "keys cannot be read" in refusal(capsys, "RUN", "--api-key-file", str(nothing))
     nothing.touch()

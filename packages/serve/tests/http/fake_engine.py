@@ -36,8 +36,8 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self._longer = {text: 256 + place for place, text in enumerate((*SPECIAL, *WORDS))}
 
-    def encode(self, text: str) -> list[int]:
-        tokens = [BOS]
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        tokens = [BOS] if add_special_tokens else []
         while text:
             found = next((longer for longer in self._longer if text.startswith(longer)), None)
             tokens += [self._longer[found]] if found else text[0].encode()
@@ -48,8 +48,11 @@ class ByteTokenizer:
         return [np.array(self.encode(text)) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        pieces = [bytes([i]) if i < 256 else WORDS[i - 261].encode() if i >= 261 else b"" for i in ids]
+        pieces = [self.token_bytes(i) for i in ids if not 256 <= i < 256 + len(SPECIAL)]
         return b"".join(pieces).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else (*SPECIAL, *WORDS)[token - 256].encode()
 
     def save(self, directory: Path) -> None:
         raise NotImplementedError

@@ -31,8 +31,10 @@ def test_tokenize(server: Served) -> None:
 def test_tokenize_messages(server: Served) -> None:
     messages = [{"role": "user", "content": "hello"}]
     assert server.post("/tokenize", messages=messages).json()["tokens"] == [256, 258, 261, 257, 259]
-    answer = server.post("/tokenize", messages=messages, add_generation_prompt=False, add_special_tokens=True)
-    assert answer.json()["tokens"] == [256, 256, 258, 261, 257]
+    fields = {"add_generation_prompt": False, "add_special_tokens": True, "return_token_strs": True}
+    answer = server.post("/tokenize", messages=messages, **fields).json()
+    assert answer["tokens"] == [256, 256, 258, 261, 257]
+    assert answer["token_strs"] == ["<s>", "<s>", "<|user|>", "hello", "</s>"]
 
 
 def test_detokenize(server: Served) -> None:

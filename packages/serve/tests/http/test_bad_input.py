@@ -240,10 +240,10 @@ def test_one_continuation_that_fails_is_a_500_of_its_own(serve: Callable[..., Se
 
 def test_a_fault_of_the_server_is_a_500_of_one_request(serve: Callable[..., Served], caplog: Any) -> None:
     class Broken(type(checkpoint().tokenizer)):  # type: ignore[misc]
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, **options: bool) -> list[int]:
             if "!" in text:
                 raise RuntimeError("no such thing")
-            return super().encode(text)
+            return super().encode(text, **options)
 
     server = serve(model=checkpoint(tokenizer=Broken()))
     error = server.refused(COMPLETE, status=500, prompt="x!")

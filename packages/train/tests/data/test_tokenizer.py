@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from stack_core.errors import DataError
 from stack_core.protocols import Tokenizer as TokenizerProtocol
@@ -44,6 +44,10 @@ def test_is_a_tokenizer_that_knows_its_special_tokens() -> None:
     assert (TOKENIZER.eos_id, TOKENIZER.bos_id, TOKENIZER.pad_id, TOKENIZER.vocab_size) == (256, 257, None, 258)
 
 
+def test_knows_the_bytes_of_its_tokens() -> None:
+    assert b"".join(map(TOKENIZER.token_bytes, TOKENIZER.encode("\u00e9<eos>"))) == "\u00e9<eos>".encode()
+
+
 def test_truncation_and_padding_of_the_file_are_not_applied() -> None:
     assert len(TOKENIZER.encode("0123456789")) == 10
     assert [len(ids) for ids in TOKENIZER.encode_batch(["a", "0123456789"])] == [1, 10]
@@ -60,8 +64,18 @@ def test_names_of_special_tokens_are_tokens_in_prompts_and_text_in_documents() -
 def test_beginning_of_text_is_added_where_the_config_asks_for_it() -> None:
     prefixed = _make(SETTINGS | {"add_bos_token": True})
     assert prefixed.encode("a")[0] == 257
+    assert prefixed.encode("<bos>a", add_special_tokens=False) == [257, ALPHABET.index("a")]
     assert prefixed.encode_batch(["a"])[0][0] == 257
     assert prefixed.digest != TOKENIZER.digest
+
+
+def test_what_the_vocabulary_puts_around_a_text_can_be_left_out() -> None:
+    tokenizer = Tokenizer.from_str(_vocabulary().decode())
+    specials = [("<eos>", 256), ("<bos>", 257)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=specials)
+    both = _make(**{"tokenizer.json": tokenizer.to_str().encode()})
+    assert both.encode("a") == [257, ALPHABET.index("a"), 256]
+    assert both.encode("a", add_special_tokens=False) == [ALPHABET.index("a")]
 
 
 def test_every_file_is_kept_byte_for_byte(tmp_path: Path) -> None:

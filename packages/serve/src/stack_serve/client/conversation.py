@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -11,14 +11,15 @@ import orjson
 
 from stack_core.checkpoint_formats import open_for_generation
 from stack_core.compile_cache import keep_compiled
+from stack_core.config import parse
 from stack_core.errors import GenerationError, StackError
 from stack_core.generation import GenerationRequest, SamplingParams
 from stack_core.protocols import Engine, GenerativeCheckpoint
 from stack_serve.client.endpoint import Endpoint, RequestFailed
 from stack_serve.http.chat_template import ChatTemplate
-from stack_serve.http.tokens import TokenTexts
+from stack_serve.http.errors import ApiError
 
-__all__ = ["ChatModel", "Conversation", "LocalModel", "Message", "RemoteModel", "local_model"]
+__all__ = ["ChatModel", "ChatPrompts", "Conversation", "LocalModel", "Message", "RemoteModel", "local_model"]
 
 Message = dict[str, str]
 Write = Callable[[str], None]
@@ -144,31 +145,49 @@ class RemoteModel:
         return names[0]
 
 
-class LocalModel:
-    """A model on an engine of this process.
+class ChatPrompts:
+    """Makes prompts of messages, by a model's own chat template and tokenizer.
 
     Raises:
-      GenerationError: it cannot chat, for it has no tokenizer or no chat template.
+      GenerationError: the model cannot chat, for it has no tokenizer or no chat template.
     """
 
-    def __init__(self, checkpoint: GenerativeCheckpoint, engine: Engine, sampling: SamplingParams) -> None:
+    def __init__(self, checkpoint: GenerativeCheckpoint) -> None:
         if checkpoint.tokenizer is None or checkpoint.chat_template is None:
             lacks = "tokenizer" if checkpoint.tokenizer is None else "chat template"
             raise GenerationError(
                 f"{checkpoint.name} has no {lacks}: it does not answer messages, but it continues texts. "
                 "Use `stack generate`."
             )
-        self.name = checkpoint.name
-        self._engine, self._sampling = engine, sampling
-        self._texts = TokenTexts(checkpoint.tokenizer, checkpoint.special_tokens)
+        self._tokenizer = checkpoint.tokenizer
         self._template = ChatTemplate(checkpoint.chat_template, checkpoint.special_tokens)
+
+    def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The prompt.
+
+        Raises:
+          GenerationError: the template does not take the messages.
+        """
+        try:
+            text = self._template.render(messages)
+        except ApiError as error:
+            raise GenerationError(str(error)) from None
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))  # the template writes its own
+
+
+class LocalModel:
+    """A model on an engine of this process."""
+
+    def __init__(self, name: str, prompts: ChatPrompts, engine: Engine, sampling: SamplingParams) -> None:
+        self.name = name
+        self._prompts, self._engine, self._sampling = prompts, engine, sampling
         self._answers = 0
 
     def answer(self, messages: list[Message], write: Write) -> str | None:
         """See `ChatModel`."""
-        tokens = self._texts.encode(self._template.render(messages), add_special_tokens=False)
+        prompt = self._prompts.tokens(messages)
         self._answers += 1
-        request = GenerationRequest(request_id=f"chat-{self._answers}", prompt=tuple(tokens), sampling=self._sampling)
+        request = GenerationRequest(request_id=f"chat-{self._answers}", prompt=prompt, sampling=self._sampling)
         self._engine.submit(request)
         reason = None
         for update in self._engine.stream(request.request_id):
@@ -180,20 +199,26 @@ class LocalModel:
 
 
 @contextmanager
-def local_model(address: str, settings: Mapping[str, Any]) -> Iterator[LocalModel]:
-    """A model that runs here until the end of the block.
+def local_model(address: str, settings: Mapping[str, Any], system: str | None = None) -> Iterator[LocalModel]:
+    """A model that runs here until the end of the block; its weights are read once all else is known to fit.
 
     Args:
       address: of a checkpoint.
       settings: fields of `SamplingParams`.
+      system: instructions that conversations will begin with.
+
+    Raises:
+      GenerationError: it cannot chat, or takes no instructions.
+      ConfigError: a setting is out of range.
     """
     from stack_serve.llm.config import EngineConfig  # imports jax, which talking to a server does not need
     from stack_serve.llm.engine import LLMEngine
 
     keep_compiled()
     checkpoint = open_for_generation(address)
-    sampling = SamplingParams(**{**checkpoint.sampling_defaults, **settings})
-    engine = LLMEngine(checkpoint, EngineConfig(max_sequences=1))
-    model = LocalModel(checkpoint, engine, sampling)
-    with engine:
-        yield model
+    prompts = ChatPrompts(checkpoint)
+    if system:
+        prompts.tokens([{"role": "system", "content": system}, {"role": "user", "content": "?"}])
+    sampling = parse(SamplingParams, {**checkpoint.sampling_defaults, **settings})
+    with LLMEngine(checkpoint, EngineConfig(max_sequences=1)) as engine:
+        yield LocalModel(checkpoint.name, prompts, engine, sampling)

@@ -55,7 +55,7 @@ def chat(  # noqa: PLR0913, each parameter is an option of the command
     }  # fmt: skip
     settings = {name: value for name, value in options.items() if value is not None}
     key = os.environ.get("OPENAI_API_KEY") if api_key is None else api_key
-    with _opened(target, model, key, settings) as talker:
+    with _opened(target, model, key, settings, system) as talker:
         from stack_serve.client.conversation import Conversation
 
         terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -68,7 +68,7 @@ def chat(  # noqa: PLR0913, each parameter is an option of the command
 
 
 def _opened(
-    target: str, model: str | None, api_key: str | None, settings: dict[str, Any]
+    target: str, model: str | None, api_key: str | None, settings: dict[str, Any], system: str | None
 ) -> "AbstractContextManager[ChatModel]":
     from stack_serve.client.conversation import RemoteModel, local_model
 
@@ -80,7 +80,7 @@ def _opened(
         )
     if model is not None:
         raise GenerationError("--model chooses among the models of a server; a directory has one. Leave it out.")
-    return local_model(target, settings)
+    return local_model(target, settings, system)
 
 
 class _Loop:

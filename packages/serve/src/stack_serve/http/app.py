@@ -20,6 +20,7 @@ from stack_core.errors import EngineStopped
 from stack_serve.http.answer import Answer
 from stack_serve.http.bodies import decode, parse, read
 from stack_serve.http.errors import INTERNAL, ApiError, as_api_error
+from stack_serve.http.logprobs import token_text
 from stack_serve.http.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody
 from stack_serve.http.service import Service
 
@@ -82,12 +83,12 @@ class _Handlers:
         service, value = self._service, decode(await read(request, self._service.config))
         body = parse(TokenizeChatBody if "messages" in value else TokenizeBody, value)
         service.check_model(body.model)
-        texts = service.prompts.tokenizer()
+        tokenizer = service.prompts.needed_tokenizer()
         if isinstance(body, TokenizeChatBody):
             prompt = await service.chat_prompt(body)
         else:
             prompt = await service.prompts.of_text(body.prompt, add_special_tokens=body.add_special_tokens)
-        strings = [texts.text(token) for token in prompt.tokens] if body.return_token_strs else None
+        strings = [token_text(tokenizer, token) for token in prompt.tokens] if body.return_token_strs else None
         tokens = prompt.tokens
         return _json(
             {"count": len(tokens), "max_model_len": service.max_tokens, "tokens": tokens, "token_strs": strings}
@@ -97,8 +98,8 @@ class _Handlers:
         service = self._service
         body = parse(DetokenizeBody, decode(await read(request, service.config)))
         service.check_model(body.model)
-        texts = service.prompts.tokenizer()
-        return _json({"prompt": texts.decode(service.prompts.known(body.tokens, "tokens"))})
+        tokenizer = service.prompts.needed_tokenizer()
+        return _json({"prompt": tokenizer.decode(service.prompts.known(body.tokens, "tokens"))})
 
     async def health(self, request: Request) -> Response:
         """Whether the process answers; its engine, too, once there is one."""

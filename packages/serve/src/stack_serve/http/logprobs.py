@@ -4,23 +4,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from stack_core.generation import TokenLogprob
-from stack_serve.http.tokens import TokenTexts
+from stack_core.protocols import Tokenizer
 
-__all__ = ["LogprobWriter"]
+__all__ = ["LogprobWriter", "token_text"]
 
 _LEAST = -9999.0  # what vLLM writes for minus infinity, which JSON lacks
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """What one token stands for; U+FFFD where that is a part of a character."""
+    return tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
 class LogprobWriter:
     """Writes the log-probabilities of a request.
 
     Args:
+      tokenizer: None where the model has none.
       as_ids: tokens are shown as "token_id:17" instead of their text.
     """
 
-    def __init__(self, texts: TokenTexts | None, *, as_ids: bool) -> None:
-        self._texts = texts
-        self._as_ids = as_ids or texts is None
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
 
     def chat(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         """As `/v1/chat/completions` has them."""
@@ -69,15 +75,14 @@ class LogprobWriter:
         }
 
     def _chat_token(self, token: int, logprob: float) -> dict[str, Any]:
-        text_bytes = self._texts.bytes_of(token) if self._texts else None
         return {
             "token": self._text(token),
             "logprob": _finite(logprob),
-            "bytes": None if text_bytes is None else list(text_bytes),
+            "bytes": None if self._tokenizer is None else list(self._tokenizer.token_bytes(token)),
         }
 
     def _text(self, token: int) -> str:
-        return f"token_id:{token}" if self._as_ids or self._texts is None else self._texts.text(token)
+        return f"token_id:{token}" if self._as_ids or self._tokenizer is None else token_text(self._tokenizer, token)
 
 
 def _finite(logprob: float) -> float:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stack_core.protocols import Tokenizer
 from stack_serve.http.errors import ApiError, bad_request
-from stack_serve.http.tokens import TokenTexts
 
 __all__ = ["Prompt", "Prompts"]
 
@@ -26,23 +26,23 @@ class Prompts:
     """Makes prompts for one model.
 
     Attributes:
-      texts: None where the model has no tokenizer.
+      tokenizer: None where the model has none.
       max_tokens: of a prompt and its continuation.
     """
 
-    texts: TokenTexts | None
+    tokenizer: Tokenizer | None
     vocab_size: int
     max_tokens: int
 
-    def tokenizer(self) -> TokenTexts:
+    def needed_tokenizer(self) -> Tokenizer:
         """The tokenizer.
 
         Raises:
           ApiError: there is none.
         """
-        if self.texts is None:
+        if self.tokenizer is None:
             raise bad_request("The model has no tokenizer. Send prompts as token ids to /v1/completions.")
-        return self.texts
+        return self.tokenizer
 
     async def of_text(self, text: str, *, add_special_tokens: bool) -> Prompt:
         """Encodes a text."""
@@ -76,7 +76,7 @@ class Prompts:
 
     async def _of_texts(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Prompt]:
         """Encodes texts; much text while other requests are answered."""
-        tokenizer = self.tokenizer()
+        tokenizer = self.needed_tokenizer()
 
         def encoded() -> list[Prompt]:
             return [

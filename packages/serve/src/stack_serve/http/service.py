@@ -23,7 +23,6 @@ from stack_serve.http.metrics import Metrics
 from stack_serve.http.prompts import Prompt, Prompts
 from stack_serve.http.sampling import sampling_params
 from stack_serve.http.schemas import ChatBody, CompletionBody, GenerationBody, StreamOptions, TokenizeChatBody
-from stack_serve.http.tokens import TokenTexts
 from stack_serve.http.writer import Writer
 
 __all__ = ["Service"]
@@ -52,9 +51,7 @@ class Service:
         self.names = config.model_names or (checkpoint.name,)
         self.max_tokens = min(max_tokens or checkpoint.max_positions, checkpoint.max_positions)
         self.created = int(time.time())
-        tokenizer, special = checkpoint.tokenizer, checkpoint.special_tokens
-        self.texts = TokenTexts(tokenizer, special) if tokenizer is not None else None
-        self.prompts = Prompts(self.texts, checkpoint.vocab_size, self.max_tokens)
+        self.prompts = Prompts(checkpoint.tokenizer, checkpoint.vocab_size, self.max_tokens)
         self.metrics = Metrics(self.names[0], self.max_tokens, self.stats)
         self._template = _template(checkpoint, config)
         self._defaults = dict(checkpoint.sampling_defaults)
@@ -159,7 +156,7 @@ class Service:
         return self._answer(CompletionWriter(replace(job, id=f"cmpl-{job.id}")), {})
 
     def _text_of(self, prompt: Prompt) -> str:
-        return prompt.text if prompt.text is not None else self.prompts.tokenizer().decode(prompt.tokens)
+        return prompt.text if prompt.text is not None else self.prompts.needed_tokenizer().decode(prompt.tokens)
 
     def _job(self, body: GenerationBody, model: str, prompts: Sequence[Prompt], sampling: SamplingParams) -> Job:
         return Job(
@@ -167,7 +164,7 @@ class Service:
             model=model,
             prompts=tuple(prompts),
             sampling=sampling,
-            texts=LogprobWriter(self.texts, as_ids=body.return_tokens_as_token_ids),
+            texts=LogprobWriter(self.prompts.tokenizer, as_ids=body.return_tokens_as_token_ids),
             priority=body.priority,
             stream=body.stream,
             stream_options=body.stream_options or StreamOptions(),

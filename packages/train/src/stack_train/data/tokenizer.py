@@ -11,6 +11,7 @@ from jaxtyping import Int64
 
 from stack_core.errors import DataError
 from stack_train.data.cache import digest_of
+from stack_train.data.token_bytes import TokenBytes
 
 __all__ = ["HuggingFaceTokenizer"]
 
@@ -65,6 +66,7 @@ class HuggingFaceTokenizer:
         self.pad_id = self._special_id("pad_token")
         self.chat_template = _chat_template(files, settings)
         self._prefix = self._missing_prefix(settings)
+        self._token_bytes = TokenBytes(self._for_prompts)
         self.digest = digest_of(files[_VOCABULARY].decode("utf-8"), self.eos_id, self._prefix)
 
     @classmethod
@@ -94,9 +96,10 @@ class HuggingFaceTokenizer:
         for name, content in self._files.items():
             (directory / name).write_bytes(content)
 
-    def encode(self, text: str) -> list[int]:
-        """Encodes a prompt; the names of special tokens in `text` become those tokens."""
-        return [*self._prefix, *self._for_prompts.encode(text).ids]
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """See `stack_core.protocols.Tokenizer`."""
+        ids = self._for_prompts.encode(text, add_special_tokens=add_special_tokens).ids
+        return [*self._prefix, *ids] if add_special_tokens else ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int64[np.ndarray, " tokens"]]:
         """Encodes documents, one array of ids each; the names of special tokens in them are ordinary text."""
@@ -106,6 +109,10 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of tokens, special tokens left out; bytes that are not UTF-8 become U+FFFD."""
         return self._for_prompts.decode([int(index) for index in ids], skip_special_tokens=True)
+
+    def token_bytes(self, token: int) -> bytes:
+        """See `stack_core.protocols.Tokenizer`."""
+        return self._token_bytes(token)
 
     def _special_id(self, part: str) -> int | None:
         token = self.special_tokens.get(part)

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
 from stack_core.ops.building import is_quantized
+from stack_train.trained_model import RUN_FORMAT
 from stack_train.weights import load_model, load_params, run_config
 
 TOKENS = jnp.arange(48).reshape(4, 12) * 5
@@ -53,6 +55,17 @@ def main() -> None:
     for path, array in nnx.traversals.flatten_mapping(params).items():
         assert array.sharding.is_equivalent_to(shardings[path], array.ndim), path
         np.testing.assert_array_equal(array, whole[path])
+    check_generation(run, mesh)
+
+
+def check_generation(run: Path, mesh: Mesh) -> None:
+    """Codes and scales come to their devices from the host."""
+    checkpoint = RUN_FORMAT.open_for_generation(run)
+    shardings = checkpoint.shardings(mesh)
+    with jax.transfer_guard_device_to_device("disallow_explicit"):
+        params = checkpoint.load_params(shardings)
+    for array, sharding in zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True):
+        assert array.sharding == sharding
 
 
 if __name__ == "__main__":

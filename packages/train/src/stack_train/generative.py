@@ -3,7 +3,7 @@
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,11 @@ from stack_core.ops.building import is_quantized
 from stack_core.protocols import KVCacheShape, LanguageModel
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 
-__all__ = ["ModuleCheckpoint", "generative_checkpoint"]
+__all__ = ["ModuleCheckpoint", "generative_checkpoint", "parameters_of"]
+
+_Path = tuple[Any, ...]
+_Read = Callable[[Any], Iterable[tuple[_Path, Any]]]
+"""Takes shardings or None; gives each parameter's path and value, on the host or on the devices of its sharding."""
 
 _GENERATION_CONFIG, _CONFIG = "generation_config.json", "config.json"
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -34,7 +38,7 @@ class ModuleCheckpoint:
 
     Attributes:
       dtype: what matrices are computed in.
-      read: gives the module with its values.
+      read: gives the values.
       graph: what of the module is not a parameter.
       logical_axes: of each parameter, a tuple in the place that it has in `parameters`; empty if it names none.
     """
@@ -50,18 +54,16 @@ class ModuleCheckpoint:
     special_tokens: Mapping[str, str]
     sampling_defaults: Mapping[str, Any]
     dtype: str
-    read: Callable[[], Any]
+    read: _Read
     graph: Any
     logical_axes: Any
 
     def load_params(self, shardings: Any = None) -> Any:
         axes = nnx.traversals.flatten_mapping(self.logical_axes)
-        variables = dict(nnx.to_flat_state(nnx.state(self.read())))
         params = {}
-        while variables:  # Each is let go when it was cast and placed: memory holds one of them twice at most.
-            path, variable = variables.popitem()
-            value = _as_computed(variable.get_value(), axes[path], self.dtype)
-            params[path] = value if shardings is None else jax.device_put(value, _at(path, shardings))
+        for path, value in self.read(shardings):
+            place = None if shardings is None else _at(path, shardings)
+            params[path] = jax.device_put(_as_computed(value, axes[path], self.dtype), place)
         return nnx.traversals.unflatten_mapping(params)
 
     def model(self, params: Any) -> LanguageModel:
@@ -88,14 +90,14 @@ class ModuleCheckpoint:
 
 
 def generative_checkpoint(
-    model: Any, *, name: str, tokenizer: Path, origin: Path, read: Callable[[], Any] | None = None
+    model: Any, *, name: str, tokenizer: Path, origin: Path, read: _Read | None = None
 ) -> ModuleCheckpoint:
     """Describes a model to those who generate from it.
 
     Args:
       model: an `nnx.Module` of a registered family, quantized or not, that has a `kv_cache_shape`; abstract if `read`
         is given. Its property `kv_cache_positions`, if any, says how many tokens of a sequence a cache may keep.
-      read: gives the model with its values, at each call; None where `model` has them.
+      read: gives the values, anew at each call; None where `model` has them.
       tokenizer: directory of its tokenizer; need not be there.
       origin: directory of the `config.json` and `generation_config.json` that it came with, if it came with any.
 
@@ -144,16 +146,25 @@ def generative_checkpoint(
         special_tokens={} if found is None else found.special_tokens,
         sampling_defaults=_recommended(generation, origin / _GENERATION_CONFIG),
         dtype=config.dtype,
-        read=(lambda: model) if read is None else read,
+        read=(lambda shardings: parameters_of(model)) if read is None else read,
         graph=graph,
         logical_axes=nnx.traversals.unflatten_mapping(logical_axes),
     )
 
 
+def parameters_of(model: Any) -> Iterator[tuple[_Path, Any]]:
+    """The path and the value of each parameter; none is held on to when the next is asked for."""
+    variables = dict(nnx.to_flat_state(nnx.state(model)))
+    del model
+    while variables:
+        path, variable = variables.popitem()
+        yield path, variable.get_value()
+
+
 def _as_computed(value: Any, axes: LogicalAxes, dtype: str) -> Any:
     """A matrix as the model would cast it on each use; what is quantized, scales and biases are used as they are."""
     is_matrix = sum(axis != "layers" for axis in axes) >= 2
-    return value.astype(dtype) if is_matrix and not is_quantized(value) else value
+    return value.astype(dtype, copy=False) if is_matrix and not is_quantized(value) else value
 
 
 def _at(path: tuple[Any, ...], tree: Any) -> Any:

@@ -16,7 +16,7 @@ from stack_core.errors import ConversionError
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.config import RunConfig
 from stack_train.data.pipeline import Pipeline, build_pipeline
-from stack_train.generative import ModuleCheckpoint, generative_checkpoint
+from stack_train.generative import ModuleCheckpoint, generative_checkpoint, parameters_of
 from stack_train.quantization import quantizer_name
 from stack_train.run_directory import RunDirectory
 from stack_train.weights import holds_codes, load_model, run_config, stored_model
@@ -129,7 +129,7 @@ class RunFormat:
         run, config = RunDirectory(directory), run_config(directory)
         return generative_checkpoint(
             stored_model(config),
-            read=lambda: load_model(directory, config)[0],
+            read=lambda shardings: parameters_of(load_model(directory, config, shardings)[0]),
             name=directory.resolve().name,
             tokenizer=run.tokenizer,
             origin=directory / "huggingface",

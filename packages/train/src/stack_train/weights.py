@@ -44,13 +44,13 @@ def run_config(run: Path) -> RunConfig:
     return parse(RunConfig, parse_yaml(directory.config_yaml(), str(directory.config)))
 
 
-def load_model(run: Path, config: RunConfig) -> tuple[Any, int]:
+def load_model(run: Path, config: RunConfig, shardings: Any = None) -> tuple[Any, int]:
     """Reads the model of a run, quantized if the run's is, and the number of steps that it was trained for.
-
-    Inside of `use_mesh` each array comes to where the rules put it, else all come to the default device.
 
     Args:
       config: the run's own.
+      shardings: of the parameters, in their structure; a quantized array's is a tree, too. None puts each array where
+        the rules put it inside of `use_mesh`, and all on the default device outside.
 
     Raises:
       ConfigError: the checkpoint was quantized by another recipe; says in what they differ.
@@ -58,7 +58,9 @@ def load_model(run: Path, config: RunConfig) -> tuple[Any, int]:
     """
     graph, state = nnx.split(stored_model(config))
     stored = nnx.to_pure_dict(state)
-    if in_mesh.value is not None:
+    if shardings is not None:
+        stored = jax.tree.map(_abstract, stored, shardings)
+    elif in_mesh.value is not None:
         placed = {path: _in_its_place(variable, *in_mesh.value) for path, variable in nnx.to_flat_state(state)}
         stored = unflatten_mapping(placed)
     restored = _restored(run, config, stored)
@@ -126,9 +128,11 @@ def _placed(leaf: Any, sharding: NamedSharding | None) -> Any:
     """The abstract array with its place; of a quantized one each part goes where the entries go that it is of."""
     if sharding is None:
         return leaf
-    return jax.tree.map(
-        lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=_of_part(part.shape, sharding)), leaf
-    )
+    return jax.tree.map(lambda part: _abstract(part, _of_part(part.shape, sharding)), leaf)
+
+
+def _abstract(array: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
 def _of_part(shape: Sequence[int], sharding: NamedSharding) -> NamedSharding:

@@ -53,6 +53,21 @@ def main(directory: str) -> None:
                 assert np.array_equal(restored["params"][name], array)
                 assert sharding is None or restored["params"][name].sharding == sharding
             assert jax.random.uniform(restored["key"]) == jax.random.uniform(jax.random.key(3))
+    check_codes(f"{directory}/codes", shardings)
+
+
+def check_codes(directory: str, shardings: list[NamedSharding]) -> None:
+    """Codes come to each device from the host, unless a byte has codes of two devices."""
+    codes = jnp.asarray(np.arange(16 * 24).reshape(16, 24) % 16 - 8, jnp.int8).astype("int4")
+    with CheckpointStore(directory) as store:
+        store.save_weights([("codes", codes)], "")
+        for sharding in shardings:
+            cuts_bytes = sharding.shard_shape(codes.shape)[-1] % 2 == 1
+            wanted = {"codes": jax.ShapeDtypeStruct(codes.shape, codes.dtype, sharding=sharding)}
+            with jax.transfer_guard_device_to_device("allow" if cuts_bytes else "disallow_explicit"):
+                found = store.restore_params(wanted).state["codes"]
+            assert found.sharding == sharding
+            assert np.array_equal(found.astype("int8"), codes.astype("int8"))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 import dataclasses
 import gc
 import json
+import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -296,6 +298,19 @@ def test_a_checkpoint_and_its_run_generate_from_the_same(make_checkpoint, tmp_pa
         lambda a, b: a.dtype == b.dtype and np.array_equal(a, b), ours.load_params(), theirs.load_params()
     )
     assert jax.tree.all(same)
+
+
+def test_parameters_come_from_the_host_to_the_devices_that_they_are_split_over(make_checkpoint, tmp_path):
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 4}
+    source, _ = make_checkpoint(vocab_size=64, intermediate_size=32, **sizes)
+    FORMAT.import_run(source, tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("\n  dtype: float32", "\n  dtype: bfloat16"))
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    script = Path(__file__).with_name("loads_on_eight_devices.py")
+    command = [sys.executable, "-W", "error", str(script), str(source), str(tmp_path / "run")]
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_checkpoint_that_is_opened_holds_no_parameters_and_keeps_none_that_it_loads(make_checkpoint, tmp_path):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["is_narrow", "packed", "unpacked"]
+__all__ = ["is_narrow", "packed", "splits_bytes", "unpacked"]
 
 _BYTE = 8
 
@@ -24,6 +24,14 @@ def is_narrow(dtype: Any) -> bool:
     """Whether arrays of `dtype` are stored as bytes."""
     dtype = np.dtype(dtype)
     return dtype.itemsize == 1 and dtype not in (np.bool_, np.int8, np.uint8)
+
+
+def splits_bytes(sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: str) -> bool:
+    """Whether elements of one byte belong to several devices."""
+    if not shape:
+        return False
+    entries = sharding.shard_shape(shape)[-1]
+    return entries != shape[-1] and entries * _bits(dtype) % _BYTE != 0
 
 
 @jax.jit

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from stack_train.checkpoint.leaves import spec_of
-from stack_train.checkpoint.narrow import is_narrow, unpacked
+from stack_train.checkpoint.narrow import is_narrow, splits_bytes, unpacked
 
 __all__ = ["Unit", "make_checkpointer", "read_array"]
 
@@ -83,8 +83,8 @@ def read_array(checkpoint: Path, part: int, name: str, leaf: Any) -> Any:
     """Reads one array to where `leaf` asks for it.
 
     A leaf with a sharding is read to that sharding, each device its own part; one without comes to the default device,
-    and a NumPy array or a Python number stays on the host. Typed keys are read as keys. What is stored as bytes is read
-    whole before it is split, as a byte may hold elements of two devices.
+    and a NumPy array or a Python number stays on the host. Typed keys are read as keys. What is stored as bytes comes
+    whole to the default device before it is split where a byte holds elements of two devices.
 
     It goes to TensorStore, which Orbax wrote with, directly: of a damaged checkpoint Orbax's reader leaves coroutines
     and callbacks behind whose exceptions surface later, where nobody can catch them.
@@ -95,15 +95,22 @@ def read_array(checkpoint: Path, part: int, name: str, leaf: Any) -> Any:
     sharding = _sharding(leaf)
     wanted = spec_of(leaf)
     if is_narrow(wanted.dtype):
-        whole = unpacked(jnp.asarray(stored.read().result()), wanted.shape, wanted.dtype)
-        return whole if sharding is None else jax.device_put(whole, sharding)
+        split = sharding is not None and not splits_bytes(sharding, wanted.shape, wanted.dtype)
+        content = jnp.asarray(_read_to(stored, sharding if split else None))
+        array = unpacked(content, wanted.shape, wanted.dtype)
+        return array if sharding is None else jax.device_put(array, sharding)
+    return _as_asked(_read_to(stored, sharding), leaf)
+
+
+def _read_to(stored: Any, sharding: jax.sharding.Sharding | None) -> np.ndarray | jax.Array:
+    """Reads each device's part to it; without a sharding, all to the host."""
     if sharding is None:
-        return _as_asked(stored.read().result(), leaf)
+        return stored.read().result()
     shape = tuple(stored.shape)
     indices = sharding.addressable_devices_indices_map(shape).values()
     # By their text, as slices are no keys before Python 3.12; replicas share one read.
     reads = {str(index): stored[index].read() for index in indices}
-    return _as_asked(jax.make_array_from_callback(shape, sharding, lambda index: reads[str(index)].result()), leaf)
+    return jax.make_array_from_callback(shape, sharding, lambda index: reads[str(index)].result())
 
 
 def _part_directory(checkpoint: Any, part: int) -> Any:

@@ -171,7 +171,7 @@ class HuggingFaceFormat:
         source = open_source(directory)
         return generative_checkpoint(
             abstract_model(source.config),
-            read=lambda: _model(source),
+            read=lambda shardings: _parameters(source),
             name=directory.resolve().name,
             tokenizer=directory,
             origin=directory,
@@ -182,9 +182,13 @@ FORMAT = HuggingFaceFormat()
 
 
 def _model(source: HuggingFaceSource) -> Any:
-    params = {tuple(path.split("/")): jnp.asarray(leaf) for path, leaf in source.leaves()}
+    params = {path: jnp.asarray(leaf) for path, leaf in _parameters(source)}
     graph, _ = nnx.split(abstract_model(source.config))
     return nnx.merge(graph, nnx.State(nnx.traversals.unflatten_mapping(params)))
+
+
+def _parameters(source: HuggingFaceSource) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
+    return ((tuple(path.split("/")), leaf) for path, leaf in source.leaves())
 
 
 def _copy_to_run(directory: Path, run: RunDirectory) -> tuple[str, ...]:

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
 from report import RESULTS, circumstances, write
 from serving.checkpoint import write_checkpoint
+from serving.completions import body_of, tokens_of
 from serving.workload import Workload
 
 from stack_serve.client.endpoint import Endpoint, RequestFailed
@@ -141,27 +141,8 @@ async def loaded(server: Server, options: argparse.Namespace) -> dict[str, objec
 async def _known(endpoint: Endpoint, model: str, source: random.Random) -> Known:
     prompt = [source.randrange(1, WORKLOAD.vocab) for _ in range(source.choice((3, 20, 64, 150, 300)))]
     tokens: list[int] = []
-    await endpoint.stream("/completions", _body(model, prompt, 128), lambda data, _: tokens.extend(_tokens(data)))
+    await endpoint.stream("/completions", body_of(model, prompt, 128), lambda data, _: tokens.extend(tokens_of(data)))
     return Known(tuple(prompt), tuple(tokens))
-
-
-def _body(model: str, prompt: Sequence[int], tokens: int) -> dict[str, object]:
-    return {
-        "model": model,
-        "prompt": list(prompt),
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-    }
-
-
-def _tokens(data: bytes) -> list[int]:
-    event = orjson.loads(data)
-    if event.get("error"):
-        raise RequestFailed(str(event["error"]), kind="error")
-    return [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
 
 
 async def _stream(
@@ -182,14 +163,14 @@ async def _ask(
     tokens: list[int] = []
 
     def receive(data: bytes, arrived_s: float) -> None:
-        tokens.extend(_tokens(data))
+        tokens.extend(tokens_of(data))
         if hang_up_after and len(tokens) >= hang_up_after:
             raise HungUp
 
     wait_s = 0.02 if hang_up_after == 0 else None
     try:
         async with asyncio.timeout(wait_s):
-            await endpoint.stream("/completions", _body(model, case.prompt, wanted), receive)
+            await endpoint.stream("/completions", body_of(model, case.prompt, wanted), receive)
         expected = case.answer[:wanted]
         outcome = "completed"
     except (HungUp, TimeoutError):
@@ -248,7 +229,7 @@ def _summary(
     return {
         "outcomes": dict(tally.outcomes),
         "tokens_per_s": tally.tokens / (60 * options.minutes),
-        "preemptions": after.get("vllm:num_preemptions_total"),
+        "preemptions": after["vllm:num_preemptions_total"],
         "compilations": compiled,
         "left": left,
         "rss_bytes": {"first": samples[0][1], "last": samples[-1][1], "most": max(rss for _, rss in samples)},

@@ -3,6 +3,7 @@
 import itertools
 import json
 import string
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,10 +20,17 @@ _END = 0
 
 
 def write_checkpoint(folder: Path, workload: Workload, *, dtype: str) -> Path:
-    """Writes the model in `dtype`, the same values rounded, unless it is there; returns its directory."""
+    """Writes the model in `dtype`, the same values rounded, unless it is there; returns its directory.
+
+    Ends the program where a model of another workload is there, as others in `folder` are made from it.
+    """
     directory = folder / f"hugging_face-{dtype}"
     done = directory / "written.json"
-    if not done.exists():
+    if done.exists():
+        written = json.loads(done.read_text())
+        if written != workload.title():
+            sys.exit(f"{directory} holds the model of another workload ({written}). Delete {folder}.")
+    else:
         directory.mkdir(parents=True, exist_ok=True)
         stored = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
         tensors = {name: tensor.astype(stored) for name, tensor in _tensors(workload)}

@@ -9,8 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import orjson
-
+from serving.completions import body_of, tokens_of
 from serving.worker import Arrivals, Stream, arguments, serve
 from serving.workload import Workload
 from stack_serve.client.endpoint import Endpoint
@@ -46,21 +45,11 @@ async def _stream(endpoint: Endpoint, model: str, prompt: list[int], new_tokens:
     stream = Stream([], [])
 
     def receive(data: bytes, arrived_s: float) -> None:
-        for choice in orjson.loads(data)["choices"]:
-            tokens = choice.get("token_ids") or []
-            stream.tokens.extend(tokens)
-            stream.times_s.extend([arrived_s] * len(tokens))
+        tokens = tokens_of(data)
+        stream.tokens.extend(tokens)
+        stream.times_s.extend([arrived_s] * len(tokens))
 
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": new_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-    }
-    await endpoint.stream("/completions", body, receive)
+    await endpoint.stream("/completions", body_of(model, prompt, new_tokens), receive)
     return stream
 
 

@@ -49,13 +49,13 @@ def arguments(*names: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def serve(generate: Generate, *, workload: Workload | None = None, processes: Sequence[int] = ()) -> None:
+def serve(generate: Generate, *, processes: Sequence[int] = ()) -> None:
     """Answers each request on standard input, until its end.
 
     Args:
       processes: others that work for the engine; their CPU time and memory are counted instead of this one's.
     """
-    workload = workload or Workload()
+    workload = Workload()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a library prints is no answer
     print(json.dumps({"ready": True}), file=answers)
@@ -124,9 +124,7 @@ class Worker:
                 env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **environment},
                 start_new_session=True,
             )
-        started_s = time.monotonic()
         self._read()
-        self.startup_s = time.monotonic() - started_s
         self._signal(signal.SIGSTOP)
 
     def ask(self, *, workload: Workload, batch: int, seed: int) -> dict[str, Any]:

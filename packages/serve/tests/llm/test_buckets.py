@@ -7,15 +7,17 @@ from stack_serve.llm.buckets import Buckets
 def test_every_step_has_a_bucket_that_holds_it_and_is_compiled(max_rows: int, max_tokens: int) -> None:
     buckets = Buckets(max_rows, max_tokens)
     for rows in range(1, max_rows + 1):
-        for tokens in range(rows, max_tokens + 1):
-            bucket = buckets.of(rows, tokens)
-            assert bucket[0] >= rows and bucket[1] >= tokens and bucket in buckets.all()
+        assert buckets.of_decoding(rows) >= rows and buckets.of_decoding(rows) in buckets.decoding
+        for tokens in range(rows + 1, max_tokens + 1):
+            bucket = buckets.of_prompts(rows, tokens)
+            assert bucket[0] >= rows and bucket[1] >= tokens and bucket in buckets.prompts
 
 
 def test_decoding_is_padded_to_less_than_twice_its_rows() -> None:
-    buckets = Buckets(32, 512)
-    assert [buckets.of(rows, rows) for rows in (1, 2, 3, 9, 32)] == [(1, 1), (2, 2), (4, 4), (16, 16), (32, 32)]
+    assert [Buckets(32, 512).of_decoding(rows) for rows in (1, 2, 3, 9, 32)] == [1, 2, 4, 16, 32]
 
 
 def test_buckets_are_few() -> None:
-    assert len(Buckets(32, 512).all()) == 6 + 6 + 4
+    buckets = Buckets(32, 512)
+    assert buckets.decoding == [1, 2, 4, 8, 16, 32]
+    assert buckets.prompts == [*((1, 16 << power) for power in range(6)), *((32, 32 << power) for power in range(5))]

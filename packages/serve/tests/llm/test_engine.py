@@ -29,13 +29,16 @@ class Words:
     vocab_size, eos_id, bos_id = VOCAB, None, None
     broken: int | None = None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
 
     def encode_batch(self, texts: Any) -> list[np.ndarray]:
         return [np.array(self.encode(text)) for text in texts]
 
     def save(self, directory: Path) -> None: ...
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.decode([token]).encode()
 
     def decode(self, ids: Any) -> str:
         if self.broken in ids:
@@ -216,14 +219,49 @@ def test_a_deadline_ends_a_request_and_no_other(engine: LLMEngine) -> None:
     assert late[-1].finish_reason == "deadline" and other[-1].finish_reason == "length"
 
 
+def test_repeated_steps_give_what_single_ones_give() -> None:
+    wanted = [
+        request_of("greedy", max_tokens=40, logprobs=2),
+        request_of("drawn", (9, 9), max_tokens=31, temperature=1.5, seed=3, repetition_penalty=1.3, logprobs=1),
+        request_of("counted", (4,), max_tokens=17, temperature=1.0, seed=4, frequency_penalty=0.7, min_tokens=5),
+        request_of("stopped", (8, 1), max_tokens=40, stop_tokens=tuple(range(10, 14))),
+    ]
+    found = []
+    for repeats in (1, 8):
+        with LLMEngine(TinyCheckpoint(), dataclasses.replace(CONFIG, decode_repeats=repeats)) as engine:
+            found.append(run(engine, *wanted))
+        longest = max(len(tokens_of(updates)) for updates in found[-1])
+        assert engine.stats().steps >= longest if repeats == 1 else engine.stats().steps < longest
+    for single, repeated in zip(*found, strict=True):
+        assert tokens_of(single) == tokens_of(repeated)
+        assert single[-1].finish_reason == repeated[-1].finish_reason
+        single_logprobs, repeated_logprobs = (
+            [each for update in updates for each in update.logprobs or ()] for updates in (single, repeated)
+        )
+        assert single_logprobs == repeated_logprobs
+
+
+def test_prompts_of_as_many_tokens_as_there_are_rows_are_no_decoding(idle: LLMEngine) -> None:
+    prompt = (3, 1, 4)
+    with idle:
+        (alone,) = run(idle, request_of("alone", prompt))
+    engine = LLMEngine(TinyCheckpoint(), dataclasses.replace(CONFIG, max_sequences=16))
+    for name in "abc":
+        engine.submit(request_of(name, prompt))
+    with engine:
+        assert [tokens_of(list(engine.stream(name))) for name in "abc"] == [tokens_of(alone)] * 3
+
+
 def test_a_text_that_cannot_be_made_fails_alone(engine: LLMEngine, words: Words) -> None:
     (whole,) = run(engine, request_of("whole"))
     words.broken = tokens_of(whole)[3]
+    before = tokens_of(whole)[: tokens_of(whole).index(words.broken)]
     try:
         broken, other = run(engine, request_of("broken"), request_of("fine", (7, 7), max_tokens=1))
     finally:
         words.broken = None
     assert broken[-1].finish_reason == "error" and "no such letter" in str(broken[-1].error)
+    assert "".join(update.text for update in broken) == words.decode(before)
     assert other[-1].finish_reason in ("length", "error")
     assert engine.stats().used_pages == 0
 
@@ -269,7 +307,7 @@ def test_closing_may_wait_for_what_runs(idle: LLMEngine) -> None:
 
 
 def test_a_failed_engine_tells_everybody(idle: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(idle._programs, "step", fail)

@@ -12,7 +12,7 @@ class Bytes:
     vocab_size = 300
     eos_id = bos_id = None
 
-    def encode(self, text):
+    def encode(self, text, *, add_special_tokens=True):
         return list(text.encode())
 
     def encode_batch(self, texts):
@@ -20,6 +20,9 @@ class Bytes:
 
     def decode(self, ids):
         return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token):
+        return bytes([token]) if token < 256 else b""
 
     def save(self, directory):
         raise NotImplementedError
@@ -52,8 +55,10 @@ def pushed(output, tokens):
     """The updates up to the last, and none after it."""
     updates = []
     for token in tokens:
-        updates.append(output.push(token, logprob_of(token)))
-        if updates[-1].finish_reason is not None:
+        has_ended = output.push(token, logprob_of(token))
+        updates.append(output.take())
+        assert has_ended == (updates[-1].finish_reason is not None)
+        if has_ended:
             break
     return updates
 
@@ -72,6 +77,17 @@ def test_each_token_is_told_with_its_text():
     assert all(update.finish_reason is update.logprobs is update.error is None for update in updates)
 
 
+@pytest.mark.parametrize("stop", [(), ("bc",), ("dx",)])
+def test_tokens_that_become_known_together_are_told_together(stop):
+    separate, together = (output_of(max_tokens=4, logprobs=0, stop=stop) for _ in range(2))
+    tokens = b"abcd"
+    expected = pushed(separate, tokens)
+    assert [together.push(token, logprob_of(token)) for token in tokens[: len(expected)]][-1]
+    update = together.take()
+    assert whole([update]) == whole(expected)
+    assert update.logprobs == tuple(logprob for each in expected for logprob in each.logprobs)
+
+
 def test_a_character_comes_whole_after_its_tokens():
     updates = pushed(output_of(), "aé".encode())
     assert [(update.tokens, update.text) for update in updates] == [((97,), "a"), ((0xC3,), ""), ((0xA9,), "é")]
@@ -82,7 +98,7 @@ def test_the_text_goes_on_where_the_prompt_ends():
         def decode(self, ids):
             return super().decode(ids).removeprefix(" ")
 
-    assert output_of(LeadingSpace()).push(32).text == " "
+    assert whole(pushed(output_of(LeadingSpace()), b" "))[0] == " "
 
 
 def test_the_last_of_all_tokens_says_so():
@@ -217,7 +233,7 @@ def test_it_may_end_before_it_began():
 def test_without_a_tokenizer_there_are_only_tokens():
     request = GenerationRequest(request_id="a", prompt=(1,), sampling=SamplingParams(stop_tokens=(5,)))
     output = Output(request, 0, tokenizer=None, end_tokens=(), max_tokens=9)
-    updates = [output.push(4), output.push(5)]
+    updates = pushed(output, (4, 5))
     assert whole(updates) == ("", [4, 5], "stop", 5)
     assert [update.tokens for update in updates] == [(4,), (5,)]
 

@@ -355,26 +355,28 @@ AMONG_OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingParams)])
-def test_every_field_changes_what_is_sampled_or_is_the_hosts(name):
-    if name in ON_THE_HOST:
-        return
-    if name == "seed":
-        one, other = (draws(LOGITS, SamplingParams(seed=seed), 4096, **RICH) for seed in (1, 2))
-        assert np.mean(one != other) > 0.5
-        return
-    if name == "logprobs":
-        silent, asked, top = (
-            jitted(
-                LOGITS[None], settings_of(SamplingParams(logprobs=wanted)), np.zeros((1, 4), np.int32), np.int32([0])
-            )
-            for wanted in (None, 0, 3)
-        )
-        assert silent.logprobs[0] == 0 != asked.logprobs[0]
-        assert silent.ranks[0] == 0 < asked.ranks[0]
-        assert top.top_tokens[0, :3].tolist() == [0, 1, 2]
-        return
-    changes = EFFECTS.get(name) or AMONG_OTHERS[name]
+def test_every_field_is_the_hosts_or_its_effect_is_known():
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert fields == ON_THE_HOST | EFFECTS.keys() | AMONG_OTHERS.keys() | {"seed", "logprobs"}
+
+
+def test_the_seed_changes_what_is_sampled():
+    one, other = (draws(LOGITS, SamplingParams(seed=seed), 4096, **RICH) for seed in (1, 2))
+    assert np.mean(one != other) > 0.5
+
+
+def test_log_probabilities_are_given_where_they_are_asked_for():
+    silent, asked, top = (
+        jitted(LOGITS[None], settings_of(SamplingParams(logprobs=wanted)), np.zeros((1, 4), np.int32), np.int32([0]))
+        for wanted in (None, 0, 3)
+    )
+    assert silent.logprobs[0] == 0 != asked.logprobs[0]
+    assert silent.ranks[0] == 0 < asked.ranks[0]
+    assert top.top_tokens[0, :3].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("name", "changes"), [*EFFECTS.items(), *AMONG_OTHERS.items()])
+def test_a_field_changes_what_is_sampled(name, changes):
     base = SamplingParams(**{field: value for field, value in changes.items() if field != name})
     one, other = (
         np.bincount(draws(LOGITS, params, 4096, **RICH), minlength=VOCAB) / 4096

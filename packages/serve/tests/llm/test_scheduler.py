@@ -30,11 +30,11 @@ def planned(plan):
     return [(row.sequence.arrival, row.start, row.tokens, row.samples) for row in plan.rows]
 
 
-def step(state, *arrivals, token=7):
+def step(state, *arrivals, token=7, repeats=1):
     """Plans a step and makes its tokens known at once, ending what has all of its own."""
-    plan = schedule(state, arrivals)
+    plan = schedule(state, arrivals, repeats=repeats)
     for row in plan.rows:
-        if row.samples:
+        for _ in range(row.samples):
             record(state, row.sequence, token)
             if len(row.sequence.tokens) == row.sequence.max_total_tokens:
                 finish(state, row.sequence)
@@ -66,6 +66,29 @@ def test_steps_are_planned_ahead_of_their_tokens():
     assert (sequence.in_flight, sequence.tokens) == (3, [0, 1])
     record(state, sequence, 7)
     assert (sequence.in_flight, sequence.tokens) == (2, [0, 1, 7])
+
+
+def test_a_step_of_single_tokens_is_repeated_up_to_the_last_of_each():
+    state, short, long = state_of(), sequence_of(0, 6, new=3), sequence_of(1, 6, new=6)
+    assert step(state, short, long, repeats=4).repeats == 1
+    plan = step(state, repeats=4)
+    assert (plan.repeats, planned(plan)) == (4, [(0, 6, 2, 2), (1, 6, 4, 4)])
+    assert short.ended
+    plan = step(state, repeats=4)
+    assert (plan.repeats, planned(plan)) == (1, [(1, 10, 1, 1)])
+    assert long.ended and (state.pool.available, state.generated_tokens) == (64, 9)
+
+
+def test_a_step_is_not_repeated_while_one_waits_or_where_the_cache_has_no_room():
+    state = state_of(max_sequences=1)
+    step(state, sequence_of(0, 6, new=9), repeats=4)
+    assert step(state, sequence_of(1, 6), repeats=4).repeats == 1
+    state = state_of(pages=3)
+    step(state, sequence_of(0, 4, new=9), repeats=8)
+    others = state.pool.take()
+    assert planned(step(state, repeats=8)) == [(0, 4, 1, 1)]
+    state.pool.release([others])
+    assert planned(step(state, repeats=8)) == [(0, 5, 7, 7)]
 
 
 def test_a_long_prompt_is_cut_into_chunks_and_samples_after_the_last():

@@ -34,19 +34,24 @@ class Devices:
     weights_version: int = 0
 
     def run(self, plan):
-        """Returns (sequence, token) of each row that samples."""
+        """Returns (sequence, token) for each token that is sampled."""
         for sequence in plan.admitted:
             assert sequence.in_flight == sum(row.samples for row in plan.rows if row.sequence is sequence)
             self.slots[sequence.slot] = list(sequence.tokens)
             self.begun_with[sequence.slot] = self.weights_version
-        tables = [self.state.block_tables[row.slot].tolist() for row in plan.rows]
-        for row, table in zip(plan.rows, tables, strict=True):
+        if plan.repeats == 1:
+            return self.run_once(plan.rows)
+        return [sampled for turn in range(plan.repeats) for sampled in self.run_once(rows_of_turn(plan, turn))]
+
+    def run_once(self, rows):
+        tables = [self.state.block_tables[row.slot].tolist() for row in rows]
+        for row, table in zip(rows, tables, strict=True):
             self.check_keys(row, table, 0, row.start)
-        for row, table in zip(plan.rows, tables, strict=True):
+        for row, table in zip(rows, tables, strict=True):
             self.compute(row, table)
-        for row, table in zip(plan.rows, tables, strict=True):
+        for row, table in zip(rows, tables, strict=True):
             self.check_keys(row, table, row.start, row.start + row.tokens)
-        return [(row.sequence, self.sample(row)) for row in plan.rows if row.samples]
+        return [(row.sequence, self.sample(row)) for row in rows if row.samples]
 
     def place(self, table, position):
         page_tokens = self.state.page_tokens
@@ -69,6 +74,10 @@ class Devices:
         assert len(tokens) == row.start + row.tokens
         tokens.append(next_token(tokens))
         return tokens[-1]
+
+
+def rows_of_turn(plan, turn):
+    return [row._replace(start=row.start + turn, tokens=1, samples=1) for row in plan.rows if turn < row.tokens]
 
 
 @dataclass
@@ -100,14 +109,20 @@ def order(sequence):
 
 def check_rows(state, before, plan):
     assert len({row.sequence for row in plan.rows}) == len({row.slot for row in plan.rows}) == len(plan.rows)
-    assert sum(row.tokens for row in plan.rows) <= state.step_tokens
+    if plan.repeats == 1:
+        assert sum(row.tokens for row in plan.rows) <= state.step_tokens
+    else:
+        assert plan.repeats == max(row.tokens for row in plan.rows)
+        assert not before.waiting and not plan.preempted and {row.sequence for row in plan.rows} == set(before.decoding)
     for row in plan.rows:
         assert row.tokens >= 1 and row.slot == row.sequence.slot
         assert row.start + row.tokens == row.sequence.computed_tokens
     decodes = [row.sequence in before.decoding for row in plan.rows]
     assert decodes == sorted(decodes, reverse=True)
     for sequence in before.decoding:
-        assert sequence in plan.preempted or [row.samples for row in plan.rows if row.sequence is sequence] == [True]
+        (samples,) = {row.samples for row in plan.rows if row.sequence is sequence} or {None}
+        left = sequence.max_total_tokens - sequence.total_tokens
+        assert sequence in plan.preempted if samples is None else samples == min(plan.repeats, left + samples)
 
 
 def check_who_runs(state, before, plan):
@@ -191,8 +206,8 @@ def sequences_of(requests):
     return found
 
 
-@given(SIZES, REQUESTS, st.integers(0, 2), st.sets(st.integers(0, 30), max_size=2))
-def test_every_workload_ends_with_the_tokens_that_each_has_alone(sizes, requests, ahead, new_weights_at):
+@given(SIZES, REQUESTS, st.integers(0, 2), st.integers(1, 4), st.sets(st.integers(0, 30), max_size=2))
+def test_every_workload_ends_with_the_tokens_that_each_has_alone(sizes, requests, ahead, repeats, new_weights_at):
     config = EngineConfig(**{name: size for name, size in sizes.items() if name != "spare_pages"})
     pages = -(-MAX_TOKENS // config.page_tokens) + sizes["spare_pages"]
     state = SchedulerState.of(config, max_tokens=MAX_TOKENS, pages=pages)
@@ -205,7 +220,7 @@ def test_every_workload_ends_with_the_tokens_that_each_has_alone(sizes, requests
             forget_prefixes(state)
             devices.weights_version += 1
         before = Before.of(state, arrivals)
-        plan = schedule(state, arrivals)
+        plan = schedule(state, arrivals, repeats=repeats)
         check_rows(state, before, plan)
         check_who_runs(state, before, plan)
         check_holdings(state)

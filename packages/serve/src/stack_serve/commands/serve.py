@@ -35,6 +35,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     max_sequences: int | None = None,
     max_tokens: int | None = None,
     step_tokens: int | None = None,
+    decode_repeats: int | None = None,
     page_tokens: int | None = None,
     pages: int | None = None,
     cache_dtype: Literal["model", "float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"] | None = None,
@@ -64,6 +65,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       max_sequences: continuations that run at once; others wait (32).
       max_tokens: of a prompt and its continuation together (as many as the model has positions).
       step_tokens: tokens that one step computes, at most (512).
+      decode_repeats: tokens of each sequence that are decoded and told together, at most, while that is quick (8).
       page_tokens: tokens of a page of the cache (16).
       pages: of the cache (what the other options need, or what fits in memory).
       cache_dtype: what keys and values are held in (what the model computes in).

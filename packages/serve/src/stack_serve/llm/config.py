@@ -21,6 +21,8 @@ class EngineConfig:
       max_sequences: continuations that run at once; others wait.
       max_tokens: of a prompt and its continuation together; None is the model's `max_positions`.
       step_tokens: tokens that one step computes, at most; prompts are cut into chunks to fit beside decoding.
+      decode_repeats: steps of decoding that one program takes at most, while no prompt waits and as long as that is 20
+        ms; clients hear of their tokens together. 1 tells of each token as soon as it is known.
       page_tokens: tokens of a page of the cache.
       pages: of the cache; None is what `max_sequences` sequences of `max_tokens` need, or what fits in memory.
       cache_dtype: what keys and values are held in; "model" is what the model computes them in.
@@ -34,6 +36,7 @@ class EngineConfig:
     max_sequences: PositiveInt = 32
     max_tokens: PositiveInt | None = None
     step_tokens: PositiveInt = 512
+    decode_repeats: PositiveInt = 8
     page_tokens: PositiveInt = 16
     pages: PositiveInt | None = None
     cache_dtype: CacheType = "model"

@@ -24,6 +24,7 @@ from stack_serve.llm.work import Continuation, Work
 __all__ = ["EngineLoop"]
 
 _MOST_SEED = 2**32
+_MOST_REPEATED_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,10 @@ class _StartedStep:
       prompt_logprobs: of the tokens that follow those of the step, if any row wants them.
     """
 
-    rows: tuple[Row, ...]
+    plan: Plan
     result: StepResult
     prompt_logprobs: TokenLogprobs | None
+    started_s: float
 
 
 class EngineLoop:
@@ -60,6 +62,8 @@ class EngineLoop:
         self._with_deadline: set[Work] = set()
         self._started: _StartedStep | None = None
         self._untold: list[tuple[Continuation, GenerationUpdate]] = []
+        self._read_s = 0.0
+        self._repeats, self._most_repeats = 1, config.decode_repeats
         self._compilations_before = 0
         self.stats = self._state.stats(compilations=0)
 
@@ -129,7 +133,7 @@ class EngineLoop:
         """Starts the next step, and reads the one before, which the devices work on meanwhile."""
         self._end_overdue()
         arrivals, self._arrivals = self._arrivals, list[Sequence]()
-        plan = schedule(self._state, arrivals)
+        plan = schedule(self._state, arrivals, repeats=self._repeats)
         started, self._started = self._started, self._start(plan) if plan.rows else None
         self.tell()
         if started is not None:
@@ -152,8 +156,8 @@ class EngineLoop:
             assert sequence.slot is not None
             self._programs.admit(sequence.slot, sequence.tokens, continuation.settings)
         tables = self._state.block_tables[[row.slot for row in plan.rows]]
-        result = self._programs.step([row[1:] for row in plan.rows], tables)
-        return _StartedStep(plan.rows, result, self._prompt_logprobs(plan.rows, result))
+        result = self._programs.step([row[1:] for row in plan.rows], tables, repeats=plan.repeats)
+        return _StartedStep(plan, result, self._prompt_logprobs(plan.rows, result), now_s)
 
     def _prompt_logprobs(self, rows: tuple[Row, ...], result: StepResult) -> TokenLogprobs | None:
         if not any(self._wants_prompt(row) for row in rows):
@@ -175,43 +179,59 @@ class EngineLoop:
             self._read_prompts(step)
         sampled = step.result.sampled
         tokens, finite = np.asarray(sampled.tokens).tolist(), np.asarray(sampled.ok).tolist()
-        logprobs: list[Any] | None = None
-        for place, row in enumerate(step.rows):
-            if not row.samples:
-                continue
-            record(self._state, row.sequence, tokens[place])
-            continuation = self._continuations.get(row.sequence.id)
-            if continuation is None:
-                continue
-            if not finite[place]:
-                self._end(continuation, "error", error="The model's logits are not finite after this text.")
-                continue
-            wanted = continuation.work.request.sampling.logprobs
-            if wanted is not None and logprobs is None:
-                logprobs = _readable(sampled)
-            logprob = None if wanted is None or logprobs is None else _token_logprob(logprobs, place, wanted)
-            self._push(continuation, tokens[place], logprob)
+        self._set_repeats(step)
+        logprobs: Any = None
+        for place, row in enumerate(step.plan.rows):
+            for turn in range(row.samples):
+                record(self._state, row.sequence, tokens[turn][place])
+                continuation = self._continuations.get(row.sequence.id)
+                if continuation is None:
+                    continue
+                if not finite[turn][place]:
+                    self._end(continuation, "error", error="The model's logits are not finite after this text.")
+                    continue
+                wanted, logprob = continuation.work.request.sampling.logprobs, None
+                if wanted is not None:
+                    logprobs = logprobs or _readable(sampled)
+                    logprob = _token_logprob(logprobs, (turn, place), wanted)
+                self._push(continuation, tokens[turn][place], logprob)
+            self._take(row.sequence)
+
+    def _set_repeats(self, step: _StartedStep) -> None:
+        """Lets as many steps follow each other in a program as take `_MOST_REPEATED_S`, going by the last one."""
+        now_s = time.monotonic()
+        took_s = now_s - max(step.started_s, self._read_s)
+        self._read_s = now_s
+        fitting = _MOST_REPEATED_S * step.plan.repeats / max(took_s, _MOST_REPEATED_S / self._most_repeats)
+        self._repeats = max(1, min(self._most_repeats, int(fitting)))
 
     def _push(self, continuation: Continuation, token: int, logprob: TokenLogprob | None) -> None:
         try:
-            update = continuation.output.push(token, logprob)
+            has_ended = continuation.output.push(token, logprob)
         except Exception as error:  # Whatever a tokenizer raises concerns this request, and no other.
+            self._untold.append((continuation, continuation.output.take()))
             self._end(continuation, "error", error=f"The text of token {token} cannot be made: {error}")
             return
-        self._untold.append((continuation, update))
-        if update.finish_reason is not None:
+        if has_ended:
+            self._untold.append((continuation, continuation.output.take()))
             self._drop(continuation)
+
+    def _take(self, sequence: Sequence) -> None:
+        """What a step gave to a continuation that goes on, to be told at once."""
+        continuation = self._continuations.get(sequence.id)
+        if continuation is not None:
+            self._untold.append((continuation, continuation.output.take()))
 
     def _read_prompts(self, step: _StartedStep) -> None:
         figures = _readable(step.prompt_logprobs)
         place = 0
-        for row in step.rows:
+        for row in step.plan.rows:
             continuation = self._continuations.get(row.sequence.id)
             if continuation is not None and self._wants_prompt(row):
                 wanted = continuation.work.request.sampling.prompt_logprobs or 0
                 known = range(row.start + 1, min(row.start + row.tokens + 1, row.sequence.prompt_tokens))
                 for position in known:
-                    found = _token_logprob(figures, place + position - row.start - 1, wanted)
+                    found = _token_logprob(figures, (place + position - row.start - 1,), wanted)
                     continuation.work.prompt_logprobs[position] = found
             place += row.tokens
 
@@ -238,10 +258,11 @@ class EngineLoop:
 
 
 def _readable(figures: Any) -> Any:
-    """On the host, as lists."""
-    return jax.tree.map(lambda array: np.asarray(array).tolist(), figures)
+    """On the host."""
+    return jax.tree.map(np.asarray, figures)
 
 
-def _token_logprob(figures: Any, place: int, wanted: int) -> TokenLogprob:
-    top = tuple(zip(figures.top_tokens[place][:wanted], figures.top_logprobs[place][:wanted], strict=True))
-    return TokenLogprob(figures.tokens[place], figures.logprobs[place], figures.ranks[place], top)
+def _token_logprob(figures: Any, place: tuple[int, ...], wanted: int) -> TokenLogprob:
+    top_tokens, top_logprobs = (array[place][:wanted].tolist() for array in (figures.top_tokens, figures.top_logprobs))
+    token, logprob, rank = (array[place].item() for array in (figures.tokens, figures.logprobs, figures.ranks))
+    return TokenLogprob(token, logprob, rank, tuple(zip(top_tokens, top_logprobs, strict=True)))

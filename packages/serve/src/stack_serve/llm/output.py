@@ -51,23 +51,33 @@ class Output:
         self._decoded_characters = 0
         self._told_characters = 0
         self._held: list[_Held] = []
+        self._text = ""
+        self._reason: FinishReason | None = None
+        self._stop_reason: int | str | None = None
 
-    def push(self, token: int, logprob: TokenLogprob | None = None) -> GenerationUpdate:
-        """Adds a token; if it is the last one, the update says why.
+    def push(self, token: int, logprob: TokenLogprob | None = None) -> bool:
+        """Adds a token, and says whether it is the last one.
 
         Args:
           logprob: its own, if the request asks for them.
         """
         self._tokens += 1
-        self._held.append(_Held(token, logprob, self._decoded_characters))
+        begins = self._decoded_characters
         reason, stop_reason = self._ending(token)
         is_shown = reason != "stop" or self._sampling.include_stop
-        text = self._passed(self._detokenizer.push(token)) if self._detokenizer and is_shown else ""
+        if self._detokenizer and is_shown:
+            self._text += self._passed(self._detokenizer.push(token))
         if reason is not None:
-            text += self._rest()
+            self._text += self._rest()
         if self._stop_texts.found is not None:
             reason, stop_reason = "stop", self._stop_texts.found
-        return self._update(text, reason, stop_reason=stop_reason)
+        self._held.append(_Held(token, logprob, begins))
+        self._reason, self._stop_reason = reason, stop_reason
+        return reason is not None
+
+    def take(self) -> GenerationUpdate:
+        """What has become certain since the last update; after the last token it says why that is the last."""
+        return self._update(self._reason, stop_reason=self._stop_reason)
 
     def end(self, reason: FinishReason, *, error: str | None = None) -> GenerationUpdate:
         """Ends it for another reason than its tokens; what was held back is told.
@@ -75,7 +85,8 @@ class Output:
         Args:
           error: what went wrong, for people.
         """
-        return self._update(self._rest(), reason, error=error)
+        self._text += self._rest()
+        return self._update(reason, error=error)
 
     @property
     def _may_stop(self) -> bool:
@@ -106,9 +117,10 @@ class Output:
         return text + self._stop_texts.flush()
 
     def _update(
-        self, text: str, reason: FinishReason | None, *, stop_reason: int | str | None = None, error: str | None = None
+        self, reason: FinishReason | None, *, stop_reason: int | str | None = None, error: str | None = None
     ) -> GenerationUpdate:
         told = self._take_certain(ended=reason is not None)
+        text, self._text = self._text, ""
         return GenerationUpdate(
             request_id=self._request_id,
             index=self._index,

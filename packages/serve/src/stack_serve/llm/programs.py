@@ -32,7 +32,7 @@ class StepResult:
     """What a step gave, on the devices and perhaps not yet computed.
 
     Attributes:
-      sampled: a token a row.
+      sampled: tokens [repeats, rows].
       hidden: [tokens, 1, embed], of which the log-probabilities of prompts are made.
     """
 
@@ -97,24 +97,23 @@ class Programs:
         padded[: len(tokens)] = tokens
         self._slots = self._program(("admit",))(self._slots, np.int32(slot), padded, settings.packed())
 
-    def step(self, rows: Sequence[tuple[int, int, int, bool]], tables: np.ndarray) -> StepResult:
+    def step(self, rows: Sequence[tuple[int, int, int, int]], tables: np.ndarray, *, repeats: int = 1) -> StepResult:
         """Computes the tokens of some sequences.
 
         Args:
           rows: the `ROW_FIELDS` of each.
           tables: int32[rows, pages], the numbers of their pages.
+          repeats: how often; above 1, rows have a token a time, up to all that the field says.
         """
-        tokens = sum(row[2] for row in rows)
-        row_bucket, token_bucket = self._buckets.of(len(rows), tokens)
-        packed = np.zeros((row_bucket, self._row_fields), np.int32)
-        packed[:, 0] = self._config.max_sequences
-        packed[: len(rows), : len(ROW_FIELDS)] = rows
-        packed[: len(rows), len(ROW_FIELDS) :] = tables
         known, settings = self._slots.tokens, self._slots.settings
-        if token_bucket == row_bucket:
-            decode = self._program(("decode", row_bucket))
+        tokens = sum(row[2] for row in rows)
+        if repeats > 1 or tokens == len(rows):
+            row_bucket = self._buckets.of_decoding(len(rows))
+            packed, decode = self._packed(rows, tables, row_bucket), self._program(("decode", row_bucket))
             self._layers, hidden, known, sampled = decode(self._params, self._layers, known, settings, packed)
         else:
+            row_bucket, token_bucket = self._buckets.of_prompts(len(rows), tokens)
+            packed = self._packed(rows, tables, row_bucket)
             step, sample = self._program(("step", row_bucket, token_bucket)), self._program(("sample", row_bucket))
             self._layers, hidden, last = step(self._params, self._layers, known, packed)
             known, sampled = sample(self._params, known, settings, last, packed)
@@ -131,13 +130,20 @@ class Programs:
         """Replaces the parameters by others of the same structure, shapes and dtypes."""
         self._params = self._placement.params(self._checkpoint, params, self._looped)
 
+    def _packed(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray, row_bucket: int) -> np.ndarray:
+        """The rows of a step in one array, padded by rows of no sequence."""
+        packed = np.zeros((row_bucket, self._row_fields), np.int32)
+        packed[:, 0] = self._config.max_sequences
+        packed[: len(rows), : len(ROW_FIELDS)] = rows
+        packed[: len(rows), len(ROW_FIELDS) :] = tables
+        return packed
+
     def _keys(self) -> list[Key]:
-        buckets = self._buckets.all()
-        mixed = [(rows, tokens) for rows, tokens in buckets if rows != tokens]
-        decodes = (("decode", rows) for rows, tokens in buckets if rows == tokens)
-        samples = (("sample", rows) for rows in sorted({rows for rows, _ in mixed}))
-        prompts = (("prompt_logprobs", tokens) for tokens in sorted({tokens for _, tokens in buckets}))
-        return [("admit",), *decodes, *samples, *(("step", *bucket) for bucket in mixed), *prompts]
+        decoding, prompts = self._buckets.decoding, self._buckets.prompts
+        decodes = (("decode", rows) for rows in decoding)
+        samples = (("sample", rows) for rows in sorted({rows for rows, _ in prompts}))
+        logprobs = (("prompt_logprobs", tokens) for tokens in sorted({*decoding, *(tokens for _, tokens in prompts)}))
+        return [("admit",), *decodes, *samples, *(("step", *bucket) for bucket in prompts), *logprobs]
 
     def _program(self, key: Key) -> Any:
         if key not in self._compiled:
@@ -152,7 +158,8 @@ class Programs:
         return jax.jit(admit, donate_argnums=0).lower(self._slots, _int32(), _int32(self._max_tokens), _int32(words))
 
     def _lowered_decode(self, rows: int) -> Any:
-        jitted = jax.jit(layer_by_layer(self._step.decode), donate_argnums=(1, 2))
+        decode = partial(self._step.decode, repeats=self._config.decode_repeats)
+        jitted = jax.jit(decode, donate_argnums=(1, 2))
         slots, packed = self._slots, _int32(rows, self._row_fields)
         return jitted.lower(self._params, self._layers, slots.tokens, slots.settings, packed)
 

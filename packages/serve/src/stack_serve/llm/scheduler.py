@@ -33,14 +33,15 @@ class Row(NamedTuple):
     """The part of a step that is one sequence's: tokens `start` to `start + tokens` of those that `slot` holds.
 
     Attributes:
-      samples: the token after them is sampled, as they end with the sequence's last.
+      samples: how many tokens are sampled: one after the sequence's last, one after each in a step that is repeated,
+        or none in a part of a prompt.
     """
 
     sequence: Sequence
     slot: int
     start: int
     tokens: int
-    samples: bool
+    samples: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,14 @@ class Plan:
 
     Attributes:
       rows: of single tokens first, then pieces of prompts; a sequence has at most one.
+      repeats: how often the step is run, each time with the tokens that the time before sampled: a row with fewer
+        tokens is left out of the last times. Above 1 if all rows decode.
       admitted: sequences that got a slot, each of which has a row; their known tokens are all that they have.
       preempted: sequences that lost theirs; none of them has a row.
     """
 
     rows: tuple[Row, ...]
+    repeats: int
     admitted: tuple[Sequence, ...]
     preempted: tuple[Sequence, ...]
 
@@ -122,15 +126,17 @@ class SchedulerState:
         )
 
 
-def schedule(state: SchedulerState, arrivals: Iterable[Sequence]) -> Plan:
+def schedule(state: SchedulerState, arrivals: Iterable[Sequence], *, repeats: int = 1) -> Plan:
     """Plans the next step, which is empty if there is nothing to compute.
 
     Args:
       arrivals: new ones; each has `max_total_tokens` above its tokens, and fits into the cache alone.
+      repeats: how often to run it, if nobody waits for the next one, and the cache has room.
     """
     for sequence in arrivals:
         insort(state.waiting, sequence, key=_order)
     ready = [sequence for sequence in state.running if sequence.total_tokens < sequence.max_total_tokens]
+    repeats = _repeats(state, ready, repeats)
     decodes, chunks, preempted, admitted = list[Row](), list[Row](), list[Sequence](), list[Sequence]()
     prompt_tokens = state.step_tokens - sum(_is_decode(sequence) for sequence in ready)
     for sequence in ready:
@@ -138,25 +144,25 @@ def schedule(state: SchedulerState, arrivals: Iterable[Sequence]) -> Plan:
             break  # it and all after it were preempted
         missing = sequence.total_tokens - sequence.computed_tokens
         # At most one lacks more than a token, for none begins before the others have all of theirs.
-        tokens = 1 if missing == 1 else min(missing, prompt_tokens)
+        tokens = min(repeats, _left(sequence)) if missing == 1 else min(missing, prompt_tokens)
         if not _make_room(state, sequence, tokens, preempted):
             continue
         if missing == 1:
-            decodes.append(_advance(sequence, 1))
+            decodes.append(_advance(sequence, tokens, samples=tokens))
         else:
-            chunks.append(_advance(sequence, tokens))
+            chunks.append(_advance_prompt(sequence, tokens))
             prompt_tokens -= tokens
     while not preempted and prompt_tokens and (sequence := _admit(state)) is not None:
         admitted.append(sequence)
         tokens = min(sequence.total_tokens - sequence.computed_tokens, prompt_tokens)
         _make_room(state, sequence, tokens, preempted)
-        chunks.append(_advance(sequence, tokens))
+        chunks.append(_advance_prompt(sequence, tokens))
         prompt_tokens -= tokens
     rows = (*decodes, *chunks)
     for row in rows:  # only now, for a step's rows do not read each other's pages
         _register(state, row.sequence)
     state.steps += bool(rows)
-    return Plan(rows, tuple(admitted), tuple(preempted))
+    return Plan(rows, repeats, tuple(admitted), tuple(preempted))
 
 
 def record(state: SchedulerState, sequence: Sequence, token: int) -> None:
@@ -197,9 +203,27 @@ def _is_decode(sequence: Sequence) -> bool:
     return sequence.total_tokens - sequence.computed_tokens == 1
 
 
-def _advance(sequence: Sequence, tokens: int) -> Row:
+def _left(sequence: Sequence) -> int:
+    """Tokens that it can still have."""
+    return sequence.max_total_tokens - sequence.total_tokens
+
+
+def _repeats(state: SchedulerState, ready: list[Sequence], repeats: int) -> int:
+    """How often a step can be repeated, `repeats` times at most: nobody may wait or be preempted for it."""
+    if state.waiting or not all(map(_is_decode, ready)):
+        return 1
+    repeats = min(repeats, max(map(_left, ready), default=1))
+    tokens = ((sequence, sequence.computed_tokens + min(repeats, _left(sequence))) for sequence in ready)
+    pages = sum(-(-count // state.page_tokens) - len(sequence.pages) for sequence, count in tokens)
+    return repeats if pages <= state.pool.available else 1
+
+
+def _advance_prompt(sequence: Sequence, tokens: int) -> Row:
+    return _advance(sequence, tokens, samples=int(sequence.computed_tokens + tokens == sequence.total_tokens))
+
+
+def _advance(sequence: Sequence, tokens: int, *, samples: int) -> Row:
     start = sequence.computed_tokens
-    samples = start + tokens == sequence.total_tokens
     sequence.computed_tokens = start + tokens
     sequence.in_flight += samples
     assert sequence.slot is not None

@@ -12,12 +12,13 @@ from stack_serve.llm.cache import PagedKVCache, PagedLayer, Rows
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.logprobs import TokenLogprobs, token_logprobs
 from stack_serve.llm.sampling import Sampled, SamplingSettings, sample
+from stack_serve.llm.unstacking import layer_by_layer
 
 __all__ = ["ROW_FIELDS", "SlotState", "Step", "admit"]
 
 ROW_FIELDS = ("slot", "start", "tokens", "samples")
 """What a row of a step begins with: the sequence's slot, the position of the first token that is computed, how many
-are, and whether the one after them is sampled. The numbers of the sequence's pages follow."""
+are, and how many are sampled. The numbers of the sequence's pages follow."""
 
 _PROMPT_LOGPROB_ROWS = 32
 
@@ -82,11 +83,34 @@ class Step:
         known: Int[Array, "slots max_tokens"],
         settings: Int[Array, "slots words"],
         rows: Int[Array, "rows fields"],
+        *,
+        repeats: int,
     ) -> tuple[Any, Float[Array, "rows 1 embed"], Int[Array, "slots max_tokens"], Sampled]:
-        """A step with a token a row, and what `sample` makes of it, in one program, which costs the host less."""
-        layers, hidden, last = self(params, layers, known, rows, tokens=len(rows))
-        known, sampled = self.sample(params, known, settings, last, rows)
-        return layers, hidden, known, sampled
+        """Steps with a token a row, and what `sample` makes of each, in one program, which costs the host less.
+
+        Args:
+          repeats: steps, at most; there are as many as the largest of the rows' tokens.
+
+        Returns:
+          The pools of pages after them, the hidden states of the last, the tokens of each slot, and what was sampled,
+          [repeats, rows]. The parameters and pools may be `Layers`.
+        """
+
+        @layer_by_layer
+        def once(params: Any, layers: Any, known: jax.Array, settings: jax.Array, rows: jax.Array) -> Any:
+            layers, hidden, last = self(params, layers, known, rows, tokens=len(rows))
+            known, sampled = self.sample(params, known, settings, last, rows)
+            return layers, hidden, known, sampled
+
+        def turn(number: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
+            layers, _, known, found = state
+            layers, hidden, known, sampled = once(params, layers, known, settings, _of_turn(rows, number))
+            return layers, hidden, known, jax.tree.map(lambda rest, new: rest.at[number].set(new[0]), found, sampled)
+
+        _, hidden, _, sampled = jax.eval_shape(once, params, layers, known, settings, rows)
+        found = jax.tree.map(lambda each: jnp.zeros((repeats, *each.shape[1:]), each.dtype), sampled)
+        state = (layers, jnp.zeros(hidden.shape, hidden.dtype), known, found)
+        return jax.lax.fori_loop(0, jnp.max(rows[:, 2]), turn, state)
 
     def sample(
         self,
@@ -105,14 +129,15 @@ class Step:
           settings: of each slot.
 
         Returns:
-          The tokens of each slot with it, and a token for each row, which means nothing where none was to be sampled.
+          The tokens of each slot with it, and tokens [1, rows], which mean nothing where none was to be sampled.
         """
         slot, start, count, samples = (rows[:, field] for field in range(len(ROW_FIELDS)))
         lengths = start + count
         of_rows = SamplingSettings.unpacked(settings[slot])
         sampled = sample(self.checkpoint.model(params).logits(hidden), of_rows, known[slot], lengths)
         target = jnp.where(samples > 0, slot, len(known))
-        return known.at[target, lengths].set(sampled.tokens, mode="drop"), sampled
+        known = known.at[target, lengths].set(sampled.tokens, mode="drop")
+        return known, jax.tree.map(lambda array: array[None], sampled)
 
     def prompt_logprobs(
         self, params: Any, hidden: Float[Array, "tokens 1 embed"], targets: Int[Array, " tokens"]
@@ -138,3 +163,10 @@ class Step:
         page = jnp.where(real, tables[row, position // page_tokens], self.pages)
         places = Rows(tables, start + count, query_starts, page, position % page_tokens)
         return places, jnp.where(real, known[slot[row], position], 0), position
+
+
+def _of_turn(rows: jax.Array, number: Any) -> jax.Array:
+    """The rows of single tokens after so many steps; one that has had all of its tokens computes none."""
+    goes_on = (number < rows[:, 2]).astype(rows.dtype)
+    turn = jnp.stack([rows[:, 0], rows[:, 1] + number, goes_on, rows[:, 3] * goes_on], axis=1)
+    return jnp.concatenate([turn, rows[:, len(ROW_FIELDS) :]], axis=1)

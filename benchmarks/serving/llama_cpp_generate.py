@@ -6,6 +6,7 @@ python llama_cpp_generate.py MODEL.gguf
 import ctypes
 import os
 import time
+from pathlib import Path
 
 import llama_cpp
 import numpy as np
@@ -20,7 +21,10 @@ def main() -> None:
     options = arguments()
     workload = Workload()
     llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(str(options.model).encode(), llama_cpp.llama_model_default_params())
+    settings = llama_cpp.llama_model_default_params()
+    if "amx_tile" in Path("/proc/cpuinfo").read_text():
+        settings.use_extra_bufts = False  # with its buffers for AMX it crashes on prompts of int8 models
+    model = llama_cpp.llama_model_load_from_file(str(options.model).encode(), settings)
     cores = len(os.sched_getaffinity(0))
     engines = {batch: _Context(model, batch, cores, workload) for batch in _BATCHES}
 

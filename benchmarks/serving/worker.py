@@ -4,6 +4,7 @@ Standard library only, as engines run in environments of their own.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -138,7 +139,8 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        self._signal(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # what ended by itself was told of by `ask`
+            self._signal(signal.SIGKILL)
         self._process.wait()
 
     def _read(self) -> dict[str, Any]:

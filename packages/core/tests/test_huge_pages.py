@@ -5,6 +5,9 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from stack_core import cli, huge_pages
@@ -67,3 +70,17 @@ def test_commands_that_say_so_restart(monkeypatch, restarts, arguments, count):
 def test_a_caller_of_main_is_not_replaced(restarts):
     cli.main(["heavy"])
     assert not restarts
+
+
+def test_arrays_lie_in_one_block_as_they_were():
+    shapes_of = {"float32": (3, 5), "bfloat16": (7,), "int8": (2, 3, 5), "float8_e5m2": (9,), "bool": (4,), "int32": ()}
+    arrays = {dtype: jnp.arange(np.prod(shape, dtype=int)).reshape(shape) % 7 for dtype, shape in shapes_of.items()}
+    tree = {dtype: array.astype(dtype) for dtype, array in arrays.items()} | {"int4": jnp.arange(8).astype(jnp.int4)}
+    copied = huge_pages.in_one_block(tree)
+    assert jax.tree.structure(copied) == jax.tree.structure(tree)
+    for name, array in tree.items():
+        assert (copied[name].dtype, copied[name].shape) == (array.dtype, array.shape)
+        np.testing.assert_array_equal(np.asarray(copied[name], float), np.asarray(array, float))
+    places = sorted(copied[name].unsafe_buffer_pointer() for name in shapes_of)
+    assert np.diff(places).tolist() == [64] * (len(places) - 1)
+    assert copied["int4"] is tree["int4"]

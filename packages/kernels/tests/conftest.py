@@ -20,7 +20,7 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     found = host.this_processor()
     if found is None:
         pytest.skip("kernels are not written for this processor")
-    lesser = dataclasses.replace(found, has_bf16_dot=False, has_int8_dot=False)
+    lesser = dataclasses.replace(found, has_bf16_dot=False, has_int8_dot=False, has_tiles=False)
     if request.param == "avx2":
         features = [f"-{word[1:]}" if word[1:].startswith("avx512") else word for word in found.features.split(",")]
         lesser = dataclasses.replace(lesser, lanes=8, features=",".join(features))

@@ -11,13 +11,15 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-__all__ = ["TUNABLE", "is_chosen", "restart_with_huge_pages"]
+__all__ = ["TUNABLE", "in_one_block", "is_chosen", "restart_with_huge_pages"]
 
 TUNABLE = "glibc.malloc.hugetlb"
 _VARIABLE = "GLIBC_TUNABLES"
 _SETTING = "sys/kernel/mm/transparent_hugepage/enabled"
 _FIRST_GLIBC = (2, 35)
+_ALIGNMENT = 64  # of what XLA uses as it is
 
 
 def is_chosen(environ: Mapping[str, str], root: Path = Path("/")) -> bool | None:
@@ -43,3 +45,38 @@ def restart_with_huge_pages() -> None:
     with contextlib.suppress(OSError):
         environ = {**os.environ, _VARIABLE: ":".join(tunables)}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
+
+
+def in_one_block(tree: Any) -> Any:
+    """Copies a tree's arrays, which lie on one CPU, into one block of memory, where all but its ends has large pages.
+
+    An array of a few MB alone has few: a page of 2 MiB is aligned. Those of less than a byte an entry stay where they
+    are. Where the caller keeps no `tree`, memory holds one array of it twice at most.
+    """
+    import jax
+    import numpy as np
+
+    leaves, structure = jax.tree.flatten(tree)
+    del tree
+    sizes = [-(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT for leaf in leaves]
+    block = np.empty(sum(sizes) + _ALIGNMENT, np.uint8)  # NumPy asks for large pages itself
+    place = -block.ctypes.data % _ALIGNMENT
+    leaves.reverse()
+    copied = []
+    for size in sizes:
+        leaf = leaves.pop()
+        if not _is_of_whole_bytes(leaf.dtype):
+            copied.append(leaf)
+            continue
+        copy = block[place : place + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
+        copy[...] = leaf
+        copied.append(jax.device_put(copy, may_alias=True))
+        place += size
+    return jax.tree.unflatten(structure, copied)
+
+
+def _is_of_whole_bytes(dtype: Any) -> bool:
+    import jax.numpy as jnp
+
+    kind = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
+    return dtype == jnp.bool_ or kind(dtype).bits % 8 == 0

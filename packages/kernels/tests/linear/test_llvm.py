@@ -12,6 +12,7 @@ from stack_core.errors import UnsupportedOp
 from stack_core.hardware import current_chip
 from stack_core.testing import OpCheck, op_checks
 from stack_kernels.linear.llvm import LLVM
+from stack_kernels.llvm import host
 from stack_kernels.llvm.host import Processor
 
 _COLUMNS = (2, 50, 128, 300)  # less than a vector; all but whole; a tile; tiles and a rest
@@ -153,6 +154,17 @@ def test_several_threads_take_their_share_of_many_calls() -> None:
 def test_what_it_does_not_take_is_refused_with_the_reason(x: tuple[int, int], weight: Any, reason: str) -> None:
     with pytest.raises(UnsupportedOp, match=reason):
         ops.linear(jnp.zeros(x), weight, implementation=LLVM)
+
+
+@pytest.mark.parametrize(("rows", "has_tiles", "name"), [(8, True, "llvm"), (9, True, "cpu"), (9, False, "llvm")])
+def test_more_than_eight_rows_of_bf16_go_where_tiles_are_multiplied(
+    processor: Processor, monkeypatch: pytest.MonkeyPatch, rows: int, has_tiles: bool, name: str
+) -> None:
+    monkeypatch.setattr(host, "this_processor", lambda: dataclasses.replace(processor, has_tiles=has_tiles))
+    for dtype, expected in (("bfloat16", name), ("float32", "llvm")):
+        x, weight = jnp.zeros((rows, 8), dtype), jnp.zeros((8, 4), dtype)
+        (decision,) = ops.explain(ops.linear, x, weight)
+        assert decision.forward.implementation.name == expected
 
 
 def test_another_cpu_than_this_one_gets_another_implementation() -> None:

@@ -22,7 +22,8 @@ from stack_kernels.llvm.numbers import BITS
 __all__ = ["LLVM", "few_rows_product", "supports_few_rows"]
 
 _MOST_ROWS = 64
-_STREAMED_ROWS = 2
+_MOST_ROWS_BESIDE_TILES = 8
+_MOST_STREAMED_ROWS = {"float32": 8, "bfloat16": 4}
 _PART_ROWS = 64
 _LEVELS = 16
 _MOST_INTEGER_DEPTH = 2**16
@@ -30,10 +31,13 @@ _MOST_INTEGER_DEPTH = 2**16
 
 
 def supports_few_rows(call: OpCall, chip: Chip) -> bool | str:
-    """For up to 64 rows of `x`, with weights that are float numbers or codes of 4 or 8 bits without a zero point."""
-    rows = math.prod(_shape(call.arrays["x"])[:-1])
-    if not 0 < rows <= _MOST_ROWS:
-        return f"it is for 1 to {_MOST_ROWS} rows, and x has {rows}"
+    """For up to 64 rows of `x`, with weights that are float numbers or codes of 4 or 8 bits without a zero point.
+
+    For up to 8 where bf16 is multiplied in tiles by XLA.
+    """
+    rows, most = math.prod(_shape(call.arrays["x"])[:-1]), _most_rows(call)
+    if not 0 < rows <= most:
+        return f"it is for 1 to {most} rows, and x has {rows}"
     if any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(dict(call.arrays))):
         return "it computes in float32, and an array is float64"
     for name in call.arrays.keys() - {"x", "bias"}:
@@ -41,6 +45,13 @@ def supports_few_rows(call: OpCall, chip: Chip) -> bool | str:
         if answer is not True:
             return answer
     return host.on_this_cpu(call, chip)
+
+
+def _most_rows(call: OpCall) -> int:
+    processor = host.this_processor()
+    operands = [array for name, array in call.arrays.items() if name != "bias"]
+    is_bf16 = all(not is_quantized(operand) and operand.dtype == jnp.bfloat16 for operand in operands)
+    return _MOST_ROWS_BESIDE_TILES if is_bf16 and processor is not None and processor.has_tiles else _MOST_ROWS
 
 
 def _reads(weight: Any) -> bool | str:
@@ -76,7 +87,7 @@ def _plain_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
     depth, columns = weight.shape
     kind = "bfloat16" if _has_bf16_dot(rows, weight) else "float32"
     part = math.gcd(depth, _PART_ROWS if columns <= SEGMENT_COLUMNS else 4 * _PART_ROWS)
-    if len(rows) <= _STREAMED_ROWS and part % STREAMS == 0:
+    if len(rows) <= _MOST_STREAMED_ROWS[kind] and part % STREAMS == 0:
         product = StreamedProduct(len(rows), weight.dtype.name, kind)
         sums = (len(rows), columns), (depth // part, len(rows), columns)
         results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sums]

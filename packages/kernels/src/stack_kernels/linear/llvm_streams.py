@@ -1,4 +1,4 @@
-"""The product of one or two rows with a weight of wide numbers, in LLVM IR: to read it as fast as memory can be read.
+"""The product of up to eight rows with a weight of wide numbers, in LLVM IR: to read it as fast as memory can be read.
 
 A tile is some rows of the weight, over 2048 columns, and gives sums of its own. It is read in 8 streams, each an eighth
 of the rows, which ask for their next row; the sums stay in the first cache. In the end those of all parts are added.

@@ -33,12 +33,14 @@ class Processor:
       lanes: the float32 numbers of a vector register.
       has_bf16_dot: it multiplies pairs of bf16 numbers and adds them up in fp32.
       has_int8_dot: it multiplies fours of int8 numbers and adds them up in int32.
+      has_tiles: it multiplies tiles of 16 rows of bf16 or int8 at once, which XLA's products do and these do not.
       features: LLVM's list, "+avx2,-avx512f".
     """
 
     lanes: int
     has_bf16_dot: bool
     has_int8_dot: bool
+    has_tiles: bool
     features: str
 
     @property
@@ -61,6 +63,7 @@ def this_processor() -> Processor | None:
         lanes=16 if wide else 8,
         has_bf16_dot=wide and bool(has.get("avx512bf16")),
         has_int8_dot=wide and bool(has.get("avx512vnni")),
+        has_tiles=wide and all(has.get(name) for name in ("amx-tile", "amx-bf16", "amx-int8")),
         # Without this LLVM splits 512-bit vectors where it thinks that they slow the clock.
         features=",".join((llvm.get_host_cpu_features().flatten(), "-prefer-256-bit")),
     )

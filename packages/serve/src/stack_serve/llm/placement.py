@@ -7,6 +7,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from stack_core.errors import HardwareError, ShardingError
+from stack_core.huge_pages import in_one_block
 from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
 from stack_core.protocols import GenerativeCheckpoint, KVCacheShape
 from stack_serve.llm.config import PageLayout
@@ -48,11 +49,14 @@ class Placement:
 
     def load(self, checkpoint: GenerativeCheckpoint, chosen: Any) -> Any:
         """The checkpoint's parameters, with those that are `chosen` split into their layers."""
-        return split_layers(checkpoint.load_params(self._shardings(checkpoint)), chosen)
+        return self._in_place(split_layers(checkpoint.load_params(self._shardings(checkpoint)), chosen))
 
     def params(self, checkpoint: GenerativeCheckpoint, params: Any, chosen: Any) -> Any:
         """The same of other parameters like them."""
-        return split_layers(jax.device_put(params, self._shardings(checkpoint)), chosen)
+        return self._in_place(split_layers(jax.device_put(params, self._shardings(checkpoint)), chosen))
+
+    def _in_place(self, params: Any) -> Any:
+        return in_one_block(params) if self._mesh is None and jax.default_backend() == "cpu" else params
 
     def _shardings(self, checkpoint: GenerativeCheckpoint) -> Any:
         return None if self._mesh is None else checkpoint.shardings(self._mesh)

@@ -21,7 +21,7 @@ class EngineConfig:
       max_sequences: continuations that run at once; others wait.
       max_tokens: of a prompt and its continuation together; None is the model's `max_positions`.
       step_tokens: tokens that one step computes, at most; prompts are cut into chunks to fit beside decoding.
-      decode_repeats: steps of decoding that one program takes at most, while no prompt waits and as long as that is 20
+      decode_repeats: steps of decoding that one program takes at most, while no prompt waits and as long as that is 40
         ms; clients hear of their tokens together. 1 tells of each token as soon as it is known.
       page_tokens: tokens of a page of the cache.
       pages: of the cache; None is what `max_sequences` sequences of `max_tokens` need, or what fits in memory.

@@ -24,7 +24,7 @@ from stack_serve.llm.work import Continuation, Work
 __all__ = ["EngineLoop"]
 
 _MOST_SEED = 2**32
-_MOST_REPEATED_S = 0.02
+_MOST_REPEATED_S = 0.04
 
 
 @dataclass(frozen=True)

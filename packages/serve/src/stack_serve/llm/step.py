@@ -133,7 +133,9 @@ class Step:
         """
         slot, start, count, samples = (rows[:, field] for field in range(len(ROW_FIELDS)))
         lengths = start + count
-        of_rows = SamplingSettings.unpacked(settings[slot])
+        # What a row that does not sample wants is no work.
+        wanted = jnp.where((samples > 0)[:, None], settings[slot], SamplingSettings.greedy_row().packed())
+        of_rows = SamplingSettings.unpacked(wanted)
         sampled = sample(self.checkpoint.model(params).logits(hidden), of_rows, known[slot], lengths)
         target = jnp.where(samples > 0, slot, len(known))
         known = known.at[target, lengths].set(sampled.tokens, mode="drop")

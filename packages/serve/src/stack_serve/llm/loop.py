@@ -195,7 +195,8 @@ class EngineLoop:
                     logprobs = logprobs or _readable(sampled)
                     logprob = _token_logprob(logprobs, (turn, place), wanted)
                 self._push(continuation, tokens[turn][place], logprob)
-            self._take(row.sequence)
+            if row.samples:
+                self._take(row.sequence)
 
     def _set_repeats(self, step: _StartedStep) -> None:
         """Lets as many steps follow each other in a program as take `_MOST_REPEATED_S`, going by the last one."""

@@ -171,7 +171,7 @@ class EngineLoop:
     def _wants_prompt(self, row: Row) -> bool:
         continuation = self._continuations[row.sequence.id]
         wanted = continuation.work.request.sampling.prompt_logprobs is not None and row.sequence.index == 0
-        return wanted and row.start < row.sequence.prompt_tokens
+        return wanted and row.start + 1 < row.sequence.prompt_tokens
 
     def _read(self, step: _StartedStep) -> None:
         """Waits for a step's tokens and makes of them what is to be told."""

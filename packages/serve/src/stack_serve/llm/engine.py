@@ -1,7 +1,7 @@
 """A language model that continues many prompts at once.
 
 The host works one step ahead: it plans and starts step k + 1 while the devices run step k, and only then reads the
-tokens of k. So a sequence that ends with a token of step k has a row in step k + 1 too, whose token is dropped.
+tokens of k. So a sequence that ends with a token of step k has a row in step k + 1 too, whose tokens are dropped.
 """
 
 import queue

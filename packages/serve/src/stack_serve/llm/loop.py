@@ -33,6 +33,7 @@ class _StartedStep:
 
     Attributes:
       prompt_logprobs: of the tokens that follow those of the step, if any row wants them.
+      started_s: of `time.monotonic()`.
     """
 
     plan: Plan

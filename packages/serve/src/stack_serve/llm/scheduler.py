@@ -1,8 +1,9 @@
 """What each step computes: a pure function of the host's own records, without model, clock or randomness.
 
 A step takes one token of every running sequence that has its next one, and beside them pieces of prompts, up to
-`step_tokens` in all. It is planned while the step before it runs, so that a sequence's newest token may be known to the
-devices only. Guarantees, for any workload of sequences each of which fits into the cache alone:
+`step_tokens` in all. While nobody waits, one in which all decode may be repeated: it goes on with the tokens that it
+samples. It is planned while the step before it runs, so that a sequence's newest tokens may be known to the devices
+only. Guarantees, for any workload of sequences each of which fits into the cache alone:
 
   - A running sequence decodes in every step; a prompt's length delays no other's decoding. It stops only when the
     cache is full, and then the last of the running is preempted: it gives up its pages and waits to be computed again.

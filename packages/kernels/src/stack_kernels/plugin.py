@@ -8,18 +8,23 @@ STACK_ABI_MINOR = 0
 # One line an implementation: "op/implementation", and the attribute of stack_kernels that holds it.
 _OPS: dict[str, str] = {
     "attention/cpu": "attention.cpu:CPU",
+    "gated_linear_unit/amx": "gated_linear_unit.amx:AMX",
     "gated_linear_unit/cpu": "gated_linear_unit.cpu:CPU",
     "gated_linear_unit/cpu_quantized": "gated_linear_unit.cpu_quantized:CPU_QUANTIZED",
     "gated_linear_unit/llvm": "gated_linear_unit.llvm:LLVM",
+    "linear/amx": "linear.amx:AMX",
     "linear/cpu": "linear.cpu:CPU",
     "linear/cpu_quantized": "linear.cpu_quantized:CPU_QUANTIZED",
     "linear/llvm": "linear.llvm:LLVM",
     "linear_attention/cpu": "linear_attention.cpu:CPU",
+    "linear_cross_entropy/amx": "linear_cross_entropy.amx:AMX",
     "linear_cross_entropy/cpu": "linear_cross_entropy.cpu:CPU",
+    "norm/llvm": "norm.llvm:LLVM",
     "paged_attention/cpu": "paged_attention.cpu:CPU",
     "paged_attention/llvm": "paged_attention.llvm:LLVM",
     "ragged_dot/cpu": "ragged_dot.cpu:CPU",
     "rope/cpu": "rope.cpu:CPU",
+    "rope/llvm": "rope.llvm:LLVM",
 }
 
 

@@ -28,7 +28,7 @@ def test_contract(check: OpCheck) -> None:
     ids=str,
 )
 def test_tiles_that_overlap_and_a_chunk_that_is_not_filled(check: OpCheck, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The contract's 37 columns make three tiles of 16, and its 14 rows three chunks of 5."""
+    """The contract's 37 columns make two tiles of 32, and its 14 rows three chunks of 5."""
     monkeypatch.setattr("stack_kernels.linear_cross_entropy.cpu._SMALL_BYTES", 0)
     check(SMALL)
 

@@ -2,6 +2,8 @@
 
 import functools
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,45 +12,72 @@ from jax import lax
 from stack_core.abi import AUTODIFF, OpImplementation
 from stack_core.ops.building import ACTIVATIONS, accurate_dtype, vary_alike
 from stack_kernels.cpu import on_cpu_unquantized
-from stack_kernels.linear.product import row_gradient, times, transposed, weight_gradient
+from stack_kernels.linear.product import XLA, Products, transposed
 
-__all__ = ["CPU"]
+__all__ = ["CPU", "GatedProducts", "gated_linear_unit"]
 
 
-def _call(x: Any, w_gate: Any, w_up: Any, *, activation: str) -> Any:
+@dataclass(frozen=True)
+class GatedProducts:
+    """How the op is computed.
+
+    Attributes:
+      gated: (activation, rows, w_gate, w_up, keeps_products) -> y and, if they are kept, the product with w_gate and
+        that with w_up, in the dtype of `rows`.
+      products: of the backward pass.
+    """
+
+    gated: Callable[[str, Any, Any, Any, bool], Sequence[Any]]
+    products: Products
+
+
+def gated_linear_unit(how: GatedProducts, x: Any, w_gate: Any, w_up: Any, *, activation: str) -> Any:
+    """y = f(x G) * (x U), with gradients."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    gated = _gated_linear_unit(activation, *vary_alike(rows, w_gate, w_up))
-    return gated.reshape(*x.shape[:-1], w_up.shape[-1])
+    result = _gated_linear_unit(how, activation, *vary_alike(rows, w_gate, w_up))
+    return result.reshape(*x.shape[:-1], w_up.shape[-1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_linear_unit(activation: str, rows: Any, w_gate: Any, w_up: Any) -> Any:
-    """y = f(x G) * (x U) of rows x[n, d_in]."""
-    return _forward(activation, rows, w_gate, w_up)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gated_linear_unit(how: GatedProducts, activation: str, rows: Any, w_gate: Any, w_up: Any) -> Any:
+    return how.gated(activation, rows, w_gate, w_up, False)[0]
 
 
-def _forward(activation: str, rows: Any, w_gate: Any, w_up: Any) -> Any:
+def _forward(how: GatedProducts, activation: str, rows: Any, w_gate: Any, w_up: Any) -> Any:
     """What the backward pass finds saved: x and the two products, in their dtype; f(x G) is computed again."""
-    gate, up = times(rows, w_gate, rows.dtype), times(rows, w_up, rows.dtype)
-    accurate = accurate_dtype(rows.dtype)
-    gated = ACTIVATIONS[activation](gate.astype(accurate)) * up.astype(accurate)
-    return gated.astype(rows.dtype), (rows, w_gate, w_up, gate, up)
+    gated, gate, up = how.gated(activation, rows, w_gate, w_up, True)
+    return gated, (rows, w_gate, w_up, gate, up)
 
 
-def _backward(activation: str, residuals: Any, cotangent: Any) -> Any:
+def _backward(how: GatedProducts, activation: str, residuals: Any, cotangent: Any) -> Any:
     # Behind a barrier, or XLA shares f(x G) with the forward pass where both are in one computation: it would be kept
     # in fp32 until now.
     (rows, w_gate, w_up, gate, up), cotangent = lax.optimization_barrier((residuals, cotangent))
-    accurate = accurate_dtype(rows.dtype)
+    accurate, products = accurate_dtype(rows.dtype), how.products
     cotangent = cotangent.astype(accurate)
     activated, activation_vjp = jax.vjp(ACTIVATIONS[activation], gate.astype(accurate))
     of_gate = activation_vjp(cotangent * up.astype(accurate))[0].astype(rows.dtype)
     of_up = (cotangent * activated).astype(rows.dtype)
-    of_rows = row_gradient(of_gate, w_gate, accurate) + row_gradient(of_up, w_up, accurate)
+    of_rows = products.row_gradient(of_gate, w_gate, accurate) + products.row_gradient(of_up, w_up, accurate)
     columns = transposed(rows)
-    return of_rows.astype(rows.dtype), weight_gradient(columns, of_gate), weight_gradient(columns, of_up)
+    of_weights = (products.weight_gradient(columns, of_product, rows.dtype) for of_product in (of_gate, of_up))
+    return of_rows.astype(rows.dtype), *of_weights
 
 
 _gated_linear_unit.defvjp(_forward, _backward)
 
-CPU = OpImplementation(op="gated_linear_unit", name="cpu", function=_call, supports=on_cpu_unquantized, vjp=AUTODIFF)
+
+def _gated(activation: str, rows: Any, w_gate: Any, w_up: Any, keeps_products: bool) -> Sequence[Any]:
+    gate, up = XLA.times(rows, w_gate, rows.dtype), XLA.times(rows, w_up, rows.dtype)
+    accurate = accurate_dtype(rows.dtype)
+    gated = ACTIVATIONS[activation](gate.astype(accurate)) * up.astype(accurate)
+    return gated.astype(rows.dtype), gate, up
+
+
+CPU = OpImplementation(
+    op="gated_linear_unit",
+    name="cpu",
+    function=functools.partial(gated_linear_unit, GatedProducts(_gated, XLA)),
+    supports=on_cpu_unquantized,
+    vjp=AUTODIFF,
+)

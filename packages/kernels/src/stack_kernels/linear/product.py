@@ -2,6 +2,8 @@
 
 import functools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from jax.typing import DTypeLike
 
 from stack_core.ops.building import contract, vary_alike
 
-__all__ = ["product", "row_gradient", "times", "total", "transposed", "weight_gradient"]
+__all__ = ["XLA", "Products", "product", "total", "transposed"]
 
 _BLOCK = 32
 _MOST_ADDENDS = 128
@@ -18,33 +20,53 @@ _STREAMS = 16
 _JAX_0_10 = jax.__version_info__ < (0, 11)
 
 
-def product(rows: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """rows[n, d_in] @ weight[d_in, d_out], accumulated in fp32 and returned as `dtype`."""
-    return _product(jnp.dtype(dtype), *vary_alike(rows, weight))
+@dataclass(frozen=True)
+class Products:
+    """How the three products of a layer are formed, each accumulated in fp32 and returned as the last argument says.
+
+    They have no gradients of their own: `jax.checkpoint` sees into them and may save what they give.
+
+    Attributes:
+      times: (rows[n, d_in], weight[d_in, d_out], dtype) -> rows @ weight.
+      row_gradient: (cotangent[n, d_out], weight[d_in, d_out], dtype) -> cotangent @ weight^T.
+      weight_gradient: (columns[d_in, n], cotangent[n, d_out], dtype) -> columns @ cotangent; `columns` are the rows,
+        `transposed`.
+    """
+
+    times: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array]
+    row_gradient: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array]
+    weight_gradient: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(dtype: jnp.dtype, rows: jax.Array, weight: jax.Array) -> jax.Array:
-    return times(rows, weight, dtype)
+def product(rows: jax.Array, weight: jax.Array, dtype: DTypeLike, products: Products | None = None) -> jax.Array:
+    """rows[n, d_in] @ weight[d_in, d_out], accumulated in fp32 and returned as `dtype`; XLA forms it unless told."""
+    return _product(products or XLA, jnp.dtype(dtype), *vary_alike(rows, weight))
 
 
-def _forward(dtype: jnp.dtype, rows: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return times(rows, weight, dtype), (rows, weight)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(products: Products, dtype: jnp.dtype, rows: jax.Array, weight: jax.Array) -> jax.Array:
+    return products.times(rows, weight, dtype)
+
+
+def _forward(
+    products: Products, dtype: jnp.dtype, rows: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return products.times(rows, weight, dtype), (rows, weight)
 
 
 def _backward(
-    dtype: jnp.dtype, operands: tuple[jax.Array, jax.Array], cotangent: jax.Array
+    products: Products, dtype: jnp.dtype, operands: tuple[jax.Array, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     rows, weight = operands
     cotangent = cotangent.astype(rows.dtype)
-    return row_gradient(cotangent, weight, rows.dtype), weight_gradient(transposed(rows), cotangent)
+    of_rows = products.row_gradient(cotangent, weight, rows.dtype)
+    return of_rows, products.weight_gradient(transposed(rows), cotangent, rows.dtype)
 
 
 _product.defvjp(_forward, _backward)
 
 
-def times(rows: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`product`, for what has gradients of its own: `jax.checkpoint` sees into it and may save it."""
+def _times(rows: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
     if _is_one_row(rows, weight):
         return _one_row(rows, weight).astype(dtype)
     return _contract_rows("ni,io->no", rows, weight, dtype)
@@ -84,14 +106,12 @@ def _one_row(rows: jax.Array, weight: jax.Array) -> jax.Array:
     return total(lax.optimization_barrier(sums), 0)[None]
 
 
-def row_gradient(cotangent: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """cotangent[n, d_out] @ weight[d_in, d_out]^T, accumulated in fp32 and returned as `dtype`."""
+def _row_gradient(cotangent: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
     return _contract_rows("no,io->ni", cotangent, weight, dtype)
 
 
-def weight_gradient(columns: jax.Array, cotangent: jax.Array) -> jax.Array:
-    """columns[d_in, n] @ cotangent[n, d_out], in their dtype; `columns` are the rows, `transposed`."""
-    return contract("in,no->io", columns, cotangent, columns.dtype)
+def _weight_gradient(columns: jax.Array, cotangent: jax.Array, dtype: DTypeLike) -> jax.Array:
+    return contract("in,no->io", columns, cotangent, dtype)
 
 
 def transposed(array: jax.Array) -> jax.Array:
@@ -116,3 +136,7 @@ def _contract_rows(subscripts: str, rows: jax.Array, weight: jax.Array, dtype: D
     if count == 1 and rows.dtype == jnp.bfloat16:
         rows = jnp.pad(rows, ((0, 1), (0, 0)))
     return contract(subscripts, rows, weight, dtype)[:count]
+
+
+XLA = Products(_times, _row_gradient, _weight_gradient)
+"""In forms that XLA's CPU backend has fast kernels for."""

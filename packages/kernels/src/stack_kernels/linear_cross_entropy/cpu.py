@@ -25,9 +25,9 @@ from stack_core.abi import AUTODIFF, OpImplementation
 from stack_core.mesh import constrain, parts_of
 from stack_core.ops.building import accurate_dtype, dequantize, vary_alike
 from stack_kernels.cpu import as_bits, from_bits, on_cpu
-from stack_kernels.linear.product import transposed
+from stack_kernels.linear.product import XLA, Products, transposed
 
-__all__ = ["CPU", "Chunks"]
+__all__ = ["CONFIGS", "CPU", "Chunks", "linear_cross_entropy"]
 
 _SMALL_BYTES = 32 * 2**20
 _LEAST_SHARE = 1e-20  # A tile with less of the partition has no weight in any sum, and 1 / a stays finite.
@@ -52,17 +52,19 @@ class _Loss:
     """What is fixed of a call.
 
     Attributes:
+      products: how they are formed.
       chunks: of rows, each of as many.
       width: the columns of every tile; the last overlaps the one before if it does not divide the vocabulary.
       dtype: of the weight, whose `as_bits` the loops read.
     """
 
-    z_loss: float
-    label_smoothing: float
+    products: Products
     vocab: int
     chunks: int
     width: int
     dtype: Any
+    z_loss: float
+    label_smoothing: float
 
 
 class _Rows(NamedTuple):
@@ -73,22 +75,23 @@ class _Rows(NamedTuple):
     shares: Any
 
 
-def _cpu(
+def linear_cross_entropy(
+    products: Products,
     hidden: Any,
     weight: Any,
     labels: Any,
     *,
     ignore_index: int,
-    z_loss: float,
-    label_smoothing: float,
     reduction: str,
     config: Chunks,
+    **regularization: float,
 ) -> Any:
+    """The op, by those products; `regularization` are `z_loss` and `label_smoothing`."""
     weight = dequantize(weight, hidden.dtype)
     embed, vocab = weight.shape
     parts = parts_of("batch") if labels.size % parts_of("batch") == 0 else 1
     divided = _divided(labels.size // parts, vocab, hidden.dtype, config)
-    loss = _Loss(z_loss, label_smoothing, vocab, *divided, weight.dtype)
+    loss = _Loss(products, vocab, *divided, weight.dtype, **regularization)
     counted = labels != ignore_index
     shares = counted.astype(accurate_dtype(hidden.dtype))
     if reduction == "mean":
@@ -190,9 +193,9 @@ def _add_chunk(loss: _Loss, chunk: _Rows, bits: Any, of_weight: Any) -> Any:
         share = jnp.maximum(jnp.exp(largest - joined.log_partition), _LEAST_SHARE)
         slopes = _slopes(loss, chunk, joined, exponentials, columns, share)
         scale = share * chunk.shares
-        of_hidden = of_hidden + _product("rv,ev->re", slopes, block) * scale[:, None]
+        of_hidden = of_hidden + loss.products.row_gradient(slopes, block, scale.dtype) * scale[:, None]
         scaled = (columns_first.astype(scale.dtype) * scale).astype(slopes.dtype)
-        added = _product("er,rv->ev", scaled, slopes)
+        added = loss.products.weight_gradient(scaled, slopes, scale.dtype)
         added = added + lax.dynamic_slice_in_dim(of_weight, begin, loss.width, axis=1).astype(added.dtype)
         return (of_hidden, lax.dynamic_update_slice_in_dim(of_weight, added.astype(of_weight.dtype), begin, 1)), None
 
@@ -214,7 +217,7 @@ class _Seen(NamedTuple):
 def _read_tile(loss: _Loss, rows: _Rows, bits: Any, tile: Any) -> tuple[_Seen, Any]:
     """What is kept of a tile's logits: a few numbers a row, and e [rows, columns] as bits."""
     begin, block, columns = _columns(loss, bits, tile)
-    logits = _product("re,ev->rv", rows.hidden.astype(block.dtype), block)
+    logits = loss.products.times(rows.hidden.astype(block.dtype), block, accurate_dtype(block.dtype))
     logit_total = jnp.sum(jnp.where(columns < 0, 0, logits), axis=-1) if loss.label_smoothing else None
     if loss.vocab % loss.width:
         logits = jnp.where(columns < 0, -jnp.inf, logits)
@@ -274,11 +277,11 @@ def _in_chunks(loss: _Loss, rows: _Rows) -> _Rows:
 
 
 def _divided(rows: int, vocab: int, dtype: Any, config: Chunks) -> tuple[int, int]:
-    """The number of chunks, and the width of tiles: as equal as can be, in multiples of 16 columns."""
+    """The number of chunks, and the width of tiles: as equal as can be, in multiples of 32 columns."""
     row_bytes = vocab * jnp.dtype(_product_dtype(dtype)).itemsize
     chunks = max(-(-rows // max(config.chunk_rows, _SMALL_BYTES // row_bytes)), 1)
     tiles = -(-rows * vocab * 4 // (chunks * config.tile_bytes))
-    return chunks, min(-(-vocab // (16 * max(tiles, 1))) * 16, vocab)
+    return chunks, min(-(-vocab // (32 * max(tiles, 1))) * 32, vocab)
 
 
 def _tiles(loss: _Loss) -> Any:
@@ -298,15 +301,13 @@ def _product_dtype(dtype: Any) -> Any:
     return dtype if dtype == jnp.bfloat16 else accurate_dtype(dtype)
 
 
-def _product(subscripts: str, left: Any, right: Any) -> Any:
-    return jnp.einsum(subscripts, left, right, preferred_element_type=accurate_dtype(left.dtype))
-
+CONFIGS = (Chunks(), Chunks(tile_bytes=16 * 2**20), Chunks(chunk_rows=256), Chunks(chunk_rows=1024))
 
 CPU = OpImplementation(
     op="linear_cross_entropy",
     name="cpu",
-    function=_cpu,
+    function=functools.partial(linear_cross_entropy, XLA),
     supports=on_cpu,
     vjp=AUTODIFF,
-    configs=(Chunks(), Chunks(tile_bytes=16 * 2**20), Chunks(chunk_rows=256), Chunks(chunk_rows=1024)),
+    configs=CONFIGS,
 )

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import os
 import platform
 import threading
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from stack_kernels.llvm.code import POINTER, Code
 __all__ = ["Processor", "compiled", "kernel_call", "on_this_cpu", "this_processor"]
 
 _REGISTERING = threading.Lock()
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,15 @@ class Processor:
     """What kernels are written for.
 
     Attributes:
+      count: the processors that this process may run on.
       lanes: the float32 numbers of a vector register.
       has_bf16_dot: it multiplies pairs of bf16 numbers and adds them up in fp32.
       has_int8_dot: it multiplies fours of int8 numbers and adds them up in int32.
-      has_tiles: it multiplies tiles of 16 rows of bf16 or int8 at once, which XLA's products do and these do not.
+      has_tiles: it multiplies tiles of 16 rows of bf16 at once, and the system lets this process use their registers.
       features: LLVM's list, "+avx2,-avx512f".
     """
 
+    count: int
     lanes: int
     has_bf16_dot: bool
     has_int8_dot: bool
@@ -60,13 +64,25 @@ def this_processor() -> Processor | None:
         return None
     wide = all(has.get(name) for name in ("avx512f", "avx512bw", "avx512dq", "avx512vl"))
     return Processor(
+        count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         lanes=16 if wide else 8,
         has_bf16_dot=wide and bool(has.get("avx512bf16")),
         has_int8_dot=wide and bool(has.get("avx512vnni")),
-        has_tiles=wide and all(has.get(name) for name in ("amx-tile", "amx-bf16", "amx-int8")),
+        has_tiles=wide and all(has.get(name) for name in ("amx-tile", "amx-bf16", "avx512bf16")) and _may_use_tiles(),
         # Without this LLVM splits 512-bit vectors where it thinks that they slow the clock.
         features=",".join((llvm.get_host_cpu_features().flatten(), "-prefer-256-bit")),
     )
+
+
+def _may_use_tiles() -> bool:
+    """Asks Linux for the tile registers: their state is large, so that each process has to.
+
+    Source: Linux kernel documentation, Using XSTATE features in user space applications.
+    """
+    try:
+        return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
+    except (AttributeError, OSError):  # not Linux
+        return False
 
 
 def on_this_cpu(call: OpCall, chip: Chip) -> bool | str:

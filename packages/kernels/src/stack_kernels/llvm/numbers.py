@@ -1,4 +1,4 @@
-"""Reads numbers of any dtype, as they are stored, into vectors of float32."""
+"""Reads numbers of any dtype, as they are stored, into vectors of float32, and writes those of some."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 from llvmlite import ir
 
 from stack_kernels.llvm.code import BYTE, FLOAT, HALF, INT32, SHORT, Code, vector
+from stack_kernels.llvm.vectors import from_bfloat16
 
-__all__ = ["BITS", "LEVELS", "read"]
+__all__ = ["BITS", "LEVELS", "WRITTEN", "read", "write"]
 
 BITS: Mapping[str, int] = {
     "float32": 32,
@@ -41,6 +42,16 @@ def read(code: Code, dtype: str, pointer: Any, lanes: int, mask: Any | None, lev
     if BITS[dtype] == 4:
         return _looked_up(code, _nibbles(code, pointer, lanes, mask), levels)
     return _READERS[dtype](code, _load(code, _STORED[dtype], pointer, lanes, mask), lanes)
+
+
+def write(code: Code, dtype: str, values: Any, pointer: Any, mask: Any | None) -> None:
+    """Stores float32 numbers as the nearest of a dtype of `WRITTEN`, the next of a row.
+
+    Args:
+      mask: which of them exist; None for all.
+    """
+    stored = _WRITERS[dtype](code, values, values.type.count)
+    code.store(stored, pointer) if mask is None else code.masked_store(stored, pointer, mask)
 
 
 def _load(code: Code, kind: ir.Type, pointer: Any, lanes: int, mask: Any | None) -> Any:
@@ -77,8 +88,7 @@ def _as_it_is(code: Code, stored: Any, lanes: int) -> Any:
 
 
 def _from_bfloat16(code: Code, stored: Any, lanes: int) -> Any:
-    bits = code.build.zext(stored, vector(INT32, lanes))
-    return code.build.bitcast(code.build.shl(bits, _constant(INT32, lanes, 16)), vector(FLOAT, lanes))
+    return from_bfloat16(code, stored)
 
 
 def _from_float16(code: Code, stored: Any, lanes: int) -> Any:
@@ -119,3 +129,24 @@ _READERS = {
     "float8_e4m3fn": _from_e4m3fn,
     "float8_e5m2": _from_e5m2,
 }
+
+
+def _to_bfloat16(code: Code, values: Any, lanes: int) -> Any:
+    """Half of the last place is added, and a little less where the number that is kept is even."""
+    bits = code.build.bitcast(values, vector(INT32, lanes))
+    high = code.build.lshr(bits, _constant(INT32, lanes, 16))
+    is_odd = code.build.and_(high, _constant(INT32, lanes, 1))
+    rounded = code.build.add(code.build.add(bits, is_odd), _constant(INT32, lanes, 0x7FFF))
+    rounded = code.build.lshr(rounded, _constant(INT32, lanes, 16))
+    is_nan = code.build.fcmp_unordered("uno", values, values)
+    kept = code.build.select(is_nan, code.build.or_(high, _constant(INT32, lanes, 0x40)), rounded)
+    return code.build.trunc(kept, vector(SHORT, lanes))
+
+
+def _to_float16(code: Code, values: Any, lanes: int) -> Any:
+    return code.build.bitcast(code.build.fptrunc(values, vector(HALF, lanes)), vector(SHORT, lanes))
+
+
+_WRITERS = {"float32": _as_it_is, "bfloat16": _to_bfloat16, "float16": _to_float16}
+WRITTEN = tuple(_WRITERS)
+"""The names of the dtypes that can be written."""

@@ -1,13 +1,26 @@
 """Functions of vectors, most of them of float32."""
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from llvmlite import ir
 
-from stack_kernels.llvm.code import FLOAT, INT32, Code, vector
+from stack_kernels.llvm.code import FLOAT, INT32, SHORT, Code, vector
 
-__all__ = ["constant", "exp", "interleaved", "largest", "sums", "tanh", "total"]
+__all__ = [
+    "ACTIVATIONS",
+    "as_bfloat16",
+    "constant",
+    "exp",
+    "from_bfloat16",
+    "interleaved",
+    "largest",
+    "sums",
+    "tanh",
+    "total",
+    "transposed",
+]
 
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -43,6 +56,52 @@ def tanh(code: Code, x: Any) -> Any:
     return code.build.fsub(constant(1, lanes), code.build.fdiv(constant(2, lanes), grown))
 
 
+def as_bfloat16(code: Code, x: Any, more: Any | None = None) -> Any:
+    """16 or 32 numbers rounded to the nearest bf16, as int16, on a processor with bf16 dot products."""
+    if more is None:
+        return code.intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", vector(SHORT, 16), x)
+    return code.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vector(SHORT, 32), more, x)
+
+
+def from_bfloat16(code: Code, x: Any) -> Any:
+    """bf16 numbers, as int16, in float32."""
+    lanes = x.type.count
+    bits = code.build.shl(code.build.zext(x, vector(INT32, lanes)), _integers(16, lanes))
+    return code.build.bitcast(bits, vector(FLOAT, lanes))
+
+
+def _silu(code: Code, x: Any) -> Any:
+    grown = code.build.fadd(exp(code, code.build.fneg(x)), constant(1, x.type.count))
+    return code.build.fdiv(x, grown)
+
+
+def _gelu_tanh(code: Code, x: Any) -> Any:
+    lanes = x.type.count
+    cubic = code.fma(code.build.fmul(x, x), constant(0.044715, lanes), constant(1, lanes))
+    inner = code.build.fmul(code.build.fmul(x, cubic), constant(math.sqrt(2 / math.pi), lanes))
+    half = code.build.fmul(x, constant(0.5, lanes))
+    return code.fma(half, tanh(code, inner), half)
+
+
+def _relu(code: Code, x: Any) -> Any:
+    zero = constant(0, x.type.count)
+    return code.build.select(code.build.fcmp_ordered("<", x, zero), zero, x)
+
+
+def _relu_squared(code: Code, x: Any) -> Any:
+    positive = _relu(code, x)
+    return code.build.fmul(positive, positive)
+
+
+ACTIVATIONS: Mapping[str, Callable[[Code, Any], Any]] = {
+    "gelu_tanh": _gelu_tanh,
+    "relu": _relu,
+    "relu_squared": _relu_squared,
+    "silu": _silu,
+}
+"""Those of `gated_linear_unit` that there are, by name; NaN gives NaN."""
+
+
 def largest(code: Code, x: Any) -> Any:
     """Of the lanes of one vector."""
     return code.intrinsic(f"llvm.vector.reduce.fmax.v{x.type.count}f32", FLOAT, x)
@@ -71,6 +130,15 @@ def interleaved(code: Code, first: Any, second: Any, size: int) -> list[Any]:
     count = first.type.count
     order = [lane + other for lane in range(count) for other in (0, count)]
     return [code.shuffle(first, second, order[start : start + size]) for start in range(0, 2 * count, size)]
+
+
+def transposed(code: Code, rows: list[Any]) -> list[Any]:
+    """The columns of as many vectors as they have lanes: each round takes the elements of two of them in turn."""
+    half = len(rows) // 2
+    for _ in range(half.bit_length()):
+        pairs = zip(rows[:half], rows[half:], strict=True)
+        rows = [part for pair in pairs for part in interleaved(code, *pair, 2 * half)]
+    return rows
 
 
 def _halves(count: int) -> list[int]:

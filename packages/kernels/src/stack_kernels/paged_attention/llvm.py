@@ -12,7 +12,7 @@ from stack_core.hardware import Chip
 from stack_core.ops.building import is_quantized, with_sinks
 from stack_kernels.cpu import abstract_view
 from stack_kernels.llvm import host
-from stack_kernels.llvm.numbers import BITS
+from stack_kernels.llvm.numbers import BITS, WRITTEN
 from stack_kernels.paged_attention.llvm_tiles import PagedAttention, paged_attention_module
 
 __all__ = ["LLVM"]
@@ -33,10 +33,16 @@ def _supports(call: OpCall, chip: Chip) -> bool | str:
             return answer
     if jax.tree.map(jnp.dtype, arrays["key_pages"]) != jax.tree.map(jnp.dtype, arrays["value_pages"]):
         return "keys and values are of different dtypes"
-    head_dim = arrays["query"].shape[-1]
-    if head_dim % _FEWEST_LANES or head_dim > _WIDEST:
-        return f"it is for a head_dim that is a multiple of {_FEWEST_LANES} up to {_WIDEST}, not {head_dim}"
-    return host.on_this_cpu(call, chip)
+    answer = _answers(arrays["query"])
+    return host.on_this_cpu(call, chip) if answer is True else answer
+
+
+def _answers(query: Any) -> bool | str:
+    if query.dtype.name not in WRITTEN:
+        return f"it is for queries of {', '.join(WRITTEN)}, not {query.dtype.name}"
+    head_dim = query.shape[-1]
+    fits = head_dim % _FEWEST_LANES == 0 and head_dim <= _WIDEST
+    return fits or f"it is for a head_dim that is a multiple of {_FEWEST_LANES} up to {_WIDEST}, not {head_dim}"
 
 
 def _reads(pages: Any) -> bool | str:
@@ -60,6 +66,7 @@ def _llvm(query: Any, key_pages: Any, value_pages: Any, *, sinks: Any, window: A
         lanes=lanes,
         query="bfloat16" if _has_bf16_dot(query, pools[0], lanes) else "float32",
         pages=pools[0].dtype.name,
+        output=query.dtype.name if sinks is None else "float32",
         scaled=bool(views),
         layout=call["layout"],
         heads=heads,
@@ -72,7 +79,7 @@ def _llvm(query: Any, key_pages: Any, value_pages: Any, *, sinks: Any, window: A
     )
     places = [call[name].astype(jnp.int32) for name in ("block_tables", "kv_lengths", "query_starts")]
     by_head = jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
-    results = (jax.ShapeDtypeStruct(query.shape, jnp.float32), by_head, by_head)
+    results = (jax.ShapeDtypeStruct(query.shape, attention.output), by_head, by_head)
     arguments = [query.astype(attention.query), *pools, *places, *(view.scale.astype(jnp.float32) for view in views)]
     build = functools.partial(paged_attention_module, attention)
     output, maximum, total = host.kernel_call(attention.name, build, results, *arguments)

@@ -14,7 +14,7 @@ from llvmlite import ir
 from stack_kernels.llvm import vectors
 from stack_kernels.llvm.code import FLOAT, INDEX, INT32, POINTER, Code, Variable, vector
 from stack_kernels.llvm.host import Processor
-from stack_kernels.llvm.numbers import BITS, read
+from stack_kernels.llvm.numbers import BITS, read, write
 
 __all__ = ["PagedAttention", "paged_attention_module"]
 
@@ -28,19 +28,21 @@ class PagedAttention:
 
     The buffers are query[tokens, heads, head_dim]; the pools of keys and of values in the axes of `layout`; int32 block
     tables[batch, pages], kv_lengths[batch] and query_starts[batch + 1]; and, if `scaled`, pools of a float32 scale for
-    each vector of keys and of values. Results are the output, and the running maximum and the sum of the softmax,
-    float32[tokens, heads]; of what has nothing to attend to all are 0.
+    each vector of keys and of values. Results are the output, shaped like the query, and the running maximum and the
+    sum of the softmax, float32[tokens, heads]; of what has nothing to attend to all are 0.
 
     Attributes:
       lanes: the numbers of its vectors, which head_dim is a multiple of.
       query: "float32", or "bfloat16" where keys are and the processor has such a dot product.
       pages: the dtype of keys and values, one of `BITS` of at least 8.
+      output: the dtype of the output, one of `WRITTEN`.
       left: how far back a query sees; None for all the way.
     """
 
     lanes: int
     query: str
     pages: str
+    output: str
     scaled: bool
     layout: str
     heads: int
@@ -85,9 +87,9 @@ def _write_tiles(module: ir.Module, attention: PagedAttention) -> None:
     filled = code.times(sequences.start(sequences.count), attention.heads)
     _, (tokens, _, _) = code.buffer(arguments, 0, 3)
     rows = code.minus(code.times(tokens, attention.heads), filled)
-    for number, width in enumerate((attention.head_dim, 1, 1)):
+    for number, size in enumerate((attention.head_dim * BITS[attention.output] // 8, 4, 4)):
         data, _ = code.buffer(results, number, 0)
-        code.clear(code.at(data, code.times(filled, 4 * width)), code.times(rows, 4 * width))
+        code.clear(code.at(data, code.times(filled, size)), code.times(rows, size))
     code.close(code.times(parts.get(), attention.kv_heads))
 
 
@@ -350,20 +352,21 @@ class _Tile:
         code, attention = self.code, self.attention
         output, maxima, totals = self.results
 
-        def write(row: Any, token: Any, head: Any) -> None:
+        def finish_row(row: Any, token: Any, head: Any) -> None:
             total = vectors.total(code, self._total(row).get())
             has_any = code.build.fcmp_ordered(">", total, ir.Constant(FLOAT, 0.0))
             zero, one = ir.Constant(FLOAT, 0.0), ir.Constant(FLOAT, 1.0)
             factor = code.splat(code.build.select(has_any, code.build.fdiv(one, total), zero), self.lanes)
             place = code.plus(code.times(token, attention.heads), head)
             for number, part in enumerate(self._parts_of_sums(row)):
-                at = code.at(output, code.times(place, 4 * attention.head_dim), 4 * self.lanes * number)
-                code.store(code.build.fmul(part.get(), factor), at)
+                size = BITS[attention.output] // 8
+                at = code.at(output, code.times(place, size * attention.head_dim), size * self.lanes * number)
+                write(code, attention.output, code.build.fmul(part.get(), factor), at, None)
             maximum = code.load(FLOAT, code.at(self.maxima, code.times(row, 4)))
             code.store(code.build.select(has_any, maximum, zero), code.at(maxima, code.times(place, 4)))
             code.store(total, code.at(totals, code.times(place, 4)))
 
-        self._rows(write)
+        self._rows(finish_row)
 
 
 @dataclass(frozen=True)

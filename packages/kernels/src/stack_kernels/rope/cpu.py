@@ -13,13 +13,18 @@ from stack_core.abi import AUTODIFF, OpImplementation
 from stack_core.ops.building import rope_angles, rotated
 from stack_kernels.cpu import on_cpu
 
-__all__ = ["CPU"]
+__all__ = ["CPU", "tables"]
 
 
-def _rope(x: Any, positions: Any, *, theta: float, scaling: Any, interleaved: bool, rotary_dim: int) -> Any:
+def tables(positions: Any, *, theta: float, scaling: Any, rotary_dim: int) -> tuple[Any, Any]:
+    """Cosines and sines [..., seq, 1, rotary_dim / 2] in fp32 of positions [..., seq]."""
     angles, factor = rope_angles(positions, theta=theta, scaling=scaling, rotary_dim=rotary_dim)
     cosine, sine = lax.map(lambda is_sine: lax.cond(is_sine, jnp.sin, jnp.cos, angles), jnp.array([False, True]))
-    return rotated(x, factor * cosine, factor * sine, interleaved=interleaved)
+    return factor * cosine, factor * sine
+
+
+def _rope(x: Any, positions: Any, *, interleaved: bool, **frequencies: Any) -> Any:
+    return rotated(x, *tables(positions, **frequencies), interleaved=interleaved)
 
 
 CPU = OpImplementation(op="rope", name="cpu", function=_rope, supports=on_cpu, vjp=AUTODIFF)

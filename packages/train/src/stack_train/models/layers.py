@@ -1,6 +1,7 @@
 """What decoder architectures share: a linear layer, an embedding, how activations are split, a scan over layers."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -11,7 +12,16 @@ from jaxtyping import Array, Float, Int
 from stack_core import ops
 from stack_core.mesh import constrain
 
-__all__ = ["FloatName", "Linear", "RematPolicy", "as_residual", "gathered", "lookup", "scan_layers"]
+__all__ = [
+    "FloatName",
+    "Linear",
+    "RematPolicy",
+    "ResidualStream",
+    "as_residual",
+    "gathered",
+    "lookup",
+    "scan_layers",
+]
 
 Hidden = Float[Array, "batch seq embed"]
 
@@ -64,6 +74,31 @@ def lookup(table: Float[Array, "vocab embed"], tokens: Int[Array, "batch seq"], 
     tokens = constrain(tokens, "lookup_batch", "seq", name="tokens")
     parts = jnp.take(table, tokens, axis=0, mode="fill").astype(dtype)
     return as_residual(constrain(parts, "lookup_batch", "seq", "embed", name="embedded tokens"))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ResidualStream:
+    """The residual stream between two layers, its last sum not formed yet: the norm that follows does it in passing.
+
+    Attributes:
+      x: [batch, seq, embed].
+      added: like `x`, what the layer before adds to it; None if that is done.
+    """
+
+    x: Any
+    added: Any
+
+    def normed(self, scale: Float[Array, " embed"], epsilon: float) -> tuple[Any, Any]:
+        """The RMS norm of the sum, and the sum."""
+        if self.added is None:
+            return ops.norm(self.x, scale, epsilon=epsilon), self.x
+        normed, x = ops.norm(self.added, scale, epsilon=epsilon, residual=self.x)
+        return normed, x
+
+    def joined(self) -> "ResidualStream":
+        """With the sum formed, which takes half the memory to keep."""
+        return self if self.added is None else ResidualStream(self.x + self.added, None)
 
 
 def as_residual(x: Hidden) -> Hidden:

@@ -21,7 +21,16 @@ from stack_core.errors import ConfigError, ShapeError
 from stack_core.mesh import constrain
 from stack_core.protocols import AttentionSpec, KVCache, KVCacheShape
 from stack_train.models.config_map import ConfigField, ConfigMap
-from stack_train.models.layers import FloatName, Linear, RematPolicy, as_residual, gathered, lookup, scan_layers
+from stack_train.models.layers import (
+    FloatName,
+    Linear,
+    RematPolicy,
+    ResidualStream,
+    as_residual,
+    gathered,
+    lookup,
+    scan_layers,
+)
 from stack_train.models.weight_map import WeightRule, linear_rules
 
 __all__ = ["FAMILY", "Llama", "LlamaConfig", "LlamaFamily"]
@@ -163,12 +172,12 @@ class Block(nnx.Module):
         self.feed_forward = FeedForward(config, key=feed_forward_key)
 
     def __call__(
-        self, x: Hidden, positions: Any, segment_ids: Any, cache: KVCache | None, layer_cache: Any
-    ) -> tuple[Hidden, Any]:
-        normed: Any = ops.norm(x, self.attention_norm[...], epsilon=self.epsilon)
+        self, stream: ResidualStream, positions: Any, segment_ids: Any, cache: KVCache | None, layer_cache: Any
+    ) -> tuple[ResidualStream, Any]:
+        normed, x = stream.normed(self.attention_norm[...], self.epsilon)
         attended, layer_cache = self.attention(gathered(normed), positions, segment_ids, cache, layer_cache)
-        normed, x = ops.norm(as_residual(attended), self.feed_forward_norm[...], epsilon=self.epsilon, residual=x)
-        return x + as_residual(self.feed_forward(gathered(normed))), layer_cache
+        normed, x = ResidualStream(x, as_residual(attended)).normed(self.feed_forward_norm[...], self.epsilon)
+        return ResidualStream(x, as_residual(self.feed_forward(gathered(normed)))), layer_cache
 
 
 class Llama(nnx.Module):
@@ -208,13 +217,15 @@ class Llama(nnx.Module):
         self._check(tokens, segment_ids, cache)
         x = lookup(self.embedding[...], tokens, self.config.dtype)
 
-        def run(block: Block, x: jax.Array, layer_cache: Any) -> tuple[jax.Array, Any]:
-            return block(x, positions, segment_ids, cache, layer_cache)
+        def run(block: Block, stream: ResidualStream, layer_cache: Any) -> tuple[ResidualStream, Any]:
+            stream, layer_cache = block(stream, positions, segment_ids, cache, layer_cache)
+            return stream.joined() if cache is None else stream, layer_cache  # a backward pass keeps every layer's
 
+        stream = ResidualStream(x, None if cache is None else jnp.zeros_like(x))
         layers = None if cache is None else cache.layers
         unroll = self.config.unroll and cache is None  # a loop updates a cache in place
-        x, layers = scan_layers(run, self.blocks, x, layers, remat=self.config.remat, unroll=unroll)
-        normed: Any = ops.norm(x, self.norm[...], epsilon=self.config.norm_epsilon)
+        stream, layers = scan_layers(run, self.blocks, stream, layers, remat=self.config.remat, unroll=unroll)
+        normed, _ = stream.normed(self.norm[...], self.config.norm_epsilon)
         hidden = gathered(normed)
         return hidden if cache is None else (hidden, cache.advance(layers, tokens.shape[1]))
 

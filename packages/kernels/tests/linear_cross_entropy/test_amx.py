@@ -1,0 +1,43 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core import ops
+from stack_core.testing import OpCheck, op_checks
+from stack_kernels.linear_cross_entropy.amx import AMX
+from stack_kernels.llvm import host
+
+
+@pytest.fixture(autouse=True)
+def tiles() -> None:
+    found = host.this_processor()
+    if found is None or not found.has_tiles:
+        pytest.skip("this processor has no AMX")
+
+
+@pytest.mark.parametrize("check", op_checks("linear_cross_entropy"), ids=str)
+def test_contract(check: OpCheck) -> None:
+    check(AMX)
+
+
+@pytest.mark.parametrize("rows", [9, 700])
+def test_losses_and_gradients_are_those_of_the_reference(rows: int) -> None:
+    """Of a chunk that is not filled, and of two."""
+    rng = np.random.default_rng(0)
+    hidden, weight = (jnp.asarray(rng.normal(size=shape) / 8, jnp.bfloat16) for shape in ((rows, 64), (64, 4128)))
+    labels = jnp.asarray(rng.integers(0, 4128, rows))
+
+    def of(implementation: Any) -> Any:
+        def loss(hidden: Any, weight: Any) -> Any:
+            return ops.linear_cross_entropy(hidden, weight, labels, z_loss=0.01, implementation=implementation)
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(hidden, weight)
+
+    (found, found_gradients), (expected, expected_gradients) = of(AMX), of("reference")
+    assert float(found) == pytest.approx(float(expected), rel=1e-4)
+    for one, other in zip(found_gradients, expected_gradients, strict=True):
+        exact = np.asarray(other, np.float64)
+        np.testing.assert_allclose(np.asarray(one, np.float64), exact, rtol=2.0**-6, atol=2.0**-8 * np.abs(exact).max())

@@ -4,11 +4,10 @@ A tile register holds 16 rows of 64 bytes. The sums of 32 rows of x and two tile
 along k; each step loads two tiles of x and two of w, of 32 entries along k, and multiplies each with each. A tile of w
 wants the entries of two rows beside each other: a panel of w is brought into that order once for up to 512 rows of x,
 and stays in the second cache meanwhile. Where k is longer than a panel, the sums wait in fp32.
-
-Source: Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter on Intel AMX.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from llvmlite import ir
 
 from stack_kernels.llvm.code import BYTE, FLOAT, INDEX, INT32, POINTER, SHORT, Code, vector
 from stack_kernels.llvm.host import Processor
+from stack_kernels.llvm.tile_registers import TILE_BYTES, TILE_LINE, TILE_ROWS, TileRegisters
 from stack_kernels.llvm.vectors import ACTIVATIONS, as_bfloat16, from_bfloat16, interleaved, transposed
 
 __all__ = ["GRAIN", "TiledProduct", "tiled_module"]
@@ -24,9 +24,6 @@ __all__ = ["GRAIN", "TiledProduct", "tiled_module"]
 GRAIN = 32
 """k and the columns are multiples of this."""
 
-_ROWS = 16
-_LINE = 64
-_TILE = _ROWS * _LINE
 _UNIT_ROWS = 512
 _PANEL_TILES = 512
 _PAIRS = (4, 8, 16)
@@ -94,10 +91,10 @@ class _Size:
         down = _parts(code, rows, _UNIT_ROWS)
         pairs: Any = INDEX(min(_PAIRS))
         for wider in sorted(_PAIRS)[1:]:
-            units = code.times(down, _parts(code, columns, wider * 2 * _ROWS // product.weights))
+            units = code.times(down, _parts(code, columns, wider * 2 * TILE_ROWS // product.weights))
             is_enough = code.build.icmp_signed(">=", units, INDEX(2 * processor.count))
             pairs = code.build.select(is_enough, INDEX(wider), pairs)
-        self.columns = code.times(pairs, 2 * _ROWS // product.weights)
+        self.columns = code.times(pairs, 2 * TILE_ROWS // product.weights)
         self.steps = code.over(INDEX(_PANEL_TILES // 2), pairs)
 
 
@@ -117,17 +114,18 @@ class _Unit:
         down = code.over(unit, across)
         self.row = code.times(down, _UNIT_ROWS)
         self.column = code.times(code.minus(unit, code.times(down, across)), self.unit.columns)
-        self.tile_rows = code.least(self.rows, INDEX(_ROWS))
-        self.panel = code.scratch(BYTE, _PANEL_TILES * _TILE)
-        self.block = code.scratch(BYTE, _PANEL_TILES // min(_PAIRS) * _TILE)
-        self.sums = code.scratch(BYTE, _UNIT_ROWS // GRAIN * max(_PAIRS) * 4 * _TILE)
+        self.registers = TileRegisters(code)
+        self.tile_rows = code.least(self.rows, INDEX(TILE_ROWS))
+        self.panel = code.scratch(BYTE, _PANEL_TILES * TILE_BYTES)
+        self.block = code.scratch(BYTE, _PANEL_TILES // min(_PAIRS) * TILE_BYTES)
+        self.sums = code.scratch(BYTE, _UNIT_ROWS // GRAIN * max(_PAIRS) * 4 * TILE_BYTES)
 
     def write(self) -> None:
         code = self.code
-        self._configure()
+        self.registers.configure(self.tile_rows, {*_OF_X, *itertools.chain(*_SUMS)})
         width = code.least(code.minus(self.columns, self.column), self.unit.columns)
         blocks = _parts(code, code.least(code.minus(self.rows, self.row), INDEX(_UNIT_ROWS)), GRAIN)
-        pairs = code.over(code.times(width, self.product.weights), 2 * _ROWS)
+        pairs = code.over(code.times(width, self.product.weights), 2 * TILE_ROWS)
         steps = code.over(self.depth, GRAIN)
         panels = _parts(code, steps, self.unit.steps)
         is_only = code.build.icmp_signed("==", panels, INDEX(1))
@@ -142,40 +140,23 @@ class _Unit:
                 self._pack_x(starts, first, count)
                 with code.loop(0, pairs) as pair:
                     waiting = code.build.select(is_only, INDEX(0), code.plus(code.times(block, pairs), pair))
-                    place = code.at(self.sums, code.times(waiting, 4 * _TILE))
+                    place = code.at(self.sums, code.times(waiting, 4 * TILE_BYTES))
                     self._begin(is_first, place)
-                    self._multiply(code.at(self.panel, code.times(code.times(pair, count), 2 * _TILE)), count)
+                    self._multiply(code.at(self.panel, code.times(code.times(pair, count), 2 * TILE_BYTES)), count)
                     for number in range(4):
-                        self._tile("tilestored64", number, code.at(place, number * _TILE), INDEX(_LINE))
+                        self.registers.store(number, code.at(place, number * TILE_BYTES), INDEX(TILE_LINE))
                     with code.when(is_last):
-                        column = code.plus(self.column, code.times(pair, 2 * _ROWS // self.product.weights))
+                        column = code.plus(self.column, code.times(pair, 2 * TILE_ROWS // self.product.weights))
                         self._finish(starts, column, place)
-        code.intrinsic("llvm.x86.tilerelease", ir.VoidType())
+        self.registers.release()
         code.close()
-
-    def _tile(self, name: str, *operands: Any) -> None:
-        """An instruction of tile registers, which are numbers."""
-        values = [BYTE(operand) if isinstance(operand, int) else operand for operand in operands]
-        self.code.intrinsic(f"llvm.x86.{name}", ir.VoidType(), *values)
-
-    def _configure(self) -> None:
-        """The tiles of x and of sums have 16 rows, or all that there are."""
-        code = self.code
-        config = code.scratch(BYTE, _LINE)
-        code.clear(config, INDEX(_LINE))
-        code.store(BYTE(1), config)
-        few = code.build.trunc(self.tile_rows, BYTE)
-        for number in range(8):
-            code.store(SHORT(_LINE), code.at(config, 16 + 2 * number))
-            code.store(BYTE(_ROWS) if number in _OF_W else few, code.at(config, 48 + number))
-        code.intrinsic("llvm.x86.ldtilecfg", ir.VoidType(), config)
 
     def _starts(self, block: Any) -> list[Any]:
         """The first rows of a block's tiles: the last of x begin so that they end with it, and repeat some."""
         code = self.code
         last = code.minus(self.rows, self.tile_rows)
         first = code.plus(self.row, code.times(block, GRAIN))
-        return [code.least(code.plus(first, offset), last) for offset in (0, _ROWS)]
+        return [code.least(code.plus(first, offset), last) for offset in (0, TILE_ROWS)]
 
     def _pack(self, first: Any, count: Any, width: Any) -> None:
         """Steps of the weights' columns, as pairs of tiles, each pair's steps together."""
@@ -197,65 +178,71 @@ class _Unit:
                     code.prefetch(code.at(place, code.times(line, ahead)))
                 upper, lower = code.load(wide, place), code.load(wide, code.at(place, line))
                 for half, part in enumerate(interleaved(code, upper, lower, GRAIN)):
-                    code.store(part, code.at(packed(column, half), code.times(row, _LINE // 2)))
+                    code.store(part, code.at(packed(column, half), code.times(row, TILE_LINE // 2)))
 
     def _pack_columns(self, weight: Any, depth: Any, width: Any, packed: Callable[..., Any]) -> None:
         """Of w[n, k], pairs of entries of a row, transposed."""
-        code, line, wide = self.code, _bytes(self.code, self.depth), vector(INT32, _ROWS)
+        code, line, wide = self.code, _bytes(self.code, self.depth), vector(INT32, TILE_ROWS)
         with code.loop(0, width, GRAIN) as column:
             for half in range(2):
-                first = code.plus(code.plus(self.column, column), half * _ROWS)
+                first = code.plus(code.plus(self.column, column), half * TILE_ROWS)
                 place = code.at(weight, code.times(first, line), _bytes(code, depth))
-                rows = [code.load(wide, code.at(place, code.times(line, row))) for row in range(_ROWS)]
+                rows = [code.load(wide, code.at(place, code.times(line, row))) for row in range(TILE_ROWS)]
                 for row, part in enumerate(transposed(code, rows)):
-                    code.store(part, code.at(packed(column, half), row * _LINE))
+                    code.store(part, code.at(packed(column, half), row * TILE_LINE))
 
     def _packed(self, number: int, step: Any, count: Any, column: Any, half: int) -> Any:
         """The place of the tile of a weight that begins at a column, or, its second half, 16 columns on."""
         code = self.code
-        tile = code.plus(code.over(column, _ROWS), half)
+        tile = code.plus(code.over(column, TILE_ROWS), half)
         pair, slot = (code.over(column, GRAIN), half) if len(self.weights) == 1 else (tile, number)
-        return code.at(self.panel, code.times(code.plus(code.times(pair, count), step), 2 * _TILE), slot * _TILE)
+        return code.at(
+            self.panel, code.times(code.plus(code.times(pair, count), step), 2 * TILE_BYTES), slot * TILE_BYTES
+        )
 
     def _begin(self, is_first: Any, place: Any) -> None:
         code = self.code
         with code.build.if_else(is_first) as (then, otherwise):
             with then:
                 for number in range(4):
-                    self._tile("tilezero", number)
+                    self.registers.clear(number)
             with otherwise:
                 for number in range(4):
-                    self._tile("tileloadd64", number, code.at(place, number * _TILE), INDEX(_LINE))
+                    self.registers.load(number, code.at(place, number * TILE_BYTES), INDEX(TILE_LINE))
 
     def _pack_x(self, starts: list[Any], first: Any, count: Any) -> None:
         """Steps of two tiles of x, each step's together: rows of a matrix may all want the same lines of the cache."""
         code, line, wide = self.code, _bytes(self.code, self.depth), vector(SHORT, GRAIN)
         for number, start in enumerate(starts):
             with code.loop(0, self.tile_rows) as row:
-                source = code.at(self.x, code.times(code.plus(start, row), line), code.times(first, _LINE))
-                target = code.at(self.block, number * _TILE, code.times(row, _LINE))
+                source = code.at(self.x, code.times(code.plus(start, row), line), code.times(first, TILE_LINE))
+                target = code.at(self.block, number * TILE_BYTES, code.times(row, TILE_LINE))
                 with code.loop(0, count) as step:
-                    values = code.load(wide, code.at(source, code.times(step, _LINE)))
-                    code.store(values, code.at(target, code.times(step, 2 * _TILE)))
+                    values = code.load(wide, code.at(source, code.times(step, TILE_LINE)))
+                    code.store(values, code.at(target, code.times(step, 2 * TILE_BYTES)))
 
     def _multiply(self, panel: Any, count: Any) -> None:
         """The tiles of w are loaded past the first cache, where those of x stay."""
         code = self.code
         with code.loop(0, count) as step:
-            start = code.times(step, 2 * _TILE)
+            start = code.times(step, 2 * TILE_BYTES)
             for number, of_w in enumerate(_OF_W):
-                self._tile("tileloaddt164", of_w, code.at(panel, start, number * _TILE), INDEX(_LINE))
+                self.registers.load(
+                    of_w, code.at(panel, start, number * TILE_BYTES), INDEX(TILE_LINE), passes_first_cache=True
+                )
             for number, (of_x, sums) in enumerate(zip(_OF_X, _SUMS, strict=True)):
-                self._tile("tileloadd64", of_x, code.at(self.block, start, number * _TILE), INDEX(_LINE))
+                self.registers.load(of_x, code.at(self.block, start, number * TILE_BYTES), INDEX(TILE_LINE))
                 for of_w, total in zip(_OF_W, sums, strict=True):
-                    self._tile("tdpbf16ps", total, of_x, of_w)
+                    self.registers.multiply(total, of_x, of_w)
 
     def _finish(self, starts: list[Any], column: Any, place: Any) -> None:
         """Writes a block of sums to the results."""
-        code, wide = self.code, vector(FLOAT, _ROWS)
+        code, wide = self.code, vector(FLOAT, TILE_ROWS)
         for sums, start in zip(_SUMS, starts, strict=True):
             with code.loop(0, self.tile_rows) as row:
-                halves = [code.load(wide, code.at(place, code.times(row, _LINE), number * _TILE)) for number in sums]
+                halves = [
+                    code.load(wide, code.at(place, code.times(row, TILE_LINE), number * TILE_BYTES)) for number in sums
+                ]
                 self._write(halves, code.plus(code.times(code.plus(start, row), self.columns), column))
 
     def _write(self, halves: list[Any], at: Any) -> None:
@@ -265,7 +252,7 @@ class _Unit:
             stored = [as_bfloat16(code, *halves)] if product.result == "bfloat16" else halves
             size = 2 if product.result == "bfloat16" else 4
             for number, values in enumerate(stored):
-                code.store(values, code.at(self.results[0], code.times(at, size), number * _LINE))
+                code.store(values, code.at(self.results[0], code.times(at, size), number * TILE_LINE))
             return
         products = [as_bfloat16(code, half) for half in halves]
         gate, up = (from_bfloat16(code, half) for half in products)

@@ -13,7 +13,8 @@ from stack_core.ops.building import is_quantized, with_sinks
 from stack_kernels.cpu import abstract_view
 from stack_kernels.llvm import host
 from stack_kernels.llvm.numbers import BITS, WRITTEN
-from stack_kernels.paged_attention.llvm_tiles import PagedAttention, paged_attention_module
+from stack_kernels.paged_attention.llvm_call import PagedAttention
+from stack_kernels.paged_attention.llvm_tiles import paged_attention_module
 
 __all__ = ["LLVM"]
 

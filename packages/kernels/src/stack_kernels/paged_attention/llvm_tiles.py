@@ -15,64 +15,21 @@ from stack_kernels.llvm import vectors
 from stack_kernels.llvm.code import FLOAT, INDEX, INT32, POINTER, Code, Variable, vector
 from stack_kernels.llvm.host import Processor
 from stack_kernels.llvm.numbers import BITS, read, write
+from stack_kernels.paged_attention.llvm_call import PagedAttention, Sequences, strides
+from stack_kernels.paged_attention.llvm_prompts import PromptTile, is_for_prompts
 
-__all__ = ["PagedAttention", "paged_attention_module"]
+__all__ = ["paged_attention_module"]
 
-_QUERIES = 16
+_FEW_TOKENS = 2
 _BF16_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
-
-
-@dataclass(frozen=True)
-class PagedAttention:
-    """What a kernel is written for.
-
-    The buffers are query[tokens, heads, head_dim]; the pools of keys and of values in the axes of `layout`; int32 block
-    tables[batch, pages], kv_lengths[batch] and query_starts[batch + 1]; and, if `scaled`, pools of a float32 scale for
-    each vector of keys and of values. Results are the output, shaped like the query, and the running maximum and the
-    sum of the softmax, float32[tokens, heads]; of what has nothing to attend to all are 0.
-
-    Attributes:
-      lanes: the numbers of its vectors, which head_dim is a multiple of.
-      query: "float32", or "bfloat16" where keys are and the processor has such a dot product.
-      pages: the dtype of keys and values, one of `BITS` of at least 8.
-      output: the dtype of the output, one of `WRITTEN`.
-      left: how far back a query sees; None for all the way.
-    """
-
-    lanes: int
-    query: str
-    pages: str
-    output: str
-    scaled: bool
-    layout: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    slots: int
-    scale: float
-    softcap: float | None
-    left: int | None
-
-    @property
-    def name(self) -> str:
-        return "_".join(["paged_attention", *(str(value) for value in vars(self).values())])
-
-    @property
-    def group(self) -> int:
-        """The query heads of a key head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def tokens(self) -> int:
-        """The most tokens of a tile."""
-        return max(1, _QUERIES // self.group)
 
 
 def paged_attention_module(attention: PagedAttention, processor: Processor) -> ir.Module:
     """`@tiles` and `@tile` of an attention."""
     module = ir.Module("paged_attention")
     _write_tiles(module, attention)
-    _Tile(module, attention).write()
+    prompt_tile = PromptTile(module, attention).write() if is_for_prompts(attention, processor) else None
+    _Tile(module, attention).write(prompt_tile)
     return module
 
 
@@ -80,7 +37,7 @@ def _write_tiles(module: ir.Module, attention: PagedAttention) -> None:
     """Counts them, and makes the output of padding zero."""
     code = Code(module, "tiles", [POINTER, POINTER], INDEX)
     arguments, results = code.parameters
-    sequences = _Sequences(code, arguments, attention)
+    sequences = Sequences(code, arguments, attention)
     parts = code.variable(INDEX, INDEX(0))
     with code.loop(0, sequences.count) as sequence:
         parts.set(code.plus(parts.get(), sequences.parts(sequence)))
@@ -93,43 +50,6 @@ def _write_tiles(module: ir.Module, attention: PagedAttention) -> None:
     code.close(code.times(parts.get(), attention.kv_heads))
 
 
-class _Sequences:
-    """Where the tokens of each sequence are, in whatever function is being written."""
-
-    def __init__(self, code: Code, arguments: Any, attention: PagedAttention) -> None:
-        self.code, self.attention = code, attention
-        self.tables, (self.count, self.pages) = code.buffer(arguments, 3, 2)
-        self.lengths, _ = code.buffer(arguments, 4, 0)
-        self.starts, _ = code.buffer(arguments, 5, 0)
-
-    def integer(self, values: Any, index: Any) -> Any:
-        code = self.code
-        return code.build.sext(code.load(INT32, code.at(values, code.times(index, 4))), INDEX)
-
-    def start(self, sequence: Any) -> Any:
-        return self.integer(self.starts, sequence)
-
-    def parts(self, sequence: Any) -> Any:
-        """How many tiles its tokens take for each key head."""
-        code, tokens = self.code, self.attention.tokens
-        newest = code.minus(self.start(code.plus(sequence, 1)), self.start(sequence))
-        return code.over(code.plus(newest, tokens - 1), tokens)
-
-    def of_part(self, part: Any) -> tuple[Any, Any]:
-        """The sequence that a part belongs to, and which of its parts it is."""
-        code = self.code
-        left, own, found = (code.variable(INDEX, value) for value in (part, INDEX(0), INDEX(0)))
-        with code.loop(0, self.count) as sequence:
-            parts = self.parts(sequence)
-            is_inside = code.build.and_(
-                code.build.icmp_signed(">=", left.get(), INDEX(0)), code.build.icmp_signed("<", left.get(), parts)
-            )
-            found.set(code.build.select(is_inside, sequence, found.get()))
-            own.set(code.build.select(is_inside, left.get(), own.get()))
-            left.set(code.minus(left.get(), parts))
-        return found.get(), own.get()
-
-
 class _Tile:
     """Writes `@tile`: some tokens of one sequence, with one key head and its queries."""
 
@@ -137,11 +57,12 @@ class _Tile:
         self.code = code = Code(module, "tile", [POINTER, POINTER, INDEX])
         self.attention, self.lanes = attention, attention.lanes
         arguments, results, tile = code.parameters
-        self.sequences = _Sequences(code, arguments, attention)
+        self.buffers = arguments, results
+        self.sequences = Sequences(code, arguments, attention)
         self.query, _ = code.buffer(arguments, 0, 0)
         self.pools = [code.buffer(arguments, number, 4)[0] for number in (1, 2)]
         _, sizes = code.buffer(arguments, 1, 4)
-        self.strides = _strides(code, attention.layout, sizes)
+        self.strides = strides(code, attention.layout, sizes)
         self.scales = [code.buffer(arguments, number, 4)[0] for number in (6, 7)] if attention.scaled else [None, None]
         self.results = [code.buffer(results, number, 0)[0] for number in range(3)]
         part = code.over(tile, attention.kv_heads)
@@ -157,7 +78,22 @@ class _Tile:
         self.maxima, self.totals = code.scratch(FLOAT, rows), code.scratch(FLOAT, rows * self.lanes)
         self.weights = code.scratch(FLOAT, self.lanes)
 
-    def write(self) -> None:
+    def write(self, prompt_tile: Any | None) -> None:
+        """With the function for tiles of several tokens, where there is one."""
+        code = self.code
+        if prompt_tile is None:
+            self._attend_one_by_one()
+        else:
+            is_prompt = code.build.icmp_signed(">", self.last, code.plus(self.first, _FEW_TOKENS - 1))
+            with code.build.if_else(is_prompt) as (then, otherwise):
+                with then:
+                    places = [self.sequence, self.head, self.first, self.last, self.shift]
+                    code.build.call(prompt_tile, [*self.buffers, *places])
+                with otherwise:
+                    self._attend_one_by_one()
+        code.close()
+
+    def _attend_one_by_one(self) -> None:
         code, attention = self.code, self.attention
         self._start()
         final = code.plus(self.last, self.shift)
@@ -168,7 +104,6 @@ class _Tile:
         with code.loop(code.over(oldest, slots), code.over(code.plus(final, slots), slots)) as page:
             self._visit(page, final)
         self._finish()
-        code.close()
 
     def _rows(self, visit: Any) -> None:
         """Calls `visit` with each query: its row in the scratch, its token, and its head."""
@@ -384,13 +319,3 @@ class _Keys:
     slot: Any
     count: Any
     page: Any
-
-
-def _strides(code: Code, layout: str, sizes: list[Any]) -> dict[str, Any]:
-    """How many vectors of head_dim apart neighbours along each axis lie."""
-    strides = {}
-    stride = INDEX(1)
-    for axis, size in zip(reversed(layout[:-1]), reversed(sizes[:-1]), strict=True):
-        strides[axis] = stride
-        stride = code.times(stride, size)
-    return strides

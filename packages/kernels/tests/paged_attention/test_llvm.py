@@ -52,6 +52,18 @@ def test_options_mean_in_every_layout_what_they_mean_to_the_reference(layout: st
     np.testing.assert_allclose(_attend(call, LLVM), _attend(call, "reference"), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("layout", ["phsd", "pshd", "hpsd"])
+@pytest.mark.parametrize(
+    "option", [{}, {"window": (150, None)}, {"softcap": 0.7}, {"sinks": jnp.arange(-3.0, 3.0)}], ids=str
+)
+@pytest.mark.parametrize(("slots", "head_dim"), [(16, 64), (48, 128)])
+def test_prompts_in_bf16_see_blocks_of_keys(layout: str, option: Any, slots: int, head_dim: int) -> None:
+    sequences = (290, 401), (9, 16), (3, 130), (1, 300)
+    call = _call((6, 2, slots, head_dim), "bfloat16", layout, sequences) | option
+    exact = _attend(_as(call, "float32"), "reference")
+    np.testing.assert_allclose(_attend(call, LLVM), exact, rtol=8e-3, atol=8e-3)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("query", ["float32", "bfloat16"])
 def test_quantized_pages_are_read_as_their_values(processor: Processor, query: str, dtype: str) -> None:
@@ -81,11 +93,16 @@ def test_what_it_does_not_take_is_refused_with_the_reason(sizes: Any, dtype: str
         _attend(_call(sizes, dtype), LLVM)
 
 
-def _call(sizes: tuple[int, int, int, int], dtype: str, layout: str = "phsd") -> dict[str, Any]:
+def _call(
+    sizes: tuple[int, int, int, int],
+    dtype: str,
+    layout: str = "phsd",
+    sequences: tuple[tuple[int, int], ...] = _SEQUENCES,
+) -> dict[str, Any]:
     """Queries of sequences of many lengths, and padding; slots without a key hold NaN."""
     heads, kv_heads, slots, head_dim = sizes
     rng = np.random.default_rng(0)
-    queries, lengths = (np.array(counts) for counts in zip(*_SEQUENCES, strict=True))
+    queries, lengths = (np.array(counts) for counts in zip(*sequences, strict=True))
     used = -(-lengths // slots)
     tables = np.full((len(used), used.max() + 1), 10**6)
     numbers = iter(rng.permutation(used.sum()))

@@ -283,3 +283,13 @@ def test_the_ideal_time_is_none_where_it_is_not_known():
     assert Flops({"float32": 100, "bfloat16": 1}).ideal_s(chip) is None
     assert Flops({"float32": 100}, ("while loop",)).ideal_s(chip) is None
     assert Flops().ideal_s(chip) == 0.0
+
+
+def test_a_foreign_function_counts_what_it_says():
+    def product(x, **attributes):
+        call = jax.ffi.ffi_call("test_foreign", jax.ShapeDtypeStruct((8,), jnp.float32))
+        return call(x, **attributes)
+
+    said = functools.partial(product, flops=np.int64(2**40), flops_dtype="bfloat16")
+    assert count_flops(said, zeros(8)) == Flops({"bfloat16": 2**40})
+    assert count_flops(product, zeros(8)) == Flops()

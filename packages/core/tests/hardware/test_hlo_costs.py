@@ -62,6 +62,7 @@ def test_flops_that_run_are_those_of_the_jaxpr_where_nothing_is_repeated(functio
             2 * 8 * 32 * 16,
         ),
         ('custom-call(%x, %w), custom_call_target="mine", backend_config={}', 0),
+        ('custom-call(%x, %w), custom_call_target="mine", backend_config={flops = 99 : i64}', 99),
     ],
 )
 def test_products_by_other_names(line, flops):

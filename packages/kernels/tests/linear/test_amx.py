@@ -8,6 +8,7 @@ import pytest
 
 from stack_core import ops
 from stack_core.errors import UnsupportedOp
+from stack_core.hardware import Flops, count_flops
 from stack_core.testing import OpCheck, op_checks
 from stack_kernels.linear.amx import AMX, TILED
 from stack_kernels.llvm import host
@@ -103,6 +104,18 @@ def test_without_tile_registers_it_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(host, "this_processor", lambda: dataclasses.replace(found, has_tiles=False))
     with pytest.raises(UnsupportedOp, match="processors with AMX"):
         ops.linear(jnp.zeros((8, 32), jnp.bfloat16), jnp.zeros((32, 32), jnp.bfloat16), implementation=AMX)
+
+
+def test_its_flops_are_counted_forward_and_backward() -> None:
+    x, weight = _bf16((40, 64), (64, 96))
+
+    def loss(x: Any, weight: Any) -> jax.Array:
+        return jnp.sum(ops.linear(x, weight, preferred_dtype=jnp.float32, implementation=AMX) ** 2)
+
+    product = 2 * 40 * 64 * 96
+    assert count_flops(loss, x, weight) == Flops({"bfloat16": product})
+    padded = 2 * 64 * 64 * 96  # the sum over rows, to a multiple of 32
+    assert count_flops(jax.grad(loss, argnums=(0, 1)), x, weight) == Flops({"bfloat16": 2 * product + padded})
 
 
 def _bf16(*shapes: tuple[int, ...]) -> list[Any]:

@@ -60,8 +60,9 @@ def count_flops(function: Callable[..., Any], *args: Any) -> Flops:
     """FLOPs that one call does, over all devices it runs on.
 
     A scan counts its body once a trip, a `cond` its most expensive branch, a Pallas kernel its body once a grid cell;
-    what `jax.checkpoint` computes again in a backward pass counts again. A `while` loop's trips are not guessed: it is
-    reported in `Flops.uncounted`, unless it does no FLOPs.
+    what `jax.checkpoint` computes again in a backward pass counts again. A foreign function counts what it says in its
+    attributes `flops` and `flops_dtype`. A `while` loop's trips are not guessed: it is reported in `Flops.uncounted`,
+    unless it does no FLOPs.
 
     Args:
       args: arrays, or pytrees of anything with a shape and a dtype.
@@ -154,6 +155,11 @@ def valid_pairs(size: int, kernel: int, out: int, *, stride: int, padding: int, 
     return int(np.sum((place >= 0) & (place < (size - 1) * input_dilation + 1) & (place % input_dilation == 0)))
 
 
+def _foreign_call(equation: Any) -> Flops:
+    attributes = dict(equation.params["attributes"])
+    return Flops({attributes["flops_dtype"]: int(attributes["flops"])} if "flops" in attributes else {})
+
+
 def _scan(equation: Any) -> Flops:
     return _jaxpr_flops(equation.params["jaxpr"]) * equation.params["length"]
 
@@ -203,5 +209,6 @@ _COUNTS: Mapping[str, Callable[[Any], Flops]] = {
     "cond": _cond,
     "shard_map": _shard_map,
     "pallas_call": _pallas_call,
+    "ffi_call": _foreign_call,
     "custom_linear_solve": _linear_solve,
 }

@@ -196,7 +196,10 @@ def _dot(instruction: Instruction, computation: Computation) -> int:
 
 
 def _library_product(instruction: Instruction, computation: Computation) -> int:
-    """A product that became a call of cuBLAS; its result comes with a workspace."""
+    """A product that became a call of cuBLAS, whose result comes with a workspace, or what a foreign function says."""
+    said = re.search(r"\bflops = (\d+) : i64", instruction.attributes)
+    if said is not None:
+        return int(said[1])
     config = re.search(r"backend_config=(\{.*)", instruction.attributes)
     if '"__cublas$' not in instruction.attributes or config is None:
         return 0

@@ -44,7 +44,10 @@ def run(product: TiledProduct, rows: jax.Array, *weights: jax.Array) -> list[jax
     """The results of a product."""
     columns = weights[0].shape[0 if product.is_transposed else 1]
     results = [jax.ShapeDtypeStruct((len(rows), columns), product.result)] * (3 if product.keeps_products else 1)
-    return host.kernel_call(product.name, functools.partial(tiled_module, product), results, rows, *weights)
+    flops = 2 * rows.size * columns * len(weights)
+    return host.kernel_call(
+        product.name, functools.partial(tiled_module, product), results, rows, *weights, flops=flops
+    )
 
 
 def _product(is_transposed: bool, rows: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:

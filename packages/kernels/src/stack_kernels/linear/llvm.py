@@ -95,14 +95,15 @@ def _plain_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
         sums = (len(rows), columns), (depth // part, len(rows), columns)
         results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sums]
         build = functools.partial(streamed_module, product)
-        return host.kernel_call(product.name, build, results, rows.astype(kind), weight)[0]
+        flops = 2 * rows.size * columns
+        return host.kernel_call(product.name, build, results, rows.astype(kind), weight, flops=flops)[0]
     return _call(Product(len(rows), weight.dtype.name, kind), rows.astype(kind), weight)
 
 
 def _call(product: Product, x: jax.Array, weight: jax.Array, *more: jax.Array) -> jax.Array:
     result = jax.ShapeDtypeStruct((product.rows, weight.shape[1]), jnp.float32)
     build = functools.partial(product_module, product)
-    return host.kernel_call(product.name, build, result, x, weight, *more)
+    return host.kernel_call(product.name, build, result, x, weight, *more, flops=2 * x.size * weight.shape[1])
 
 
 def _shape(array: Any) -> tuple[int, ...]:

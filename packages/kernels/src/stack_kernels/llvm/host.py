@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import llvmlite.binding as llvm
+import numpy as np
 from jax import ffi
 from llvmlite import ir
 
@@ -102,19 +103,23 @@ def on_this_cpu(call: OpCall, chip: Chip) -> bool | str:
 _cpu_model = functools.cache(cpu_model)
 
 
-def kernel_call(name: str, build: Callable[[Processor], ir.Module], results: Any, *arguments: Any) -> Any:
+def kernel_call(
+    name: str, build: Callable[[Processor], ir.Module], results: Any, *arguments: Any, flops: int = 0
+) -> Any:
     """Calls a kernel in whatever JAX is tracing.
 
     Args:
       name: tells it from all other kernels.
       build: makes its module where this process has not compiled it yet.
       results: one `jax.ShapeDtypeStruct` or several.
+      flops: of products, where they are known before it runs; they are of the dtype of the first argument.
     """
     processor = this_processor()
     assert processor is not None, "on_this_cpu refused"
     target = f"stack_kernels.{name}.{processor.name}"
     _register(target, build, processor)
-    return ffi.ffi_call(target, results, vmap_method="sequential")(*arguments)
+    said = {"flops": np.int64(flops), "flops_dtype": arguments[0].dtype.name} if flops else {}
+    return ffi.ffi_call(target, results, vmap_method="sequential")(*arguments, **said)
 
 
 _registered: dict[str, Any] = {}

@@ -12,6 +12,7 @@ _OPS: dict[str, str] = {
     "gated_linear_unit/cpu": "gated_linear_unit.cpu:CPU",
     "gated_linear_unit/cpu_quantized": "gated_linear_unit.cpu_quantized:CPU_QUANTIZED",
     "gated_linear_unit/llvm": "gated_linear_unit.llvm:LLVM",
+    "gated_linear_unit/llvm_wide": "gated_linear_unit.llvm_wide:LLVM_WIDE",
     "linear/amx": "linear.amx:AMX",
     "linear/cpu": "linear.cpu:CPU",
     "linear/cpu_quantized": "linear.cpu_quantized:CPU_QUANTIZED",

@@ -31,5 +31,5 @@ AMX = OpImplementation(
     function=functools.partial(gated_linear_unit, GatedProducts(_gated, TILED)),
     supports=_supports,
     vjp=AUTODIFF,
-    priority=3,
+    priority=4,
 )

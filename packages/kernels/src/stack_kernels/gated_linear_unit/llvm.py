@@ -18,4 +18,4 @@ def _call(x: Any, w_gate: Any, w_up: Any, *, activation: str) -> jax.Array:
     return gated.astype(x.dtype).reshape(*x.shape[:-1], up.shape[1])
 
 
-LLVM = OpImplementation(op="gated_linear_unit", name="llvm", function=_call, supports=supports_few_rows, priority=2)
+LLVM = OpImplementation(op="gated_linear_unit", name="llvm", function=_call, supports=supports_few_rows, priority=3)

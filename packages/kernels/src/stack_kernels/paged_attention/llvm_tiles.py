@@ -15,8 +15,9 @@ from stack_kernels.llvm import vectors
 from stack_kernels.llvm.code import FLOAT, INDEX, INT32, POINTER, Code, Variable, vector
 from stack_kernels.llvm.host import Processor
 from stack_kernels.llvm.numbers import BITS, read, write
+from stack_kernels.paged_attention.amx_prompts import TiledPrompts
 from stack_kernels.paged_attention.llvm_call import PagedAttention, Sequences, strides
-from stack_kernels.paged_attention.llvm_prompts import PromptTile, is_for_prompts
+from stack_kernels.paged_attention.vector_prompts import VectorPrompts
 
 __all__ = ["paged_attention_module"]
 
@@ -28,8 +29,8 @@ def paged_attention_module(attention: PagedAttention, processor: Processor) -> i
     """`@tiles` and `@tile` of an attention."""
     module = ir.Module("paged_attention")
     _write_tiles(module, attention)
-    prompt_tile = PromptTile(module, attention).write() if is_for_prompts(attention, processor) else None
-    _Tile(module, attention).write(prompt_tile)
+    tiles = [kind for kind in (TiledPrompts, VectorPrompts) if kind.supports(attention, processor)]
+    _Tile(module, attention).write(tiles[0](module, attention).write() if tiles else None)
     return module
 
 

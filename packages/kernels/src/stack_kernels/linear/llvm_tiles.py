@@ -2,7 +2,8 @@
 
 What takes its time is to read the weight, which is done once. A tile is 128 columns of the weight. They are read
 in blocks, along d_in, while the sums of up to 12 rows of x stay in registers and lines that are 64 rows of the weight
-away are asked for. For more rows the block comes in parts, which go into a panel in the first cache.
+away are asked for. For more rows, taken 6 at a time, the block is wider and comes in parts, which go into a panel in
+the first cache.
 """
 
 import functools
@@ -18,6 +19,7 @@ from stack_kernels.llvm.numbers import BITS
 __all__ = ["product_module"]
 
 _TILE_COLUMNS = 128
+_ROWS_OF_ONE_PASS = 12
 
 
 def product_module(product: Product, processor: Processor) -> ir.Module:
@@ -49,18 +51,19 @@ def _blocks(
 
 def _row_blocks(product: Product, processor: Processor) -> dict[int, int]:
     """The rows of each pass over a block of columns, no more than registers can hold the sums of, by the first."""
-    most = 4 if processor.lanes == 8 else 6 if product.x == "int8" else 12
+    is_narrow = product.x == "int8" or (product.x == "float32" and product.rows > _ROWS_OF_ONE_PASS)
+    most = 4 if processor.lanes == 8 else 6 if is_narrow else _ROWS_OF_ONE_PASS
     passes = -(-product.rows // most)
     each = -(-product.rows // passes)
     return {first: min(each, product.rows - first) for first in range(0, product.rows, each)}
 
 
 def _vectors(product: Product, processor: Processor, rows: int) -> int:
-    """The vectors of columns in a block: 128 bytes of w, where registers suffice for the sums and what is added."""
+    """The vectors of columns in a block: 256 bytes of w, where registers suffice for the sums and what is added."""
     if product.x == "int8":
         return 4
     sums = 8 if processor.lanes == 8 else 32 if product.x == "bfloat16" and product.rows <= 8 else 24
-    most = min(1024 // BITS[product.weight] // processor.lanes, 8, sums // rows)
+    most = min(2048 // BITS[product.weight] // processor.lanes, 8, sums // rows)
     return max(1 << most.bit_length() - 1, 1 + (product.x == "bfloat16"))
 
 

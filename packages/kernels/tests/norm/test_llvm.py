@@ -41,6 +41,11 @@ def test_rows_of_any_size_are_normalized(
     np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=rounding, atol=5e-6)
 
 
+def test_rows_of_many_numbers_are_normalized_by_it() -> None:
+    (decision,) = ops.explain(ops.norm, jnp.zeros((64, 512)), jnp.zeros(512))
+    assert decision.forward.implementation.name == "llvm"
+
+
 def test_gradients_are_those_of_the_reference() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 512)), jnp.float32)
 

@@ -68,6 +68,11 @@ def _module(gate: _Gate, processor: Processor) -> ir.Module:
 
 
 def _supports(call: OpCall, chip: Chip) -> bool | str:
+    answer = host.on_this_cpu(call, chip)
+    return answer if answer is not True else _fits(call)
+
+
+def _fits(call: OpCall) -> bool | str:
     arrays, activation = call.arrays, call.options["activation"]
     if any(is_quantized(array) for array in arrays.values()):
         return "a weight is quantized"
@@ -79,7 +84,7 @@ def _supports(call: OpCall, chip: Chip) -> bool | str:
     size = x.size // max(x.shape[-1], 1) * arrays["w_up"].shape[-1]
     if size < _LEAST_SIZE:
         return f"it is for {_LEAST_SIZE} numbers or more, and the result has {size}"
-    return host.on_this_cpu(call, chip)
+    return True
 
 
 def _gated(activation: str, rows: Any, w_gate: Any, w_up: Any, keeps_products: bool) -> Sequence[Any]:

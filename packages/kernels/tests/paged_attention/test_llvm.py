@@ -56,12 +56,15 @@ def test_options_mean_in_every_layout_what_they_mean_to_the_reference(layout: st
 @pytest.mark.parametrize(
     "option", [{}, {"window": (150, None)}, {"softcap": 0.7}, {"sinks": jnp.arange(-3.0, 3.0)}], ids=str
 )
-@pytest.mark.parametrize(("slots", "head_dim"), [(16, 64), (48, 128)])
-def test_prompts_in_bf16_see_blocks_of_keys(layout: str, option: Any, slots: int, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "slots", "head_dim"), [("bfloat16", 16, 64), ("bfloat16", 48, 128), ("float32", 16, 48)]
+)
+def test_prompts_see_blocks_of_keys(layout: str, option: Any, dtype: str, slots: int, head_dim: int) -> None:
     sequences = (290, 401), (9, 16), (3, 130), (1, 300)
-    call = _call((6, 2, slots, head_dim), "bfloat16", layout, sequences) | option
+    call = _call((6, 2, slots, head_dim), dtype, layout, sequences) | option
     exact = _attend(_as(call, "float32"), "reference")
-    np.testing.assert_allclose(_attend(call, LLVM), exact, rtol=8e-3, atol=8e-3)
+    tolerance = 8e-3 if dtype == "bfloat16" else 5e-6
+    np.testing.assert_allclose(_attend(call, LLVM), exact, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])

@@ -22,7 +22,7 @@ from stack_kernels.llvm.vectors import ACTIVATIONS
 __all__ = ["LLVM_WIDE"]
 
 _LEAST_SIZE = 2**15
-"""Of fewer numbers XLA is sooner."""
+"""Fewer are left to XLA, which makes them part of what comes before or after."""
 
 _TILE_SIZE = 16384
 

@@ -15,7 +15,7 @@ from stack_kernels.norm.llvm_rows import RowNorm, norm_module
 __all__ = ["LLVM"]
 
 _LEAST_SIZE = 2**15
-"""Of fewer numbers XLA is sooner: it makes the op part of what follows."""
+"""Fewer are left to XLA, which makes them part of what comes before or after."""
 
 
 def _supports(call: OpCall, chip: Chip) -> bool | str:

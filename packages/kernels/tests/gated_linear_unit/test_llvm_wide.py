@@ -11,7 +11,7 @@ from stack_core.testing import OpCheck, op_checks
 from stack_kernels.gated_linear_unit.llvm_wide import LLVM_WIDE
 from stack_kernels.llvm.host import Processor
 
-_SIZE = "stack_kernels.gated_linear_unit.llvm_wide._LEAST_SIZE"
+_SIZE = "stack_kernels.llvm.many_numbers.LEAST_SIZE"
 
 
 @pytest.mark.parametrize("check", op_checks("gated_linear_unit"), ids=str)

@@ -11,7 +11,7 @@ from stack_core.testing import OpCheck, op_checks
 from stack_kernels.llvm.host import Processor
 from stack_kernels.norm.llvm import LLVM
 
-_SIZE = "stack_kernels.norm.llvm._LEAST_SIZE"
+_SIZE = "stack_kernels.llvm.many_numbers.LEAST_SIZE"
 
 
 @pytest.mark.parametrize("check", op_checks("norm"), ids=str)

@@ -1,6 +1,7 @@
 """`gated_linear_unit` of many rows on CPUs: XLA's products, and what is made of them in machine code."""
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,11 @@ from stack_kernels.linear.product import XLA
 from stack_kernels.llvm import host
 from stack_kernels.llvm.code import INDEX, POINTER, Code
 from stack_kernels.llvm.host import Processor
-from stack_kernels.llvm.numbers import BITS, WRITTEN, read, write
+from stack_kernels.llvm.many_numbers import supports_many
+from stack_kernels.llvm.numbers import BITS, read, write
 from stack_kernels.llvm.vectors import ACTIVATIONS
 
 __all__ = ["LLVM_WIDE"]
-
-_LEAST_SIZE = 2**15
-"""Fewer are left to XLA, which makes them part of what comes before or after."""
 
 _TILE_SIZE = 16384
 
@@ -68,23 +67,12 @@ def _module(gate: _Gate, processor: Processor) -> ir.Module:
 
 
 def _supports(call: OpCall, chip: Chip) -> bool | str:
-    answer = host.on_this_cpu(call, chip)
-    return answer if answer is not True else _fits(call)
-
-
-def _fits(call: OpCall) -> bool | str:
     arrays, activation = call.arrays, call.options["activation"]
     if any(is_quantized(array) for array in arrays.values()):
-        return "a weight is quantized"
+        return "an operand is quantized"
     if activation not in ACTIVATIONS:
         return f"it computes {', '.join(ACTIVATIONS)}, and not {activation}"
-    x = arrays["x"]
-    if x.dtype.name not in WRITTEN:
-        return f"it is for {', '.join(WRITTEN)}, and x is {x.dtype.name}"
-    size = x.size // max(x.shape[-1], 1) * arrays["w_up"].shape[-1]
-    if size < _LEAST_SIZE:
-        return f"it is for {_LEAST_SIZE} numbers or more, and the result has {size}"
-    return True
+    return supports_many(call, chip, math.prod(arrays["x"].shape[:-1]) * arrays["w_up"].shape[-1])
 
 
 def _gated(activation: str, rows: Any, w_gate: Any, w_up: Any, keeps_products: bool) -> Sequence[Any]:

@@ -9,31 +9,20 @@ import jax.numpy as jnp
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_kernels.llvm import host
-from stack_kernels.llvm.numbers import WRITTEN
+from stack_kernels.llvm.many_numbers import supports_many
 from stack_kernels.norm.llvm_rows import RowNorm, norm_module
 
 __all__ = ["LLVM"]
 
-_LEAST_SIZE = 2**15
-"""Fewer are left to XLA, which makes them part of what comes before or after."""
-
 
 def _supports(call: OpCall, chip: Chip) -> bool | str:
-    answer = host.on_this_cpu(call, chip)
-    return answer if answer is not True else _fits(call)
-
-
-def _fits(call: OpCall) -> bool | str:
-    x = call.arrays["x"]
-    if x.dtype.name not in WRITTEN:
-        return f"it is for {', '.join(WRITTEN)}, and x is {x.dtype.name}"
+    x, axis = call.arrays["x"], call.options["axis"]
+    answer = supports_many(call, chip, x.size)
+    if answer is not True:
+        return answer
     if any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(dict(call.arrays))):
         return "it computes in float32, and an array is float64"
-    if call.options["axis"] != x.ndim - 1:
-        return f"it normalizes the last axis, and not axis {call.options['axis']} of {x.ndim}"
-    if x.size < _LEAST_SIZE:
-        return f"it is for {_LEAST_SIZE} numbers or more, and x has {x.size}"
-    return True
+    return axis == x.ndim - 1 or f"it normalizes the last axis, and not axis {axis} of {x.ndim}"
 
 
 def _norm(

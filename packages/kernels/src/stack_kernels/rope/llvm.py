@@ -11,30 +11,16 @@ import jax.numpy as jnp
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_kernels.llvm import host
-from stack_kernels.llvm.numbers import WRITTEN
+from stack_kernels.llvm.many_numbers import supports_many
 from stack_kernels.rope.cpu import tables
 from stack_kernels.rope.llvm_rows import Turn, turn_module
 
 __all__ = ["LLVM"]
 
-_LEAST_SIZE = 2**15
-"""Fewer are left to XLA, which makes them part of what comes before or after."""
-
 
 def _supports(call: OpCall, chip: Chip) -> bool | str:
-    answer = host.on_this_cpu(call, chip)
-    return answer if answer is not True else _fits(call)
-
-
-def _fits(call: OpCall) -> bool | str:
-    x = call.arrays["x"]
-    if x.dtype.name not in WRITTEN:
-        return f"it is for {', '.join(WRITTEN)}, and x is {x.dtype.name}"
-    if call.options["interleaved"]:
-        return "it turns halves, and not neighbours"
-    if x.size < _LEAST_SIZE:
-        return f"it is for {_LEAST_SIZE} numbers or more, and x has {x.size}"
-    return True
+    answer = supports_many(call, chip, call.arrays["x"].size)
+    return "it turns halves, and not neighbours" if answer is True and call.options["interleaved"] else answer
 
 
 def _turned(x: Any, cosine: Any, sine: Any) -> Any:

@@ -11,6 +11,9 @@ def test_every_step_has_a_bucket_that_holds_it_and_is_compiled(max_rows: int, ma
         for tokens in range(rows + 1, max_tokens + 1):
             bucket = buckets.of_prompts(rows, tokens)
             assert bucket[0] >= rows and bucket[1] >= tokens and bucket in buckets.prompts
+        for samples in range(1, rows + 1):
+            sampled = buckets.of_samples(rows, samples)
+            assert sampled >= samples and (buckets.of_prompts(rows, rows + 1)[0], sampled) in buckets.samples
 
 
 def test_decoding_is_padded_to_less_than_twice_its_rows() -> None:
@@ -21,3 +24,4 @@ def test_buckets_are_few() -> None:
     buckets = Buckets(32, 512)
     assert buckets.decoding == [1, 2, 4, 8, 16, 32]
     assert buckets.prompts == [*((1, 16 << power) for power in range(6)), *((32, 32 << power) for power in range(5))]
+    assert buckets.samples == [(1, 1), (32, 8), (32, 16), (32, 32)]

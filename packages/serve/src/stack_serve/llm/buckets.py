@@ -5,6 +5,7 @@ from dataclasses import dataclass
 __all__ = ["Buckets"]
 
 _LEAST_CHUNK_TOKENS = 16
+_LEAST_SAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,8 @@ class Buckets:
     """Numbers of rows and of tokens that steps are compiled for.
 
     A step in which each row has a token has a power of two of rows. Another one, with parts of prompts, has a power of
-    two of tokens, and one row or `max_rows`, for rows without tokens cost little.
+    two of tokens, and one row or `max_rows`, for rows without tokens cost little. Logits do not: after it a power of
+    two of rows is sampled.
 
     Attributes:
       max_tokens: of a step, at least `max_rows`.
@@ -30,6 +32,10 @@ class Buckets:
         row_bucket = 1 if rows == 1 else self.of_decoding(self.max_rows)
         return row_bucket, max(row_bucket, _LEAST_CHUNK_TOKENS, 1 << (tokens - 1).bit_length())
 
+    def of_samples(self, rows: int, samples: int) -> int:
+        """The least number of sampled rows that holds those after a step with parts of prompts of so many rows."""
+        return min(self.of_prompts(rows, rows + 1)[0], max(_LEAST_SAMPLES, self.of_decoding(samples)))
+
     @property
     def decoding(self) -> list[int]:
         """All that `of_decoding` gives."""
@@ -41,3 +47,9 @@ class Buckets:
         rows_of = range(1, min(self.max_rows, 2) + 1)
         sizes = ((rows, tokens) for rows in rows_of for tokens in range(rows + 1, self.max_tokens + 1))
         return sorted({self.of_prompts(rows, tokens) for rows, tokens in sizes})
+
+    @property
+    def samples(self) -> list[tuple[int, int]]:
+        """The rows of `of_prompts` with all that `of_samples` gives for them."""
+        sizes = ((rows, samples) for rows in range(1, self.max_rows + 1) for samples in range(1, rows + 1))
+        return sorted({(self.of_prompts(rows, rows + 1)[0], self.of_samples(rows, samples)) for rows, samples in sizes})

@@ -16,7 +16,7 @@ from stack_serve.llm.limits import Limits
 from stack_serve.llm.logprobs import TokenLogprobs
 from stack_serve.llm.output import Output
 from stack_serve.llm.programs import Programs, StepResult
-from stack_serve.llm.sampling import SamplingSettings
+from stack_serve.llm.sampling import Sampled, SamplingSettings
 from stack_serve.llm.scheduler import Plan, Row, SchedulerState, finish, forget_prefixes, record, schedule
 from stack_serve.llm.sequence import Sequence
 from stack_serve.llm.work import Continuation, Work
@@ -178,11 +178,15 @@ class EngineLoop:
         """Waits for a step's tokens and makes of them what is to be told."""
         if step.prompt_logprobs is not None:
             self._read_prompts(step)
-        sampled = step.result.sampled
-        tokens, finite = np.asarray(sampled.tokens).tolist(), np.asarray(sampled.ok).tolist()
+        jax.block_until_ready((step.result.hidden, step.result.sampled))
         self._set_repeats(step)
+        if step.result.sampled is not None:
+            self._read_sampled(step.plan.rows, step.result.sampled)
+
+    def _read_sampled(self, rows: tuple[Row, ...], sampled: Sampled) -> None:
+        tokens, finite = np.asarray(sampled.tokens).tolist(), np.asarray(sampled.ok).tolist()
         logprobs: Any = None
-        for place, row in enumerate(step.plan.rows):
+        for place, row in enumerate(rows):
             for turn in range(row.samples):
                 record(self._state, row.sequence, tokens[turn][place])
                 continuation = self._continuations.get(row.sequence.id)

@@ -32,11 +32,11 @@ class StepResult:
     """What a step gave, on the devices and perhaps not yet computed.
 
     Attributes:
-      sampled: tokens [repeats, rows].
+      sampled: tokens [repeats, rows]; None if nothing was to be sampled.
       hidden: [tokens, 1, embed], of which the log-probabilities of prompts are made.
     """
 
-    sampled: Sampled
+    sampled: Sampled | None
     hidden: jax.Array
 
 
@@ -113,10 +113,14 @@ class Programs:
             self._layers, hidden, known, sampled = decode(self._params, self._layers, known, settings, packed)
         else:
             row_bucket, token_bucket = self._buckets.of_prompts(len(rows), tokens)
-            packed = self._packed(rows, tables, row_bucket)
-            step, sample = self._program(("step", row_bucket, token_bucket)), self._program(("sample", row_bucket))
+            packed, step = self._packed(rows, tables, row_bucket), self._program(("step", row_bucket, token_bucket))
             self._layers, hidden, last = step(self._params, self._layers, known, packed)
-            known, sampled = sample(self._params, known, settings, last, packed)
+            sampled, places = None, [place for place, row in enumerate(rows) if row[3]]
+            if places:
+                chosen = np.full(self._buckets.of_samples(len(rows), len(places)), row_bucket, np.int32)
+                chosen[: len(places)] = places
+                sample = self._program(("sample", row_bucket, len(chosen)))
+                known, sampled = sample(self._params, known, settings, last, packed, chosen)
         self._slots = SlotState(known, settings)
         return StepResult(sampled, hidden)
 
@@ -141,7 +145,7 @@ class Programs:
     def _keys(self) -> list[Key]:
         decoding, prompts = self._buckets.decoding, self._buckets.prompts
         decodes = (("decode", rows) for rows in decoding)
-        samples = (("sample", rows) for rows in sorted({rows for rows, _ in prompts}))
+        samples = (("sample", *bucket) for bucket in self._buckets.samples)
         logprobs = (("prompt_logprobs", tokens) for tokens in sorted({*decoding, *(tokens for _, tokens in prompts)}))
         return [("admit",), *decodes, *samples, *(("step", *bucket) for bucket in prompts), *logprobs]
 
@@ -167,12 +171,12 @@ class Programs:
         jitted = jax.jit(layer_by_layer(partial(self._step, tokens=tokens)), donate_argnums=1)
         return jitted.lower(self._params, self._layers, self._slots.tokens, _int32(rows, self._row_fields))
 
-    def _lowered_sample(self, rows: int) -> Any:
+    def _lowered_sample(self, rows: int, samples: int) -> Any:
         _, embed = self._hidden.shape
         last = jax.ShapeDtypeStruct((rows, embed), self._hidden.dtype)
-        jitted = jax.jit(layer_by_layer(self._step.sample), donate_argnums=1)
+        jitted = jax.jit(layer_by_layer(self._step.sample_some), donate_argnums=1)
         slots, packed = self._slots, _int32(rows, self._row_fields)
-        return jitted.lower(self._params, slots.tokens, slots.settings, last, packed)
+        return jitted.lower(self._params, slots.tokens, slots.settings, last, packed, _int32(samples))
 
     def _lowered_prompt_logprobs(self, tokens: int) -> Any:
         _, embed = self._hidden.shape

@@ -122,9 +122,6 @@ class Step:
     ) -> tuple[Int[Array, "slots max_tokens"], Sampled]:
         """Samples the token after the last of each row of a step.
 
-        After parts of prompts it is a program of its own because such steps have fewer numbers of rows than shapes, and
-        because it takes XLA about as long to compile as eight layers of a model.
-
         Args:
           settings: of each slot.
 
@@ -140,6 +137,32 @@ class Step:
         target = jnp.where(samples > 0, slot, len(known))
         known = known.at[target, lengths].set(sampled.tokens, mode="drop")
         return known, jax.tree.map(lambda array: array[None], sampled)
+
+    def sample_some(
+        self,
+        params: Any,
+        known: Int[Array, "slots max_tokens"],
+        settings: Int[Array, "slots words"],
+        hidden: Float[Array, "rows embed"],
+        rows: Int[Array, "rows fields"],
+        chosen: Int[Array, " samples"],
+    ) -> tuple[Int[Array, "slots max_tokens"], Sampled]:
+        """What `sample` makes of some of a step's rows; the tokens of the others are zeros.
+
+        After parts of prompts it is a program of its own because such steps have fewer numbers of rows than shapes, and
+        because it takes XLA about as long to compile as eight layers of a model.
+
+        Args:
+          chosen: their places among the rows; `len(rows)` for none.
+        """
+        taken = (jnp.take(array, chosen, axis=0, mode="fill", fill_value=0) for array in (hidden, rows))
+        known, sampled = self.sample(params, known, settings, *taken)
+
+        def placed(figures: jax.Array) -> jax.Array:
+            empty = jnp.zeros((1, len(rows), *figures.shape[2:]), figures.dtype)
+            return empty.at[:, chosen].set(figures, mode="drop")
+
+        return known, jax.tree.map(placed, sampled)
 
     def prompt_logprobs(
         self, params: Any, hidden: Float[Array, "tokens 1 embed"], targets: Int[Array, " tokens"]

@@ -43,7 +43,7 @@ def _module(gate: _Gate, processor: Processor) -> ir.Module:
     module, lanes = ir.Module(gate.name), processor.lanes
     code = Code(module, "tiles", [POINTER, POINTER], INDEX)
     _, (size,) = code.buffer(code.parameters[1], 0, 1)
-    code.close(code.over(code.plus(size, _TILE_SIZE - 1), _TILE_SIZE))
+    code.close(code.quotient_up(size, _TILE_SIZE))
     code = Code(module, "tile", [POINTER, POINTER, INDEX])
     arguments, results, tile = code.parameters
     operands = [code.buffer(arguments, number, 0)[0] for number in range(2)]

@@ -70,13 +70,9 @@ def tiled_module(product: TiledProduct, processor: Processor) -> ir.Module:
     code = Code(module, "tiles", [POINTER, POINTER], INDEX)
     _, (rows, columns) = code.buffer(code.parameters[1], 0, 2)
     size = _Size(code, product, processor, rows, columns)
-    code.close(code.times(_parts(code, rows, _UNIT_ROWS), _parts(code, columns, size.columns)))
+    code.close(code.times(code.quotient_up(rows, _UNIT_ROWS), code.quotient_up(columns, size.columns)))
     _Unit(module, product, processor).write()
     return module
-
-
-def _parts(code: Code, whole: Any, part: Any) -> Any:
-    return code.over(code.plus(whole, code.minus(part, 1) if not isinstance(part, int) else part - 1), part)
 
 
 class _Size:
@@ -88,10 +84,10 @@ class _Size:
     """
 
     def __init__(self, code: Code, product: TiledProduct, processor: Processor, rows: Any, columns: Any) -> None:
-        down = _parts(code, rows, _UNIT_ROWS)
+        down = code.quotient_up(rows, _UNIT_ROWS)
         pairs: Any = INDEX(min(_PAIRS))
         for wider in sorted(_PAIRS)[1:]:
-            units = code.times(down, _parts(code, columns, wider * 2 * TILE_ROWS // product.weights))
+            units = code.times(down, code.quotient_up(columns, wider * 2 * TILE_ROWS // product.weights))
             is_enough = code.build.icmp_signed(">=", units, INDEX(2 * processor.count))
             pairs = code.build.select(is_enough, INDEX(wider), pairs)
         self.columns = code.times(pairs, 2 * TILE_ROWS // product.weights)
@@ -110,7 +106,7 @@ class _Unit:
         _, (_, self.columns) = code.buffer(results, 0, 2)
         self.results = [code.buffer(results, number, 0)[0] for number in range(3 if product.keeps_products else 1)]
         self.unit = _Size(code, product, processor, self.rows, self.columns)
-        across = _parts(code, self.columns, self.unit.columns)
+        across = code.quotient_up(self.columns, self.unit.columns)
         down = code.over(unit, across)
         self.row = code.times(down, _UNIT_ROWS)
         self.column = code.times(code.minus(unit, code.times(down, across)), self.unit.columns)
@@ -124,10 +120,10 @@ class _Unit:
         code = self.code
         self.registers.configure(self.tile_rows, {*_OF_X, *itertools.chain(*_SUMS)})
         width = code.least(code.minus(self.columns, self.column), self.unit.columns)
-        blocks = _parts(code, code.least(code.minus(self.rows, self.row), INDEX(_UNIT_ROWS)), GRAIN)
+        blocks = code.quotient_up(code.least(code.minus(self.rows, self.row), INDEX(_UNIT_ROWS)), GRAIN)
         pairs = code.over(code.times(width, self.product.weights), 2 * TILE_ROWS)
         steps = code.over(self.depth, GRAIN)
-        panels = _parts(code, steps, self.unit.steps)
+        panels = code.quotient_up(steps, self.unit.steps)
         is_only = code.build.icmp_signed("==", panels, INDEX(1))
         with code.loop(0, panels) as panel:
             first = code.times(panel, self.unit.steps)

@@ -53,7 +53,7 @@ def streamed_module(product: StreamedProduct, processor: Processor) -> ir.Module
 
 
 def _segments(code: Code, columns: Any) -> Any:
-    return code.over(code.plus(columns, SEGMENT_COLUMNS - 1), SEGMENT_COLUMNS)
+    return code.quotient_up(columns, SEGMENT_COLUMNS)
 
 
 def _write_finish(module: ir.Module, lanes: int) -> None:

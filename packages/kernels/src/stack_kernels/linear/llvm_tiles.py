@@ -70,7 +70,7 @@ def _vectors(product: Product, processor: Processor, rows: int) -> int:
 def _write_tiles(module: ir.Module) -> None:
     code = Code(module, "tiles", [POINTER, POINTER], INDEX)
     _, (_, columns) = code.buffer(code.parameters[1], 0, 2)
-    code.close(code.over(code.plus(columns, _TILE_COLUMNS - 1), _TILE_COLUMNS))
+    code.close(code.quotient_up(columns, _TILE_COLUMNS))
 
 
 class _Tile:
@@ -113,7 +113,7 @@ class _Tile:
         with code.loop(0, tiles) as tile:
             first = code.times(tile, depth)
             end = code.plus(first, depth)
-            with code.loop(0, code.over(code.plus(depth, code.minus(part, 1)), part)) as number:
+            with code.loop(0, code.quotient_up(depth, part)) as number:
                 start = code.plus(first, code.times(number, part))
                 where = {"tile": tile, "start": start, "stop": code.least(code.plus(start, part), end)}
                 for row, block in blocks.items():

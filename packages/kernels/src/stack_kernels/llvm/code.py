@@ -94,6 +94,10 @@ class Code:
         """The quotient, rounded down, of numbers that are not negative."""
         return self.build.udiv(left, INDEX(right) if isinstance(right, int) else right)
 
+    def quotient_up(self, left: Any, right: Any) -> Any:
+        """The quotient, rounded up, of a number that is not negative and one that is positive."""
+        return self.over(self.plus(left, right - 1 if isinstance(right, int) else self.minus(right, 1)), right)
+
     def least(self, left: Any, right: Any) -> Any:
         return self.build.select(self.build.icmp_signed("<", left, right), left, right)
 

@@ -68,7 +68,7 @@ class TiledPrompts(PromptTile):
 
     def add_values(self, start: Any, keys: Any, level: Any) -> None:
         code = self.code
-        pairs, sixteens = code.over(code.plus(keys, _KEYS - 1), _KEYS), code.over(keys, TILE_ROWS)
+        pairs, sixteens = code.quotient_up(keys, _KEYS), code.over(keys, TILE_ROWS)
         with code.loop(0, pairs) as pair:
             self._pack_values(pair, code.plus(start, code.times(pair, _KEYS)))
             self._weigh(pair, sixteens, level)

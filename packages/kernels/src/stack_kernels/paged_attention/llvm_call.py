@@ -77,7 +77,7 @@ class Sequences:
         """How many tiles its tokens take for each key head."""
         code, tokens = self.code, self.attention.tokens
         newest = code.minus(self.start(code.plus(sequence, 1)), self.start(sequence))
-        return code.over(code.plus(newest, tokens - 1), tokens)
+        return code.quotient_up(newest, tokens)
 
     def of_part(self, part: Any) -> tuple[Any, Any]:
         """The sequence that a part belongs to, and which of its parts it is."""

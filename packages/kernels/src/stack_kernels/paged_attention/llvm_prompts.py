@@ -149,7 +149,7 @@ class PromptTile(ABC):
         """The keys of a block, which begins at a multiple of 16."""
         code = self.code
         left = code.least(code.plus(code.minus(self.final, start), 1), INDEX(BLOCK_KEYS))
-        sixteens = code.over(code.plus(left, TILE_QUERIES - 1), TILE_QUERIES)
+        sixteens = code.quotient_up(left, TILE_QUERIES)
         with code.loop(0, sixteens) as sixteen:
             self.score(sixteen, code.plus(start, code.times(sixteen, TILE_QUERIES)))
         keys = code.times(sixteens, TILE_QUERIES)

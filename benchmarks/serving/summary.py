@@ -20,7 +20,6 @@ _FIGURES = {
     "cpu_s": ("CPU-s", 1.0),
     "peak_rss_bytes": ("peak memory, MB", 1e-6),
 }
-_COMPARED = {name: heading for name, (heading, _) in _FIGURES.items() if name != "first_token_s"}
 # Bytes of a weight, and the products that the machine's peak is of.
 _WEIGHTS = {"fp32": (4, "float32"), "bf16": (2, "bfloat16"), "int8": (1, "int8")}
 
@@ -51,7 +50,8 @@ def markdown(record: Mapping[str, Any]) -> str:
         f"{record['date']}, {machine['cpus']} CPUs of {machine['cpu']}, {machine['memory_bytes'] / 1e9:.0f} GB. "
         f"Llama with random weights: {Workload(**record['workload']).title()}; greedy.",
         f"Medians of {rounds} rounds in which the engines took turns. Decoding is counted from when all streams have "
-        "their first token. CPU time and memory are the engine's process, of the HTTP server without its client.",
+        "their first token: that of the median stream, and of the last. CPU time and memory are the engine's process, "
+        "of the HTTP server without its client.",
         "",
     ]
     if record["agreement"]:
@@ -105,11 +105,15 @@ def _ratios(runs: Runs) -> list[str]:
         bare = [each for each in same if each == Contender(OURS.name, ours.precision) and ours.engine != OURS.name]
         rows += [[f"{ours} over {other.engine}", *_row(runs, ours, [other])] for other in (*bare, *peers)]
         rows += [[f"**{ours} over the best peer**", *_row(runs, ours, peers)]] if len(peers) > 1 else []
-    return table(["median of ratios (least to most)", *_COMPARED.values()], rows) if rows else []
+    return (
+        table(["median of ratios (least to most)", *(heading for heading, _ in _FIGURES.values())], rows)
+        if rows
+        else []
+    )
 
 
 def _row(runs: Runs, ours: Contender, others: list[Contender]) -> Iterable[str]:
-    for figure in _COMPARED:
+    for figure in _FIGURES:
         best = max if figure.endswith("per_s") else min
         series = [_series(runs, other, figure) for other in others]
         own = _series(runs, ours, figure)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 __all__ = ["Buckets"]
 
 _LEAST_CHUNK_TOKENS = 16
+_LEAST_HALVED_TOKENS = 128
 _LEAST_SAMPLES = 8
 
 
@@ -13,8 +14,8 @@ class Buckets:
     """Numbers of rows and of tokens that steps are compiled for.
 
     A step in which each row has a token has a power of two of rows. Another one, with parts of prompts, has a power of
-    two of tokens, and one row or `max_rows`, for rows without tokens cost little. Logits do not: after it a power of
-    two of rows is sampled.
+    two of tokens, or from 128 on one and a half of it, and one row or `max_rows`, for rows without tokens cost little.
+    Logits do not: after it a power of two of rows is sampled.
 
     Attributes:
       max_tokens: of a step, at least `max_rows`.
@@ -30,7 +31,9 @@ class Buckets:
     def of_prompts(self, rows: int, tokens: int) -> tuple[int, int]:
         """The least rows and tokens that hold a step with more tokens than rows."""
         row_bucket = 1 if rows == 1 else self.of_decoding(self.max_rows)
-        return row_bucket, max(row_bucket, _LEAST_CHUNK_TOKENS, 1 << (tokens - 1).bit_length())
+        whole = 1 << (tokens - 1).bit_length()
+        fits_between = tokens <= 3 * whole // 4 and whole > _LEAST_HALVED_TOKENS
+        return row_bucket, max(row_bucket, _LEAST_CHUNK_TOKENS, 3 * whole // 4 if fits_between else whole)
 
     def of_samples(self, rows: int, samples: int) -> int:
         """The least number of sampled rows that holds those after a step with parts of prompts of so many rows."""
@@ -50,6 +53,6 @@ class Buckets:
 
     @property
     def samples(self) -> list[tuple[int, int]]:
-        """The rows of `of_prompts` with all that `of_samples` gives for them."""
-        sizes = ((rows, samples) for rows in range(1, self.max_rows + 1) for samples in range(1, rows + 1))
+        """The rows of `of_prompts`, each with all that `of_samples` gives for it."""
+        sizes = ((rows, samples) for rows in {1, self.max_rows} for samples in range(1, rows + 1))
         return sorted({(self.of_prompts(rows, rows + 1)[0], self.of_samples(rows, samples)) for rows, samples in sizes})

@@ -57,7 +57,7 @@ def main() -> None:
 
 def generate(directory: Path) -> None:
     print(PROMPT, end="", flush=True)
-    options = ("--max-tokens", "80", "--temperature", "0.7")
+    options = ("--max-tokens", "50", "--temperature", "0.7")
     subprocess.run([*STACK, "generate", str(directory), "--prompt", PROMPT, *options], check=True)
 
 

@@ -15,7 +15,7 @@ __all__ = ["PANEL_STEPS", "Block", "Places", "Product"]
 PANEL_STEPS = 128
 """Steps along k whose values fit in a panel."""
 
-_AHEAD = 64
+_AHEAD = 32
 _X_TYPES = {"float32": FLOAT, "bfloat16": INT32, "int8": INT32}
 
 

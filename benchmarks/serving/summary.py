@@ -50,8 +50,8 @@ def markdown(record: Mapping[str, Any]) -> str:
         f"{record['date']}, {machine['cpus']} CPUs of {machine['cpu']}, {machine['memory_bytes'] / 1e9:.0f} GB. "
         f"Llama with random weights: {Workload(**record['workload']).title()}; greedy.",
         f"Medians of {rounds} rounds in which the engines took turns. Decoding is counted from when all streams have "
-        "their first token: that of the median stream, and of the last. CPU time and memory are the engine's process, "
-        "of the HTTP server without its client.",
+        "their first token. First tokens are told of the median stream, then of the last. CPU time and memory are the "
+        "engine's process, of the HTTP server without its client.",
         "",
     ]
     if record["agreement"]:
@@ -105,11 +105,8 @@ def _ratios(runs: Runs) -> list[str]:
         bare = [each for each in same if each == Contender(OURS.name, ours.precision) and ours.engine != OURS.name]
         rows += [[f"{ours} over {other.engine}", *_row(runs, ours, [other])] for other in (*bare, *peers)]
         rows += [[f"**{ours} over the best peer**", *_row(runs, ours, peers)]] if len(peers) > 1 else []
-    return (
-        table(["median of ratios (least to most)", *(heading for heading, _ in _FIGURES.values())], rows)
-        if rows
-        else []
-    )
+    headings = ["median of ratios (least to most)", *(heading for heading, _ in _FIGURES.values())]
+    return table(headings, rows) if rows else []
 
 
 def _row(runs: Runs, ours: Contender, others: list[Contender]) -> Iterable[str]:

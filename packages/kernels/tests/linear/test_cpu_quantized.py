@@ -12,6 +12,7 @@ from stack_core.errors import UnsupportedOp
 from stack_core.testing import OpCheck, op_checks
 from stack_kernels.linear.codes import columns, dequantized, interleaved
 from stack_kernels.linear.cpu_quantized import CPU_QUANTIZED, QuantizedConfig
+from stack_kernels.llvm import host
 
 
 @jax.tree_util.register_dataclass
@@ -102,6 +103,32 @@ def test_integers_are_multiplied_as_integers_in_long_tiles_only() -> None:
 
     assert "preferred_element_type=int32" in program(256) and "preferred_element_type=int32" in program(64)
     assert "preferred_element_type=int32" not in program(32)
+
+
+@pytest.mark.parametrize("weights", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+@pytest.mark.parametrize("activations", ["float8_e4m3fn", "float8_e5m2"])
+def test_products_of_narrow_floats_are_exact_in_bf16(
+    monkeypatch: pytest.MonkeyPatch, activations: str, weights: str
+) -> None:
+    processor = host.this_processor()
+    if processor is None:
+        pytest.skip("kernels are not written for this processor")
+    monkeypatch.setattr(host, "this_processor", lambda: dataclasses.replace(processor, has_tiles=True))
+    rng = np.random.default_rng(0)
+
+    def drawn(shape: tuple[int, ...], dtype: str, scales: tuple[int, ...]) -> Stored:
+        scale = jnp.asarray(rng.uniform(1, 2, size=scales), jnp.float32)
+        return Stored(jnp.asarray(rng.normal(size=shape), dtype), scale)
+
+    def product(x: Stored, weight: Stored) -> jax.Array:
+        return ops.linear(x, weight, implementation=CPU_QUANTIZED, preferred_dtype="float32")
+
+    x, weight = drawn((3, 5, 96), activations, (3, 1, 1)), drawn((96, 10), weights, (1, 10))
+    program = str(jax.make_jaxpr(product)(x, weight))
+    assert "dot_general" in program and "bf16[96," in program
+    exact = [np.asarray(array.codes, np.float64) * np.asarray(array.scales, np.float64) for array in (x, weight)]
+    expected = exact[0] @ exact[1]
+    np.testing.assert_allclose(jax.jit(product)(x, weight), expected, rtol=1e-6, atol=2e-6 * np.abs(expected).max())
 
 
 def test_tiles_of_x_and_weight_that_differ() -> None:

@@ -88,6 +88,18 @@ def test_codes_are_looked_up_in_a_codebook(processor: Processor, levels: int) ->
     _assert_equal(_product(x, Stored(codes, scale, jnp.asarray(codebook))), x.astype(np.float64) @ weight)
 
 
+@pytest.mark.parametrize("dtype", ["uint4", "float4_e2m1fn"])
+def test_codes_that_are_kept_as_int4_are_not_converted(processor: Processor, dtype: str) -> None:
+    """XLA does that one by one, which takes many times as long as the product."""
+
+    def product(x: jax.Array, kept: jax.Array) -> jax.Array:
+        weight = Stored(jax.lax.bitcast_convert_type(kept, dtype), jnp.ones((1, 64)))
+        return LLVM.function(x, weight, bias=None, preferred_dtype="float32")
+
+    compiled = jax.jit(product).lower(jnp.ones((2, 32)), jnp.ones((32, 64), jnp.int4)).compile()
+    assert "custom-call" in compiled.as_text() and "bitcast-convert" not in compiled.as_text()
+
+
 @pytest.mark.parametrize("columns", _COLUMNS)
 @pytest.mark.parametrize("rows", _ROWS)
 def test_integer_products_are_exact_at_the_ends_of_their_range(processor: Processor, rows: int, columns: int) -> None:

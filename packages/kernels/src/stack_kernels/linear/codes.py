@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from stack_core.abi import QView
 from stack_core.ops.building import QuantizedArray, dequantize
 
-__all__ = ["Columns", "columns", "dequantized", "interleaved"]
+__all__ = ["Columns", "columns", "decoded", "dequantized", "interleaved"]
 
 _SELECTED_LEVELS = 16
 _FOUR_BITS = ("int4", "uint4", "float4_e2m1fn")
@@ -86,11 +86,14 @@ def interleaved(parts: list[jax.Array]) -> jax.Array:
 
 def dequantized(array: QuantizedArray, dtype: DTypeLike) -> jax.Array:
     """What `ops.dequantize` gives, sooner."""
-    view = array.__stack_qview__()
+    return dequantize(_Shown(decoded(array.__stack_qview__())), dtype)
+
+
+def decoded(view: QView) -> QView:
+    """The same array with the values in place of their codes, int8, uint8 or float32, and float32 scales of these."""
     values = _decoder(view.qvalue.dtype, view.codebook)(_stored(view.qvalue))
     scale, zero_point = _in_units(view)
-    parts = {"qvalue": values, "scale": scale, "zero_point": zero_point, "codebook": None}
-    return dequantize(_Shown(dataclasses.replace(view, **parts)), dtype)
+    return dataclasses.replace(view, qvalue=values, scale=scale, zero_point=zero_point, codebook=None)
 
 
 def _in_units(view: QView) -> tuple[jax.Array, jax.Array | None]:

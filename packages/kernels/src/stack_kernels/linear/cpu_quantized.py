@@ -15,6 +15,7 @@ from stack_core.hardware import Chip
 from stack_core.ops.building import is_quantized, vary_alike
 from stack_kernels.cpu import on_cpu
 from stack_kernels.linear.codes import Columns, columns, dequantized, interleaved
+from stack_kernels.linear.float_dot import float_dot, has_float_dot
 from stack_kernels.linear.integer_dot import has_integer_dot, integer_dot
 from stack_kernels.linear.product import product, total
 
@@ -67,9 +68,10 @@ def _product(dtype: jnp.dtype, config: QuantizedConfig, x: Any, weight: Any) -> 
         return _dense_product(dtype, x, weight)
     shape = (*_shape(x)[:-1], _shape(weight)[-1])
     if is_quantized(x):
-        view = x.__stack_qview__()
-        if has_integer_dot(view, weight.__stack_qview__()) and not _is_better_fused(x, weight, config):
-            return integer_dot(view, weight).astype(dtype).reshape(shape)
+        views = x.__stack_qview__(), weight.__stack_qview__()
+        dot = integer_dot if has_integer_dot(*views) else float_dot if has_float_dot(*views) else None
+        if dot is not None and not _is_better_fused(x, weight, config):
+            return dot(views[0], weight).astype(dtype).reshape(shape)
         x = dequantized(x, jnp.float32)
     rows = x.reshape(-1, x.shape[-1])
     products = [_weight_only(rows, part, dtype, config) for part in columns(weight)]

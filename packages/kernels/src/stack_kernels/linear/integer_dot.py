@@ -1,6 +1,7 @@
 """Products of two quantized operands through int8 x int8 -> int32."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from stack_core.abi import QView
 from stack_core.ops.building import QuantizedArray
 from stack_kernels.linear.codes import columns, interleaved
 
-__all__ = ["has_integer_dot", "integer_dot", "rows_of"]
+__all__ = ["by_row", "has_integer_dot", "integer_dot", "rows_of"]
 
 _FEWEST_TILE_ROWS = 64
 """Below so many entries of d_in a scale, rescaling the sums of each tile costs more than fp32 products do."""
@@ -67,16 +68,17 @@ def _tiles(x: QView, weight: QView) -> int:
 def rows_of(x: QView) -> _Part:
     """[rows, d_in] and, by row, [rows, tiles]."""
     *batch, d_in = x.qvalue.shape
-
-    def by_row(part: jax.Array) -> jax.Array:
-        for axis, size in enumerate(batch):
-            if part.shape[axis] != size:
-                part = jnp.repeat(part, size // part.shape[axis], axis=axis)
-        return part.reshape(-1, part.shape[-1])
-
-    zero_point = None if x.zero_point is None else by_row(x.zero_point)
+    zero_point = None if x.zero_point is None else by_row(x.zero_point, batch)
     codes = x.qvalue if jnp.iinfo(x.qvalue.dtype).bits == 8 else x.qvalue.astype(jnp.int8)
-    return _as_int8(_Part(codes.reshape(-1, d_in), by_row(x.scale).astype(jnp.float32), zero_point))
+    return _as_int8(_Part(codes.reshape(-1, d_in), by_row(x.scale, batch).astype(jnp.float32), zero_point))
+
+
+def by_row(part: jax.Array, batch: Sequence[int]) -> jax.Array:
+    """[rows, tiles]: scales or zero points of an array[*batch, d_in], each repeated over the rows that it covers."""
+    for axis, size in enumerate(batch):
+        if part.shape[axis] != size:
+            part = jnp.repeat(part, size // part.shape[axis], axis=axis)
+    return part.reshape(-1, part.shape[-1])
 
 
 def _as_int8(part: _Part) -> _Part:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from stack_core.abi import OpCall, OpImplementation, QView
 from stack_core.hardware import Chip
@@ -101,6 +102,10 @@ def _plain_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _call(product: Product, x: jax.Array, weight: jax.Array, *more: jax.Array) -> jax.Array:
+    if BITS[product.weight] == 4:
+        # stack-quant keeps codes of uint4 and fp4 as int4. XLA takes one after the other from a type of 4 bits to
+        # another, but there and back it does nothing.
+        weight = lax.bitcast_convert_type(weight, jnp.int4)
     result = jax.ShapeDtypeStruct((product.rows, weight.shape[1]), jnp.float32)
     build = functools.partial(product_module, product)
     return host.kernel_call(product.name, build, result, x, weight, *more, flops=2 * x.size * weight.shape[1])

@@ -1,0 +1,43 @@
+"""Products of two operands in fp8 or fp4 through bf16, which holds all of their values."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stack_core.abi import QView
+from stack_core.ops.building import QuantizedArray
+from stack_kernels.linear.codes import columns, decoded, interleaved
+from stack_kernels.linear.integer_dot import by_row
+from stack_kernels.linear.product import product
+from stack_kernels.llvm import host
+
+__all__ = ["float_dot", "has_float_dot"]
+
+_HELD = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
+
+
+def has_float_dot(x: QView, weight: QView) -> bool:
+    """Whether both are of such types, with one scale a row and one a column, and the processor has tiles of bf16.
+
+    Others multiply bf16 no sooner than fp32.
+    """
+    processor = host.this_processor()
+    are_held = all(view.qvalue.dtype.name in _HELD and view.zero_point is None for view in (x, weight))
+    return are_held and x.scale.shape[-1] == len(weight.scale) == 1 and processor is not None and processor.has_tiles
+
+
+def float_dot(x: QView, weight: QuantizedArray) -> jax.Array:
+    """x W in float32[rows, d_out]: the product of any two values is exact, and fp32 sums come before the scales."""
+    *batch, d_in = x.qvalue.shape
+    view = decoded(x)
+    rows, scale = _as_bf16(view.qvalue.reshape(-1, d_in)), by_row(view.scale, batch)
+    products = [
+        product(rows, _as_bf16(part.decode(part.stored)), jnp.float32) * (scale * part.scale)
+        for part in columns(weight)
+    ]
+    return interleaved(products)
+
+
+def _as_bf16(values: jax.Array) -> jax.Array:
+    """Behind a barrier, which keeps the conversion out of the product, where it would be slow."""
+    return lax.optimization_barrier(values.astype(jnp.bfloat16))

@@ -4,13 +4,14 @@ A scheme says what the weights are and whether activations are quantized too, on
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from op_cases import Case, normal
 from stack_core import ops
@@ -27,14 +28,16 @@ NF4 = (
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Stored:
-    """Codes and scales, and a codebook for nf4."""
+    """Codes and scales, and a codebook for nf4; as stack-quant does, it keeps any codes of 4 bits as int4."""
 
     codes: Any
     scales: Any
     codebook: Any = None
+    dtype: str = field(default="int8", metadata={"static": True})
 
     def __stack_qview__(self) -> QView:
-        return QView((1, 0), self.codes, self.scales, None, "benchmark", self.codebook)
+        codes = lax.bitcast_convert_type(self.codes, self.dtype)
+        return QView((1, 0), codes, self.scales, None, "benchmark", self.codebook)
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,12 @@ def _quantized(array: Any, dtype: str, tile: int | None, axis: int) -> Stored:
     scale = jnp.concatenate(list(scale), axis)
     if dtype == "nf4":
         levels = jnp.asarray(NF4, jnp.float32)
-        return Stored(jnp.searchsorted((levels[1:] + levels[:-1]) / 2, values).astype(jnp.uint8), scale, levels)
+        codes = jnp.searchsorted((levels[1:] + levels[:-1]) / 2, values).astype(jnp.uint4)
+        return Stored(lax.bitcast_convert_type(codes, jnp.int4), scale, levels, "uint4")
     if dtype == "float4_e2m1fn":
-        scale = scale.astype(jnp.float8_e8m0fnu)
-    return Stored((jnp.round(values) if integer else values).astype(dtype), scale)
+        codes = lax.bitcast_convert_type(values.astype(dtype), jnp.int4)
+        return Stored(codes, scale.astype(jnp.float8_e8m0fnu), None, dtype)
+    return Stored((jnp.round(values) if integer else values).astype(dtype), scale, None, dtype)
 
 
 def _activations(scheme: Scheme, x: Any) -> Any:

@@ -169,14 +169,23 @@ def test_what_it_does_not_take_is_refused_with_the_reason(x: tuple[int, int], we
 
 
 @pytest.mark.parametrize(("rows", "has_tiles", "name"), [(8, True, "llvm"), (9, True, "cpu"), (9, False, "llvm")])
-def test_more_than_eight_rows_of_bf16_go_where_tiles_are_multiplied(
+def test_more_than_eight_rows_go_where_tiles_of_their_type_are_multiplied(
     processor: Processor, monkeypatch: pytest.MonkeyPatch, rows: int, has_tiles: bool, name: str
 ) -> None:
     monkeypatch.setattr(host, "this_processor", lambda: dataclasses.replace(processor, has_tiles=has_tiles))
-    for dtype, expected in (("bfloat16", name), ("float32", "llvm")):
-        x, weight = jnp.zeros((rows, 8), dtype), jnp.zeros((8, 4), dtype)
+
+    def chosen(x: Any, weight: Any) -> str:
         (decision,) = ops.explain(ops.linear, x, weight)
-        assert decision.forward.implementation.name == expected
+        return decision.forward.implementation.name
+
+    def quantized(shape: tuple[int, int], dtype: str) -> Stored:
+        return Stored(jnp.zeros(shape, dtype), jnp.ones((1, 1)))
+
+    assert chosen(jnp.zeros((rows, 8), "bfloat16"), jnp.zeros((8, 4), "bfloat16")) == name
+    assert chosen(jnp.zeros((rows, 8)), jnp.zeros((8, 4))) == "llvm"
+    assert chosen(quantized((rows, 8), "int8"), quantized((8, 4), "int8")).startswith(name)
+    assert chosen(jnp.zeros((rows, 8)), quantized((8, 4), "int8")) == "llvm"
+    assert chosen(quantized((rows, 8), "int8"), quantized((8, 4), "int4")) == "llvm"
 
 
 def test_another_cpu_than_this_one_gets_another_implementation() -> None:

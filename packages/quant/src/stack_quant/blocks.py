@@ -20,7 +20,7 @@ __all__ = ["ONE_BLOCK", "Blocks", "blocks", "over_blocks", "repeated"]
 
 T = TypeVar("T")
 
-_FEWEST_ENTRIES = 2**20
+_FEWEST_ENTRIES = 2**22
 _MOST_BLOCKS = 64
 _MOST_MORE = 16
 
@@ -42,7 +42,7 @@ ONE_BLOCK = Blocks(0, 1, whole_tiles=True)
 
 
 def blocks(tiles: Tiling, axes: Sequence[int]) -> Blocks:
-    """Up to about 64 blocks of at least 2**20 entries, along one of `axes`: the outermost that allows as many."""
+    """Up to about 64 blocks of at least 2**22 entries, along one of `axes`: the outermost that allows as many."""
     wanted = min(_MOST_BLOCKS, math.prod(tiles.shape) // _FEWEST_ENTRIES)
     if wanted < 2 or not axes:
         return ONE_BLOCK

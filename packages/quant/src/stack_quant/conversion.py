@@ -15,7 +15,7 @@ from stack_quant.calibrate import calibrate, shows_all
 from stack_quant.packing import pack
 from stack_quant.qarray import QArray, dequantize
 from stack_quant.qtypes import QType
-from stack_quant.rounding import encode
+from stack_quant.rounding import as_codes, encode
 from stack_quant.scales import Range, scales
 from stack_quant.spec import ArraySpec
 from stack_quant.tiling import Tiling
@@ -91,9 +91,9 @@ def _quantized(
     kind, unbiased = spec.qtype, key is not None
     mapped = scales(span, kind, unit_axes=spec.unit_axes(array.ndim), double=spec.double_quantized, unbiased=unbiased)
     tiles = Tiling(array.shape, mapped.full.shape)
-    codes = over_blocks(_Encode(kind, tiles), array, (mapped.full, mapped.zero_point, key), cut)
+    encoded = over_blocks(_Encode(kind, tiles), array, (mapped.full, mapped.zero_point, key), cut)
     result = QArray(
-        planes=pack(codes, kind) if cut.count == 1 else _packed(codes, kind=kind),
+        planes=(_packed if cut.count == 1 else _compiled_packed)(encoded, kind),
         scale=mapped.scale,
         scale_unit=mapped.scale_unit,
         zero_point=mapped.zero_point,
@@ -103,17 +103,23 @@ def _quantized(
     return result, functools.reduce(jnp.logical_and, finite)
 
 
+def _packed(encoded: jax.Array, kind: QType) -> tuple[jax.Array, ...]:
+    return pack(as_codes(encoded, kind), kind)
+
+
 @jax.jit
 def _all_finite(array: jax.Array) -> jax.Array:
     return jnp.all(jnp.isfinite(array))
 
 
 _compiled = jax.jit(_quantized, static_argnames=("spec", "cut"))
-_packed = jax.jit(pack, static_argnames="kind", donate_argnums=0)
+_compiled_packed = jax.jit(_packed, static_argnames="kind", donate_argnums=0)
 
 
 @dataclass(frozen=True)
 class _Encode:
+    """A block's codes in bytes: XLA's CPU backend copies what is joined of narrower types one by one."""
+
     kind: QType
     tiles: Tiling
 

@@ -10,24 +10,33 @@ from jax import lax
 
 from stack_quant.qtypes import QType
 
-__all__ = ["encode", "snap"]
+__all__ = ["as_codes", "encode", "snap"]
 
 _UNIT_STEP = np.float32(1.5 * 2**23)  # neighbouring float32 of this size differ by 1
 _FLOAT32_EXPONENT = np.uint32(0x7F800000)
 
 
 def encode(values: jax.Array, kind: QType, *, key: jax.Array | None = None) -> jax.Array:
-    """Codes, of dtype `kind.code_dtype`, of float32 values that are scaled already; what is out of range saturates.
+    """Codes, each in a byte, of float32 values that are scaled already; what is out of range saturates.
+
+    `as_codes` makes them of their dtype: uint8 holds the bits of a floating type, int8 any other code.
 
     Without a key each value is rounded to the nearest, ties to the even integer or mantissa. With one, a value x
     between neighbours a < b becomes b with probability (x - a) / (b - a), else a.
     """
     if kind.codebook is not None:
         passed = [one.astype(jnp.int8) for one in _passed(values, kind.codebook, key)]
-        return functools.reduce(jnp.add, passed).astype(kind.code_dtype)
+        return functools.reduce(jnp.add, passed)
     if kind.is_integer:
-        return _small_integers(snap(values, kind, key=key)).astype(kind.code_dtype)
+        return _small_integers(snap(values, kind, key=key))
     return _float_codes(_clipped(values, kind) if key is None else snap(values, kind, key=key), kind)
+
+
+def as_codes(encoded: jax.Array, kind: QType) -> jax.Array:
+    """What `encode` gives, of dtype `kind.code_dtype`."""
+    if kind.codebook is not None or kind.is_integer:
+        return encoded.astype(kind.code_dtype)
+    return lax.bitcast_convert_type(encoded.astype(f"uint{kind.bits}"), kind.code_dtype)
 
 
 def snap(values: jax.Array, kind: QType, *, key: jax.Array | None = None) -> jax.Array:
@@ -65,7 +74,7 @@ def _small_integers(whole: jax.Array) -> jax.Array:
 
 
 def _float_codes(values: jax.Array, kind: QType) -> jax.Array:
-    """The codes of a floating type nearest to what lies within its range, ties to even.
+    """The bits of the codes of a floating type nearest to what lies within its range, ties to even.
 
     Codes are in the order of the magnitudes that they stand for, one step apart: the code is the number of steps in a
     magnitude, and as many again as a binade has for each time that the step has doubled. A conversion would round
@@ -80,7 +89,7 @@ def _float_codes(values: jax.Array, kind: QType) -> jax.Array:
     sign = np.uint32(2 ** (kind.bits - 1))
     code = jnp.minimum(steps + doubled, sign - np.uint32(1))  # NaN, whose exponent is beyond all, is the last: NaN
     code = code | _bits(values) >> np.uint32(32 - kind.bits) & sign
-    return lax.bitcast_convert_type(code.astype(f"uint{kind.bits}"), kind.code_dtype)
+    return code.astype(jnp.uint8)
 
 
 def _float_step(values: jax.Array, kind: QType) -> jax.Array:

@@ -34,7 +34,7 @@ _MOST_INTEGER_DEPTH = 2**16
 def supports_few_rows(call: OpCall, chip: Chip) -> bool | str:
     """For up to 64 rows of `x`, with weights that are float numbers or codes of 4 or 8 bits without a zero point.
 
-    For up to 8 where bf16 is multiplied in tiles by XLA.
+    For up to 8 of bf16 or int8 where others multiply these in tiles.
     """
     answer = host.on_this_cpu(call, chip)
     if answer is not True:
@@ -53,9 +53,15 @@ def supports_few_rows(call: OpCall, chip: Chip) -> bool | str:
 
 def _most_rows(call: OpCall) -> int:
     processor = host.this_processor()
+    has_tiles = processor is not None and processor.has_tiles
     operands = [array for name, array in call.arrays.items() if name != "bias"]
-    is_bf16 = all(not is_quantized(operand) and operand.dtype == jnp.bfloat16 for operand in operands)
-    return _MOST_ROWS_BESIDE_TILES if is_bf16 and processor is not None and processor.has_tiles else _MOST_ROWS
+    return _MOST_ROWS_BESIDE_TILES if has_tiles and all(map(_fits_tiles, operands)) else _MOST_ROWS
+
+
+def _fits_tiles(operand: Any) -> bool:
+    if not is_quantized(operand):
+        return operand.dtype == jnp.bfloat16
+    return abstract_view(operand).qvalue.dtype == jnp.int8
 
 
 def _reads(weight: Any) -> bool | str:

@@ -144,7 +144,14 @@ def test_blocks_give_the_same(spec: ArraySpec, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "spec",
-    [ArraySpec(channel_axes=(1,)), ArraySpec(), tiled("int4"), tiled("int7"), tiled("nf4", calibration="mse"), tiled("fp8_e4m3")],
+    [
+        ArraySpec(channel_axes=(1,)),
+        ArraySpec(),
+        tiled("int4"),
+        tiled("int7"),
+        tiled("nf4", calibration="mse"),
+        tiled("fp8_e4m3"),
+    ],
     ids=lambda spec: f"{spec.type}-{len(spec.channel_axes)}",
 )
 def test_a_large_parameter_costs_at_most_1_3_of_its_size(

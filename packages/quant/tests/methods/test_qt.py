@@ -137,7 +137,12 @@ def test_what_is_kept_is_quantized() -> None:
 def test_no_gradient_of_the_data_is_computed() -> None:
     fn = trained(lambda params, x: jax.nn.relu(x @ params["a"]) @ params["b"], PAIR, jnp.ones((4, 8)))
     text = str(jax.make_jaxpr(jax.grad(lambda params: jnp.sum(fn(params, jnp.ones((4, 8))))))(PAIR))
-    assert text.count("dot_general") == 2 + 3
+    assert products_in(text) == 2 + 3
+
+
+def products_in(program: str, primitive: str = "dot_general") -> int:
+    """With those that stack-kernels, where it is installed, leaves to machine code."""
+    return program.count(f"= {primitive}[") + program.count("= ffi_call[")
 
 
 @pytest.mark.parametrize("wanted", [0, 1])
@@ -157,7 +162,7 @@ def test_one_gradient_alone_costs_one_product_and_keeps_one_operand(primitive: s
         return fn(*(array if place == wanted else one for place, one in enumerate(given)))
 
     text = str(jax.make_jaxpr(jax.grad(lambda array: jnp.sum(of_wanted(array))))(given[wanted]))
-    assert text.count(f"= {primitive}[") == 2
+    assert products_in(text, primitive) == 2
     kept = jax.eval_shape(lambda array: jax.vjp(of_wanted, array)[1], given[wanted])
     assert sum(leaf.size for leaf in jax.tree.leaves(kept) if leaf.dtype == jnp.int8) == given[1 - wanted].size
 

@@ -3,7 +3,9 @@
     nox -s bench -- train_vs_peers
 
 Speed drifts on a shared machine, so the trainers take turns: each round starts every one of them once, in a fresh
-process, and ratios are formed within a round. Writes `results/train_vs_peers-DTYPE.md` and `.json`.
+process, and ratios are formed within a round. The share of the matmul peak is what the model's products must do over
+what the cores do in large products of XLA's, as `stack chips` shows. Writes `results/train_vs_peers-DTYPE.md` and
+`.json`.
 """
 
 import argparse
@@ -22,6 +24,8 @@ from peers import maxtext, pytorch, stack_train
 from peers.measure import measure
 from peers.peer import Peer, Workload
 from report import RESULTS, circumstances, table, write
+
+from stack_core.hardware import current_chip
 
 OURS = stack_train.PEER
 PEERS = {
@@ -60,6 +64,7 @@ def main() -> None:
     record = {
         **circumstances(),
         "workload": asdict(workload),
+        "matmul_flops_s": current_chip().peak_flops[workload.dtype],
         "steps": arguments.steps,
         "warmup_steps": arguments.warmup_steps,
         "versions": {peer.name: _versions(pythons[peer.name], peer.packages) for peer in chosen},
@@ -109,7 +114,12 @@ def _markdown(record: Mapping[str, Any]) -> str:
         f"Llama: {sizes}.",
         f"Medians of {rounds} rounds of {record['steps']} steps, {record['warmup_steps']} of them warm-up.",
         "",
-        *table(["", *(heading for heading, _ in COLUMNS.values())], [_row(name, runs[name]) for name in runs]),
+        *table(
+            ["", *(heading for heading, _ in COLUMNS.values()), "share of the matmul peak"],
+            [[*_row(name, runs[name]), _share_of_peak(record, name)] for name in runs],
+        ),
+        "",
+        f"The matmul peak is {record['matmul_flops_s'] / 1e9:.0f} GFLOP/s.",
         "",
         f"{OURS.name} over each peer, ratios within a round: median (least to most).",
         "",
@@ -126,6 +136,11 @@ def _markdown(record: Mapping[str, Any]) -> str:
 def _row(name: str, runs: Sequence[Mapping[str, float]]) -> list[str]:
     medians = {key: statistics.median(run[key] for run in runs) for key in COLUMNS}
     return [name, *(f"{scale * medians[key]:.3g}" for key, (_, scale) in COLUMNS.items())]
+
+
+def _share_of_peak(record: Mapping[str, Any], name: str) -> str:
+    tokens_per_s = statistics.median(run["tokens_per_s"] for run in record["runs"][name])
+    return f"{Workload(**record['workload']).token_flops * tokens_per_s / record['matmul_flops_s']:.0%}"
 
 
 def _ratio_rows(runs: Runs) -> list[list[str]]:

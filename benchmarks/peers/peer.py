@@ -31,6 +31,12 @@ class Workload:
     def step_tokens(self) -> int:
         return self.batch * self.seq_tokens
 
+    @property
+    def token_flops(self) -> float:
+        """What the products of a step must do for a token, forward and backward; of attention the causal half."""
+        layer = 4 * self.embed**2 + 3 * self.embed * self.mlp + self.seq_tokens * self.embed
+        return 3 * 2 * (self.layers * layer + self.embed * self.vocab)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Command:

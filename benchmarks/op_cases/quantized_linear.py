@@ -36,7 +36,7 @@ class Stored:
     dtype: str = field(default="int8", metadata={"static": True})
 
     def __stack_qview__(self) -> QView:
-        codes = lax.bitcast_convert_type(self.codes, self.dtype)
+        codes = lax.bitcast_convert_type(self.codes, self.dtype) if self.codes.dtype == jnp.int4 else self.codes
         return QView((1, 0), codes, self.scales, None, "benchmark", self.codebook)
 
 

@@ -112,8 +112,8 @@ def test_integer_products_are_exact_at_the_ends_of_their_range(processor: Proces
 
 @pytest.mark.parametrize("depth", [2**16, 2**18])
 def test_integer_products_do_not_overflow(depth: int) -> None:
-    x, weight = (np.full(shape, value, np.int8) for shape, value in (((1, depth), -128), ((depth, 16), 127)))
-    found = _product(Stored(x, np.ones((1, 1), np.float32)), Stored(weight, np.ones((1, 16), np.float32)))
+    x, weight = (np.full(shape, value, np.int8) for shape, value in (((3, depth), -128), ((depth, 16), 127)))
+    found = _product(Stored(x, np.ones((3, 1), np.float32)), Stored(weight, np.ones((1, 16), np.float32)))
     np.testing.assert_allclose(found, -128.0 * 127 * depth, rtol=1e-2)  # equal terms round alike in an fp32 sum
 
 

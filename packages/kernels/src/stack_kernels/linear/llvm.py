@@ -27,6 +27,8 @@ _MOST_ROWS_BESIDE_TILES = 8
 _MOST_STREAMED_ROWS = {"float32": 8, "bfloat16": 4}
 _PART_ROWS = 64
 _LEVELS = 16
+_FEWEST_INTEGER_ROWS = 3
+"""Fewer wait for memory, of which a product of integers reads four rows of the weight at a time, in shorter runs."""
 _MOST_INTEGER_DEPTH = 2**16
 """So many products of two int8 numbers add up to an int32, whatever they are; on the way there sums may wrap."""
 
@@ -131,7 +133,8 @@ def _has_integer_dot(x: QView, weight: QView) -> bool:
     processor = host.this_processor()
     both_int8 = x.qvalue.dtype == weight.qvalue.dtype == jnp.int8 and x.codebook is None and x.zero_point is None
     depth = weight.qvalue.shape[0] // _tiles(x, weight)
-    fits = depth % 4 == 0 and depth <= _MOST_INTEGER_DEPTH
+    rows = math.prod(x.qvalue.shape[:-1])
+    fits = rows >= _FEWEST_INTEGER_ROWS and depth % 4 == 0 and depth <= _MOST_INTEGER_DEPTH
     return both_int8 and fits and processor is not None and processor.has_int8_dot
 
 

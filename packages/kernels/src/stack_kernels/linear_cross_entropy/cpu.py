@@ -30,6 +30,7 @@ from stack_kernels.linear.product import XLA, Products, transposed
 __all__ = ["CONFIGS", "CPU", "Chunks", "linear_cross_entropy"]
 
 _SMALL_BYTES = 32 * 2**20
+_MOST_BYTES, _LEAST_ROWS = 128 * 2**20, 64
 _LEAST_SHARE = 1e-20  # A tile with less of the partition has no weight in any sum, and 1 / a stays finite.
 
 
@@ -38,8 +39,9 @@ class Chunks:
     """How much is looked at together.
 
     Attributes:
-      chunk_rows: at most so many rows make a chunk, or more where its exponentials are small. Each chunk reads and
-        writes the whole gradient of the weight, in fp32 unless it is the only one.
+      chunk_rows: at most so many rows make a chunk, or more where its exponentials are small, and fewer where they
+        would be more than 128 MiB. Each chunk reads and writes the whole gradient of the weight, in fp32 unless it is
+        the only one.
       tile_bytes: about so large are the logits of a chunk in a tile.
     """
 
@@ -279,7 +281,8 @@ def _in_chunks(loss: _Loss, rows: _Rows) -> _Rows:
 def _divided(rows: int, vocab: int, dtype: Any, config: Chunks) -> tuple[int, int]:
     """The number of chunks, and the width of tiles: as equal as can be, in multiples of 32 columns."""
     row_bytes = vocab * jnp.dtype(_product_dtype(dtype)).itemsize
-    chunks = max(-(-rows // max(config.chunk_rows, _SMALL_BYTES // row_bytes)), 1)
+    most = max(_MOST_BYTES // row_bytes, _LEAST_ROWS)
+    chunks = max(-(-rows // min(max(config.chunk_rows, _SMALL_BYTES // row_bytes), most)), 1)
     tiles = -(-rows * vocab * 4 // (chunks * config.tile_bytes))
     return chunks, min(-(-vocab // (32 * max(tiles, 1))) * 32, vocab)
 

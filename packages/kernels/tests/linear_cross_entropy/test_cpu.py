@@ -60,6 +60,21 @@ def test_a_label_outside_the_vocabulary_makes_its_loss_nan(label: int) -> None:
     assert np.isnan(losses).tolist() == [False, True, False]
 
 
+def test_a_bf16_gradient_of_many_chunks_is_as_precise_as_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk adds a 64th: in bf16 alone, such a sum would lose a part of every one."""
+    monkeypatch.setattr("stack_kernels.linear_cross_entropy.cpu._SMALL_BYTES", 0)
+    hidden = jnp.ones((128, 4), jnp.bfloat16)
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)), jnp.bfloat16)
+
+    def gradient(chunk_rows: int) -> np.ndarray:
+        implementation = dataclasses.replace(CPU, configs=(Chunks(chunk_rows=chunk_rows),))
+        labels = jnp.zeros(128, jnp.int32)
+        of_weight = jax.grad(lambda w: ops.linear_cross_entropy(hidden, w, labels, implementation=implementation))
+        return np.asarray(of_weight(weight), np.float32)
+
+    np.testing.assert_allclose(gradient(2), gradient(128), rtol=2**-7)
+
+
 @pytest.mark.parametrize(("dtype", "vocab", "most"), [("bfloat16", 50_000, 1 / 3), ("float32", 131_072, 1 / 6)])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_the_logits_are_never_whole(reduction: str, dtype: str, vocab: int, most: float) -> None:

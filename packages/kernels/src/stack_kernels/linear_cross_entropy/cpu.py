@@ -40,8 +40,8 @@ class Chunks:
 
     Attributes:
       chunk_rows: at most so many rows make a chunk, or more where its exponentials are small, and fewer where they
-        would be more than 128 MiB. Each chunk reads and writes the whole gradient of the weight, four bytes an entry
-        unless it is the only one.
+        would be more than 128 MiB. Each chunk reads and writes the whole gradient of the weight, in fp32 unless it is
+        the only one.
       tile_bytes: about so large are the logits of a chunk in a tile.
     """
 
@@ -169,48 +169,19 @@ _losses.defvjp(_losses_forward, _losses_backward)
 def _losses_and_gradients(loss: _Loss, rows: _Rows, weight: Any) -> Any:
     """The loss of each row, and the gradients of the total."""
     chunks = _in_chunks(loss, rows)
+    alone = chunks.labels.shape[0] == 1
+    start = jnp.zeros_like(weight, dtype=weight.dtype if alone else accurate_dtype(weight.dtype))
     bits = as_bits(weight)
 
     def add_chunk(of_weight: Any, chunk: _Rows) -> Any:
         return _add_chunk(loss, chunk, bits, of_weight)
 
-    of_weight, by_chunk = lax.scan(add_chunk, _no_sum(weight, len(chunks.labels)), chunks)
+    of_weight, by_chunk = lax.scan(add_chunk, start, chunks)
     losses, of_hidden = (x.reshape(-1, *x.shape[2:])[: rows.labels.size] for x in by_chunk)
-    return losses, of_hidden, _numbers(of_weight[0]).astype(weight.dtype)
+    return losses, of_hidden, of_weight.astype(weight.dtype)
 
 
-def _no_sum(weight: Any, chunks: int) -> tuple[Any, ...]:
-    """Where the gradient of the weight is added up, [embed, vocab] each, as `as_bits`.
-
-    Over several chunks that takes more precision than bf16 has: a second part has what the first one, which is the
-    nearest number, leaves of the sum. The first is the result; an fp32 sum would be there beside it.
-    """
-    if chunks == 1 or weight.dtype == jnp.bfloat16:
-        dtypes = [weight.dtype] * min(chunks, 2)
-    else:
-        dtypes = [accurate_dtype(weight.dtype)]
-    return tuple(as_bits(jnp.zeros_like(weight, dtype=dtype)) for dtype in dtypes)
-
-
-def _numbers(bits: Any) -> Any:
-    return from_bits(bits, jnp.bfloat16) if bits.dtype == jnp.uint16 else bits
-
-
-def _added(sums: tuple[Any, ...], block: Any, begin: Any) -> tuple[Any, ...]:
-    """The sums with a block of columns, in the dtype that it is added up in, at their column `begin`."""
-    before = [_numbers(lax.dynamic_slice_in_dim(part, begin, block.shape[1], axis=1)) for part in sums]
-    total = functools.reduce(jnp.add, [part.astype(block.dtype) for part in before], block)
-    parts = [total]
-    if len(sums) == 2:
-        nearest = lax.reduce_precision(total, exponent_bits=8, mantissa_bits=7)  # XLA may leave a conversion out
-        parts = [nearest, total - nearest]
-    return tuple(
-        lax.dynamic_update_slice_in_dim(whole, as_bits(part.astype(old.dtype)), begin, axis=1)
-        for whole, part, old in zip(sums, parts, before, strict=True)
-    )
-
-
-def _add_chunk(loss: _Loss, chunk: _Rows, bits: Any, of_weight: tuple[Any, ...]) -> Any:
+def _add_chunk(loss: _Loss, chunk: _Rows, bits: Any, of_weight: Any) -> Any:
     """`of_weight` with what the chunk adds to it; the losses [rows] and the gradient of `hidden`."""
     seen, exponentials = lax.map(lambda tile: _read_tile(loss, chunk, bits, tile), _tiles(loss))
     joined = _joined(loss, chunk, seen)
@@ -226,7 +197,9 @@ def _add_chunk(loss: _Loss, chunk: _Rows, bits: Any, of_weight: tuple[Any, ...])
         scale = share * chunk.shares
         of_hidden = of_hidden + loss.products.row_gradient(slopes, block, scale.dtype) * scale[:, None]
         scaled = (columns_first.astype(scale.dtype) * scale).astype(slopes.dtype)
-        return (of_hidden, _added(of_weight, loss.products.weight_gradient(scaled, slopes, scale.dtype), begin)), None
+        added = loss.products.weight_gradient(scaled, slopes, scale.dtype)
+        added = added + lax.dynamic_slice_in_dim(of_weight, begin, loss.width, axis=1).astype(added.dtype)
+        return (of_hidden, lax.dynamic_update_slice_in_dim(of_weight, added.astype(of_weight.dtype), begin, 1)), None
 
     of_hidden = jnp.zeros_like(chunk.hidden, dtype=chunk.shares.dtype)
     tiles = (_tiles(loss), seen.largest, exponentials)

@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 from stack_core import ops
 from stack_core.testing import OpCheck, op_checks
 from stack_kernels.linear_cross_entropy.amx import AMX
+from stack_kernels.linear_cross_entropy.chunks import Chunks
 from stack_kernels.llvm import host
 
 
@@ -23,9 +25,12 @@ def test_contract(check: OpCheck) -> None:
     check(AMX)
 
 
+@pytest.mark.parametrize("keeps_exponentials", [True, False])
 @pytest.mark.parametrize("rows", [9, 700])
-def test_losses_and_gradients_are_those_of_the_reference(rows: int) -> None:
-    """Of a chunk that is not filled, and of two."""
+def test_losses_and_gradients_are_those_of_the_reference(rows: int, keeps_exponentials: bool) -> None:
+    """Of a chunk that is not filled, and of three; the last tile overlaps the one before."""
+    chunks = Chunks(chunk_rows=256, tile_bytes=256 * 96 * 4, keeps_exponentials=keeps_exponentials)
+    implementation = dataclasses.replace(AMX, configs=(chunks,))
     rng = np.random.default_rng(0)
     hidden, weight = (jnp.asarray(rng.normal(size=shape) / 8, jnp.bfloat16) for shape in ((rows, 64), (64, 4128)))
     labels = jnp.asarray(rng.integers(0, 4128, rows))
@@ -36,7 +41,7 @@ def test_losses_and_gradients_are_those_of_the_reference(rows: int) -> None:
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(hidden, weight)
 
-    (found, found_gradients), (expected, expected_gradients) = of(AMX), of("reference")
+    (found, found_gradients), (expected, expected_gradients) = of(implementation), of("reference")
     assert float(found) == pytest.approx(float(expected), rel=1e-4)
     for one, other in zip(found_gradients, expected_gradients, strict=True):
         exact = np.asarray(other, np.float64)

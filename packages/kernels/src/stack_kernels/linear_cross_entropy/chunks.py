@@ -1,0 +1,188 @@
+"""What `linear_cross_entropy` looks at together, chunks of rows against tiles of the vocabulary, and a tile's sums."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stack_core.ops.building import accurate_dtype
+from stack_kernels.cpu import as_bits, from_bits
+from stack_kernels.linear.product import Products
+
+__all__ = [
+    "Chunks",
+    "Joined",
+    "Loss",
+    "Rows",
+    "columns_of",
+    "divide",
+    "in_chunks",
+    "join",
+    "logits_of",
+    "product_dtype",
+    "read_tile",
+    "read_tiles",
+    "slopes_of",
+    "tiles",
+]
+
+_SMALL_BYTES = 32 * 2**20
+_MOST_BYTES, _LEAST_ROWS = 128 * 2**20, 64
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How much is looked at together, and whether a gradient keeps what it saw.
+
+    Attributes:
+      chunk_rows: at most so many rows make a chunk. Where its exponentials are kept: or more where they are small, and
+        fewer where they would be more than 128 MiB.
+      tile_bytes: about so large are the logits of a chunk in a tile.
+      keeps_exponentials: a gradient forms the logits once (`kept_exponentials`), or else twice (`logits_again`).
+    """
+
+    chunk_rows: int = 512
+    tile_bytes: int = 4 * 2**20
+    keeps_exponentials: bool = True
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is fixed of a call.
+
+    Attributes:
+      products: how they are formed.
+      chunks: of rows, each of as many.
+      width: the columns of every tile; the last overlaps the one before if it does not divide the vocabulary.
+      dtype: of the weight, whose `as_bits` the loops read.
+      keeps_exponentials: see `Chunks`.
+    """
+
+    products: Products
+    vocab: int
+    chunks: int
+    width: int
+    dtype: Any
+    keeps_exponentials: bool
+    z_loss: float
+    label_smoothing: float
+
+
+class Rows(NamedTuple):
+    """Rows: h [rows, embed], y int[rows], and what each loss counts in the total, fp32[rows]."""
+
+    hidden: Any
+    labels: Any
+    shares: Any
+
+
+class Seen(NamedTuple):
+    """Of each row in one tile: m, the sum of e, the label's z if it is there, the sum of z if wanted; fp32[rows]."""
+
+    largest: Any
+    total: Any
+    label_logit: Any
+    logit_total: Any
+
+
+def read_tile(loss: Loss, rows: Rows, bits: Any, tile: Any) -> tuple[Seen, Any]:
+    """What is kept of a tile's logits: a few numbers a row, and e [rows, columns] as bits."""
+    begin, block, columns = columns_of(loss, bits, tile)
+    logits = logits_of(loss, rows, block, columns)
+    logit_total = jnp.sum(jnp.where(columns < 0, 0, logits), axis=-1) if loss.label_smoothing else None
+    largest = jnp.maximum(jnp.max(logits, axis=-1), jnp.finfo(logits.dtype).min)
+    exponentials = jnp.exp(logits - largest[:, None])
+    place = jnp.clip(rows.labels - begin, 0, loss.width - 1)
+    label_logit = jnp.take_along_axis(logits, place[:, None], axis=-1)[:, 0]
+    label_logit = jnp.where(columns[place] == rows.labels, label_logit, 0)
+    kept = as_bits(exponentials.astype(block.dtype))
+    return Seen(largest, jnp.sum(exponentials, axis=-1), label_logit, logit_total), kept
+
+
+def logits_of(loss: Loss, rows: Rows, block: Any, columns: Any) -> Any:
+    """z [rows, columns] in fp32; -inf in the columns of the tile before."""
+    logits = loss.products.times(rows.hidden.astype(block.dtype), block, accurate_dtype(block.dtype))
+    return jnp.where(columns < 0, -jnp.inf, logits) if loss.vocab % loss.width else logits
+
+
+class Joined(NamedTuple):
+    """Of each row, from all its tiles: l, L and the label's z; fp32[rows]."""
+
+    losses: Any
+    log_partition: Any
+    label_logit: Any
+
+
+def join(loss: Loss, rows: Rows, seen: Seen) -> Joined:
+    """What is known of each row, from what was seen of it in each tile."""
+    log_partition = jax.nn.logsumexp(seen.largest + jnp.log(seen.total), axis=0)
+    label_logit = jnp.sum(seen.label_logit, axis=0)
+    losses = log_partition - (1 - loss.label_smoothing) * label_logit
+    if loss.label_smoothing:
+        losses = losses - loss.label_smoothing / loss.vocab * jnp.sum(seen.logit_total, axis=0)
+    losses = losses + loss.z_loss * jnp.square(log_partition)
+    losses = jnp.where((rows.labels >= 0) & (rows.labels < loss.vocab), losses, jnp.nan)
+    return Joined(losses, log_partition, label_logit)
+
+
+def read_tiles(loss: Loss, rows: Rows, bits: Any) -> Joined:
+    """What all tiles together say of each row."""
+    return join(loss, rows, lax.map(lambda tile: read_tile(loss, rows, bits, tile)[0], tiles(loss)))
+
+
+def slopes_of(loss: Loss, rows: Rows, joined: Joined, exponentials: Any, columns: Any, share: Any) -> Any:
+    """dl_r / dz_rv / a_r: [rows, columns], in the dtype of the products. a_r is e_rv's part of the row's partition."""
+    slopes = exponentials.astype(share.dtype)
+    of_partition = 1 + 2 * loss.z_loss * joined.log_partition
+    evenly = loss.label_smoothing / loss.vocab
+    if loss.z_loss:
+        slopes = slopes * of_partition[:, None]
+    if loss.label_smoothing:
+        slopes = jnp.where(columns < 0, 0, slopes - (evenly / share)[:, None])
+    # Not from e: where the label is nearly certain, what its rounding loses is all that would be left.
+    at_label = of_partition * jnp.exp(joined.label_logit - joined.log_partition) - (1 - loss.label_smoothing) - evenly
+    slopes = jnp.where(columns == rows.labels[:, None], (at_label / share)[:, None], slopes)
+    return slopes.astype(product_dtype(loss.dtype))
+
+
+def in_chunks(loss: Loss, rows: Rows) -> Rows:
+    """[chunks, rows, ...]; what fills the last has no share. A chunk has two rows at least, for one is slow in bf16."""
+    count = rows.labels.size
+    size = max(-(-count // loss.chunks), 2)
+
+    def split(array: Any) -> Any:
+        padding = [(0, loss.chunks * size - count)] + [(0, 0)] * (array.ndim - 1)
+        return jnp.pad(array, padding).reshape(loss.chunks, size, *array.shape[1:])
+
+    return jax.tree.map(split, rows)
+
+
+def divide(rows: int, vocab: int, dtype: Any, config: Chunks) -> tuple[int, int]:
+    """The number of chunks, and the width of tiles: as equal as can be, in multiples of 32 columns."""
+    chunk_rows = config.chunk_rows
+    if config.keeps_exponentials:
+        row_bytes = vocab * jnp.dtype(product_dtype(dtype)).itemsize
+        chunk_rows = min(max(chunk_rows, _SMALL_BYTES // row_bytes), max(_MOST_BYTES // row_bytes, _LEAST_ROWS))
+    chunks = max(-(-rows // chunk_rows), 1)
+    tiles = -(-rows * vocab * 4 // (chunks * config.tile_bytes))
+    return chunks, min(-(-vocab // (32 * max(tiles, 1))) * 32, vocab)
+
+
+def tiles(loss: Loss) -> Any:
+    """Their numbers."""
+    return jnp.arange(-(-loss.vocab // loss.width), dtype=jnp.int32)
+
+
+def columns_of(loss: Loss, bits: Any, tile: Any) -> tuple[Any, Any, Any]:
+    """Where a tile begins, its columns of the weight, and their numbers, -1 for those of the tile before."""
+    begin = jnp.minimum(tile * loss.width, loss.vocab - loss.width)
+    numbers = begin + jnp.arange(loss.width, dtype=jnp.int32)
+    block = from_bits(lax.dynamic_slice_in_dim(bits, begin, loss.width, axis=1), loss.dtype)
+    return begin, block.astype(product_dtype(loss.dtype)), jnp.where(numbers < tile * loss.width, -1, numbers)
+
+
+def product_dtype(dtype: Any) -> Any:
+    """bf16 as it is, but not fp16, which XLA widens on CPUs anyway: nothing is won by rounding to it."""
+    return dtype if dtype == jnp.bfloat16 else accurate_dtype(dtype)

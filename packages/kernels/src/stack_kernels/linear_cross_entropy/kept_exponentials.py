@@ -1,0 +1,78 @@
+"""The gradient of `linear_cross_entropy` from exponentials that are kept: logits are formed once.
+
+The first time over the tiles of the vocabulary forms a tile's logits z and keeps of them, beside a few numbers a row,
+
+    e_rv = exp(z_rv - m_r)          m_r = max_v z_rv, v within the tile
+
+Then the log-partition L_r is known, and with the tile's share of it, a_r = exp(m_r - L_r), the second time gives
+
+    dl_r / dz_rv = a_r (e_rv - [v = y_r] / a_r)             here without z-loss and label smoothing
+
+where a_r scales the rows of the products' small operands, so that e is read once. What is kept are the exponentials of
+one chunk of rows, in the dtype of the products, and the sum of all chunks' gradients of the weight.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from stack_core.ops.building import accurate_dtype
+from stack_kernels.cpu import as_bits, from_bits
+from stack_kernels.linear.product import transposed
+from stack_kernels.linear_cross_entropy.chunks import (
+    Loss,
+    Rows,
+    columns_of,
+    in_chunks,
+    join,
+    product_dtype,
+    read_tile,
+    slopes_of,
+    tiles,
+)
+
+__all__ = ["losses_and_gradients"]
+
+_LEAST_SHARE = 1e-20  # A tile with less of the partition has no weight in any sum, and 1 / a stays finite.
+
+
+def losses_and_gradients(loss: Loss, rows: Rows, weight: Any) -> Any:
+    """The loss of each row, and the gradients of the total."""
+    chunks = in_chunks(loss, rows)
+    alone = chunks.labels.shape[0] == 1
+    start = jnp.zeros_like(weight, dtype=weight.dtype if alone else accurate_dtype(weight.dtype))
+    bits = as_bits(weight)
+
+    def add_chunk(of_weight: Any, chunk: Rows) -> Any:
+        return _add_chunk(loss, chunk, bits, of_weight)
+
+    of_weight, by_chunk = lax.scan(add_chunk, start, chunks)
+    losses, of_hidden = (x.reshape(-1, *x.shape[2:])[: rows.labels.size] for x in by_chunk)
+    return losses, of_hidden, of_weight.astype(weight.dtype)
+
+
+def _add_chunk(loss: Loss, chunk: Rows, bits: Any, of_weight: Any) -> Any:
+    """`of_weight` with what the chunk adds to it; the losses [rows] and the gradient of `hidden`."""
+    seen, exponentials = lax.map(lambda tile: read_tile(loss, chunk, bits, tile), tiles(loss))
+    joined = join(loss, chunk, seen)
+    columns_first = transposed(chunk.hidden.astype(product_dtype(loss.dtype)))
+
+    def add_tile(carry: Any, tile: Any) -> Any:
+        of_hidden, of_weight = carry
+        index, largest, exponentials = tile
+        begin, block, columns = columns_of(loss, bits, index)
+        exponentials = from_bits(exponentials, block.dtype)
+        share = jnp.maximum(jnp.exp(largest - joined.log_partition), _LEAST_SHARE)
+        slopes = slopes_of(loss, chunk, joined, exponentials, columns, share)
+        scale = share * chunk.shares
+        of_hidden = of_hidden + loss.products.row_gradient(slopes, block, scale.dtype) * scale[:, None]
+        scaled = (columns_first.astype(scale.dtype) * scale).astype(slopes.dtype)
+        added = loss.products.weight_gradient(scaled, slopes, scale.dtype)
+        added = added + lax.dynamic_slice_in_dim(of_weight, begin, loss.width, axis=1).astype(added.dtype)
+        return (of_hidden, lax.dynamic_update_slice_in_dim(of_weight, added.astype(of_weight.dtype), begin, 1)), None
+
+    of_hidden = jnp.zeros_like(chunk.hidden, dtype=chunk.shares.dtype)
+    kept = (tiles(loss), seen.largest, exponentials)
+    (of_hidden, of_weight), _ = lax.scan(add_tile, (of_hidden, of_weight), kept)
+    return of_weight, (joined.losses, of_hidden.astype(chunk.hidden.dtype))

@@ -36,12 +36,25 @@ OPTIONS = {
     ),
     "offset_per_row": (203, {"causal": True, "query_offset": jnp.array([98, -20]), "sinks": jnp.ones(4)}),
 }
+FEW_KEYS = {
+    "laid_out_one_by_one": (100, {"causal": True, "query_offset": 10}),
+    "loops": (203, {"bias": _normal(3, 1, 4, 203, 30), "window": (90, 60)}),
+}
 
 
 @pytest.mark.parametrize("case", OPTIONS)
 def test_many_blocks_and_tiles_give_what_the_reference_gives(case: str) -> None:
-    q_seq, options = OPTIONS[case]
-    moving = {"query": _normal(0, 2, q_seq, 4, 8), "key": _normal(1, 2, 301, 2, 8), "value": _normal(2, 2, 301, 2, 8)}
+    _check_against_reference(*OPTIONS[case], kv_seq=301, head_dim=8)
+
+
+@pytest.mark.parametrize("case", FEW_KEYS)
+def test_keys_so_few_that_weights_are_transposed(case: str) -> None:
+    _check_against_reference(*FEW_KEYS[case], kv_seq=30, head_dim=64)
+
+
+def _check_against_reference(q_seq: int, options: dict[str, Any], *, kv_seq: int, head_dim: int) -> None:
+    moving = {"query": _normal(0, 2, q_seq, 4, head_dim)}
+    moving |= {name: _normal(seed, 2, kv_seq, 2, head_dim) for seed, name in ((1, "key"), (2, "value"))}
     moving |= {name: options[name] for name in ("bias", "sinks") if name in options}
 
     def value_and_gradients(implementation: Any) -> Any:

@@ -3,9 +3,10 @@
 A block whose keys fit one tile takes their softmax at once; others carry a running softmax over their tiles. Few blocks
 are laid out one by one, each with just the keys that causality and a window leave it; many are one loop.
 
-Query-like arrays are [batch, kv_heads, group, rows, _], keys and values [batch, kv_heads, keys, head_dim]. Gradients of
-keys and values are summed transposed, [batch, kv_heads, head_dim, keys]: XLA's CPU backend runs a product that
-contracts the rows of both its operands at a third of the speed of others.
+Query-like arrays are [batch, kv_heads, group, rows, _], keys and values [batch, kv_heads, keys, head_dim]. XLA's CPU
+backend runs a product that contracts the rows of both its operands at a third of the speed of others, so that for the
+gradients of keys and values one of them is transposed: the queries, and the sums are [batch, kv_heads, head_dim, keys],
+or, where keys are few, the weights.
 
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691).
 """
@@ -65,6 +66,10 @@ class Tiles:
 
     def laid_out(self, q_seq: int) -> bool:
         return self.offset is not None and q_seq <= _MOST_LAID_OUT * self.rows
+
+    def turns_weights(self, kv_seq: int, head_dim: int) -> bool:
+        """Whether weights are transposed for the gradients of keys and values, and not queries."""
+        return 2 * kv_seq <= head_dim
 
     def bounds(self, start: Any, operands: Operands) -> tuple[Any, Any]:
         """The first key that queries of the block at `start` may see, and the one after the last; ints if known."""
@@ -156,8 +161,9 @@ def gradients(tiles: Tiles, operands: Operands, output: Any, lse: Any, of_output
         "lse": jnp.maximum(lse, jnp.finfo(accurate).min),
         "offset": jnp.where(lse > -jnp.inf, of_lse - jnp.sum(products, axis=-1), 0),
     }
-    turned = {"query": query.swapaxes(3, 4), "output": of_output.swapaxes(3, 4)}
-    zeros = jnp.zeros((*key.shape[:2], key.shape[3], key.shape[2]), accurate)
+    turns_weights = tiles.turns_weights(*key.shape[2:])
+    turned = {} if turns_weights else {"query": query.swapaxes(3, 4), "output": of_output.swapaxes(3, 4)}
+    zeros = jnp.zeros_like(key if turns_weights else key.swapaxes(2, 3), dtype=accurate)
     shared = {"key": zeros, "value": zeros}
     if operands["bias"] is not None:
         shared["bias"] = jnp.zeros(operands["bias"].shape, accurate)
@@ -178,7 +184,7 @@ def gradients(tiles: Tiles, operands: Operands, output: Any, lse: Any, of_output
     else:
         shared, of_blocks = lax.scan(visit, shared, jnp.arange(0, q_seq, tiles.rows))
         of_query = _in_rows(of_blocks)
-    turned_back = {name: shared[name].swapaxes(2, 3) for name in ("key", "value")}
+    turned_back = {} if turns_weights else {name: shared[name].swapaxes(2, 3) for name in ("key", "value")}
     return {**shared, **turned_back, "query": of_query}
 
 
@@ -191,7 +197,8 @@ def _block_gradients(
 
     def add(shared: dict[str, Any], of_query: Any, first_key: Any, keys: int) -> tuple[dict[str, Any], Any]:
         added = _tile_gradients(tiles, _keys_of(block, first_key, keys), mine, first_key)
-        places = {"key": {3: first_key}, "value": {3: first_key}, "bias": {3: start, 4: first_key}}
+        axis = 2 if tiles.turns_weights(*operands["key"].shape[2:]) else 3
+        places = {"key": {axis: first_key}, "value": {axis: first_key}, "bias": {3: start, 4: first_key}}
         of_query = added["query"] if of_query is None else of_query + added["query"]
         return {name: _added(x, added[name], places[name]) for name, x in shared.items()}, of_query
 
@@ -213,27 +220,35 @@ def _tile_gradients(tiles: Tiles, part: Operands, mine: Operands, first_key: Any
     scores, scores_vjp = jax.vjp(lambda products, bias: tiles.scores(part, products, bias, first_key), products, bias)
     weights = jnp.exp(scores - mine["lse"][..., None])
     of_weights = by_group("bhqd,bhkd->bhqk", mine["output"], part["value"])
-    weights_in_product, turned_output = _alike(weights, mine["turned_output"])
+    sum_rows = _over_turned_rows if "turned_query" in mine else _over_rows
+    weights_in_product, of_output = _alike(weights, mine.get("turned_output", mine["output"]))
     # Formed once: each of the two is the operand of one product and the source of another pass.
     weights_in_product = lax.optimization_barrier(weights_in_product)
     of_products, of_bias = scores_vjp(
         weights_in_product.astype(weights.dtype) * (of_weights + mine["offset"][..., None])
     )
-    of_products, turned_query = _alike(of_products, mine["turned_query"])
+    of_products, query = _alike(of_products, mine.get("turned_query", part["query"]))
     of_products = lax.optimization_barrier(of_products)
     return {
         "query": by_group("bhqk,bhkd->bhqd", of_products, part["key"].astype(of_products.dtype)),
-        "key": _over_rows(turned_query, of_products),
-        "value": _over_rows(turned_output, weights_in_product),
+        "key": sum_rows(query, of_products),
+        "value": sum_rows(of_output, weights_in_product),
         "bias": of_bias,
     }
 
 
-def _over_rows(left: Any, right: Any) -> Any:
+def _over_turned_rows(turned: Any, weights: Any) -> Any:
     """[batch, kv_heads, group, head_dim, rows] @ [batch, kv_heads, group, rows, keys], in fp32, over group and rows."""
-    flat_left = left.swapaxes(2, 3).reshape(*left.shape[:2], left.shape[3], -1)
-    flat_right = right.reshape(*right.shape[:2], -1, right.shape[-1])
-    return contract("bhdq,bhqk->bhdk", flat_left, flat_right, accurate_dtype(left.dtype))
+    flat = turned.swapaxes(2, 3).reshape(*turned.shape[:2], turned.shape[3], -1)
+    flat_weights = weights.reshape(*weights.shape[:2], -1, weights.shape[-1])
+    return contract("bhdq,bhqk->bhdk", flat, flat_weights, accurate_dtype(turned.dtype))
+
+
+def _over_rows(rows: Any, weights: Any) -> Any:
+    """`weights`, transposed, @ [batch, kv_heads, group, rows, head_dim], likewise."""
+    flat = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
+    turned_weights = jnp.moveaxis(weights, 4, 2).reshape(*weights.shape[:2], weights.shape[-1], -1)
+    return contract("bhkq,bhqd->bhkd", turned_weights, flat, accurate_dtype(rows.dtype))
 
 
 def _rows_of(operands: Operands, start: Any, size: int) -> dict[str, Any]:

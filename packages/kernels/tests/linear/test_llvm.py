@@ -69,6 +69,15 @@ def test_every_code_is_read_as_its_value(processor: Processor, dtype: str, colum
     _assert_equal(_product(x, Stored(codes, scale)), x.astype(np.float64) @ weight)
 
 
+@pytest.mark.parametrize("scales", [1, 4100])
+@pytest.mark.parametrize("depth", [12, 136, 1408])
+def test_one_row_of_int8_codes_is_summed_in_parts(processor: Processor, depth: int, scales: int) -> None:
+    rng = np.random.default_rng(depth)
+    codes = rng.integers(-128, 128, size=(depth, 4100)).astype(np.int8)
+    x, scale = rng.normal(size=(1, depth)).astype(np.float32), rng.uniform(1, 2, size=(1, scales)).astype(np.float32)
+    _assert_equal(_product(x, Stored(codes, scale)), x.astype(np.float64) @ (codes * scale.astype(np.float64)))
+
+
 def test_nan_among_fp8_codes_stays_in_its_column(processor: Processor) -> None:
     codes = np.ones((16, 20), "float8_e4m3fn")
     codes[3, 7] = np.nan

@@ -162,7 +162,7 @@ def gradients(tiles: Tiles, operands: Operands, output: Any, lse: Any, of_output
         "offset": jnp.where(lse > -jnp.inf, of_lse - jnp.sum(products, axis=-1), 0),
     }
     turns_weights = tiles.turns_weights(*key.shape[2:])
-    turned = {} if turns_weights else {"query": query.swapaxes(3, 4), "output": of_output.swapaxes(3, 4)}
+    turned: Operands = {} if turns_weights else {"query": query.swapaxes(3, 4), "output": of_output.swapaxes(3, 4)}
     zeros = jnp.zeros_like(key if turns_weights else key.swapaxes(2, 3), dtype=accurate)
     shared = {"key": zeros, "value": zeros}
     if operands["bias"] is not None:

@@ -90,23 +90,37 @@ def few_rows_product(x: Any, weight: Any) -> jax.Array:
     rows = x.reshape(-1, x.shape[-1])
     if view is None:
         return _plain_product(rows, weight)
+    if len(rows) == len(view.scale) == 1 and view.qvalue.dtype == jnp.int8:
+        part = _part_rows(view.qvalue, 2 * _PART_ROWS)
+        if part % STREAMS == 0:
+            return _streamed(rows.astype(jnp.float32), view.qvalue, part) * _column_scales(view, 1)
     product = Product(len(rows), view.qvalue.dtype.name, scaled=True, has_codebook=view.codebook is not None)
     levels = [] if view.codebook is None else [jnp.pad(view.codebook, (0, _LEVELS - len(view.codebook)), mode="edge")]
     return _call(product, rows.astype(jnp.float32), view.qvalue, _column_scales(view, len(view.scale)), *levels)
 
 
 def _plain_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
-    depth, columns = weight.shape
     kind = "bfloat16" if _has_bf16_dot(rows, weight) else "float32"
-    part = math.gcd(depth, _PART_ROWS if columns <= SEGMENT_COLUMNS else 4 * _PART_ROWS)
+    part = _part_rows(weight, _PART_ROWS)
     if len(rows) <= _MOST_STREAMED_ROWS[kind] and part % STREAMS == 0:
-        product = StreamedProduct(len(rows), weight.dtype.name, kind)
-        sums = (len(rows), columns), (depth // part, len(rows), columns)
-        results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sums]
-        build = functools.partial(streamed_module, product)
-        flops = 2 * rows.size * columns
-        return host.kernel_call(product.name, build, results, rows.astype(kind), weight, flops=flops)[0]
+        return _streamed(rows.astype(kind), weight, part)
     return _call(Product(len(rows), weight.dtype.name, kind), rows.astype(kind), weight)
+
+
+def _part_rows(weight: jax.Array, most: int) -> int:
+    """How many rows of a weight make a part: equal parts, so large in wide weights that few sums are added up."""
+    depth, columns = weight.shape
+    return math.gcd(depth, most if columns <= SEGMENT_COLUMNS else 4 * _PART_ROWS)
+
+
+def _streamed(rows: jax.Array, weight: jax.Array, part: int) -> jax.Array:
+    depth, columns = weight.shape
+    kind: Any = rows.dtype.name
+    product = StreamedProduct(len(rows), weight.dtype.name, kind)
+    sums = (len(rows), columns), (depth // part, len(rows), columns)
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sums]
+    build = functools.partial(streamed_module, product)
+    return host.kernel_call(product.name, build, results, rows, weight, flops=2 * rows.size * columns)[0]
 
 
 def _call(product: Product, x: jax.Array, weight: jax.Array, *more: jax.Array) -> jax.Array:

@@ -20,6 +20,8 @@ __all__ = ["SEGMENT_COLUMNS", "STREAMS", "StreamedProduct", "streamed_module"]
 
 STREAMS = 8
 SEGMENT_COLUMNS = 2048
+_SMALL_BYTES = 2**18
+"""So much is sooner read than another thread wakes up."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,22 @@ class StreamedProduct:
 
 
 def streamed_module(product: StreamedProduct, processor: Processor) -> ir.Module:
-    """`@tiles`, `@tile` and `@finish` of a product."""
+    """`@tiles`, `@is_small`, `@tile` and `@finish` of a product."""
     module = ir.Module(product.name)
     code = Code(module, "tiles", [POINTER, POINTER], INDEX)
     _, (parts, _, columns) = code.buffer(code.parameters[1], 1, 3)
     code.close(code.times(parts, _segments(code, columns)))
+    _write_is_small(module, product)
     _Part(module, product, processor).write()
     _write_finish(module, processor.lanes)
     return module
+
+
+def _write_is_small(module: ir.Module, product: StreamedProduct) -> None:
+    code = Code(module, "is_small", [POINTER, POINTER], INDEX)
+    _, (depth, columns) = code.buffer(code.parameters[0], 1, 2)
+    bits = code.times(code.times(depth, columns), product.rows * BITS[product.weight])
+    code.close(code.at_most(bits, 8 * _SMALL_BYTES))
 
 
 def _segments(code: Code, columns: Any) -> Any:

@@ -20,12 +20,15 @@ __all__ = ["product_module"]
 
 _TILE_COLUMNS = 128
 _ROWS_OF_ONE_PASS = 12
+_SMALL = 2**18
+"""So many products of two numbers are sooner done than another thread wakes up."""
 
 
 def product_module(product: Product, processor: Processor) -> ir.Module:
-    """`@tiles` and `@tile` of a product."""
+    """`@tiles`, `@is_small` and `@tile` of a product."""
     module = ir.Module(product.name)
     _write_tiles(module)
+    _write_is_small(module)
     rows = _row_blocks(product, processor)
     vectors = _vectors(product, processor, rows[0])
     whole, rest = (
@@ -71,6 +74,14 @@ def _write_tiles(module: ir.Module) -> None:
     code = Code(module, "tiles", [POINTER, POINTER], INDEX)
     _, (_, columns) = code.buffer(code.parameters[1], 0, 2)
     code.close(code.quotient_up(columns, _TILE_COLUMNS))
+
+
+def _write_is_small(module: ir.Module) -> None:
+    code = Code(module, "is_small", [POINTER, POINTER], INDEX)
+    arguments, results = code.parameters
+    _, (rows, depth) = code.buffer(arguments, 0, 2)
+    _, (_, columns) = code.buffer(results, 0, 2)
+    code.close(code.at_most(code.times(code.times(rows, depth), columns), _SMALL))
 
 
 class _Tile:

@@ -104,6 +104,10 @@ class Code:
     def most(self, left: Any, right: Any) -> Any:
         return self.build.select(self.build.icmp_signed(">", left, right), left, right)
 
+    def at_most(self, value: Any, limit: int) -> Any:
+        """1 or 0."""
+        return self.build.zext(self.build.icmp_signed("<=", value, INDEX(limit)), INDEX)
+
     @contextmanager
     def loop(self, start: Any, stop: Any, step: int = 1) -> Iterator[Any]:
         """The block runs for each index from `start` in steps, as long as a whole step is left before `stop`."""

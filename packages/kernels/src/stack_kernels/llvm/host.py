@@ -20,7 +20,7 @@ from stack_core.abi import OpCall
 from stack_core.hardware import Chip
 from stack_core.machine import cpu_model
 from stack_kernels.cpu import on_cpu
-from stack_kernels.llvm.code import POINTER, Code
+from stack_kernels.llvm.code import INDEX, POINTER, Code
 
 __all__ = ["Processor", "compiled", "kernel_call", "on_this_cpu", "this_processor"]
 
@@ -141,6 +141,8 @@ def compiled(module: ir.Module, processor: Processor) -> llvm.ExecutionEngine:
     llvm.initialize_native_asmprinter()
     if "finish" not in module.globals:
         Code(module, "finish", [POINTER, POINTER]).close()
+    if "is_small" not in module.globals:
+        Code(module, "is_small", [POINTER, POINTER], INDEX).close(INDEX(0))
     linked = llvm.parse_assembly(resources.files("stack_kernels.llvm").joinpath("xla_call.ll").read_text())
     linked.link_in(llvm.parse_assembly(str(module)))
     linked.verify()

@@ -4,6 +4,7 @@
 ; ends. Errors of the pool are not passed on: what it does not take, the caller's thread does.
 
 declare i64 @tiles(ptr, ptr)
+declare i64 @is_small(ptr, ptr)
 declare void @tile(ptr, ptr, i64)
 declare void @finish(ptr, ptr)
 declare ptr @malloc(i64)
@@ -198,7 +199,11 @@ execute:
   %results = load ptr, ptr %results.at
   %tiles = call i64 @tiles(ptr %arguments, ptr %results)
   %is_one = icmp slt i64 %tiles, 2
-  br i1 %is_one, label %alone, label %shared
+  br i1 %is_one, label %alone, label %several
+several:
+  %small = call i64 @is_small(ptr %arguments, ptr %results)
+  %is_small = icmp ne i64 %small, 0
+  br i1 %is_small, label %alone, label %shared
 alone:
   call void @run_alone(ptr %arguments, ptr %results, i64 %tiles)
   br label %end

@@ -42,18 +42,20 @@ def losses_and_gradients(loss: Loss, rows: Rows, weight: Any) -> tuple[Any, Any,
         of_hidden, of_weight = carry
         begin, block, columns = columns_of(loss, bits, tile)
 
-        def add_chunk(of_block: Any, each: Any) -> Any:
-            chunk, joined, scaled, of_hidden = each
+        def add_chunk(carry: Any, each: Any) -> Any:
+            of_block, of_hidden = carry
+            number, chunk, joined, scaled = each
             chunk = chunk._replace(hidden=from_bits(chunk.hidden, dtype))
             logits = logits_of(loss, chunk, block, columns)
             probabilities = jnp.exp(logits - joined.log_partition[:, None])
             slopes = slopes_of(loss, chunk, joined, probabilities, columns, jnp.ones_like(chunk.shares))
             added = loss.products.row_gradient(slopes, block, of_hidden.dtype) * chunk.shares[:, None]
             of_block = of_block + loss.products.weight_gradient(from_bits(scaled, dtype), slopes, of_block.dtype)
-            return of_block, of_hidden + added
+            return (of_block, of_hidden.at[number].add(added)), None
 
         of_block = jnp.zeros_like(block, dtype=of_hidden.dtype)
-        of_block, of_hidden = lax.scan(add_chunk, of_block, (chunks, joined, scaled, of_hidden))
+        numbers = jnp.arange(len(chunks.labels), dtype=jnp.int32)
+        (of_block, of_hidden), _ = lax.scan(add_chunk, (of_block, of_hidden), (numbers, chunks, joined, scaled))
         of_block = as_bits(of_block.astype(weight.dtype))
         if loss.vocab % loss.width:
             earlier = lax.dynamic_slice_in_dim(of_weight, begin, loss.width, axis=1)

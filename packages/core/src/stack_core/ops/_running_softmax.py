@@ -4,6 +4,7 @@ Query-like arrays are [batch, kv_heads, group, rows, _] here, where group counts
 values are [batch, kv_heads, keys, head_dim].
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -35,14 +36,24 @@ def empty_softmax(query: Any) -> RunningSoftmax:
     return RunningSoftmax(jnp.full(rows, jnp.finfo(dtype).min), jnp.zeros(rows, dtype), jnp.zeros(query.shape, dtype))
 
 
-def add_tile(state: RunningSoftmax, scores: Any, value: Any) -> RunningSoftmax:
-    """Takes in the values of one tile with their logits [batch, kv_heads, group, rows, keys]."""
+def by_group(subscripts: str, left: Any, right: Any) -> Any:
+    """`contract` in fp32, with the group and the rows of `left` as one axis."""
+    batch, kv_heads, group, rows, last = left.shape
+    flat = left.reshape(batch, kv_heads, group * rows, last)
+    product = contract(subscripts, flat, right, accurate_dtype(left.dtype))
+    return product.reshape(*left.shape[:-1], product.shape[-1])
+
+
+def add_tile(
+    state: RunningSoftmax, scores: Any, value: Any, product: Callable[[str, Any, Any], Any] = by_group
+) -> RunningSoftmax:
+    """Takes in the values of one tile with their logits [batch, kv_heads, group, rows, keys]; `product` multiplies."""
     largest = lax.stop_gradient(jnp.maximum(state.largest, jnp.max(scores, axis=-1, initial=-jnp.inf)))
     rescale = jnp.exp(state.largest - largest)
     weights = jnp.exp(scores - largest[..., None])
-    product = by_group("bhqk,bhkd->bhqd", weights.astype(value.dtype), value)
+    weighted = product("bhqk,bhkd->bhqd", weights.astype(value.dtype), value)
     return RunningSoftmax(
-        largest, state.total * rescale + jnp.sum(weights, axis=-1), state.weighted * rescale[..., None] + product
+        largest, state.total * rescale + jnp.sum(weights, axis=-1), state.weighted * rescale[..., None] + weighted
     )
 
 
@@ -57,14 +68,6 @@ def with_sinks(output: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
     """What `finish` would have given, had each head [heads] one more key with this logit and the value 0."""
     whole = jnp.logaddexp(lse, sinks.astype(lse.dtype).reshape(1, *lse.shape[1:3], 1))
     return output * jnp.exp(lse - whole)[..., None], whole
-
-
-def by_group(subscripts: str, left: Any, right: Any) -> Any:
-    """`contract` in fp32, with the group and the rows of `left` as one axis."""
-    batch, kv_heads, group, rows, last = left.shape
-    flat = left.reshape(batch, kv_heads, group * rows, last)
-    product = contract(subscripts, flat, right, accurate_dtype(left.dtype))
-    return product.reshape(*left.shape[:-1], product.shape[-1])
 
 
 def masked_logits(

@@ -93,6 +93,8 @@ def _sizes(query: Any, key: Any, config: TileConfig) -> tuple[int, int, int]:
     pairs = config.tile_bytes // (4 * rows)
     whole = batch if parts_of("batch") > 1 else 1
     fitting = pairs // (heads * min(kv_seq, 4 * _FEWEST_KEYS))
+    if rows == q_seq and batch <= 2 * fitting:
+        fitting = batch  # one block, no loop, and no copies of what that gives
     batch_rows = max(count for count in range(whole, batch + 1) if batch % count == 0 and count <= max(fitting, whole))
     heads_at_a_time = math.ceil(batch_rows * heads / (parts_of("batch") * parts_of("act_heads")))
     return rows, _evenly(kv_seq, max(pairs // heads_at_a_time, _FEWEST_KEYS)), batch_rows

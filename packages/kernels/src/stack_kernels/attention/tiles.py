@@ -24,13 +24,12 @@ from stack_core.ops.building import (
     RunningSoftmax,
     accurate_dtype,
     add_tile,
-    by_group,
-    contract,
     empty_softmax,
     finish,
     masked_logits,
     vary_alike,
 )
+from stack_kernels.attention.products import by_group, contract_heads
 
 __all__ = ["Operands", "Tiles", "attend", "gradients", "softmax_of"]
 
@@ -41,9 +40,6 @@ _MOST_LAID_OUT = 8
 # The axes of each operand that follow the queries and the keys. An axis of size 1 stands for all.
 _QUERY_AXES = {"query": 3, "query_positions": 1, "bias": 3, "mask": 3, "q_segments": 1}
 _KEY_AXES = {"key": 2, "value": 2, "bias": 4, "mask": 4, "kv_segments": 1}
-
-# jax 0.10's CPU backend runs a bf16 product over more than 64 terms below the speed of fp32.
-_WIDE_WEIGHTS = jax.__version_info__ < (0, 11)
 
 
 @dataclass(frozen=True)
@@ -121,7 +117,7 @@ def _attend_block(tiles: Tiles, operands: Operands, start: Any) -> tuple[Any, An
 
     def visit(number: Any, state: RunningSoftmax) -> RunningSoftmax:
         part = _keys_of(block, number * tiles.keys, tiles.keys)
-        return add_tile(state, scores(part, number * tiles.keys), part["value"])
+        return add_tile(state, scores(part, number * tiles.keys), part["value"], by_group)
 
     state = vary_alike(empty_softmax(block["query"]), operands)[0]
     return finish(_over_tiles(tiles, first, stop, visit, state))
@@ -139,13 +135,7 @@ def softmax_of(scores: Any, weighed: Callable[[Any], Any]) -> RunningSoftmax:
 
 
 def _weighed(weights: Any, value: Any) -> Any:
-    return by_group("bhqk,bhkd->bhqd", *_alike(weights, value))
-
-
-def _alike(weights: Any, other: Any) -> tuple[Any, Any]:
-    """Both in the dtype in which their product is fastest."""
-    dtype = weights.dtype if _WIDE_WEIGHTS else other.dtype
-    return weights.astype(dtype), other.astype(dtype)
+    return by_group("bhqk,bhkd->bhqd", weights.astype(value.dtype), value)
 
 
 def gradients(tiles: Tiles, operands: Operands, output: Any, lse: Any, of_output: Any, of_lse: Any) -> dict[str, Any]:
@@ -221,34 +211,35 @@ def _tile_gradients(tiles: Tiles, part: Operands, mine: Operands, first_key: Any
     weights = jnp.exp(scores - mine["lse"][..., None])
     of_weights = by_group("bhqd,bhkd->bhqk", mine["output"], part["value"])
     sum_rows = _over_turned_rows if "turned_query" in mine else _over_rows
-    weights_in_product, of_output = _alike(weights, mine.get("turned_output", mine["output"]))
+    weights_in_product = weights.astype(mine["output"].dtype)
     # Formed once: each of the two is the operand of one product and the source of another pass.
     weights_in_product = lax.optimization_barrier(weights_in_product)
     of_products, of_bias = scores_vjp(
         weights_in_product.astype(weights.dtype) * (of_weights + mine["offset"][..., None])
     )
-    of_products, query = _alike(of_products, mine.get("turned_query", part["query"]))
+    of_products = of_products.astype(part["query"].dtype)
     of_products = lax.optimization_barrier(of_products)
     return {
         "query": by_group("bhqk,bhkd->bhqd", of_products, part["key"].astype(of_products.dtype)),
-        "key": sum_rows(query, of_products),
-        "value": sum_rows(of_output, weights_in_product),
+        "key": sum_rows(mine.get("turned_query", part["query"]), of_products),
+        "value": sum_rows(mine.get("turned_output", mine["output"]), weights_in_product),
         "bias": of_bias,
     }
 
 
 def _over_turned_rows(turned: Any, weights: Any) -> Any:
     """[batch, kv_heads, group, head_dim, rows] @ [batch, kv_heads, group, rows, keys], in fp32, over group and rows."""
-    flat = turned.swapaxes(2, 3).reshape(*turned.shape[:2], turned.shape[3], -1)
-    flat_weights = weights.reshape(*weights.shape[:2], -1, weights.shape[-1])
-    return contract("bhdq,bhqk->bhdk", flat, flat_weights, accurate_dtype(turned.dtype))
+    batch, kv_heads, group, rows, keys = weights.shape
+    flat = turned.swapaxes(2, 3).reshape(batch, kv_heads, turned.shape[3], group * rows)
+    return contract_heads("bhdq,bhqk->bhdk", flat, weights.reshape(batch, kv_heads, group * rows, keys))
 
 
-def _over_rows(rows: Any, weights: Any) -> Any:
+def _over_rows(values: Any, weights: Any) -> Any:
     """`weights`, transposed, @ [batch, kv_heads, group, rows, head_dim], likewise."""
-    flat = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
-    turned_weights = jnp.moveaxis(weights, 4, 2).reshape(*weights.shape[:2], weights.shape[-1], -1)
-    return contract("bhkq,bhqd->bhkd", turned_weights, flat, accurate_dtype(rows.dtype))
+    batch, kv_heads, group, rows, keys = weights.shape
+    flat = values.reshape(batch, kv_heads, group * rows, values.shape[4])
+    turned_weights = jnp.moveaxis(weights, 4, 2).reshape(batch, kv_heads, keys, group * rows)
+    return contract_heads("bhkq,bhqd->bhkd", turned_weights, flat)
 
 
 def _rows_of(operands: Operands, start: Any, size: int) -> dict[str, Any]:

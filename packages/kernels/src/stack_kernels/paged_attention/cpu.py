@@ -19,7 +19,8 @@ from jax import lax
 
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
-from stack_core.ops.building import add_tile, by_group, empty_softmax, finish, masked_logits, vary_alike, with_sinks
+from stack_core.ops.building import add_tile, empty_softmax, finish, masked_logits, vary_alike, with_sinks
+from stack_kernels.attention.products import by_group
 from stack_kernels.cpu import on_cpu_unquantized
 
 __all__ = ["CPU", "StepConfig"]
@@ -136,7 +137,7 @@ def _attend(
         exists = first_key + jnp.arange(step_keys) <= position
         products = by_group("bhqd,bhkd->bhqk", query, key)
         scores = masked_logits(products, query_positions=position[None, None], first_key=first_key, **options)
-        return add_tile(state, scores, jnp.where(exists[:, None], value, 0))
+        return add_tile(state, scores, jnp.where(exists[:, None], value, 0), by_group)
 
     first = 0 if left is None else jnp.maximum(position - left, 0) // step_keys
     state = vary_alike(empty_softmax(query), query, table, position, key_pages, value_pages)[0]

@@ -82,7 +82,8 @@ def test_a_bf16_gradient_of_many_chunks_is_as_precise_as_that_of_one(
     weight = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)), jnp.bfloat16)
 
     def gradient(chunk_rows: int) -> np.ndarray:
-        config = Chunks(chunk_rows=chunk_rows, keeps_exponentials=keeps_exponentials)
+        two_tiles = 32 * 4 * chunk_rows
+        config = Chunks(chunk_rows=chunk_rows, tile_bytes=two_tiles, keeps_exponentials=keeps_exponentials)
         implementation = dataclasses.replace(CPU, configs=(config,))
         labels = jnp.zeros(128, jnp.int32)
         of_weight = jax.grad(lambda w: ops.linear_cross_entropy(hidden, w, labels, implementation=implementation))

@@ -40,7 +40,8 @@ class Chunks:
       chunk_rows: at most so many rows make a chunk. Where its exponentials are kept: or more where they are small, and
         fewer where they would be more than 128 MiB.
       tile_bytes: about so large are the logits of a chunk in a tile.
-      keeps_exponentials: a gradient forms the logits once (`kept_exponentials`), or else twice (`logits_again`).
+      keeps_exponentials: a gradient forms the logits once (`kept_exponentials`), as it does of a single tile, or else
+        twice (`logits_again`).
     """
 
     chunk_rows: int = 512

@@ -104,7 +104,8 @@ _losses.defvjp(_losses_forward, _losses_backward)
 
 
 def _with_gradients(loss: Loss, rows: Rows, weight: Any) -> tuple[Any, Any, Any]:
-    module = kept_exponentials if loss.keeps_exponentials else logits_again
+    is_one_tile = loss.width == loss.vocab  # whose exponentials are as small as its logits
+    module = kept_exponentials if loss.keeps_exponentials or is_one_tile else logits_again
     return module.losses_and_gradients(loss, rows, weight)
 
 

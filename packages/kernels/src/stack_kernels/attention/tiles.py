@@ -63,10 +63,6 @@ class Tiles:
     def laid_out(self, q_seq: int) -> bool:
         return self.offset is not None and q_seq <= _MOST_LAID_OUT * self.rows
 
-    def turns_weights(self, kv_seq: int, head_dim: int) -> bool:
-        """Whether weights are transposed for the gradients of keys and values, and not queries."""
-        return 2 * kv_seq <= head_dim
-
     def bounds(self, start: Any, operands: Operands) -> tuple[Any, Any]:
         """The first key that queries of the block at `start` may see, and the one after the last; ints if known."""
         kv_seq = operands["key"].shape[2]
@@ -151,7 +147,7 @@ def gradients(tiles: Tiles, operands: Operands, output: Any, lse: Any, of_output
         "lse": jnp.maximum(lse, jnp.finfo(accurate).min),
         "offset": jnp.where(lse > -jnp.inf, of_lse - jnp.sum(products, axis=-1), 0),
     }
-    turns_weights = tiles.turns_weights(*key.shape[2:])
+    turns_weights = _turns_weights(key)
     turned: Operands = {} if turns_weights else {"query": query.swapaxes(3, 4), "output": of_output.swapaxes(3, 4)}
     zeros = jnp.zeros_like(key if turns_weights else key.swapaxes(2, 3), dtype=accurate)
     shared = {"key": zeros, "value": zeros}
@@ -178,6 +174,12 @@ def gradients(tiles: Tiles, operands: Operands, output: Any, lse: Any, of_output
     return {**shared, **turned_back, "query": of_query}
 
 
+def _turns_weights(key: Any) -> bool:
+    """Whether weights are transposed for the gradients of keys and values, and not queries."""
+    kv_seq, head_dim = key.shape[2:]
+    return 2 * kv_seq <= head_dim
+
+
 def _block_gradients(
     tiles: Tiles, operands: Operands, mine: Operands, shared: dict[str, Any], start: Any
 ) -> tuple[dict[str, Any], Any]:
@@ -187,7 +189,7 @@ def _block_gradients(
 
     def add(shared: dict[str, Any], of_query: Any, first_key: Any, keys: int) -> tuple[dict[str, Any], Any]:
         added = _tile_gradients(tiles, _keys_of(block, first_key, keys), mine, first_key)
-        axis = 2 if tiles.turns_weights(*operands["key"].shape[2:]) else 3
+        axis = 2 if _turns_weights(operands["key"]) else 3
         places = {"key": {axis: first_key}, "value": {axis: first_key}, "bias": {3: start, 4: first_key}}
         of_query = added["query"] if of_query is None else of_query + added["query"]
         return {name: _added(x, added[name], places[name]) for name, x in shared.items()}, of_query

@@ -37,7 +37,7 @@ __all__ = ["losses_and_gradients"]
 _LEAST_SHARE = 1e-20  # A tile with less of the partition has no weight in any sum, and 1 / a stays finite.
 
 
-def losses_and_gradients(loss: Loss, rows: Rows, weight: Any) -> Any:
+def losses_and_gradients(loss: Loss, rows: Rows, weight: Any) -> tuple[Any, Any, Any]:
     """The loss of each row, and the gradients of the total."""
     chunks = in_chunks(loss, rows)
     alone = chunks.labels.shape[0] == 1

@@ -54,7 +54,11 @@ def test_a_signal_stops_new_requests() -> None:
         deadline_s = time.monotonic() + 10
         with pytest.raises(httpx2.ConnectError):
             while time.monotonic() < deadline_s:
-                with httpx2.Client(base_url=client.base_url) as other:
+                # A connection that was made while the listener closes is dropped unread.
+                with (
+                    httpx2.Client(base_url=client.base_url) as other,
+                    contextlib.suppress(httpx2.RemoteProtocolError, httpx2.ReadError),
+                ):
                     other.get("/health")
         assert finish_reasons(lines)[-1] == "length"
 

@@ -109,7 +109,8 @@ def _attend_block(tiles: Tiles, operands: Operands, start: Any) -> tuple[Any, An
     first, stop = tiles.bounds(start, operands)
     if isinstance(first, int) and isinstance(stop, int) and stop - first <= tiles.keys:
         part = _keys_of(block, first, max(stop - first, 0))
-        return finish(softmax_of(scores(part, first), functools.partial(_weighed, value=part["value"])))
+        weights, lse = softmax_of(scores(part, first))
+        return by_group("bhqk,bhkd->bhqd", weights.astype(part["value"].dtype), part["value"]), lse
 
     def visit(number: Any, state: RunningSoftmax) -> RunningSoftmax:
         part = _keys_of(block, number * tiles.keys, tiles.keys)
@@ -123,15 +124,17 @@ def _over_tiles(tiles: Tiles, first: Any, stop: Any, visit: Callable[..., Any], 
     return lax.fori_loop(first // tiles.keys, -(-stop // tiles.keys), visit, state)
 
 
-def softmax_of(scores: Any, weighed: Callable[[Any], Any]) -> RunningSoftmax:
-    """What `add_tile` makes of nothing and these scores; `weighed` sums the values with the weights it is given."""
+def softmax_of(scores: Any) -> tuple[Any, Any]:
+    """The softmax of a row's keys, all 0 where there is no key, and the log of its denominator, -inf there.
+
+    The weights are divided here and not the output: XLA's CPU backend is slower at a product that it fuses with what
+    is done to its result, in bf16 by a third where keys are few.
+    """
     largest = jnp.max(scores, axis=-1, initial=jnp.finfo(scores.dtype).min)
     weights = jnp.exp(scores - largest[..., None])
-    return RunningSoftmax(largest, jnp.sum(weights, axis=-1), weighed(weights))
-
-
-def _weighed(weights: Any, value: Any) -> Any:
-    return by_group("bhqk,bhkd->bhqd", weights.astype(value.dtype), value)
+    total = jnp.sum(weights, axis=-1)
+    safe = jnp.maximum(total, 0.5)  # It is at least 1, unless there was no key.
+    return weights / safe[..., None], jnp.where(total > 0, jnp.log(safe) + largest, -jnp.inf)
 
 
 def gradients(tiles: Tiles, operands: Operands, output: Any, lse: Any, of_output: Any, of_lse: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from stack_core import ops
 from stack_core.abi import QView
 from stack_core.errors import ArgumentError, ShapeError, StackError, UnknownName
-from stack_core.testing._cases import Quantized
+from stack_core.testing import Quantized
 
 
 @pytest.fixture(autouse=True)

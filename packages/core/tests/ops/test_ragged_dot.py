@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.testing import OpCheck, op_checks
-from stack_core.testing._cases import Quantized
+from stack_core.testing import OpCheck, Quantized, op_checks
 
 RNG = np.random.default_rng(0)
 LHS = jnp.asarray(RNG.normal(size=(9, 4)), jnp.float32)

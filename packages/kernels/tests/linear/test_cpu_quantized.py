@@ -1,5 +1,4 @@
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -7,24 +6,11 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.abi import QView
 from stack_core.errors import UnsupportedOp
-from stack_core.testing import OpCheck, op_checks
+from stack_core.testing import OpCheck, Quantized, op_checks
 from stack_kernels.linear.codes import columns, dequantized, interleaved
 from stack_kernels.linear.cpu_quantized import CPU_QUANTIZED, QuantizedConfig
 from stack_kernels.llvm import host
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    codes: Any
-    scales: Any
-    zeros: Any = None
-    codebook: Any = None
-
-    def __stack_qview__(self) -> QView:
-        return QView((1, 0), self.codes, self.scales, self.zeros, "stored", self.codebook)
 
 
 @pytest.mark.parametrize("check", op_checks("linear"), ids=str)
@@ -42,7 +28,7 @@ def test_every_code_is_what_it_stands_for(dtype: str) -> None:
         codes = jax.lax.bitcast_convert_type(codes, dtype).reshape(16, 16)
     else:
         codes = jax.lax.bitcast_convert_type(codes.astype(jnp.uint4), dtype).reshape(2, 8)
-    array = Stored(codes, jnp.full((2, 1), 0.75))
+    array = Quantized(codes, jnp.full((2, 1), 0.75))
     expected = np.asarray(codes, np.float32) * np.float32(0.75)
     np.testing.assert_array_equal(jax.jit(lambda array: dequantized(array, jnp.float32))(array), expected)
     parts = jax.jit(lambda array: [part.dense(jnp.float32) for part in columns(array)])(array)
@@ -54,7 +40,7 @@ def test_every_code_is_what_it_stands_for(dtype: str) -> None:
 def test_codes_of_any_width_look_their_levels_up(codes: str, levels: int) -> None:
     drawn = np.arange(24).reshape(4, 6) % min(levels, jnp.iinfo(codes).max + 1)
     codebook = np.random.default_rng(0).normal(size=levels).astype(np.float32)
-    weight = Stored(jnp.asarray(drawn, codes), jnp.ones((1, 1)), None, jnp.asarray(codebook))
+    weight = Quantized(jnp.asarray(drawn, codes), jnp.ones((1, 1)), None, jnp.asarray(codebook))
     parts = jax.jit(lambda weight: [part.dense(jnp.float32) for part in columns(weight)])(weight)
     np.testing.assert_array_equal(interleaved(parts), codebook[drawn])
 
@@ -77,7 +63,7 @@ def test_forms_agree(tiles: int, dtype: str, form: str) -> None:
     rng = np.random.default_rng(0)
     codes = jnp.asarray(rng.integers(-7, 8, size=(64, 32)), dtype)
     zeros = jnp.asarray(rng.integers(-3, 4, size=(tiles, 32)), jnp.int8)
-    weight = Stored(codes, jnp.asarray(rng.uniform(1, 2, size=(tiles, 32)), jnp.float32), zeros)
+    weight = Quantized(codes, jnp.asarray(rng.uniform(1, 2, size=(tiles, 32)), jnp.float32), zeros)
     x = jnp.asarray(rng.normal(size=(rows, 64)), jnp.float32)
     implementation = dataclasses.replace(CPU_QUANTIZED, configs=(config,))
     found = jax.jit(lambda x, weight: ops.linear(x, weight, implementation=implementation))(x, weight)
@@ -89,16 +75,16 @@ def test_forms_agree(tiles: int, dtype: str, form: str) -> None:
 @pytest.mark.parametrize("d_in", [8 * 2, 8 * 132, 8 * 131], ids=["two", "in_two_steps", "prime"])
 def test_few_rows_are_summed_over_any_d_in(d_in: int) -> None:
     rng = np.random.default_rng(0)
-    weight = Stored(jnp.asarray(rng.integers(-127, 128, size=(d_in, 4)), jnp.int8), jnp.ones((1, 4)))
+    weight = Quantized(jnp.asarray(rng.integers(-127, 128, size=(d_in, 4)), jnp.int8), jnp.ones((1, 4)))
     x = rng.integers(-8, 9, size=(2, d_in)).astype(np.float32)
     found = jax.jit(lambda x, weight: ops.linear(x, weight, implementation=CPU_QUANTIZED))(x, weight)
-    np.testing.assert_array_equal(found, x @ np.asarray(weight.codes, np.float32))
+    np.testing.assert_array_equal(found, x @ np.asarray(weight.values, np.float32))
 
 
 def test_integers_are_multiplied_as_integers_in_long_tiles_only() -> None:
     def program(tile: int) -> str:
-        x = Stored(jnp.ones((3, 256), jnp.int8), jnp.ones((3, 256 // tile)))
-        weight = Stored(jnp.ones((256, 8), jnp.int4), jnp.ones((256 // tile, 8)))
+        x = Quantized(jnp.ones((3, 256), jnp.int8), jnp.ones((3, 256 // tile)))
+        weight = Quantized(jnp.ones((256, 8), jnp.int4), jnp.ones((256 // tile, 8)))
         return str(jax.make_jaxpr(lambda *operands: ops.linear(*operands, implementation=CPU_QUANTIZED))(x, weight))
 
     assert "preferred_element_type=int32" in program(256) and "preferred_element_type=int32" in program(64)
@@ -116,17 +102,17 @@ def test_products_of_narrow_floats_are_exact_in_bf16(
     monkeypatch.setattr(host, "this_processor", lambda: dataclasses.replace(processor, has_tiles=True))
     rng = np.random.default_rng(0)
 
-    def drawn(shape: tuple[int, ...], dtype: str, scales: tuple[int, ...]) -> Stored:
+    def drawn(shape: tuple[int, ...], dtype: str, scales: tuple[int, ...]) -> Quantized:
         scale = jnp.asarray(rng.uniform(1, 2, size=scales), jnp.float32)
-        return Stored(jnp.asarray(rng.normal(size=shape), dtype), scale)
+        return Quantized(jnp.asarray(rng.normal(size=shape), dtype), scale)
 
-    def product(x: Stored, weight: Stored) -> jax.Array:
+    def product(x: Quantized, weight: Quantized) -> jax.Array:
         return ops.linear(x, weight, implementation=CPU_QUANTIZED, preferred_dtype="float32")
 
     x, weight = drawn((3, 5, 96), activations, (3, 1, 1)), drawn((96, 10), weights, (1, 10))
     program = str(jax.make_jaxpr(product)(x, weight))
     assert "dot_general" in program and "bf16[96," in program
-    exact = [np.asarray(array.codes, np.float64) * np.asarray(array.scales, np.float64) for array in (x, weight)]
+    exact = [np.asarray(array.values, np.float64) * np.asarray(array.scales, np.float64) for array in (x, weight)]
     expected = exact[0] @ exact[1]
     np.testing.assert_allclose(jax.jit(product)(x, weight), expected, rtol=1e-6, atol=2e-6 * np.abs(expected).max())
 
@@ -134,10 +120,10 @@ def test_products_of_narrow_floats_are_exact_in_bf16(
 def test_tiles_of_x_and_weight_that_differ() -> None:
     rng = np.random.default_rng(0)
 
-    def drawn(shape: tuple[int, int], scales: tuple[int, int]) -> Stored:
+    def drawn(shape: tuple[int, int], scales: tuple[int, int]) -> Quantized:
         codes, zeros = (rng.integers(-100, 101, size=size) for size in (shape, scales))
         scale = jnp.asarray(rng.uniform(1, 2, size=scales), jnp.float32)
-        return Stored(jnp.asarray(codes, jnp.int8), scale, jnp.asarray(zeros, jnp.int8))
+        return Quantized(jnp.asarray(codes, jnp.int8), scale, jnp.asarray(zeros, jnp.int8))
 
     x, weight = drawn((3, 384), (3, 2)), drawn((384, 8), (3, 4))
     found = ops.linear(x, weight, implementation=CPU_QUANTIZED)
@@ -146,7 +132,7 @@ def test_tiles_of_x_and_weight_that_differ() -> None:
 
 
 def test_it_leaves_plain_and_double_precision_calls_to_others() -> None:
-    weight = Stored(jnp.ones((4, 2), jnp.int8), jnp.ones((1, 2)))
+    weight = Quantized(jnp.ones((4, 2), jnp.int8), jnp.ones((1, 2)))
     with pytest.raises(UnsupportedOp, match="no operand is quantized"):
         ops.linear(jnp.ones((3, 4)), jnp.ones((4, 2)), implementation="cpu_quantized")
     with jax.enable_x64(True), pytest.raises(UnsupportedOp, match="float64"):
@@ -155,7 +141,7 @@ def test_it_leaves_plain_and_double_precision_calls_to_others() -> None:
 
 def test_sums_of_unsigned_codes_do_not_overflow() -> None:
     tokens, d_in = 2, 2**16
-    x = Stored(jnp.full((tokens, d_in), 255, jnp.uint8), jnp.ones((tokens, 1)))
-    weight = Stored(jnp.full((d_in, 1), 255, jnp.uint8), jnp.ones((1, 1)))
+    x = Quantized(jnp.full((tokens, d_in), 255, jnp.uint8), jnp.ones((tokens, 1)))
+    weight = Quantized(jnp.full((d_in, 1), 255, jnp.uint8), jnp.ones((1, 1)))
     result = ops.linear(x, weight, implementation=CPU_QUANTIZED)
     np.testing.assert_allclose(result, 255.0**2 * d_in, rtol=1e-4)

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -7,27 +8,15 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.abi import QView
 from stack_core.errors import UnsupportedOp
 from stack_core.hardware import current_chip
-from stack_core.testing import OpCheck, op_checks
+from stack_core.testing import OpCheck, Quantized, op_checks
 from stack_kernels.linear.llvm import LLVM
 from stack_kernels.llvm import host
 from stack_kernels.llvm.host import Processor
 
 _COLUMNS = (2, 50, 128, 300)  # less than a vector; all but whole; a tile; tiles and a rest
 _ROWS = (1, 2, 3, 8, 21)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    codes: Any
-    scale: Any
-    codebook: Any = None
-
-    def __stack_qview__(self) -> QView:
-        return QView((1, 0), self.codes, self.scale, None, "stored", self.codebook)
 
 
 @pytest.mark.parametrize("check", op_checks("linear"), ids=str)
@@ -66,7 +55,7 @@ def test_every_code_is_read_as_its_value(processor: Processor, dtype: str, colum
     scale = np.random.default_rng(0).uniform(1, 2, size=(4, columns)).astype(np.float32)
     x = np.random.default_rng(1).normal(size=(3, 64)).astype(np.float32)
     weight = np.asarray(codes, np.float64) * np.repeat(scale, 16, axis=0)
-    _assert_equal(_product(x, Stored(codes, scale)), x.astype(np.float64) @ weight)
+    _assert_equal(_product(x, Quantized(codes, scale)), x.astype(np.float64) @ weight)
 
 
 @pytest.mark.parametrize("scales", [1, 4100])
@@ -75,13 +64,13 @@ def test_one_row_of_int8_codes_is_summed_in_parts(processor: Processor, depth: i
     rng = np.random.default_rng(depth)
     codes = rng.integers(-128, 128, size=(depth, 4100)).astype(np.int8)
     x, scale = rng.normal(size=(1, depth)).astype(np.float32), rng.uniform(1, 2, size=(1, scales)).astype(np.float32)
-    _assert_equal(_product(x, Stored(codes, scale)), x.astype(np.float64) @ (codes * scale.astype(np.float64)))
+    _assert_equal(_product(x, Quantized(codes, scale)), x.astype(np.float64) @ (codes * scale.astype(np.float64)))
 
 
 def test_nan_among_fp8_codes_stays_in_its_column(processor: Processor) -> None:
     codes = np.ones((16, 20), "float8_e4m3fn")
     codes[3, 7] = np.nan
-    found = _product(np.ones((2, 16), np.float32), Stored(codes, np.ones((1, 20), np.float32)))
+    found = _product(np.ones((2, 16), np.float32), Quantized(codes, np.ones((1, 20), np.float32)))
     assert np.isnan(found[:, 7]).all()
     np.testing.assert_array_equal(np.delete(found, 7, axis=1), 16)
 
@@ -94,7 +83,7 @@ def test_codes_are_looked_up_in_a_codebook(processor: Processor, levels: int) ->
     scale = rng.uniform(1, 2, size=(2, 70)).astype(np.float32)
     x = rng.normal(size=(5, 32)).astype(np.float32)
     weight = codebook[np.asarray(codes, int)].astype(np.float64) * np.repeat(scale, 16, axis=0)
-    _assert_equal(_product(x, Stored(codes, scale, jnp.asarray(codebook))), x.astype(np.float64) @ weight)
+    _assert_equal(_product(x, Quantized(codes, scale, codebook=jnp.asarray(codebook))), x.astype(np.float64) @ weight)
 
 
 @pytest.mark.parametrize("dtype", ["uint4", "float4_e2m1fn"])
@@ -102,7 +91,7 @@ def test_codes_that_are_kept_as_int4_are_not_converted(processor: Processor, dty
     """XLA does that one by one, which takes many times as long as the product."""
 
     def product(x: jax.Array, kept: jax.Array) -> jax.Array:
-        weight = Stored(jax.lax.bitcast_convert_type(kept, dtype), jnp.ones((1, 64)))
+        weight = Quantized(jax.lax.bitcast_convert_type(kept, dtype), jnp.ones((1, 64)))
         return LLVM.function(x, weight, bias=None, preferred_dtype="float32")
 
     compiled = jax.jit(product).lower(jnp.ones((2, 32)), jnp.ones((32, 64), jnp.int4)).compile()
@@ -116,13 +105,30 @@ def test_integer_products_are_exact_at_the_ends_of_their_range(processor: Proces
     x, weight = (rng.choice([-128, -127, 127, 3], size=shape).astype(np.int8) for shape in ((rows, 48), (48, columns)))
     x_scale, scale = (rng.uniform(1, 2, size=shape).astype(np.float32) for shape in ((rows, 3), (3, columns)))
     exact = (x * np.repeat(x_scale, 16, axis=1).astype(np.float64)) @ (weight * np.repeat(scale, 16, axis=0))
-    _assert_equal(_product(Stored(x, x_scale), Stored(weight, scale)), exact)
+    _assert_equal(_product(Quantized(x, x_scale), Quantized(weight, scale)), exact)
+
+
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 8, 2), (1, 136, 300), (1, 2048, 50), (5, 1032, 4100)])
+def test_streams_of_integers_are_exact(processor: Processor, rows: int, depth: int, columns: int) -> None:
+    """Of one row, and of several with a weight that is not in the caches."""
+    rng = np.random.default_rng(depth)
+    x, weight = (
+        rng.choice([-128, -127, 127, 3], size=shape).astype(np.int8) for shape in ((rows, depth), (depth, columns))
+    )
+    x_scale, scale = (rng.uniform(1, 2, size=shape).astype(np.float32) for shape in ((rows, 1), (1, columns)))
+    exact = (x * x_scale.astype(np.float64)) @ (weight * scale.astype(np.float64))
+    _assert_equal(_product(Quantized(x, x_scale), Quantized(weight, scale)), exact)
+    call = {"bias": None, "preferred_dtype": "float32"}
+    program = str(
+        jax.make_jaxpr(functools.partial(LLVM.function, **call))(Quantized(x, x_scale), Quantized(weight, scale))
+    )
+    assert (f"linear_streams_{rows}_int8_int8" in program) == processor.has_int8_dot
 
 
 @pytest.mark.parametrize("depth", [2**16, 2**18])
 def test_integer_products_do_not_overflow(depth: int) -> None:
     x, weight = (np.full(shape, value, np.int8) for shape, value in (((3, depth), -128), ((depth, 16), 127)))
-    found = _product(Stored(x, np.ones((3, 1), np.float32)), Stored(weight, np.ones((1, 16), np.float32)))
+    found = _product(Quantized(x, np.ones((3, 1), np.float32)), Quantized(weight, np.ones((1, 16), np.float32)))
     np.testing.assert_allclose(found, -128.0 * 127 * depth, rtol=1e-2)  # equal terms round alike in an fp32 sum
 
 
@@ -138,10 +144,10 @@ def test_long_sums_of_many_rows_come_in_parts(processor: Processor, dtype: str, 
     else:
         codes = np.rint(x * 30).astype(np.int8), (np.rint(weight * 30) if dtype == "int8" else weight).astype(dtype)
         scales = (rng.uniform(1, 2, size=shape).astype(np.float32) for shape in ((30, tiles), (tiles, columns)))
-        operands = tuple(map(Stored, codes, scales))
+        operands = tuple(map(Quantized, codes, scales))
         values = (
-            np.asarray(codes[0], float) * np.repeat(operands[0].scale, 1280 // tiles, axis=1),
-            np.asarray(codes[1], float) * np.repeat(operands[1].scale, 1280 // tiles, axis=0),
+            np.asarray(codes[0], float) * np.repeat(operands[0].scales, 1280 // tiles, axis=1),
+            np.asarray(codes[1], float) * np.repeat(operands[1].scales, 1280 // tiles, axis=0),
         )
     _assert_equal(_product(*operands), np.asarray(values[0], np.float64) @ np.asarray(values[1], np.float64))
 
@@ -167,9 +173,9 @@ def test_several_threads_take_their_share_of_many_calls() -> None:
     [
         ((65, 8), jnp.zeros((8, 4)), "1 to 64 rows, and x has 65"),
         ((2, 8), jnp.zeros((8, 0)), "empty"),
-        ((2, 8), Stored(jnp.zeros((8, 3), jnp.int4), jnp.ones((1, 3))), "share a byte"),
-        ((2, 8), Stored(jnp.zeros((8, 4), jnp.int2), jnp.ones((1, 4))), "does not read"),
-        ((2, 8), Stored(jnp.zeros((8, 4), jnp.uint8), jnp.ones((1, 4)), jnp.zeros(256)), "16 levels"),
+        ((2, 8), Quantized(jnp.zeros((8, 3), jnp.int4), jnp.ones((1, 3))), "share a byte"),
+        ((2, 8), Quantized(jnp.zeros((8, 4), jnp.int2), jnp.ones((1, 4))), "does not read"),
+        ((2, 8), Quantized(jnp.zeros((8, 4), jnp.uint8), jnp.ones((1, 4)), codebook=jnp.zeros(256)), "16 levels"),
     ],
 )
 def test_what_it_does_not_take_is_refused_with_the_reason(x: tuple[int, int], weight: Any, reason: str) -> None:
@@ -187,8 +193,8 @@ def test_more_than_eight_rows_go_where_tiles_of_their_type_are_multiplied(
         (decision,) = ops.explain(ops.linear, x, weight)
         return decision.forward.implementation.name
 
-    def quantized(shape: tuple[int, int], dtype: str) -> Stored:
-        return Stored(jnp.zeros(shape, dtype), jnp.ones((1, 1)))
+    def quantized(shape: tuple[int, int], dtype: str) -> Quantized:
+        return Quantized(jnp.zeros(shape, dtype), jnp.ones((1, 1)))
 
     assert chosen(jnp.zeros((rows, 8), "bfloat16"), jnp.zeros((8, 4), "bfloat16")) == name
     assert chosen(jnp.zeros((rows, 8)), jnp.zeros((8, 4))) == "llvm"

@@ -1,4 +1,3 @@
-import dataclasses
 from typing import Any
 
 import jax
@@ -7,23 +6,12 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.abi import QView
 from stack_core.errors import UnsupportedOp
-from stack_core.testing import OpCheck, op_checks
+from stack_core.testing import OpCheck, Quantized, op_checks
 from stack_kernels.llvm.host import Processor
 from stack_kernels.paged_attention.llvm import LLVM
 
 _SEQUENCES = ((1, 45), (37, 61), (1, 1), (0, 20), (16, 16), (2, 33))  # queries and keys
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    codes: Any
-    scale: Any
-
-    def __stack_qview__(self) -> QView:
-        return QView((1, 0), self.codes, self.scale, None, "stored")
 
 
 @pytest.mark.parametrize("check", op_checks("paged_attention"), ids=str)
@@ -74,7 +62,7 @@ def test_quantized_pages_are_read_as_their_values(processor: Processor, query: s
     for name in ("key_pages", "value_pages"):
         codes = jnp.clip(call[name].astype(jnp.float32) * 30, -100, 100).astype(dtype)
         scale = jnp.linspace(0.02, 0.05, codes.size // codes.shape[-1]).reshape(*codes.shape[:-1], 1)
-        call[name] = Stored(codes, scale)
+        call[name] = Quantized(codes, scale)
     exact = _attend(_as(call, "float32"), "reference")
     tolerance = 1e-5 if query == "float32" else 8e-3
     np.testing.assert_allclose(_attend(call, LLVM), exact, rtol=tolerance, atol=tolerance)
@@ -132,7 +120,7 @@ def _call(
 
 def _as(call: dict[str, Any], dtype: str) -> dict[str, Any]:
     floating = {
-        name: call[name] for name in ("query", "key_pages", "value_pages") if not isinstance(call[name], Stored)
+        name: call[name] for name in ("query", "key_pages", "value_pages") if not isinstance(call[name], Quantized)
     }
     return call | {name: array.astype(dtype) for name, array in floating.items()}
 

@@ -24,11 +24,13 @@ __all__ = ["LLVM", "few_rows_product", "supports_few_rows"]
 
 _MOST_ROWS = 64
 _MOST_ROWS_BESIDE_TILES = 8
-_MOST_STREAMED_ROWS = {"float32": 8, "bfloat16": 4}
+_MOST_STREAMED_ROWS = {"float32": 8, "bfloat16": 4, "int8": 8}
 _PART_ROWS = 64
 _LEVELS = 16
-_FEWEST_INTEGER_ROWS = 3
-"""Fewer wait for memory, of which a product of integers reads four rows of the weight at a time, in shorter runs."""
+_STREAMED_BYTES = 2**22
+"""From here on a weight is not in the caches, and streams of integers are faster for several rows as for one."""
+_FEWEST_ROWS_OF_TILES = 3
+"""Fewer wait for memory, of which a product of integers in tiles reads four rows of the weight at a time."""
 _MOST_INTEGER_DEPTH = 2**16
 """So many products of two int8 numbers add up to an int32, whatever they are; on the way there sums may wrap."""
 
@@ -117,8 +119,8 @@ def _streamed(rows: jax.Array, weight: jax.Array, part: int) -> jax.Array:
     depth, columns = weight.shape
     kind: Any = rows.dtype.name
     product = StreamedProduct(len(rows), weight.dtype.name, kind)
-    sums = (len(rows), columns), (depth // part, len(rows), columns)
-    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sums]
+    sums = jax.ShapeDtypeStruct((depth // part, len(rows), columns), jnp.int32 if kind == "int8" else jnp.float32)
+    results = [jax.ShapeDtypeStruct(sums.shape[1:], jnp.float32), sums]
     build = functools.partial(streamed_module, product)
     return host.kernel_call(product.name, build, results, rows, weight, flops=2 * rows.size * columns)[0]
 
@@ -148,17 +150,20 @@ def _has_integer_dot(x: QView, weight: QView) -> bool:
     both_int8 = x.qvalue.dtype == weight.qvalue.dtype == jnp.int8 and x.codebook is None and x.zero_point is None
     depth = weight.qvalue.shape[0] // _tiles(x, weight)
     rows = math.prod(x.qvalue.shape[:-1])
-    fits = rows >= _FEWEST_INTEGER_ROWS and depth % 4 == 0 and depth <= _MOST_INTEGER_DEPTH
+    has_work = _tiles(x, weight) == 1 or rows >= _FEWEST_ROWS_OF_TILES
+    fits = has_work and depth % 4 == 0 and depth <= _MOST_INTEGER_DEPTH
     return both_int8 and fits and processor is not None and processor.has_int8_dot
 
 
 def _integer_product(x: QView, weight: QView) -> jax.Array:
     tiles = _tiles(x, weight)
     codes, scale, _ = rows_of(x)
-    scale = jnp.repeat(scale, tiles // scale.shape[1], axis=1)
-    offset = 128 * jnp.sum(codes.reshape(len(codes), tiles, -1), axis=2, dtype=jnp.int32)
+    most = 1 if weight.qvalue.size < _STREAMED_BYTES else _MOST_STREAMED_ROWS["int8"]
+    part = _part_rows(weight.qvalue, 2 * _PART_ROWS)
+    if tiles == 1 and len(codes) <= most and part % STREAMS == 0:
+        return _streamed(codes, weight.qvalue, part) * (scale * _column_scales(weight, 1))
     product = Product(len(codes), "int8", "int8", scaled=True)
-    return _call(product, codes, weight.qvalue, _column_scales(weight, tiles), scale, offset)
+    return _call(product, codes, weight.qvalue, _column_scales(weight, tiles), scale)
 
 
 def _tiles(x: QView, weight: QView) -> int:

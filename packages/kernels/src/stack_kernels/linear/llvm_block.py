@@ -7,6 +7,7 @@ from llvmlite import ir
 
 from stack_kernels.llvm.code import BYTE, FLOAT, INDEX, INT32, POINTER, SHORT, Code, Variable, vector
 from stack_kernels.llvm.host import Processor
+from stack_kernels.llvm.integer_dots import add_fours, added_by_fours, fours
 from stack_kernels.llvm.numbers import BITS, LEVELS, read
 from stack_kernels.llvm.vectors import interleaved
 
@@ -24,7 +25,7 @@ class Product:
     """y[rows, n] = x[rows, k] @ w[k, n] in float32, the sum over each tile along k multiplied by its scales.
 
     The buffers are x; w; if `scaled`, the scales of w, float32[tiles, n]; with integer x the scales of x,
-    float32[rows, tiles], and 128 times the sums of x in each tile, int32[rows, tiles]; if `has_codebook`, 16 levels.
+    float32[rows, tiles]; if `has_codebook`, 16 levels.
 
     Attributes:
       weight: the dtype of w, one of `BITS`.
@@ -51,7 +52,7 @@ class Product:
     def buffers(self) -> dict[str, int]:
         """The rank of each, by name, in order."""
         of_w = {"scale": 2} if self.scaled else {}
-        of_x = {"x_scale": 2, "x_offset": 2} if self.x == "int8" else {}
+        of_x = {"x_scale": 2} if self.x == "int8" else {}
         return {"x": 2, "w": 2} | of_w | of_x | ({"levels": 1} if self.has_codebook else {})
 
 
@@ -72,7 +73,6 @@ class Places:
     y: Any
     scale: Any
     x_scale: Any
-    x_offset: Any
     levels: Any
     panel: Any
     depth: Any
@@ -104,7 +104,7 @@ class Block:
         panel: Literal["written", "read"] | None,
     ) -> None:
         name = f"block_{rows}_{vectors}{'_masked' * is_masked}_{panel}"
-        self.code = Code(module, name, [*[POINTER] * 8, *[INDEX] * 7])
+        self.code = Code(module, name, [*[POINTER] * 7, *[INDEX] * 7])
         self.code.function.linkage = "internal"
         self.at = Places(*self.code.parameters)
         self.product, self.lanes = product, processor.lanes
@@ -115,6 +115,7 @@ class Block:
     def write(self) -> Any:
         code = self.code
         sums = self._sums()
+        self.added = self._added_to_fours()
         is_first = code.build.icmp_signed("==", self.at.start, INDEX(0))
         for (row, column), part in zip(self._cells(), sums, strict=True):
             place = code.at(self.at.y, code.times(self.at.columns, 4 * row), 4 * self.lanes * column)
@@ -125,6 +126,14 @@ class Block:
             code.store(after, place) if self.mask is None else code.masked_store(after, place, self.mask)
         code.close()
         return code.function
+
+    def _added_to_fours(self) -> list[Any]:
+        """For each row of integers, what its sums over this part of k are too large by."""
+        if self.product.x != "int8":
+            return []
+        code, at = self.code, self.at
+        rows = [code.at(at.x, code.times(at.depth, row), at.start) for row in range(self.rows)]
+        return [added_by_fours(code, row, code.minus(at.stop, at.start)) for row in rows]
 
     def _added(self, before: Any, part: Any, row: int, column: int) -> Any:
         """What the sum of a part of k makes of y."""
@@ -209,7 +218,7 @@ class Block:
         if self.product.x == "bfloat16":
             return code.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, x, weights)
         if self.product.x == "int8":
-            return code.intrinsic("llvm.x86.avx512.vpdpbusd.512", total.type, total, weights, x)
+            return add_fours(code, total, weights, x)
         return code.fma(x, weights, total)
 
     def _weights(self, lines: list[Any]) -> list[Any]:
@@ -228,8 +237,9 @@ class Block:
                 )
                 for column in range(self.vectors)
             ]
-        joined = self._pairs(lines) if product.x == "bfloat16" else self._fours(lines)
-        return [self.code.build.bitcast(part, vector(INT32, self.lanes)) for part in joined]
+        if product.x == "bfloat16":
+            return self._pairs(lines)
+        return fours(self.code, [self._stored(BYTE, line, 0, self.vectors * self.lanes) for line in lines])
 
     def _stored(self, kind: ir.IntType, line: Any, first: int, count: int) -> Any:
         place = self.code.at(line, first * kind.width // 8)
@@ -243,21 +253,7 @@ class Block:
         for first in range(0, self.vectors * self.lanes, count):
             upper, lower = (self._stored(SHORT, line, first, count) for line in lines)
             parts += interleaved(self.code, upper, lower, 2 * self.lanes)
-        return parts
-
-    def _fours(self, lines: list[Any]) -> list[Any]:
-        """Of four int8 rows, the four values of each column beside each other, 128 added to each."""
-        code = self.code
-        rows = [self._stored(BYTE, line, 0, self.vectors * self.lanes) for line in lines]
-        shift = ir.Constant(rows[0].type, [0x80] * rows[0].type.count)
-        first, second, third, fourth = (code.build.xor(row, shift) for row in rows)
-        size = min(64, 2 * rows[0].type.count)
-        parts: list[Any] = []
-        halves = (interleaved(code, *pair, size) for pair in ((first, second), (third, fourth)))
-        for pairs in zip(*halves, strict=True):
-            upper, lower = (code.build.bitcast(pair, vector(SHORT, size // 2)) for pair in pairs)
-            parts += interleaved(code, upper, lower, 2 * self.lanes)
-        return parts
+        return [self.code.build.bitcast(part, vector(INT32, self.lanes)) for part in parts]
 
     def _scale(self, row: int, column: int) -> Any:
         code = self.code
@@ -268,21 +264,10 @@ class Block:
         scale = code.load(kind, place) if self.mask is None else code.masked_load(kind, place, self.mask)
         if self.product.x != "int8":
             return scale
-        return code.build.fmul(scale, self._of_tile(self.at.x_scale, FLOAT, row))
+        place = code.at(self.at.x_scale, code.times(code.plus(code.times(self.at.tiles, row), self.at.tile), 4))
+        return code.build.fmul(scale, code.splat(code.load(FLOAT, place), self.lanes))
 
     def _as_float(self, total: Any, row: int) -> Any:
-        """Of integers: less what the 128 that are added to each w are worth, once for each tile."""
         if self.product.x != "int8":
             return total
-        code = self.code
-        depth = code.over(self.at.depth, self.at.tiles)
-        is_first = code.build.icmp_signed("==", self.at.start, code.times(self.at.tile, depth))
-        offset = self._of_tile(self.at.x_offset, INT32, row)
-        offset = code.build.select(is_first, offset, ir.Constant(offset.type, None))
-        return code.build.sitofp(code.build.sub(total, offset), vector(FLOAT, self.lanes))
-
-    def _of_tile(self, values: Any, kind: ir.Type, row: int) -> Any:
-        """A number of one row of x and this tile in every lane."""
-        code = self.code
-        place = code.at(values, code.times(code.plus(code.times(self.at.tiles, row), self.at.tile), 4))
-        return code.splat(code.load(kind, place), self.lanes)
+        return self.code.build.sitofp(self.code.build.sub(total, self.added[row]), vector(FLOAT, self.lanes))

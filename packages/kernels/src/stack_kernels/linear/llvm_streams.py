@@ -3,16 +3,18 @@
 A tile is some rows of the weight, over 2048 columns, and gives sums of its own. It is read in 8 streams, each an eighth
 of the rows, which ask for their next row; the sums stay in the first cache. In the end those of all parts are added.
 Runs of memory are what processors fetch ahead; of narrow blocks of columns they fetch less. A dot product of bf16 takes
-the numbers of two streams at once, which is half of the work.
+the numbers of two streams at once and one of int8 those of four, which is a half and a third of the work.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from llvmlite import ir
 
-from stack_kernels.llvm.code import FLOAT, INDEX, INT32, POINTER, SHORT, Code, vector
+from stack_kernels.llvm.code import BYTE, FLOAT, INDEX, INT32, POINTER, SHORT, Code, vector
 from stack_kernels.llvm.host import Processor
+from stack_kernels.llvm.integer_dots import add_fours, added_by_fours, fours
 from stack_kernels.llvm.numbers import BITS, read
 from stack_kernels.llvm.vectors import interleaved
 
@@ -20,8 +22,10 @@ __all__ = ["SEGMENT_COLUMNS", "STREAMS", "StreamedProduct", "streamed_module"]
 
 STREAMS = 8
 SEGMENT_COLUMNS = 2048
-_SMALL_BYTES = 2**18
-"""So much is sooner read than another thread wakes up."""
+_X_TYPES = {"float32": FLOAT, "bfloat16": SHORT, "int8": BYTE}
+_TERMS = {"float32": 1, "bfloat16": 2, "int8": 4}
+_SMALL_BYTES = {"float32": 2**18, "bfloat16": 2**18, "int8": 2**20}
+"""So much is sooner read than another thread wakes up; by how x is multiplied, which is the other part of the time."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +35,21 @@ class StreamedProduct:
     The buffers are x and w. The rows of a part are a multiple of 8.
 
     Attributes:
-      x: float32, or bfloat16 where w is that too and the processor has dot products of it.
+      x: float32; or bfloat16 or int8, where w is that too and the processor has dot products of it. The sums of int8
+        are int32.
     """
 
     rows: int
     weight: str
-    x: Literal["float32", "bfloat16"]
+    x: Literal["float32", "bfloat16", "int8"]
 
     @property
     def name(self) -> str:
         return f"linear_streams_{self.rows}_{self.x}_{self.weight}"
+
+    @property
+    def of_sums(self) -> ir.Type:
+        return INT32 if self.x == "int8" else FLOAT
 
 
 def streamed_module(product: StreamedProduct, processor: Processor) -> ir.Module:
@@ -51,7 +60,7 @@ def streamed_module(product: StreamedProduct, processor: Processor) -> ir.Module
     code.close(code.times(parts, _segments(code, columns)))
     _write_is_small(module, product)
     _Part(module, product, processor).write()
-    _write_finish(module, processor.lanes)
+    _write_finish(module, processor.lanes, product.of_sums)
     return module
 
 
@@ -59,17 +68,17 @@ def _write_is_small(module: ir.Module, product: StreamedProduct) -> None:
     code = Code(module, "is_small", [POINTER, POINTER], INDEX)
     _, (depth, columns) = code.buffer(code.parameters[0], 1, 2)
     bits = code.times(code.times(depth, columns), product.rows * BITS[product.weight])
-    code.close(code.at_most(bits, 8 * _SMALL_BYTES))
+    code.close(code.at_most(bits, 8 * _SMALL_BYTES[product.x]))
 
 
 def _segments(code: Code, columns: Any) -> Any:
     return code.quotient_up(columns, SEGMENT_COLUMNS)
 
 
-def _write_finish(module: ir.Module, lanes: int) -> None:
+def _write_finish(module: ir.Module, lanes: int, of_sums: ir.Type) -> None:
     """y is the sum of the parts."""
     code = Code(module, "finish", [POINTER, POINTER])
-    results, kind = code.parameters[1], vector(FLOAT, lanes)
+    results, kind = code.parameters[1], vector(of_sums, lanes)
     y, _ = code.buffer(results, 0, 0)
     sums, (parts, rows, columns) = code.buffer(results, 1, 3)
     count = code.times(rows, columns)
@@ -78,9 +87,14 @@ def _write_finish(module: ir.Module, lanes: int) -> None:
         total = code.variable(kind, ir.Constant(kind, None))
         with code.loop(0, parts) as part:
             place = code.at(sums, code.times(code.plus(code.times(part, count), column), 4))
-            total.set(code.build.fadd(total.get(), code.masked_load(kind, place, mask)))
-        code.masked_store(total.get(), code.at(y, code.times(column, 4)), mask)
+            total.set(_sum(code, total.get(), code.masked_load(kind, place, mask)))
+        whole = code.build.sitofp(total.get(), vector(FLOAT, lanes)) if of_sums == INT32 else total.get()
+        code.masked_store(whole, code.at(y, code.times(column, 4)), mask)
     code.close()
+
+
+def _sum(code: Code, left: Any, right: Any) -> Any:
+    return (code.build.add if left.type.element == INT32 else code.build.fadd)(left, right)
 
 
 class _Part:
@@ -98,8 +112,8 @@ class _Part:
         self.segment = code.minus(tile, code.times(self.part, _segments(code, self.columns)))
         self.rows = code.over(self.depth, parts)
         self.first = code.times(self.part, self.rows)
-        self.has_dot = product.x == "bfloat16"
-        self.x_bytes = 2 if self.has_dot else 4
+        self.terms = _TERMS[product.x]
+        self.x_bytes = 4 // self.terms
         self.x = code.at(x, code.times(self.first, self.x_bytes))
         self.sums = code.at(sums, code.times(code.times(self.part, self.columns), 4 * product.rows))
         self.row_bytes = code.over(code.times(self.columns, BITS[product.weight]), 8)
@@ -110,10 +124,20 @@ class _Part:
         start = code.times(self.segment, SEGMENT_COLUMNS)
         end = code.least(code.plus(start, SEGMENT_COLUMNS), self.columns)
         for row in range(self.product.rows):
-            code.clear(self._sum(row, start), code.times(code.minus(end, start), 4))
+            self._start_sums(row, start, end)
         with code.loop(0, each) as depth:
             self._add_lines([code.plus(code.times(each, stream), depth) for stream in range(STREAMS)], start, end)
         code.close()
+
+    def _start_sums(self, row: int, start: Any, end: Any) -> None:
+        code, lanes = self.code, self.lanes
+        if self.product.x != "int8":
+            code.clear(self._sum(row, start), code.times(code.minus(end, start), 4))
+            return
+        too_much = added_by_fours(code, code.at(self.x, code.times(self.depth, row)), self.rows)
+        first = code.build.neg(too_much)
+        with code.loop(start, code.plus(end, lanes - 1), lanes) as column:
+            code.masked_store(first, self._sum(row, column), code.mask(code.minus(end, column), lanes))
 
     def _sum(self, row: int, column: Any) -> Any:
         code = self.code
@@ -134,19 +158,23 @@ class _Part:
             self._add(x, lines, column, 1, code.mask(code.minus(end, column), lanes))
 
     def _x(self, row: int, depths: list[Any]) -> list[Any]:
-        """What each term of the sum has of x, in every lane: a number, or the two numbers of two streams."""
-        code, kind = self.code, SHORT if self.has_dot else FLOAT
+        """What each term of the sum has of x, in every lane: the numbers of as many streams as it takes."""
+        code, kind = self.code, _X_TYPES[self.product.x]
         starts = [code.times(code.plus(code.times(self.depth, row), depth), self.x_bytes) for depth in depths]
         numbers = [code.load(kind, code.at(self.x, start)) for start in starts]
-        if self.has_dot:
-            wide = [code.build.zext(number, INT32) for number in numbers]
-            pairs = zip(wide[::2], wide[1::2], strict=True)
-            numbers = [code.build.or_(first, code.build.shl(second, INT32(16))) for first, second in pairs]
+        if self.terms > 1:
+            wide = [
+                code.build.shl(code.build.zext(number, INT32), INT32(kind.width * (at % self.terms)))
+                for at, number in enumerate(numbers)
+            ]
+            numbers = [
+                functools.reduce(code.build.or_, wide[at : at + self.terms]) for at in range(0, STREAMS, self.terms)
+            ]
         return [code.splat(number, self.lanes) for number in numbers]
 
     def _add(self, x: list[list[Any]], lines: list[Any], column: Any, vectors: int, mask: Any) -> None:
         """The products of all rows of x with some vectors of columns."""
-        code, kind = self.code, vector(FLOAT, self.lanes)
+        code, kind = self.code, vector(self.product.of_sums, self.lanes)
         for number, terms in enumerate(self._terms(lines, column, vectors, mask)):
             for row, values in enumerate(x):
                 place = self._sum(row, code.plus(column, number * self.lanes))
@@ -156,24 +184,29 @@ class _Part:
                 code.store(total, place) if mask is None else code.masked_store(total, place, mask)
 
     def _added(self, x: Any, weight: Any, total: Any) -> Any:
-        if self.has_dot:
-            return self.code.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, x, weight)
-        return self.code.fma(x, weight, total)
+        code = self.code
+        if self.product.x == "bfloat16":
+            return code.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, x, weight)
+        if self.product.x == "int8":
+            return add_fours(code, total, weight, x)
+        return code.fma(x, weight, total)
 
     def _terms(self, lines: list[Any], column: Any, vectors: int, mask: Any) -> list[list[Any]]:
-        """The weight's part of each term, for each vector of columns: numbers of a stream, or pairs of two."""
+        """The weight's part of each term, for each vector of columns: numbers of as many streams as it takes."""
         code, lanes = self.code, self.lanes
-        if not self.has_dot:
+        if self.terms == 1:
             starts = [self._bytes(code.plus(column, number * lanes)) for number in range(vectors)]
             name = self.product.weight
             return [[read(code, name, code.at(line, start), lanes, mask, None) for line in lines] for start in starts]
-        wide, start = vector(SHORT, vectors * lanes), self._bytes(column)
+        wide, start = vector(_X_TYPES[self.product.x], vectors * lanes), self._bytes(column)
         places = [code.at(line, start) for line in lines]
         rows = [code.load(wide, at) if mask is None else code.masked_load(wide, at, mask) for at in places]
-        pairs = [interleaved(code, *pair, 2 * lanes) for pair in zip(rows[::2], rows[1::2], strict=True)]
-        return [
-            [code.build.bitcast(term, vector(INT32, lanes)) for term in terms] for terms in zip(*pairs, strict=True)
-        ]
+        if self.product.x == "int8":
+            joined = [fours(code, rows[at : at + 4]) for at in range(0, STREAMS, 4)]
+        else:
+            pairs = [interleaved(code, *pair, 2 * lanes) for pair in zip(rows[::2], rows[1::2], strict=True)]
+            joined = [[code.build.bitcast(term, vector(INT32, lanes)) for term in terms] for terms in pairs]
+        return [list(terms) for terms in zip(*joined, strict=True)]
 
     def _bytes(self, columns: Any) -> Any:
         return self.code.over(self.code.times(columns, BITS[self.product.weight]), 8)

@@ -139,7 +139,6 @@ class _Tile:
             "y": code.at(found["y"], code.times(in_y, 4)),
             "scale": code.at(found["scale"], code.times(column, 4)),
             "x_scale": code.at(found["x_scale"], code.times(found["tiles"], 4 * row)),
-            "x_offset": code.at(found["x_offset"], code.times(found["tiles"], 4 * row)),
             "left": code.minus(found["columns"], column),
         }
         return list((found | moved | where).values())

@@ -4,8 +4,8 @@
 
 Speed drifts on a shared machine, so the trainers take turns: each round starts every one of them once, in a fresh
 process, and ratios are formed within a round. The share of the matmul peak is what the model's products must do over
-what the cores do in large products of XLA's, as `stack chips` shows. Writes `results/train_vs_peers-DTYPE.md` and
-`.json`.
+what the cores do in large products of XLA's, as `stack chips` shows. Writes
+`results/train_vs_peers-DTYPE-jaxVERSION.md` and `.json`, the version being that of the environment it runs in.
 """
 
 import argparse
@@ -70,7 +70,8 @@ def main() -> None:
         "versions": {peer.name: _versions(pythons[peer.name], peer.packages) for peer in chosen},
         "runs": runs,
     }
-    write(arguments.results, f"train_vs_peers-{workload.dtype}", record, _markdown(record))
+    name = f"train_vs_peers-{workload.dtype}-jax{record['versions'][OURS.name]['jax']}"
+    write(arguments.results, name, record, _markdown(record))
 
 
 def _arguments() -> argparse.Namespace:

@@ -47,6 +47,8 @@ _CASES = (
     _cross_entropy_case("all_ignored_none", ignored=1.1, reduction="none"),
     _cross_entropy_case("other_ignore_index", ignored=0.5, ignore_index=3),
     _cross_entropy_case("odd_sizes", rows=(131,), embed=19, vocab=1000),
+    _cross_entropy_case("whole_tiles", rows=(3, 11), embed=32, vocab=96, ignored=0.2),
+    _cross_entropy_case("everything_in_whole_tiles", (33,), 64, 1024, 0.2, z_loss=0.01, label_smoothing=0.2),
     _cross_entropy_case("large_vocabulary", rows=(3,), embed=8, vocab=50257, ignored=0.3),
     _cross_entropy_case("empty_rows", rows=(0,)),
     _cross_entropy_case("z_loss", z_loss=0.1, ignored=0.2),

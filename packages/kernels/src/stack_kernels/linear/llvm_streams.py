@@ -164,7 +164,7 @@ class _Part:
         numbers = [code.load(kind, code.at(self.x, start)) for start in starts]
         if self.terms > 1:
             wide = [
-                code.build.shl(code.build.zext(number, INT32), INT32(kind.width * (at % self.terms)))
+                code.build.shl(code.build.zext(number, INT32), INT32(8 * self.x_bytes * (at % self.terms)))
                 for at, number in enumerate(numbers)
             ]
             numbers = [

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from stack_core.ops.building import accurate_dtype, contract
-from stack_kernels.attention.tiles import Operands, Tiles, softmax_of
+from stack_kernels.attention.tiles import Operands, Tiles, softmax_average
 
 __all__ = ["are_few", "attend_few"]
 
@@ -41,8 +41,10 @@ def attend_few(tiles: Tiles, operands: Operands, key: Any, value: Any) -> tuple[
     products = contract("bqe,bke->bqk", wide, key.reshape(batch, -1, width), dtype)
     scores = tiles.scores(operands, products.reshape(*query.shape[:4], -1), operands["bias"], 0)
 
-    weights, lse = softmax_of(scores)
-    narrow = weights.astype(value.dtype).reshape(batch, -1, weights.shape[-1])
-    sums = contract("bqk,bke->bqe", narrow, value.reshape(batch, -1, width), dtype)
-    of_heads = sums.reshape(*query.shape[:4], kv_heads, head_dim)
-    return jnp.sum(of_heads * own.astype(dtype), axis=4), lse
+    def weigh(weights: Any) -> Any:
+        narrow = weights.astype(value.dtype).reshape(batch, -1, weights.shape[-1])
+        sums = contract("bqk,bke->bqe", narrow, value.reshape(batch, -1, width), dtype)
+        of_heads = sums.reshape(*query.shape[:4], kv_heads, head_dim)
+        return jnp.sum(of_heads * own.astype(dtype), axis=4)
+
+    return softmax_average(scores, weigh, head_dim)

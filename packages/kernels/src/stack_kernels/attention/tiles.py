@@ -31,7 +31,7 @@ from stack_core.ops.building import (
 )
 from stack_kernels.attention.products import by_group, contract_heads
 
-__all__ = ["Operands", "Tiles", "attend", "gradients", "softmax_of"]
+__all__ = ["Operands", "Tiles", "attend", "gradients", "softmax_average"]
 
 Operands = Mapping[str, Any]
 
@@ -109,8 +109,12 @@ def _attend_block(tiles: Tiles, operands: Operands, start: Any) -> tuple[Any, An
     first, stop = tiles.bounds(start, operands)
     if isinstance(first, int) and isinstance(stop, int) and stop - first <= tiles.keys:
         part = _keys_of(block, first, max(stop - first, 0))
-        weights, lse = softmax_of(scores(part, first))
-        return by_group("bhqk,bhkd->bhqd", weights.astype(part["value"].dtype), part["value"]), lse
+        value = part["value"]
+
+        def weigh(weights: Any) -> Any:
+            return by_group("bhqk,bhkd->bhqd", weights.astype(value.dtype), value)
+
+        return softmax_average(scores(part, first), weigh, value.shape[3])
 
     def visit(number: Any, state: RunningSoftmax) -> RunningSoftmax:
         part = _keys_of(block, number * tiles.keys, tiles.keys)
@@ -124,17 +128,24 @@ def _over_tiles(tiles: Tiles, first: Any, stop: Any, visit: Callable[..., Any], 
     return lax.fori_loop(first // tiles.keys, -(-stop // tiles.keys), visit, state)
 
 
-def softmax_of(scores: Any) -> tuple[Any, Any]:
-    """The softmax of a row's keys, all 0 where there is no key, and the log of its denominator, -inf there.
+def softmax_average(scores: Any, weigh: Callable[[Any], Any], width: int) -> tuple[Any, Any]:
+    """The average of values with the softmax of their scores, and the log of its denominator; 0 and -inf of no key.
 
-    The weights are divided here and not the output: XLA's CPU backend is slower at a product that it fuses with what
-    is done to its result, in bf16 by a third where keys are few.
+    Few weights are divided by the denominator, and not the output: XLA's CPU backend is slower at a product that it
+    fuses with what is done to its result, in bf16 by a third.
+
+    Args:
+      weigh: sums the values with the weights that it is given.
+      width: the size of a value.
     """
     largest = jnp.max(scores, axis=-1, initial=jnp.finfo(scores.dtype).min)
     weights = jnp.exp(scores - largest[..., None])
     total = jnp.sum(weights, axis=-1)
-    safe = jnp.maximum(total, 0.5)  # It is at least 1, unless there was no key.
-    return weights / safe[..., None], jnp.where(total > 0, jnp.log(safe) + largest, -jnp.inf)
+    denominator = jnp.maximum(total, 0.5)[..., None]  # It is at least 1, unless there was no key.
+    lse = jnp.where(total > 0, jnp.log(denominator[..., 0]) + largest, -jnp.inf)
+    if scores.shape[-1] <= 2 * width:
+        return weigh(weights / denominator), lse
+    return weigh(weights) / denominator, lse
 
 
 def gradients(tiles: Tiles, operands: Operands, output: Any, lse: Any, of_output: Any, of_lse: Any) -> dict[str, Any]:

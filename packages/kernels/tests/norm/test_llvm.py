@@ -46,13 +46,44 @@ def test_rows_of_many_numbers_are_normalized_by_it() -> None:
     assert decision.forward.implementation.name == "llvm"
 
 
-def test_gradients_are_those_of_the_reference() -> None:
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 512)), jnp.float32)
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gradients_over_many_rows_are_those_of_the_reference(
+    processor: Processor, dtype: str, kind: str, has_residual: bool
+) -> None:
+    """In several parts, of which the last is not whole; the reference's in float64, from the same rounded sum."""
+    rng = np.random.default_rng(0)
+    x, *cotangents = (jnp.asarray(rng.normal(size=(611, 515)) + 1, dtype) for _ in range(3))
+    scale, offset = (jnp.asarray(rng.normal(size=515), dtype) for _ in range(2))
+    residual = jnp.asarray(rng.normal(size=x.shape), dtype) if has_residual else None
 
-    def gradient(implementation: Any) -> Any:
-        return jax.grad(lambda x: jnp.sum(jnp.sin(ops.norm(x, jnp.ones(512), implementation=implementation))))(x)
+    def gradients(implementation: Any, x: Any, residual: Any, scale: Any, offset: Any) -> Any:
+        def norm(x: Any, residual: Any, scale: Any, offset: Any) -> Any:
+            options = {"offset": offset, "kind": kind, "residual": residual, "scale_offset": 1.0}
+            found = ops.norm(x, scale, **options, implementation=implementation)
+            return found if has_residual else (found,)
 
-    np.testing.assert_allclose(gradient(LLVM), gradient("reference"), atol=1e-6)
+        found, vjp = jax.vjp(norm, x, residual, scale, offset)
+        return vjp(tuple(cotangent.astype(y.dtype) for y, cotangent in zip(found, cotangents, strict=False)))
+
+    found = gradients(LLVM, x, residual, scale, offset)
+    whole = x if residual is None else (x + residual)
+    with jax.enable_x64(True):
+        wide = [None if x is None else x.astype("float64") for x in (whole, residual, scale, offset)]
+        exact = gradients("reference", wide[0], None if residual is None else 0 * wide[1], *wide[2:])
+    rounding = {"float32": 2e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        assert one.dtype == dtype
+        np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=rounding, atol=2e-5)
+
+
+def test_gradients_are_its_own() -> None:
+    def loss(x: Any, scale: Any) -> Any:
+        return jnp.sum(ops.norm(x, scale))
+
+    decisions = ops.explain(jax.grad(loss, argnums=(0, 1)), jnp.zeros((64, 512)), jnp.zeros(512))
+    assert {decision.backward.implementation.name for decision in decisions} == {"llvm"}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from stack_core.abi import AUTODIFF, OpCall, OpImplementation, TunedChoice, supp
 from stack_core.errors import PluginError, UnsupportedOp
 from stack_core.hardware.target_chip import target_chip
 from stack_core.jit_context import JitContext
+from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._report import warn_once
 from stack_core.ops._tuned import tuned_choices
 from stack_core.plugins import plugins, registries
@@ -296,7 +297,7 @@ def run(chosen: Plan, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> 
         return (_gradients(_backward(chosen), arrays, options, output, cotangent),)
 
     call.defvjp(call_forward, call_backward)
-    return call(dict(arrays))
+    return call(vary_alike(dict(arrays))[0])
 
 
 def _is_one_function(forward: Choice, backward: Choice | UnsupportedOp) -> bool:

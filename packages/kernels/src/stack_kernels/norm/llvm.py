@@ -1,6 +1,7 @@
 """`norm` of many rows on CPUs, in machine code: each row is read once, by all processors."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_kernels.llvm import host
 from stack_kernels.llvm.many_numbers import supports_many
+from stack_kernels.norm.llvm_gradient import gradient_module, gradient_name, parts, summed_over_rows
 from stack_kernels.norm.llvm_rows import RowNorm, norm_module
 
 __all__ = ["LLVM"]
@@ -25,10 +27,14 @@ def _supports(call: OpCall, chip: Chip) -> bool | str:
     return axis == x.ndim - 1 or f"it normalizes the last axis, and not axis {axis} of {x.ndim}"
 
 
+def _row_norm(x: Any, scale: Any, offset: Any, residual: Any, kind: str) -> RowNorm:
+    return RowNorm(x.dtype.name, kind == "layer", residual is not None, scale is not None, offset is not None)
+
+
 def _norm(
     x: Any, scale: Any, *, offset: Any, residual: Any, kind: str, epsilon: float, scale_offset: float, axis: int
 ) -> Any:
-    norm = RowNorm(x.dtype.name, kind == "layer", residual is not None, scale is not None, offset is not None)
+    norm = _row_norm(x, scale, offset, residual, kind)
     rows = [array.reshape(-1, x.shape[-1]) for array in (x, residual) if array is not None]
     scales = [] if scale is None else [scale.astype(jnp.float32) + scale_offset]
     offsets = [] if offset is None else [offset.astype(jnp.float32)]
@@ -39,4 +45,22 @@ def _norm(
     return found[0] if residual is None else tuple(found)
 
 
-LLVM = OpImplementation(op="norm", name="llvm", function=_norm, supports=_supports, priority=2)
+def _backward(arrays: Mapping[str, Any], options: Mapping[str, Any], output: Any, cotangent: Any) -> Mapping[str, Any]:
+    x, scale, offset, residual = (arrays[name] for name in ("x", "scale", "offset", "residual"))
+    norm = _row_norm(x, scale, offset, residual, options["kind"])
+    of_rows = (x, cotangent) if residual is None else (output[1], *cotangent)
+    rows = [array.reshape(-1, x.shape[-1]) for array in of_rows]
+    scales = [] if scale is None else [scale.astype(jnp.float32) + options["scale_offset"]]
+    count, size = rows[0].shape
+    summed = summed_over_rows(norm)
+    results = [jax.ShapeDtypeStruct((count, size), x.dtype)]
+    for _ in summed:
+        results += [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((size,), (parts(count, size), size))]
+    build = functools.partial(gradient_module, norm)
+    given = (*rows, *scales, jnp.full(1, options["epsilon"], jnp.float32))
+    of_x, *found = host.kernel_call(gradient_name(norm), build, results, *given)
+    gradients = {name: found[2 * number].astype(arrays[name].dtype) for number, name in enumerate(summed)}
+    return {"x": of_x.reshape(x.shape), "residual": of_x.reshape(x.shape)} | gradients
+
+
+LLVM = OpImplementation(op="norm", name="llvm", function=_norm, supports=_supports, vjp=_backward, priority=2)

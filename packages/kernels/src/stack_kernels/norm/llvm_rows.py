@@ -11,7 +11,7 @@ from stack_kernels.llvm.host import Processor
 from stack_kernels.llvm.numbers import BITS, read, write
 from stack_kernels.llvm.vectors import total
 
-__all__ = ["RowNorm", "norm_module"]
+__all__ = ["RowNorm", "RowTile", "norm_module"]
 
 _TILE_SIZE = 16384
 
@@ -51,7 +51,7 @@ def norm_module(norm: RowNorm, processor: Processor) -> ir.Module:
     _, (rows, size) = code.buffer(code.parameters[1], 0, 2)
     each = _tile_rows(code, size)
     code.close(code.over(code.plus(rows, code.minus(each, 1)), each))
-    _Tile(module, norm, processor.lanes).write()
+    _Forward(module, norm, processor.lanes)
     return module
 
 
@@ -59,45 +59,30 @@ def _tile_rows(code: Code, size: Any) -> Any:
     return code.most(code.over(INDEX(_TILE_SIZE), size), INDEX(1))
 
 
-class _Tile:
-    """Writes `@tile`."""
+class RowTile:
+    """Writes `@tile`, which does some rows h, one after the other.
 
-    def __init__(self, module: ir.Module, norm: RowNorm, lanes: int) -> None:
+    Args:
+      arguments: the names of the buffers, "epsilon" among them.
+    """
+
+    def __init__(self, module: ir.Module, norm: RowNorm, lanes: int, arguments: list[str]) -> None:
         self.code = code = Code(module, "tile", [POINTER, POINTER, INDEX])
         self.norm, self.lanes = norm, lanes
-        arguments, results, self.number = code.parameters
-        self.buffers = {name: code.buffer(arguments, at, 0)[0] for at, name in enumerate(norm.buffers)}
-        self.y, (self.rows, self.size) = code.buffer(results, 0, 2)
-        self.summed = code.buffer(results, 1, 0)[0] if norm.has_residual else self.buffers["x"]
+        buffers, self.results, self.number = code.parameters
+        self.buffers = {name: code.buffer(buffers, at, 0)[0] for at, name in enumerate(arguments)}
+        self.y, (self.rows, self.size) = code.buffer(self.results, 0, 2)
+        self.h: Any = None
 
-    def write(self) -> None:
+    def write_rows(self, each: Any, do_row: Callable[[Any], None]) -> None:
+        """The rows of this tile, of which all have `each`; `do_row` takes how many bytes from the start a row lies."""
         code = self.code
-        each = _tile_rows(code, self.size)
         first = code.times(self.number, each)
         with code.loop(first, code.least(code.plus(first, each), self.rows)) as row:
-            self._normalize(code.times(code.times(row, self.size), self._bytes))
+            do_row(code.times(code.times(row, self.size), BITS[self.norm.dtype] // 8))
         code.close()
 
-    @property
-    def _bytes(self) -> int:
-        return BITS[self.norm.dtype] // 8
-
-    def _normalize(self, start: Any) -> None:
-        """The row that lies so many bytes from the beginning."""
-        code, build = self.code, self.code.build
-        size = build.sitofp(self.size, FLOAT)
-        if self.norm.has_residual:
-            self._each(lambda column, mask: self._add(start, column, mask))
-        mean = None
-        if self.norm.is_centred:
-            mean = code.splat(build.fdiv(self._sum(start, build.fadd), size), self.lanes)
-        squares = self._sum(start, lambda h, sums: code.fma(h, h, sums), mean)
-        spread = build.fadd(build.fdiv(squares, size), code.load(FLOAT, self.buffers["epsilon"]))
-        root = code.intrinsic("llvm.sqrt.f32", FLOAT, spread)
-        factor = code.splat(build.fdiv(FLOAT(1.0), root), self.lanes)
-        self._each(lambda column, mask: self._write(start, column, mask, mean, factor))
-
-    def _each(self, body: Callable[[Any, Any], None]) -> None:
+    def each(self, body: Callable[[Any, Any], None]) -> None:
         """For the first column of each vector of a row; the last one may be masked."""
         code = self.code
         whole = code.times(code.over(self.size, self.lanes), self.lanes)
@@ -107,40 +92,86 @@ class _Tile:
         with code.when(code.build.icmp_signed(">", rest, INDEX(0))):
             body(whole, code.mask(rest, self.lanes))
 
-    def _sum(self, start: Any, add: Callable[[Any, Any], Any], mean: Any = None) -> Any:
-        """Of what `add` makes of h, less its mean, and the sums so far."""
-        kind = vector(FLOAT, self.lanes)
-        sums = self.code.variable(kind, ir.Constant(kind, None))
-        sums.set(ir.Constant(kind, None))
+    def sums(self, count: int, add: Callable[..., list[Any]]) -> list[Any]:
+        """`add` takes a column, a mask and the vectors of the sums so far, and gives the sums."""
+        zero = ir.Constant(vector(FLOAT, self.lanes), None)
+        found = [self.code.variable(zero.type, zero) for _ in range(count)]
 
         def add_vector(column: Any, mask: Any) -> None:
-            sums.set(add(self._centred(start, column, mask, mean), sums.get()))
+            for variable, value in zip(found, add(column, mask, *(sums.get() for sums in found)), strict=True):
+                variable.set(value)
 
-        self._each(add_vector)
-        return total(self.code, sums.get())
+        self.each(add_vector)
+        return [total(self.code, sums.get()) for sums in found]
 
-    def _centred(self, start: Any, column: Any, mask: Any, mean: Any) -> Any:
+    def mean(self, start: Any) -> Any:
+        """In every lane; None if rows are not centred."""
+        if not self.norm.is_centred:
+            return None
+        build = self.code.build
+        (summed,) = self.sums(1, lambda column, mask, sums: [build.fadd(self.centred(start, column, mask, None), sums)])
+        return self.code.splat(self.per_column(summed), self.lanes)
+
+    def factor(self, squares: Any) -> Any:
+        """1 / sqrt(v + epsilon), from the sum of the squares."""
+        build = self.code.build
+        spread = build.fadd(self.per_column(squares), self.code.load(FLOAT, self.buffers["epsilon"]))
+        return build.fdiv(FLOAT(1.0), self.code.intrinsic("llvm.sqrt.f32", FLOAT, spread))
+
+    def per_column(self, summed: Any) -> Any:
+        return self.code.build.fdiv(summed, self.code.build.sitofp(self.size, FLOAT))
+
+    def centred(self, start: Any, column: Any, mask: Any, mean: Any) -> Any:
         """h, less its mean if it has one; 0 where there is no column."""
         code = self.code
-        h = read(code, self.norm.dtype, self._at(self.summed, start, column), self.lanes, mask, None)
+        h = self.read(self.h, start, column, mask)
         if mean is None:
             return h
         h = code.build.fsub(h, mean)
         return h if mask is None else code.build.select(mask, h, ir.Constant(h.type, None))
 
+    def read(self, rows: Any, start: Any, column: Any, mask: Any) -> Any:
+        return read(self.code, self.norm.dtype, self._at(rows, start, column), self.lanes, mask, None)
+
+    def write(self, value: Any, rows: Any, start: Any, column: Any, mask: Any) -> None:
+        write(self.code, self.norm.dtype, value, self._at(rows, start, column), mask)
+
+    def of_column(self, name: str, column: Any, mask: Any) -> Any:
+        """Of a buffer with a float32 for every column."""
+        place = self.code.at(self.buffers[name], self.code.times(column, 4))
+        return read(self.code, "float32", place, self.lanes, mask, None)
+
+    def _at(self, rows: Any, start: Any, column: Any) -> Any:
+        return self.code.at(rows, start, self.code.times(column, BITS[self.norm.dtype] // 8))
+
+
+class _Forward(RowTile):
+    def __init__(self, module: ir.Module, norm: RowNorm, lanes: int) -> None:
+        super().__init__(module, norm, lanes, norm.buffers)
+        self.h = self.code.buffer(self.results, 1, 0)[0] if norm.has_residual else self.buffers["x"]
+        self.write_rows(_tile_rows(self.code, self.size), self._normalize)
+
+    def _normalize(self, start: Any) -> None:
+        code = self.code
+        if self.norm.has_residual:
+            self.each(lambda column, mask: self._add(start, column, mask))
+        mean = self.mean(start)
+
+        def add_square(column: Any, mask: Any, sums: Any) -> list[Any]:
+            h = self.centred(start, column, mask, mean)
+            return [code.fma(h, h, sums)]
+
+        factor = code.splat(self.factor(*self.sums(1, add_square)), self.lanes)
+        self.each(lambda column, mask: self._write(start, column, mask, mean, factor))
+
     def _add(self, start: Any, column: Any, mask: Any) -> None:
-        places = [self._at(self.buffers[name], start, column) for name in ("x", "residual")]
-        terms = [read(self.code, self.norm.dtype, place, self.lanes, mask, None) for place in places]
-        write(self.code, self.norm.dtype, self.code.build.fadd(*terms), self._at(self.summed, start, column), mask)
+        terms = [self.read(self.buffers[name], start, column, mask) for name in ("x", "residual")]
+        self.write(self.code.build.fadd(*terms), self.h, start, column, mask)
 
     def _write(self, start: Any, column: Any, mask: Any, mean: Any, factor: Any) -> None:
-        code, build = self.code, self.code.build
-        y = build.fmul(self._centred(start, column, mask, mean), factor)
+        build = self.code.build
+        y = build.fmul(self.centred(start, column, mask, mean), factor)
         for name, combine in (("scale", build.fmul), ("offset", build.fadd)):
             if name in self.buffers:
-                place = code.at(self.buffers[name], code.times(column, 4))
-                y = combine(y, read(code, "float32", place, self.lanes, mask, None))
-        write(code, self.norm.dtype, y, self._at(self.y, start, column), mask)
-
-    def _at(self, pointer: Any, start: Any, column: Any) -> Any:
-        return self.code.at(pointer, start, self.code.times(column, self._bytes))
+                y = combine(y, self.of_column(name, column, mask))
+        self.write(y, self.y, start, column, mask)

@@ -66,9 +66,9 @@ def _is_benchmarked(environment, folder, cache):
     arguments = ["--ops", "norm", "--implementations", "acme_rows", "--dtypes", "float32", "--rounds", "2"]
     done = environment.stack("bench", "ops", *arguments, "--json", str(results), **cache)
     rows = json.loads(results.read_text())["rows"]
-    assert [(row["case"], row["direction"], row["ran"]) for row in rows] == [
-        ("rms", "forward", "acme_rows Tile(rows=32)"),
-        ("rms", "gradient", "acme_rows Tile(rows=32), backward reference"),
-    ]
+    assert [(row["case"], row["direction"]) for row in rows] == [("rms", "forward"), ("rms", "gradient")]
+    assert rows[0]["ran"] == "acme_rows Tile(rows=32)"
+    # It has no gradient of its own; whose runs depends on the processor.
+    assert rows[1]["ran"] in {f"acme_rows Tile(rows=32), backward {other}" for other in ("llvm", "reference")}
     assert "left out: norm 66m rms, residual float32 forward acme_rows" in done.stdout
     assert "computes rms norms of the last axis, from x and scale alone" in done.stdout

@@ -91,10 +91,8 @@ class _Gradient(RowTile):
         mean = self.mean(start)
 
         def add(column: Any, mask: Any, squares: Any, products: Any, plain: Any) -> list[Any]:
-            h, c = (
-                self.centred(start, column, mask, mean),
-                self._scaled(self._cotangent(start, column, mask), column, mask),
-            )
+            h = self.centred(start, column, mask, mean)
+            c = self._scaled(self._cotangent(start, column, mask), column, mask)
             return [code.fma(h, h, squares), code.fma(c, h, products), build.fadd(c, plain)]
 
         squares, products, plain = self.sums(3, add)

@@ -28,7 +28,7 @@ _MOST_STREAMED_ROWS = {"float32": 8, "bfloat16": 4, "int8": 8}
 _PART_ROWS = 64
 _LEVELS = 16
 _STREAMED_BYTES = 2**22
-"""From here on a weight is not in the caches, and streams of integers are faster for several rows as for one."""
+"""From here on a weight is not in the caches, and streams of integers are faster for several rows too."""
 _FEWEST_ROWS_OF_TILES = 3
 """Fewer wait for memory, of which a product of integers in tiles reads four rows of the weight at a time."""
 _MOST_INTEGER_DEPTH = 2**16
@@ -150,9 +150,9 @@ def _has_integer_dot(x: QView, weight: QView) -> bool:
     both_int8 = x.qvalue.dtype == weight.qvalue.dtype == jnp.int8 and x.codebook is None and x.zero_point is None
     depth = weight.qvalue.shape[0] // _tiles(x, weight)
     rows = math.prod(x.qvalue.shape[:-1])
-    has_work = _tiles(x, weight) == 1 or rows >= _FEWEST_ROWS_OF_TILES
-    fits = has_work and depth % 4 == 0 and depth <= _MOST_INTEGER_DEPTH
-    return both_int8 and fits and processor is not None and processor.has_int8_dot
+    is_faster = _tiles(x, weight) == 1 or rows >= _FEWEST_ROWS_OF_TILES
+    fits = depth % 4 == 0 and depth <= _MOST_INTEGER_DEPTH
+    return both_int8 and fits and is_faster and processor is not None and processor.has_int8_dot
 
 
 def _integer_product(x: QView, weight: QView) -> jax.Array:

@@ -79,6 +79,7 @@ def _write_finish(module: ir.Module, lanes: int, of_sums: ir.Type) -> None:
     """y is the sum of the parts."""
     code = Code(module, "finish", [POINTER, POINTER])
     results, kind = code.parameters[1], vector(of_sums, lanes)
+    add = code.build.add if of_sums == INT32 else code.build.fadd
     y, _ = code.buffer(results, 0, 0)
     sums, (parts, rows, columns) = code.buffer(results, 1, 3)
     count = code.times(rows, columns)
@@ -87,14 +88,10 @@ def _write_finish(module: ir.Module, lanes: int, of_sums: ir.Type) -> None:
         total = code.variable(kind, ir.Constant(kind, None))
         with code.loop(0, parts) as part:
             place = code.at(sums, code.times(code.plus(code.times(part, count), column), 4))
-            total.set(_sum(code, total.get(), code.masked_load(kind, place, mask)))
+            total.set(add(total.get(), code.masked_load(kind, place, mask)))
         whole = code.build.sitofp(total.get(), vector(FLOAT, lanes)) if of_sums == INT32 else total.get()
         code.masked_store(whole, code.at(y, code.times(column, 4)), mask)
     code.close()
-
-
-def _sum(code: Code, left: Any, right: Any) -> Any:
-    return (code.build.add if left.type.element == INT32 else code.build.fadd)(left, right)
 
 
 class _Part:

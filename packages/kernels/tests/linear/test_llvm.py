@@ -98,6 +98,16 @@ def test_codes_that_are_kept_as_int4_are_not_converted(processor: Processor, dty
     assert "custom-call" in compiled.as_text() and "bitcast-convert" not in compiled.as_text()
 
 
+@pytest.mark.parametrize(("x_tiles", "tiles"), [(1, 3), (3, 1), (2, 3)])
+def test_tiles_of_integers_that_differ(processor: Processor, x_tiles: int, tiles: int) -> None:
+    rng = np.random.default_rng(0)
+    x, weight = (rng.integers(-128, 128, size=shape).astype(np.int8) for shape in ((5, 48), (48, 70)))
+    x_scale, scale = (rng.uniform(1, 2, size=shape).astype(np.float32) for shape in ((5, x_tiles), (tiles, 70)))
+    wide = x * np.repeat(x_scale, 48 // x_tiles, axis=1).astype(np.float64)
+    exact = wide @ (weight * np.repeat(scale, 48 // tiles, axis=0))
+    _assert_equal(_product(Quantized(x, x_scale), Quantized(weight, scale)), exact)
+
+
 @pytest.mark.parametrize("columns", _COLUMNS)
 @pytest.mark.parametrize("rows", _ROWS)
 def test_integer_products_are_exact_at_the_ends_of_their_range(processor: Processor, rows: int, columns: int) -> None:

@@ -162,6 +162,7 @@ def _integer_product(x: QView, weight: QView) -> jax.Array:
     part = _part_rows(weight.qvalue, 2 * _PART_ROWS)
     if tiles == 1 and len(codes) <= most and part % STREAMS == 0:
         return _streamed(codes, weight.qvalue, part) * (scale * _column_scales(weight, 1))
+    scale = jnp.repeat(scale, tiles // scale.shape[1], axis=1)
     product = Product(len(codes), "int8", "int8", scaled=True)
     return _call(product, codes, weight.qvalue, _column_scales(weight, tiles), scale)
 

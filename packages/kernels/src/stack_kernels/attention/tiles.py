@@ -141,11 +141,10 @@ def softmax_average(scores: Any, weigh: Callable[[Any], Any], width: int) -> tup
     largest = jnp.max(scores, axis=-1, initial=jnp.finfo(scores.dtype).min)
     weights = jnp.exp(scores - largest[..., None])
     total = jnp.sum(weights, axis=-1)
-    denominator = jnp.maximum(total, 0.5)[..., None]  # It is at least 1, unless there was no key.
-    lse = jnp.where(total > 0, jnp.log(denominator[..., 0]) + largest, -jnp.inf)
-    if scores.shape[-1] <= 2 * width:
-        return weigh(weights / denominator), lse
-    return weigh(weights) / denominator, lse
+    if scores.shape[-1] > 2 * width:
+        return finish(RunningSoftmax(largest, total, weigh(weights)))
+    shares, lse = finish(RunningSoftmax(largest, total, weights))
+    return weigh(shares), lse
 
 
 def gradients(tiles: Tiles, operands: Operands, output: Any, lse: Any, of_output: Any, of_lse: Any) -> dict[str, Any]:

@@ -268,6 +268,7 @@ class Block:
         return code.build.fmul(scale, code.splat(code.load(FLOAT, place), self.lanes))
 
     def _as_float(self, total: Any, row: int) -> Any:
+        """Of integers: less what `fours` adds."""
         if self.product.x != "int8":
             return total
         return self.code.build.sitofp(self.code.build.sub(total, self.added[row]), vector(FLOAT, self.lanes))

@@ -1,4 +1,4 @@
-"""`norm` of many rows on CPUs, in machine code: each row is read once, by all processors."""
+"""`norm` of many rows on CPUs, in machine code, forward and backward: some rows for each thread."""
 
 import functools
 from collections.abc import Mapping

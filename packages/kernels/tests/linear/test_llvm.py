@@ -118,7 +118,7 @@ def test_integer_products_are_exact_at_the_ends_of_their_range(processor: Proces
     _assert_equal(_product(Quantized(x, x_scale), Quantized(weight, scale)), exact)
 
 
-@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 8, 2), (1, 136, 300), (1, 2048, 50), (5, 1032, 4100)])
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 8, 2), (1, 136, 300), (1, 2048, 50), (5, 1032, 8200)])
 def test_streams_of_integers_are_exact(processor: Processor, rows: int, depth: int, columns: int) -> None:
     """Of one row, and of several with a weight that is not in the caches."""
     rng = np.random.default_rng(depth)

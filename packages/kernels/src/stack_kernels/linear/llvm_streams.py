@@ -1,9 +1,9 @@
 """The product of up to eight rows with a weight of wide numbers, in LLVM IR: to read it as fast as memory can be read.
 
-A tile is some rows of the weight, over 2048 columns, and gives sums of its own. It is read in 8 streams, each an eighth
-of the rows, which ask for their next row; the sums stay in the first cache. In the end those of all parts are added.
-Runs of memory are what processors fetch ahead; of narrow blocks of columns they fetch less. A dot product of bf16 takes
-the numbers of two streams at once and one of int8 those of four, which is a half and a third of the work.
+A tile is some rows of the weight, over 8192 columns, and gives sums of its own. It is read in 8 streams, each an eighth
+of the rows, which ask for their next row; the sums of one row stay in the first cache. In the end those of all parts
+are added. Runs of memory are what processors fetch ahead; of narrow blocks of columns they fetch less. A dot product of
+bf16 takes the numbers of two streams at once and one of int8 those of four, which is a half and a third of the work.
 """
 
 import functools
@@ -21,7 +21,7 @@ from stack_kernels.llvm.vectors import interleaved
 __all__ = ["SEGMENT_COLUMNS", "STREAMS", "StreamedProduct", "streamed_module"]
 
 STREAMS = 8
-SEGMENT_COLUMNS = 2048
+SEGMENT_COLUMNS = 8192
 _X_TYPES = {"float32": FLOAT, "bfloat16": SHORT, "int8": BYTE}
 _TERMS = {"float32": 1, "bfloat16": 2, "int8": 4}
 _SMALL_BYTES = {"float32": 2**18, "bfloat16": 2**18, "int8": 2**20}

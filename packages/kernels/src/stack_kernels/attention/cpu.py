@@ -15,7 +15,7 @@ from stack_core.hardware import Chip
 from stack_core.mesh import parts_of
 from stack_core.ops.building import vary_alike
 from stack_kernels.attention.few_queries import are_few, attend_few
-from stack_kernels.attention.tiles import Operands, Tiles, attend, gradients
+from stack_kernels.attention.tiles import Operands, Tiles, attend, attend_one_tile, gradients
 from stack_kernels.cpu import as_bits, from_bits, on_cpu
 
 __all__ = ["CPU", "TileConfig"]
@@ -111,30 +111,40 @@ def _attention(tiles: Tiles, at_once: bool, batch_rows: int, operands: Operands)
     """The output like the query, and the lse [batch, q_seq, heads] in fp32."""
 
     def attended(part: Operands) -> tuple[Any, Any]:
-        query = part["query"]
         operands = _head_major(tiles, part)
-        if at_once:
-            output, lse = attend_few(tiles, operands, part["key"], part["value"])
-        else:
-            output, lse = attend(tiles, operands)
-        return (_token_major(output, query.shape, query.dtype), _token_major(lse, query.shape[:3], lse.dtype)), {}
+        found = attend_few(tiles, operands, part["key"], part["value"]) if at_once else attend(tiles, operands)
+        return _in_token_order(part["query"], *found), {}
 
     return _over_batch(attended, batch_rows, operands)[0]
 
 
+def _in_token_order(query: Any, output: Any, lse: Any) -> tuple[Any, Any]:
+    return _token_major(output, query.shape, query.dtype), _token_major(lse, query.shape[:3], lse.dtype)
+
+
 def _forward(tiles: Tiles, at_once: bool, batch_rows: int, operands: Operands) -> Any:
-    output, lse = _attention(tiles, at_once, batch_rows, operands)
-    return (output, lse), (operands, output, lse)
+    if at_once or not tiles.keeps_weights(operands["query"], operands["key"]):
+        output, lse = _attention(tiles, at_once, batch_rows, operands)
+        return (output, lse), (operands, output, lse, None)
+
+    def attended(part: Operands) -> tuple[Any, Any]:
+        output, lse, weights = attend_one_tile(tiles, _head_major(tiles, part))
+        return (*_in_token_order(part["query"], output, lse), weights), {}
+
+    output, lse, weights = _over_batch(attended, batch_rows, operands)[0]
+    return (output, lse), (operands, None, lse, weights)
 
 
 def _backward(tiles: Tiles, at_once: bool, batch_rows: int, residuals: Any, cotangents: Any) -> Any:
-    operands, output, lse = residuals
-    results = {"output": output, "lse": lse, "of_output": cotangents[0], "of_lse": cotangents[1]}
+    operands, output, lse, weights = residuals
+    results = {"lse": lse, "of_output": cotangents[0], "of_lse": cotangents[1]}
+    if output is not None:
+        results["output"] = output
 
     def differentiated(part: Operands) -> tuple[Operands, Operands]:
         dtype, kv_heads = query.dtype, key.shape[2]
         own = {name: _padded(_by_group(part[name], kv_heads), 3, tiles.rows, tiles, query.shape[1]) for name in results}
-        found = gradients(tiles, _head_major(tiles, part), **own)
+        found = gradients(tiles, _head_major(tiles, part), weights=part["weights"], **own)
         stacked = {
             "query": _token_major(found["query"], part["query"].shape, dtype),
             "key": found["key"].swapaxes(1, 2)[:, : key.shape[1]].astype(dtype),
@@ -147,7 +157,7 @@ def _backward(tiles: Tiles, at_once: bool, batch_rows: int, residuals: Any, cota
         return ({**stacked, "bias": of_bias}, {}) if bias.shape[0] == query.shape[0] else (stacked, {"bias": of_bias})
 
     query, key, bias = operands["query"], operands["key"], operands["bias"]
-    stacked, summed = _over_batch(differentiated, batch_rows, {**operands, **results})
+    stacked, summed = _over_batch(differentiated, batch_rows, {**operands, **results, "weights": weights})
     found = {**stacked, **summed}
     return ({name: found[name].astype(x.dtype) if name in found else None for name, x in operands.items()},)
 

@@ -1,7 +1,8 @@
 """Attention of a few batch rows, block of query rows by block of query rows, and its gradient.
 
 A block whose keys fit one tile takes their softmax at once; others carry a running softmax over their tiles. Few blocks
-are laid out one by one, each with just the keys that causality and a window leave it; many are one loop.
+are laid out one by one, each with just the keys that causality and a window leave it; many are one loop. The gradient
+forms weights again, but for those of one tile of few keys: they are kept, no larger than two queries.
 
 Query-like arrays are [batch, kv_heads, group, rows, _], keys and values [batch, kv_heads, keys, head_dim]. XLA's CPU
 backend runs a product that contracts the rows of both its operands at a third of the speed of others, so that for the
@@ -31,7 +32,7 @@ from stack_core.ops.building import (
 )
 from stack_kernels.attention.products import by_group, contract_heads
 
-__all__ = ["Operands", "Tiles", "attend", "gradients", "softmax_average"]
+__all__ = ["Operands", "Tiles", "attend", "attend_one_tile", "gradients", "softmax_average"]
 
 Operands = Mapping[str, Any]
 
@@ -63,6 +64,12 @@ class Tiles:
     def laid_out(self, q_seq: int) -> bool:
         return self.offset is not None and q_seq <= _MOST_LAID_OUT * self.rows
 
+    def keeps_weights(self, query: Any, key: Any) -> bool:
+        """Whether the weights of token-major operands are kept for the gradient: one tile of few keys."""
+        kv_seq, head_dim = key.shape[1], key.shape[3]
+        fits = query.shape[1] <= self.rows and kv_seq <= self.keys
+        return self.offset is not None and fits and _are_few(kv_seq, head_dim)
+
     def bounds(self, start: Any, operands: Operands) -> tuple[Any, Any]:
         """The first key that queries of the block at `start` may see, and the one after the last; ints if known."""
         kv_seq = operands["key"].shape[2]
@@ -92,6 +99,16 @@ def attend(tiles: Tiles, operands: Operands) -> tuple[Any, Any]:
         return jnp.concatenate(outputs, axis=3), jnp.concatenate(lses, axis=3)
     blocks = lax.map(functools.partial(_attend_block, tiles, operands), jnp.arange(0, q_seq, tiles.rows))
     return tuple(_in_rows(x) for x in blocks)
+
+
+def attend_one_tile(tiles: Tiles, operands: Operands) -> tuple[Any, Any, Any]:
+    """What `attend` gives, and the weights of the keys that are seen, in the dtype of the values."""
+    first, stop = tiles.bounds(0, operands)
+    part = _keys_of(operands, first, max(stop - first, 0))
+    products = by_group("bhqd,bhkd->bhqk", part["query"], part["key"])
+    weights, lse = finish(_exponentials(tiles.scores(part, products, part["bias"], first)))
+    weights = weights.astype(part["value"].dtype)
+    return by_group("bhqk,bhkd->bhqd", weights, part["value"]), lse, weights
 
 
 def _in_rows(blocks: Any) -> Any:
@@ -138,28 +155,46 @@ def softmax_average(scores: Any, weigh: Callable[[Any], Any], width: int) -> tup
       weigh: sums the values with the weights that it is given.
       width: the size of a value.
     """
+    if not _are_few(scores.shape[-1], width):
+        exponentials = _exponentials(scores)
+        return finish(exponentials._replace(weighted=weigh(exponentials.weighted)))
+    weights, lse = finish(_exponentials(scores))
+    return weigh(weights), lse
+
+
+def _are_few(keys: int, width: int) -> bool:
+    """Whether the weights of a query are few beside its numbers."""
+    return keys <= 2 * width
+
+
+def _exponentials(scores: Any) -> RunningSoftmax:
+    """The softmax that weighs, instead of values, the unit vectors: its weights, not yet divided."""
     largest = jnp.max(scores, axis=-1, initial=jnp.finfo(scores.dtype).min)
     weights = jnp.exp(scores - largest[..., None])
-    total = jnp.sum(weights, axis=-1)
-    if scores.shape[-1] > 2 * width:
-        return finish(RunningSoftmax(largest, total, weigh(weights)))
-    shares, lse = finish(RunningSoftmax(largest, total, weights))
-    return weigh(shares), lse
+    return RunningSoftmax(largest, jnp.sum(weights, axis=-1), weights)
 
 
-def gradients(tiles: Tiles, operands: Operands, output: Any, lse: Any, of_output: Any, of_lse: Any) -> dict[str, Any]:
-    """Gradients in fp32 of the query, the keys, the values and the bias; each tile's weights are formed again.
+def gradients(
+    tiles: Tiles, operands: Operands, *, lse: Any, of_output: Any, of_lse: Any, output: Any = None, weights: Any = None
+) -> dict[str, Any]:
+    """Gradients in fp32 of the query, the keys, the values and the bias.
 
     dz_ij = w_ij (do_i v_j - do_i o_i + dlse_i)        w_ij = exp(z_ij - lse_i)
+
+    Args:
+      output: left out where `weights` are given: o_i do_i is then found as the mean of do_i v_j.
+      weights: those of `attend_one_tile`; without them each tile's are formed again.
     """
     query, key = operands["query"], operands["key"]
     accurate, q_seq = accurate_dtype(query.dtype), query.shape[3]
-    products = of_output.astype(accurate) * output.astype(accurate)
     by_query = {
         "output": of_output,
         "lse": jnp.maximum(lse, jnp.finfo(accurate).min),
-        "offset": jnp.where(lse > -jnp.inf, of_lse - jnp.sum(products, axis=-1), 0),
+        "of_lse": jnp.where(lse > -jnp.inf, of_lse, 0),
+        "weights": weights,
     }
+    if output is not None:
+        by_query["mean"] = jnp.sum(of_output.astype(accurate) * output.astype(accurate), axis=-1)
     turns_weights = _turns_weights(key)
     turned: Operands = {} if turns_weights else {"query": query.swapaxes(3, 4), "output": of_output.swapaxes(3, 4)}
     zeros = jnp.zeros_like(key if turns_weights else key.swapaxes(2, 3), dtype=accurate)
@@ -223,21 +258,22 @@ def _tile_gradients(tiles: Tiles, part: Operands, mine: Operands, first_key: Any
     products = by_group("bhqd,bhkd->bhqk", part["query"], part["key"])
     bias = None if part["bias"] is None else part["bias"].astype(products.dtype)  # so is its gradient, then
     scores, scores_vjp = jax.vjp(lambda products, bias: tiles.scores(part, products, bias, first_key), products, bias)
-    weights = jnp.exp(scores - mine["lse"][..., None])
-    of_weights = by_group("bhqd,bhkd->bhqk", mine["output"], part["value"])
-    sum_rows = _over_turned_rows if "turned_query" in mine else _over_rows
-    weights_in_product = weights.astype(mine["output"].dtype)
+    weights = mine["weights"]
+    if weights is None:
+        weights = jnp.exp(scores - mine["lse"][..., None]).astype(mine["output"].dtype)
     # Formed once: each of the two is the operand of one product and the source of another pass.
-    weights_in_product = lax.optimization_barrier(weights_in_product)
-    of_products, of_bias = scores_vjp(
-        weights_in_product.astype(weights.dtype) * (of_weights + mine["offset"][..., None])
-    )
+    weights = lax.optimization_barrier(weights)
+    of_weights = by_group("bhqd,bhkd->bhqk", mine["output"], part["value"])
+    wide = weights.astype(scores.dtype)
+    mean = mine["mean"] if "mean" in mine else jnp.sum(wide * of_weights, axis=-1)
+    of_products, of_bias = scores_vjp(wide * (of_weights + (mine["of_lse"] - mean)[..., None]))
     of_products = of_products.astype(part["query"].dtype)
     of_products = lax.optimization_barrier(of_products)
+    sum_rows = _over_turned_rows if "turned_query" in mine else _over_rows
     return {
         "query": by_group("bhqk,bhkd->bhqd", of_products, part["key"].astype(of_products.dtype)),
         "key": sum_rows(mine.get("turned_query", part["query"]), of_products),
-        "value": sum_rows(mine.get("turned_output", mine["output"]), weights_in_product),
+        "value": sum_rows(mine.get("turned_output", mine["output"]), weights),
         "bias": of_bias,
     }
 

@@ -40,6 +40,14 @@ def test_products_of_any_number_of_rows_are_exact_to_fp32(dtype: str, rows: int,
     _assert_near(TILED.weight_gradient(x.T, back, dtype), _exact(x).T @ _exact(back))
 
 
+@pytest.mark.parametrize("rows", [7, 120, 250])
+def test_few_rows_by_a_wide_weight(rows: int) -> None:
+    """Units are the wider the fewer rows there are; those of few processors, for each has two at least."""
+    x, weight = _bf16((rows, 160), (160, 8256))
+    _assert_near(TILED.times(x, weight, jnp.float32), _exact(x) @ _exact(weight))
+    _assert_near(TILED.row_gradient(x, weight.T, jnp.float32), _exact(x) @ _exact(weight))
+
+
 def test_units_that_run_at_once_are_all_there() -> None:
     """As many as processors want, again and again, into the same buffers."""
     x, *weights = _bf16((64, 64), *[(64, 2048)] * 4)

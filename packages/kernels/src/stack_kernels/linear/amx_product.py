@@ -26,7 +26,9 @@ GRAIN = 32
 
 _UNIT_ROWS = 512
 _PANEL_TILES = 512
-_PAIRS = (4, 8, 16)
+_PAIRS = (4, 8, 16, 32, 64)
+_MOST_WAITING = 16 * _UNIT_ROWS
+"""Rows of x by pairs of tiles of w whose sums wait."""
 _AHEAD = 32
 _OF_X, _OF_W = (4, 5), (6, 7)
 _SUMS = ((0, 1), (2, 3))
@@ -76,7 +78,9 @@ def tiled_module(product: TiledProduct, processor: Processor) -> ir.Module:
 
 
 class _Size:
-    """Of a unit of work: as wide as leaves two units to each processor.
+    """Of a unit of work: as wide as leaves two units to each processor, and as the sums of its rows fit.
+
+    Where rows are few, it is the way of w from memory that takes the time, and long runs of it come sooner.
 
     Attributes:
       columns: of y. Two tiles of w make a pair, of one weight or of both.
@@ -86,10 +90,12 @@ class _Size:
     def __init__(self, code: Code, product: TiledProduct, processor: Processor, rows: Any, columns: Any) -> None:
         down = code.quotient_up(rows, _UNIT_ROWS)
         pairs: Any = INDEX(min(_PAIRS))
+        of_unit = code.least(rows, INDEX(_UNIT_ROWS))
         for wider in sorted(_PAIRS)[1:]:
             units = code.times(down, code.quotient_up(columns, wider * 2 * TILE_ROWS // product.weights))
             is_enough = code.build.icmp_signed(">=", units, INDEX(2 * processor.count))
-            pairs = code.build.select(is_enough, INDEX(wider), pairs)
+            fits = code.build.icmp_signed("<=", code.times(of_unit, wider), INDEX(_MOST_WAITING))
+            pairs = code.build.select(code.build.and_(is_enough, fits), INDEX(wider), pairs)
         self.columns = code.times(pairs, 2 * TILE_ROWS // product.weights)
         self.steps = code.over(INDEX(_PANEL_TILES // 2), pairs)
 
@@ -114,7 +120,7 @@ class _Unit:
         self.tile_rows = code.least(self.rows, INDEX(TILE_ROWS))
         self.panel = code.scratch(BYTE, _PANEL_TILES * TILE_BYTES)
         self.block = code.scratch(BYTE, _PANEL_TILES // min(_PAIRS) * TILE_BYTES)
-        self.sums = code.scratch(BYTE, _UNIT_ROWS // GRAIN * max(_PAIRS) * 4 * TILE_BYTES)
+        self.sums = code.scratch(BYTE, _MOST_WAITING // GRAIN * 4 * TILE_BYTES)
 
     def write(self) -> None:
         code = self.code

@@ -38,8 +38,12 @@ def _chosen(implementation: Any = None) -> tuple[str, str]:
 
 
 def test_the_reference_is_found_through_the_registry() -> None:
-    assert _chosen() == ("reference", "reference")
     assert _chosen("reference") == ("reference", "reference")
+
+
+def test_the_reference_alone_is_the_choice(register: Any) -> None:
+    register()
+    assert _chosen() == ("reference", "reference")
 
 
 def test_an_unknown_name_is_an_error_with_a_suggestion() -> None:
@@ -308,7 +312,10 @@ def test_advice_for_a_backward_that_is_not_there_is_passed_over(register: Any, r
         ("no_such_module:TABLE", "'mine' .* raised PluginError: .* cannot be loaded from 'no_such_module:TABLE'"),
     ],
 )
-def test_a_table_that_fails_is_reported_once_and_ignored(register_tables: Any, table: Any, expected: str) -> None:
+def test_a_table_that_fails_is_reported_once_and_ignored(
+    register: Any, register_tables: Any, table: Any, expected: str
+) -> None:
+    register()
     register_tables(mine=table)
     with pytest.warns(RuntimeWarning, match=expected) as caught:
         assert _chosen() == ("reference", "reference")

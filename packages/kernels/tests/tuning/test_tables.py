@@ -12,6 +12,7 @@ import pytest
 
 from stack_core import ops
 from stack_core.errors import TuningError
+from stack_kernels.tuning import sources
 from stack_kernels.tuning.shapes import CallShape
 from stack_kernels.tuning.sources import MEASURED, DamagedTableWarning, known_tables, table_files, tuned
 from stack_kernels.tuning.tables import (
@@ -201,10 +202,14 @@ def test_a_table_that_a_user_names_must_be_readable(tmp_path: Path) -> None:
         tuned(tmp_path / "absent.json")
 
 
-def test_the_shipped_tables_can_be_read() -> None:
-    import stack_kernels
-
-    for file in (Path(stack_kernels.__file__).parent / "tuned").glob("*.json"):
-        table = Table.read(file)
-        assert file.name == table.chip.file_name
-        assert all(found.versions["jax"] and found.date for found in table.measurements)
+def test_what_is_measured_here_goes_before_what_is_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = tmp_path / "shipped"
+    monkeypatch.delenv("STACK_TUNED_TABLES")
+    monkeypatch.setattr(sources, "_SHIPPED", shipped)
+    Table(CHIP, (ONE,)).write(shipped / CHIP.file_name)
+    (known,) = known_tables().values()
+    assert known.measurements == (ONE,)
+    here = dataclasses.replace(ONE, median_s=2e-3)
+    Table(CHIP, (here,)).write(user_table_path(CHIP))
+    (known,) = known_tables().values()
+    assert known.measurements == (here,)

@@ -19,6 +19,7 @@ from stack_kernels.tuning.tables import ChipName, Table
 __all__ = ["MEASURED", "DamagedTableWarning", "known_tables", "table_files", "tuned"]
 
 _VARIABLE = "STACK_TUNED_TABLES"
+_SHIPPED = Path(__file__).parents[1] / "tuned"
 
 
 class DamagedTableWarning(UserWarning):
@@ -31,7 +32,7 @@ def table_files() -> list[Path]:
     if chosen is not None:
         places = [Path(place) for place in chosen.split(os.pathsep) if place]
         return [file for place in places for file in (_in_folder(place) if place.is_dir() else [place])]
-    folders = [Path(__file__).parents[1] / "tuned"]
+    folders = [_SHIPPED]
     with contextlib.suppress(RuntimeError):  # no home directory
         folders.append(user_cache_dir() / "tuned")
     return [file for folder in folders for file in _in_folder(folder)]

@@ -10,7 +10,7 @@ from typing import Any
 from stack_core.mesh import parts_of
 from stack_core.ops.building import accurate_dtype, contract
 
-__all__ = ["by_group", "contract_heads"]
+__all__ = ["by_group", "contract_heads", "merged"]
 
 
 def by_group(subscripts: str, left: Any, right: Any) -> Any:
@@ -29,3 +29,10 @@ def contract_heads(subscripts: str, left: Any, right: Any) -> Any:
     left, right = (x.reshape(math.prod(lead), *x.shape[2:]) for x in (left, right))
     product = contract(subscripts.replace("bh", "b"), left, right, dtype)
     return product.reshape(*lead, *product.shape[1:])
+
+
+def merged(x: Any) -> Any:
+    """[batch, kv_heads, group, rows, _] in the shape that products have: only in that does XLA fuse them with more."""
+    batch, kv_heads, group, rows, size = x.shape
+    lead = (batch, kv_heads) if parts_of("act_heads") > 1 else (batch * kv_heads,)
+    return x.reshape(*lead, group * rows, size)

@@ -30,7 +30,7 @@ from stack_core.ops.building import (
     masked_logits,
     vary_alike,
 )
-from stack_kernels.attention.products import by_group, contract_heads
+from stack_kernels.attention.products import by_group, contract_heads, merged
 
 __all__ = ["Operands", "Tiles", "attend", "attend_one_tile", "gradients", "softmax_average"]
 
@@ -189,12 +189,12 @@ def gradients(
     accurate, q_seq = accurate_dtype(query.dtype), query.shape[3]
     by_query = {
         "output": of_output,
-        "lse": jnp.maximum(lse, jnp.finfo(accurate).min),
-        "of_lse": jnp.where(lse > -jnp.inf, of_lse, 0),
+        "lse": jnp.maximum(lse, jnp.finfo(accurate).min)[..., None],
+        "of_lse": jnp.where(lse > -jnp.inf, of_lse, 0)[..., None],
         "weights": weights,
     }
     if output is not None:
-        by_query["mean"] = jnp.sum(of_output.astype(accurate) * output.astype(accurate), axis=-1)
+        by_query["mean"] = jnp.sum(of_output.astype(accurate) * output.astype(accurate), axis=-1, keepdims=True)
     turns_weights = _turns_weights(key)
     turned: Operands = {} if turns_weights else {"query": query.swapaxes(3, 4), "output": of_output.swapaxes(3, 4)}
     zeros = jnp.zeros_like(key if turns_weights else key.swapaxes(2, 3), dtype=accurate)
@@ -260,13 +260,14 @@ def _tile_gradients(tiles: Tiles, part: Operands, mine: Operands, first_key: Any
     scores, scores_vjp = jax.vjp(lambda products, bias: tiles.scores(part, products, bias, first_key), products, bias)
     weights = mine["weights"]
     if weights is None:
-        weights = jnp.exp(scores - mine["lse"][..., None]).astype(mine["output"].dtype)
+        weights = jnp.exp(scores - mine["lse"]).astype(mine["output"].dtype)
     # Formed once: each of the two is the operand of one product and the source of another pass.
     weights = lax.optimization_barrier(weights)
-    of_weights = by_group("bhqd,bhkd->bhqk", mine["output"], part["value"])
-    wide = weights.astype(scores.dtype)
-    mean = mine["mean"] if "mean" in mine else jnp.sum(wide * of_weights, axis=-1)
-    of_products, of_bias = scores_vjp(wide * (of_weights + (mine["of_lse"] - mean)[..., None]))
+    wide = merged(weights.astype(scores.dtype))
+    of_weights = merged(by_group("bhqd,bhkd->bhqk", mine["output"], part["value"]))
+    mean = merged(mine["mean"]) if "mean" in mine else jnp.sum(wide * of_weights, axis=-1, keepdims=True)
+    of_scores = wide * (of_weights + (merged(mine["of_lse"]) - mean))
+    of_products, of_bias = scores_vjp(of_scores.reshape(scores.shape))
     of_products = of_products.astype(part["query"].dtype)
     of_products = lax.optimization_barrier(of_products)
     sum_rows = _over_turned_rows if "turned_query" in mine else _over_rows

@@ -73,25 +73,6 @@ def test_sums_of_several_vectors_come_in_their_order(processor: Processor) -> No
     np.testing.assert_allclose(_applied("sums", sums, x), x.sum() * np.arange(lanes), rtol=1e-5, atol=1e-5)
 
 
-_ACTIVATIONS = {
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
-    "silu": jax.nn.silu,
-}
-
-
-def test_every_activation_has_its_values() -> None:
-    assert vectors.ACTIVATIONS.keys() == _ACTIVATIONS.keys()
-
-
-@pytest.mark.parametrize("name", sorted(_ACTIVATIONS))
-def test_activations_are_exact_and_keep_what_is_not_a_number(processor: Processor, name: str) -> None:
-    x = np.concatenate([np.linspace(-30, 30, 2**10 - 1), [np.nan]]).astype(np.float32)
-    found = _applied(name, vectors.ACTIVATIONS[name], x)
-    np.testing.assert_allclose(found, _ACTIVATIONS[name](x), rtol=2e-6, atol=2e-6)
-
-
 def test_a_square_of_vectors_is_transposed(processor: Processor) -> None:
     x = np.arange(processor.lanes**2, dtype=np.float32)
 

@@ -7,9 +7,10 @@ from typing import Any
 from stack_core.abi import AUTODIFF, OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_kernels.gated_linear_unit.cpu import GatedProducts, gated_linear_unit
+from stack_kernels.gated_linear_unit.llvm_gate import gate_gradients
 from stack_kernels.linear.amx import TILED, run, supports_tiles
 from stack_kernels.linear.amx_product import TiledProduct
-from stack_kernels.llvm.vectors import ACTIVATIONS
+from stack_kernels.llvm.activations import ACTIVATIONS
 
 __all__ = ["AMX"]
 
@@ -28,7 +29,7 @@ def _gated(activation: str, rows: Any, w_gate: Any, w_up: Any, keeps_products: b
 AMX = OpImplementation(
     op="gated_linear_unit",
     name="amx",
-    function=functools.partial(gated_linear_unit, GatedProducts(_gated, TILED)),
+    function=functools.partial(gated_linear_unit, GatedProducts(_gated, TILED, gate_gradients)),
     supports=_supports,
     vjp=AUTODIFF,
     priority=4,

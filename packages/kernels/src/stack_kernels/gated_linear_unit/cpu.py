@@ -25,10 +25,13 @@ class GatedProducts:
       gated: (activation, rows, w_gate, w_up, keeps_products) -> y and, if they are kept, the product with w_gate and
         that with w_up, in the dtype of `rows`.
       products: of the backward pass.
+      gradients: (activation, product with w_gate, product with w_up, cotangent of y) -> the cotangents of the two
+        products, in their dtype.
     """
 
     gated: Callable[[str, Any, Any, Any, bool], Sequence[Any]]
     products: Products
+    gradients: Callable[[str, Any, Any, Any], tuple[Any, Any]]
 
 
 def gated_linear_unit(how: GatedProducts, x: Any, w_gate: Any, w_up: Any, *, activation: str) -> Any:
@@ -54,10 +57,7 @@ def _backward(how: GatedProducts, activation: str, residuals: Any, cotangent: An
     # in fp32 until now.
     (rows, w_gate, w_up, gate, up), cotangent = lax.optimization_barrier((residuals, cotangent))
     accurate, products = accurate_dtype(rows.dtype), how.products
-    cotangent = cotangent.astype(accurate)
-    activated, activation_vjp = jax.vjp(ACTIVATIONS[activation], gate.astype(accurate))
-    of_gate = activation_vjp(cotangent * up.astype(accurate))[0].astype(rows.dtype)
-    of_up = (cotangent * activated).astype(rows.dtype)
+    of_gate, of_up = how.gradients(activation, gate, up, cotangent)
     of_rows = products.row_gradient(of_gate, w_gate, accurate) + products.row_gradient(of_up, w_up, accurate)
     columns = transposed(rows)
     of_weights = (products.weight_gradient(columns, of_product, rows.dtype) for of_product in (of_gate, of_up))
@@ -74,10 +74,18 @@ def _gated(activation: str, rows: Any, w_gate: Any, w_up: Any, keeps_products: b
     return gated.astype(rows.dtype), gate, up
 
 
+def _gradients(activation: str, gate: Any, up: Any, cotangent: Any) -> tuple[Any, Any]:
+    accurate = accurate_dtype(gate.dtype)
+    cotangent = cotangent.astype(accurate)
+    activated, activation_vjp = jax.vjp(ACTIVATIONS[activation], gate.astype(accurate))
+    of_gate = activation_vjp(cotangent * up.astype(accurate))[0]
+    return of_gate.astype(gate.dtype), (cotangent * activated).astype(up.dtype)
+
+
 CPU = OpImplementation(
     op="gated_linear_unit",
     name="cpu",
-    function=functools.partial(gated_linear_unit, GatedProducts(_gated, XLA)),
+    function=functools.partial(gated_linear_unit, GatedProducts(_gated, XLA, _gradients)),
     supports=on_cpu_unquantized,
     vjp=AUTODIFF,
 )

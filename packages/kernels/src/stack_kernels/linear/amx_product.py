@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from llvmlite import ir
 
+from stack_kernels.llvm.activations import ACTIVATIONS
 from stack_kernels.llvm.code import BYTE, FLOAT, INDEX, INT32, POINTER, SHORT, Code, vector
 from stack_kernels.llvm.host import Processor
 from stack_kernels.llvm.tile_registers import TILE_BYTES, TILE_LINE, TILE_ROWS, TileRegisters
-from stack_kernels.llvm.vectors import ACTIVATIONS, as_bfloat16, from_bfloat16, interleaved, transposed
+from stack_kernels.llvm.vectors import as_bfloat16, from_bfloat16, interleaved, transposed
 
 __all__ = ["GRAIN", "TiledProduct", "tiled_module"]
 
@@ -258,7 +259,8 @@ class _Unit:
             return
         products = [as_bfloat16(code, half) for half in halves]
         gate, up = (from_bfloat16(code, half) for half in products)
-        gated = as_bfloat16(code, code.build.fmul(ACTIVATIONS[product.activation](code, gate), up))
+        activated, _ = ACTIVATIONS[product.activation](code, gate)
+        gated = as_bfloat16(code, code.build.fmul(activated, up))
         for result, values in zip(self.results, (gated, *products), strict=False):
             code.store(values, code.at(result, _bytes(code, at)))
 

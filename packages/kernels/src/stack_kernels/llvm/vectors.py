@@ -1,7 +1,6 @@
 """Functions of vectors, most of them of float32."""
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from llvmlite import ir
@@ -9,7 +8,6 @@ from llvmlite import ir
 from stack_kernels.llvm.code import FLOAT, INT32, SHORT, Code, vector
 
 __all__ = [
-    "ACTIVATIONS",
     "as_bfloat16",
     "constant",
     "exp",
@@ -68,38 +66,6 @@ def from_bfloat16(code: Code, x: Any) -> Any:
     lanes = x.type.count
     bits = code.build.shl(code.build.zext(x, vector(INT32, lanes)), _integers(16, lanes))
     return code.build.bitcast(bits, vector(FLOAT, lanes))
-
-
-def _silu(code: Code, x: Any) -> Any:
-    grown = code.build.fadd(exp(code, code.build.fneg(x)), constant(1, x.type.count))
-    return code.build.fdiv(x, grown)
-
-
-def _gelu_tanh(code: Code, x: Any) -> Any:
-    lanes = x.type.count
-    cubic = code.fma(code.build.fmul(x, x), constant(0.044715, lanes), constant(1, lanes))
-    inner = code.build.fmul(code.build.fmul(x, cubic), constant(math.sqrt(2 / math.pi), lanes))
-    half = code.build.fmul(x, constant(0.5, lanes))
-    return code.fma(half, tanh(code, inner), half)
-
-
-def _relu(code: Code, x: Any) -> Any:
-    zero = constant(0, x.type.count)
-    return code.build.select(code.build.fcmp_ordered("<", x, zero), zero, x)
-
-
-def _relu_squared(code: Code, x: Any) -> Any:
-    positive = _relu(code, x)
-    return code.build.fmul(positive, positive)
-
-
-ACTIVATIONS: Mapping[str, Callable[[Code, Any], Any]] = {
-    "gelu_tanh": _gelu_tanh,
-    "relu": _relu,
-    "relu_squared": _relu_squared,
-    "silu": _silu,
-}
-"""Those of `gated_linear_unit` that there are, by name; NaN gives NaN."""
 
 
 def largest(code: Code, x: Any) -> Any:

@@ -105,12 +105,13 @@ def test_a_label_outside_the_vocabulary_is_not_ignored_silently() -> None:
 @pytest.mark.parametrize("op", ["linear", "norm", "rope", "gated_linear_unit", "attention"])
 def test_forward_mode_works_in_fp32(op: str) -> None:
     x, weight = jnp.ones((2, 4, 2, 8)), jnp.ones((8, 3))
+    core: Any = {"implementation": "reference"}
     calls = {
-        "linear": lambda x: ops.linear(x, weight),
-        "norm": ops.norm,
-        "rope": lambda x: ops.rope(x, jnp.zeros((2, 4), jnp.int32)),
-        "gated_linear_unit": lambda x: ops.gated_linear_unit(x, weight, weight),
-        "attention": lambda x: ops.attention(x, x, x, causal=True),
+        "linear": lambda x: ops.linear(x, weight, **core),
+        "norm": lambda x: ops.norm(x, **core),
+        "rope": lambda x: ops.rope(x, jnp.zeros((2, 4), jnp.int32), **core),
+        "gated_linear_unit": lambda x: ops.gated_linear_unit(x, weight, weight, **core),
+        "attention": lambda x: ops.attention(x, x, x, causal=True, **core),
     }
     _, tangent = jax.jvp(calls[op], (x,), (x,))
     assert bool(jnp.all(jnp.isfinite(tangent)))

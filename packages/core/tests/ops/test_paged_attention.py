@@ -91,7 +91,7 @@ def test_only_pages_that_a_query_sees_are_visited(window: Any, visited: int, mon
     # 100 pages a sequence; the one with keys beyond its neighbours' has no query.
     places = {"kv_lengths": jnp.array([14, 12, 300]), "query_starts": jnp.array([0, 1, 2, 2])}
     query, tables = _normal(1, 3, HEADS, HEAD_DIM), jnp.zeros((3, 100), jnp.int32)
-    call = functools.partial(ops.paged_attention, window=window)
+    call = functools.partial(ops.paged_attention, window=window, implementation="reference")
     jax.block_until_ready(jax.jit(call)(query, pool, pool, block_tables=tables, **places))
     jax.effects_barrier()
     assert len(visits) == 2 * visited

@@ -9,7 +9,7 @@ from stack_core.abi import AUTODIFF, OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import is_quantized
 from stack_kernels.gated_linear_unit.cpu import GatedProducts, gated_linear_unit
-from stack_kernels.gated_linear_unit.llvm_gate import gate, gate_gradients
+from stack_kernels.gated_linear_unit.llvm_gate import gate_gradients, gated
 from stack_kernels.linear.product import XLA
 from stack_kernels.llvm.activations import ACTIVATIONS
 from stack_kernels.llvm.many_numbers import supports_many
@@ -28,7 +28,7 @@ def _supports(call: OpCall, chip: Chip) -> bool | str:
 
 def _gated(activation: str, rows: Any, w_gate: Any, w_up: Any, keeps_products: bool) -> Sequence[Any]:
     products = [XLA.times(rows, weight, rows.dtype) for weight in (w_gate, w_up)]
-    return gate(activation, *products), *products
+    return gated(activation, *products), *products
 
 
 LLVM_WIDE = OpImplementation(

@@ -50,4 +50,16 @@ def _parity(config: pytest.Config) -> str | None:
     return f"needs {' and '.join(missing)}, as in `nox -s parity`" if missing else None
 
 
-_MISSING = {"slow": _slow, "gpu": _gpu, "tpu_aot": _tpu_aot, "gpu_aot": _gpu_aot, "parity": _parity}
+def _clients(config: pytest.Config) -> str | None:
+    missing = [client for client in ("tritonclient", "kserve") if importlib.util.find_spec(client) is None]
+    return f"needs {' and '.join(missing)}, as in `nox -s clients`" if missing else None
+
+
+_MISSING = {
+    "slow": _slow,
+    "gpu": _gpu,
+    "tpu_aot": _tpu_aot,
+    "gpu_aot": _gpu_aot,
+    "parity": _parity,
+    "clients": _clients,
+}

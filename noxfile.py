@@ -7,12 +7,13 @@ an index; everything else is pinned by `constraints/`.
 
 import functools
 import itertools
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import nox
@@ -20,14 +21,28 @@ import nox.virtualenv
 
 PACKAGES = ("core", "kernels", "quant", "train", "rl", "serve", "profile")
 JAX_OF_PYTHON = {"3.11": "jax==0.10.2", "3.12": "jax==0.11.2", "3.13": "jax==0.12.0.*"}
-WRITTEN = ("core", "kernels", "quant", "train", "serve", "profile")  # the others have little more than a plugin
 # What tests of a package alone need beside it; `constraints/` pins it.
-TEST_NEEDS = {"quant": ("flax",), "profile": ("grain",)}
+TEST_NEEDS = {"core": ("jinja2",), "quant": ("flax",), "profile": ("grain",)}
+EXTRAS = {"kernels": "[cpu]"}
+# Packages that do more beside each other; `together` tries these pairs, `matrix` every combination.
+GAINS = (
+    ("kernels", "train"),
+    ("kernels", "quant"),
+    ("quant", "train"),
+    ("train", "rl"),
+    ("train", "serve"),
+    ("train", "profile"),
+)
+# Tests that run the same programs again and again, in processes of their own too.
+SHARES_PROGRAMS = ("train",)
+RELEASE = ("matrix", "slow", "aot", "parity", "clients", "lowest", "newest")
 PARITY_PYTHON = "3.11"
 TORCH = "torch==2.13.0"
 # Compilers for hardware that is not there: libtpu, and the CUDA plugin without what only running on a GPU needs.
 COMPILERS = ("jax[tpu,cuda13-local]", "nvidia-cuda-nvcc>=13,<14")
 NO_PARITY = "--ignore=integration_tests/parity"
+# Their messages need an older protobuf than `constraints/` pins.
+CLIENTS = ("tritonclient[http,grpc]>=2.73,<3", "kserve>=0.21,<0.22")
 
 ROOT = Path(__file__).parent
 GROUPS = functools.partial(nox.project.dependency_groups, nox.project.load_toml(ROOT / "pyproject.toml"))
@@ -35,7 +50,7 @@ GROUPS = functools.partial(nox.project.dependency_groups, nox.project.load_toml(
 nox.needs_version = ">=2025.11"
 nox.options.default_venv_backend = "uv"
 nox.options.download_python = "never"
-nox.options.sessions = ["lint", "types", "layering", "tests"]
+nox.options.sessions = ["lint", "types", "layering", "together", "tests"]
 os.environ["UV_PYTHON_DOWNLOADS"] = "never"
 
 
@@ -80,9 +95,18 @@ def layering(session: nox.Session) -> None:
 
 
 @nox.session
+def together(session: nox.Session) -> None:
+    """Core alone, each package beside it, each pair that gains, and all, from wheels: what a user sees of each."""
+    alone = [(), *((package,) for package in PACKAGES[1:])]
+    _try_combinations(session, [("core", *packages) for packages in (*alone, *GAINS)] + [PACKAGES])
+
+
+@nox.session
 @nox.parametrize("package", [nox.param(name, id=name) for name in (*PACKAGES, "integration")])
 def tests(session: nox.Session, package: str) -> None:
     """Each package alone with core, in an environment of its own; then all of them together."""
+    if package in SHARES_PROGRAMS:
+        session.env.update(_shared_programs(session))
     if package == "integration":
         _install(session, *PACKAGES, groups=("test",))
         _pytest(session, ["integration_tests"], "--ignore=integration_tests/layering", NO_PARITY, "-m", "not slow")
@@ -101,9 +125,10 @@ def slow(session: nox.Session) -> None:
 @nox.session(default=False)
 def aot(session: nox.Session) -> None:
     """Compiles for TPUs and GPUs that are not there."""
-    _install(session, *WRITTEN, *COMPILERS, groups=("test",))
+    _install(session, *PACKAGES, *COMPILERS, groups=("test",))
     session.env["JAX_PLATFORMS"] = "cpu"  # else JAX complains that the CUDA plugin lacks libraries
-    _pytest(session, [f"packages/{package}/tests" for package in WRITTEN], "-m", "tpu_aot or gpu_aot")
+    folders = [f"packages/{package}/tests" for package in PACKAGES]
+    _pytest(session, [*folders, "integration_tests"], NO_PARITY, "-m", "tpu_aot or gpu_aot")
 
 
 # pip, because a machine may offer it a small CPU-only PyTorch through `find-links`, where uv does not look.
@@ -115,9 +140,16 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def clients(session: nox.Session) -> None:
+    """Unmodified clients of the Open Inference Protocol, in an environment of their own."""
+    session.install(*_wheels("core", "serve"), *GROUPS("test"), *CLIENTS)
+    _pytest(session, ["integration_tests/clients"], "-m", "clients")
+
+
+@nox.session(default=False)
 def quickstart(session: nox.Session) -> None:
     """Trains a small model on real text, kills and resumes it, generates, profiles, quantizes, serves."""
-    _install(session, *WRITTEN)
+    _install(session, *PACKAGES)
     session.run("python", "examples/quickstart.py", *session.posargs)
 
 
@@ -128,7 +160,7 @@ def bench(session: nox.Session) -> None:
     name, *arguments = session.posargs or [""]
     if name not in known:
         session.error(f"name a benchmark after `--`; there are: {', '.join(known)}")
-    _install(session, *WRITTEN)
+    _install(session, *PACKAGES)
     session.run("python", f"benchmarks/{name}.py", *arguments, env={"UV": str(nox.virtualenv.UV)})
 
 
@@ -136,32 +168,46 @@ def bench(session: nox.Session) -> None:
 def matrix(session: nox.Session) -> None:
     """Every combination of packages, from wheels, on each Python with its JAX; arguments choose packages to combine."""
     optional = [package for package in PACKAGES[1:] if not session.posargs or package in session.posargs]
-    rows, failures = [], []
-    for packages in _combinations(optional):
-        duration_s, failure = _try_together(session, packages, steps=packages in {("core", "train"), WRITTEN})
-        rows.append(f"{'+'.join(packages):50} {duration_s:6.1f} s  {'failed' if failure else 'ok'}")
-        session.debug(rows[-1])
-        failures += [f"{'+'.join(packages)}:\n{failure}"] if failure else []
-    session.log("\n".join([f"Python {session.python}, {JAX_OF_PYTHON[str(session.python)]}:", *rows]))
-    if failures:
-        session.error("\n".join(failures))
+    _try_combinations(session, _combinations(optional))
+
+
+@nox.session(default=False, venv_backend="none")
+def release(session: nox.Session) -> None:
+    """What a release must pass beside the default sessions, a row each; arguments choose among them."""
+    folder = ROOT / ".nox" / "release"
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, failed = [], []
+    for name in session.posargs or RELEASE:
+        report, log = folder / f"{name}.json", folder / f"{name}.log"
+        report.unlink(missing_ok=True)
+        with log.open("w") as output:
+            command = [sys.executable, "-m", "nox", f"--session={name}", f"--report={report}"]
+            done = subprocess.run(command, check=False, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
+        ran = json.loads(report.read_text())["sessions"] if report.exists() else []
+        for each in ran or [{"name": name, "result": "did not start", "duration": 0.0}]:
+            rows.append(f"{each['name']:15} {each['result']:14} {each['duration'] / 60:6.1f} min")
+            session.log(rows[-1])
+        failed += [f"{name}: see {log.relative_to(ROOT)}"] if done.returncode else []
+    session.log("\n".join(["", *rows]))
+    if failed:
+        session.error("; ".join(failed))
 
 
 @nox.session(default=False)
 def lowest(session: nox.Session) -> None:
     """Tests with the lowest versions of the dependencies that the packages name."""
     pins = Path(session.create_tmp()) / "lowest.txt"
-    sources = [f"packages/{package}/pyproject.toml" for package in WRITTEN]
+    sources = [f"packages/{package}/pyproject.toml" for package in PACKAGES]
     _compile(session, pins, *sources, "--resolution=lowest-direct", f"--python={session.bin}/python")
-    session.install(*_wheels(*WRITTEN), *GROUPS("test"), "--requirements", str(pins))
-    _pytest(session, [f"packages/{package}/tests" for package in WRITTEN], "-m", "not slow")
+    session.install(*_wheels(*PACKAGES), *GROUPS("test"), "--requirements", str(pins))
+    _pytest(session, [f"packages/{package}/tests" for package in PACKAGES], "-m", "not slow")
 
 
 @nox.session(default=False)
 def newest(session: nox.Session) -> None:
     """Tests with the newest versions that the packages allow, whatever `constraints/` pins."""
-    session.install("--upgrade", *_wheels(*WRITTEN), *GROUPS("test"))
-    _pytest(session, [f"packages/{package}/tests" for package in WRITTEN], "-m", "not slow")
+    session.install("--upgrade", *_wheels(*PACKAGES), *GROUPS("test"))
+    _pytest(session, [f"packages/{package}/tests" for package in PACKAGES], "-m", "not slow")
 
 
 @nox.session(default=False)
@@ -182,6 +228,17 @@ def _install(session: nox.Session, *requirements: str, groups: tuple[str, ...] =
     session.install(*wheels, *others, *GROUPS(*groups), "--constraint", str(_constraints(python)))
 
 
+def _shared_programs(session: nox.Session) -> dict[str, str]:
+    """Lets tests, and the processes that they start, find what another has compiled in this session."""
+    folder = Path(session.create_tmp()) / "compiled"
+    shutil.rmtree(folder, ignore_errors=True)
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**31),  # of several processes, JAX locks only a cache that has a limit
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+    }
+
+
 def _combinations(optional: list[str]) -> Iterator[tuple[str, ...]]:
     """Core with every choice among the other packages, from none to all."""
     for size in range(len(optional) + 1):
@@ -189,12 +246,26 @@ def _combinations(optional: list[str]) -> Iterator[tuple[str, ...]]:
             yield ("core", *chosen)
 
 
+def _try_combinations(session: nox.Session, combinations: Iterable[tuple[str, ...]]) -> None:
+    """Tries combinations of packages one by one, with a row each."""
+    python = str(session.python or _running_python())
+    rows, failures = [], []
+    for packages in combinations:
+        duration_s, failure = _try_together(session, packages, steps=packages in {("core", "train"), PACKAGES})
+        rows.append(f"{'+'.join(packages):50} {duration_s:6.1f} s  {'failed' if failure else 'ok'}")
+        session.debug(rows[-1])
+        failures += [f"{'+'.join(packages)}:\n{failure}"] if failure else []
+    session.log("\n".join([f"Python {python}, {JAX_OF_PYTHON[python]}:", *rows]))
+    if failures:
+        session.error("\n".join(failures))
+
+
 def _try_together(session: nox.Session, packages: tuple[str, ...], *, steps: bool) -> tuple[float, str]:
     """Installs packages into a fresh environment and tries them; returns how long it took, and what failed."""
     environment = Path(session.create_tmp()) / "together"
     python = str(environment / "bin" / "python")
     uv = str(nox.virtualenv.UV)
-    constraints = f"--constraints={_constraints(str(session.python))}"
+    constraints = f"--constraints={_constraints(str(session.python or _running_python()))}"
     commands = [
         [uv, "venv", "--quiet", "--clear", f"--python={session.bin}/python", str(environment)],
         [uv, "pip", "install", "--quiet", f"--python={python}", constraints, *_wheels(*packages)],
@@ -223,7 +294,7 @@ def _pytest(session: nox.Session, folders: list[str], *options: str) -> None:
 
 def _wheels(*packages: str) -> list[str]:
     built = {path.name.split("-")[0]: str(path) for path in _built_wheels()} if packages else {}
-    return [built[f"stack_{package}"] for package in dict.fromkeys(packages)]
+    return [built[f"stack_{package}"] + EXTRAS.get(package, "") for package in dict.fromkeys(packages)]
 
 
 @functools.cache

@@ -23,18 +23,20 @@ from flax import nnx
 from report import RESULTS, circumstances, table, write
 
 from stack_core.config import load_yaml, parse
+from stack_core.metrics import combine_all
 from stack_quant import Rule, quantize_model
 from stack_quant.section import QUANTIZER
-from stack_train.config import RunConfig
 from stack_train.data.pipeline import Pipeline, build_pipeline
-from stack_train.run import build_trainer
-from stack_train.step import LanguageModelTrainer, TrainState
+from stack_train.run.config import RunConfig
+from stack_train.run.program import build_trainer
+from stack_train.state import TrainState
+from stack_train.trainer import Trainer
 
 CONFIG = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
 W8A8 = ({"path": ".*", "weights": "int8", "activations": "int8"},)
 # Neither of the model's widths is a multiple of 128: the next coarser tiles are 160 of 320 and all of 192.
 W4 = (
-    {"path": "embedding|head", "weights": "int8"},
+    {"path": "embedding|lm_head", "weights": "int8"},
     {"path": "down", "weights": "int4", "tile_size": 160},
     {"path": ".*", "weights": "int4"},
 )
@@ -147,16 +149,14 @@ def parsed(mapping: Mapping[str, Any], steps: int, quant: Mapping[str, Any] | No
     return dataclasses.replace(run, data=dataclasses.replace(run.data, vocab_size=run.model.vocab_size))
 
 
-def trained(
-    trainer: LanguageModelTrainer, state: TrainState, pipeline: Pipeline, steps: int
-) -> tuple[TrainState, np.ndarray]:
+def trained(trainer: Trainer, state: TrainState, pipeline: Pipeline, steps: int) -> tuple[TrainState, np.ndarray]:
     """The state after so many steps, and the loss of each; batches are the same for all trainers."""
     batches = map(on_device, pipeline.train_iterator())
     first = next(batches)
     step, losses = trainer.compile(first), []
     for batch in itertools.chain([first], itertools.islice(batches, steps - 1)):
         state, metrics = step(state, batch)
-        losses.append(metrics["loss"])
+        losses.append(metrics["loss"].value)
     return state, np.asarray(jax.device_get(losses))
 
 
@@ -165,9 +165,7 @@ def on_device(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: array for name, array in batch.items() if name != "row_ids"}
 
 
-def loss_of(
-    trainer: LanguageModelTrainer, model: nnx.Module, batches: Sequence[Any], rules: Sequence[Any] | None
-) -> float:
+def loss_of(trainer: Trainer, model: nnx.Module, batches: Sequence[Any], rules: Sequence[Any] | None) -> float:
     """The mean loss of a model, or of what it is quantized to."""
     if rules is not None:
         model = quantize_model(model, [Rule(**rule) for rule in rules], batches[0])
@@ -181,9 +179,7 @@ def loss_of(
             return trainer.objective(merged, batch, key=key)[1]
         return QUANTIZER.call(trainer.objective, merged, batch, key=key)[1]
 
-    found = jax.device_get([metrics(state, batch) for batch in batches])
-    weights = [float(one["weight"]) for one in found]
-    return float(np.average([float(one["loss"]) for one in found], weights=weights))
+    return float(combine_all([metrics(state, batch) for batch in batches])["loss"])
 
 
 def smoothed(losses: np.ndarray) -> np.ndarray:

@@ -1,10 +1,12 @@
 """Continues the same prompts with this repository, transformers and llama.cpp in turn, and compares them.
 
     nox -s bench -- serve_vs_peers
+    nox -s bench -- serve_vs_peers --engines stack --before main     # what a change costs
 
 Each engine has a process of its own with a random Llama in it, and runs only while it is its turn: speed drifts on a
 shared machine, so ratios are formed within a round. Writes `results/serve_vs_peers.md` and `.json`; precisions that are
-not measured again stay in them.
+not measured again stay in them. With `--before COMMIT` one more engine is this repository's at that commit, built in an
+environment of its own; the ratios over it are printed, and saved in a record that names the commit.
 """
 
 import argparse
@@ -19,9 +21,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from peers import before
 from report import RESULTS, circumstances, write
-from serving.engines import ENGINES, OURS, REFERENCE, Engine, Places
-from serving.summary import Contender, markdown
+from serving.engines import ENGINES, OURS, REFERENCE, Engine, Places, engine_of
+from serving.summary import Contender, markdown, ratios_over
 from serving.worker import Worker
 from serving.workload import Workload
 
@@ -34,8 +37,12 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     workload = Workload()
     engines = [engine for engine in ENGINES if engine.name in options.engines]
+    name = "serve_vs_peers"
+    if options.before is not None:
+        engines.append(engine_of(options.before))
+        name = f"{name}-before-{options.before[:12]}"
     places = Places(options.environments.resolve(), options.models.resolve())
-    record = _record(options, workload)
+    record = _record(options.results / f"{name}.json", workload)
     for compared in options.precisions:
         contenders = [
             Contender(engine.name, precision)
@@ -47,13 +54,14 @@ def main() -> None:
         record |= circumstances() | {"runs": known, "peaks": _peaks()}
         if compared == "fp32":
             record["agreement"] = None
-        measured(contenders, places, workload, options, record)
-        write(options.results, "serve_vs_peers", record, markdown(record))
+        measured(contenders, engines, places, workload, options, record)
+        write(options.results, name, record, markdown(record))
+    if options.before is not None:
+        print("\n".join(ratios_over(record["runs"], engines[-1].name)))
 
 
-def _record(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
+def _record(path: Path, workload: Workload) -> dict[str, Any]:
     """What was measured before, of the same workload, or nothing."""
-    path = options.results / "serve_vs_peers.json"
     record = json.loads(path.read_text()) if path.exists() else {}
     if record.get("workload") == asdict(workload):
         return record
@@ -61,10 +69,15 @@ def _record(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
 
 
 def measured(
-    contenders: Sequence[Contender], places: Places, workload: Workload, options: argparse.Namespace, record: Any
+    contenders: Sequence[Contender],
+    engines: Sequence[Engine],
+    places: Places,
+    workload: Workload,
+    options: argparse.Namespace,
+    record: Any,
 ) -> None:
     """Appends the runs of all rounds at one precision to the record."""
-    known = {engine.name: engine for engine in ENGINES}
+    known = {engine.name: engine for engine in engines}
     with ExitStack() as stack:
         workers: dict[Contender, Worker] = {}
         for contender in contenders:
@@ -128,6 +141,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [engine.name for engine in ENGINES]
     parser.add_argument("--engines", nargs="*", choices=names, default=names)
+    parser.add_argument("--before", type=before.full_commit, help="a commit of this repository, as one more engine")
     parser.add_argument("--precisions", nargs="*", choices=("fp32", "bf16", "int8"), default=("fp32", "bf16", "int8"))
     parser.add_argument("--batches", nargs="*", type=int, choices=(1, 8, 32), default=(1, 8, 32))
     parser.add_argument("--rounds", type=int, default=5)

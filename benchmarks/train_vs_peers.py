@@ -1,11 +1,14 @@
 """Trains the same Llama with this repository, MaxText and PyTorch in turn, and compares them.
 
     nox -s bench -- train_vs_peers
+    nox -s bench -- train_vs_peers --peers --before main     # what a change costs
 
 Speed drifts on a shared machine, so the trainers take turns: each round starts every one of them once, in a fresh
 process, and ratios are formed within a round. The share of the matmul peak is what the model's products must do over
 what the cores do in large products of XLA's, as `stack chips` shows. Writes
 `results/train_vs_peers-DTYPE-jaxVERSION.md` and `.json`, the version being that of the environment it runs in.
+With `--before COMMIT` one more peer is this repository at that commit, built in an environment of its own; the ratios
+over it are printed, and saved in a record that names the commit.
 """
 
 import argparse
@@ -20,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from peers import maxtext, pytorch, stack_train
+from peers import before, maxtext, pytorch, stack_train
 from peers.measure import measure
 from peers.peer import Peer, Workload
 from report import RESULTS, circumstances, table, write
@@ -51,6 +54,8 @@ def main() -> None:
     arguments = _arguments()
     workload = Workload(dtype=arguments.dtype)
     chosen = [PEERS[name] for name in dict.fromkeys(("stack", *arguments.peers))]
+    if arguments.before is not None:
+        chosen.append(before.peer_of(arguments.before))
     pythons = {peer.name: _installed(peer, workload, arguments.environments) for peer in chosen}
     runs: dict[str, list[dict[str, float]]] = {peer.name: [] for peer in chosen}
     for round_number in range(1, arguments.rounds + 1):
@@ -71,6 +76,11 @@ def main() -> None:
         "runs": runs,
     }
     name = f"train_vs_peers-{workload.dtype}-jax{record['versions'][OURS.name]['jax']}"
+    if arguments.before is not None:
+        theirs = before.name_of(arguments.before)
+        for key, (heading, _) in COLUMNS.items():
+            print(f"{OURS.name} over {theirs}, {heading}: {_ratio(runs[OURS.name], runs[theirs], key)}")
+        name = f"{name}-before-{arguments.before[:12]}"
     write(arguments.results, name, record, _markdown(record))
 
 
@@ -78,6 +88,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     others = [name for name in PEERS if PEERS[name] is not OURS]
     parser.add_argument("--peers", nargs="*", choices=others, default=others)
+    parser.add_argument("--before", type=before.full_commit, help="a commit of this repository, as one more peer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="steps of each run, the warm-up among them")
     parser.add_argument("--warmup-steps", type=int, default=2)

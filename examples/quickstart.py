@@ -50,7 +50,7 @@ def main() -> None:
 
     say(
         f"Validation loss {summary['validation_loss']:.3f} nats per token after {summary['step']} steps, "
-        f"{summary['tokens_per_s']:,.0f} tokens/s; {time.monotonic() - started_s:.0f} s in all. "
+        f"{summary['work_per_s']:,.0f} {summary['work_unit']}/s; {time.monotonic() - started_s:.0f} s in all. "
         f"The run is in {directory}."
     )
 

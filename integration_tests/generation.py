@@ -72,7 +72,7 @@ class Reference:
 
         def logprobs(params: Any, tokens: jax.Array) -> jax.Array:
             model = checkpoint.model(params)
-            return jax.nn.log_softmax(model.logits(model(tokens, jnp.arange(self._positions)[None])[0]))
+            return jax.nn.log_softmax(model.logits(model(tokens, jnp.arange(self._positions)[None]).hidden[0]))
 
         self._logprobs = jax.jit(logprobs)
 

@@ -94,7 +94,7 @@ class Served:
         assert line, self.process.stderr.read()
         self.address: str = json.loads(line)["address"]
         self.model: str = json.loads(line)["model"]
-        self.openai = openai.OpenAI(base_url=f"{self.address}/v1", api_key=KEY, max_retries=0, timeout=60)
+        self.openai = openai.OpenAI(base_url=f"{self.address}/v1", api_key=KEY, max_retries=0, timeout=180)
 
     def metric(self, name: str) -> float:
         lines = httpx2.get(f"{self.address}/metrics").text.splitlines()
@@ -102,7 +102,7 @@ class Served:
         return float(line.rpartition(" ")[2])
 
     def wait_for_metric(self, name: str, value: float) -> None:
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 180
         while self.metric(name) != value:
             assert time.monotonic() < deadline_s, f"{name} is {self.metric(name)}"
             time.sleep(0.01)
@@ -111,6 +111,6 @@ class Served:
         """Ends the server; returns what it wrote to standard error."""
         self.openai.close()
         self.process.send_signal(signal.SIGTERM)
-        _, errors = self.process.communicate(timeout=60)
+        _, errors = self.process.communicate(timeout=180)
         assert self.process.returncode == 0, errors
         return errors

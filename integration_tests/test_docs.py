@@ -1,13 +1,15 @@
 """Every hook and every contract has its section, and no section speaks of what is not there."""
 
 import ast
+import importlib
+import pkgutil
 import re
 from pathlib import Path
 
 import pluggy
 import pytest
 
-from stack_core import abi, generation, hookspecs, protocols
+from stack_core import abi, contracts, generation, hookspecs
 from stack_core.abi import OpCall
 from stack_core.hookspecs import DETAILS, HOOKS
 from stack_core.registry import Registrar
@@ -36,7 +38,12 @@ def test_every_hook_has_a_section_and_every_section_a_hook():
 
 
 def test_every_contract_has_a_section_and_every_section_a_contract():
-    assert sorted(CONTRACT_SECTIONS) == sorted([*abi.__all__, *generation.__all__, *protocols.__all__])
+    domains = [
+        importlib.import_module(f"{contracts.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(contracts.__path__)
+    ]
+    names = [name for module in (abi, generation, *domains) for name in module.__all__]
+    assert sorted(CONTRACT_SECTIONS) == sorted(names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -19,9 +19,9 @@ from stack_profile.analyses.overview import overview
 from stack_profile.analyses.roofline import roofline_of
 from stack_profile.analyses.timeline import timeline
 from stack_profile.traces.trace import load_trace
-from stack_train.config import RunConfig
-from stack_train.run import build_trainer, train
-from stack_train.step import batch_shapes
+from stack_train.run.config import RunConfig
+from stack_train.run.program import build_trainer
+from stack_train.run.train import train
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
 CHIP = Chip(
@@ -49,8 +49,8 @@ def config(tmp_path_factory):
         f"data.source=text:{folder}/*.txt",
         "data.batch_size=4",
         "data.vocab_size=280",
-        "trainer.steps=10",
-        "trainer.evaluate_every_steps=0",
+        "run.steps=10",
+        "run.evaluate_every_steps=0",
         "profile.first_step=4",
         "profile.steps=5",
     ]
@@ -85,13 +85,13 @@ def test_the_time_of_operations_has_lines_and_fills_the_steps(trace):
 
 def test_forward_backward_and_recomputed_operations_meet_in_their_layer(trace):
     rows = {row.name: row for row in ops(trace, by="layer").rows}
-    for layer in ("Llama/Block/Attention", "Llama/Block/FeedForward"):
+    for layer in ("Decoder/Block/GroupedAttention", "Decoder/Block/FeedForward"):
         assert min(rows[layer].forward_s, rows[layer].backward_s, rows[layer].recomputed_s) > 0
 
 
 def test_the_flops_of_a_step_are_those_of_its_jaxpr(config, trace):
     trainer = build_trainer(config)
-    shapes = batch_shapes(config.data.batch_size, config.data.seq_tokens)
+    shapes = config.data.spec(config.model)
     expected = count_flops(trainer.step, trainer.abstract_state, shapes).total
     (device,) = trace.devices
     runs = {step.run for step in trace.steps[device.device]}
@@ -106,7 +106,7 @@ def test_the_flops_of_a_step_are_those_of_its_jaxpr(config, trace):
 
 def test_the_timeline_of_a_step_goes_through_the_model_and_back_to_the_optimizer(trace):
     answer = timeline(trace, spans=60)
-    model = [row for row in answer.rows if row.name.startswith("Llama/Block")]
+    model = [row for row in answer.rows if row.name.startswith("Decoder/Block")]
     forward, backward = ([row.start_s for row in model if row.direction == way] for way in ("forward", "backward"))
     assert statistics.median(forward) < statistics.median(backward)
     assert any("update_fn" in row.name for row in answer.rows[-8:])

@@ -9,7 +9,8 @@ import yaml
 from stack_core.cli import main
 from stack_core.ops.building import is_quantized
 from stack_train.checkpoint import named_leaves
-from stack_train.weights import load_model, run_config
+from stack_train.run.config import run_config
+from stack_train.weights import load_model
 
 INT8 = [{"path": "blocks", "weights": "int8", "activations": "int8", "gradients": "int8"}]
 MODEL = {"family": "llama", "vocab_size": 280, "layers": 2, "embed": 32, "heads": 2, "mlp": 64, "max_positions": 64}
@@ -32,7 +33,7 @@ def config(tmp_path, monkeypatch):
             "model": {**MODEL, "dtype": "float32"},
             "data": {"seq_tokens": 16, "batch_size": 4, "source": f"text:{texts}/*.txt"},
             "optimizer": {"name": "adamw", "learning_rate": 0.01},
-            "trainer": {"steps": 6},
+            "run": {"steps": 6},
             "checkpoint": {"every_steps": 3, "keep": 9},
             "quant": quant,
             **sections,
@@ -81,7 +82,7 @@ def test_the_resolved_config_holds_the_rules_of_a_recipe(config, tmp_path):
     [
         ({"method": "qt", "rules": [{"path": "mixer", "weights": "int8"}]}, "matches nothing"),
         ({"method": "qat", "rules": INT8}, "has no gradients to quantize"),
-        ({"method": "qta", "rules": INT8}, "Unknown method 'qta'"),
+        ({"method": "qta", "rules": INT8}, "Unknown name 'qta' among methods. Did you mean 'qt' or 'qat'?"),
         ({"method": "qat", "rules": "w8a9"}, "Unknown recipe 'w8a9'. Did you mean 'w8a8'?"),
     ],
 )

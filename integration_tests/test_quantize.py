@@ -17,14 +17,16 @@ from flax import nnx
 
 from stack_core import ops
 from stack_core.cli import main
+from stack_core.metrics import combine_all
 from stack_core.ops.building import is_quantized
 from stack_quant.model import quantize_model
-from stack_quant.rules import load_recipe
+from stack_quant.recipes import load_recipe
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.checkpoint.manifest import read_manifest
 from stack_train.data.tokenizer import HuggingFaceTokenizer
+from stack_train.run.config import run_config
 from stack_train.trained_model import RUN_FORMAT
-from stack_train.weights import load_model, load_params, run_config
+from stack_train.weights import load_model, load_params
 
 CONFIG = {
     "model": {
@@ -39,13 +41,13 @@ CONFIG = {
     },
     "data": {"seq_tokens": 16, "batch_size": 4, "validation_fraction": 0.2},
     "optimizer": {"name": "adamw", "learning_rate": 0.01},
-    "trainer": {"steps": 8},
+    "run": {"steps": 8},
 }
 W8A8 = [{"path": ".*", "weights": "int8", "activations": "int8"}]
-W4 = [{"path": "embedding|head", "weights": "int8"}, {"path": ".*", "weights": "int4", "tile_size": 16}]
+W4 = [{"path": "embedding|lm_head", "weights": "int8"}, {"path": ".*", "weights": "int4", "tile_size": 16}]
 MIXED = [
     {"path": "embedding", "weights": "fp8_e4m3"},
-    {"path": "head", "weights": "int2", "tile_size": 8},
+    {"path": "lm_head", "weights": "int2", "tile_size": 8},
     {"path": "query", "weights": "nf4", "tile_size": 16, "double_quantized": True},
     {"path": "key", "weights": "nvfp4"},
     {"path": "value", "weights": "mxfp4"},
@@ -113,7 +115,7 @@ def logits_of(model):
     @jax.jit
     def logits(state):
         merged = nnx.merge(graph, state)
-        return merged.logits(merged(TOKENS, POSITIONS))
+        return merged.logits(merged(TOKENS, POSITIONS).hidden)
 
     return logits(state)
 
@@ -158,8 +160,8 @@ def test_codes_are_stored_in_their_own_bits(folder, quantized):
         manifest = read_manifest(store.path(store.latest()))
     specs = {name.removeprefix("params/"): str(record.spec) for name, record in manifest.leaves.items()}
     assert specs["embedding/planes/0"] == "float8_e4m3fn[280, 32]"
-    assert specs["head/planes/0"] == "int2[32, 280]" and specs["head/scale"] == "float32[4, 280]"
-    assert specs["blocks/attention/value/kernel/scale"] == "float8_e8m0fnu[1, 1, 32]"
+    assert specs["lm_head/planes/0"] == "int2[32, 280]" and specs["lm_head/scale"] == "float32[4, 280]"
+    assert specs["blocks/0/0/attention/value/kernel/scale"] == "float8_e8m0fnu[1, 1, 32]"
     assert specs["norm"] == "float32[32]"
 
 
@@ -195,11 +197,9 @@ def test_the_loss_after_is_that_of_the_model_that_is_written(folder, quantized, 
     trained = RUN_FORMAT.open_model(folder / "run")
     reference = in_float(trained.model, model_of(folder / "measured"))
     batches = [jax.tree.map(jnp.asarray, batch) for batch in trained.validation_batches()]
-    metrics = [trained.metrics(reference, batch) for batch in batches]
-    weights = [float(found["weight"]) for found in metrics]
-    mean = np.average([float(found["loss"]) for found in metrics], weights=weights)
-    assert result["loss_after"] == pytest.approx(mean, rel=1e-5) != result["loss_before"]
-    assert result["targets"] == sum(weights)
+    loss = combine_all([trained.metrics(reference, batch) for batch in batches])["loss"]
+    assert result["loss_after"] == pytest.approx(float(loss), rel=1e-5) != result["loss_before"]
+    assert result["targets"] == loss.weight
 
 
 def test_a_quantized_model_generates(quantized, capsys):
@@ -211,18 +211,18 @@ def test_a_quantized_model_generates(quantized, capsys):
     model = model_of(run)
     expected = list(prompt)
     for _ in range(4):
-        hidden = model(jnp.array([expected]), jnp.arange(len(expected))[None])
+        hidden = model(jnp.array([expected]), jnp.arange(len(expected))[None]).hidden
         expected.append(int(jnp.argmax(model.logits(hidden[0, -1]))))
     assert result["tokens"] == expected[len(prompt) :]
 
 
 def test_training_starts_from_what_quantized_parameters_stand_for(folder, quantized):
-    start = config(folder, trainer={"steps": 1, "init_from": str(quantized(W4))}, output=str(folder / "from-quantized"))
-    with pytest.warns(UserWarning, match=r"is quantized. This run starts from the floats .* no section quant"):
+    start = config(folder, run={"steps": 1, "init_from": str(quantized(W4))}, output=str(folder / "from-quantized"))
+    with pytest.warns(UserWarning, match=r"is transformed by section quant .* starts from the floats"):
         main(["train", written(folder / "start.yaml", start)])
     loaded = model_of(quantized(W4))
     params = load_params(quantized(W4), loaded.config)
-    np.testing.assert_array_equal(params["head"], ops.dequantize(loaded.head.get_value(), jnp.float32))
+    np.testing.assert_array_equal(params["lm_head"], ops.dequantize(loaded.lm_head.get_value(), jnp.float32))
 
 
 def losses_of(run):
@@ -240,7 +240,7 @@ def test_quantized_training_follows_training_in_float(folder):
 
 def test_a_recipe_that_is_trained_by_is_what_the_run_is_quantized_by(folder, capsys):
     run = config(folder, output=str(folder / "aware"), quant={"method": "qat", "rules": W8A8})
-    run["trainer"] = {"steps": 2, "init_from": str(folder / "run")}
+    run["run"] = {"steps": 2, "init_from": str(folder / "run")}
     main(["train", written(folder / "aware.yaml", run)])
     main(["generate", str(folder / "aware"), "--prompt", "alpha", "--max-tokens", "2"])
     capsys.readouterr()
@@ -266,7 +266,7 @@ def test_another_recipe_than_the_models_says_what_differs(folder, capsys, comman
     other = [{**W8A8[0], "weights": "int4"}]
     if command == "train":
         start = config(folder, output=str(folder / "never"), quant={"method": "qat", "rules": other})
-        path = written(folder / "other.yaml", {**start, "trainer": {"init_from": str(trained)}})
+        path = written(folder / "other.yaml", {**start, "run": {"init_from": str(trained)}})
         message = refusal(capsys, "train", path)
     else:
         with CheckpointStore(trained / "checkpoints") as store:
@@ -307,14 +307,14 @@ def test_weights_that_are_not_finite_are_named(folder, capsys):
     broken = folder / "broken"
     shutil.copytree(source, broken, ignore=shutil.ignore_patterns("checkpoints"))
     params = load_params(source, run_config(source).model)
-    params["head"] = params["head"].at[3, 4].set(jnp.nan)
-    params["blocks"]["feed_forward"]["up"]["kernel"] = params["blocks"]["feed_forward"]["up"]["kernel"] / 0
+    params["lm_head"] = params["lm_head"].at[3, 4].set(jnp.nan)
+    params["blocks"][0][0]["feed_forward"]["up"]["kernel"] = params["blocks"][0][0]["feed_forward"]["up"]["kernel"] / 0
     with CheckpointStore(broken / "checkpoints") as store:
         store.save_weights(named_leaves(params).items(), "")
     message = refusal(capsys, "quantize", broken, "--recipe", recipe(folder, W8A8), "--out", folder / "never")
     assert re.findall(r"(\S+): (\d+) of (\d+)", message) == [
-        ("blocks/feed_forward/up/kernel", "2048", "2048"),
-        ("head", "1", "8960"),
+        ("blocks/0/0/feed_forward/up/kernel", "2048", "2048"),
+        ("lm_head", "1", "8960"),
     ]
 
 
@@ -322,7 +322,7 @@ def test_weights_that_are_not_finite_are_named(folder, capsys):
     ("arguments", "message"),
     [
         (
-            ("{run}", "--recipe", "w4a8"),
+            ("{run}", "--recipe", "{folder}/long.yaml"),
             "a tile of 128 entries is longer than all its contracted axes, shape [1, 32, 32]",
         ),
         (("{run}", "--recipe", "w4b8"), "Unknown recipe 'w4b8'. Did you mean 'w4a8'"),
@@ -330,11 +330,13 @@ def test_weights_that_are_not_finite_are_named(folder, capsys):
         (("{run}",), "was not trained by a recipe"),
         (("{run}s", "--recipe", "w8a8"), "is no directory"),
         (("{folder}/texts", "--recipe", "w8a8"), "holds no model of a known format"),
-        (("hg:{run}", "--recipe", "w8a8"), "Unknown checkpoint format 'hg'"),
+        (("hg:{run}", "--recipe", "w8a8"), "Unknown model format 'hg'"),
         (("{run}", "--recipe", "w8a8", "--data", "txt:none"), "Unknown name 'txt' among data_sources"),
     ],
 )
 def test_what_cannot_be_quantized_is_refused(folder, capsys, arguments, message):
+    long = [{"path": "query", "weights": "int4", "tile_size": 128}, {"path": ".*", "weights": "int8"}]
+    written(folder / "long.yaml", {"rules": long})
     given = [argument.format(run=folder / "run", folder=folder) for argument in arguments]
     assert message in refusal(capsys, "quantize", *given, "--out", folder / "never")
     assert not (folder / "never").exists()
@@ -359,7 +361,7 @@ def test_a_hugging_face_checkpoint_is_quantized(folder, capsys):
 
 
 STATIC = [
-    {"path": "head", "weights": "int8", "activations": "int8", "activation_calibration": "moving,0.9"},
+    {"path": "lm_head", "weights": "int8", "activations": "int8", "activation_calibration": "moving,0.9"},
     {"path": ".*", "weights": "int8", "activations": "int8", "static_ranges": True},
     {"op": "attention", "activations": "fp8_e4m3", "static_ranges": True},
 ]
@@ -369,13 +371,13 @@ def test_static_ranges_are_measured_on_the_runs_data_and_kept_with_the_model(fol
     run = quantized(STATIC)
     model, original = model_of(run), RUN_FORMAT.open_model(folder / "run")
     ranges = {site: span["high"] for site, span in nnx.to_pure_dict(nnx.state(model))["static_ranges"].items()}
-    assert ranges["head"].shape == (1,) and ranges["blocks/feed_forward/down/kernel"].shape == (1, 1)
+    assert ranges["lm_head"].shape == (1,) and ranges["blocks/0/0/feed_forward/down/kernel"].shape == (1, 1)
     assert sum(name.endswith(("/query", "/key", "/value")) for name in ranges) == 3
     batches = [jax.tree.map(jnp.asarray, dict(batch)) for batch in islice(original.training_batches(), 16)]
-    hidden = [original.model(batch["tokens"], batch["positions"], batch["segment_ids"]) for batch in batches]
+    hidden = [original.model(batch["tokens"], batch["positions"], batch["segment_ids"]).hidden for batch in batches]
     weights = [0.9 ** (15 - place) for place in range(16)]
     largest = np.average([float(jnp.abs(states).max()) for states in hidden], weights=weights)
-    assert float(ranges["head"][0]) == pytest.approx(largest, rel=1e-4)
+    assert float(ranges["lm_head"][0]) == pytest.approx(largest, rel=1e-4)
     sample = {"tokens": TOKENS, "positions": POSITIONS}
     stream = original.training_batches()
     expected = quantize_model(original.model, load_recipe(recipe(folder, STATIC)), sample, stream=stream)
@@ -385,7 +387,7 @@ def test_static_ranges_are_measured_on_the_runs_data_and_kept_with_the_model(fol
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 3
     params = load_params(run, model.config)
     assert "static_ranges" not in params
-    np.testing.assert_array_equal(params["head"], ops.dequantize(model.head.get_value(), jnp.float32))
+    np.testing.assert_array_equal(params["lm_head"], ops.dequantize(model.lm_head.get_value(), jnp.float32))
 
 
 @pytest.mark.parametrize("rules", [[{"path": ".*", "weights": "int8"}], W4], ids=["int8 by channel", "int4 in tiles"])

@@ -19,7 +19,7 @@ TRAIN = """
 model: {family: llama, vocab_size: 300, layers: 1, embed: 16, heads: 2, mlp: 32, max_positions: 64}
 data: {source: stdlib, seq_tokens: 16, batch_size: 2}
 optimizer: {name: adamw}
-trainer: {steps: 1}
+run: {steps: 1}
 """
 
 

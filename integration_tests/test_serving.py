@@ -229,7 +229,7 @@ def test_a_cache_of_codes_is_close(checkpoint, reference, cache_dtype, tolerance
     [
         # Where sums in another order take an activation to its next code, a token may be less likely by that much.
         ([Rule(path=".*", weights="int8", activations="int8")], 0.1),
-        ([Rule(path="embedding|head", weights="int8"), Rule(path=".*", weights="int4", tile_size=4)], 0.0),
+        ([Rule(path="embedding|lm_head", weights="int8"), Rule(path=".*", weights="int4", tile_size=4)], 0.0),
     ],
     ids=["w8a8", "w4"],
 )

@@ -29,7 +29,7 @@ def command(tmp_path, monkeypatch):
 
     def build(output, steps, *more):
         stack = [sys.executable, "-m", "stack_core.cli", "train", str(tmp_path / "run.yaml")]
-        return [*stack, f"--data.source=text:{tmp_path}/*.txt", f"--output={output}", f"--trainer.steps={steps}", *more]
+        return [*stack, f"--data.source=text:{tmp_path}/*.txt", f"--output={output}", f"--run.steps={steps}", *more]
 
     return build
 

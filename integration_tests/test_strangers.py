@@ -18,16 +18,19 @@ EXAMPLES = Path(__file__).parents[1] / "examples" / "plugins"
 TRAINING = """
 model: {{family: llama, vocab_size: 280, layers: 1, embed: 16, heads: 2, mlp: 24, max_positions: 16, dtype: float32}}
 data: {{source: "text:{text}", seq_tokens: 16, batch_size: 2, validation_fraction: 0}}
-trainer: {{steps: 3}}
+run: {{steps: 3}}
 output: {output}
 """
 
 
-@pytest.mark.parametrize("name", ["op", "command", "observer", "analysis"])
-def test_an_example_is_a_whole_distribution_of_fewer_than_sixty_lines(name):
+TRAINING_PLUGINS = ("model", "objective", "optimizer", "data_source", "data_kind")
+
+
+@pytest.mark.parametrize("name", ["op", "command", "observer", "analysis", *TRAINING_PLUGINS])
+def test_an_example_is_a_whole_distribution_of_fewer_than_ninety_lines(name):
     files = [path for path in (EXAMPLES / name).rglob("*") if path.suffix in (".py", ".toml")]
     assert {"pyproject.toml", "plugin.py"} <= {path.name for path in files}
-    assert sum(len(path.read_text().splitlines()) for path in files) < 60
+    assert sum(len(path.read_text().splitlines()) for path in files) < 90
 
 
 CALL = """
@@ -78,6 +81,46 @@ def test_an_observer_sees_the_events_of_a_run(environment, tmp_path):
     assert re.findall(r"StepFinished\(step=(\d+)", journal) == ["1", "2", "3"]
     assert "CheckpointSaved(step=3" in journal
     assert "acme-journal" not in environment.plugins()
+
+
+STRANGE = """
+model: {{family: bigram, vocab_size: {vocab_size}}}
+data: {data}
+objective: {{name: smoothed, smoothing: 0.2}}
+optimizer: {{name: signs, schedule: {{warmup_steps: 0}}}}
+run: {{steps: {steps}}}
+output: {output}
+"""
+
+
+def _losses(run):
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+
+
+def test_a_run_of_a_strangers_model_objective_optimizer_and_data(environment, tmp_path):
+    table = tmp_path / "table.csv"
+    table.write_text("title,body\n" + "".join(f"number {i},the body of {i} and what it says\n" for i in range(50)))
+    text = f'{{source: "csv:{table}#body", seq_tokens: 16, batch_size: 2, validation_fraction: 0}}'
+    kinds = {"text": (280, text), "bytes": (256, f"{{kind: bytes, path: {table}}}")}
+    names = {kind: tmp_path / f"{kind}.yaml" for kind in kinds}
+    for kind, (vocab_size, data) in kinds.items():
+        config = STRANGE.format(vocab_size=vocab_size, data=data, steps=3, output=tmp_path / kind)
+        names[kind].write_text(config)
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    with environment.installed(*(EXAMPLES / name for name in TRAINING_PLUGINS)):
+        for kind in kinds:
+            environment.stack("train", str(names[kind]), **cache)
+        wrong = environment.stack(
+            "train", str(names["text"]), "--data.source=csv:nowhere.csv", f"--output={tmp_path}/wrong", check=False
+        )
+    for kind, (vocab_size, _) in kinds.items():
+        losses = _losses(tmp_path / kind)
+        assert list(losses) == [1, 2, 3]
+        assert losses[1] == pytest.approx(np.log(vocab_size), rel=0.2)
+    assert "There is no file nowhere.csv. Write csv:FILE#COLUMN." in wrong.stderr
+    removed = environment.stack("train", str(names["bytes"]), check=False)
+    assert removed.returncode == 2 and "bigram" in removed.stderr
 
 
 CAPTURE = """

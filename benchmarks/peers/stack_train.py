@@ -11,17 +11,21 @@ from pathlib import Path
 
 from peers.peer import Command, Peer, Workload, run_quietly
 
-__all__ = ["PEER", "WITHOUT_KERNELS"]
+__all__ = ["PEER", "WITHOUT_KERNELS", "fill_cache"]
 
 
 def _install(folder: Path, workload: Workload) -> Path:
-    """Leaves the environment alone, and fills the data cache by one step of a small model."""
-    python = Path(sys.executable)
+    """Leaves the environment alone, and fills the data cache."""
+    fill_cache(Path(sys.executable), folder, workload)
+    return Path(sys.executable)
+
+
+def fill_cache(python: Path, folder: Path, workload: Workload) -> None:
+    """Trains a small model for one step, which leaves tokenizer and tokens in the data cache of an environment."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         options = _options(workload, steps=1)
         options |= {"output": f"{scratch}/run", "model.layers": 1, "model.embed": 8, "model.heads": 1, "model.mlp": 8}
         run_quietly(*_arguments(python, options))
-    return python
 
 
 def _command(python: Path, workload: Workload, steps: int) -> Command:
@@ -55,7 +59,7 @@ def _options(workload: Workload, steps: int) -> dict[str, object]:
         "model.dtype": workload.dtype,
         "data.seq_tokens": workload.seq_tokens,
         "data.batch_size": workload.batch,
-        "trainer.steps": steps,
+        "run.steps": steps,
     }
 
 

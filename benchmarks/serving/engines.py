@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from peers import peer, pytorch
+from peers import before, peer, pytorch
 
 from serving.checkpoint import write_checkpoint
 from serving.workload import Workload
 
-__all__ = ["ENGINES", "OURS", "OVER_HTTP", "REFERENCE", "Engine", "Places"]
+__all__ = ["ENGINES", "OURS", "OVER_HTTP", "REFERENCE", "Engine", "Places", "engine_of"]
 
 _HERE = Path(__file__).parent
 _TORCH_TYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -146,3 +146,15 @@ ENGINES: Sequence[Engine] = (
         packages=("llama-cpp-python",),
     ),
 )
+
+
+def engine_of(commit: str) -> Engine:
+    """This repository's engine at a whole commit, driven by today's worker; its models are not quantized."""
+
+    def command(places: Places, workload: Workload, precision: str) -> list[str | Path]:
+        python = before.environment_of(commit, places.environments / before.name_of(commit).replace(" ", "-"))
+        return [python, _HERE / "stack_engine.py", _stack_model(places, workload, precision)]
+
+    return Engine(
+        name=before.name_of(commit), precisions=_same("fp32", "bf16"), command=command, packages=OURS.packages
+    )

@@ -10,7 +10,7 @@ from report import table
 from serving.engines import ENGINES, OURS, OVER_HTTP
 from serving.workload import Workload
 
-__all__ = ["Contender", "markdown"]
+__all__ = ["Contender", "markdown", "ratios_over"]
 
 _FIGURES = {
     "decode_tokens_per_s": ("decode tokens/s", 1.0),
@@ -35,7 +35,8 @@ class Contender:
 
     @property
     def compared_at(self) -> str:
-        return next(engine.precisions[self.precision] for engine in ENGINES if engine.name == self.engine)
+        named = {engine.name: engine.precisions for engine in ENGINES}
+        return named.get(self.engine, {}).get(self.precision, self.precision)
 
     def __str__(self) -> str:
         return f"{self.engine}, {self.precision}"
@@ -64,6 +65,18 @@ def markdown(record: Mapping[str, Any]) -> str:
     versions = record["versions"].items()
     lines += [f"- {name}: " + ", ".join(f"{key} {value}" for key, value in each.items()) for name, each in versions]
     return "\n".join(lines) + "\n"
+
+
+def ratios_over(runs: Runs, theirs: str) -> Iterable[str]:
+    """Lines that say, for each precision and batch, how this repository's engine compares with another, by rounds."""
+    for precision, batch in dict.fromkeys((run["precision"], run["batch"]) for run in runs if run["engine"] == theirs):
+        here = [run for run in runs if run["batch"] == batch]
+        for figure, (heading, _) in _FIGURES.items():
+            ours, others = (_series(here, Contender(engine, precision), figure) for engine in (OURS.name, theirs))
+            ratios = [ours[number] / others[number] for number in ours.keys() & others.keys()]
+            if ratios:
+                spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+                yield f"{OURS.name} over {theirs}, {precision}, {batch} at once, {heading}: {spread}"
 
 
 def _contenders(runs: Runs) -> list[Contender]:

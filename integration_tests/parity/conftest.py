@@ -86,16 +86,24 @@ class Pair:
     model: Any
 
 
-@pytest.fixture(scope="session", params=MODELS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    import jax
-    import torch
-    import transformers
+def model_of(config: Any, params: Any) -> Any:
+    """The model of a config with these parameters, nested dicts."""
     from flax import nnx
 
+    from stack_train.run.model import abstract_model
+
+    graph = nnx.split(abstract_model(config))[0]
+    return nnx.merge(graph, nnx.State(params))
+
+
+@pytest.fixture(scope="session", params=MODELS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    import torch
+    import transformers
+
     from stack_train.huggingface import FORMAT
-    from stack_train.models.llama import FAMILY
-    from stack_train.weights import load_params, run_config
+    from stack_train.run.config import run_config
+    from stack_train.weights import load_params
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**{**PLAIN, **MODELS[request.param]})
@@ -109,8 +117,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     FORMAT.import_run(directory / "hf", directory / "run")
     config = run_config(directory / "run").model
     params = load_params(directory / "run", config)
-    graph = nnx.split(jax.eval_shape(lambda: FAMILY.build(config, key=jax.random.key(0))))[0]
-    return Pair(directory / "hf", directory / "run", torch_model, config, nnx.merge(graph, nnx.State(params)))
+    return Pair(directory / "hf", directory / "run", torch_model, config, model_of(config, params))
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import torch
 import transformers
 from flax import nnx
 
-from stack_core import ops
 from stack_train.checkpoint import named_leaves
 from stack_train.generate import TokenGenerator
 from stack_train.huggingface import FORMAT
@@ -31,7 +30,7 @@ def positions_of(tokens):
 def test_logits(pair, tokens):
     with torch.no_grad():
         expected = pair.torch_model(torch.tensor(tokens)).logits.numpy()
-    actual = jax.jit(lambda model, tokens: model.logits(model(tokens, positions_of(tokens))))(
+    actual = jax.jit(lambda model, tokens: model.logits(model(tokens, positions_of(tokens)).hidden))(
         pair.model, jnp.array(tokens)
     )
     assert np.ptp(expected) > 1
@@ -46,8 +45,8 @@ def test_loss_and_gradients(pair, tokens):
     targets = jnp.concatenate([jnp.array(tokens)[:, 1:], jnp.full((len(tokens), 1), -100)], axis=1)
 
     def loss(model):
-        hidden = model(jnp.array(tokens), positions_of(tokens))
-        return ops.linear_cross_entropy(hidden, model.head_weight(), targets)
+        hidden = model(jnp.array(tokens), positions_of(tokens)).hidden
+        return model.head().cross_entropy(hidden, targets)
 
     actual, gradients = jax.jit(jax.value_and_grad(loss))(pair.model)
     np.testing.assert_allclose(actual, expected.item(), atol=TOLERANCE, rtol=TOLERANCE)

@@ -94,7 +94,11 @@ def test_a_resolved_config_survives_yaml(tmp_path):
             "backdrop lacks the key 'shape', which names one of: circle, square",
         ),
         ({"output": "x", "figure": {"shape": "square", "radius": 2}}, "Unknown key 'figure.radius'"),
-        ({"output": "x", "iner": {}}, "Unknown section 'iner'. Did you mean 'inner'"),
+        ({"output": "x", "iner": {}}, r"Unknown name 'iner' .* Did you mean 'inner'\?"),
+        ({"output": "x", "tracer": {}}, "Registered: output, figure, backdrop, inner, optional, profile"),
+        ({"output": "x", "side": 2}, r"Unknown name 'side' .* Did you mean 'figure.side'\?"),
+        ({"output": "x", "figure": "circle", "radius": 2}, r"Did you mean 'figure.radius'\?"),
+        ({"output": "x", "steps": 2}, r"Did you mean 'inner.steps'\?"),
         ({"output": "x", "sections": {}}, "Unknown name 'sections' among configs"),
     ],
 )

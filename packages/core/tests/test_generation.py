@@ -16,3 +16,10 @@ def test_numbers_are_finite(name: str, value: float) -> None:
     given: Any = {5: value} if name == "logit_bias" else value
     with pytest.raises(ConfigError, match=name):
         parse(SamplingParams, {name: given})
+
+
+@pytest.mark.parametrize("stop", [("x",) * 17, ("x" * 257,), ("",)])
+def test_stop_texts_are_few_and_short(stop: tuple[str, ...]) -> None:
+    assert SamplingParams(stop=("x" * 256,) * 16)
+    with pytest.raises(ConfigError, match="stop"):
+        parse(SamplingParams, {"stop": stop})

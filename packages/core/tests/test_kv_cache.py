@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from stack_core import ops
+from stack_core.contracts.caches import AttentionSpec, KeysValues, KVCache, Latent, Recurrent
 from stack_core.errors import ArgumentError
 from stack_core.kv_cache import DenseKVCache
-from stack_core.protocols import AttentionSpec, KVCache, KVCacheShape
 
-SHAPE = KVCacheShape(layers=2, kv_heads=2, head_dim=32, dtype="float32")
+SHAPE = KeysValues(repeats=2, kv_heads=2, key_dim=32, value_dim=32, dtype="float32")
 SEQ, HEADS = 12, 4
 DEFAULT = AttentionSpec()
 MOST = {"model": 1e-6, "int8": 0.01, "fp8_e4m3": 0.04, "fp8_e5m2": 0.08}
 """The relative error of attention to random keys and values."""
 
 
-def empty(kind: Any = "int8", shape: KVCacheShape = SHAPE) -> DenseKVCache:
-    return DenseKVCache.empty(shape, batch=3, capacity=16, type=kind)
+def empty(kind: Any = "int8", shape: KeysValues = SHAPE) -> DenseKVCache:
+    return DenseKVCache.empty(shape, batch=3, capacity=16, storage=kind)
 
 
 def tokens() -> tuple[Any, Any, Any]:
@@ -75,12 +75,13 @@ def test_tokens_are_rounded_once_whatever_the_parts() -> None:
         np.testing.assert_allclose(output, outputs[0], rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_truncated_is_forgotten() -> None:
+def test_padding_behind_a_row_is_forgotten() -> None:
     query, key, value = tokens()
-    _, cache = run(empty(), [12])
-    cache = cache.truncate(jnp.array([4, 12, 2]))
-    assert cache.lengths.tolist() == [4, 12, 2] and cache.capacity == 16
+    cache = empty().expecting(jnp.array([4, 12, 2]))
     layer = jax.tree.map(lambda leaf: leaf[0], cache.layers)
+    _, layer = cache.attend(layer, query, key, value, DEFAULT)
+    cache = cache.advance(layer, SEQ)
+    assert cache.lengths.tolist() == [4, 12, 2] and cache.expected is None
     output, _ = cache.attend(layer, query[:, :1], key[:, 5:6], value[:, 5:6], DEFAULT)
     expected = ops.attention(
         query[2:, :1],
@@ -90,8 +91,34 @@ def test_what_is_truncated_is_forgotten() -> None:
     assert error(output[2:], expected) < 0.02
 
 
+def test_latents_are_keys_and_values_of_every_head() -> None:
+    dim, value_dim = 6, 4
+    cache = DenseKVCache.empty(Latent(repeats=1, dim=dim, value_dim=value_dim, dtype="float32"), batch=2, capacity=8)
+    query = jax.random.normal(jax.random.key(0), (2, 5, HEADS, dim))
+    latent = jax.random.normal(jax.random.key(1), (2, 5, dim))
+    layer = jax.tree.map(lambda leaf: leaf[0], cache.layers)
+    _, layer = cache.attend_latent(layer, query[:, :3], latent[:, :3], DEFAULT, value_dim=value_dim)
+    output, _ = cache.advance(layer, 3).attend_latent(layer, query[:, 3:], latent[:, 3:], DEFAULT, value_dim=value_dim)
+    shared = latent[:, :, None]
+    expected = ops.attention(query[:, 3:], shared, shared, causal=True)[..., :value_dim]
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_padding_moves_no_recurrent_state() -> None:
+    cache = DenseKVCache.empty(Recurrent(repeats=1, shapes=((3,),), dtypes=("float32",)), batch=2, capacity=8)
+    layer = jax.tree.map(lambda leaf: leaf[0], cache.layers)
+    x = jnp.arange(24.0).reshape(2, 4, 3)
+
+    def add_up(state: Any, valid: Any, x: Any) -> Any:
+        sums = state[0][:, None] + jnp.cumsum(jnp.where(valid[..., None], x, 0), axis=1)
+        return sums, (sums[:, -1],)
+
+    _, layer = cache.expecting(jnp.array([1, 4])).recur(layer, add_up, x)
+    np.testing.assert_array_equal(layer.arrays[0], [x[0, 0], x[1].sum(0)])
+
+
 def test_it_holds_half_the_bytes() -> None:
-    shape = KVCacheShape(layers=2, kv_heads=2, head_dim=128, dtype="bfloat16")
+    shape = KeysValues(repeats=2, kv_heads=2, key_dim=128, value_dim=128, dtype="bfloat16")
     caches = [empty(kind, shape) for kind in ("model", "int8")]
     floats, codes = (sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers)) for cache in caches)
     assert codes == floats * (128 + 4) // (2 * 128)

@@ -80,3 +80,13 @@ def test_available_memory_is_that_of_the_machine_or_less_in_a_container(system):
 
 def test_a_system_that_does_not_tell_is_not_one_without_memory(tmp_path):
     assert machine.available_memory_bytes(tmp_path) is None
+
+
+def test_memory_that_was_freed_goes_back(system):
+    assert machine.resident_bytes(system()) is None
+    blocks = [b"%05d" % number * 20_000 for number in range(1000)]  # glibc keeps those below 128 KiB
+    full_bytes = machine.resident_bytes()
+    last = blocks[-1]
+    del blocks
+    machine.give_memory_back()
+    assert full_bytes - machine.resident_bytes() > 90_000_000 and len(last) == 100_000

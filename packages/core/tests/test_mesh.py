@@ -104,7 +104,7 @@ def test_a_mesh_config_completes_its_rules_and_reads_back_what_it_wrote():
     written = to_mapping(parse(MeshConfig, {"rules": given}))
     defaults = to_mapping(MeshConfig())["rules"]
     assert written["rules"] == {**defaults, **given}
-    assert defaults["batch"] == ["data", "fsdp"] and defaults["seq"] == "context" and defaults["norm"] is None
+    assert defaults["batch"] == ["data", "fsdp", "expert"] and defaults["seq"] == "context" and defaults["norm"] is None
     assert parse(MeshConfig, written) == parse(MeshConfig, {"rules": given})
     assert ShardingRules(MeshConfig().rules) == DEFAULT_RULES
 
@@ -129,12 +129,12 @@ def test_rules_of_a_mesh_config_name_its_axes(rules, expected):
         (("layers", "embed", "mlp"), PartitionSpec("stage", "fsdp", "tensor")),
         (("heads", "embed"), PartitionSpec("tensor", "fsdp")),
         (("norm",), PartitionSpec(None)),
-        (("batch", "seq", "act_embed"), PartitionSpec(("data", "fsdp"), "context", None)),
-        (("batch", "seq", "act_heads", None), PartitionSpec(("data", "fsdp"), "context", "tensor", None)),
-        (("batch", "seq", "act_kv_heads", None), PartitionSpec(("data", "fsdp"), "context", "tensor", None)),
-        (("batch", "seq", "act_vocab"), PartitionSpec(("data", "fsdp"), "context", "tensor")),
-        (("batch", "norm_seq", "act_embed"), PartitionSpec(("data", "fsdp"), "context", None)),
-        (("lookup_batch", "seq", "embed"), PartitionSpec("data", "context", "fsdp")),
+        (("batch", "seq", "act_embed"), PartitionSpec(("data", "fsdp", "expert"), "context", None)),
+        (("batch", "seq", "act_heads", None), PartitionSpec(("data", "fsdp", "expert"), "context", "tensor", None)),
+        (("batch", "seq", "act_kv_heads", None), PartitionSpec(("data", "fsdp", "expert"), "context", "tensor", None)),
+        (("batch", "seq", "act_vocab"), PartitionSpec(("data", "fsdp", "expert"), "context", "tensor")),
+        (("batch", "norm_seq", "act_embed"), PartitionSpec(("data", "fsdp", "expert"), "context", None)),
+        (("lookup_batch", "seq", "embed"), PartitionSpec(("data", "expert"), "context", "fsdp")),
         ((), PartitionSpec()),
     ],
 )

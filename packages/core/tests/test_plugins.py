@@ -231,6 +231,18 @@ def test_two_plugins_that_claim_one_entry_are_both_refused_and_named(site):
         assert "'one' and 'two'" in report.problems[0]
 
 
+def test_what_core_registers_is_cores_and_the_other_is_named(site):
+    ops = "@hookimpl\ndef stack_register_ops(registry): registry.add({!r}, object())\n"
+    site.add("own", HEADER + ops.format("norm/reference"), distribution="stack-core", plugin="core")
+    site.add("other", HEADER + ops.format("norm/reference") + "")
+    site.add("lost", HEADER + ops.format("nrom/fast"))
+    plugins = site.plugins()
+    with pytest.warns(RuntimeWarning, match="Plugin 'other': ops 'norm/reference' refused: it is core's own"):
+        entries, refused = plugins.collect("ops")
+    assert {name: entry.provider for name, entry in entries.items()} == {"norm/reference": "core"} and not refused
+    assert "there is no op 'nrom'. Did you mean 'norm'?" in report_of(plugins, "lost").problems[0]
+
+
 def same_name(site):
     for distribution in ("left", "right"):
         site.add(f"of_{distribution}", value_plugin(distribution), distribution=distribution, plugin="same")

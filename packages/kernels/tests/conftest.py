@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from stack_kernels.llvm import host
+from stack_kernels.jit_cpu import host
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,7 +7,7 @@ import pytest
 
 import stack_kernels
 from stack_core import ops
-from stack_core.abi import AUTODIFF, OpImplementation
+from stack_core.abi import OpImplementation
 from stack_core.errors import ArgumentError, UnknownName
 from stack_core.hardware import Chip
 from stack_core.plugins import registries
@@ -112,8 +112,8 @@ def test_without_peaks_nothing_is_known(measure):
 def test_what_does_not_support_the_call_says_why(measure):
     measure()({})
     rows = expected("linear", shapes(2048), "h200")
-    assert of("cpu", rows).refusal.startswith("it is for CPUs, and the target is h200")
-    assert "cpu: not supported: it is for CPUs" in str(rows)
+    assert of("xla_cpu", rows).refusal.startswith("it is for cpu, and the target is gpu")
+    assert "xla_cpu: not supported: it is for cpu" in str(rows)
     refused = [bool(row.refusal) for row in rows]
     assert refused == sorted(refused), "they come last"
 
@@ -123,10 +123,9 @@ def test_directions_are_apart(measure, monkeypatch):
     forward_only = OpImplementation("linear", "forward_only", lambda **_: None, priority=-1)
     monkeypatch.setitem(registries.ops._frozen(), "linear/forward_only", _entry(forward_only))
     backward = expected("linear", shapes(2048), CHIP, direction="backward")
-    assert of("forward_only", backward).refusal == "it has no backward pass of its own"
+    assert of("forward_only", backward).refusal == "has no backward pass of its own"
     assert of("reference", backward).basis == "bound", "its forward pass was measured, this was not"
     assert of("forward_only", expected("linear", shapes(2048), CHIP)).basis == "bound"
-    assert registries.ops["linear/reference"].vjp == AUTODIFF
 
 
 def _entry(implementation):

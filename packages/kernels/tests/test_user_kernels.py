@@ -8,7 +8,7 @@ import pytest
 
 import stack_kernels
 from stack_core import ops
-from stack_core.abi import AUTODIFF, OpImplementation
+from stack_core.abi import OpCall, OpImplementation
 from stack_core.errors import ArgumentError, UnknownName
 from stack_kernels.user_kernels import implementation
 
@@ -28,21 +28,17 @@ class Nested:
     sizes: tuple[int, ...]
 
 
-def gated(x, w_gate, w_up, *, activation, config):
+def gated(x, w_gate, w_up, *, activation, config, **others):
     gates = [jax.nn.silu(x @ part) for part in jnp.split(w_gate, config.parts, axis=1)]
     return jnp.concatenate(gates, axis=1) * (x @ w_up)
 
 
 def test_the_function_runs_where_it_is_named_with_its_first_config():
-    mine = implementation("gated_linear_unit", name="mine", configs=[Split(2), Split(1)], vjp=AUTODIFF)(gated)
+    mine = implementation("gated_linear_unit", name="mine", configs=[Split(2), Split(1)])(gated)
     assert isinstance(mine, OpImplementation)
-    assert (mine.op, mine.name, mine.vjp, mine.configs, mine.priority) == (
-        "gated_linear_unit",
-        "mine",
-        AUTODIFF,
-        (Split(2), Split(1)),
-        1,
-    )
+    assert (mine.op, mine.name, mine.backward, mine.priority) == ("gated_linear_unit", "mine", None, 1)
+    call = OpCall("gated_linear_unit", {}, {})
+    assert (mine.default(call, None), mine.space(call, None)) == (Split(2), (Split(2), Split(1)))
     x, w = jnp.ones((3, 4)), jnp.ones((4, 6))
     jaxpr = jax.make_jaxpr(lambda x: ops.gated_linear_unit(x, w, w, implementation=mine))(x)
     assert str(jaxpr).count("dot_general") == 3
@@ -59,11 +55,11 @@ def test_every_op_takes_what_its_reference_takes(op):
     from stack_core.plugins import registries
 
     reference = registries.ops[f"{op}/reference"]
-    assert implementation(op, name="copy")(reference.function).function is reference.function
+    assert implementation(op, name="copy", residuals=["own"])(reference.forward).forward is reference.forward
 
 
 def test_keywords_may_be_gathered():
-    assert implementation("norm", name="mine")(lambda x, **others: x).configs == ()
+    assert implementation("norm", name="mine")(lambda x, **others: x).default is None
 
 
 def test_an_unknown_op_is_named_with_its_neighbours():
@@ -74,13 +70,21 @@ def test_an_unknown_op_is_named_with_its_neighbours():
 @pytest.mark.parametrize(
     ("function", "configs", "message"),
     [
-        (lambda x, w_gate, w_up: x, (), "it lacks activation. Expected, all passed by name: x, w_gate, w_up, activ"),
+        (
+            lambda x, w_gate, w_up: x,
+            (),
+            "it lacks bias_gate, bias_up, activation, limit, up_offset. Expected, all passed by name: x, w_gate, ",
+        ),
         (gated, (), "nothing is passed as config"),
-        (lambda x, w_gate, w_up, *, activation: x, (Split(1),), "it lacks config"),
+        (
+            lambda x, w_gate, w_up, *, activation: x,
+            (Split(1),),
+            "it lacks bias_gate, bias_up, limit, up_offset, config",
+        ),
         (
             lambda x, w_gate, w_up, *, activatoin="silu": x,
             (),
-            "it lacks activation; nothing is passed as activatoin Did you mean 'activation'?",
+            "up_offset; nothing is passed as activatoin Did you mean 'activation'?",
         ),
         (lambda x, /, w_gate, w_up, *, activation: x, (), "x must not be positional-only"),
     ],
@@ -101,9 +105,8 @@ def test_parameters_that_are_not_the_ops_are_named(function, configs, message):
         ({"configs": ({"parts": 1},)}, r"config \{'parts': 1\} is no object of a frozen dataclass"),
         ({"configs": (Nested((1, 2)),)}, r"comes back from a tuned table as Nested\(sizes=\[1, 2\]\)"),
         ({"configs": (Split(jnp.float32),)}, "cannot be kept in a tuned table"),
-        ({"supports": lambda call: True}, r"supports is .*; expected a function of \(call, chip\): too many"),
-        ({"vjp": "autodif"}, "vjp is 'autodif'; expected a function of"),
-        ({"vjp": lambda arrays, options, output, cotangent: {}, "configs": (Split(1),)}, "unexpected keyword.*config"),
+        ({"supports": lambda call: True}, r"supports is .*; expected a function of \(call, chip, config\): too many"),
+        ({"backward": lambda a, o, y, r, c, wants: {}, "configs": (Split(1),)}, "unexpected keyword.*config"),
     ],
 )
 def test_a_setting_that_does_not_fit_is_refused(settings, message):

@@ -2,13 +2,15 @@
 
 import io
 import json
+import re
 import sys
 from dataclasses import dataclass
 
 import pytest
 from rich.console import Console
 
-from stack_profile.answer import Answer, number, present, title
+from stack_core.installing import install_command
+from stack_profile.answer import Answer, present
 from stack_profile.errors import ProfileError
 
 
@@ -56,7 +58,7 @@ def test_a_terminal_shows_facts_rows_what_is_left_out_and_notes():
 
 def test_pandas_is_asked_for_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ProfileError, match=r"pip install stack-profile\[pandas\]"):
+    with pytest.raises(ProfileError, match=re.escape(install_command("stack-profile[pandas]"))):
         ANSWER.as_pandas()
 
 
@@ -65,40 +67,3 @@ def test_pandas_has_the_columns_of_the_rows():
     frame = ANSWER.as_pandas()
     assert isinstance(frame, pandas.DataFrame) and list(frame.columns) == ["name", "self_s", "busy_share", "size_bytes"]
     assert list(Answer("test", {}, Row, ()).as_pandas().columns) == list(frame.columns)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("self_s", 12.0, "12 s"),
-        ("self_s", 0.0123, "12.3 ms"),
-        ("self_s", 4.2e-7, "420 ns"),
-        ("self_s", 0.0, "0"),
-        ("self_s", None, "-"),
-        ("size_bytes", 1536, "1.5 KiB"),
-        ("rate_bytes_s", 3 * 2**30, "3 GiB"),
-        ("rate_flops_s", 2.5e11, "250 G"),
-        ("flops", 0, "0"),
-        ("busy_share", 0.125, "12.5%"),
-        ("busy_share", 0.00001, "0.001%"),
-        ("busy_share", 0, "0.0%"),
-        ("occurrences", 12345, "12,345"),
-        ("intensity", 61.234, "61.2"),
-        ("intensity", 1234.5, "1,234"),
-        ("why", "", "(none)"),
-    ],
-)
-def test_numbers_have_three_digits_and_a_unit(name, value, text):
-    assert number(name, value) == text
-
-
-def test_headings_say_what_shares_are_of():
-    names = ("busy_share", "idle_step_share", "self_s", "rate_bytes_s", "rate_flops_s", "runs_expected")
-    assert [title(name) for name in names] == [
-        "% of busy",
-        "idle % of step",
-        "self",
-        "rate B/s",
-        "rate FLOP/s",
-        "runs expected",
-    ]

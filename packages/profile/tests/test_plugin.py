@@ -15,7 +15,7 @@ from stack_core.registry import Registrar
 def test_core_loads_and_lists_the_plugin() -> None:
     (report,) = (report for report in plugins.reports() if report.name == "profile")
     assert (report.distribution, report.status, report.problems) == ("stack-profile", "loaded", [])
-    for registry in (registries.observers, registries.configs):
+    for registry in (registries.observers, registries.sections):
         assert registry["profile"] is not None
     assert {"overview", "ops", "roofline", "memory", "compile"} <= set(registries.analyses)
 

@@ -1,4 +1,4 @@
-"""`stack quantize` with a checkpoint format that is none of ours: it is reached through core alone."""
+"""`stack quantize` with a model format that is none of ours: it is reached through core alone."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core import checkpoint_formats
+from stack_core import model_formats
+from stack_core.contracts.formats import TrainedModel
+from stack_core.contracts.models import Head, Outputs
 from stack_core.errors import ConversionError
+from stack_core.metrics import Metric, Metrics
 from stack_core.ops.building import is_quantized
-from stack_core.protocols import TrainedModel
 from stack_quant.errors import QuantError
 from stack_quant.rules import Rule
 from stack_quant.section import QuantConfig
@@ -33,16 +35,20 @@ class Bigrams(nnx.Module):
     def __init__(self) -> None:
         keys = jax.random.split(jax.random.key(0))
         self.embedding = nnx.Param(jax.random.normal(keys[0], (VOCAB, EMBED)))
-        self.head = nnx.Param(jax.random.normal(keys[1], (EMBED, VOCAB)))
+        self.lm_head = nnx.Param(jax.random.normal(keys[1], (EMBED, VOCAB)))
 
     def __call__(self, tokens: Any, positions: Any, segment_ids: Any = None, cache: Any = None) -> Any:
-        return self.embedding[...][tokens]
+        return Outputs(self.embedding[...][tokens])
 
-    def head_weight(self) -> Any:
-        return self.head[...]
+    @property
+    def states(self) -> Any:
+        return ()
+
+    def head(self) -> Head:
+        return Head(self.lm_head[...])
 
     def logits(self, hidden: Any) -> Any:
-        return hidden @ self.head_weight()
+        return hidden @ self.lm_head[...]
 
 
 class Trained:
@@ -61,10 +67,10 @@ class Trained:
         for first in (0, 8, 16):
             yield {name: array + first for name, array in next(self.training_batches()).items()}
 
-    def metrics(self, model: Any, batch: Mapping[str, Any]) -> Mapping[str, jax.Array]:
-        logits = model(batch["tokens"], batch["positions"]) @ model.head_weight()
+    def metrics(self, model: Any, batch: Mapping[str, Any]) -> Metrics:
+        logits = model.logits(model(batch["tokens"], batch["positions"]).hidden)
         loss = jnp.mean(jax.nn.logsumexp(logits, axis=-1))
-        return {"loss": loss, "weight": jnp.float32(batch["tokens"].size)}
+        return {"loss": Metric.mean(loss, jnp.float32(batch["tokens"].size))}
 
     def save(self, directory: Path, model: Any, sections: Mapping[str, Any]) -> None:
         self.saved.append((directory, model, sections))
@@ -86,7 +92,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
     trained = Trained()
     (tmp_path / "bigrams").touch()
     formats = {"bigrams": Format(trained), "only converts": object()}
-    monkeypatch.setattr(checkpoint_formats, "registries", SimpleNamespace(checkpoint_formats=formats))
+    monkeypatch.setattr(model_formats, "registries", SimpleNamespace(model_formats=formats))
     return trained
 
 
@@ -95,8 +101,8 @@ def test_a_model_is_opened_measured_and_saved_through_the_contract(trained: Trai
     result = quantize_checkpoint(str(tmp_path), "w8a8", tmp_path / "out")
     ((directory, model, sections),) = trained.saved
     assert directory == tmp_path / "out" and sections["quant"].rules[0].weights == "int8"
-    assert is_quantized(model.head.get_value()) and not is_quantized(trained.model.head.get_value())
-    losses = [trained.metrics(trained.model, batch)["loss"] for batch in trained.validation_batches()]
+    assert is_quantized(model.lm_head.get_value()) and not is_quantized(trained.model.lm_head.get_value())
+    losses = [float(trained.metrics(trained.model, batch)["loss"]) for batch in trained.validation_batches()]
     assert result.loss_before == pytest.approx(np.mean(losses), rel=1e-5)
     assert result.loss_after != result.loss_before == pytest.approx(result.loss_after, rel=0.05)
     assert result.targets == 24
@@ -140,7 +146,7 @@ def test_static_ranges_are_measured_on_so_many_batches_of_the_training_data(trai
     quantize_checkpoint(str(tmp_path), str(recipe), tmp_path / "out", **options)
     ((_, model, _),) = trained.saved
     largest = jnp.abs(trained.model.embedding[...][: 5 + 7]).max()
-    assert model.static_ranges["head"]["high"][...].tolist() == [largest]
+    assert model.static_ranges["lm_head"]["high"][...].tolist() == [largest]
     assert [stage for stage in told if stage[0] == "measuring ranges"] == [("measuring ranges", n, 5) for n in range(5)]
 
 
@@ -165,8 +171,8 @@ def test_nothing_is_measured_where_nothing_is_held_out(trained: Trained, tmp_pat
 
 
 def test_every_parameter_that_is_not_finite_is_named(trained: Trained, tmp_path: Path) -> None:
-    trained.model.head.set_value(trained.model.head[...].at[1, 2].set(jnp.nan))
+    trained.model.lm_head.set_value(trained.model.lm_head[...].at[1, 2].set(jnp.nan))
     trained.model.embedding.set_value(trained.model.embedding[...].at[0].set(jnp.inf))
-    with pytest.raises(QuantError, match=r"  embedding: 16 of 512\n  head: 1 of 512"):
+    with pytest.raises(QuantError, match=r"  embedding: 16 of 512\n  lm_head: 1 of 512"):
         quantize_checkpoint(str(tmp_path), "w8a8", tmp_path / "out")
     assert not trained.saved

@@ -1,6 +1,7 @@
 """Functions of parameters, and callable pytrees."""
 
 import dataclasses
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.errors import ArgumentError
+from stack_core.errors import ArgumentError, ShapeError, UnknownName
 from stack_quant.errors import QuantError
-from stack_quant.model import quantize_function, quantize_model
+from stack_quant.model import quantize_function, quantize_model, report
 from stack_quant.rules import Rule
 
 RULES = [Rule(path="kernel|embedding", weights="int8")]
@@ -24,31 +25,56 @@ def error(actual: Any, expected: Any) -> float:
     return float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Net:
+    kernel: Any
+    inner: Any = None
+    scale: float = dataclasses.field(metadata={"static": True}, default=2.0)
+
+    def __call__(self, x: Any) -> Any:
+        return self.scaled(x @ self.kernel)
+
+    def scaled(self, x: Any) -> Any:
+        return x * self.scale
+
+    @property
+    def norm(self) -> Any:
+        return jnp.linalg.norm(self.kernel)
+
+
 def test_a_callable_pytree_keeps_its_methods() -> None:
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass
-    class Net:
-        kernel: Any
-        scale: float = dataclasses.field(metadata={"static": True}, default=2.0)
-
-        def __call__(self, x: Any) -> Any:
-            return self.scaled(x @ self.kernel)
-
-        def scaled(self, x: Any) -> Any:
-            return x * self.scale
-
     net = Net(jax.random.normal(jax.random.key(1), (16, 8)))
     quantized = quantize_model(net, RULES, X)
     call = jax.jit(lambda model, x: model(x))
     assert 0 < error(call(quantized, X), net(X)) < 0.02
     np.testing.assert_allclose(quantized.scaled(X), 2 * X)
-    with pytest.raises(AttributeError, match="no method 'missing'"):
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
         quantized.missing()  # pyrefly: ignore
+
+
+def test_a_callable_pytree_keeps_its_submodules_its_properties_and_pickles() -> None:
+    net = Net(jnp.eye(16), Net(jax.random.normal(jax.random.key(1), (16, 8))))
+    quantized = quantize_model(net, RULES, X, call=lambda net, x: net.inner(net(x)))
+    assert 0 < error(quantized.inner(X), net.inner(X)) < 0.02
+    assert error(quantized.norm, net.norm) < 0.02 and quantized.scale == 2.0
+    again = pickle.loads(pickle.dumps(quantized))
+    np.testing.assert_array_equal(again(X), quantized(X))
+
+
+def test_a_callable_pytree_that_was_trained_is_quantized_as_it_was() -> None:
+    trained = quantize_model(jax.tree_util.Partial(jnp.matmul, X.T), Rule(path=".*", weights="int8"), X, method="qat")
+    quantized = quantize_model(trained, Rule(path=".*", weights="int8"), X)
+    np.testing.assert_allclose(quantized(X), trained(X), rtol=1e-4, atol=1e-5)
+    (row,) = report(quantized).parameters
+    assert (row.scheme, report(quantized).method) == ("int8", "ptq")
 
 
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(QuantError, match=r"neither an nnx\.Module nor a callable pytree"):
         quantize_model({"kernel": X}, RULES, X)
+    with pytest.raises(QuantError, match=r"neither an .* pytree with parameters"):
+        quantize_model(lambda x: x, RULES, X)
 
 
 def test_values_that_are_not_finite_are_named_by_path() -> None:
@@ -63,6 +89,23 @@ def test_shapes_are_enough() -> None:
     _, params, found = quantize_function(fn, {"kernel": shape}, RULES, (jax.ShapeDtypeStruct((2, 16), "float32"),))
     assert params["kernel"].shape == (16, 8)
     assert found.bytes_after == 16 * 8 + 4 * 8
+
+
+def test_what_was_planned_from_shapes_is_quantized_part_by_part() -> None:
+    keys = jax.random.split(jax.random.key(3))
+    params = {"up": {"kernel": jax.random.normal(keys[0], (16, 8)), "bias": jnp.ones(8)}, "down": jnp.ones((8, 4))}
+    fn = lambda p, x: (x @ p["up"]["kernel"] + p["up"]["bias"]) @ p["down"]
+    rules = [Rule(path="up", weights="int4", tile_size=4), Rule(path="down", weights="int8")]
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), params)
+    planned, _, _ = quantize_function(fn, shapes, rules, (X,))
+    _, whole, _ = quantize_function(fn, params, rules, (X,))
+    streamed = {path: planned.quantization.quantize(path, part) for path, part in params.items()}
+    jax.tree.map(np.testing.assert_array_equal, streamed, whole)
+    np.testing.assert_array_equal(planned(streamed, X), planned(whole, X))
+    with pytest.raises(ShapeError, match=r"down: an array of shape \[4, 8\], .* planned with \[8, 4\]"):
+        planned.quantization.quantize("down", jnp.ones((4, 8)))
+    with pytest.raises(UnknownName, match=r"'up/kernal'.* 'up/kernel'"):
+        planned.quantization.quantize("up/kernal", jnp.ones((16, 8)))
 
 
 def test_half_precision_of_little_spread_survives() -> None:

@@ -1,5 +1,7 @@
 """Flax models: quantized without being touched, whatever they are made of."""
 
+import copy
+import pickle
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import pytest
 
 from stack_quant.errors import QuantError
 from stack_quant.model import quantize_function, quantize_model, report
+from stack_quant.qarray import dequantize
 from stack_quant.rules import Rule
 
 pytest.importorskip("flax", reason="needs flax: install stack-quant[flax]")
@@ -38,6 +41,29 @@ class Mlp(nnx.Module):
 
     def unused(self) -> Any:
         return self.up.kernel.shape
+
+
+class Transformed(nnx.Module):
+    """Whose methods use Flax's transformations, which hand on all variables."""
+
+    def __init__(self) -> None:
+        self.proj = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+
+    def remat(self, x: Any) -> Any:
+        return self._counted(x)
+
+    @nnx.remat
+    def _counted(self, x: Any) -> Any:
+        self.calls[...] = self.calls[...] + 1
+        return jnp.tanh(self.proj(x))
+
+    def jit(self, x: Any) -> Any:
+        return nnx.jit(lambda layer, x: jnp.tanh(layer(x)))(self.proj, x)
+
+    @property
+    def total(self) -> Any:
+        return jnp.sum(self.proj.kernel[...])
 
 
 def both(model: Any, x: Any) -> Any:
@@ -100,6 +126,27 @@ def test_assigning_to_a_quantized_parameter_is_an_error() -> None:
         quantized.forget()
 
 
+@pytest.mark.parametrize("name", ["remat", "jit"])
+def test_methods_may_use_transformations_of_flax(name: str) -> None:
+    model = Transformed()
+    method = getattr(Transformed, name)
+    quantized = quantize_model(model, RULES, X, call=method)
+    result = getattr(quantized, name)(X)
+    assert 0 < error(result, method(model, X)) < 0.02
+    assert quantized.calls[...] == (1 if name == "remat" else 0)
+
+
+def test_submodules_and_properties_read_dequantized_parameters_and_all_pickles() -> None:
+    model = Transformed()
+    quantized = quantize_model(model, RULES, X, call=Transformed.remat)
+    assert 0 < error(quantized.proj(X), model.proj(X)) < 0.02
+    held: Any = quantized.proj.kernel.get_value()
+    np.testing.assert_array_equal(quantized.total, jnp.sum(dequantize(held)))
+    for other in (pickle.loads(pickle.dumps(quantized)), copy.deepcopy(quantized)):
+        np.testing.assert_array_equal(other.remat(X), quantized.remat(X))
+        assert type(other) is type(quantized) and report(other).rows() == report(quantized).rows()
+
+
 def test_a_quantized_module_splits_merges_and_maps(mlp: Mlp) -> None:
     quantized = quantize_model(mlp, RULES, X)
     graph, state = nnx.split(quantized)
@@ -113,6 +160,24 @@ def test_a_quantized_model_is_not_quantized_again(mlp: Mlp) -> None:
         quantize_model(quantized, RULES, X)
     with pytest.raises(QuantError, match="Mlp is not quantized"):
         report(mlp)
+
+
+@pytest.mark.parametrize("method", ["qat", "qt"])
+def test_a_model_that_was_trained_quantized_is_quantized_with_what_it_learned(mlp: Mlp, method: str) -> None:
+    trained: Any = quantize_model(mlp, RULES, X, method=method)
+    trained.up.kernel.set_value(trained.up.kernel[...] * 2)
+    quantized = quantize_model(trained.with_key(jax.random.key(0)), RULES, X)
+    assert type(quantized).__name__ == "QuantizedMlp" and report(quantized).method == "ptq"
+    assert quantized.up.kernel.get_value().codes.dtype == jnp.int8
+    paths = [keys for keys, _ in nnx.to_flat_state(nnx.state(quantized))]
+    assert paths == [keys for keys, _ in nnx.to_flat_state(nnx.state(mlp))]
+    assert error(quantized(X), trained(X)) < 0.01
+    assert isinstance(trained.up.kernel.get_value(), jax.Array) and report(trained).method == method
+
+
+def test_a_linen_module_is_refused_and_the_function_that_takes_it_named() -> None:
+    with pytest.raises(QuantError, match=r"Dense .* quantize_function\(model\.apply, variables"):
+        quantize_model(linen.Dense(4), RULES, X)
 
 
 def test_the_report_reads_and_lists(mlp: Mlp) -> None:

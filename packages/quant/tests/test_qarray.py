@@ -11,7 +11,7 @@ from stack_core import ops
 from stack_core.abi import OpImplementation
 from stack_core.plugins import registries
 from stack_core.testing import TOLERANCES, assert_close
-from stack_quant import ArraySpec, QArray, dequantize, quantize
+from stack_quant import ArraySpec, dequantize, quantize
 from stack_quant.qtypes import QTYPES
 
 
@@ -101,10 +101,6 @@ def test_ops_take_it_in_value_and_gradient(symmetric: bool, name: str, implement
         per_tile = (of_weight * dense).reshape(-1, tile, 6).sum(axis=1) / np.asarray(weight.scale, np.float64)
         expected, actual = [*expected, per_tile], [*actual, of_scale]
     assert_close((actual[0], actual[1:]), (expected[0], expected[1:]), 4 * TOLERANCES["float32"])
-
-
-def test_it_is_an_array_type_of_the_registry() -> None:
-    assert registries.array_types["qarray"] is QArray
 
 
 @pytest.mark.parametrize(("name", "most"), [("nf4", 0.10), ("fp4", 0.13)])

@@ -1,13 +1,12 @@
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
-from stack_core.errors import ArgumentError, ConfigError, ShapeError, UnknownName
+from stack_core.errors import ArgumentError, ShapeError, UnknownName
 from stack_quant.errors import RuleError
 from stack_quant.model import quantize_function
-from stack_quant.rules import Rule, load_recipe
+from stack_quant.rules import Rule
 
 W = jnp.ones((8, 4))
 PARAMS = {"layers": {"1": {"mlp": W}, "10": {"mlp": W}}, "embedder": {"table": W}, "norm": jnp.ones(8)}
@@ -85,6 +84,7 @@ def test_a_rule_with_path_and_op_is_for_that_operation() -> None:
         ({"path": "a", "weights": "int8", "weight_calibration": "moving"}, RuleError, "does not come in a stream"),
         ({"path": "a", "weights": "int8", "static_ranges": True}, RuleError, "activations that stay in float"),
         ({"path": "a", "weights": "int8", "activation_calibration": "moving"}, RuleError, "that stay in float"),
+        ({"path": "a", "weights": "int8", "smaller_tiles": True}, RuleError, "smaller tiles than none"),
     ],
 )
 def test_a_rule_that_makes_no_sense_is_refused(given: Any, error: Any, message: str) -> None:
@@ -110,17 +110,3 @@ def test_an_average_over_a_stream_needs_one() -> None:
 def test_an_unknown_method_suggests() -> None:
     with pytest.raises(UnknownName, match="'ptq'"):
         quantize_function(fn, PARAMS, [Rule(path=".*", weights="int8")], (jnp.ones((2, 8)),), method="pqt")
-
-
-def test_a_recipe_is_the_same_rules(tmp_path: Path) -> None:
-    path = tmp_path / "w4a8.yaml"
-    path.write_text(
-        "rules:\n- path: layers\n  weights: int4\n  tile_size: 4\n- {op: attention, activations: fp8_e4m3}\n"
-    )
-    assert load_recipe(path) == (
-        Rule(path="layers", weights="int4", tile_size=4),
-        Rule(op="attention", activations="fp8_e4m3"),
-    )
-    path.write_text("rules:\n- {path: layers, weight: int4}\n")
-    with pytest.raises(ConfigError, match=r"rules\.0\.weight.*'weights'"):
-        load_recipe(path)

@@ -1,5 +1,6 @@
 """Training steps on meshes of up to eight devices; `test_meshes.py` runs this in a process that has eight."""
 
+import dataclasses
 import math
 
 import jax
@@ -11,7 +12,7 @@ from stack_core.ops import _attention_tiles, _linear_cross_entropy
 from stack_train.models.llama import FAMILY, LlamaConfig
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import AdamWConfig, ScheduleConfig
-from stack_train.step import LanguageModelTrainer
+from stack_train.trainer import Trainer
 
 MODEL = LlamaConfig(
     vocab_size=48,
@@ -48,7 +49,7 @@ def make_trainer(sizes, **changes):
         "steps": STEPS,
         "mesh": mesh,
     }
-    return LanguageModelTrainer(**{**fields, **changes})
+    return Trainer(**{**fields, **changes})
 
 
 def batches():
@@ -77,7 +78,7 @@ def expected_sharding(trainer, path, leaf):
     """The sharding of a leaf of the state by the name that its path ends with, read from the rules anew."""
     if leaf.ndim == 0:
         return trainer.rules.sharding(trainer.mesh, (), ())
-    names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+    names = [getattr(key, "key", getattr(key, "name", "")) for key in path]
     axes = trainer.logical_axes
     for name in names[names.index("params" if "params" in names else "mu" if "mu" in names else "nu") + 1 :]:
         axes = axes[name]
@@ -88,7 +89,7 @@ def check_state(trainer, state):
     """Every parameter and every moment lies by its rule, and parameters do not lie whole where a rule splits them."""
     check_shardings(state, jax.tree.map_with_path(lambda *leaf: expected_sharding(trainer, *leaf), state))
     parts = math.prod(trainer.mesh.shape[axis] for axis in ("fsdp", "tensor"))
-    kernel = state.params["blocks"]["feed_forward"]["up"]["kernel"]
+    kernel = state.params["blocks"][0][0]["feed_forward"]["up"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // parts
 
 
@@ -100,7 +101,7 @@ def check_collectives(trainer, compiled, sizes):
     """Parameters are gathered layer by layer, the head once; its gradient is summed once; updates stay in place."""
     tensor = sizes.get("tensor", 1)
     stacked = {leaf.size // tensor for leaf in jax.tree.leaves(trainer.abstract_params["blocks"]) if leaf.ndim == 3}
-    head = trainer.abstract_params["head"].size // tensor
+    head = trainer.abstract_params["lm_head"].size // tensor
     found = [
         execution
         for execution in parse_hlo(compiled.as_text()).executions()
@@ -151,7 +152,7 @@ def _plain(leaf):
 
 def _placed(trainer, start):
     """A host's state on a trainer's mesh."""
-    with_key = type(start)(start.step, start.params, start.opt_state, jax.random.wrap_key_data(start.key))
+    with_key = dataclasses.replace(start, key=jax.random.wrap_key_data(start.key))
     return jax.device_put(with_key, trainer.state_shardings)
 
 

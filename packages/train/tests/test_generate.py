@@ -15,13 +15,13 @@ from stack_core.cli import main
 from stack_core.config import to_yaml
 from stack_core.errors import GenerationError
 from stack_core.kv_cache import DenseKVCache
+from stack_core.runs.directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore, named_leaves
-from stack_train.config import RunConfig
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.generate import TextGenerator, TokenGenerator
 from stack_train.generative import generative_checkpoint
 from stack_train.models.llama import FAMILY, LlamaConfig
-from stack_train.run_directory import RunDirectory
+from stack_train.run.config import RunConfig
 from stack_train.sampling import SamplingConfig
 from stack_train.trained_model import RUN_FORMAT
 
@@ -85,7 +85,7 @@ def greedy_without_cache(model, prompt, count):
     sequence = list(prompt)
     for _ in range(count):
         padded = jnp.array([sequence + [0] * (CONFIG.max_positions - len(sequence))])
-        hidden = forward(padded, jnp.arange(CONFIG.max_positions)[None])
+        hidden = forward(padded, jnp.arange(CONFIG.max_positions)[None]).hidden
         sequence.append(int(jnp.argmax(model.logits(hidden[0, len(sequence) - 1]))))
     return sequence[len(prompt) :]
 
@@ -99,11 +99,11 @@ def test_greedy_is_what_the_whole_sequence_gives(model, tokens, length):
 @pytest.mark.parametrize("kind", ["int8", "fp8_e5m2"])
 def test_keys_and_values_may_be_held_as_codes(model, run, kind, capsys):
     prompt = [7, 8, 9, 10]
-    cache, expected, tokens = DenseKVCache.empty(model.kv_cache_shape, batch=1, capacity=16, type=kind), [], prompt
+    cache, expected, tokens = DenseKVCache.empty(model.states, batch=1, capacity=16, storage=kind), [], prompt
     for _ in range(8):
         positions = cache.lengths[:, None] + jnp.arange(len(tokens))
-        hidden, cache = model(jnp.array([tokens]), positions, cache=cache)
-        tokens = [int(jnp.argmax(model.logits(hidden[0, -1])))]
+        outputs = model(jnp.array([tokens]), positions, cache=cache)
+        cache, tokens = outputs.cache, [int(jnp.argmax(model.logits(outputs.hidden[0, -1])))]
         expected += tokens
     assert list(TokenGenerator(opened(model), kind).stream(prompt, GREEDY)) == expected
     arguments = ["generate", str(run), "--prompt", PROMPT, "--max-tokens", "5", "--temperature", "0", "--json"]
@@ -131,7 +131,8 @@ def test_bfloat16_decodes_what_the_whole_sequence_gives():
     model = jax.jit(lambda: FAMILY.build(config, key=jax.random.key(0)))()
     tokens = list(TokenGenerator(opened(model)).stream([5, 6, 7], GREEDY))
     sequence = jnp.array([[5, 6, 7, *tokens]])
-    logits = jax.jit(lambda tokens: model.logits(model(tokens, jnp.arange(tokens.shape[1])[None])))(sequence)[0, 2:-1]
+    positions = jnp.arange(sequence.shape[1])[None]
+    logits = jax.jit(lambda tokens: model.logits(model(tokens, positions).hidden))(sequence)[0, 2:-1]
     # The chosen token's logit is the largest but for rounding: products of other shapes are summed in other orders.
     assert (logits.max(-1) - logits[jnp.arange(len(tokens)), jnp.array(tokens)] < 0.05).all()
 

@@ -12,9 +12,10 @@ from tokenizers import Tokenizer, models
 
 from stack_core import ops
 from stack_core.abi import QView
+from stack_core.contracts.caches import KeysValues
+from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.errors import GenerationError
 from stack_core.mesh import AXES
-from stack_core.protocols import GenerativeCheckpoint, KVCacheShape
 from stack_train.generative import generative_checkpoint
 from stack_train.models.llama import FAMILY, LlamaConfig
 
@@ -49,9 +50,9 @@ class Int8Columns:
 def quantized(model):
     """The model with a quantized head, and what a quantizer may keep beside the parameters."""
     copy = nnx.clone(model)
-    scales = jnp.max(jnp.abs(copy.head[...]), axis=0, keepdims=True) / 127
-    copy.head.set_value(Int8Columns(jnp.round(copy.head[...] / scales).astype(jnp.int8), scales))
-    copy.ranges = nnx.Variable({"head": jnp.ones((2,))})
+    scales = jnp.max(jnp.abs(copy.lm_head[...]), axis=0, keepdims=True) / 127
+    copy.lm_head.set_value(Int8Columns(jnp.round(copy.lm_head[...] / scales).astype(jnp.int8), scales))
+    copy.ranges = nnx.Variable({"lm_head": jnp.ones((2,))})
     return copy
 
 
@@ -71,11 +72,11 @@ def write_tokenizer(directory, *, vocab_size=20, **settings):
 def test_is_a_generative_checkpoint_that_computes_what_the_model_does(opened, model):
     checkpoint = opened()
     assert isinstance(checkpoint, GenerativeCheckpoint)
-    assert checkpoint.kv_cache == KVCacheShape(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
+    assert checkpoint.states == [[KeysValues(repeats=3, kv_heads=2, key_dim=8, value_dim=8, dtype="bfloat16")]]
     assert (checkpoint.name, checkpoint.vocab_size, checkpoint.max_positions) == ("tiny", 24, 32)
 
     def logits(model):
-        return model.logits(model(TOKENS, POSITIONS))
+        return model.logits(model(TOKENS, POSITIONS).hidden)
 
     actual = jax.jit(lambda params: logits(checkpoint.model(params)))(checkpoint.load_params())
     assert jnp.array_equal(actual, jax.jit(logits)(model))
@@ -83,9 +84,9 @@ def test_is_a_generative_checkpoint_that_computes_what_the_model_does(opened, mo
 
 def test_matrices_are_cast_to_the_compute_dtype_and_scales_and_biases_are_not(opened, model):
     params = opened().load_params()
-    assert params["head"].dtype == params["blocks"]["attention"]["query"]["kernel"].dtype == jnp.bfloat16
-    assert params["norm"].dtype == params["blocks"]["attention"]["query"]["bias"].dtype == jnp.float32
-    assert model.head.dtype == jnp.float32
+    assert params["lm_head"].dtype == params["blocks"][0][0]["attention"]["query"]["kernel"].dtype == jnp.bfloat16
+    assert params["norm"].dtype == params["blocks"][0][0]["attention"]["query"]["bias"].dtype == jnp.float32
+    assert model.lm_head.dtype == jnp.float32
 
 
 LONGROPE = ops.LongRopeScaling(
@@ -120,8 +121,8 @@ def test_all_positions_are_generated_where_they_are_turned_alike(opened, scaling
 
 def test_what_is_quantized_and_what_has_no_axes_stays_as_it_is(opened, model):
     params = opened(quantized(model)).load_params()
-    assert isinstance(params["head"], Int8Columns)
-    assert params["ranges"]["head"].dtype == params["head"].scales.dtype == jnp.float32
+    assert isinstance(params["lm_head"], Int8Columns)
+    assert params["ranges"]["lm_head"].dtype == params["lm_head"].scales.dtype == jnp.float32
 
 
 def test_what_is_loaded_is_what_was_announced_in_its_place(opened, model):
@@ -153,13 +154,13 @@ def test_parameters_are_split_where_the_mesh_divides_them(opened, model, tensor,
         used = {axis: size for axis, size in sharding.mesh.shape.items() if size > 1}
         return tuple(axis if axis in used else None for axis in sharding.spec)
 
-    attention, feed_forward = shardings["blocks"]["attention"], shardings["blocks"]["feed_forward"]
+    attention, feed_forward = shardings["blocks"][0][0]["attention"], shardings["blocks"][0][0]["feed_forward"]
     assert splits(attention["query"]["kernel"]) == splits(attention["key"]["kernel"]) == query
     assert splits(attention["query"]["bias"]) == query[::2]
     assert splits(attention["output"]["kernel"]) == output
     assert splits(feed_forward["gate"]["kernel"]) == gate
-    assert splits(shardings["head"].values) == splits(shardings["head"].scales) == head
-    assert shardings["ranges"]["head"].spec == PartitionSpec(None)
+    assert splits(shardings["lm_head"].values) == splits(shardings["lm_head"].scales) == head
+    assert shardings["ranges"]["lm_head"].spec == PartitionSpec(None)
 
 
 def test_tokenizer_template_and_special_tokens_are_the_directorys(opened, tmp_path):
@@ -220,5 +221,5 @@ def test_a_tokenizer_of_another_model_is_refused(opened, tmp_path):
 
 
 def test_a_model_that_does_not_say_what_it_keeps_is_refused(opened):
-    with pytest.raises(GenerationError, match=r"'mamba'.*kv_cache_shape"):
+    with pytest.raises(GenerationError, match=r"'mamba'.*`states`"):
         opened(SimpleNamespace(config=SimpleNamespace(family="mamba")))

@@ -1,4 +1,4 @@
-"""The root mean square norm in Pallas, some rows at a time: compiled for GPUs and TPUs, interpreted on CPUs."""
+"""The root mean square norm in Pallas, some rows at a time: compiled for TPUs, interpreted on CPUs."""
 
 from dataclasses import dataclass
 
@@ -15,24 +15,74 @@ class Tile:
     rows: int
 
 
-def supports(call, chip):
+def supports(call, chip, config):
     x, axis, kind = call.arrays["x"], call.options["axis"], call.options["kind"]
     others = any(call.arrays[name] is not None for name in ("offset", "residual"))
-    if kind != "rms" or axis != x.ndim - 1 or others or not x.size:
+    if kind != "rms" or axis != -1 or others or not x.size:
         return "computes rms norms of the last axis, from x and scale alone, of at least one row"
-    return chip.kind == "cpu" or x.shape[-1] in (1024, 2048, 4096, 8192) or "takes 1024, 2048, 4096 or 8192 columns"
+    known = call.direction == "forward" or "inverse_rms" in call.residuals
+    return known or f"{call.forward} does not hand it inverse_rms"
 
 
-@implementation("norm", name="acme_rows", configs=(Tile(32), Tile(8)), supports=supports, priority=-1)
-def acme_rows(x, scale, *, offset, kind, epsilon, scale_offset, residual, axis, config):
-    def kernel(x, factor, y):
+def backward(arrays, options, outputs, residuals, cotangents, *, wants, config):
+    x, scale = arrays["x"], arrays["scale"]
+
+    def kernel(x, cotangent, inverse, factor, dx, dfactor):
+        place = pl.program_id(0) * config.rows + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        is_row = place < rows  # behind the last row a tile holds anything
+        normed = jnp.where(is_row, x[...].astype(jnp.float32) * inverse[...], 0)
+        cotangent = jnp.where(is_row, cotangent[...].astype(jnp.float32), 0)
+        scaled = cotangent * factor[...]
+        centred = scaled - normed * jnp.mean(scaled * normed, axis=-1, keepdims=True)
+        dx[...] = (inverse[...] * centred).astype(dx.dtype)
+        dfactor[...] = jnp.sum(cotangent * normed, axis=0, keepdims=True)
+
+    rows, size = x.size // x.shape[-1], x.shape[-1]
+    by_row = [array.reshape(rows, -1) for array in (x, cotangents, residuals["inverse_rms"])]
+    outs = [((rows, size), x.dtype), ((pl.cdiv(rows, config.rows), 1, size), jnp.float32)]
+    dx, parts = on_tiles(kernel, config, by_row, factor_of(scale, options["scale_offset"], size), outs)
+    return {"x": dx.reshape(x.shape), "scale": None if scale is None else jnp.sum(parts, axis=(0, 1))}
+
+
+@implementation(
+    "norm",
+    name="acme_rows",
+    configs=(Tile(32), Tile(8)),
+    supports=supports,
+    backward=backward,
+    residuals=("inverse_rms",),
+    platforms=("cpu", "tpu"),
+    priority=-1,
+)
+def acme_rows(x, scale, *, offset, kind, epsilon, scale_offset, residual, axis, wants, config):
+    def kernel(x, factor, y, inverse):
         wide = x[...].astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
-        y[...] = (wide * inverse * factor[...]).astype(y.dtype)
+        inverse[...] = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + epsilon)
+        y[...] = (wide * inverse[...] * factor[...]).astype(y.dtype)
 
-    rows, size = x.reshape(-1, x.shape[-1]), x.shape[-1]
-    factor = jnp.ones(size) if scale is None else scale.astype(jnp.float32) + scale_offset
-    tile, interpret = pl.BlockSpec((config.rows, size), lambda i: (i, 0)), target_chip().kind == "cpu"
-    specs = {"grid": pl.cdiv(len(rows), config.rows), "in_specs": [tile, pl.BlockSpec()], "out_specs": tile}
-    call = pl.pallas_call(kernel, out_shape=jax.typeof(rows), interpret=interpret, **specs)
-    return call(rows, factor[None]).reshape(x.shape)
+    rows, size = x.size // x.shape[-1], x.shape[-1]
+    outs = [((rows, size), x.dtype), ((rows, 1), jnp.float32)]
+    y, inverse = on_tiles(kernel, config, [x.reshape(rows, size)], factor_of(scale, scale_offset, size), outs)
+    return y.reshape(x.shape), {"inverse_rms": inverse.reshape(*x.shape[:-1], 1)}
+
+
+def factor_of(scale, scale_offset, size):
+    return jnp.ones((1, size)) if scale is None else (scale.astype(jnp.float32) + scale_offset)[None]
+
+
+def on_tiles(kernel, config, by_row, factor, outs):
+    """Runs the kernel on some rows at a time; what it sums over the rows of a tile has an axis of tiles before them."""
+
+    def spec(shape):
+        by_tile = pl.BlockSpec((None, 1, shape[-1]), lambda i: (i, 0, 0))
+        return by_tile if len(shape) == 3 else pl.BlockSpec((config.rows, shape[-1]), lambda i: (i, 0))
+
+    like = jax.typeof(by_row[0])  # inside a shard_map a type says over which devices an array varies
+    return pl.pallas_call(
+        kernel,
+        grid=pl.cdiv(len(by_row[0]), config.rows),
+        in_specs=[*(spec(array.shape) for array in by_row), pl.BlockSpec(factor.shape, lambda i: (0, 0))],
+        out_specs=[spec(shape) for shape, _ in outs],
+        out_shape=[like.update(shape=shape, dtype=jnp.dtype(dtype)) for shape, dtype in outs],
+        interpret=target_chip().kind == "cpu",
+    )(*by_row, factor)

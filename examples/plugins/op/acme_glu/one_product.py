@@ -3,27 +3,26 @@
 import jax
 import jax.numpy as jnp
 
-from stack_core.abi import AUTODIFF, OpImplementation
+from stack_core.abi import OWN, OpImplementation
+from stack_core.ops.building import differentiated, is_quantized
 
 
-def _supports(call, chip):
-    if call.options["activation"] != "silu":
-        return f"computes silu, not {call.options['activation']}"
-    quantized = [name for name, array in call.arrays.items() if hasattr(type(array), "__stack_qview__")]
-    return f"takes plain weights, and {', '.join(quantized)} is quantized" if quantized else True
+def _supports(call, chip, config):
+    if any(call.arrays[bias] is not None for bias in ("bias_gate", "bias_up")):
+        return "adds no bias"
+    if call.options != {"activation": "silu", "limit": None, "up_offset": 0.0}:
+        return f"computes silu(gate) * up, not {call.options}"
+    return "takes plain weights, not quantized ones" if any(map(is_quantized, call.arrays.values())) else True
 
 
-def _one_product(x, w_gate, w_up, *, activation):
+def _one_product(x, w_gate, w_up, *, wants, **others):
     weights = jnp.concatenate([w_gate, w_up], axis=-1)
     gate, up = jnp.split(jnp.matmul(x, weights, preferred_element_type=jnp.float32), 2, axis=-1)
-    return (jax.nn.silu(gate) * up).astype(x.dtype)
+    return (jax.nn.silu(gate) * up).astype(x.dtype), {}
 
 
+_forward, _backward = differentiated(_one_product)  # JAX gives the gradient
+# The reference has priority 0: this one runs where it is named.
 IMPLEMENTATION = OpImplementation(
-    op="gated_linear_unit",
-    name="one_product",
-    function=_one_product,
-    supports=_supports,
-    vjp=AUTODIFF,
-    priority=-1,  # the reference has 0: this one runs where it is named
+    "gated_linear_unit", "one_product", _forward, _backward, supports=_supports, residuals=(OWN,), priority=-1
 )

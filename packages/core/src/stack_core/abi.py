@@ -7,8 +7,8 @@ this core offers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 __all__ = [
     "ABI_MAJOR",
     "ABI_MINOR",
-    "AUTODIFF",
     "ENTRY_POINT_GROUP",
+    "OWN",
+    "LowRankView",
     "OpCall",
     "OpImplementation",
     "QView",
@@ -30,8 +31,8 @@ ABI_MAJOR: Final = 1
 ABI_MINOR: Final = 0
 ENTRY_POINT_GROUP: Final = f"stack.plugins.v{ABI_MAJOR}"
 
-AUTODIFF: Final = "autodiff"
-"""`OpImplementation.vjp` of a function that JAX differentiates by itself, its own `custom_vjp` included."""
+OWN: Final = "own"
+"""The name of the residuals that an implementation keeps for its own backward pass alone, any pytree of arrays."""
 
 
 @dataclass(frozen=True)
@@ -60,24 +61,61 @@ class QView:
 
 
 @dataclass(frozen=True)
+class LowRankView:
+    """What any weight with adapters shows of itself, through `__stack_low_rank__()`.
+
+    A row x whose adapter is a meets `base + scale[a] * down[a] @ up[a]`, which is never formed:
+    y = x base + scale[a] (x down[a]) up[a].
+
+    Invariants, for a base of logical shape [..., d_in, d_out]: `down.shape == (adapters, ..., d_in, rank)`,
+    `up.shape == (adapters, ..., rank, d_out)`, `scale.shape == (adapters,)`. The axes "..." are the groups of
+    `ops.ragged_dot`, where each group has its own matrices.
+
+    Attributes:
+      abi: (major, minor) that the view was written for.
+      base: the weight that the adapters share, an array or a quantized array.
+      down: of the dtype of the activations, like `up`.
+      rows: as `ops.low_rank` takes them: the adapter of each row of the activations, -1 for none; None for adapter 0.
+    """
+
+    abi: tuple[int, int]
+    base: Any
+    down: jax.Array
+    up: jax.Array
+    scale: jax.Array
+    rows: jax.Array | None = None
+
+
+@dataclass(frozen=True)
 class OpCall:
-    """One call of an op, as `OpImplementation.supports` sees it: shapes, dtypes and options, no values.
+    """One call of an op, as implementations see it before it runs: shapes, dtypes and options, no values.
+
+    Shapes are the ones an implementation receives: under `jax.vmap` with the mapped axis folded into the op's own,
+    and on a mesh those of one device, if XLA cannot split the implementation.
 
     Attributes:
       arrays: `jax.ShapeDtypeStruct`, a quantized array of them, or None, by parameter name.
       options: the other arguments, by parameter name.
       direction: "forward" or "backward".
+      forward: of a backward pass, the name of the implementation that ran forward.
+      residuals: of a backward pass, the names of what it gets from that.
     """
 
     op: str
     arrays: Mapping[str, Any]
     options: Mapping[str, Any]
     direction: str = "forward"
+    forward: str | None = None
+    residuals: tuple[str, ...] = ()
 
 
-def supports_everything(call: OpCall, chip: Any) -> bool | str:
+def supports_everything(call: OpCall, chip: Any, config: Any) -> bool | str:
     """The `supports` of an implementation without limits."""
     return True
+
+
+def _no_space(call: OpCall, chip: Any) -> Iterable[Any]:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -87,22 +125,34 @@ class OpImplementation:
     Attributes:
       op: the op's name, "attention".
       name: the implementation's name, "reference".
-      function: takes the op's arguments except `implementation`, and `config` when `configs` is not empty.
-      supports: answers True or the reason why not, from the call and the target chip alone.
-      vjp: None leaves the backward pass to others, in the end the op's reference; `AUTODIFF` lets JAX differentiate
-        `function`; a callable `(arrays, options, output, cotangent) -> gradients by parameter name`, which takes
-        `config` too when `configs` is not empty, can be chosen apart from any forward.
-      configs: tunable configurations of one type, best default first; a tuned table may know better ones of that type.
+      forward: takes the op's arguments by name except `implementation` and `axes`, `wants`, the names of the residuals
+        that the backward pass reads, and `config` if there is a `default`. Returns the result and a mapping of those
+        residuals.
+      backward: `(arrays, options, outputs, residuals, cotangents, *, wants)`, and `config` if there is a `default`,
+        returns gradients by parameter name, at least of the parameters in `wants`. It may follow any forward pass whose
+        residuals its `supports` accepts. None leaves the backward pass to others, in the end the op's reference.
+      platforms: where it runs, among "cpu", "gpu" and "tpu"; None is everywhere.
+      supports: answers True or the reason why not, from the call, the target chip and the config alone.
+      default: the config to run a call with, where no tuned table knows a better one; None if it takes no config.
+      space: the configs that are worth measuring for a call, of the type of the default.
+      residuals: the names of what its forward pass can return: of the op's residuals, and `OWN`.
+      is_opaque: XLA cannot split it over devices: it runs on one device's part of the arrays.
+      exports: it can be a part of a program that `jax.export` writes.
       priority: among those that support a call the highest wins; a tie is an error. The references have 0, so that a
         negative one runs only where it is named.
     """
 
     op: str
     name: str
-    function: Callable[..., Any]
-    supports: Callable[[OpCall, Any], bool | str] = supports_everything
-    vjp: Callable[..., Mapping[str, Any]] | str | None = None
-    configs: tuple[Any, ...] = field(default=())
+    forward: Callable[..., tuple[Any, Mapping[str, Any]]]
+    backward: Callable[..., Mapping[str, Any]] | None = None
+    platforms: tuple[str, ...] | None = None
+    supports: Callable[[OpCall, Any, Any], bool | str] = supports_everything
+    default: Callable[[OpCall, Any], Any] | None = None
+    space: Callable[[OpCall, Any], Iterable[Any]] = _no_space
+    residuals: tuple[str, ...] = ()
+    is_opaque: bool = False
+    exports: bool = True
     priority: int = 1
 
 
@@ -112,7 +162,7 @@ class TunedChoice:
 
     Attributes:
       implementation: its name, "reference".
-      config: of the type of `OpImplementation.configs`; None leaves the implementation its default.
+      config: of the type of `OpImplementation.default`; None leaves the implementation its default.
       reason: for people: what was measured, and where, "1.31 ms at batch=8, seq=4096".
     """
 

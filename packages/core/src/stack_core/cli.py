@@ -1,5 +1,6 @@
 """The `stack` command: subcommands come from plugins and are imported only when they run."""
 
+import faulthandler
 import itertools
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     name = ""
     try:
+        if arguments is None and sys.stderr is not None:
+            faulthandler.enable()  # A crash in compiled code says where Python was.
         name = _command_name(tokens)
         if arguments is None and _wants_huge_pages(name):
             restart_with_huge_pages()
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def overrides_from(tokens: Sequence[str]) -> list[str]:
-    """Turns `--model.layers 6 --trainer.steps=300` into ["model.layers=6", "trainer.steps=300"].
+    """Turns `--model.layers 6 --run.steps=300` into ["model.layers=6", "run.steps=300"].
 
     Raises:
       ConfigError: a token is no option, or an option has no value.

@@ -127,7 +127,7 @@ def parse(cls: type[C], mapping: Any, *, path: str = "") -> C:
 
     Raises:
       ConfigError: an unknown key, a value of the wrong type, or a missing one; names the dotted path.
-      UnknownName: a selected name that no plugin registers.
+      UnknownName: a selected name or a section that no plugin registers.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{path or 'The config'} is {mapping!r}; a mapping with keys of {cls.__name__} was expected.")
@@ -142,7 +142,14 @@ def parse(cls: type[C], mapping: Any, *, path: str = "") -> C:
         if key in names:
             values[key] = _parse_field(hints[key], value, where, defaults[key])
         elif sections_field:
-            sections[key] = _parse_section(hints[sections_field], key, value, names)
+            mark = _mark(hints[sections_field], Sections)
+            assert mark is not None, "found by its mark"
+            if key not in mark.registry:
+                keys = {name: _keys(hints[name], mapping.get(name), defaults[name]) for name in names}
+                inside = [f"'{name}.{key}'" for name in names if key in keys[name]]
+                hint = f" Did you mean {' or '.join(inside)}?" if inside else ""
+                raise mark.registry.unknown(str(key), beside=names, hint=hint)
+            sections[key] = parse(mark.registry[key], value, path=str(key))
         else:
             raise ConfigError(
                 f"Unknown key {where!r}.{nearest(str(key), names)} {cls.__name__} has: {', '.join(names)}."
@@ -156,7 +163,7 @@ def parse(cls: type[C], mapping: Any, *, path: str = "") -> C:
 
 
 def to_mapping(value: Any) -> Any:
-    """Returns plain dicts, lists and scalars; every field is written, defaults included."""
+    """Returns plain dicts, lists and scalars, all fields with their defaults. A function is "module:name"."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hints = typing.get_type_hints(type(value), include_extras=True)
         result: dict[str, Any] = {}
@@ -168,6 +175,8 @@ def to_mapping(value: Any) -> Any:
         return {key: to_mapping(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_mapping(item) for item in value]
+    if isinstance(value, types.FunctionType):
+        return f"{value.__module__}:{value.__qualname__}"
     return str(value) if isinstance(value, Path) else value
 
 
@@ -231,12 +240,15 @@ def _parse_selected(selection: Selected, value: Any, path: str, default: Any) ->
     return parse(getattr(entry, "config_class", entry), mapping, path=path)
 
 
-def _parse_section(hint: Any, key: str, value: Any, names: Sequence[str]) -> Any:
-    mark = _mark(hint, Sections)
-    assert mark is not None, "only called for the sections field"
-    if key not in mark.registry and (suggestion := nearest(str(key), [*names, *mark.registry.names()])):
-        raise ConfigError(f"Unknown section {key!r}.{suggestion}")
-    return parse(mark.registry[key], value, path=str(key))
+def _keys(hint: Any, value: Any, default: Any) -> tuple[str, ...]:
+    """The keys that a section has as it is given; none where it is no section."""
+    holder = default if dataclasses.is_dataclass(default) else hint
+    if (selection := _mark(hint, Selected)) and value is not None:
+        name = value.get(selection.key) if isinstance(value, Mapping) else value
+        if isinstance(name, str) and name in selection.registry:
+            entry = selection.registry[name]
+            holder = getattr(entry, "config_class", entry)
+    return tuple(field.name for field in dataclasses.fields(holder)) if dataclasses.is_dataclass(holder) else ()
 
 
 def _explain(error: pydantic.ValidationError, path: str) -> str:

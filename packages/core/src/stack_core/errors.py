@@ -16,10 +16,16 @@
     ├── CheckpointError        a checkpoint that cannot be written or read
     │   ├── CheckpointDamaged      its contents differ from their digests
     │   └── CheckpointIncomplete   a part of the unit is missing
+    ├── BundleError            a model that cannot be exported, or a bundle that cannot be opened
+    │   └── BundleDamaged          a file of it differs from its digest
+    ├── InferenceError         inputs that a model's signature does not take
     ├── GenerationError        a prompt or a sampling setting that the model cannot serve
+    │   └── ChatTemplateError      messages that the model's chat template does not take, or no template at all
+    ├── DeadlineExceeded       a request whose time is over before it was computed
     ├── EngineBusy             an engine whose queue is full
     ├── EngineStopped          an engine that was closed, or that failed
     ├── TuningError            what cannot be tuned, or a tuned table that cannot be read or merged
+    ├── EnvironmentFailed      an environment, or a reward, that raised or gave no finite number
     └── TrainingError          training that cannot go on
         ├── NonFiniteLoss          the loss became NaN or infinite
         └── Interrupted            the user stopped the run; its state is saved
@@ -33,16 +39,22 @@ from collections.abc import Iterable
 __all__ = [
     "ArgumentError",
     "BenchmarkError",
+    "BundleDamaged",
+    "BundleError",
+    "ChatTemplateError",
     "CheckpointDamaged",
     "CheckpointError",
     "CheckpointIncomplete",
     "ConfigError",
     "ConversionError",
     "DataError",
+    "DeadlineExceeded",
     "EngineBusy",
     "EngineStopped",
+    "EnvironmentFailed",
     "GenerationError",
     "HardwareError",
+    "InferenceError",
     "Interrupted",
     "NonFiniteLoss",
     "PluginError",
@@ -112,12 +124,32 @@ class CheckpointDamaged(CheckpointError): ...
 class CheckpointIncomplete(CheckpointError): ...
 
 
+class BundleError(StackError): ...
+
+
+class BundleDamaged(BundleError): ...
+
+
+class InferenceError(StackError):
+    """`parameter` is the tensor or axis that is at fault, if one is."""
+
+    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
 class GenerationError(StackError):
     """`parameter` is the field of the request that is at fault, if one is."""
 
     def __init__(self, message: str, *, parameter: str | None = None) -> None:
         super().__init__(message)
         self.parameter = parameter
+
+
+class ChatTemplateError(GenerationError): ...
+
+
+class DeadlineExceeded(StackError): ...
 
 
 class EngineBusy(StackError):
@@ -132,6 +164,9 @@ class EngineStopped(StackError): ...
 
 
 class TuningError(StackError): ...
+
+
+class EnvironmentFailed(StackError): ...
 
 
 class TrainingError(StackError): ...

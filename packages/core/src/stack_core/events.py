@@ -23,7 +23,7 @@ class Event:
     """Base of all events."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
     """The step is compiled and the first one is about to run.
 
@@ -31,6 +31,7 @@ class RunStarted(Event):
       first_step: steps done before, 0 for a new run.
       steps: steps that the whole run has.
       parameters: numbers that are trained.
+      work: what a step does at most: a unit, such as "tokens", and how many.
       flops_per_step: the model's FLOPs, rematerialization left out.
       ideal_step_s: those FLOPs at the peak of all chips together, or None where a peak is not known.
       compile_s: wall time that tracing and compiling the step took.
@@ -39,7 +40,7 @@ class RunStarted(Event):
     first_step: int
     steps: int
     parameters: int
-    tokens_per_step: int
+    work: tuple[str, int]
     flops_per_step: int
     ideal_step_s: float | None
     compile_s: float
@@ -60,13 +61,14 @@ class StepFinished(Event):
     Attributes:
       metrics: host floats, "loss" among them.
       duration_s: from the completion of the step before, or from its own dispatch where the loop paused in between.
+      work_per_s: of the unit that `RunStarted.work` names.
       mfu: the model's FLOPs over the chips' peak, or None where that is not known.
     """
 
     step: int
     metrics: Mapping[str, float]
     duration_s: float
-    tokens_per_s: float
+    work_per_s: float
     mfu: float | None
 
 

@@ -8,6 +8,8 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 from stack_core.config import config
 
 __all__ = [
+    "MOST_STOP_CHARACTERS",
+    "MOST_STOP_TEXTS",
     "EngineStats",
     "FinishReason",
     "GenerationRequest",
@@ -20,8 +22,11 @@ __all__ = [
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 """Why a continuation ended: a stop token or text; a limit of tokens; its client; its deadline; a fault of its own."""
 
+MOST_STOP_TEXTS, MOST_STOP_CHARACTERS = 16, 256
+"""What a request may give of stop texts, and of characters in each: every token costs its share of them."""
+
 _Penalty = Annotated[FiniteFloat, Field(ge=-2.0, le=2.0)]
-_StopText = Annotated[str, Field(min_length=1)]
+_StopText = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 
 
 @config
@@ -44,14 +49,18 @@ class SamplingParams:
       repetition_penalty: a positive logit of a token of the prompt or the continuation is divided by it, a negative
         one multiplied (Keskar et al., CTRL, 2019, arXiv:1909.05858).
       logit_bias: what is added to the logits of tokens.
-      seed: of the draws; the same seed gives the same text, whatever else the engine does. None is a new one.
-      stop: texts that end a continuation, and are not part of it unless `include_stop`.
+      seed: of the draws, which depend on it and on the place in the continuation alone; None is a new one. The same
+        seed gives the same text as long as logits are the same to the last bit, which they are not in every batch: now
+        and then a token is drawn that is as likely within rounding, in bf16 more often than in fp32.
+      stop: texts that end a continuation, and are no part of it unless `include_stop`; 16 of 256 characters at most.
       stop_tokens: tokens that do so besides the model's own end tokens.
       ignore_eos: the model's own end tokens do not end a continuation.
       n: continuations of the prompt, each with a seed of its own.
       logprobs: how many of the most likely tokens are reported with each token that is generated; None reports
-        nothing, 0 the log-probability of the token itself. They are the model's own, before any of the changes above.
-      prompt_logprobs: the same for the tokens of the prompt, the first of which has none.
+        nothing, 0 the log-probability of the token itself.
+      logprobs_of: whose those are: the "model", before any of the changes above, or the "processed" distribution that
+        the token was drawn from, after all of them, in which the tokens that are no candidates have -inf.
+      prompt_logprobs: the model's for the tokens of the prompt, the first of which has none.
     """
 
     max_tokens: PositiveInt | None = None
@@ -65,12 +74,13 @@ class SamplingParams:
     repetition_penalty: Annotated[FiniteFloat, Field(gt=0.0)] = 1.0
     logit_bias: dict[NonNegativeInt, FiniteFloat] = field(default_factory=dict)
     seed: int | None = None
-    stop: tuple[_StopText, ...] = ()
+    stop: Annotated[tuple[_StopText, ...], Field(max_length=MOST_STOP_TEXTS)] = ()
     include_stop: bool = False
     stop_tokens: tuple[NonNegativeInt, ...] = ()
     ignore_eos: bool = False
     n: PositiveInt = 1
     logprobs: NonNegativeInt | None = None
+    logprobs_of: Literal["model", "processed"] = "model"
     prompt_logprobs: NonNegativeInt | None = None
 
 
@@ -81,7 +91,8 @@ class GenerationRequest:
     Attributes:
       request_id: unique among those that the engine works on.
       prompt: its token ids, at least one.
-      priority: of two requests that wait, the one with the lower number goes first; equal ones as they came.
+      priority: of two requests that wait, the one with the lower number goes first; equal ones as they came. An engine
+        may bound it, and lets what waits rise, so that every request begins; or it takes none but 0.
       timeout_s: after so long, counted from `submit`, it ends with "deadline"; None never.
     """
 
@@ -125,11 +136,14 @@ class GenerationUpdate:
       index: which of the `n` continuations.
       tokens: new ones.
       text: the text that became final with them; it may lag behind the tokens, as a character may need several.
+      weights_versions: of the weights that drew each of `tokens`.
       logprobs: one for each of `tokens`, if they were asked for.
       prompt_logprobs: with the first update of continuation 0, which then comes before those of the others, if they
         were asked for: one for each token of the prompt, None for the first.
       stop_reason: the stop text or the token that ended it; None for the model's own end tokens.
       cached_tokens: tokens of the prompt whose keys and values had been kept from other requests.
+      dropped_tokens: with the last update, how many tokens were generated besides, whose text is that of the stop text
+        or behind it.
       times: with the last update.
       error: what went wrong, for people, if it ended with "error".
     """
@@ -138,11 +152,13 @@ class GenerationUpdate:
     index: int = 0
     tokens: tuple[int, ...] = ()
     text: str = ""
+    weights_versions: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     cached_tokens: int = 0
+    dropped_tokens: int = 0
     times: RequestTimes | None = None
     error: str | None = None
 

@@ -34,11 +34,6 @@ def stack_register_tuned_tables(registry: Registrar) -> None:
 
 
 @hookspec
-def stack_register_array_types(registry: Registrar) -> None:
-    """Quantized array classes, each a pytree with a `__stack_qview__` method."""
-
-
-@hookspec
 def stack_register_models(registry: Registrar) -> None:
     """Model families, each a `ModelFamily`."""
 
@@ -49,8 +44,13 @@ def stack_register_data_sources(registry: Registrar) -> None:
 
 
 @hookspec
+def stack_register_batches(registry: Registrar) -> None:
+    """Kinds of data by the name that `data.kind` selects, each a `DataKind`."""
+
+
+@hookspec
 def stack_register_optimizers(registry: Registrar) -> None:
-    """Optimizers, each a config class with `build(steps, decayed)` and `learning_rate_schedule(steps)`."""
+    """Optimizers, each a config class derived from `stack_train.optim.OptimizerConfig`."""
 
 
 @hookspec
@@ -59,18 +59,8 @@ def stack_register_objectives(registry: Registrar) -> None:
 
 
 @hookspec
-def stack_register_trainers(registry: Registrar) -> None:
-    """Trainers, each a `Trainer` class."""
-
-
-@hookspec
-def stack_register_checkpoint_formats(registry: Registrar) -> None:
-    """Checkpoint formats by the scheme of their address, such as "hf", which convert or open models."""
-
-
-@hookspec
-def stack_register_launchers(registry: Registrar) -> None:
-    """Launchers, each of which runs a function on a mesh as one generation of processes."""
+def stack_register_model_formats(registry: Registrar) -> None:
+    """Formats of models on disk by the scheme of their address, such as "hf", each a `ModelFormat`."""
 
 
 @hookspec
@@ -80,7 +70,12 @@ def stack_register_engines(registry: Registrar) -> None:
 
 @hookspec
 def stack_register_rewards(registry: Registrar) -> None:
-    """Rewards: host functions from a prompt and its completions to scalars."""
+    """Rewards by name, each a `Reward`: a function on the host that scores a completion."""
+
+
+@hookspec
+def stack_register_environments(registry: Registrar) -> None:
+    """Environments that a policy acts in by name, each an `EnvironmentKind`."""
 
 
 @hookspec
@@ -94,18 +89,28 @@ def stack_register_commands(registry: Registrar) -> None:
 
 
 @hookspec
-def stack_register_quantizers(registry: Registrar) -> None:
-    """Quantizers, each a `Quantizer`, by the name of the section of a run that holds its recipe."""
+def stack_register_transforms(registry: Registrar) -> None:
+    """Transforms of models by the section that configures them, each a function `(config, sample_batch)` to one."""
 
 
 @hookspec
-def stack_register_configs(registry: Registrar) -> None:
+def stack_register_methods(registry: Registrar) -> None:
+    """Methods of quantization by the name that `method` selects, each a `stack_quant.methods.Method`."""
+
+
+@hookspec
+def stack_register_sections(registry: Registrar) -> None:
     """Config classes of the sections that a package adds to a run, by the section's name."""
 
 
 @hookspec
 def stack_register_analyses(registry: Registrar) -> None:
     """Analyses of traces, each a function `(trace, *, options)`; `help` is its line in `stack profile --help`."""
+
+
+@hookspec
+def stack_register_panels(registry: Registrar) -> None:
+    """Panels of a run's report, each a `Panel`; `order` is its place, the lowest first."""
 
 
 @hookspec(firstresult=True)
@@ -120,5 +125,6 @@ DETAILS: Mapping[str, Mapping[str, type]] = {
     "chips": {"device_kinds": tuple},
     "commands": {"help": str, "huge_pages": bool},
     "analyses": {"help": str},
+    "panels": {"order": int},
 }
 """The details that `registry.add` takes beside name and target, with their types, by registry."""

@@ -9,7 +9,7 @@ pages of 2 MiB if its tunable says so, which it reads when a process starts.
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,32 +47,33 @@ def restart_with_huge_pages() -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
 
 
-def in_one_block(tree: Any) -> Any:
-    """Copies a tree's arrays, which lie on one CPU, into one block of memory, where all but its ends has large pages.
+def in_one_block(arrays: Iterable[Any], wanted: Sequence[Any]) -> list[Any]:
+    """Copies arrays to one CPU, into one block of memory, where all but its ends has large pages.
 
-    An array of a few MB alone has few: a page of 2 MiB is aligned. Those of less than a byte an entry stay where they
-    are. Where the caller keeps no `tree`, memory holds one array of it twice at most.
+    An array of a few MB alone has few: a page of 2 MiB is aligned. Arrays of less than a byte an entry stay where they
+    are.
+
+    Args:
+      arrays: of JAX or NumPy; one is held on to until the next is there.
+      wanted: the shape and dtype of each copy, as `jax.ShapeDtypeStruct`.
     """
     import jax
     import numpy as np
 
-    leaves, structure = jax.tree.flatten(tree)
-    del tree
-    sizes = [-(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT for leaf in leaves]
-    block = np.empty(sum(sizes) + _ALIGNMENT, np.uint8)  # NumPy asks for large pages itself
-    place = -block.ctypes.data % _ALIGNMENT
-    leaves.reverse()
+    whole = [_is_of_whole_bytes(each.dtype) for each in wanted]
+    sizes = [-(-each.size * each.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for each in wanted]
+    block = np.empty(sum(size for size, in_it in zip(sizes, whole, strict=True) if in_it) + _ALIGNMENT, np.uint8)
+    place = -block.ctypes.data % _ALIGNMENT  # NumPy asks for large pages itself
     copied = []
-    for size in sizes:
-        leaf = leaves.pop()
-        if not _is_of_whole_bytes(leaf.dtype):
-            copied.append(leaf)
+    for array, each, size, in_it in zip(arrays, wanted, sizes, whole, strict=True):
+        if not in_it:
+            copied.append(jax.device_put(array))
             continue
-        copy = block[place : place + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
-        copy[...] = leaf
+        copy = block[place : place + each.size * each.dtype.itemsize].view(each.dtype).reshape(each.shape)
+        copy[...] = array
         copied.append(jax.device_put(copy, may_alias=True))
         place += size
-    return jax.tree.unflatten(structure, copied)
+    return copied
 
 
 def _is_of_whole_bytes(dtype: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A key-value cache that holds every row's keys in one dense buffer, in the model's dtype or as codes of 8 bits."""
+"""A cache that holds every row's keys, latents and recurrent states in dense buffers."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -10,13 +10,23 @@ from jaxtyping import Array, Float, Int
 
 from stack_core import ops
 from stack_core.abi import ABI_MAJOR, ABI_MINOR, QView
+from stack_core.contracts.caches import (
+    AttentionSpec,
+    KeysValues,
+    Latent,
+    LayerState,
+    Recurrent,
+    Transition,
+)
 from stack_core.errors import ArgumentError
-from stack_core.protocols import AttentionSpec, KVCacheShape
 
-__all__ = ["CODE_DTYPES", "CodedVectors", "DenseKVCache", "LayerCache", "coded"]
+__all__ = ["CODE_DTYPES", "CodedVectors", "DenseKVCache", "LatentCache", "LayerCache", "RecurrentCache", "coded"]
+
+_HELD = ("batch", None, "act_kv_heads", None)
+_AXES: Final = {"query": ("batch", "seq", "act_heads", None), "key": _HELD, "value": _HELD}
 
 CODE_DTYPES: Final = {"int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
-"""What codes are held in, by the `KVCacheType` that asks for them."""
+"""What codes are held in, by the `CacheStorage` that asks for them."""
 
 
 @jax.tree_util.register_dataclass
@@ -56,7 +66,7 @@ def coded(vectors: Float[Array, "*batch features"], dtype: Any) -> CodedVectors:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys and values, [layers, batch, kv_heads, capacity, head_dim]; one layer's slice lacks the first axis.
+    """Keys and values, [repeats, batch, kv_heads, capacity, features]; one layer's slice lacks the first axis.
 
     The heads come before the positions, so that a decode step reads each head's keys in one run: 2-4x faster on CPU.
     """
@@ -67,72 +77,127 @@ class LayerCache:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class LatentCache:
+    """Latents, [repeats, batch, 1, capacity, dim]: one head, which all query heads share."""
+
+    latent: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RecurrentCache:
+    """The state's arrays, each [repeats, batch, ...]."""
+
+    arrays: tuple[Any, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class DenseKVCache:
     """A `KVCache` with room for `capacity` tokens a row.
 
     As codes a head of n features takes (n + 4) / 2n of its bytes in bfloat16. A token is rounded once, when it is
-    appended; what is attended to, the tokens of the call included, is what the codes stand for.
+    appended; attention reads the rounded keys and values, those of the call's own tokens included.
 
-    Invariant: row r holds the keys of its tokens 0 .. lengths[r] - 1; what lies beyond is never attended to. Appending
+    Invariant: row r holds the keys of its tokens 0 .. lengths[r] - 1; later ones are never attended to. Appending
     past the capacity is the caller's mistake and overwrites the last tokens.
 
     Attributes:
+      layers: caches in the structure of the model's `states`.
       lengths: int32[batch], tokens held.
+      expected: int32[batch], how many tokens of each row count in the next call, the others being padding behind
+        them; None counts all.
     """
 
-    layers: LayerCache
-    lengths: jax.Array
+    layers: Any
+    lengths: Any  # JAX builds it of shapes, axes and shardings too
+    expected: Any = None
 
     @classmethod
-    def empty(
-        cls,
-        shape: KVCacheShape,
-        *,
-        batch: int,
-        capacity: int,
-        type: str = "model",  # noqa: A002, as codes have it everywhere
-    ) -> "DenseKVCache":
+    def empty(cls, states: Any, *, batch: int, capacity: int, storage: str = "model") -> "DenseKVCache":
         """A cache without tokens.
 
         Args:
-          type: a `KVCacheType`.
+          states: a model's `states`.
+          storage: a `CacheStorage`, of keys, values and latents; recurrent states are always as the model has them.
 
         Raises:
-          ArgumentError: no such type.
+          ArgumentError: no such storage.
         """
-        if type != "model" and type not in CODE_DTYPES:
+        if storage != "model" and storage not in CODE_DTYPES:
             known = ", ".join(map(repr, ("model", *CODE_DTYPES)))
-            raise ArgumentError(f"A key-value cache of type {type!r}: expected one of {known}.")
+            raise ArgumentError(f"A cache with storage {storage!r}: expected one of {known}.")
 
-        def zeros() -> Any:
-            plain = jnp.zeros((shape.layers, batch, shape.kv_heads, capacity, shape.head_dim), shape.dtype)
-            return plain if type == "model" else coded(plain, CODE_DTYPES[type])
+        def zeros(state: KeysValues | Latent, heads: int, features: int) -> Any:
+            plain = jnp.zeros((state.repeats, batch, heads, capacity, features), state.dtype)
+            return plain if storage == "model" else coded(plain, CODE_DTYPES[storage])
 
-        return cls(LayerCache(zeros(), zeros()), jnp.zeros((batch,), jnp.int32))
+        def layer(state: LayerState) -> Any:
+            match state:
+                case KeysValues(kv_heads=heads, key_dim=key_dim, value_dim=value_dim):
+                    return LayerCache(zeros(state, heads, key_dim), zeros(state, heads, value_dim))
+                case Latent(dim=dim):
+                    return LatentCache(zeros(state, 1, dim))
+                case Recurrent(repeats=repeats, shapes=shapes, dtypes=dtypes):
+                    kinds = zip(shapes, dtypes, strict=True)
+                    return RecurrentCache(tuple(jnp.zeros((repeats, batch, *shape), dtype) for shape, dtype in kinds))
 
-    @property
-    def capacity(self) -> int:
-        return self.layers.key.shape[-2]
+        return cls(jax.tree.map(layer, states), jnp.zeros((batch,), jnp.int32))
 
     def attend(
         self,
-        layer_cache: LayerCache,
-        query: Float[Array, "batch seq heads head_dim"],
-        key: Float[Array, "batch seq kv_heads head_dim"],
-        value: Float[Array, "batch seq kv_heads head_dim"],
+        layer: LayerCache,
+        query: Float[Array, "batch seq heads key_dim"],
+        key: Float[Array, "batch seq kv_heads key_dim"],
+        value: Float[Array, "batch seq kv_heads value_dim"],
         spec: AttentionSpec,
-    ) -> tuple[Float[Array, "batch seq heads head_dim"], LayerCache]:
+        *,
+        sinks: Float[Array, " heads"] | None = None,
+    ) -> tuple[Float[Array, "batch seq heads value_dim"], LayerCache]:
         """Appends key and value to one layer and attends, causally, to all it holds.
 
         Args:
           query: row r's query i stands at position lengths[r] + i.
 
         Returns:
-          Output like query, and the layer with the new keys; `lengths` is `advance`'s to change.
+          Output, and the layer with the new keys; `lengths` is `advance`'s to change.
         """
-        layer_cache = LayerCache(self._append(layer_cache.key, key), self._append(layer_cache.value, value))
-        keys, values = (ops.dequantize(held, query.dtype) for held in (layer_cache.key, layer_cache.value))
-        output: Any = ops.attention(
+        layer = LayerCache(self._append(layer.key, key), self._append(layer.value, value))
+        keys, values = (ops.dequantize(held, query.dtype) for held in (layer.key, layer.value))
+        return self._attention(query, keys, values, spec, sinks), layer
+
+    def attend_latent(
+        self,
+        layer: LatentCache,
+        query: Float[Array, "batch seq heads dim"],
+        latent: Float[Array, "batch seq dim"],
+        spec: AttentionSpec,
+        *,
+        value_dim: int,
+    ) -> tuple[Float[Array, "batch seq heads value_dim"], LatentCache]:
+        """Appends latents to one layer and attends, causally, to all it holds."""
+        layer = LatentCache(self._append(layer.latent, latent[:, :, None]))
+        keys = ops.dequantize(layer.latent, query.dtype)
+        return self._attention(query, keys, keys[..., :value_dim], spec, None), layer
+
+    def recur(self, layer: RecurrentCache, transition: Transition, *inputs: jax.Array) -> tuple[Any, RecurrentCache]:
+        """Runs a recurrence over the call's tokens; padding behind a row's `expected` tokens moves no state."""
+        batch, seq = inputs[0].shape[:2]
+        counted = jnp.full((batch,), seq) if self.expected is None else self.expected
+        output, arrays = transition(layer.arrays, jnp.arange(seq) < counted[:, None], *inputs)
+        kept = zip(arrays, layer.arrays, strict=True)
+        return output, RecurrentCache(tuple(new.astype(old.dtype) for new, old in kept))
+
+    def expecting(self, tokens: Int[Array, " batch"]) -> "DenseKVCache":
+        """For a call with padded rows, of which row r counts its first `tokens[r]` tokens."""
+        return replace(self, expected=tokens)
+
+    def advance(self, layers: Any, tokens: int) -> "DenseKVCache":
+        """The cache after all layers appended `tokens` tokens a row, or as many as were expected."""
+        return DenseKVCache(layers, self.lengths + (tokens if self.expected is None else self.expected))
+
+    def _attention(self, query: Any, keys: Any, values: Any, spec: AttentionSpec, sinks: Any) -> Any:
+        return ops.attention(
             query,
             keys.swapaxes(1, 2),
             values.swapaxes(1, 2),
@@ -142,16 +207,9 @@ class DenseKVCache:
             window=spec.window,
             softcap=spec.softcap,
             scale=spec.scale,
+            sinks=sinks,
+            axes=_AXES,
         )
-        return output, layer_cache
-
-    def advance(self, layers: Any, tokens: int) -> "DenseKVCache":
-        """The cache after all layers appended `tokens` tokens a row."""
-        return DenseKVCache(layers, self.lengths + tokens)
-
-    def truncate(self, lengths: Int[Array, " batch"]) -> "DenseKVCache":
-        """Forgets all but the first `lengths` tokens of each row: padding appended behind a prompt, say."""
-        return replace(self, lengths=jnp.minimum(self.lengths, lengths))
 
     def _append(self, held: Any, new: jax.Array) -> Any:
         def write(row: jax.Array, update: jax.Array, start: jax.Array) -> jax.Array:

@@ -1,11 +1,22 @@
 """What this machine has, and the part of it that this process may use; read from the system, without JAX."""
 
 import contextlib
+import ctypes
+import gc
 import os
 import platform
 from pathlib import Path
 
-__all__ = ["available_memory_bytes", "cpu_model", "cpu_quota_cores", "memory_bytes", "usable_cores"]
+__all__ = [
+    "available_memory_bytes",
+    "cpu_flags",
+    "cpu_model",
+    "cpu_quota_cores",
+    "give_memory_back",
+    "memory_bytes",
+    "resident_bytes",
+    "usable_cores",
+]
 
 # A limit of the container: cgroup version 2, then version 1. Without a container there is no such file.
 _MEMORY_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -18,15 +29,16 @@ def cpu_model(root: Path = Path("/")) -> str:
 
     That of its architecture where the system does not tell.
     """
-    fields: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            fields.setdefault(name.strip(), value.strip())
+    fields = _cpu_fields(root)
     if "model name" not in fields:
         return platform.processor() or platform.machine()
     numbers = ", ".join(f"{name} {fields[key]}" for name, key in _CPU_NUMBERS.items() if key in fields)
     return f"{fields['model name']} ({numbers})" if numbers else fields["model name"]
+
+
+def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
+    """What the CPU can do, by Linux's names, such as "amx_bf16"; nothing where the system does not tell."""
+    return frozenset(_cpu_fields(root).get("flags", "").split())
 
 
 def usable_cores() -> int:
@@ -55,6 +67,20 @@ def memory_bytes(root: Path = Path("/")) -> int | None:
     return min(total, _first_integer(root, _MEMORY_LIMITS) or total)
 
 
+def resident_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that this process holds; None where the system does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int((root / "proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def give_memory_back() -> None:
+    """Returns to the system what this process has freed, which glibc keeps for later; does nothing without glibc."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def available_memory_bytes(root: Path = Path("/")) -> int | None:
     """Memory that a new process can have without swapping; None where the system does not tell."""
     amounts = [_field(root / "proc/meminfo", "MemAvailable:", unit_bytes=1024)]
@@ -64,6 +90,16 @@ def available_memory_bytes(root: Path = Path("/")) -> int | None:
         cached = _field(root / "sys/fs/cgroup/memory.stat", "inactive_file", unit_bytes=1) or 0
         amounts.append(max(limit - use + cached, 0))
     return min((amount for amount in amounts if amount is not None), default=None)
+
+
+def _cpu_fields(root: Path) -> dict[str, str]:
+    """Of the first processor in /proc/cpuinfo."""
+    fields: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    return fields
 
 
 def _field(path: Path, name: str, *, unit_bytes: int) -> int | None:

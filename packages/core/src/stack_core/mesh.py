@@ -6,7 +6,8 @@ the mesh. A parameter or activation is split only where a rule says so, and a ru
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -23,12 +24,15 @@ __all__ = [
     "DEFAULT_RULES",
     "AnyMesh",
     "LogicalAxes",
+    "MeshAxes",
     "MeshConfig",
     "ShardingRules",
+    "axes_of",
     "check_shardings",
     "constrain",
     "in_mesh",
     "make_mesh",
+    "map_parts",
     "parts_of",
     "use_mesh",
 ]
@@ -91,7 +95,8 @@ class ShardingRules:
             return ()
         if logical_axis not in rules:
             hint = f"{nearest(logical_axis, rules)} Known: {', '.join(rules)}."
-            raise ShardingError(f"{name}: no rule for the logical axis {logical_axis!r}.{hint}")
+            remedy = f"Add mesh.rules.{logical_axis}, or `rules` to the model's family."
+            raise ShardingError(f"{name}: no rule for the logical axis {logical_axis!r}.{hint} {remedy}")
         return rules[logical_axis]
 
     def spec(self, logical_axes: LogicalAxes, mesh: AnyMesh, *, name: str = "array") -> PartitionSpec:
@@ -189,15 +194,19 @@ DEFAULT_RULES: Final = ShardingRules(
         "kv_heads": "tensor",
         "head_dim": None,
         "mlp": "tensor",
+        "experts": "expert",
+        # The second of two products through a narrow latent; the first has "embed" and no name for the latent.
+        "latent": "fsdp",
         "layers": "stage",
         "norm": None,
-        # Activations: `fsdp` splits the batch as `data` does, so that parameters are gathered layer by layer.
-        "batch": ("data", "fsdp"),
+        # Activations: `fsdp` splits the batch as `data` does, so that parameters are gathered layer by layer; so does
+        # `expert`, whose devices share the experts and have tokens of their own.
+        "batch": ("data", "fsdp", "expert"),
         "seq": "context",
         # The sequence where only norms and sums act on it; ("context", "tensor") is Megatron's sequence parallelism.
         "norm_seq": "context",
         # The batch while it reads rows of the embedding, which are split as `embed` is: the axes that leaves free.
-        "lookup_batch": "data",
+        "lookup_batch": ("data", "expert"),
         "act_embed": None,
         "act_heads": "tensor",
         "act_kv_heads": "tensor",
@@ -268,26 +277,27 @@ def make_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None) -> 
     from jax.experimental import mesh_utils
 
     devices = jax.devices() if devices is None else list(devices)
-    sizes = _axis_sizes(mesh, len(devices))
+    sizes = _axis_sizes(mesh, len(devices), _by_process(devices))
     grid = mesh_utils.create_device_mesh([sizes[axis] for axis in _BY_TRAFFIC], devices, allow_split_physical_axes=True)
     grid = grid.transpose([_BY_TRAFFIC.index(axis) for axis in AXES])
     # Passed because the defaults differ: Explicit in `jax.make_mesh`, Auto in `Mesh`.
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _axis_sizes(mesh: MeshConfig, device_count: int) -> dict[str, int]:
+def _axis_sizes(mesh: MeshConfig, device_count: int, by_process: str = "") -> dict[str, int]:
     """The size of every axis, with -1 resolved."""
     asked = mesh.sizes
     rest = next((axis for axis, size in asked.items() if size == -1), None)
     fixed = math.prod(size for size in asked.values() if size != -1)
     if (rest is None and fixed != device_count) or device_count % fixed:
-        raise ShardingError(_misfit(asked, rest, fixed, device_count))
+        raise ShardingError(_misfit(asked, rest, fixed, device_count, by_process))
     return {axis: device_count // fixed if axis == rest else size for axis, size in asked.items()}
 
 
-def _misfit(asked: Mapping[str, int], rest: str | None, fixed: int, device_count: int) -> str:
+def _misfit(asked: Mapping[str, int], rest: str | None, fixed: int, device_count: int, by_process: str) -> str:
     """The message of sizes that do not multiply to the number of devices, with the nearest that would."""
     given = ", ".join(f"{axis}={size}" for axis, size in asked.items() if size != 1)
+    there = f"there are {device_count}{by_process}"
     remedies = []
     for axis, size in asked.items():
         left, remainder = divmod(device_count, fixed // size)
@@ -295,11 +305,20 @@ def _misfit(asked: Mapping[str, int], rest: str | None, fixed: int, device_count
             legal = _divisors(left) if rest else [left]
             remedies.append(f"{axis}={' or '.join(map(str, _around(legal, size)))}")
     if rest is None:
-        problem = f"The mesh {given or 'of one device'} takes {fixed} devices, but there are {device_count}."
+        problem = f"The mesh {given or 'of one device'} takes {fixed} devices, but {there}."
         remedies.append("-1 for one axis, which gives it all that the others leave")
     else:
-        problem = f"The mesh {given} takes a multiple of {fixed} devices, but there are {device_count}."
+        problem = f"The mesh {given} takes a multiple of {fixed} devices, but {there}."
     return f"{problem} These would fit: {'; '.join(remedies) or 'several axes changed together'}."
+
+
+def _by_process(devices: Sequence[jax.Device]) -> str:
+    """How many of them each process has, where there are several."""
+    counts = Counter(device.process_index for device in devices)
+    if len(counts) < 2:
+        return ""
+    each = sorted(set(counts.values()))
+    return f" ({len(counts)} processes with {' or '.join(map(str, each))} each)"
 
 
 # A part of the key of JAX's caches. Made here because the first to enter it may be a step that is being traced: making
@@ -337,10 +356,55 @@ def constrain(x: jax.Array, *logical_axes: str | None, name: str = "constrain") 
 
 def parts_of(logical_axis: str) -> int:
     """Into how many parts the surrounding `use_mesh` splits a logical axis; 1 outside of one, or without a rule."""
+    return 1 if in_mesh.value is None else math.prod(in_mesh.value[0].shape[axis] for axis in axes_of(logical_axis))
+
+
+def axes_of(logical_axis: str) -> tuple[str, ...]:
+    """The axes, of more than one device, over which the surrounding `use_mesh` splits a logical axis."""
     if in_mesh.value is None:
-        return 1
+        return ()
     mesh, rules = in_mesh.value
-    return math.prod(mesh.shape[axis] for axis in dict(rules.table).get(logical_axis, ()))
+    return tuple(axis for axis in dict(rules.table).get(logical_axis, ()) if mesh.shape[axis] > 1)
+
+
+def map_parts(
+    function: Callable[..., Any],
+    arguments: Sequence[tuple[jax.Array, LogicalAxes]],
+    out_axes: Any,
+    *,
+    name: str,
+) -> Any:
+    """Calls a function once on every device of the surrounding `use_mesh`, with the parts of arrays that lie there.
+
+    Inside, collectives take the axes of `axes_of`. Outside of a mesh, or on one device, the parts are whole.
+
+    Args:
+      arguments: arrays with the logical axes by which they are split.
+      out_axes: of each array that the function returns, in its structure.
+      name: what the function is, for messages.
+
+    Raises:
+      ShardingError: the mesh does not divide an argument.
+    """
+    if in_mesh.value is None or in_mesh.value[0].size == 1:
+        return function(*(array for array, _ in arguments))
+    mesh, rules = in_mesh.value
+    for array, axes in arguments:
+        rules.sharding(mesh, axes, array.shape, name=name)  # raises where the mesh does not divide it
+    in_specs = tuple(_split_axes(axes) for _, axes in arguments)
+    out_specs = jax.tree.map(_split_axes, out_axes, is_leaf=_is_axes)
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(
+        *(array for array, _ in arguments)
+    )
+
+
+def _split_axes(axes: LogicalAxes) -> PartitionSpec:
+    """Axes of one device are left out: an array does not vary over them, whatever it is added to."""
+    return PartitionSpec(*(axes_of(axis) or None if axis else None for axis in axes))
+
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple) and all(axis is None or isinstance(axis, str) for axis in node)
 
 
 def check_shardings(values: Any, expected: Any) -> None:
@@ -370,6 +434,7 @@ def _name(path: Any) -> str:
 
 def _indivisible(size: int, mesh: AnyMesh, mesh_axes: Sequence[str]) -> str:
     """Says why the mesh does not divide a size, and the nearest sizes and mesh sizes that would do."""
+    mesh_axes = [axis for axis in mesh_axes if mesh.shape[axis] > 1]
     parts = math.prod(mesh.shape[axis] for axis in mesh_axes)
     product = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in mesh_axes)
     below = size - size % parts

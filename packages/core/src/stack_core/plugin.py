@@ -25,10 +25,12 @@ _CHIPS = {
 _OPS = (
     "attention",
     "collective_matmul",
+    "exchange",
     "gated_linear_unit",
     "linear",
     "linear_attention",
     "linear_cross_entropy",
+    "low_rank",
     "norm",
     "paged_attention",
     "ragged_dot",
@@ -53,3 +55,4 @@ def stack_register_commands(registry: Registrar) -> None:
     registry.add("chips", "stack_core.commands.chips:chips", help="List chips and their peaks, and what is here.")
     registry.add("doctor", "stack_core.commands.doctor:doctor", help="Check this installation; say what to do.")
     registry.add("plugins", "stack_core.commands.plugins:plugins", help="List plugins and what they register.")
+    registry.add("report", "stack_core.commands.report:report", help="Write the report of a run again.")

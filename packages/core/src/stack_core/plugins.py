@@ -20,6 +20,7 @@ from stack_core.abi import ABI_MAJOR, ABI_MINOR
 from stack_core.discovery import PluginReport, discover
 from stack_core.errors import PluginError, StackError, nearest
 from stack_core.hookspecs import DETAILS, HOOKS, REGISTRY_KINDS, hookimpl
+from stack_core.installing import install_command
 from stack_core.registry import Entry, Registrar, Registry
 
 __all__ = ["PluginReport", "Plugins", "Registries", "hookimpl", "plugins", "registries"]
@@ -33,16 +34,19 @@ _DISABLE, _LOAD = "STACK_DISABLE_PLUGINS", "STACK_LOAD_PLUGINS"
 _PACKAGE_OF_KIND = {
     "models": "stack-train",
     "data_sources": "stack-train",
+    "batches": "stack-train",
     "optimizers": "stack-train",
-    "trainers": "stack-train",
-    "checkpoint_formats": "stack-train",
-    "quantizers": "stack-quant",
-    "array_types": "stack-quant",
+    "model_formats": "stack-train",
+    "transforms": "stack-quant",
+    "methods": "stack-quant",
     "rewards": "stack-rl",
+    "environments": "stack-rl",
     "engines": "stack-serve",
     "analyses": "stack-profile",
+    "panels": "stack-train",
 }
 _PACKAGE_OF_NAME = {
+    "engines": {"static": "stack-train"},
     "commands": {
         "train": "stack-train",
         "compile": "stack-train",
@@ -60,7 +64,7 @@ _PACKAGE_OF_NAME = {
         "rl": "stack-rl",
         "profile": "stack-profile",
     },
-    "configs": {"quant": "stack-quant", "kernels": "stack-kernels", "profile": "stack-profile", "rl": "stack-rl"},
+    "sections": {"quant": "stack-quant", "kernels": "stack-kernels", "profile": "stack-profile", "rl": "stack-rl"},
 }
 
 
@@ -125,6 +129,9 @@ class Plugins:
         for provider in loaded.by_name:
             for entry in _registered(loaded, provider, kind):
                 claims.setdefault(entry.name, []).append(entry)
+        _keep_cores(loaded, kind, claims)
+        if kind == "ops":
+            _refuse_unknown_ops(loaded, claims)
         entries = {name: found[0] for name, found in claims.items() if len(found) == 1}
         refused = {name: _refuse(loaded, kind, name, found) for name, found in claims.items() if len(found) > 1}
         for provider, report in loaded.by_name.items():
@@ -274,6 +281,28 @@ def _refuse(loaded: _Loaded, kind: str, name: str, found: Sequence[Entry]) -> st
     return reason
 
 
+def _keep_cores(loaded: _Loaded, kind: str, claims: dict[str, list[Entry]]) -> None:
+    """What core registers is core's: another plugin that claims its name loses it, and is named."""
+    for name, found in claims.items():
+        cores = [entry for entry in found if entry.provider == _CORE]
+        for entry in found if cores and len(found) > 1 else ():
+            if entry.provider != _CORE:
+                problem = f"{kind} {name!r} refused: it is core's own; register yours under another name."
+                loaded.by_name[entry.provider].lose(problem)
+                warnings.warn(f"Plugin {entry.provider!r}: {problem}", RuntimeWarning, stacklevel=2)
+        claims[name] = cores or found
+
+
+def _refuse_unknown_ops(loaded: _Loaded, claims: dict[str, list[Entry]]) -> None:
+    """An implementation of an op that core does not have would never be called."""
+    known = {name.partition("/")[0] for name, found in claims.items() if found[0].provider == _CORE}
+    for name in [name for name in claims if name.partition("/")[0] not in known]:
+        for entry in claims.pop(name):
+            op = name.partition("/")[0]
+            hint = f"{nearest(op, known)} Core has: {', '.join(sorted(known))}."
+            loaded.by_name[entry.provider].lose(f"ops {name!r} refused: there is no op {op!r}.{hint}")
+
+
 def _described(error: BaseException) -> str:
     return str(error) if isinstance(error, StackError) else f"{type(error).__name__}: {error}"
 
@@ -298,7 +327,7 @@ class Registries:
         reports = self._source.reports()
         absent = package is not None and package not in {report.distribution for report in reports}
         left_out = ", ".join(repr(report.name) for report in reports if report.status != "loaded")
-        install = f" `pip install {package}` provides it." if absent else ""
+        install = f" `{install_command(package)}` provides it." if absent and package is not None else ""
         return install + (f" Left out, in whole or in part: {left_out}; see `stack plugins`." if left_out else "")
 
 

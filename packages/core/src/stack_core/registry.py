@@ -2,7 +2,7 @@
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -147,7 +147,7 @@ class Registry(Generic[T]):
     def _resolve(self, name: str) -> T:
         entry = self._frozen().get(name)
         if entry is None:
-            raise self._unknown(name)
+            raise self.unknown(name)
         if not isinstance(entry.target, str):
             return entry.target
         module, attribute = entry.target.split(":")
@@ -159,10 +159,16 @@ class Registry(Generic[T]):
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def _unknown(self, name: str) -> StackError:
+    def unknown(self, name: str, *, beside: Sequence[str] = (), hint: str = "") -> StackError:
+        """The error for a name that is not registered.
+
+        Args:
+          beside: what else could stand in its place.
+          hint: what is meant rather than the nearest name; empty, or a sentence after a space.
+        """
         if name in self._refused:
             return PluginError(f"{self.kind} {name!r} is not available: {self._refused[name]}")
-        known = self.names()
-        remedy = nearest(name, known) + self._advise(self.kind, name)
+        known = (*beside, *self.names())
+        remedy = (hint or nearest(name, known)) + self._advise(self.kind, name)
         listing = ", ".join(known) or "none"
         return UnknownName(f"Unknown name {name!r} among {self.kind}.{remedy} Registered: {listing}.")

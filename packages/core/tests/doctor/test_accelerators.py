@@ -4,6 +4,7 @@ import pytest
 
 from stack_core.doctor.accelerators import Gpu, Hardware, find_hardware, hardware_findings
 from stack_core.doctor.backend import Answer
+from stack_core.installing import install_command
 
 GIB = 2**30
 H100 = Gpu("NVIDIA H100 80GB HBM3", "580.65.06", 9.0, 80 * GIB, 0)
@@ -88,15 +89,15 @@ def test_a_gpu_that_jax_was_installed_without_names_the_extra():
     assert finding.found.startswith(
         "NVIDIA H100 80GB HBM3, driver 580.65.06 is here, but JAX is installed without CUDA"
     )
-    assert finding.advice == 'pip install --upgrade "stack-core[cuda13]"'
+    assert finding.advice == install_command("stack-core[cuda13]", upgrade=True)
 
 
 def test_an_old_gpu_or_driver_gets_the_cuda_that_it_can_run():
-    assert only(Hardware(gpus=(V100,)), on("cpu")).advice.endswith('pip install "jax[cuda12]"')
+    assert only(Hardware(gpus=(V100,)), on("cpu")).advice.endswith(install_command("jax[cuda12]"))
     old = Hardware(nvidia_driver=True, gpus=(Gpu("NVIDIA L4", "550.54.15", 8.9, None, None),))
     advice = only(old, on("cpu")).advice
     assert "CUDA 13 needs driver 580 or later; 550.54.15 is installed" in advice
-    assert 'pip install "jax[cuda12]"' in advice
+    assert install_command("jax[cuda12]") in advice
 
 
 def test_a_gpu_without_a_driver_asks_for_one():
@@ -126,7 +127,7 @@ def test_a_cuda_plugin_that_does_not_work_is_a_problem_with_what_jax_said():
     finding = only(GPU, on("cpu", log="Unable to load cuDNN. Is it installed?"), {}, CUDA)
     assert finding.status == "problem"
     assert finding.found.endswith("JAX runs on cpu: Unable to load cuDNN. Is it installed?")
-    assert finding.advice == 'pip install --upgrade "stack-core[cuda13]"'
+    assert finding.advice == install_command("stack-core[cuda13]", upgrade=True)
 
 
 def test_gpus_in_use_are_fine_unless_some_are_left_out_or_taken():
@@ -139,7 +140,7 @@ def test_gpus_in_use_are_fine_unless_some_are_left_out_or_taken():
 
 def test_a_tpu_that_jax_was_installed_without_names_the_extra():
     finding = only(TPU, on("cpu"))
-    assert (finding.status, finding.advice) == ("warning", 'pip install "stack-core[tpu]"')
+    assert (finding.status, finding.advice) == ("warning", install_command("stack-core[tpu]"))
 
 
 def test_a_tpu_that_is_not_used_though_libtpu_is_there_is_a_problem():

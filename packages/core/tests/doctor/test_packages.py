@@ -11,6 +11,7 @@ from stack_core.doctor.packages import (
     plugin_findings,
     python_findings,
 )
+from stack_core.installing import install_command
 from stack_core.plugins import Plugins, Registries
 
 
@@ -49,7 +50,7 @@ def test_what_is_missing_is_a_problem_with_the_command_that_installs_it(distribu
     (finding,) = dependency_findings(distributions({"stack-core": ("0.1", ["jax[cpu]>=1,<3"])}), ["stack-core"])
     assert (finding.check, finding.status) == ("jax", "problem")
     assert finding.found == "stack-core 0.1 needs jax[cpu]<3,>=1, which is not installed"
-    assert finding.advice == 'pip install "jax[cpu]<3,>=1"'
+    assert finding.advice == install_command("jax[cpu]<3,>=1")
 
 
 def test_what_a_stack_package_or_jax_needs_is_serious_and_others_ranges_are_less(distributions):
@@ -68,7 +69,7 @@ def test_what_a_stack_package_or_jax_needs_is_serious_and_others_ranges_are_less
         "gone": "problem",
     }
     assert findings["jaxlib"].found == "jax 2.0 needs jaxlib==2.0; 1.0 is installed"
-    assert findings["jaxlib"].advice == 'pip install "jaxlib==2.0"'
+    assert findings["jaxlib"].advice == install_command("jaxlib==2.0")
 
 
 def test_a_circle_of_dependencies_ends(distributions):
@@ -83,7 +84,7 @@ def test_an_extra_that_is_asked_for_counts_and_others_do_not(distributions):
 
 def test_a_package_that_is_not_installed_is_named(distributions):
     (finding,) = dependency_findings(distributions({}), ["stack-train"])
-    assert (finding.status, finding.advice) == ("problem", 'pip install "stack-train"')
+    assert (finding.status, finding.advice) == ("problem", install_command("stack-train"))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_accelerator_packages_have_to_be_of_jaxs_release(distributions):
     plugin = findings["jax-cuda13-plugin"]
     assert plugin.status == findings["jax-cuda13-pjrt"].status == "problem"
     assert plugin.found == "version 0.11.2 does not fit jax 0.12.0, which needs jax-cuda13-plugin[with-cuda]==0.12.0"
-    assert plugin.advice == 'pip install --upgrade "jax[cuda13]==0.12.0"'
+    assert plugin.advice == install_command("jax[cuda13]==0.12.0", upgrade=True)
 
 
 def test_without_accelerator_packages_there_is_nothing_to_say(distributions):

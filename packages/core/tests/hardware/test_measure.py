@@ -1,7 +1,9 @@
 """The CPU is measured once a machine; no damage to the cache, and no place without one, stops a run."""
 
+import dataclasses
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from stack_core import machine
-from stack_core.hardware import measure
+from stack_core import machine, ops
+from stack_core.hardware import measure, use_chip
 from stack_core.hardware.measure import ChipCacheWarning, measured_cpu
 
 
@@ -27,8 +29,34 @@ def small(monkeypatch, tmp_path):
 
 
 def measured():
-    """`measured_cpu` as a new process would call it."""
-    return measured_cpu.__wrapped__()
+    """`measured_cpu` as a new process would call it, once its peaks are read."""
+    chip = measured_cpu.__wrapped__()
+    assert chip.hbm_bandwidth_bytes_s > 0
+    return chip
+
+
+def test_what_a_cpu_is_costs_no_measurement(measurements):
+    chip = measured_cpu.__wrapped__()
+    assert (chip.kind, chip.unit, chip.link_bandwidth_bytes_s) == ("cpu", "chip", None)
+    assert {chip: 1}[chip] == 1
+    assert not measurements
+    assert chip.peak_flops == measurements[0]["peak_flops"]
+    assert not hasattr(chip, "peak_flaps")
+    assert len(measurements) == 1
+
+
+def test_choosing_for_an_op_measures_nothing(measurements):
+    with use_chip(measured_cpu.__wrapped__()):
+        ops.explain(ops.norm, jnp.ones((64, 512)))
+        ops.explain(lambda x: ops.linear(x, x), jnp.ones((8, 8)))
+    assert not measurements
+
+
+def test_it_can_be_replaced_and_kept_as_any_chip():
+    chip = measured()
+    assert dataclasses.replace(chip, model="another").peak_flops == chip.peak_flops
+    assert dataclasses.asdict(chip)["hbm_bandwidth_bytes_s"] == chip.hbm_bandwidth_bytes_s
+    assert pickle.loads(pickle.dumps(chip)) == chip
 
 
 @pytest.fixture
@@ -73,7 +101,8 @@ def test_it_can_be_measured_while_a_function_is_traced():
 
 
 def test_it_is_measured_once_a_machine(measurements, tmp_path):
-    assert measured() == measured() == measurements[0]
+    assert measured() == measured()
+    assert measured().peak_flops == measurements[0]["peak_flops"]
     assert len(measurements) == 1
     assert json.loads(cache_file(tmp_path).read_text())["identity"]["jax"] == jax.__version__
 
@@ -103,7 +132,7 @@ def test_another_machine_version_or_setting_is_measured_anew(measurements, monke
         lambda text: text.replace('"cores"', '"corps"'),
         lambda text: text.replace('"peak_flops"', '"peak_flaps"'),
         lambda text: text.replace('"float32": ', '"float32": -'),
-        lambda text: json.dumps({**json.loads(text), "chip": {**json.loads(text)["chip"], "peak_flops": 3}}),
+        lambda text: json.dumps({**json.loads(text), "peaks": {**json.loads(text)["peaks"], "peak_flops": 3}}),
         lambda text: "\udc80",
     ],
     ids=["empty", "cut", "list", "identity", "field", "negative", "type", "bytes"],
@@ -114,7 +143,8 @@ def test_a_damaged_cache_is_named_and_replaced(measurements, tmp_path, damage):
     path.write_text(damage(path.read_text()), errors="surrogateescape")
     with pytest.warns(ChipCacheWarning, match=f"{path.name}' is damaged and is taken again"):
         chip = measured()
-    assert measured() == chip == measurements[1]
+    assert measured() == chip
+    assert chip.peak_flops == measurements[1]["peak_flops"]
     assert len(measurements) == 2
 
 
@@ -123,7 +153,7 @@ def test_a_cache_that_cannot_be_written_is_named_and_does_not_fail(measurements,
     with pytest.warns(
         ChipCacheWarning, match=r"cannot be kept and is taken again at every start: .* Set XDG_CACHE_HOME"
     ):
-        assert measured() == measurements[0]
+        assert measured().peak_flops == measurements[0]["peak_flops"]
 
 
 def test_a_user_without_a_home_is_measured_too(monkeypatch):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from stack_core.hardware import chip_of, target_chip
 from stack_core.hardware.gpu_configs import GPU_CONFIGS
 from stack_core.hardware.roofline import program_cost
 from stack_core.hardware.targets import Target, use_target
+from stack_core.installing import install_command
 from stack_core.plugins import registries
 
 TPUS = {
@@ -71,7 +73,9 @@ def test_a_target_knows_its_chip_without_a_compiler(name):
 def test_a_missing_compiler_names_the_extra(name, modules, extra, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in modules else find(name))
-    with pytest.raises(HardwareError, match=rf'needs {modules[0]}, .* pip install "stack-core\[{extra}\]"'):
+    with pytest.raises(
+        HardwareError, match=rf"needs {modules[0]}, .* {re.escape(install_command(f'stack-core[{extra}]'))}"
+    ):
         _ = Target(name).devices
 
 

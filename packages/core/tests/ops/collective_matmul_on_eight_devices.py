@@ -64,7 +64,7 @@ SPECS = {
 
 
 def a_second_axis_shares_the_weight():
-    other = dataclasses.replace(REFERENCE, name="other", vjp=None)
+    other = dataclasses.replace(REFERENCE, name="other", backward=None)
     for dtype in ("float32", "bfloat16"):
         for kind in KINDS:
             for check_vma, implementation in ((True, None), (False, None), (True, other)):

@@ -31,9 +31,9 @@ QUERY, KEY = _zeros(2, 5, 4, 8), _zeros(2, 7, 2, 8)
 @pytest.mark.parametrize(
     ("arguments", "kind", "parts"),
     [
-        ({"key": _zeros(2, 7, 2, 6)}, ShapeError, ("'head_dim' is 6 in key, but 8 in query",)),
+        ({"key": _zeros(2, 7, 2, 6)}, ShapeError, ("'key_dim' is 6 in key, but 8 in query",)),
         ({"value": _zeros(2, 6, 2, 8)}, ShapeError, ("'kv_seq' is 6 in value, but 7 in key",)),
-        ({"query": _zeros(2, 5, 32)}, ShapeError, ("query has shape (2, 5, 32)", "batch, q_seq, heads, head_dim")),
+        ({"query": _zeros(2, 5, 32)}, ShapeError, ("query has shape (2, 5, 32)", "batch, q_seq, heads, key_dim")),
         ({"query": _zeros(2, 5, 3, 8)}, ShapeError, ("3 heads", "2 kv_heads")),
         ({"bias": _zeros(2, 4, 5, 6)}, ShapeError, ("'kv_seq' is 6 in bias",)),
         ({"kv_lengths": _zeros(3, dtype=jnp.int32)}, ShapeError, ("'batch' is 3 in kv_lengths",)),
@@ -95,6 +95,9 @@ PAGED = {
         ({"layout": "pshd"}, ShapeError, ("4 heads", "16 kv_heads")),
         ({"key_pages": _zeros(9, 2, 16, 6)}, ShapeError, ("'head_dim' is 6 in key_pages, but 8 in query",)),
         ({"value_pages": _zeros(8, 2, 16, 8)}, ShapeError, ("'pages' is 8 in value_pages, but 9 in key_pages",)),
+        ({"value_pages": None}, ArgumentError, ("value_dim is None and there are no value_pages", "head_dim=8")),
+        ({"value_pages": None, "value_dim": 9}, ArgumentError, ("value_dim is 9", "head_dim=8")),
+        ({"value_dim": 8}, ArgumentError, ("value_dim is 8 beside value_pages",)),
         ({"query": _zeros(5, 32)}, ShapeError, ("query has shape (5, 32)", "tokens, heads, head_dim")),
         ({"kv_lengths": PLACES[:2]}, ShapeError, ("'batch' is 2 in kv_lengths, but 3 in block_tables",)),
         ({"query_starts": PLACES}, ShapeError, ("query_starts has shape (3,); expected (4,)", "3 sequences")),
@@ -138,6 +141,29 @@ def test_paged_attention(arguments: dict[str, Any], kind: type[StackError], part
             ("unknown activation 'sillu'", "Did you mean 'silu'"),
         ),
         (
+            "gated_linear_unit",
+            {"x": _zeros(2, 3), "w_gate": _zeros(3, 4), "w_up": _zeros(3, 4), "bias_up": _zeros(3)},
+            ShapeError,
+            ("'d_out' is 3 in bias_up, but 4 in w_gate",),
+        ),
+        (
+            "gated_linear_unit",
+            {"x": _zeros(2, 3), "w_gate": _zeros(3, 4), "w_up": _zeros(3, 4), "limit": 0.0},
+            ArgumentError,
+            ("limit is 0.0",),
+        ),
+        (
+            "ragged_dot",
+            {
+                "lhs": _zeros(6, 3),
+                "rhs": _zeros(2, 3, 5),
+                "group_sizes": _zeros(2, dtype=jnp.int32),
+                "bias": _zeros(5),
+            },
+            ShapeError,
+            ("bias has shape (5,)", "[groups, d_out]"),
+        ),
+        (
             "linear_cross_entropy",
             {"hidden": _zeros(2, 3), "weight": _zeros(3, 5), "labels": _zeros(3, dtype=jnp.int32)},
             ShapeError,
@@ -159,6 +185,23 @@ def test_paged_attention(arguments: dict[str, Any], kind: type[StackError], part
             },
             ArgumentError,
             ("label_smoothing is 2",),
+        ),
+        (
+            "linear_cross_entropy",
+            {
+                "hidden": _zeros(2, 3),
+                "weight": _zeros(3, 5),
+                "labels": _zeros(2, dtype=jnp.int32),
+                "bias": _zeros(3),
+            },
+            ShapeError,
+            ("'vocab' is 3 in bias, but 5 in weight",),
+        ),
+        (
+            "linear_cross_entropy",
+            {"hidden": _zeros(2, 3), "weight": _zeros(3, 5), "labels": _zeros(2, dtype=jnp.int32), "softcap": -1.0},
+            ArgumentError,
+            ("softcap is -1.0",),
         ),
         (
             "ragged_dot",

@@ -3,7 +3,6 @@ import importlib
 import unittest
 from typing import Any
 
-import jax
 import pytest
 
 from stack_core.ops import _attention_tiles
@@ -16,11 +15,12 @@ OPS = (
     "linear",
     "linear_attention",
     "linear_cross_entropy",
+    "low_rank",
     "norm",
     "paged_attention",
     "ragged_dot",
     "rope",
-)  # collective_matmul needs several devices: test_collective_matmul.py
+)  # those that need several devices: test_collective_matmul.py, test_exchange.py
 
 
 @pytest.mark.parametrize("check", [pytest.param(check, id=f"{op}-{check}") for op in OPS for check in op_checks(op)])
@@ -29,7 +29,11 @@ def test_reference_keeps_its_contract(check: OpCheck) -> None:
 
 
 def _in_chunks(op: str, *names: str) -> list[OpCheck]:
-    return [c for c in op_checks(op) if c.case.name in names and (c.aspect == "float32" or c.case.name == "everything")]
+    return [
+        c
+        for c in op_checks(op)
+        if c.case.name in names and (c.aspect == "float32" or c.case.name.startswith("everything"))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,7 @@ def _in_chunks(op: str, *names: str) -> list[OpCheck]:
         "mask",
         "segment_pair",
         "kv_lengths",
+        "narrow_values",
         "sinks_and_empty_rows",
         "everything",
     ),
@@ -56,7 +61,11 @@ def test_attention_in_many_tiles(check: OpCheck, monkeypatch: pytest.MonkeyPatch
     check(ATTENTION)
 
 
-@pytest.mark.parametrize("check", _in_chunks("linear_cross_entropy", "plain", "none", "ignored", "everything"), ids=str)
+@pytest.mark.parametrize(
+    "check",
+    _in_chunks("linear_cross_entropy", "plain", "none", "ignored", "bias", "everything_that_heads_have"),
+    ids=str,
+)
 @pytest.mark.parametrize("chunk_bytes", [1, 700])
 def test_linear_cross_entropy_in_many_chunks(check: OpCheck, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cross_entropy = importlib.import_module("stack_core.ops._linear_cross_entropy")
@@ -69,17 +78,20 @@ class Broken:
 
     @staticmethod
     def drops_the_window(**arguments: Any) -> Any:
-        return ATTENTION.function(**{**arguments, "window": None})
+        return ATTENTION.forward(**{**arguments, "window": None})
 
     @staticmethod
-    def wrong_gradient(**arguments: Any) -> Any:
-        arguments["key"] = jax.lax.stop_gradient(arguments["key"])
-        return ATTENTION.function(**arguments)
+    def wrong_gradient(*args: Any, **arguments: Any) -> Any:
+        assert ATTENTION.backward is not None
+        return {**ATTENTION.backward(*args, **arguments), "key": None}
 
 
-@pytest.mark.parametrize(("function", "case"), [(Broken.drops_the_window, "window"), (Broken.wrong_gradient, "plain")])
-def test_a_wrong_implementation_is_noticed(function: Any, case: str) -> None:
-    broken = dataclasses.replace(ATTENTION, name="broken", function=function)
+@pytest.mark.parametrize(
+    ("functions", "case"),
+    [({"forward": Broken.drops_the_window}, "window"), ({"backward": Broken.wrong_gradient}, "plain")],
+)
+def test_a_wrong_implementation_is_noticed(functions: Any, case: str) -> None:
+    broken = dataclasses.replace(ATTENTION, name="broken", **functions)
     for check in op_checks("attention"):
         if check.case.name == case:
             with pytest.raises(AssertionError, match="off by"):
@@ -87,11 +99,13 @@ def test_a_wrong_implementation_is_noticed(function: Any, case: str) -> None:
 
 
 def test_an_implementation_that_says_no_is_skipped_with_its_reason() -> None:
-    refuses = dataclasses.replace(ATTENTION, name="refuses", supports=lambda call, chip: "no such tile")
+    refuses = dataclasses.replace(ATTENTION, name="refuses", supports=lambda call, chip, config: "no such tile")
     with pytest.raises(unittest.SkipTest, match="no such tile"):
         op_checks("attention")[0](refuses)
 
 
 def test_an_implementation_of_the_forward_pass_alone_keeps_the_contract() -> None:
-    forward = dataclasses.replace(ATTENTION, name="forward", supports=lambda call, chip: call.direction == "forward")
+    forward = dataclasses.replace(
+        ATTENTION, name="forward", supports=lambda call, chip, config: call.direction == "forward"
+    )
     op_checks("attention")[0](forward)

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 from stack_core import ops
-from stack_core.abi import AUTODIFF, OpImplementation
+from stack_core.abi import OWN, OpImplementation
 from stack_core.errors import PluginError, UnknownName, UnsupportedOp
 from stack_core.hardware import current_chip, use_chip
-from stack_core.ops import _dispatch, building
+from stack_core.ops import _choosing, building
+from stack_core.ops._dispatch import requested
+from stack_core.ops._linear import OP as LINEAR_OP
 from stack_core.ops._linear import REFERENCE as LINEAR
 from stack_core.ops._rope import REFERENCE as ROPE
 from stack_core.registry import Entry, Registry
@@ -22,18 +24,24 @@ OPTIONS = {"preferred_dtype": jnp.dtype("float32")}
 
 
 def _returning(value: float, name: str = "other", **fields: Any) -> OpImplementation:
-    def function(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> Any:
-        return jnp.full((*x.shape[:-1], weight.shape[1]), value, preferred_dtype) + 0 * jnp.sum(x)
+    def forward(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, wants: Any) -> Any:
+        return jnp.full((*x.shape[:-1], weight.shape[1]), value, preferred_dtype) + 0 * jnp.sum(x), {}
 
-    return OpImplementation(op="linear", name=name, function=function, **fields)
+    return OpImplementation(op="linear", name=name, forward=forward, **fields)
+
+
+def _zeros(
+    arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, wants: Any, **config: Any
+) -> Mapping[str, Any]:
+    return {}
 
 
 def _only(direction: str) -> Any:
-    return lambda call, chip: call.direction == direction or f"does {direction} only"
+    return lambda call, chip, config: call.direction == direction or f"does {direction} only"
 
 
 def _chosen(implementation: Any = None) -> tuple[str, str]:
-    plan = _dispatch.plan("linear", STRUCTS, OPTIONS, implementation)
+    plan = _choosing.plan(*requested(LINEAR_OP, STRUCTS, OPTIONS, implementation))
     return plan.forward.implementation.name, plan.backward.implementation.name
 
 
@@ -52,7 +60,7 @@ def test_an_unknown_name_is_an_error_with_a_suggestion() -> None:
 
 
 def test_the_highest_priority_that_supports_the_call_wins(register: Any) -> None:
-    refuses = _returning(3.0, "refuses", priority=9, supports=lambda call, chip: "too wide")
+    refuses = _returning(3.0, "refuses", priority=9, supports=lambda call, chip, config: "too wide")
     register(_returning(1.0, "low", priority=1), _returning(2.0, "high", priority=2), refuses)
     assert _chosen() == ("high", "reference")
     assert float(ops.linear(X, WEIGHT)[0, 0]) == 2.0
@@ -65,7 +73,7 @@ def test_what_the_caller_names_goes_before_priority(register: Any) -> None:
 
 
 def test_of_several_names_the_first_that_supports_the_call_runs(register: Any) -> None:
-    refuses = _returning(1.0, "refuses", supports=lambda call, chip: "too wide")
+    refuses = _returning(1.0, "refuses", supports=lambda call, chip, config: "too wide")
     register()
     assert _chosen([refuses, "reference"])[0] == "reference"
 
@@ -78,9 +86,9 @@ def test_a_tie_is_an_error_that_names_both(register: Any) -> None:
 
 def test_a_refused_name_lists_the_reason_of_every_implementation(register: Any) -> None:
     wide = _returning(
-        1.0, "wide", supports=lambda call, chip: f"d_in is {call.arrays['x'].shape[-1]}, at least 128 needed"
+        1.0, "wide", supports=lambda call, chip, config: f"d_in is {call.arrays['x'].shape[-1]}, at least 128 needed"
     )
-    register(wide, _returning(1.0, "mute", supports=lambda call, chip: False))
+    register(wide, _returning(1.0, "mute", supports=lambda call, chip, config: False))
     with pytest.raises(UnsupportedOp) as caught:
         ops.linear(X, WEIGHT, implementation=wide)
     message = str(caught.value)
@@ -90,9 +98,9 @@ def test_a_refused_name_lists_the_reason_of_every_implementation(register: Any) 
 
 
 def test_a_plugin_may_choose_each_direction(register: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    register(_returning(1.0, "low", priority=1, vjp=AUTODIFF), _returning(2.0, "high", priority=2, vjp=AUTODIFF))
+    register(_returning(1.0, "low", priority=1, backward=_zeros), _returning(2.0, "high", priority=2, backward=_zeros))
     answers = {"forward": "low", "backward": None}
-    monkeypatch.setattr(_dispatch.plugins, "select_op", lambda call, chip, candidates: answers[call.direction])
+    monkeypatch.setattr(_choosing.plugins, "select_op", lambda call, chip, candidates: answers[call.direction])
     assert _chosen() == ("low", "high")
     answers["backward"] = "reference"
     assert _chosen() == ("low", "reference")
@@ -108,22 +116,24 @@ def _gradient(**arguments: Any) -> Mapping[str, jax.Array]:
     return jax.jit(jax.grad(loss))({"x": X, "weight": WEIGHT})
 
 
-def test_without_a_vjp_the_reference_gives_the_gradient() -> None:
+def test_without_a_backward_the_reference_gives_the_gradient() -> None:
     gradient = _gradient(implementation=_returning(7.0))
     assert jnp.array_equal(gradient["x"], jnp.full((2, 3), 2.0))
     assert jnp.array_equal(gradient["weight"], jnp.full((3, 4), 2.0))
 
 
-def test_autodiff_differentiates_the_function_itself() -> None:
-    assert not jnp.any(_gradient(implementation=_returning(7.0, vjp=AUTODIFF))["x"])
+def test_a_backward_of_its_own_gives_the_gradient() -> None:
+    assert not jnp.any(_gradient(implementation=_returning(7.0, backward=_zeros))["x"])
 
 
-def test_a_vjp_is_chosen_apart_from_the_forward_and_sees_its_output(register: Any) -> None:
-    def vjp(arrays: Any, options: Any, output: Any, cotangent: Any) -> Mapping[str, Any]:
-        assert options["preferred_dtype"] == jnp.float32
-        return {"x": jnp.full_like(arrays["x"], output[0, 0] + cotangent[0, 0])}
+def test_a_backward_is_chosen_apart_from_the_forward_and_sees_its_output(register: Any) -> None:
+    def backward(
+        arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, wants: Any
+    ) -> Mapping[str, Any]:
+        assert options["preferred_dtype"] == jnp.float32 and wants == {"x", "weight"}
+        return {"x": jnp.full_like(arrays["x"], outputs[0, 0] + cotangents[0, 0])}
 
-    register(_returning(0.0, "backward", vjp=vjp, priority=4, supports=_only("backward")))
+    register(_returning(0.0, "backward", backward=backward, priority=4, supports=_only("backward")))
     assert _chosen() == ("reference", "backward")
     gradient = _gradient()
     assert jnp.array_equal(gradient["x"], jnp.full((2, 3), 2.5))
@@ -131,13 +141,13 @@ def test_a_vjp_is_chosen_apart_from_the_forward_and_sees_its_output(register: An
 
 
 def test_a_backward_that_refuses_falls_back_to_the_reference(register: Any) -> None:
-    register(_returning(7.0, "forward", vjp=AUTODIFF, priority=4, supports=_only("forward")))
+    register(_returning(7.0, "forward", backward=_zeros, priority=4, supports=_only("forward")))
     assert _chosen() == ("forward", "reference")
     assert jnp.array_equal(_gradient()["x"], jnp.full((2, 3), 2.0))
 
 
 def test_integer_and_absent_arrays_have_no_gradient() -> None:
-    reference = dataclasses.replace(ROPE, name="mine", vjp=None)
+    reference = dataclasses.replace(ROPE, name="mine", backward=None)
     x = jnp.ones((1, 2, 1, 4))
     positions = jnp.arange(2)[None]
     gradient = jax.grad(lambda x: jnp.sum(ops.rope(x, positions, implementation=reference)))(x)
@@ -146,11 +156,7 @@ def test_integer_and_absent_arrays_have_no_gradient() -> None:
 
 
 def test_a_config_is_passed_to_those_that_have_some() -> None:
-    def function(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, config: int) -> Any:
-        return jnp.full((*x.shape[:-1], weight.shape[1]), float(config), preferred_dtype)
-
-    tuned = OpImplementation(op="linear", name="tuned", function=function, configs=(64, 128))
-    assert float(ops.linear(X, WEIGHT, implementation=tuned)[0, 0]) == 64.0
+    assert float(ops.linear(X, WEIGHT, implementation=_configured("tuned"))[0, 0]) == 64.0
 
 
 @pytest.mark.parametrize(
@@ -163,7 +169,7 @@ def test_what_is_no_implementation_under_its_own_name_is_reported_and_passed_ove
 ) -> None:
     targets = {"linear/odd": target, "linear/reference": LINEAR}
     entries = {name: Entry(name, target, "test") for name, target in targets.items()}
-    monkeypatch.setattr(_dispatch.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
+    monkeypatch.setattr(_choosing.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
     with pytest.warns(RuntimeWarning, match="ops 'linear/odd' is registered as .* Calls go to other implementations"):
         assert _chosen() == ("reference", "reference")
     with pytest.raises(PluginError, match="expected an OpImplementation of that op and that name"):
@@ -172,34 +178,39 @@ def test_what_is_no_implementation_under_its_own_name_is_reported_and_passed_ove
 
 def test_an_implementation_that_cannot_be_loaded_is_reported_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = {
-        "linear/broken": Entry("linear/broken", "no_such_module:REFERENCE", "test"),
+        "linear/broken": Entry("linear/broken", "stack_core.ops._linear:NO_SUCH", "test"),
         "linear/reference": Entry("linear/reference", LINEAR, "core"),
     }
-    monkeypatch.setattr(_dispatch.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
+    monkeypatch.setattr(_choosing.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
     with pytest.warns(RuntimeWarning, match="linear/broken"):
         assert _chosen() == ("reference", "reference")
 
 
-def _configured(name: str, configs: tuple[Any, ...] = (64, 128), **fields: Any) -> OpImplementation:
-    """Its value is its config."""
+def _configured(name: str, **fields: Any) -> OpImplementation:
+    """Its value is its config, by default 64."""
 
-    def function(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, config: int) -> Any:
-        return jnp.full((*x.shape[:-1], weight.shape[1]), float(config), preferred_dtype) + 0 * jnp.sum(x)
+    def forward(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, config: int, wants: Any) -> Any:
+        kept = {OWN: x} if OWN in wants else {}
+        return jnp.full((*x.shape[:-1], weight.shape[1]), float(config), preferred_dtype) + 0 * jnp.sum(x), kept
 
-    return OpImplementation(op="linear", name=name, function=function, configs=configs, **fields)
+    return OpImplementation(op="linear", name=name, forward=forward, default=lambda call, chip: 64, **fields)
 
 
-def _config_vjp(arrays: Any, options: Any, output: Any, cotangent: Any, *, config: int) -> Mapping[str, Any]:
+def _config_backward(
+    arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, config: int, wants: Any
+) -> Mapping[str, Any]:
     return {"x": jnp.full_like(arrays["x"], config)}
 
 
 def _plan(implementation: Any = None) -> Any:
-    return _dispatch.plan("linear", STRUCTS, OPTIONS, implementation)
+    return _choosing.plan(*requested(LINEAR_OP, STRUCTS, OPTIONS, implementation))
 
 
 def test_a_tuned_table_chooses_implementation_and_config_in_each_direction(register: Any, register_tables: Any) -> None:
     register(
-        _configured("fast", vjp=AUTODIFF), _configured("other", vjp=_config_vjp), _returning(9.0, "high", priority=9)
+        _configured("fast", backward=_zeros),
+        _configured("other", backward=_config_backward),
+        _returning(9.0, "high", priority=9),
     )
     tables = register_tables(mine={"forward": ("fast", 128, "1.3 ms at 2 x 3"), "backward": ("other", 96, "2.5 ms")})
     plan = _plan()
@@ -226,11 +237,11 @@ def test_order_is_named_then_tuned_then_hook_then_priority(
         )
     )
     tables = register_tables(mine={"forward": ("table", None, "measured")})
-    monkeypatch.setattr(_dispatch.plugins, "select_op", lambda call, chip, candidates: "hook")
+    monkeypatch.setattr(_choosing.plugins, "select_op", lambda call, chip, candidates: "hook")
     assert [_chosen("named")[0], _chosen()[0]] == ["named", "table"]
     tables["mine"].answers.clear()
     assert _chosen()[0] == "hook"
-    monkeypatch.setattr(_dispatch.plugins, "select_op", lambda call, chip, candidates: None)
+    monkeypatch.setattr(_choosing.plugins, "select_op", lambda call, chip, candidates: None)
     assert _chosen()[0] == "highest"
 
 
@@ -246,7 +257,7 @@ def test_a_table_gives_its_config_to_what_the_caller_names(register: Any, regist
 
 
 def test_a_table_chooses_among_what_supports_the_call_or_was_named(register: Any, register_tables: Any) -> None:
-    register(_configured("fast"), _returning(1.0, "wide", supports=lambda call, chip: "too wide"))
+    register(_configured("fast"), _returning(1.0, "wide", supports=lambda call, chip, config: "too wide"))
     asked = register_tables(mine={})["mine"].asked
     _plan()
     _plan("fast")
@@ -283,14 +294,13 @@ def test_of_several_tables_the_first_by_name_that_knows_the_call_is_followed(
     [
         (("fats", 64, ""), r"'mine' chooses 'fats' for linear forward, but there is no such .* Did you mean 'fast'"),
         (("wide", None, ""), "'wide' for linear forward, but that does not support the call: too wide"),
-        (("fast", "64", ""), r"'fast' for linear forward, but its config '64' is of type str; expected int"),
         (("reference", 64, ""), "'reference' for linear forward, but its config 64 is of type int; it takes none"),
     ],
 )
 def test_advice_that_cannot_be_followed_is_reported_once_and_passed_over(
     register: Any, register_tables: Any, advice: Any, expected: str
 ) -> None:
-    register(_configured("fast"), _returning(1.0, "wide", supports=lambda call, chip: "too wide"))
+    register(_configured("fast"), _returning(1.0, "wide", supports=lambda call, chip, config: "too wide"))
     register_tables(mine={"forward": advice}, other={"forward": ("fast", 128, "measured")})
     with pytest.warns(RuntimeWarning, match=expected):
         assert _plan().forward.config == 128
@@ -323,23 +333,29 @@ def test_a_table_that_fails_is_reported_once_and_ignored(
     assert _chosen() == ("reference", "reference")
 
 
-def test_what_autodiff_gives_both_passes_has_one_config(register: Any, register_tables: Any) -> None:
-    register(_configured("fast", vjp=AUTODIFF))
-    register_tables(mine={"forward": ("fast", 64, ""), "backward": ("fast", 128, "")})
+def test_what_keeps_its_own_residuals_has_one_config_both_ways(register: Any, register_tables: Any) -> None:
+    register(_configured("fast", backward=_config_backward, residuals=(OWN,)))
+    register_tables(mine={"forward": ("fast", 96, ""), "backward": ("fast", 128, "")})
     plan = _plan()
-    assert (plan.forward.config, plan.backward.config) == (64, 64)
-    assert plan.backward.reason.endswith("with the forward's config, as autodiff must")
-    assert "custom_vjp" not in str(jax.make_jaxpr(ops.linear)(X, WEIGHT))
+    assert (plan.forward.config, plan.backward.config) == (96, 96)
+    assert plan.backward.reason.endswith("with the config of its forward pass")
 
 
-def test_a_vjp_of_an_implementation_with_configs_gets_its_default(register: Any) -> None:
-    register(_configured("fast", vjp=_config_vjp, priority=1))
+def test_a_config_that_does_not_support_the_call_gives_way_to_the_default(register: Any, register_tables: Any) -> None:
+    register(_configured("fast", supports=lambda call, chip, config: config < 100 or "too large"))
+    register_tables(mine={"forward": ("fast", 128, "measured")})
+    assert (_plan().forward.config, _plan().forward.implementation.name) == (64, "fast")
+    assert "but not with 128: too large" in _plan().forward.reason
+
+
+def test_a_backward_of_an_implementation_with_a_config_gets_its_default(register: Any) -> None:
+    register(_configured("fast", backward=_config_backward, priority=1))
     assert jnp.array_equal(_gradient()["x"], jnp.full((2, 3), 64.0))
 
 
 def test_a_backward_that_nothing_supports_raises_when_it_is_asked_for(register: Any) -> None:
     register()
-    refusing = dataclasses.replace(_returning(7.0, "reference", vjp=AUTODIFF), supports=_only("forward"))
+    refusing = dataclasses.replace(_returning(7.0, "reference", backward=_zeros), supports=_only("forward"))
     assert float(ops.linear(X, WEIGHT, implementation=refusing)[0, 0]) == 7.0
     with pytest.raises(
         UnsupportedOp, match=r"linear backward: no .*\n.*\n.*\n  reference: does forward only\n"
@@ -349,7 +365,7 @@ def test_a_backward_that_nothing_supports_raises_when_it_is_asked_for(register: 
 
 
 def test_a_tie_of_backward_passes_is_an_error_for_those_who_differentiate(register: Any) -> None:
-    two = [_returning(1.0, name, vjp=AUTODIFF, priority=5, supports=_only("backward")) for name in ("one", "two")]
+    two = [_returning(1.0, name, backward=_zeros, priority=5, supports=_only("backward")) for name in ("one", "two")]
     register(*two)
     assert float(ops.linear(X, WEIGHT)[0, 0]) == 1.5
     with pytest.raises(UnsupportedOp, match=r"linear backward: 'one' and 'two' .* same priority 5"):
@@ -358,7 +374,7 @@ def test_a_tie_of_backward_passes_is_an_error_for_those_who_differentiate(regist
 
 def test_a_named_implementation_that_refuses_the_backward_pass_says_so_once(register: Any) -> None:
     register()
-    forward_only = _returning(7.0, "mine", vjp=AUTODIFF, supports=_only("forward"))
+    forward_only = _returning(7.0, "mine", backward=_zeros, supports=_only("forward"))
     assert float(ops.linear(X, WEIGHT, implementation=forward_only)[0, 0]) == 7.0
     expected = r"'mine' was named .* not backward: does forward only\. 'reference' gives .*\['mine', 'reference'\]"
     with pytest.warns(RuntimeWarning, match=expected):
@@ -369,13 +385,13 @@ def test_a_named_implementation_that_refuses_the_backward_pass_says_so_once(regi
 
 def test_nothing_is_said_where_the_caller_names_the_backward_too(register: Any) -> None:
     register()
-    forward_only = _returning(7.0, "mine", vjp=AUTODIFF, supports=_only("forward"))
+    forward_only = _returning(7.0, "mine", backward=_zeros, supports=_only("forward"))
     gradient = _gradient(implementation=[forward_only, "reference"])
     assert jnp.array_equal(gradient["x"], jnp.full((2, 3), 2.0))
 
 
 def test_a_supports_that_raises_is_a_refusal(register: Any) -> None:
-    def supports(call: Any, chip: Any) -> bool:
+    def supports(call: Any, chip: Any, config: Any) -> bool:
         return call.arrays["no such array"] is not None
 
     register(_returning(1.0, "broken", supports=supports, priority=9))
@@ -392,7 +408,7 @@ def test_choices_are_made_while_tracing_only(
     register(_returning(1.0, "one", priority=1))
     tables = register_tables(mine={})
     monkeypatch.setattr(
-        _dispatch.plugins, "select_op", lambda call, chip, candidates: asked.append(call.direction) or "one"
+        _choosing.plugins, "select_op", lambda call, chip, candidates: asked.append(call.direction) or "one"
     )
     step = jax.jit(lambda x: ops.linear(x, WEIGHT))
     step(X)
@@ -403,7 +419,9 @@ def test_choices_are_made_while_tracing_only(
 
 def test_a_function_is_traced_again_for_another_target(register: Any) -> None:
     register(
-        _returning(1.0, "wide", priority=1, supports=lambda call, chip: chip.kind == "wide chip" or "for wide chips")
+        _returning(
+            1.0, "wide", priority=1, supports=lambda call, chip, config: chip.kind == "wide chip" or "for wide chips"
+        )
     )
     step = jax.jit(lambda x: ops.linear(x, WEIGHT)[0, 0])
     assert float(step(X)) == 1.5
@@ -413,8 +431,41 @@ def test_a_function_is_traced_again_for_another_target(register: Any) -> None:
 
 
 def test_what_supports_a_call_is_found_by_direction(register: Any) -> None:
-    refuses = _returning(1.0, "refuses", supports=lambda call, chip: "too wide")
-    register(refuses, _returning(1.0, "forward"), _returning(1.0, "both", vjp=AUTODIFF))
-    call = _dispatch.op_call("linear", STRUCTS, OPTIONS)
+    refuses = _returning(1.0, "refuses", supports=lambda call, chip, config: "too wide")
+    register(refuses, _returning(1.0, "forward"), _returning(1.0, "both", backward=_zeros))
+    call = _choosing.op_call("linear", STRUCTS, OPTIONS)
     assert set(building.supporting(call)) == {"forward", "both", "reference"}
     assert set(building.supporting(dataclasses.replace(call, direction="backward"))) == {"both", "reference"}
+
+
+def test_an_implementation_whose_functions_take_other_parameters_is_passed_over(register: Any) -> None:
+    def forward(x: Any, weights: Any, *, bias: Any, preferred_dtype: Any, wants: Any) -> Any:
+        raise AssertionError("it cannot be called")
+
+    register(OpImplementation(op="linear", name="odd", forward=forward))
+    with pytest.warns(RuntimeWarning, match="linear/odd': forward: .* it lacks weight; nothing is passed as weights"):
+        assert _chosen() == ("reference", "reference")
+
+
+def test_a_backend_that_is_not_installed_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = {
+        "linear/absent": Entry("linear/absent", "no_such_backend.kernels:LINEAR", "test"),
+        "linear/reference": Entry("linear/reference", LINEAR, "core"),
+    }
+    monkeypatch.setattr(_choosing.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
+    plan = _plan()
+    assert plan.forward.implementation.name == "reference"
+    assert "its backend is not installed: No module named 'no_such_backend'" in dict(plan.forward.refused)["absent"]
+
+
+def test_other_platforms_are_refused_by_name(register: Any) -> None:
+    register(_returning(1.0, "tpu", platforms=("tpu",)))
+    assert dict(_plan().forward.refused) == {"tpu": "it is for tpu, and the target is cpu"}
+
+
+def test_what_does_not_export_refuses_programs_that_are_exported(register: Any) -> None:
+    register(_returning(1.0, "foreign", exports=False))
+    step = jax.jit(lambda x: ops.linear(x, WEIGHT)[0, 0])
+    assert float(step(X)) == 1.0
+    with ops.for_export():
+        assert float(step(X)) == 1.5

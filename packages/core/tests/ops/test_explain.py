@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from stack_core import ops
-from stack_core.abi import AUTODIFF, OpCall, OpImplementation
+from stack_core.abi import OpCall, OpImplementation
 from stack_core.errors import UnknownName, UnsupportedOp
 from stack_core.hardware import current_chip, use_chip
 from stack_core.ops import Explanation, explain
@@ -26,14 +26,20 @@ def linear(x: Any, weight: Any = X) -> Any:
 
 
 def _fast(**fields: Any) -> OpImplementation:
-    def function(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, config: int) -> Any:
-        return (x @ weight).astype(preferred_dtype)
+    def forward(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, config: int, wants: Any) -> Any:
+        return (x @ weight).astype(preferred_dtype), {}
 
-    return OpImplementation(op="linear", name="fast", function=function, configs=(64, 128), **fields)
+    return OpImplementation(op="linear", name="fast", forward=forward, default=lambda call, chip: 64, **fields)
 
 
-def _fast_vjp(arrays: Any, options: Any, output: Any, cotangent: Any, *, config: int) -> Mapping[str, Any]:
-    return {"x": cotangent @ arrays["weight"].T, "weight": arrays["x"].T @ cotangent}
+def _fast_backward(
+    arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, config: int, wants: Any
+) -> Mapping[str, Any]:
+    return {"x": cotangents @ arrays["weight"].T, "weight": arrays["x"].T @ cotangents}
+
+
+def _never(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, wants: Any) -> Any:
+    raise AssertionError("it refuses every call")
 
 
 def _calls(fn: Callable[..., Any], *args: Any) -> list[tuple[str, int]]:
@@ -42,8 +48,10 @@ def _calls(fn: Callable[..., Any], *args: Any) -> list[tuple[str, int]]:
 
 def test_a_call_shows_both_directions_with_config_and_reason(register: Any, register_tables: Any) -> None:
     register(
-        _fast(vjp=_fast_vjp),
-        OpImplementation(op="linear", name="wide", function=linear, supports=lambda call, chip: "d_in is 4, not 128"),
+        _fast(backward=_fast_backward),
+        OpImplementation(
+            op="linear", name="wide", forward=_never, supports=lambda call, chip, config: "d_in is 4, not 128"
+        ),
     )
     register_tables(mine={"forward": ("fast", 128, "1.3 ms at 4 x 4"), "backward": ("fast", None, "2.5 ms at 4 x 4")})
     (call,) = explain(lambda x: ops.linear(x, X, preferred_dtype="float32"), SHAPE)
@@ -63,7 +71,8 @@ def test_a_call_shows_both_directions_with_config_and_reason(register: Any, regi
 
 def test_its_text_is_an_aligned_table(register: Any, register_tables: Any) -> None:
     register(
-        _fast(), OpImplementation(op="linear", name="wide", function=linear, supports=lambda call, chip: "4 < 128")
+        _fast(),
+        OpImplementation(op="linear", name="wide", forward=_never, supports=lambda call, chip, config: "4 < 128"),
     )
     register_tables(mine={"forward": ("fast", 128, "1.3 ms")})
 
@@ -175,7 +184,7 @@ def test_a_line_that_is_differentiated_in_one_place_counts_as_differentiated() -
 
 
 def test_a_named_backward_is_no_hindrance(register: Any) -> None:
-    register(_fast(vjp=_fast_vjp, priority=9))
+    register(_fast(backward=_fast_backward, priority=9))
     (call,) = explain(jax.grad(lambda x, weight: jnp.sum(linear(x, weight)), argnums=1), SHAPE, SHAPE)
     assert (call.backward.implementation.name, call.differentiated) == ("fast", ("weight",))
 
@@ -257,7 +266,9 @@ def test_what_is_no_array_is_passed_as_it_is() -> None:
 
 
 def test_it_explains_for_another_chip(register: Any) -> None:
-    register(_fast(priority=1, supports=lambda call, chip: chip.kind == "wide chip" or f"{chip.kind} is too narrow"))
+    register(
+        _fast(priority=1, supports=lambda call, chip, config: chip.kind == "wide chip" or f"{chip.kind} is too narrow")
+    )
     wide = dataclasses.replace(current_chip(), kind="wide chip")
     jitted = jax.jit(linear)
     jitted(X)
@@ -274,7 +285,7 @@ def test_it_explains_for_another_chip(register: Any) -> None:
 
 
 def test_a_call_that_nothing_supports_is_shown_and_the_rest_too(register: Any) -> None:
-    register(_fast(supports=lambda call, chip: "too wide"))
+    register(_fast(supports=lambda call, chip, config: "too wide"))
     first, second = explain(lambda x: linear(ops.linear(x, X, implementation="fast")), SHAPE)
     assert isinstance(first.forward, UnsupportedOp)
     assert first.backward is first.forward
@@ -283,7 +294,7 @@ def test_a_call_that_nothing_supports_is_shown_and_the_rest_too(register: Any) -
 
 
 def test_a_gradient_that_nothing_gives_is_shown(register: Any) -> None:
-    tied = [dataclasses.replace(_fast(vjp=AUTODIFF, priority=5), name=name) for name in ("one", "two")]
+    tied = [dataclasses.replace(_fast(backward=_fast_backward, priority=5), name=name) for name in ("one", "two")]
     forward = _fast(priority=9)
     register(*tied, forward)
     (call,) = explain(jax.grad(lambda x: jnp.sum(linear(x))), SHAPE)

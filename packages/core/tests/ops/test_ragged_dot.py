@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from stack_core import ops
+from stack_core.ops._ragged_dot import REFERENCE
 from stack_core.testing import OpCheck, Quantized, op_checks
 
 RNG = np.random.default_rng(0)
 LHS = jnp.asarray(RNG.normal(size=(9, 4)), jnp.float32)
 RHS = jnp.asarray(RNG.normal(size=(3, 4, 5)), jnp.float32)
-MODULE = importlib.import_module("stack_core.ops._ragged_dot")
+TILES = importlib.import_module("stack_core.ops._ragged_tiles")
 
 
 def _gradients(lhs: Any, rhs: Any, group_sizes: Any) -> Any:
@@ -28,8 +29,8 @@ def _gradients(lhs: Any, rhs: Any, group_sizes: Any) -> Any:
     "check", [c for c in op_checks("ragged_dot") if c.aspect == "float32" and c.case.name != "empty_rows"], ids=str
 )
 def test_tiles_of_any_size(check: OpCheck, tile_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODULE, "_tile_rows", lambda rows, groups: tile_rows)
-    check(MODULE.REFERENCE)
+    monkeypatch.setattr(TILES, "_tile_rows", lambda rows, groups: tile_rows)
+    check(REFERENCE)
 
 
 @pytest.mark.parametrize("garbage", [jnp.nan, jnp.inf])

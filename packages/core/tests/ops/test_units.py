@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from stack_core import ops
-from stack_core.abi import AUTODIFF, OpImplementation, QView
+from stack_core.abi import OpImplementation, QView
 from stack_core.hardware import use_chip
 from stack_core.mesh import MeshConfig, make_mesh, use_mesh
 from stack_core.ops.units import as_units, unit_of
@@ -126,14 +126,14 @@ def test_a_call_is_what_its_contexts_made_it(register: Any) -> None:
     seen = []
     chip = registries.chips["v5e"]
 
-    def supports(call: Any, chip: Any) -> bool:
+    def supports(call: Any, chip: Any, config: Any) -> bool:
         seen.append(chip.kind)
         return True
 
-    def function(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> Any:
-        return (x @ weight).astype(preferred_dtype)
+    def function(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, wants: Any) -> Any:
+        return (x @ weight).astype(preferred_dtype), {}
 
-    register(OpImplementation(op="linear", name="mine", function=function, supports=supports, vjp=AUTODIFF))
+    register(OpImplementation(op="linear", name="mine", forward=function, supports=supports))
 
     def elsewhere(x: Any, weight: Any) -> Any:
         with use_chip(chip):

@@ -10,18 +10,20 @@ from stack_core.abi import OpCall, QView
 from stack_core.hardware import Chip
 from stack_core.ops.building import QuantizedArray, is_quantized
 
-__all__ = ["abstract_view", "as_bits", "from_bits", "on_cpu", "on_cpu_unquantized"]
+__all__ = ["abstract_view", "as_bits", "from_bits", "takes_no", "unquantized"]
 
 
-def on_cpu(call: OpCall, chip: Chip) -> bool | str:
-    """The `supports` of what takes every call where the target is a CPU, whatever the machine at hand is."""
-    return True if chip.kind == "cpu" else f"it is for CPUs, and the target is {chip.kind}"
-
-
-def on_cpu_unquantized(call: OpCall, chip: Chip) -> bool | str:
-    """`on_cpu`, for implementations that take no quantized operand."""
+def unquantized(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
+    """The `supports` of what takes every call without a quantized operand."""
     quantized = [name for name, array in call.arrays.items() if is_quantized(array)]
-    return f"{' and '.join(quantized)} is quantized" if quantized else on_cpu(call, chip)
+    return f"{' and '.join(quantized)} is quantized" if quantized else True
+
+
+def takes_no(call: OpCall, *names: str) -> bool | str:
+    """True unless one of these optional arguments is given; then the reason, which names them."""
+    arguments = {**call.arrays, **call.options}
+    given = [name for name in names if arguments[name] is not None]
+    return f"it takes no {' and no '.join(given)}" if given else True
 
 
 def abstract_view(array: QuantizedArray) -> QView:

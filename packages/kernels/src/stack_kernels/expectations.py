@@ -15,7 +15,7 @@ from stack_core import ops
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.errors import ArgumentError, StackError, TuningError
 from stack_core.hardware import Chip, target_chip, use_chip
-from stack_core.ops.building import supporting
+from stack_core.ops.building import answer, supporting
 from stack_core.plugins import registries
 from stack_kernels.roofline import work_of
 from stack_kernels.tuning.costs import estimate_s
@@ -144,11 +144,8 @@ def _registered(op: str) -> list[OpImplementation]:
 
 
 def _refused(found: OpImplementation, call: OpCall, chip: Chip) -> Expectation:
-    reason: Any = "it has no backward pass of its own" if call.direction == "backward" and found.vjp is None else None
-    try:
-        reason = reason or found.supports(call, chip)
-    except Exception as error:  # `supports` may fail in any way, which is its answer here.
-        reason = f"its `supports` raised {type(error).__name__}: {error}"
+    with use_chip(chip):
+        reason = answer(found, call)
     return Expectation(found.name, str(reason or "no reason given"), False, None, None, "unknown", "")
 
 

@@ -125,7 +125,12 @@ def _pairs(arrays: Mapping[str, Any], options: Mapping[str, Any], values: Mappin
 
 
 def _attention_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
-    return (10 if backward else 4) * _pairs(arrays, options, values) * arrays["query"].shape[-1]
+    return _pairs(arrays, options, values) * _pair_flops(arrays["query"].shape[-1], arrays["value"].shape[-1], backward)
+
+
+def _pair_flops(key_dim: int, value_dim: int, backward: bool) -> int:
+    """Of a query and a key: forward q k and w v; backward q k again, and the gradients of q, k, v and w."""
+    return 6 * key_dim + 4 * value_dim if backward else 2 * (key_dim + value_dim)
 
 
 def _keys_of_sequences(arrays: Any, options: Any, values: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -145,7 +150,11 @@ def _paged_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
         seen = np.maximum(length - count + np.arange(count) + 1, 0)
         pairs += int((seen if window is None else np.minimum(seen, window + 1)).sum())
     _, heads, head_dim = arrays["query"].shape
-    return (10 if backward else 4) * pairs * heads * head_dim
+    return pairs * heads * _pair_flops(head_dim, _paged_value_dim(arrays, options), backward)
+
+
+def _paged_value_dim(arrays: Any, options: Any) -> int:
+    return options["value_dim"] or _logical(arrays["value_pages"]).shape[-1]
 
 
 def _used_pages_bytes(arrays: Any, options: Any, values: Any) -> dict[str, int]:
@@ -157,7 +166,7 @@ def _used_pages_bytes(arrays: Any, options: Any, values: Any) -> dict[str, int]:
         sizes = dict(zip(options["layout"], _logical(pages).shape, strict=True))
         return min(_bytes(pages) * used // max(sizes["p"] * sizes["s"], 1), _bytes(pages))
 
-    return {name: read(arrays[name]) for name in ("key_pages", "value_pages")}
+    return {name: read(arrays[name]) for name in ("key_pages", "value_pages") if name in arrays}
 
 
 def _rows(array: Any) -> int:
@@ -194,6 +203,15 @@ def _loss_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
     return 2 * operands * _rows(arrays["hidden"]) * math.prod(weight.shape)
 
 
+def _low_rank_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
+    del options
+    rows = _rows(arrays["x"])
+    if "rows" in values:  # [...], the first of the leading axes of x
+        rows = rows * int(np.sum(values["rows"] >= 0)) // max(values["rows"].size, 1)
+    (_, d_in, rank), d_out = arrays["down"].shape, arrays["up"].shape[-1]
+    return 2 * (2 if backward else 1) * rows * rank * (d_in + d_out)
+
+
 def _linear_attention_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
     del options, values
     return (12 if backward else 6) * math.prod(arrays["key"].shape) * arrays["value"].shape[-1]
@@ -207,10 +225,12 @@ def _no_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
 _FLOPS: Mapping[str, Callable[[Any, Any, Any, bool], int]] = {
     "attention": _attention_flops,
     "collective_matmul": _linear_flops,
+    "exchange": _no_flops,
     "gated_linear_unit": _gated_flops,
     "linear": _linear_flops,
     "linear_attention": _linear_attention_flops,
     "linear_cross_entropy": _loss_flops,
+    "low_rank": _low_rank_flops,
     "norm": _no_flops,
     "paged_attention": _paged_flops,
     "ragged_dot": _ragged_flops,
@@ -224,14 +244,20 @@ def _product_bytes(arrays: Any, options: Any, rows: str = "x", weight: str = "we
 
 
 _RESULT_BYTES: Mapping[str, Callable[[Any, Any], int]] = {
-    "attention": lambda arrays, options: _bytes(arrays["query"]),
+    "attention": lambda arrays, options: (
+        _rows(arrays["query"]) * arrays["value"].shape[-1] * arrays["value"].dtype.itemsize
+    ),
     "collective_matmul": _product_bytes,
+    "exchange": lambda arrays, options: options["out_rows"] * arrays["x"].shape[1] * arrays["x"].dtype.itemsize,
     "gated_linear_unit": lambda arrays, options: _product_bytes(arrays, options, weight="w_up"),
     "linear": _product_bytes,
     "linear_attention": lambda arrays, options: _bytes(arrays["value"]),
     "linear_cross_entropy": lambda arrays, options: 4,
+    "low_rank": lambda arrays, options: _product_bytes(arrays, options, weight="up"),
     "norm": lambda arrays, options: _bytes(arrays["x"]) * (1 + ("residual" in arrays)),
-    "paged_attention": lambda arrays, options: _bytes(arrays["query"]),
+    "paged_attention": lambda arrays, options: (
+        _rows(arrays["query"]) * _paged_value_dim(arrays, options) * arrays["query"].dtype.itemsize
+    ),
     "ragged_dot": lambda arrays, options: _product_bytes(arrays, options, "lhs", "rhs"),
     "rope": lambda arrays, options: _bytes(arrays["x"]),
 }

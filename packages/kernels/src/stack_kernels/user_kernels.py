@@ -1,26 +1,31 @@
 """A function as an implementation of an op, checked where it is defined."""
 
 import dataclasses
-import functools
-import inspect
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stack_core import ops
-from stack_core.abi import AUTODIFF, OpCall, OpImplementation, supports_everything
-from stack_core.errors import ArgumentError, UnknownName, nearest
+from stack_core.abi import OpCall, OpImplementation, supports_everything
+from stack_core.errors import ArgumentError
+from stack_core.ops.building import check_parameters, check_takes, forward_only, parameters_of
 
 __all__ = ["implementation", "parameters_of"]
 
 
-def implementation(
+Configs = Sequence[Any] | Callable[[OpCall, Any], Sequence[Any]]
+"""Tunable settings, best default first, for all calls or for a call and a chip."""
+
+
+def implementation(  # noqa: PLR0913  each is a field of OpImplementation
     op: str,
     *,
     name: str,
-    configs: Sequence[Any] = (),
-    supports: Callable[[OpCall, Any], bool | str] = supports_everything,
-    vjp: Callable[..., Any] | str | None = None,
+    configs: Configs = (),
+    supports: Callable[[OpCall, Any, Any], bool | str] = supports_everything,
+    backward: Callable[..., Any] | None = None,
+    residuals: Sequence[str] = (),
+    platforms: Sequence[str] | None = None,
+    is_opaque: bool = True,
     priority: int = 1,
 ) -> Callable[[Callable[..., Any]], OpImplementation]:
     """Makes a function an `OpImplementation`, which a plugin registers with one line.
@@ -35,13 +40,17 @@ def implementation(
 
     Args:
       op: a function of `stack_core.ops`. The decorated function takes the op's parameters by name, all but
-        `implementation`, with every default filled in; and `config` where there are `configs`.
+        `implementation` and `axes`, with every default filled in; and `config` where there are `configs`. It returns
+        the result; with `residuals` it takes `wants` too, and returns the result and a mapping of what is wanted.
       name: what callers and tables name it by.
-      configs: tunable settings, best default first: objects of one frozen dataclass whose fields JSON can hold.
-      supports: answers True or the reason why not, from the call and the target chip.
-      vjp: None leaves the gradient to others, in the end the op's reference; `stack_core.abi.AUTODIFF` lets JAX
-        differentiate the function, by its own `jax.custom_vjp` if it has one; or a function
-        `(arrays, options, output, cotangent) -> gradients by parameter name`, which takes `config` too.
+      configs: tunable settings, best default first: objects of one frozen dataclass whose fields JSON can hold; or a
+        function of (call, chip) that returns them.
+      supports: answers True or the reason why not, from the call, the target chip and a config.
+      backward: None leaves the gradient to others, in the end the op's reference; or a function `(arrays, options,
+        outputs, residuals, cotangents, *, wants) -> gradients by parameter name`, which takes `config` too.
+      residuals: the names of what the function keeps for a backward pass, as `OpImplementation` has them.
+      platforms: where it runs, among "cpu", "gpu" and "tpu"; None is everywhere.
+      is_opaque: XLA cannot split it over devices, as it cannot split a Pallas kernel.
       priority: the highest among those that support a call is chosen, and the references have 0; a negative one runs
         where it is named or a tuned table says so.
 
@@ -50,59 +59,38 @@ def implementation(
       ArgumentError: the function's parameters are not the op's, or a setting is not what it is described as above.
     """
     what = f"implementation {name!r} of {op!r}"
-    parameters = parameters_of(op)
-    _check_configs(what, tuple(configs))
-    _check_callable(what, "supports", supports, ("call", "chip"))
-    if vjp is not None and vjp != AUTODIFF:
-        _check_callable(what, "vjp", vjp, ("arrays", "options", "output", "cotangent"), config=bool(configs))
+    parameters, is_tuned = parameters_of(op), callable(configs) or bool(configs)
+    extra = ("config",) if is_tuned else ()
+    if not callable(configs):
+        _check_configs(what, tuple(configs))
+    check_takes(f"{what}: supports", supports, ("call", "chip", "config"))
+    if backward is not None:
+        takes = ("arrays", "options", "outputs", "residuals", "cotangents")
+        check_takes(f"{what}: backward", backward, takes, ("wants", *extra))
+
+    def space(call: OpCall, chip: Any) -> tuple[Any, ...]:
+        found = tuple(configs(call, chip)) if callable(configs) else tuple(configs)
+        if callable(configs):
+            _check_configs(what, found)
+        return found
 
     def implement(function: Callable[..., Any]) -> OpImplementation:
-        expected = (*parameters, "config") if configs else parameters
-        _check_parameters(what, function, expected)
-        return OpImplementation(op, name, function, supports, vjp, tuple(configs), priority)
+        check_parameters(what, function, (*parameters, *(("wants",) if residuals else ()), *extra))
+        return OpImplementation(
+            op,
+            name,
+            function if residuals else forward_only(function),
+            backward,
+            platforms=None if platforms is None else tuple(platforms),
+            supports=supports,
+            default=(lambda call, chip: space(call, chip)[0]) if is_tuned else None,
+            space=space,
+            residuals=tuple(residuals),
+            is_opaque=is_opaque,
+            priority=priority,
+        )
 
     return implement
-
-
-def parameters_of(op: str) -> tuple[str, ...]:
-    """The parameters of an op that its implementations take.
-
-    Raises:
-      UnknownName: there is no such op.
-    """
-    known = _ops()
-    if op not in known:
-        raise UnknownName(f"Unknown op {op!r}.{nearest(op, known)} There are: {', '.join(known)}.")
-    return known[op]
-
-
-@functools.cache
-def _ops() -> dict[str, tuple[str, ...]]:
-    # Not from the registry of ops: a plugin may be imported while that is filled.
-    functions = {name: getattr(ops, name) for name in ops.__all__ if inspect.isfunction(getattr(ops, name))}
-    parameters = {name: tuple(inspect.signature(function).parameters) for name, function in functions.items()}
-    return {
-        name: tuple(parameter for parameter in names if parameter != "implementation")
-        for name, names in parameters.items()
-        if "implementation" in names
-    }
-
-
-def _check_parameters(what: str, function: Callable[..., Any], expected: tuple[str, ...]) -> None:
-    found = inspect.signature(function).parameters.values()
-    named = [each.name for each in found if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in found)
-    missing = [name for name in expected if name not in named and not takes_all]
-    problems = [f"it lacks {', '.join(missing)}"] if missing else []
-    problems += [
-        f"nothing is passed as {each}{nearest(each, missing or expected)}" for each in named if each not in expected
-    ]
-    problems += [f"{each.name} must not be positional-only" for each in found if each.kind is each.POSITIONAL_ONLY]
-    if problems:
-        raise ArgumentError(
-            f"{what}: the parameters of {getattr(function, '__name__', function)!r} do not fit: {'; '.join(problems)}. "
-            f"Expected, all passed by name: {', '.join(expected)}."
-        )
 
 
 def _check_configs(what: str, configs: tuple[Any, ...]) -> None:
@@ -126,12 +114,3 @@ def _check_configs(what: str, configs: tuple[Any, ...]) -> None:
 
 def _is_frozen(config: Any) -> bool:
     return type(config).__dataclass_params__.frozen
-
-
-def _check_callable(what: str, argument: str, value: Any, takes: tuple[str, ...], *, config: bool = False) -> None:
-    keywords = ("config",) if config else ()
-    try:
-        inspect.signature(value).bind(*takes, **dict.fromkeys(keywords))
-    except TypeError as error:
-        listing = ", ".join((*takes, *keywords))
-        raise ArgumentError(f"{what}: {argument} is {value!r}; expected a function of ({listing}): {error}.") from error

@@ -13,7 +13,7 @@ def row(ratios, case="rms", reference_s=1e-3, **others):
         "dtype": "float32",
         "direction": "forward",
         "asked": "",
-        "ran": "cpu",
+        "ran": "xla_cpu",
         "flops": 0,
         "traffic_bytes": 8192,
         "bound_s": 1e-4,

@@ -15,11 +15,11 @@ def test_what_is_written_is_read(tmp_path):
 
 
 def test_a_row_speaks_of_medians():
-    one = row([0.5, 0.9, 0.7], reference_s=2e-3, asked="cpu")
+    one = row([0.5, 0.9, 0.7], reference_s=2e-3, asked="xla_cpu")
     assert one.ratio == pytest.approx(0.7)
     assert one.timing.median_s == pytest.approx(1.4e-3)
     assert one.roofline_share == pytest.approx(0.1 / 1.4)
-    assert one.title == "norm 66m rms float32 forward cpu"
+    assert one.title == "norm 66m rms float32 forward xla_cpu"
     assert row([1.0], bound_s=None).roofline_share is None
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from stack_core import cli
 from stack_core.hardware import current_chip
+from stack_core.installing import install_command
 from stack_kernels.bench import cases, run
 from stack_kernels.bench.cases import BenchCase
 from stack_kernels.tuning.measure import Measured, Timing
@@ -198,7 +199,7 @@ def test_plots_without_matplotlib_are_refused_at_once(bench, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, printed, said = bench("--html", "report.html")
     assert (status, printed) == (2, "")
-    assert "pip install 'stack-kernels[plots]'" in said
+    assert install_command("stack-kernels[plots]") in said
 
 
 def test_a_report_is_one_file_that_loads_nothing(bench, speed):

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from stack_core.abi import AUTODIFF, OpImplementation
+from stack_core.abi import OWN, OpImplementation
 from stack_core.hardware import current_chip
 from stack_core.ops import _report
+from stack_core.ops.building import differentiated, forward_only
 from stack_core.plugins import registries
 from stack_core.registry import Entry, Registry
 from stack_kernels.tuning.sources import MEASURED
@@ -60,4 +61,8 @@ def slow_product(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> Any
 
 
 def linear(name: str, function: Any = product, **fields: Any) -> OpImplementation:
-    return OpImplementation(**{"op": "linear", "name": name, "function": function, "vjp": AUTODIFF, **fields})
+    """An implementation that keeps what JAX saves of a function, unless it has a backward pass of its own."""
+    forward, backward = differentiated(forward_only(function))
+    residuals = () if "backward" in fields else (OWN,)
+    own = {"forward": forward, "backward": backward, "residuals": residuals}
+    return OpImplementation(**{"op": "linear", "name": name, **own, **fields})

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from stack_core import ops
-from stack_core.abi import AUTODIFF, OpCall, OpImplementation, TunedChoice
+from stack_core.abi import OWN, OpCall, OpImplementation, TunedChoice
 from stack_core.hardware import Chip
+from stack_core.ops.building import differentiated
 from stack_kernels.tuning.lookup import OneTable, RelativeChipWarning, TunedTables, duration, nearest_chip
 from stack_kernels.tuning.shapes import shape_of
 from stack_kernels.tuning.tables import Case, ChipName, Measurement, Table
@@ -37,7 +38,7 @@ class Tile:
 
 
 def _implementation(name: str, **fields: Any) -> OpImplementation:
-    return OpImplementation(**{"op": "attention", "name": name, "function": len, "vjp": AUTODIFF, **fields})
+    return OpImplementation(**{"op": "attention", "name": name, "forward": len, "backward": len, **fields})
 
 
 CANDIDATES = {
@@ -97,7 +98,7 @@ def test_what_is_far_from_all_that_was_measured_gets_no_advice(seq: int) -> None
 def test_the_reason_says_what_was_measured_where() -> None:
     table = _table(_measured(BOTH))
     assert _choice(table, _call(8193)).reason == (
-        "forward 1 ms at batch=1 head_dim=64 heads=8 kv_heads=8 kv_seq=8192 q_seq=8192 "
+        "forward 1 ms at batch=1 head_dim=64 heads=8 kv_heads=8 kv_seq=8192 q_seq=8192 value_dim=64 "
         f"(15 rounds, jax {jax.__version__}); 2.00 x as fast as a"
     )
     assert "; about 4 ms here; 2.00 x as fast as a" in _choice(table, _call(16384)).reason
@@ -157,7 +158,7 @@ def test_the_first_in_priority_stays_the_choice_until_it_was_tried() -> None:
 
 
 def test_configs_come_back_as_what_the_implementation_takes() -> None:
-    tiled = {"a": _implementation("a", configs=(Tile(64),))}
+    tiled = {"a": _implementation("a", default=lambda call, chip: Tile(64))}
     found = _measured([("a", {"rows": 128, "fused": True}, 1e-3), ("a", {"rows": 64, "fused": False}, 2e-3)])
     assert _choice(_table(found), _call(), tiled).config == Tile(128, fused=True)
 
@@ -166,7 +167,7 @@ def test_configs_come_back_as_what_the_implementation_takes() -> None:
     "config", [None, 64, {"rows": 64}, {"rows": "64", "fused": True}, {"rows": 64, "fused": True, "depth": 1}]
 )
 def test_a_config_that_no_longer_fits_is_passed_over(config: Any) -> None:
-    tiled = {"a": _implementation("a", configs=(Tile(64),))}
+    tiled = {"a": _implementation("a", default=lambda call, chip: Tile(64))}
     good = _measured([("a", {"rows": 64, "fused": False}, 2e-3)])
     assert _choice(_table(_measured([("a", config, 1e-3)]), good), _call(), tiled).config == Tile(64)
     assert _choice(_table(_measured([("a", config, 1e-3)])), _call(), tiled) is None
@@ -232,7 +233,7 @@ def test_after_a_given_forward_pass_what_shares_nothing_pays_for_both() -> None:
 
 
 def test_passes_of_one_function_have_one_config() -> None:
-    tiled = {"a": _implementation("a", configs=(64, 128)), "b": _implementation("b")}
+    tiled = {"a": _implementation("a", default=lambda call, chip: 64), "b": _implementation("b")}
     forwards = _measured([("a", 64, 1e-3), ("a", 128, 2e-3), ("b", None, 1e-3)])
     wholes = _measured([("a", 64, 9e-3), ("a", 128, 3e-3), ("b", None, 6e-3)], BACKWARD, whole=True)
     table = _table(forwards, wholes)
@@ -242,10 +243,9 @@ def test_passes_of_one_function_have_one_config() -> None:
 
 
 def test_dispatch_follows_the_pair(register: Callable[..., None]) -> None:
-    def function(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> Any:
-        return x @ weight
-
-    register(*(OpImplementation("linear", name, function, vjp=AUTODIFF, priority=2) for name in ("a", "b")))
+    forward, backward = differentiated(lambda x, weight, *, bias, preferred_dtype, wants: (x @ weight, {}))
+    own = {"residuals": (OWN,), "priority": 2}
+    register(*(OpImplementation("linear", name, forward, backward, **own) for name in ("a", "b")))
     structs = {"x": jax.ShapeDtypeStruct((24, 16), "float32"), "weight": jax.ShapeDtypeStruct((16, 16), "float32")}
     call = OpCall("linear", {**structs, "bias": None}, {"preferred_dtype": jnp.dtype("float32")}, "forward")
     backward = dataclasses.replace(call, direction="backward")

@@ -155,6 +155,7 @@ def test_sizes_and_traits_of_an_attention() -> None:
         "head_dim": 8,
         "kv_seq": 40,
         "kv_heads": 2,
+        "value_dim": 8,
         "window[0]": 8,
     }
     assert dict(shape.traits) == {

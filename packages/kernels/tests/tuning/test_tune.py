@@ -70,7 +70,8 @@ def test_it_chooses_among_configs(register: Callable[..., None]) -> None:
     def function(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, config: Tile) -> Any:
         return product(x, weight, bias=bias, preferred_dtype=preferred_dtype) + burned(x, config.rounds)
 
-    register(linear("tiled", function, configs=(Tile(4000), Tile(0), Tile(8000)), priority=5))
+    tiled = {"default": lambda call, chip: Tile(4000), "space": lambda call, chip: (Tile(4000), Tile(0), Tile(8000))}
+    register(linear("tiled", function, **tiled, priority=5))
     tune(layer, X, WEIGHT)
     named = ops.explain(lambda x, w: ops.linear(x, w, implementation="tiled"), X, WEIGHT)[0].forward
     assert named.config == Tile(0)
@@ -90,10 +91,12 @@ def test_what_is_fast_and_wrong_is_rejected(register: Callable[..., None]) -> No
 
 
 def test_a_wrong_gradient_is_rejected_and_its_forward_pass_is_not(register: Callable[..., None]) -> None:
-    def wrong_vjp(arrays: Any, options: Any, output: Any, cotangent: Any) -> Mapping[str, Any]:
-        return {"x": cotangent @ arrays["weight"].T, "weight": 2 * (arrays["x"].T @ cotangent)}
+    def backward(
+        arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, wants: Any
+    ) -> Mapping[str, Any]:
+        return {"x": cotangents @ arrays["weight"].T, "weight": 2 * (arrays["x"].T @ cotangents)}
 
-    register(linear("wrong", vjp=wrong_vjp, priority=5))
+    register(linear("wrong", backward=backward, priority=5))
     report = tune(jax.grad(loss, argnums=(0, 1)), X, WEIGHT)
     assert _outcomes(report)["wrong"] == "measured"
     assert _outcomes(report, "backward") == {"wrong": "rejected", "reference": "measured"}
@@ -130,14 +133,16 @@ def test_forward_and_backward_are_chosen_apart(register: Callable[..., None]) ->
     def quick_forward(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> Any:
         return function(x, weight)
 
-    def vjp(arrays: Any, options: Any, output: Any, cotangent: Any) -> Mapping[str, Any]:
-        return {"x": cotangent @ arrays["weight"].T, "weight": arrays["x"].T @ cotangent}
+    def alone(
+        arrays: Any, options: Any, outputs: Any, residuals: Any, cotangents: Any, *, wants: Any
+    ) -> Mapping[str, Any]:
+        return {"x": cotangents @ arrays["weight"].T, "weight": arrays["x"].T @ cotangents}
 
     def slower(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> Any:
         return slow_product(x, weight, bias=bias, preferred_dtype=preferred_dtype)
 
     reference = linear("reference", slower, priority=0)
-    register(linear("forward", quick_forward, priority=2), linear("backward", slower, vjp=vjp), reference)
+    register(linear("forward", quick_forward, priority=2), linear("backward", slower, backward=alone), reference)
     assert _names() == ("forward", "forward")
     report = tune(jax.grad(loss, argnums=(0, 1)), X, WEIGHT)
     assert {job.case.direction: job.case.gradients_of for job in report.jobs} == {
@@ -233,14 +238,14 @@ def test_the_most_expensive_calls_come_first_and_the_budget_ends_it(
 
 def test_forward_passes_that_decide_nothing_come_last(register: Callable[..., None]) -> None:
     """Where every candidate is timed with its gradient, the forward pass alone is not needed for the choice."""
-    register(SLOW, FAST)
+    register(SLOW, FAST, linear("reference", product, priority=0))
     differentiated = tune(jax.grad(loss), X, WEIGHT, budget_s=0.0)
     assert [(job.case.direction, job.decides) for job in differentiated.jobs] == [
         ("backward", True),
         ("forward", False),
     ]
     assert [job.decides for job in tune(layer, X, WEIGHT, budget_s=0.0).jobs] == [True]
-    register(SLOW, linear("forward only", vjp=None))
+    register(SLOW, linear("forward only", backward=None))
     assert all(job.decides for job in tune(jax.grad(loss), X, WEIGHT, budget_s=0.0).jobs)
 
 

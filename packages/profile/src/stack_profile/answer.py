@@ -1,25 +1,25 @@
 """What every analysis returns: totals, rows, and the four forms in which they are read.
 
-The name of a field is its unit: `_s` seconds, `_bytes`, `_flops`, `_share` a part of what the word before it names, so
-that `busy_share` is a share of the busy time, and `idle_step_share` the idle part of a step. None is "not known", which
-is not 0.
+The name of a field is its unit, as in `stack_core.report.fields`.
 """
 
 import csv
 import dataclasses
 import importlib
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from stack_core.installing import install_command
+from stack_core.report.fields import number, title
+from stack_core.report.plots import Plot
 from stack_profile.errors import ProfileError
-from stack_profile.plots import Plot
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Answer", "number", "present", "share_of", "title"]
+__all__ = ["Answer", "present", "share_of"]
 
 Row = TypeVar("Row")
 
@@ -56,7 +56,7 @@ class Answer(Generic[Row]):
         try:
             pandas: Any = importlib.import_module("pandas")
         except ImportError as error:
-            raise ProfileError("pandas is not installed: pip install stack-profile[pandas].") from error
+            raise ProfileError(f"pandas is not installed: {install_command('stack-profile[pandas]')}") from error
         return pandas.DataFrame(self.as_mapping()["rows"], columns=self.columns)
 
     def as_csv(self) -> Iterator[str]:
@@ -98,47 +98,6 @@ def present(answer: Answer[Any], limit: int | None = None) -> Iterable[Any]:
     yield from (f"note: {note}" for note in answer.notes)
 
 
-def title(name: str) -> str:
-    """The heading of a field, "idle % of step" of `idle_step_share`."""
-    if name.endswith("_share"):
-        *part, whole = name.removesuffix("_share").split("_")
-        return " ".join([*part, "% of", whole])
-    for suffix, form in _TITLES.items():
-        if name.endswith(suffix):
-            return form.format(name.removesuffix(suffix).strip("_").replace("_", " ")).strip()
-    return name.replace("_", " ")
-
-
-_TITLES: Final = {
-    "_flops_s": "{} FLOP/s",
-    "_bytes_s": "{} B/s",
-    "flops": "{} FLOPs",
-    "_bytes": "{}",
-    "_s": "{}",
-}
-_DASH: Final = "-"
-
-
-def number(name: str, value: object) -> str:
-    """A value of the field `name` for people: three digits and a unit; a dash is "not known"."""
-    if value is None or value == "":
-        return _DASH if value is None else "(none)"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {number(name, each)}" for key, each in value.items())
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return (
-            ", ".join(number(name, each) for each in value)
-            if isinstance(value, Sequence) and not isinstance(value, str)
-            else str(value)
-        )
-    form = next((form for suffix, form in _FORMS.items() if name.endswith(suffix)), None)
-    if form is not None:
-        return form(value)
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}"
-
-
 def share_of(text: str) -> float:
     """The share that "3%" or "0.03" is.
 
@@ -153,40 +112,3 @@ def share_of(text: str) -> float:
     if rest or not share >= 0:
         raise ProfileError(f"{text!r} is no share. Write one as 3% or as 0.03.")
     return share
-
-
-def _scaled(value: int | float, base: int, units: Sequence[str]) -> str:
-    scaled, unit = float(value), 0
-    while abs(scaled) >= base and unit + 1 < len(units):
-        scaled, unit = scaled / base, unit + 1
-    return f"{scaled:.3g} {units[unit]}".strip() if scaled < 1000 else f"{scaled:.0f} {units[unit]}".strip()
-
-
-def _seconds(value: int | float) -> str:
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if abs(value) >= scale:
-            return f"{value / scale:.3g} {unit}" if value < 1000 else f"{value:,.0f} s"
-    return "0" if value == 0 else f"{value / 1e-9:.3g} ns"
-
-
-def _share(value: int | float) -> str:
-    return f"{value:.1%}" if value == 0 or abs(value) >= 0.001 else f"{100 * value:.2g}%"
-
-
-def _flops(value: int | float) -> str:
-    return _scaled(value, 1000, ("", "k", "M", "G", "T", "P", "E"))
-
-
-def _bytes(value: int | float) -> str:
-    return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
-
-
-# The longer suffixes first: "_bytes_s" is no time.
-_FORMS: Final[Mapping[str, Callable[[int | float], str]]] = {
-    "_share": _share,
-    "_flops_s": _flops,
-    "flops": _flops,
-    "_bytes_s": _bytes,
-    "_bytes": _bytes,
-    "_s": _seconds,
-}

@@ -13,7 +13,7 @@ def stack_register_observers(registry: Registrar) -> None:
 
 
 @hookimpl
-def stack_register_configs(registry: Registrar) -> None:
+def stack_register_sections(registry: Registrar) -> None:
     registry.add("profile", "stack_profile.captures.observer:ProfileConfig")
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from stack_core.plugins import registries
+from stack_core.report.fields import title
 from stack_profile.traces.trace import trace_of
 from stack_profile.traces.xplane import read_space
 
@@ -27,6 +28,13 @@ def test_the_whole_that_a_share_is_of_stands_beside_it(trace, name):
     for share in (each for each in (*rows, *answer.facts) if each.endswith("_share")):
         whole = share.removesuffix("_share").split("_")[-1]
         assert any(whole in each.split("_") and not each.endswith("_share") for each in (*rows, *answer.facts)), share
+
+
+@pytest.mark.parametrize("name", registries.analyses.names())
+def test_no_two_facts_and_no_two_columns_have_one_title(trace, name):
+    answer = registries.analyses[name](trace)
+    for names in (list(answer.facts), answer.columns):
+        assert len({title(each) for each in names}) == len(names)
 
 
 @pytest.mark.parametrize("name", registries.analyses.names())

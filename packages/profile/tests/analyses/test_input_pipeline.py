@@ -42,7 +42,7 @@ def test_a_program_is_bound_by_its_input_where_devices_wait_for_it(build, busy, 
     window_us = 3 * 100 + busy
     assert (row.stage, row.kind, row.detail, row.calls) == ("Prefetch", "prefetch", "threads=1", 3)
     assert facts["input_bound"] is bound and answer.notes[0].startswith("input" if bound else "Not input")
-    assert facts["steps_s"] == pytest.approx(window_us * 1e-6)
+    assert facts["all_steps_s"] == pytest.approx(window_us * 1e-6)
     assert facts["input_waited_s"] == facts["input_idle_s"] == facts["idle_s"] == pytest.approx(3 * wait * 1e-6)
     assert row.waited_steps_share == row.idle_steps_share == pytest.approx(3 * wait / window_us)
 
@@ -109,7 +109,7 @@ def test_the_time_of_a_stage_is_its_own_without_those_that_it_calls(build):
 def test_without_steps_there_is_no_data(build):
     answer = input_pipeline(trace_of([read_space(build.space(build.plane("/host:CPU")))]))
     assert answer.rows == () and "No data" in answer.notes[0]
-    assert answer.facts["steps_s"] is None and answer.facts["input_bound"] is None
+    assert answer.facts["all_steps_s"] is None and answer.facts["input_bound"] is None
 
 
 def test_a_pipeline_of_grain_shows_its_stages_by_itself(tmp_path):
@@ -125,5 +125,5 @@ def test_a_pipeline_of_grain_shows_its_stages_by_itself(tmp_path):
     kinds = {row.stage: row.kind for row in answer.rows}
     assert kinds["Source"] == "read" and kinds["Map"] == kinds["Batch"] == "preprocessing"
     assert kinds["Prefetch"] == "prefetch" and "transfer" in kinds.values()
-    assert 0 < answer.facts["input_idle_s"] <= answer.facts["input_waited_s"] < answer.facts["steps_s"]
+    assert 0 < answer.facts["input_idle_s"] <= answer.facts["input_waited_s"] < answer.facts["all_steps_s"]
     assert sum(row.waited_s for row in answer.rows) == pytest.approx(answer.facts["input_waited_s"])

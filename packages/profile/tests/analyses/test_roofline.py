@@ -145,9 +145,9 @@ def test_custom_calls_do_not_say_their_flops(build):
     solve = jax.jit(lambda a, b: jnp.linalg.cholesky(a) @ b)
     compiled = solve.lower(*[jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 2).compile()
     (name,) = [each.name for each in program_of(compiled).instructions.values() if each.opcode == "custom-call"]
-    programs = build.metadata_plane([("jit_f", 7, build.hlo_proto(compiled))])
+    programs = build.metadata_plane([("jit__lambda", 7, build.hlo_proto(compiled))])
     plane = build.plane("/device:GPU:0")
-    plane.line("Stream #1", plane.event("kernel", 0, 5, hlo_op=name, hlo_module="jit_f", program_id=7))
+    plane.line("Stream #1", plane.event("kernel", 0, 5, hlo_op=name, hlo_module="jit__lambda", program_id=7))
     answer = roofline_of(trace_of([read_space(build.space(programs, plane))]), CHIP)
     (row,) = answer.rows
     assert row.flops is None and row.ideal_s is None and row.traffic_bytes > 0

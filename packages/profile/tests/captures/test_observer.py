@@ -9,9 +9,9 @@ import pytest
 
 from stack_core.config import parse
 from stack_core.errors import ConfigError
-from stack_core.event_bus import EventBus, ObserverContext, observers_from
 from stack_core.events import RunFailed, RunStarted, StepFinished, StepStarted
 from stack_core.plugins import registries
+from stack_core.runs.event_bus import EventBus, ObserverContext, observers_from
 from stack_profile.captures.attach import address_of, attach, attachable
 from stack_profile.captures.capture import CaptureWarning
 from stack_profile.captures.observer import ProfileConfig
@@ -24,13 +24,22 @@ def step(x):
 
 
 def context(tmp_path, **section):
-    sections = {"profile": parse(registries.configs["profile"], section)} if section else {}
+    sections = {"profile": parse(registries.sections["profile"], section)} if section else {}
     return ObserverContext(tmp_path, SimpleNamespace(sections=sections), terminal=False)
 
 
 def train(bus, tmp_path, steps=8, first_step=0, slow=0):
     """A loop that, as the trainer's, keeps the device a step ahead; steps say that they took 10 ms, `slow` one 1 s."""
-    started = RunStarted(first_step, steps, 1, 1, 1, None, 0.0, tmp_path)
+    started = RunStarted(
+        first_step=first_step,
+        steps=steps,
+        parameters=1,
+        work=("tokens", 1),
+        flops_per_step=1,
+        ideal_step_s=None,
+        compile_s=0.0,
+        directory=tmp_path,
+    )
     bus.emit(started)
     x, pending = step(jnp.ones((64, 64))), None
     for number in range(first_step + 1, steps + 1):

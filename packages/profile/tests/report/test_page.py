@@ -11,8 +11,9 @@ import pytest
 from stack_core.errors import UnknownName
 from stack_core.plugins import registries
 from stack_core.registry import Entry, Registry
-from stack_profile.answer import Answer, title
-from stack_profile.plots import Bars, Chart, Lanes, Series, Span
+from stack_core.report.fields import title
+from stack_core.report.plots import Bars, Chart, Lanes, Series, Span
+from stack_profile.answer import Answer
 from stack_profile.report.page import page, sections
 from stack_profile.traces.trace import trace_of
 from stack_profile.traces.xplane import read_space

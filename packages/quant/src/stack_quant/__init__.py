@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from stack_quant.qarray import dequantize as dequantize
     from stack_quant.qtypes import QType as QType
     from stack_quant.qtypes import qtype as qtype
+    from stack_quant.recipes import load_recipe as load_recipe
     from stack_quant.rules import Rule as Rule
-    from stack_quant.rules import load_recipe as load_recipe
     from stack_quant.scales import Range as Range
     from stack_quant.spec import ArraySpec as ArraySpec
     from stack_quant.transform.coverage import Report as Report
@@ -46,7 +46,7 @@ _MODULES = {
     "Rule": "rules",
     "dequantize": "qarray",
     "fake_quantize": "conversion",
-    "load_recipe": "rules",
+    "load_recipe": "recipes",
     "qtype": "qtypes",
     "quantize": "conversion",
     "quantize_function": "model",

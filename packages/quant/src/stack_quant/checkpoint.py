@@ -1,4 +1,4 @@
-"""Trained models of any registered checkpoint format, quantized and measured."""
+"""Trained models of any registered model format, quantized and measured."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,15 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stack_core.checkpoint_formats import open_model
 from stack_core.config import differences, to_mapping
 from stack_core.errors import ConversionError
+from stack_core.metrics import combine_all
+from stack_core.model_formats import open_model
 from stack_quant.calibration import STREAM_BATCHES
 from stack_quant.errors import QuantError
 from stack_quant.model import quantize_model, report
-from stack_quant.recipes import named_or_read, recipe_names
+from stack_quant.recipes import load_recipe, recipe_names
 from stack_quant.rules import Rule
-from stack_quant.section import QUANTIZER, QuantConfig
+from stack_quant.section import QuantConfig, Quantization
 from stack_quant.transform.coverage import Report
 
 __all__ = ["QuantizedCheckpoint", "quantize_checkpoint"]
@@ -76,7 +77,7 @@ def quantize_checkpoint(
     """
     if destination.exists():
         raise ConversionError(f"{destination} exists already; nothing is overwritten. Choose a new directory.")
-    given = None if recipe is None else named_or_read(recipe)
+    given = None if recipe is None else load_recipe(recipe)
     progress("reading the model", 0, 1)
     trained = open_model(source, data=data)
     section = QuantConfig(rules=_rules(source, trained.sections.get(_SECTION), given))
@@ -90,7 +91,7 @@ def quantize_checkpoint(
     )
     batches = list(islice(trained.validation_batches(), evaluation_batches))
     before, targets = _mean_loss(trained.metrics, trained.model, batches, functools.partial(progress, "loss before"))
-    quantized_metrics = functools.partial(QUANTIZER.call, trained.metrics)
+    quantized_metrics = functools.partial(Quantization(section, sample_batch).call, trained.metrics)
     after, _ = _mean_loss(quantized_metrics, quantized, batches, functools.partial(progress, "loss after"))
     progress("writing", 0, 1)
     trained.save(destination, quantized, {_SECTION: section})
@@ -151,10 +152,9 @@ def _mean_loss(
 
     graph, state = nnx.split(model)
     compiled = jax.jit(lambda state, batch: metrics(nnx.merge(graph, state), batch))
-    total, weight = 0.0, 0.0
+    found = []
     for done, batch in enumerate(batches):
         progress(done, len(batches))
-        found = compiled(state, dict(batch))
-        total += float(found["loss"]) * float(found["weight"])
-        weight += float(found["weight"])
-    return (total / weight if weight else None), int(weight)
+        found.append(jax.device_get(compiled(state, dict(batch))["loss"]))
+    mean = combine_all([{"loss": loss} for loss in found]).get("loss")
+    return (float(mean), int(mean.weight)) if mean is not None and mean.weight else (None, 0)

@@ -8,6 +8,7 @@ Methods that round gradients at random do so with a key that the caller hands ov
 import dataclasses
 import functools
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ from typing import Any, TypeVar
 
 import jax
 
+from stack_core import ops
+from stack_core.ops.building import is_quantized
 from stack_quant.calibration import STREAM_BATCHES
 from stack_quant.errors import QuantError
 from stack_quant.quantization import Quantization, State, quantized
-from stack_quant.rules import Rule
+from stack_quant.recipes import Rules, as_rules
 from stack_quant.transform.coverage import Report
 from stack_quant.transform.program import Parameters
 
@@ -31,7 +34,7 @@ M = TypeVar("M")
 def quantize_function(
     fn: Callable[..., Any],
     params: Any,
-    rules: Sequence[Rule],
+    rules: Rules,
     sample_args: Sequence[Any],
     *,
     method: str = "ptq",
@@ -43,8 +46,9 @@ def quantize_function(
     Args:
       fn: traced, never patched; a linen module's `apply` with its variables as `params` is one.
       params: a pytree; a parameter's path is made of its keys, indices and attributes, with "/" between.
+      rules: in order, or one alone, as `Rule`s or mappings; or a recipe's name, such as "w4a8", or its file.
       sample_args: arguments of a call: arrays, or shapes where no rule needs values. Other calls may have other shapes.
-      method: a name of `stack_quant.methods`.
+      method: a name of the registry `methods`, such as "qat".
       stream: arguments of calls over which static ranges are measured, where rules ask for these.
       stream_batches: of the stream, at most.
 
@@ -60,13 +64,14 @@ def quantize_function(
     """
     parameters = Parameters.of(params)
     calls = None if stream is None else ((args, {}) for args in islice(stream, stream_batches))
-    arrays, ranges, quantization = quantized(fn, parameters, rules, sample_args, {}, method, calls)
+    fn = fn.function if isinstance(fn, QuantizedFunction) else fn
+    arrays, ranges, quantization = quantized(fn, parameters, as_rules(rules), sample_args, {}, method, calls)
     return QuantizedFunction(fn, quantization, ranges), parameters.with_arrays(arrays), quantization.report
 
 
 def quantize_model(
     model: M,
-    rules: Sequence[Rule],
+    rules: Rules,
     sample_batch: Any,
     *,
     method: str = "ptq",
@@ -78,12 +83,14 @@ def quantize_model(
 
     An `nnx.Module` gives one of a subclass of its own class: with the same attributes and variables, of which some hold
     quantized arrays, and with methods that run as programs on these. The module that was given stays as it is. Any
-    other callable pytree, such as an Equinox module, gives a `QuantizedModel`.
+    other callable pytree, such as an Equinox module, gives a `QuantizedModel`. Of a model that was trained by a method
+    the parameters are those that were trained.
 
     Args:
+      rules: as of `quantize_function`.
       sample_batch: arguments of a call, arrays or shapes: a tuple of them in order, a mapping by name, else the only
         one. Of a language model's batch what the model takes is used.
-      method: a name of `stack_quant.methods`.
+      method: a name of the registry `methods`, such as "qat".
       call: `call(model, *args)` or `call(model, **kwargs)` uses the model as it will be used, so that all its products
         are seen; by default it is called, and a language model is asked for logits.
       stream: batches like `sample_batch` but of any sizes, such as a Grain iterator, over which static ranges are
@@ -94,18 +101,20 @@ def quantize_model(
     Raises:
       As `quantize_function`, and QuantError: the model is neither an `nnx.Module` nor a callable pytree.
     """
+    rules = as_rules(rules)
     args, kwargs = _arguments(sample_batch)
     calls = None if stream is None else map(_arguments, islice(stream, stream_batches))
     if _is_nnx_module(model):
         from stack_quant.nnx_model import quantize_module
 
         return quantize_module(model, rules, args, kwargs, method=method, call=call, stream=calls)
-    if not callable(model) or not jax.tree.leaves(model):
+    plain: Any = model.model if isinstance(model, QuantizedModel) else model
+    parameters = Parameters.of(plain)
+    if not callable(plain) or not parameters.arrays:
         raise QuantError(
-            f"{type(model).__name__} is neither an nnx.Module nor a callable pytree with parameters. "
-            "Give a function and its parameters to quantize_function."
+            f"{type(plain).__name__} is neither an nnx.Module nor a callable pytree with parameters. Give a function "
+            "and its parameters to quantize_function: quantize_function(model.apply, variables, ...) of a linen module."
         )
-    parameters = Parameters.of(model)
     arrays, ranges, quantization = quantized(call or _call, parameters, rules, args, kwargs, method, calls)
     return QuantizedModel(parameters.with_arrays(arrays), quantization, ranges)  # pyrefly: ignore
 
@@ -152,7 +161,9 @@ def report(model: Any) -> Report:
 )
 @dataclass(frozen=True)
 class QuantizedModel:
-    """A callable pytree with quantized leaves; its methods are those of the model, run as programs on these.
+    """A callable pytree with quantized leaves; its methods and properties are those of the model, run as programs.
+
+    Its submodules, read as attributes, have dequantized parameters, and are called as any.
 
     Attributes:
       ranges: the static ranges of activations, by site.
@@ -172,10 +183,21 @@ class QuantizedModel:
         return dataclasses.replace(self, key=key)
 
     def __getattr__(self, name: str) -> Any:
-        method = None if name.startswith("__") else inspect.getattr_static(type(self.model), name, None)
-        if not inspect.isfunction(method):
-            raise AttributeError(f"{type(self.model).__name__} has no method {name!r}.")
-        return functools.partial(self.quantization.call, method, self.model, State(self.ranges, self.key))
+        """A method or property of the model, run as a program; or what it holds, parameters dequantized."""
+        if name.startswith("__") or name in ("model", "quantization", "ranges", "key"):
+            raise AttributeError(name)  # not there yet, as while it is unpickled
+        found, state = inspect.getattr_static(type(self.model), name, None), State(self.ranges, self.key)
+        if inspect.isfunction(found):
+            return functools.partial(self.quantization.call, found, self.model, state)
+        if isinstance(found, property):
+            return self.quantization.call(operator.attrgetter(name), self.model, state)
+        if not hasattr(self.model, name):
+            raise AttributeError(f"{type(self.model).__name__} has no attribute {name!r}.")
+        return jax.tree.map(
+            lambda leaf: ops.dequantize(leaf, leaf.dtype) if is_quantized(leaf) else leaf,
+            getattr(self.model, name),
+            is_leaf=is_quantized,
+        )
 
 
 def _call(model: Any, *args: Any, **kwargs: Any) -> Any:

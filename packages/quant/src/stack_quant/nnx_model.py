@@ -3,23 +3,38 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from stack_core.contracts.models import LanguageModel
 from stack_core.ops.building import is_quantized
-from stack_core.protocols import LanguageModel
 from stack_quant.errors import QuantError
 from stack_quant.measuring import Call
 from stack_quant.quantization import Quantization, State, quantized
 from stack_quant.rules import Rule
 from stack_quant.scales import Range
-from stack_quant.transform.program import Parameters
+from stack_quant.transform.program import Parameters, Program, trace
 
-__all__ = ["quantize_module", "run_as_program"]
+__all__ = [
+    "FACTORS",
+    "ModuleProgram",
+    "as_program_class",
+    "is_factor",
+    "plain_module",
+    "quantize_module",
+    "run_as_program",
+    "variables_by_path",
+]
 
 _RANGES = "static_ranges"
+_KEY = "rounding_key"
+FACTORS = "lora"
+"""The attribute of a module that holds the factors of its adapters."""
+
 _LANGUAGE_MODEL_INPUTS = ("tokens", "positions", "segment_ids")
 
 
@@ -34,27 +49,89 @@ def quantize_module(
     stream: Iterable[Call] | None,
 ) -> Any:
     """As `quantize_model`, of an `nnx.Module`."""
-    taken = (lambda kwargs: kwargs) if call is not None or not isinstance(model, LanguageModel) else _inputs
-    if call is None:
-        call = _logits if isinstance(model, LanguageModel) else _called
-    calls = None if stream is None else ((args, taken(kwargs)) for args, kwargs in stream)
-    graph, state = nnx.split(model)
-    kinds = {_path(keys): type(variable) for keys, variable in _variables(model)}
-
-    def fn(values: Any, *args: Any, **kwargs: Any) -> Any:
-        return call(_merged(graph, state, values), *args, **kwargs)
-
-    parameters = Parameters.of(nnx.to_pure_dict(state))
+    treatment = model.quantization.treatment if isinstance(getattr(model, "quantization", None), Quantization) else None
+    if treatment is not None and treatment.adapters:
+        raise QuantError("The model has adapters, which go onto quantized parameters: put quant before lora.")
+    model = plain_module(model)
+    program = ModuleProgram.of(model, args, kwargs, call)
+    calls = None if stream is None else ((args, program.taken(kwargs)) for args, kwargs in stream)
     arrays, ranges, quantization = quantized(
-        fn, parameters, rules, args, taken(kwargs), method, calls, lambda path: issubclass(kinds[path], nnx.Param)
+        program.fn,
+        program.parameters,
+        rules,
+        program.args,
+        program.kwargs,
+        method,
+        calls,
+        lambda path: issubclass(program.kinds[path], nnx.Param),
     )
     result = nnx.clone(model)
     _set_values(result, {path: array for path, array in arrays.items() if is_quantized(array)})
     if ranges:
         setattr(result, _RANGES, nnx.Dict({site: _range_variables(span) for site, span in ranges.items()}))
     result.quantization = quantization
-    object.__setattr__(result, "__class__", _quantized_class(type(model)))
+    as_program_class(result)
     return result
+
+
+@dataclass(frozen=True)
+class ModuleProgram:
+    """A call of a module as a function of its variables' values.
+
+    Attributes:
+      fn: `(values, *args, **kwargs)`.
+      kinds: the classes of its variables, by path.
+      taken: what of a batch by name the call takes.
+    """
+
+    fn: Callable[..., Any]
+    parameters: Parameters
+    kinds: Mapping[str, type]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    taken: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+    @classmethod
+    def of(
+        cls, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[..., Any] | None = None
+    ) -> "ModuleProgram":
+        """Of a module that is no program yet; a language model is asked for logits where `call` does not say else."""
+        is_batch = call is None and isinstance(model, LanguageModel)
+        used = call or (_logits if is_batch else _called)
+        graph, state = nnx.split(model)
+
+        def fn(values: Any, *args: Any, **kwargs: Any) -> Any:
+            return used(_merged(graph, state, values), *args, **kwargs)
+
+        kinds = {path: type(variable) for path, variable in variables_by_path(model).items()}
+        taken = _inputs if is_batch else dict
+        return cls(fn, Parameters.of(nnx.to_pure_dict(state)), kinds, args, taken(kwargs), taken)
+
+    def trace(self) -> Program:
+        return trace(self.fn, self.parameters, *self.args, **self.kwargs)
+
+
+def plain_module(model: Any) -> Any:
+    """A module of the class that became a program, with the variables that it has now."""
+    if not isinstance(getattr(model, "quantization", None), Quantization):
+        return model
+    plain = nnx.clone(model)
+    for name in ("quantization", _RANGES, _KEY, FACTORS):
+        if hasattr(plain, name):
+            delattr(plain, name)
+    object.__setattr__(plain, "__class__", type(model).__mro__[1])
+    return plain
+
+
+def as_program_class(model: Any) -> None:
+    """Makes a module one whose methods run as programs, if it is not."""
+    if not issubclass(type(model), _Program):
+        object.__setattr__(model, "__class__", _program_class(type(model)))
+
+
+def is_factor(variable: Any) -> bool:
+    """Whether a variable holds a factor of an adapter."""
+    return isinstance(variable, nnx.LoRAParam)
 
 
 class StaticRange(nnx.Variable[Any]):
@@ -67,7 +144,7 @@ def run_as_program(function: Callable[..., Any], model: Any, *args: Any, **kwarg
 
 
 def _logits(model: Any, *args: Any, **kwargs: Any) -> Any:
-    return model.logits(model(*args, **kwargs))
+    return model.logits(model(*args, **kwargs).hidden)
 
 
 def _inputs(batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -80,6 +157,11 @@ def _called(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _variables(model: Any) -> Iterator[tuple[Sequence[Any], Any]]:
     return ((keys, node) for keys, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable))
+
+
+def variables_by_path(model: Any) -> dict[str, Any]:
+    """The variables of a module, by their paths with "/" between the segments."""
+    return {_path(keys): variable for keys, variable in _variables(model)}
 
 
 def _path(keys: Sequence[Any]) -> str:
@@ -106,9 +188,13 @@ def _set_values(model: Any, arrays: Mapping[str, Any]) -> None:
             variable.set_value(arrays[_path(keys)])
 
 
+class _Program:
+    """Marks the classes of modules whose methods run as programs."""
+
+
 @functools.cache
-def _quantized_class(cls: type) -> type:
-    """A subclass of a module's class whose methods run as programs."""
+def _program_class(cls: type) -> type:
+    """A subclass of a module's class, its first base, whose methods run as programs."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if base not in nnx.Module.__mro__:
@@ -117,10 +203,21 @@ def _quantized_class(cls: type) -> type:
     body = {
         **methods,
         "with_key": _with_key,
+        "__reduce_ex__": _reduced,
         "__module__": cls.__module__,
         "__qualname__": f"Quantized{cls.__qualname__}",
     }
-    return type(cls)(f"Quantized{cls.__name__}", (cls,), body)
+    return type(cls)(f"Quantized{cls.__name__}", (cls, _Program), body)
+
+
+def _reduced(module: Any, protocol: Any) -> Any:
+    """As an object of its class pickles, which is made again from the module's: pickle finds no class by its name."""
+    _, _, *rest = object.__reduce_ex__(module, protocol)
+    return _blank, (type(module).__mro__[1],), *rest
+
+
+def _blank(cls: type) -> Any:
+    return object.__new__(_program_class(cls))
 
 
 def _with_key(module: Any, key: jax.Array) -> Any:
@@ -130,7 +227,7 @@ def _with_key(module: Any, key: jax.Array) -> Any:
     """
     twin = object.__new__(type(module))
     vars(twin).update(vars(module))
-    twin.rounding_key = nnx.RngKey(key, tag="rounding")
+    setattr(twin, _KEY, nnx.RngKey(key, tag="rounding"))
     return twin
 
 
@@ -143,31 +240,52 @@ def _as_program(name: str, function: Callable[..., Any], cls: type) -> Callable[
 
     @functools.wraps(function)
     def method(module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        key = getattr(module, "rounding_key", None)
+        key = getattr(module, _KEY, None)
         quantization: Quantization = module.quantization
         graph, state = nnx.split(module)
-        changed: list[str] = []
-
-        def fn(values: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-            twin = _merged(graph, state, values)
-            object.__setattr__(twin, "__class__", cls)
-            before = {_path(keys): variable.get_value() for keys, variable in _variables(twin)}
-            result = function(twin, *args, **kwargs)
-            after = {_path(keys): variable.get_value() for keys, variable in _variables(twin)}
-            _check_variables(name, before, after)
-            changed[:] = [path for path, value in after.items() if value is not before[path]]
-            return result, {path: after[path] for path in changed}
-
+        leaves, structure = jax.tree.flatten(state)
+        fn = _OnValues(name, function, cls, graph, structure, len(leaves))
         values = nnx.to_pure_dict(state)
-        ends = values.pop(_RANGES, {})
+        ends, factors = values.pop(_RANGES, {}), values.pop(FACTORS, {})
         ranges = {site: Range(found.get("low"), found["high"]) for site, found in ends.items()}
-        beside = State(ranges, None if key is None else key[...])
-        result, values = quantization.call(fn, values, beside, *args, **kwargs)
-        _check_unchanged(name, changed, module)
-        _set_values(module, values)
+        beside = State(ranges, None if key is None else key[...], factors)
+        result, changed = quantization.assign(fn, values, beside, *args, **kwargs)
+        _check_unchanged(name, list(changed), module)
+        _set_values(module, changed)
         return result
 
     return method
+
+
+@dataclass(frozen=True)
+class _OnValues:
+    """A method as a function of the values of its module's variables; equal to those of modules that are made alike.
+
+    Attributes:
+      state: the structure of the variables, which has `leaves` leaves.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    cls: type
+    graph: Any
+    state: Any
+    leaves: int
+
+    def __call__(self, values: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """The result, and the values that variables got by path."""
+        blank = jax.tree.unflatten(self.state, [_BLANK] * self.leaves)
+        twin = _merged(self.graph, blank, values)
+        object.__setattr__(twin, "__class__", self.cls)
+        before = {_path(keys): variable.get_value() for keys, variable in _variables(twin)}
+        result = self.function(twin, *args, **kwargs)
+        after = {_path(keys): variable.get_value() for keys, variable in _variables(twin)}
+        _check_variables(self.name, before, after)
+        return result, {path: value for path, value in after.items() if value is not before[path]}
+
+
+_BLANK = jax.ShapeDtypeStruct((), jnp.float32)
+"""Stands in the place of values that are about to come."""
 
 
 def _check_variables(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

@@ -7,18 +7,22 @@ STACK_ABI_MINOR = 0
 
 
 @hookimpl
-def stack_register_array_types(registry: Registrar) -> None:
-    registry.add("qarray", "stack_quant.qarray:QArray")
+def stack_register_transforms(registry: Registrar) -> None:
+    registry.add("quant", "stack_quant.section:Quantization")
+    registry.add("lora", "stack_quant.lora.section:LowRankAdaptation")
 
 
 @hookimpl
-def stack_register_quantizers(registry: Registrar) -> None:
-    registry.add("quant", "stack_quant.section:QUANTIZER")
+def stack_register_methods(registry: Registrar) -> None:
+    registry.add("ptq", "stack_quant.methods.ptq:PTQ")
+    registry.add("qat", "stack_quant.methods.qat:QAT")
+    registry.add("qt", "stack_quant.methods.qt:QT")
 
 
 @hookimpl
-def stack_register_configs(registry: Registrar) -> None:
+def stack_register_sections(registry: Registrar) -> None:
     registry.add("quant", "stack_quant.section:QuantConfig")
+    registry.add("lora", "stack_quant.lora.section:LoRAConfig")
 
 
 @hookimpl

@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +91,15 @@ class QArray:
         pairs = zip(self.shape, self.scale.shape, strict=True)
         tiles = [f"{size // count}" for size, count in pairs if 1 < count < size]
         return "/t".join([self.type, "x".join(tiles)]) if tiles else self.type
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        """Entries of what it stands for, so that a layer that reads its parameter as `kernel[...]` gets floats."""
+        return dequantize(self)[index]
+
+    __iter__: ClassVar[None] = None  # with `__getitem__` alone Python would count up for ever, as indices are clamped
+
+    def __jax_array__(self) -> jax.Array:
+        return dequantize(self)
 
     def __stack_qview__(self) -> QView:
         kind = self.qtype

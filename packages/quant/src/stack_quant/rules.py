@@ -3,18 +3,17 @@
 import dataclasses
 import re
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from pydantic import PositiveInt
 
-from stack_core.config import config, load_yaml, parse
+from stack_core.config import config
 from stack_core.errors import nearest
+from stack_core.paths import path_matches
 from stack_quant.calibration import calibration
 from stack_quant.errors import RuleError
 from stack_quant.qtypes import qtype
 
-__all__ = ["Recipe", "Rule", "load_recipe", "unmatched"]
+__all__ = ["Rule", "unmatched"]
 
 
 @config
@@ -36,6 +35,9 @@ class Rule:
       activations: that of what the parameter is multiplied with, quantized at run time; or of both operands.
       gradients: that of the gradients, in quantized training.
       tile_size: how many entries along the contracted axis share a scale; None is all of them.
+      smaller_tiles: where `tile_size` does not divide that axis, the largest tile below that does is taken, and the
+        report says so; where that is less than an eighth of `tile_size`, the smallest one above. Otherwise it is an
+        error.
       weight_calibration: how the range of a weight is found, of `stack_quant.calibration`.
       activation_calibration: how that of an activation is.
       static_ranges: ranges of activations are measured over a stream of batches before, and kept with the model: one of
@@ -51,6 +53,7 @@ class Rule:
     activations: str | None = None
     gradients: str | None = None
     tile_size: PositiveInt | None = None
+    smaller_tiles: bool = False
     weight_calibration: str = "absmax"
     activation_calibration: str = "absmax"
     static_ranges: bool = False
@@ -67,6 +70,8 @@ class Rule:
         for kind in (self.weights, self.activations, self.gradients):
             if kind is not None:
                 qtype(kind)
+        if self.smaller_tiles and self.tile_size is None:
+            raise RuleError(f"{self}: smaller tiles than none. Say how many entries share a scale: tile_size=128.")
         if calibration(self.weight_calibration).name == "moving":
             raise RuleError(f"{self}: a weight does not come in a stream to average over. Take absmax, or another.")
         calibration(self.activation_calibration)
@@ -84,36 +89,11 @@ class Rule:
 
     def matches_path(self, path: str) -> bool:
         """Whether `path` has whole segments that the rule's path covers."""
-        return self.path is not None and re.fullmatch(rf"(.*/)?(?:{self.path})(/.*)?", path) is not None
+        return self.path is not None and path_matches(self.path, path)
 
     def matches_op(self, name: str) -> bool:
         """Whether the rule is for the operation of that name; one without `op` is for all."""
         return self.op is None or re.search(self.op, name) is not None
-
-
-@config
-class Recipe:
-    """Rules in a file: `rules:` followed by a list of mappings, each with the attributes of a `Rule`."""
-
-    rules: tuple[Rule, ...]
-
-
-def load_recipe(path: str | Path) -> tuple[Rule, ...]:
-    """Reads the rules of a YAML file.
-
-    Raises:
-      ConfigError: the file is no mapping with a list `rules`, or a rule has a key that rules do not have.
-      RuleError: a rule contradicts itself.
-    """
-    mapping = load_yaml(path)
-    listed = mapping.get("rules")
-    if isinstance(listed, list):
-        mapping = {**mapping, "rules": tuple(_parsed(rule, place) for place, rule in enumerate(listed))}
-    return parse(Recipe, mapping).rules
-
-
-def _parsed(rule: Any, place: int) -> Rule:
-    return rule if isinstance(rule, Rule) else parse(Rule, rule, path=f"rules.{place}")
 
 
 def unmatched(rule: Rule, number: int, *, paths: Sequence[str], ops: Sequence[str]) -> str:

@@ -1,22 +1,24 @@
-"""The `quant:` section of a run, and the quantizer that applies it."""
+"""The `quant:` section of a run, and the transform that applies it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
 from stack_core.config import config
+from stack_core.ops.building import is_quantized
 from stack_quant.methods import method
-from stack_quant.model import quantize_model, report
-from stack_quant.recipes import named_or_read
+from stack_quant.model import quantize_model
+from stack_quant.recipes import as_rules
 from stack_quant.rules import Rule
-from stack_quant.transform.coverage import Report
 
-__all__ = ["QUANTIZER", "QuantConfig", "RuleQuantizer"]
+__all__ = ["QuantConfig", "Quantization"]
 
 
 def _written_out(rules: Any) -> Any:
-    return named_or_read(rules) if isinstance(rules, str) else rules
+    is_list = isinstance(rules, Sequence) and not isinstance(rules, str)
+    return rules if is_list else as_rules(rules)
 
 
 @config
@@ -24,9 +26,9 @@ class QuantConfig:
     """By what the model of a run is quantized.
 
     Attributes:
-      rules: the first that matches a parameter wins; also the name of a recipe, or the path of a YAML file that ends in
-        .yaml, in whose place its rules are kept.
-      method: a name of `stack_quant.methods`.
+      rules: the first that matches a parameter wins; also one alone, the name of a recipe, or the path of a YAML file
+        that ends in .yaml, in whose place its rules are kept.
+      method: a name of the registry `methods`.
     """
 
     rules: Annotated[tuple[Rule, ...], BeforeValidator(_written_out)]
@@ -36,20 +38,28 @@ class QuantConfig:
         method(self.method).check(self.rules)
 
 
-class RuleQuantizer:
-    """The `Quantizer` of `quant:`; what quantized training rounds at random, it draws from the call's `key`."""
+@dataclass(frozen=True)
+class Quantization:
+    """The `ModelTransform` of `quant:`; quantized training draws its random rounding from the call's `key`.
 
-    def apply(self, model: Any, recipe: QuantConfig, sample_batch: Mapping[str, Any]) -> tuple[Any, Report]:
-        quantized = quantize_model(model, recipe.rules, dict(sample_batch), method=recipe.method)
-        return quantized, report(quantized)
+    Attributes:
+      sample_batch: arrays that the model is called with, or their shapes.
+    """
+
+    recipe: QuantConfig
+    sample_batch: Mapping[str, Any]
+
+    def apply(self, model: Any) -> Any:
+        return quantize_model(model, self.recipe.rules, dict(self.sample_batch), method=self.recipe.method)
 
     def call(self, function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         from stack_quant.nnx_model import run_as_program  # imports flax, which who has a module has
 
         key = kwargs.get("key")
-        if key is not None and model.quantization.report.method == "qt":
+        if key is not None and model.quantization.treatment.method.products is not None:
             model = model.with_key(key)
         return run_as_program(function, model, *args, **kwargs)
 
-
-QUANTIZER = RuleQuantizer()
+    def trained(self, path: tuple[Any, ...], variable: Any) -> bool:
+        """All that is not held as codes."""
+        return not is_quantized(variable.get_value())

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from stack_core.errors import ArgumentError, ShapeError
 
-__all__ = ["Tiling", "spread", "tiling"]
+__all__ = ["Tiling", "spread", "tile_sizes", "tiling"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,15 @@ def tiling(shape: Sequence[int], channel_axes: Sequence[int], tiles: Mapping[int
         sizes[position] = _tile(shape[position], tile, position, what)
     scale_shape = tuple(size // sizes[axis] if axis in sizes else min(size, 1) for axis, size in enumerate(shape))
     return Tiling(tuple(shape), scale_shape)
+
+
+def tile_sizes(entries: int, wanted: int) -> list[int]:
+    """The tiles that divide so many entries, the best first: `wanted`, smaller ones down to an eighth, larger ones."""
+    divisors = [size for size in range(1, entries + 1) if entries % size == 0]
+    smaller = [size for size in reversed(divisors) if size <= wanted]
+    fine = [size for size in smaller if 8 * size >= min(wanted, entries)]
+    larger = [size for size in divisors if size > wanted]
+    return [*fine, *larger, *smaller[len(fine) :]]
 
 
 def _axis(axis: int, shape: Sequence[int], what: str) -> int:

@@ -12,7 +12,7 @@ from stack_core import ops
 from stack_quant.errors import RuleError
 from stack_quant.model import quantize_function, quantize_model
 from stack_quant.rules import Rule
-from stack_quant.section import QUANTIZER, QuantConfig
+from stack_quant.section import QuantConfig, Quantization
 
 from .conftest import error, network
 
@@ -197,7 +197,8 @@ def test_a_module_draws_from_a_key_that_its_state_does_not_keep() -> None:
 def test_the_key_of_an_objective_is_that_of_the_rounding() -> None:
     recipe = QuantConfig(rules=(INT8,), method="qt")
     x = jax.random.normal(jax.random.key(0), (16, 8))
-    model, _ = QUANTIZER.apply(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe, {"inputs": x})
+    transform = Quantization(recipe, {"inputs": x})
+    model = transform.apply(nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(model)
 
     def objective(model: Any, x: Any, *, key: Any) -> Any:
@@ -206,7 +207,7 @@ def test_the_key_of_an_objective_is_that_of_the_rounding() -> None:
 
     def gradient(seed: int) -> Any:
         key = jax.random.key(seed)
-        return jax.grad(lambda state: QUANTIZER.call(objective, nnx.merge(graph, state), x, key=key))(state)
+        return jax.grad(lambda state: transform.call(objective, nnx.merge(graph, state), x, key=key))(state)
 
     first, again, other = (gradient(seed).kernel.get_value() for seed in (0, 0, 1))
     np.testing.assert_array_equal(first, again)

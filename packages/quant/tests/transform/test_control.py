@@ -136,6 +136,16 @@ def test_stacked_layers_in_reverse_with_remat(check: Any) -> None:
     check(fn, STACK, X)
 
 
+def test_parameters_that_loops_and_branches_hand_on_stay_quantized(check: Any) -> None:
+    def fn(params: Any, x: Any) -> Any:
+        x, rows = lax.scan(lambda x, w: (times(x, w), (jnp.sum(x), w)), x, params["stack"], reverse=True)
+        w = lax.cond(x[0, 0] > 0, lambda w, x: (w, x), lambda w, x: (w, -x), params["w"], x)[0]
+        return x @ rows[1][2] @ w
+
+    report = check(fn, {"stack": STACK, "w": W}, X)
+    assert [(row.paths, row.reason) for row in report.operations] == [(("stack",), "")] * 2 + [(("w",), "")]
+
+
 def test_a_parameter_that_a_branch_returns_is_reported(check: Any) -> None:
     def fn(params: Any, x: Any) -> Any:
         w = lax.cond(x[0, 0] > 0, lambda a, b: a, lambda a, b: b, params["a"], params["b"])
@@ -156,6 +166,23 @@ def test_a_function_with_a_derivative_of_its_own_keeps_it_where_nothing_inside_i
     rules = [Rule(path="w", weights="int8")]
     quantized, params, _ = quantize_function(fn, {"own": W, "w": W}, rules, (X,))
     np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(quantized(params, x)))(X), 7.0)
+
+
+@pytest.mark.parametrize("method", ["ptq", "qat", "qt"])
+@pytest.mark.parametrize("transformed", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+def test_a_derivative_of_its_own_stays_where_what_is_inside_is_quantized(method: str, transformed: Any) -> None:
+    @jax.custom_vjp
+    def total(x: Any, w: Any) -> Any:
+        return jnp.sum(x @ w)
+
+    total.defvjp(lambda x, w: (total(x, w), (x, w)), lambda saved, _: (saved[0] * 0.25, jnp.full_like(saved[1], 7.0)))
+    rules = [Rule(path="w", weights="int8", activations="int8")]
+    quantized, params, report = quantize_function(lambda p, x: total(x, p["w"]), {"w": W}, rules, (X,), method=method)
+    result, to_x = transformed(jax.value_and_grad(quantized, argnums=1))(params, X)
+    assert set(computed(report)) != {"float"} and result != total(X, W)
+    np.testing.assert_allclose(to_x, X / 4, rtol=1e-6)
+    if method != "ptq":
+        np.testing.assert_allclose(transformed(jax.grad(quantized))(params, X)["w"], 7.0)
 
 
 def test_vmap_around_a_quantized_function() -> None:

@@ -179,3 +179,34 @@ def test_gradients_flow_through_quantized_products() -> None:
     expected = jax.grad(lambda x: jnp.sum((x @ w) ** 2))(X)
     assert jnp.linalg.norm(gradient - expected) < 0.02 * jnp.linalg.norm(expected)
     assert np.all(np.isfinite(gradient))
+
+
+def joined(params: Any, axis: int) -> Any:
+    return jnp.concatenate([params["q"], params["k"], params["v"]], axis)
+
+
+CONCATENATED = {
+    "on the right": lambda p, x: x @ joined(p, 1),
+    "on the left": lambda p, x: joined(p, 0) @ x.T,
+    "transposed": lambda p, x: x @ joined(p, 0).T,
+    "of two batches": lambda p, x: jnp.einsum("bse,eo->bso", x.reshape(2, 2, 16), joined(p, 1)),
+    "cast and in remat": lambda p, x: jax.checkpoint(jnp.matmul)(x.astype("bfloat16"), joined(p, 1).astype("bfloat16")),
+}
+
+
+@pytest.mark.parametrize("fn", CONCATENATED.values(), ids=CONCATENATED)
+def test_concatenated_parameters_are_multiplied_each_by_its_rule(fn: Any, check: Any) -> None:
+    params, x = {name: normal(seed, 16, 16) for seed, name in enumerate("qkv")}, normal(3, 4, 16)
+    rules = [Rule(path="q", weights="int8", activations="int8"), Rule(path="k", weights="int4", tile_size=8)]
+    report = check(fn, params, x, rules=rules, tol=0.02)
+    expected = {("q",): "quantized", ("k",): "dequantized", ("v",): "float"}
+    assert {row.paths: row.computed for row in report.operations} == expected
+
+
+def test_what_a_product_sums_over_is_not_cut_and_the_reason_says_what_it_is_made_of() -> None:
+    params, x = {"q": jnp.ones((8, 4)), "k": jnp.ones((8, 4))}, jnp.ones((2, 16))
+    fn = lambda p, x: x @ jnp.concatenate([p["q"], p["k"]], 0)
+    _, _, report = quantize_function(fn, params, [Rule(path="q|k", weights="int8")], (x,))
+    reasons = {row.reason for row in report.parameters}
+    assert reasons == {"products take only what is computed from it and other parameters together"}
+    assert [row.reason for row in report.operations] == ["an operand is computed from q and k together"]

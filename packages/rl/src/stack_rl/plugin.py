@@ -1,3 +1,54 @@
-"""What stack-rl registers: nothing yet."""
+"""What stack-rl registers."""
+
+from stack_core.hookspecs import hookimpl
+from stack_core.registry import Registrar
 
 STACK_ABI_MINOR = 0
+
+
+@hookimpl
+def stack_register_objectives(registry: Registrar) -> None:
+    registry.add("dpo", "stack_rl.objectives.preference:DPOConfig")
+    registry.add("ipo", "stack_rl.objectives.preference:IPOConfig")
+    registry.add("orpo", "stack_rl.objectives.preference:ORPOConfig")
+    registry.add("simpo", "stack_rl.objectives.preference:SimPOConfig")
+    registry.add("grpo", "stack_rl.objectives.presets:GRPOConfig")
+    registry.add("dr_grpo", "stack_rl.objectives.presets:DrGRPOConfig")
+    registry.add("dapo", "stack_rl.objectives.presets:DAPOConfig")
+    registry.add("gspo", "stack_rl.objectives.presets:GSPOConfig")
+    registry.add("cispo", "stack_rl.objectives.presets:CISPOConfig")
+    registry.add("rloo", "stack_rl.objectives.presets:RLOOConfig")
+    registry.add("reinforce_pp", "stack_rl.objectives.presets:ReinforceConfig")
+    registry.add("distill", "stack_rl.objectives.presets:DistillConfig")
+
+
+@hookimpl
+def stack_register_commands(registry: Registrar) -> None:
+    registry.add(
+        "rl list",
+        "stack_rl.commands.list_objectives:list_objectives",
+        help="List the algorithms of post-training, with their equations and papers.",
+    )
+    registry.add("rl audit", "stack_rl.commands.audit:audit", help="Compare a recipe with the algorithm that it names.")
+
+
+@hookimpl
+def stack_register_batches(registry: Registrar) -> None:
+    registry.add("rollouts", "stack_rl.rollouts:RolloutData")
+
+
+@hookimpl
+def stack_register_environments(registry: Registrar) -> None:
+    registry.add("cell", "stack_rl.environments.cell:CellConfig")
+    registry.add("prompts", "stack_rl.environments.prompts:PromptsConfig")
+
+
+@hookimpl
+def stack_register_rewards(registry: Registrar) -> None:
+    registry.add("exact", "stack_rl.rewards.functions:exact")
+    registry.add("characters", "stack_rl.rewards.functions:characters")
+
+
+@hookimpl
+def stack_register_panels(registry: Registrar) -> None:
+    registry.add("episodes", "stack_rl.panels.episodes:episodes", order=30)

@@ -8,7 +8,7 @@ from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingP
 from stack_serve.client import conversation as module
 from stack_serve.client.conversation import ChatPrompts, Conversation, LocalModel, Message, Write, local_model
 
-from ..http.fake_engine import ByteTokenizer, FakeEngine, checkpoint
+from ..openai.fake_engine import ByteTokenizer, FakeEngine, checkpoint
 
 
 class Engine(FakeEngine):

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from stack_core import checkpoint_formats
+from stack_core import model_formats
 from stack_core.cli import main
 from stack_serve.http.server import HttpServer
 
-from ..http.fake_engine import checkpoint
+from ..openai.fake_engine import checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[HttpServer]:
         self._announce("http://127.0.0.1:8000")
 
     monkeypatch.setattr(HttpServer, "run", run)
-    monkeypatch.setattr(checkpoint_formats, "open_for_generation", lambda address: checkpoint(name=address))
+    monkeypatch.setattr(model_formats, "open_for_generation", lambda address: checkpoint(name=address))
     return servers
 
 
@@ -48,27 +48,65 @@ def test_options_reach_the_server(served: list[HttpServer], tmp_path: Path, caps
     others = ["--port", "0", "--timeout-s", "9", "--max-tokens", "100", "--cors-origin", "*", "--json"]
     main(["serve", "RUN", *keys_given, *names, *others])
     (server,) = served
-    service = server._service
+    service = server._app.service
     config = service.config
     assert (config.port, config.timeout_s, config.cors_origins) == (0, 9.0, ("*",))
     assert config.api_keys == ("first", "second", "third")
     assert service.names == ("a", "b") and service.max_tokens == 100
     out, err = capsys.readouterr()
     assert json.loads(out) == {"address": "http://127.0.0.1:8000", "model": "a", "process": os.getpid()}
-    assert err == "stack: a is served at http://127.0.0.1:8000/v1\n"
+    assert err == "stack: loading RUN\nstack: a is served at http://127.0.0.1:8000/v1\n"
 
 
-def test_the_engine_is_made_of_its_options(served: list[HttpServer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_of_the_environment_counts_where_none_is_given(
+    served: list[HttpServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STACK_API_KEY", "secret")
+    main(["serve", "RUN", "--port", "0"])
+    main(["serve", "RUN", "--port", "0", "--api-key", "given"])
+    monkeypatch.setenv("STACK_API_KEY", "")
+    main(["serve", "RUN", "--port", "0"])
+    assert [server._app.service.config.api_keys for server in served] == [("secret",), ("given",), ()]
+
+
+def test_help_tells_the_truth(capsys: Any) -> None:
+    main(["serve", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "status 503 until everything is compiled" in shown and "--memory-fraction" in shown
+
+
+def test_the_engine_is_made_of_its_options(
+    served: list[HttpServer], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     made: list[Any] = []
     engines = {"llm": lambda *given, progress: made.extend((*given, progress))}
     monkeypatch.setattr("stack_core.plugins.registries", SimpleNamespace(engines=engines))
-    main(["serve", "RUN", "--port", "0", "--max-sequences", "3", "--no-prefix-caching", "--cache-dtype", "int8"])
+    main(
+        [
+            "serve",
+            "RUN",
+            "--port",
+            "0",
+            "--max-sequences",
+            "3",
+            "--no-prefix-caching",
+            "--cache-dtype",
+            "int8",
+            "--memory-fraction",
+            "0.3",
+        ]
+    )
     (server,) = served
-    server._make_engine()
+    server._app.make_engine()
     _, config, progress = made
     assert (config.max_sequences, config.prefix_caching, config.cache_dtype) == (3, False, "int8")
-    progress("decode of 8", 2, 9)
-    assert server._service.progress == "compiled 2 of 9 programs, decode of 8 the last"
+    assert config.memory_fraction == 0.3
+    capsys.readouterr()
+    for done in (1, 2, 9):
+        progress("decode of 8", done, 9)
+        assert server._app.service.progress == f"compiled {done} of 9 programs, decode of 8 the last"
+    lines = [f"stack: compiled {done} of 9 programs, decode of 8 the last" for done in (1, 9)]
+    assert capsys.readouterr().err.splitlines() == lines, "off a terminal, a line now and then"
 
 
 def test_whoever_may_reach_it_is_warned_of(served: list[HttpServer], capsys: Any) -> None:

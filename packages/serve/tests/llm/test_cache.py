@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stack_core.contracts.caches import AttentionSpec, KeysValues, Latent, Recurrent
+from stack_core.errors import GenerationError
 from stack_core.ops.building import is_quantized
-from stack_core.protocols import AttentionSpec, KVCacheShape
 from stack_serve.llm.cache import PagedKVCache, PagedLayer, Rows, empty_layers
 
-SHAPE = KVCacheShape(layers=2, kv_heads=2, head_dim=8, dtype="float32")
+SHAPE = KeysValues(repeats=2, kv_heads=2, key_dim=8, value_dim=8, dtype="float32")
 PAGES, PAGE_TOKENS, HEADS = 6, 4, 4
 # Row 0 continues a sequence of 5 tokens by 3, row 1 begins one with 2; one token is padding.
 TABLES = np.array([[3, 1, 0], [5, 0, 0]], np.int32)
@@ -32,8 +33,8 @@ def rows(starts: list[int], counts: list[int], tokens: int) -> Rows:
 def attended(dtype: Any, layout: Any) -> tuple[jax.Array, jax.Array]:
     """What row 0 and 1 get, and what dense attention to the same keys gives."""
     keys = jax.random.split(jax.random.key(1), 6)
-    key, value = (jax.random.normal(keys[i], (10, SHAPE.kv_heads, SHAPE.head_dim)) for i in (0, 1))
-    query = jax.random.normal(keys[2], (10, HEADS, SHAPE.head_dim))
+    key, value = (jax.random.normal(keys[i], (10, SHAPE.kv_heads, SHAPE.key_dim)) for i in (0, 1))
+    query = jax.random.normal(keys[2], (10, HEADS, SHAPE.key_dim))
     layers = empty_layers(SHAPE, pages=PAGES, page_tokens=PAGE_TOKENS, layout=layout, dtype=dtype)
     first = PagedKVCache(layers, rows([0, 0], [5, 0], 5), layout)
     _, layer = first.attend(layer_of(layers), query[:5, None], key[:5, None], value[:5, None], AttentionSpec())
@@ -47,7 +48,7 @@ def attended(dtype: Any, layout: Any) -> tuple[jax.Array, jax.Array]:
     def dense(places: slice, first_query: int) -> jax.Array:
         k, v = (jnp.repeat(x[places], HEADS // SHAPE.kv_heads, axis=1) for x in (key, value))
         q = query[places][first_query:]
-        logits = jnp.einsum("qhd,khd->hqk", q, k) * SHAPE.head_dim**-0.5
+        logits = jnp.einsum("qhd,khd->hqk", q, k) * SHAPE.key_dim**-0.5
         seen = jnp.arange(len(k)) <= jnp.arange(first_query, len(k))[:, None]
         return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(seen, logits, -jnp.inf)), v)
 
@@ -72,13 +73,25 @@ def test_narrow_pages_are_close(dtype: Any, error: float) -> None:
 def test_quantized_pages_take_a_byte_an_entry_and_a_scale_a_vector() -> None:
     layers = empty_layers(SHAPE, pages=PAGES, page_tokens=PAGE_TOKENS, layout="pshd", dtype="int8")
     assert is_quantized(layers.key)
-    entries = SHAPE.layers * PAGES * PAGE_TOKENS * SHAPE.kv_heads * SHAPE.head_dim
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(layers)) == 2 * (entries + entries // SHAPE.head_dim * 4)
+    entries = SHAPE.repeats * PAGES * PAGE_TOKENS * SHAPE.kv_heads * SHAPE.key_dim
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(layers)) == 2 * (entries + entries // SHAPE.key_dim * 4)
 
 
 def test_padding_writes_nowhere() -> None:
     layers = empty_layers(SHAPE, pages=PAGES, page_tokens=PAGE_TOKENS, layout="pshd")
-    ones = jnp.ones((3, 1, SHAPE.kv_heads, SHAPE.head_dim))
+    ones = jnp.ones((3, 1, SHAPE.kv_heads, SHAPE.key_dim))
     cache = PagedKVCache(layers, rows([0, 0], [1, 0], 3), "pshd")
-    _, layer = cache.attend(layer_of(layers), jnp.ones((3, 1, HEADS, SHAPE.head_dim)), ones, ones, AttentionSpec())
-    assert jnp.count_nonzero(layer.key) == SHAPE.kv_heads * SHAPE.head_dim
+    _, layer = cache.attend(layer_of(layers), jnp.ones((3, 1, HEADS, SHAPE.key_dim)), ones, ones, AttentionSpec())
+    assert jnp.count_nonzero(layer.key) == SHAPE.kv_heads * SHAPE.key_dim
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        Latent(repeats=1, dim=8, value_dim=4, dtype="float32"),
+        Recurrent(repeats=1, shapes=((2, 2),), dtypes=("float32",)),
+    ],
+)
+def test_other_kinds_of_state_are_refused_by_name(state: Any) -> None:
+    with pytest.raises(GenerationError, match=type(state).__name__):
+        empty_layers([SHAPE, state], pages=PAGES, page_tokens=PAGE_TOKENS, layout="pshd")

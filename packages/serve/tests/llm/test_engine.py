@@ -2,7 +2,9 @@
 
 import dataclasses
 import gc
+import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.contracts.generation import Engine
 from stack_core.errors import ConversionError, EngineBusy, EngineStopped, GenerationError
 from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams
-from stack_core.protocols import Engine, GenerativeCheckpoint
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
+from stack_serve.llm.teller import Teller
 
 from .tiny_checkpoint import EMBED, VOCAB, TinyCheckpoint, random_params
 
@@ -96,13 +100,24 @@ def test_progress_counts_every_program() -> None:
     assert len({name for name, _, _ in told}) == len(told) and "admit" in {name for name, _, _ in told}
 
 
-def test_nothing_is_compiled_once_it_is_warm() -> None:
-    engine = LLMEngine(TinyCheckpoint(), dataclasses.replace(CONFIG, max_waiting=20))
+def test_nothing_is_compiled_once_it_is_warm_on_any_thread() -> None:
+    engine, events = LLMEngine(TinyCheckpoint(), dataclasses.replace(CONFIG, max_waiting=20)), list[str]()
     engine.warm_up()
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: events.append(event))
     with engine:
         requests = [request_of(f"long {length}", (5,) * length, temperature=1.0) for length in (1, 3, 17, 33)]
         run(engine, request_of("one"), *requests, request_of("prompt", (1,) * 20, prompt_logprobs=2, logprobs=3, n=3))
         assert engine.stats().compilations == 0
+    jax.jit(lambda x: x + 1)(1)  # of which is heard
+    assert len([event for event in events if event.endswith("backend_compile_duration")]) == 1
+
+
+def test_each_program_has_a_name_and_its_parts_have_scopes(idle: LLMEngine) -> None:
+    programs = idle._programs
+    texts = {key: programs._lowered(key).as_text(debug_info=True) for key in programs._keys()}
+    for (kind, *_), text in texts.items():
+        assert f"module @jit_{kind} " in text and (kind == "admit" or f"/{kind}/" in text)
+    assert all("/decode/while/body/sample/" in text for (kind, *_), text in texts.items() if kind == "decode")
 
 
 def test_what_is_compiled_late_is_counted(idle: LLMEngine) -> None:
@@ -129,7 +144,7 @@ def test_updates_may_go_to_a_receiver(engine: LLMEngine) -> None:
             ended.set()
 
     engine.submit(request_of("received"), receive)
-    assert ended.wait(30)
+    assert ended.wait(300)
     assert len(tokens_of(received)) == 8
     with pytest.raises(GenerationError, match="No request 'received'"):
         next(engine.stream("received"))
@@ -207,14 +222,17 @@ def test_who_leaves_a_stream_frees_its_pages(engine: LLMEngine) -> None:
 
 def test_a_request_whose_last_token_was_read_cannot_be_aborted_any_more(idle: LLMEngine) -> None:
     loop, told = idle._loop, list[GenerationUpdate]()
+    idle._teller = Teller(stopped=idle._stop, ended=lambda _: None)
+    loop._put = idle._teller.put
     short, long = loop.work(request_of("short", max_tokens=1), told.append), loop.work(request_of("long"), told.append)
     loop.begin(short)
     loop.begin(long)
     loop.turn()
     loop.turn()  # reads the first step, and tells of it when the third is started
-    assert not told
     loop.end(short, "abort")
     loop.end(long, "abort")
+    idle._teller.start()
+    idle._teller.close()
     assert [(update.request_id, update.finish_reason) for update in told] == [
         ("short", "length"),
         ("long", None),
@@ -274,6 +292,66 @@ def test_a_text_that_cannot_be_made_fails_alone(engine: LLMEngine, words: Words)
     assert engine.stats().used_pages == 0
 
 
+def test_texts_are_not_made_on_the_engines_thread() -> None:
+    names = set[str]()
+
+    class Watched(Words):
+        def decode(self, ids: Any) -> str:
+            names.add(threading.current_thread().name)
+            return super().decode(ids)
+
+    with LLMEngine(TinyCheckpoint(tokenizer=Watched()), CONFIG) as engine:
+        run(engine, request_of("watched", stop=("xyz",)))
+    assert names == {"stack-text"}
+
+
+def test_steps_go_on_while_a_text_is_made() -> None:
+    going_on = threading.Event()
+
+    class Slow(Words):
+        def decode(self, ids: Any) -> str:
+            assert going_on.wait(300)
+            return super().decode(ids)
+
+    with LLMEngine(TinyCheckpoint(tokenizer=Slow()), CONFIG) as engine:
+        engine.submit(request_of("slow", max_tokens=20))
+        engine.submit(request_of("beside", (4,), max_tokens=20))
+        deadline_s = time.monotonic() + 300
+        while engine.stats().generated_tokens < 40:
+            assert time.monotonic() < deadline_s, "the engine waits for a text"
+            time.sleep(0.002)
+        going_on.set()
+        assert [len(tokens_of(list(engine.stream(name)))) for name in ("slow", "beside")] == [20, 20]
+
+
+def test_a_few_tokens_at_most_are_computed_behind_a_stop_text(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (whole,) = run(engine, request_of("to be stopped", max_tokens=40))
+    before, step = engine.stats().generated_tokens, engine._programs.step
+    monkeypatch.setattr(engine._programs, "step", lambda *given, **more: (time.sleep(0.05), step(*given, **more))[1])
+    (updates,) = run(engine, request_of("stopped", max_tokens=40, stop=(Words().decode(tokens_of(whole)[:2]),)))
+    assert updates[-1].finish_reason == "stop" and tokens_of(updates) == []
+    run(engine, request_of("behind", max_tokens=1))
+    stats = engine.stats()
+    assert stats.running == stats.used_pages == 0 and stats.generated_tokens < before + 40
+
+
+def test_submitting_is_as_quick_when_many_wait() -> None:
+    engine = LLMEngine(TinyCheckpoint(), dataclasses.replace(CONFIG, max_waiting=5000))
+
+    def cost_s(first: int) -> float:
+        began_s = time.process_time()
+        for number in range(first, first + 200):
+            engine.submit(request_of(str(number)), lambda _: None)
+        return time.process_time() - began_s
+
+    early_s = cost_s(0)
+    for first in range(200, 4000, 200):
+        cost_s(first)
+    assert cost_s(4000) < 3 * early_s
+
+
 def test_logits_that_are_not_finite_fail_their_request_alone() -> None:
     params = random_params()
     params["embedding"] = params["embedding"].at[9].set(jnp.nan)
@@ -328,6 +406,49 @@ def test_a_failed_engine_tells_everybody(idle: LLMEngine, monkeypatch: pytest.Mo
     for ask in (lambda: idle.submit(request_of("three")), idle.stats):
         with pytest.raises(EngineStopped, match="the device is gone"):
             ask()
+    idle.close()
+
+
+def test_a_request_that_is_submitted_while_the_engine_fails_is_told(
+    idle: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle.submit(request_of("first"))
+    failing, check = threading.Event(), idle._check_running
+
+    def fail(*_: object, **__: object) -> None:
+        failing.set()
+        raise RuntimeError("the device is gone")
+
+    def check_and_dawdle() -> None:  # inside of `submit`, which holds the lock
+        check()
+        idle.start()
+        assert failing.wait(300)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(idle._loop, "turn", fail)
+    monkeypatch.setattr(idle._loop, "start", fail)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(idle, "_check_running", check_and_dawdle)
+    received, ended = list[GenerationUpdate](), threading.Event()
+    idle.submit(request_of("second"), lambda update: (received.append(update), ended.set()))
+    assert ended.wait(300)
+    assert [update.finish_reason for update in received] == ["error"]
+    idle.close()  # waits for the thread, whose exception is expected in this test
+
+
+def test_a_deadline_passes_while_a_step_hangs(idle: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    going_on, step = threading.Event(), idle._programs.step
+    monkeypatch.setattr(idle._programs, "step", lambda *given, **more: (going_on.wait(300), step(*given, **more))[1])
+    idle.submit(request_of("late", timeout_s=0.05))
+    with idle:
+        assert [update.finish_reason for update in idle.stream("late")] == ["deadline"]
+        going_on.set()
+
+
+def test_closing_an_engine_that_was_never_started_ends_what_waits(idle: LLMEngine) -> None:
+    idle.submit(request_of("waiting"))
+    idle.close()
+    assert [update.finish_reason for update in idle.stream("waiting")] == ["abort"]
 
 
 def test_new_weights_take_effect_and_old_pages_are_forgotten() -> None:
@@ -356,6 +477,74 @@ def test_other_weights_are_refused_by_name(idle: LLMEngine) -> None:
     assert f"['head'] has shape ({EMBED}, {VOCAB + 1}); expected ({EMBED}, {VOCAB})" in text
 
 
+@pytest.mark.parametrize(
+    ("spoilt", "says"),
+    [
+        (lambda leaf: leaf.delete() or leaf, "was deleted"),
+        (lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), "no values"),
+        (lambda leaf: leaf.astype(jnp.int32), "dtype int32; expected float32"),
+        (lambda leaf: 1.0, "is a float"),
+    ],
+)
+def test_weights_that_cannot_be_used_fail_their_caller_alone(engine: LLMEngine, spoilt: Any, says: str) -> None:
+    params = random_params()
+    params["head"] = spoilt(params["head"])
+    with pytest.raises(ConversionError, match=rf"\['head'\] .*{says}"):
+        engine.update_weights(params)
+    with pytest.raises((GenerationError, TypeError), match="drop"):  # tests check types before
+        engine.update_weights(random_params(), kv="drop")  # pyrefly: ignore
+    assert len(tokens_of(run(engine, request_of("as before"))[0])) == 8
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute", "abort"])
+def test_new_weights_reach_requests_that_run_and_tokens_tell_which_drew_them(kv: Any) -> None:
+    new, prompt = random_params(seed=1), (1, 2, 3)
+    engine = LLMEngine(TinyCheckpoint(), dataclasses.replace(CONFIG, decode_repeats=1))
+    updates = list[GenerationUpdate]()
+    work = engine._loop.work(request_of("running", prompt, max_tokens=12, timeout_s=60.0), updates.append)
+    engine._work["running"] = work
+    engine._teller.start()
+    engine._loop.begin(work)
+    for _ in range(4):
+        engine._loop.turn()
+    engine.update_weights(new, version=7, kv=kv)
+    while engine._loop.has_work:
+        engine._loop.turn()
+    engine._teller.close()
+    tokens = tokens_of(updates)
+    versions = [version for update in updates for version in update.weights_versions]
+    assert len(versions) == len(tokens) and updates[-1].finish_reason == ("abort" if kv == "abort" else "length")
+    assert versions == sorted(versions) and set(versions) == ({0} if kv == "abort" else {0, 7})
+    if kv == "recompute":
+        drawn_by_old = versions.count(0)
+        with LLMEngine(TinyCheckpoint(read=lambda: new), CONFIG) as fresh:
+            rest = request_of("rest", (*prompt, *tokens[:drawn_by_old]), max_tokens=12 - drawn_by_old)
+            assert tokens_of(run(fresh, rest)[0]) == tokens[drawn_by_old:]
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_new_weights_take_the_memory_of_one_copy_and_of_one_array_if_they_are_donated(
+    idle: LLMEngine, donate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, held_bytes, put = random_params(seed=1), list[int](), jax.device_put
+    size_bytes = sum(array.nbytes for array in jax.tree.leaves(new))
+    largest_bytes = max(array.nbytes for array in jax.tree.leaves(new))
+    gc.collect()
+    before_bytes = sum(array.nbytes for array in jax.live_arrays())
+
+    def watched(*given: Any, **more: Any) -> Any:
+        array = put(*given, **more)
+        held_bytes.append(sum(array.nbytes for array in jax.live_arrays()) - before_bytes)
+        return array
+
+    monkeypatch.setattr(jax, "device_put", watched)
+    idle.update_weights(new, donate=donate)
+    assert max(held_bytes) <= (largest_bytes if donate else size_bytes)
+    gc.collect()
+    assert sum(array.nbytes for array in jax.live_arrays()) - before_bytes == (-size_bytes if donate else 0)
+    assert all(array.is_deleted() == donate for array in jax.tree.leaves(new))
+
+
 def test_memory_holds_the_weights_once() -> None:
     gc.collect()
     before = jax.live_arrays()
@@ -365,6 +554,13 @@ def test_memory_holds_the_weights_once() -> None:
     programs = engine._programs
     beside_bytes = sum(array.nbytes for array in jax.tree.leaves((programs._layers, programs._slots)))
     assert held_bytes - beside_bytes == sum(array.nbytes for array in jax.tree.leaves(random_params()))
+
+
+def test_an_engine_says_what_its_memory_is_for(idle: LLMEngine) -> None:
+    params_mb = sum(array.nbytes for array in jax.tree.leaves(random_params())) / 2**20
+    assert re.fullmatch(
+        rf"parameters {params_mb:.0f} MB, pages \d+ MB, slots \d+ MB, programs and libraries \d+ MB", idle.memory()
+    )
 
 
 def test_a_cache_of_codes_generates() -> None:

@@ -50,6 +50,14 @@ def test_the_largest_request_is_served() -> None:
     assert LIMITS.total_tokens(request_of()) == POSITIONS
 
 
+def test_requests_have_priorities_where_the_engine_was_made_with_them() -> None:
+    request = dataclasses.replace(request_of(), priority=-1)
+    Limits.of(TinyCheckpoint(), EngineConfig(priorities=1)).check(request)
+    with pytest.raises(GenerationError, match=r"priority=-1: .* --priorities 10") as caught:
+        LIMITS.check(request)
+    assert caught.value.parameter == "priority"
+
+
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_no_more_tokens_are_reported_than_there_are(name: str) -> None:
     limits = Limits.of(dataclasses.replace(TinyCheckpoint(), vocab_size=7), EngineConfig())

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stack_core.generation import GenerationRequest, SamplingParams, TokenLogprob
-from stack_serve.llm.output import Output
+from stack_serve.llm.output import Ending, Output
 
 
 class Bytes:
@@ -43,8 +43,19 @@ END = 256
 
 def output_of(tokenizer=None, *, max_tokens=100, index=0, end_tokens=(END,), **sampling):
     request = GenerationRequest(request_id="a", prompt=(104, 105), sampling=SamplingParams(**sampling))
-    tokenizer = Bytes() if tokenizer is None else tokenizer
-    return Output(request, index, tokenizer=tokenizer, end_tokens=end_tokens, max_tokens=max_tokens)
+    ending = Ending(request.sampling, end_tokens=end_tokens, max_tokens=max_tokens)
+    return Made(ending, Output(request, index, tokenizer=Bytes() if tokenizer is None else tokenizer))
+
+
+class Made:
+    """An output that is told by which tokens its continuation ends, as engines do."""
+
+    def __init__(self, ending, output):
+        self.ending, self.output = ending, output
+        self.take, self.end = output.take, output.end
+
+    def push(self, token, logprob=None):
+        return self.output.push(token, self.ending.push(token), logprob)
 
 
 def logprob_of(token):
@@ -181,6 +192,13 @@ def test_a_token_that_begins_before_the_stop_text_is_told():
     assert whole(pushed(output_of(Words("one END two"), stop=("END",)), [0])) == ("one ", [0], "stop", "END")
 
 
+@pytest.mark.parametrize(("include_stop", "dropped"), [(False, 2), (True, 0)])
+def test_tokens_of_a_stop_text_are_counted(include_stop, dropped):
+    *others, last = pushed(output_of(stop=("cd",), include_stop=include_stop), b"abcde")
+    assert [update.dropped_tokens for update in others] == [0] * 3 and last.dropped_tokens == dropped
+    assert sum(len(update.tokens) for update in (*others, last)) + dropped == 4
+
+
 def test_what_follows_an_included_stop_text_in_its_token_is_left_out():
     words = Words("one E", "ND two", "three")
     assert whole(pushed(output_of(words, stop=("END",), include_stop=True), [0, 1, 2])) == (
@@ -232,7 +250,8 @@ def test_it_may_end_before_it_began():
 
 def test_without_a_tokenizer_there_are_only_tokens():
     request = GenerationRequest(request_id="a", prompt=(1,), sampling=SamplingParams(stop_tokens=(5,)))
-    output = Output(request, 0, tokenizer=None, end_tokens=(), max_tokens=9)
+    ending = Ending(request.sampling, end_tokens=(), max_tokens=9)
+    output = Made(ending, Output(request, 0, tokenizer=None))
     updates = pushed(output, (4, 5))
     assert whole(updates) == ("", [4, 5], "stop", 5)
     assert [update.tokens for update in updates] == [(4,), (5,)]

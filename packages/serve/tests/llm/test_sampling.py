@@ -357,7 +357,7 @@ AMONG_OTHERS = {
 
 def test_every_field_is_the_hosts_or_its_effect_is_known():
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert fields == ON_THE_HOST | EFFECTS.keys() | AMONG_OTHERS.keys() | {"seed", "logprobs"}
+    assert fields == ON_THE_HOST | EFFECTS.keys() | AMONG_OTHERS.keys() | {"seed", "logprobs", "logprobs_of"}
 
 
 def test_the_seed_changes_what_is_sampled():
@@ -392,7 +392,7 @@ def executed(monkeypatch, *params):
     """Names of the parts that run for some rows."""
     seen = set()
     parts = {
-        sampling: ["add_at", "penalize", "kth_largest", "token_logprobs", "_draw", "_beyond_top_p"],
+        sampling: ["add_at", "penalize", "kth_largest", "token_logprobs", "_draw", "_beyond_top_p", "_top_p_bound"],
         candidates: ["_bisected", "largest"],
         logprobs: ["largest"],
         penalties: ["_counts"],
@@ -432,6 +432,7 @@ GREEDY = SamplingParams(temperature=0.0)
         ({"temperature": 0.0, "presence_penalty": 1.0}, {"add_at", "penalize", "_counts"}),
         ({"temperature": 0.0, "repetition_penalty": 1.1}, {"add_at", "penalize", "_counts"}),
         ({"temperature": 0.0, "logprobs": 0}, {"token_logprobs", "largest"}),
+        ({"logprobs_of": "processed"}, {"_draw"}),
     ],
 )
 def test_what_no_row_asks_for_is_skipped(changes, parts, monkeypatch):
@@ -508,6 +509,30 @@ def test_log_probabilities_are_the_models_before_any_change():
     assert sampled.tokens.tolist() == [5]
     np.testing.assert_allclose(sampled.logprobs[0], LOGITS[5], atol=1e-6)
     assert sampled.ranks.tolist() == [6]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.6},
+        {"temperature": 2.0, "top_k": 5, "min_p": 0.2, "logit_bias": {5: 1.5}},
+        {"top_p": 0.9, "top_k": 4, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+        {"top_p": 1e-6},
+    ],
+)
+def test_log_probabilities_can_be_those_of_the_distribution_that_is_drawn_from(changes):
+    processed = SamplingParams(**changes, logprobs=12, logprobs_of="processed")
+    of_model = SamplingParams(**changes, logprobs=12)
+    history = np.tile(np.int32([*HISTORY, 0, 0]), (2, 1))
+    settings = settings_of(processed, of_model, end_tokens=END_TOKENS, prompt_tokens=PROMPT_TOKENS)
+    sampled = jitted(np.stack([LOGITS] * 2), settings, history, np.full(2, len(HISTORY), np.int32))
+    with np.errstate(divide="ignore"):
+        expected = np.log(probabilities(LOGITS, processed, **RICH))
+    token = sampled.tokens[0]
+    np.testing.assert_allclose(sampled.logprobs[0], expected[token], atol=1e-5)
+    np.testing.assert_allclose(sampled.top_logprobs[0, :VOCAB], expected[sampled.top_tokens[0, :VOCAB]], atol=1e-5)
+    np.testing.assert_allclose(sampled.logprobs[1], LOGITS[sampled.tokens[1]], atol=1e-5)
 
 
 def test_settings_have_the_same_types_however_they_are_made():

@@ -1,12 +1,12 @@
 import pytest
 
 from stack_serve.llm.config import EngineConfig
-from stack_serve.llm.scheduler import SchedulerState, finish, forget_prefixes, record, schedule
+from stack_serve.llm.scheduler import PRIORITY_ARRIVALS, SchedulerState, finish, forget_prefixes, record, schedule
 from stack_serve.llm.sequence import Sequence
 
 
 def state_of(*, pages=64, max_tokens=64, **fields):
-    config = {"max_sequences": 4, "step_tokens": 16, "page_tokens": 4, **fields}
+    config = {"max_sequences": 4, "step_tokens": 16, "page_tokens": 4, "priorities": 9, **fields}
     return SchedulerState.of(EngineConfig(**config), max_tokens=max_tokens, pages=pages)
 
 
@@ -79,10 +79,21 @@ def test_a_step_of_single_tokens_is_repeated_up_to_the_last_of_each():
     assert long.ended and (state.pool.available, state.generated_tokens) == (64, 9)
 
 
-def test_a_step_is_not_repeated_while_one_waits_or_where_the_cache_has_no_room():
-    state = state_of(max_sequences=1)
-    step(state, sequence_of(0, 6, new=9), repeats=4)
-    assert step(state, sequence_of(1, 6), repeats=4).repeats == 1
+def test_a_step_is_repeated_while_one_waits_that_could_not_begin_for_want_of_a_slot_or_of_pages():
+    for full in ({"max_sequences": 1}, {"pages": 5}):
+        state = state_of(**full)
+        step(state, sequence_of(0, 6, new=9), repeats=4)
+        plan = step(state, sequence_of(1, 14, new=1), repeats=4)
+        assert (plan.repeats, planned(plan), arrivals_of(state.waiting)) == (4, [(0, 6, 4, 4)], [1])
+        step(state, repeats=4)
+        assert step(state, repeats=4).admitted[0].arrival == 1
+
+
+def test_a_step_is_not_repeated_where_one_can_begin_or_the_cache_has_no_room():
+    state = state_of(step_tokens=4)
+    step(state, sequence_of(0, 3, new=9), repeats=4)
+    plan = step(state, sequence_of(1, 6), repeats=4)
+    assert (plan.repeats, arrivals_of(plan.admitted)) == (1, [1])
     state = state_of(pages=3)
     step(state, sequence_of(0, 4, new=9), repeats=8)
     others = state.pool.take()
@@ -130,6 +141,16 @@ def test_the_lower_priority_goes_first_and_equals_as_they_came():
     given = [(0, 1), (1, 0), (2, -1), (3, 0)]
     plans = [step(state, *(sequence_of(n, 2, new=1, priority=p) for n, p in given)), *(step(state) for _ in range(3))]
     assert [arrivals_of(plan.admitted) for plan in plans] == [[2], [1], [3], [0]]
+
+
+def test_priorities_are_bounded_and_each_level_is_worth_so_many_arrivals():
+    for given, later, first in [(-1, PRIORITY_ARRIVALS - 1, 1), (-1, PRIORITY_ARRIVALS, 0), (-(10**9), 9 * 64 + 1, 0)]:
+        state = state_of(max_sequences=1)
+        early, late = sequence_of(0, 2, new=1), sequence_of(later, 2, new=1, priority=given)
+        (begun,) = step(state, early, late).admitted
+        assert begun is (early, late)[first]
+    state = state_of(max_sequences=1, priorities=0)
+    assert arrivals_of(step(state, sequence_of(0, 2), sequence_of(1, 2, priority=-5)).admitted) == [0]
 
 
 def test_who_runs_is_not_preempted_by_who_waits():

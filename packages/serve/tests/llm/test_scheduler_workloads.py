@@ -1,13 +1,14 @@
 """Random workloads on devices that check what they are given: the scheduler's guarantees, whatever comes."""
 
+import copy
 import hashlib
 from dataclasses import dataclass, field
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stack_serve.llm.config import EngineConfig
-from stack_serve.llm.scheduler import SchedulerState, finish, forget_prefixes, record, schedule
+from stack_serve.llm.scheduler import PRIORITY_ARRIVALS, SchedulerState, finish, forget_prefixes, record, schedule
 from stack_serve.llm.sequence import Sequence
 
 
@@ -104,7 +105,7 @@ class Before:
 
 
 def order(sequence):
-    return sequence.priority, sequence.arrival
+    return sequence.turn, sequence.arrival
 
 
 def check_rows(state, before, plan):
@@ -113,7 +114,7 @@ def check_rows(state, before, plan):
         assert sum(row.tokens for row in plan.rows) <= state.step_tokens
     else:
         assert plan.repeats == max(row.tokens for row in plan.rows)
-        assert not before.waiting and not plan.preempted and {row.sequence for row in plan.rows} == set(before.decoding)
+        assert not plan.preempted and {row.sequence for row in plan.rows} == set(before.decoding)
     for row in plan.rows:
         assert row.tokens >= 1 and row.slot == row.sequence.slot
         assert row.start + row.tokens == row.sequence.computed_tokens
@@ -164,7 +165,7 @@ REQUESTS = st.lists(
             "prompt": st.lists(st.integers(0, 2), min_size=1, max_size=10),
             "new": st.integers(1, 12),
             "n": st.integers(1, 3),
-            "priority": st.integers(0, 2),
+            "priority": st.sampled_from([0, 0, -1, 10**9]),
             "cacheable": st.booleans(),
             "aborted_at": st.none() | st.integers(0, 25),
         }
@@ -179,6 +180,7 @@ SIZES = st.fixed_dictionaries(
         "max_sequences": st.integers(1, 5),
         "step_tokens": st.integers(5, 20),
         "prefix_caching": st.booleans(),
+        "priorities": st.integers(0, 2),
     }
 )
 
@@ -220,7 +222,9 @@ def test_every_workload_ends_with_the_tokens_that_each_has_alone(sizes, requests
             forget_prefixes(state)
             devices.weights_version += 1
         before = Before.of(state, arrivals)
+        unrepeated = copy.deepcopy((state, arrivals))
         plan = schedule(state, arrivals, repeats=repeats)
+        assert plan.repeats == 1 or not schedule(*unrepeated).admitted
         check_rows(state, before, plan)
         check_who_runs(state, before, plan)
         check_holdings(state)
@@ -241,3 +245,28 @@ def test_every_workload_ends_with_the_tokens_that_each_has_alone(sizes, requests
         assert sequence.tokens == expected[: len(sequence.tokens)]
         assert aborted_at is not None or len(sequence.tokens) == sequence.max_total_tokens
     assert (state.running, state.waiting, state.pool.available) == ([], [], pages)
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 2), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_whatever_keeps_coming_a_bounded_number_of_later_arrivals_goes_before_anyone(priorities, slots, random):
+    config = EngineConfig(max_sequences=slots, step_tokens=8, page_tokens=4, priorities=priorities)
+    state = SchedulerState.of(config, max_tokens=4, pages=4)
+    most = 2 * priorities * PRIORITY_ARRIVALS
+    begun = []
+    for step_number in range(most + 40):
+        new = [random.choice([0, 5, -(10**9)]) if step_number else 10**9 for _ in range(2)]
+        given_tokens = {"tokens": [1, 2], "prompt_tokens": 2, "max_total_tokens": 3, "request_id": "", "index": 0}
+        numbers = range(2 * step_number, 2 * step_number + 2)
+        arrivals = [
+            Sequence(id=number, arrival=number, priority=priority, **given_tokens)
+            for number, priority in zip(numbers, new, strict=True)
+        ]
+        plan = schedule(state, arrivals)
+        begun += [sequence.arrival for sequence in plan.admitted]
+        for row in plan.rows:
+            record(state, row.sequence, 0)
+            finish(state, row.sequence)
+    overtaken = [sum(other > arrival for other in begun[:place]) for place, arrival in enumerate(begun)]
+    overtaken += [sum(other > sequence.arrival for other in begun) for sequence in state.waiting]
+    assert max(overtaken) <= most

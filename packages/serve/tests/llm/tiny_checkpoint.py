@@ -7,18 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stack_core.protocols import AttentionSpec, KVCacheShape
+from stack_core.contracts.caches import AttentionSpec, KeysValues
+from stack_core.contracts.models import Head, Outputs
 
 VOCAB, EMBED, HEADS, LAYERS, POSITIONS = 31, 16, 2, 2, 48
-SHAPE = KVCacheShape(LAYERS, HEADS, EMBED // HEADS, "float32")
+STATES = KeysValues(repeats=LAYERS, kv_heads=HEADS, key_dim=EMBED // HEADS, value_dim=EMBED // HEADS, dtype="float32")
 
 
-def random_params(seed: int = 0) -> dict[str, Any]:
+def random_params(seed: int = 0, vocab: int = VOCAB) -> dict[str, Any]:
     keys = jax.random.split(jax.random.key(seed), 3)
     return {
-        "embedding": jax.random.normal(keys[0], (VOCAB, EMBED)),
+        "embedding": jax.random.normal(keys[0], (vocab, EMBED)),
         "layers": {"mix": jax.random.normal(keys[1], (LAYERS, EMBED, 3 * EMBED)) * 0.5},
-        "head": jax.random.normal(keys[2], (EMBED, VOCAB)),
+        "head": jax.random.normal(keys[2], (EMBED, vocab)),
     }
 
 
@@ -40,20 +41,20 @@ class TinyModel:
             return jnp.tanh(x + output.reshape(x.shape)), layer_cache
 
         x, layers = jax.lax.scan(layer, x, (self.params["layers"], cache.layers))
-        return x, cache.advance(layers, tokens.shape[1])
+        return Outputs(x, cache.advance(layers, tokens.shape[1]))
 
     def logits(self, hidden: Any) -> Any:
         return hidden @ self.params["head"]
 
-    def head_weight(self) -> Any:
-        return self.params["head"]
+    def head(self) -> Head:
+        return Head(self.params["head"])
 
 
 @dataclass(frozen=True)
 class TinyCheckpoint:
     name: str = "tiny"
     read: Callable[[], Any] = random_params
-    kv_cache: KVCacheShape = SHAPE
+    states: KeysValues = STATES
     vocab_size: int = VOCAB
     max_positions: int = POSITIONS
     tokenizer: Any = None

@@ -1,1 +1,52 @@
-"""Trains language models: models, data, optimizers, objectives, checkpoints."""
+"""Trains models: models, data, optimizers, objectives, checkpoints.
+
+The names below are a user's way through without a config file; each is loaded when it is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stack_train.generate import TextGenerator as TextGenerator
+    from stack_train.objectives import CausalLMConfig as CausalLMConfig
+    from stack_train.run.config import RunConfig as RunConfig
+    from stack_train.run.config import RunSettings as RunSettings
+    from stack_train.run.run import Run as Run
+    from stack_train.run.run import build as build
+    from stack_train.run.train import start as start
+    from stack_train.run.train import train as train
+    from stack_train.sampling import SamplingConfig as SamplingConfig
+    from stack_train.trainer import Trainer as Trainer
+
+__all__ = [
+    "CausalLMConfig",
+    "Run",
+    "RunConfig",
+    "RunSettings",
+    "SamplingConfig",
+    "TextGenerator",
+    "Trainer",
+    "build",
+    "start",
+    "train",
+]
+
+# Imported on first use: importing this package imports no jax.
+_MODULES = {
+    "CausalLMConfig": "objectives",
+    "Run": "run.run",
+    "RunConfig": "run.config",
+    "RunSettings": "run.config",
+    "SamplingConfig": "sampling",
+    "TextGenerator": "generate",
+    "Trainer": "trainer",
+    "build": "run.run",
+    "start": "run.train",
+    "train": "run.train",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -7,10 +7,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from stack_core.detokenize import IncrementalDetokenizer, StopTexts
+from stack_core.contracts.caches import CacheStorage, LayerState, Recurrent
+from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.errors import GenerationError
 from stack_core.kv_cache import DenseKVCache
-from stack_core.protocols import GenerativeCheckpoint, KVCacheType
+from stack_core.text.detokenize import IncrementalDetokenizer, StopTexts
 from stack_train.sampling import SamplingConfig, sample
 
 __all__ = ["FinishReason", "Generation", "TextGenerator", "TokenGenerator"]
@@ -42,10 +43,10 @@ class TokenGenerator:
     and no sampling setting compiles anything.
     """
 
-    def __init__(self, checkpoint: GenerativeCheckpoint, kv_cache: KVCacheType = "model") -> None:
+    def __init__(self, checkpoint: GenerativeCheckpoint, kv_cache: CacheStorage = "model") -> None:
         self._checkpoint, self._kv_cache = checkpoint, kv_cache
         self._params = checkpoint.load_params()
-        self._rows = _fastest_rows(checkpoint.kv_cache.dtype)
+        self._rows = _fastest_rows(checkpoint.states)
         self._prefill = jax.jit(self._prefill_step, donate_argnames="cache")
         self._decode = jax.jit(self._decode_step, donate_argnames="cache")
 
@@ -74,7 +75,7 @@ class TokenGenerator:
         """
         limit = self.limit(len(prompt), sampling.max_tokens)
         capacity = self._bucket(len(prompt) + limit)
-        cache = DenseKVCache.empty(self._checkpoint.kv_cache, batch=self._rows, capacity=capacity, type=self._kv_cache)
+        cache = DenseKVCache.empty(self._checkpoint.states, batch=self._rows, capacity=capacity, storage=self._kv_cache)
         padding = [0] * (self._bucket(len(prompt)) - len(prompt))
         tokens = jnp.array([[*prompt, *padding]] * self._rows, jnp.int32)
         settings = {
@@ -102,17 +103,17 @@ class TokenGenerator:
         positions = jnp.minimum(
             jnp.arange(tokens.shape[1]), last
         )  # padding reaches no position that the prompt does not
-        hidden, cache = model(tokens, positions, cache=cache)
-        cache = cache.truncate(lengths)
-        return _next_token(model, jnp.take_along_axis(hidden, last[..., None], axis=1), cache, settings), cache
+        outputs = model(tokens, positions, cache=cache.expecting(lengths))
+        hidden = jnp.take_along_axis(outputs.hidden, last[..., None], axis=1)
+        return _next_token(model, hidden, outputs.cache, settings), outputs.cache
 
     def _decode_step(
         self, params: Any, tokens: jax.Array, cache: Any, settings: dict[str, jax.Array]
     ) -> tuple[jax.Array, Any]:
         """Runs one token a row and returns the next."""
         model = self._checkpoint.model(params)
-        hidden, cache = model(tokens[:, None], cache.lengths[:, None], cache=cache)
-        return _next_token(model, hidden, cache, settings), cache
+        outputs = model(tokens[:, None], cache.lengths[:, None], cache=cache)
+        return _next_token(model, outputs.hidden, outputs.cache, settings), outputs.cache
 
 
 class TextGenerator:
@@ -125,7 +126,7 @@ class TextGenerator:
       GenerationError: the checkpoint has no tokenizer.
     """
 
-    def __init__(self, checkpoint: GenerativeCheckpoint, kv_cache: KVCacheType = "model") -> None:
+    def __init__(self, checkpoint: GenerativeCheckpoint, kv_cache: CacheStorage = "model") -> None:
         if checkpoint.tokenizer is None:
             raise GenerationError(
                 f"{checkpoint.name} has no tokenizer. Put the tokenizer.json that its model was trained with beside "
@@ -173,13 +174,18 @@ class TextGenerator:
         return Generation("".join(pieces), tuple(tokens), len(prompt_tokens), reason)
 
 
-def _fastest_rows(dtype: str) -> int:
+def _fastest_rows(states: Any) -> int:
     """Rows that a single sequence is decoded in; all but the first are copies.
 
     On CPU a bfloat16 product of one row is far slower than one of two: a step of a 66M-parameter Llama took 239 ms
     with one row and 47 ms with two, measured under load on two cores with jax 0.12.
     """
-    return 2 if dtype == "bfloat16" and jax.default_backend() == "cpu" else 1
+    is_narrow = any("bfloat16" in _dtypes(state) for state in jax.tree.leaves(states))
+    return 2 if is_narrow and jax.default_backend() == "cpu" else 1
+
+
+def _dtypes(state: LayerState) -> tuple[str, ...]:
+    return state.dtypes if isinstance(state, Recurrent) else (state.dtype,)
 
 
 def _next_token(model: Any, hidden: jax.Array, cache: Any, settings: dict[str, jax.Array]) -> jax.Array:

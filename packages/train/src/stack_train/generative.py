@@ -14,11 +14,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from stack_core.config import parse
+from stack_core.contracts.caches import KeysValues
+from stack_core.contracts.models import LanguageModel
 from stack_core.errors import ConfigError, GenerationError
 from stack_core.generation import SamplingParams
 from stack_core.mesh import DEFAULT_RULES, AnyMesh, LogicalAxes
 from stack_core.ops.building import is_quantized
-from stack_core.protocols import KVCacheShape, LanguageModel
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 
 __all__ = ["ModuleCheckpoint", "generative_checkpoint", "parameters_of"]
@@ -45,7 +46,7 @@ class ModuleCheckpoint:
 
     name: str
     parameters: Any
-    kv_cache: KVCacheShape
+    states: Any
     vocab_size: int
     max_positions: int
     tokenizer: HuggingFaceTokenizer | None
@@ -80,9 +81,11 @@ class ModuleCheckpoint:
         )
 
     def _sharding(self, mesh: AnyMesh, axes: LogicalAxes, shape: tuple[int, ...]) -> NamedSharding:
+        heads = [state.kv_heads for state in jax.tree.leaves(self.states) if isinstance(state, KeysValues)]
+
         def divides(axis: str | None, size: int) -> bool:
             parts = math.prod(mesh.shape[mesh_axis] for mesh_axis in DEFAULT_RULES.mesh_axes(axis))
-            return size % parts == 0 and (axis not in _OF_HEADS or self.kv_cache.kv_heads % parts == 0)
+            return size % parts == 0 and (axis not in _OF_HEADS or all(count % parts == 0 for count in heads))
 
         axes = axes or (None,) * len(shape)
         split = [axis if divides(axis, size) else None for axis, size in zip(axes, shape, strict=True)]
@@ -95,7 +98,7 @@ def generative_checkpoint(
     """Describes a model to those who generate from it.
 
     Args:
-      model: an `nnx.Module` of a registered family, quantized or not, that has a `kv_cache_shape`; abstract if `read`
+      model: an `nnx.Module` of a registered family, quantized or not, that is a `LanguageModel`; abstract if `read`
         is given. Its property `kv_cache_positions`, if any, says how many tokens of a sequence a cache may keep.
       read: gives the values, anew at each call; None where `model` has them.
       tokenizer: directory of its tokenizer; need not be there.
@@ -106,12 +109,11 @@ def generative_checkpoint(
       DataError: its tokenizer is malformed.
     """
     config = model.config
-    if not hasattr(model, "kv_cache_shape"):
+    if not isinstance(model, LanguageModel):
         raise GenerationError(
-            f"Models of family {config.family!r} do not say what their layers keep of a token, which generating needs. "
-            "Give them a property `kv_cache_shape`."
+            f"Models of family {config.family!r} are no language models: generating needs a `head()` and the `states` "
+            "that their layers keep. See `LanguageModel` in stack_core.contracts.models."
         )
-    kv_cache: KVCacheShape = model.kv_cache_shape
     max_positions: int = getattr(model, "kv_cache_positions", config.max_positions)
     if max_positions < config.max_positions:
         warnings.warn(
@@ -137,7 +139,7 @@ def generative_checkpoint(
     return ModuleCheckpoint(
         name=name,
         parameters=nnx.traversals.unflatten_mapping(parameters),
-        kv_cache=kv_cache,
+        states=model.states,
         vocab_size=config.vocab_size,
         max_positions=max_positions,
         tokenizer=found,

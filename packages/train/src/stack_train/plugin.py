@@ -9,6 +9,16 @@ STACK_ABI_MINOR = 0
 @hookimpl
 def stack_register_models(registry: Registrar) -> None:
     registry.add("llama", "stack_train.models.llama:FAMILY")
+    registry.add("mistral", "stack_train.models.mistral:FAMILY")
+    registry.add("mixtral", "stack_train.models.mixtral:FAMILY")
+    registry.add("qwen2", "stack_train.models.qwen2:FAMILY")
+    registry.add("qwen3", "stack_train.models.qwen3:FAMILY")
+    registry.add("qwen3_moe", "stack_train.models.qwen3_moe:FAMILY")
+    registry.add("qwen3_next", "stack_train.models.qwen3_next:FAMILY")
+    registry.add("gemma3", "stack_train.models.gemma3:FAMILY")
+    registry.add("deepseek_v3", "stack_train.models.deepseek_v3:FAMILY")
+    registry.add("dit", "stack_train.diffusion.dit:FAMILY")
+    registry.add("flux", "stack_train.diffusion.flux:FAMILY")
 
 
 @hookimpl
@@ -19,22 +29,40 @@ def stack_register_data_sources(registry: Registrar) -> None:
 
 
 @hookimpl
+def stack_register_batches(registry: Registrar) -> None:
+    registry.add("text", "stack_train.data.kinds.text:TextData")
+    registry.add("chat", "stack_train.data.kinds.chat:ChatData")
+    registry.add("preferences", "stack_train.data.kinds.preferences:PreferenceData")
+    registry.add("arrays", "stack_train.data.kinds.arrays:ArraysData")
+    registry.add("images", "stack_train.data.kinds.images:ImagesData")
+    registry.add("digits", "stack_train.data.kinds.digits:DigitsData")
+
+
+@hookimpl
 def stack_register_objectives(registry: Registrar) -> None:
     registry.add("causal_lm", "stack_train.objectives:CausalLMConfig")
+    registry.add("epsilon", "stack_train.diffusion.objectives:EpsilonConfig")
+    registry.add("flow_matching", "stack_train.diffusion.objectives:FlowMatchingConfig")
+    registry.add("v", "stack_train.diffusion.objectives:VConfig")
 
 
 @hookimpl
 def stack_register_optimizers(registry: Registrar) -> None:
+    registry.add("adafactor", "stack_train.optim:AdafactorConfig")
     registry.add("adamw", "stack_train.optim:AdamWConfig")
+    registry.add("lion", "stack_train.optim:LionConfig")
+    registry.add("muon", "stack_train.optim:MuonConfig")
+    registry.add("schedule_free", "stack_train.optim:ScheduleFreeConfig")
+    registry.add("sgd", "stack_train.optim:SgdConfig")
 
 
 @hookimpl
-def stack_register_trainers(registry: Registrar) -> None:
-    registry.add("language_model", "stack_train.step:LanguageModelTrainer")
+def stack_register_engines(registry: Registrar) -> None:
+    registry.add("static", "stack_train.static_engine:StaticEngine")
 
 
 @hookimpl
-def stack_register_checkpoint_formats(registry: Registrar) -> None:
+def stack_register_model_formats(registry: Registrar) -> None:
     registry.add("hf", "stack_train.huggingface:FORMAT")
     registry.add("run", "stack_train.trained_model:RUN_FORMAT")
 
@@ -43,7 +71,16 @@ def stack_register_checkpoint_formats(registry: Registrar) -> None:
 def stack_register_observers(registry: Registrar) -> None:
     registry.add("terminal", "stack_train.observers.terminal:terminal_observer")
     registry.add("jsonl", "stack_train.observers.jsonl:jsonl_observer")
+    registry.add("history", "stack_train.observers.history:history_observer")
+    registry.add("report", "stack_train.observers.report:report_observer")
     registry.add("tensorboard", "stack_train.observers.tensorboard:tensorboard_observer")
+
+
+@hookimpl
+def stack_register_panels(registry: Registrar) -> None:
+    registry.add("summary", "stack_train.panels.summary:summary", order=10)
+    registry.add("curves", "stack_train.panels.curves:curves", order=20)
+    registry.add("samples", "stack_train.panels.samples:samples", order=15)
 
 
 @hookimpl
@@ -58,6 +95,12 @@ def stack_register_commands(registry: Registrar) -> None:
         "generate",
         "stack_train.commands.generate:generate",
         help="Generate text with a trained model.",
+        huge_pages=True,
+    )
+    registry.add(
+        "sample",
+        "stack_train.commands.sample:sample",
+        help="Sample images of a diffusion or flow model.",
         huge_pages=True,
     )
     registry.add(

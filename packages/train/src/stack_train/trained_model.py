@@ -2,25 +2,28 @@
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from stack_core.config import to_yaml
+from stack_core.contracts.data import Batches, Validates
+from stack_core.contracts.training import NeedsCompanions
 from stack_core.errors import ConversionError
+from stack_core.metrics import Metrics
+from stack_core.runs.atomic_directory import atomic_directory
+from stack_core.runs.directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore, named_leaves
-from stack_train.config import RunConfig
-from stack_train.data.pipeline import Pipeline, build_pipeline
 from stack_train.generative import ModuleCheckpoint, generative_checkpoint, parameters_of
-from stack_train.quantization import quantizer_name
-from stack_train.run_directory import RunDirectory
-from stack_train.weights import holds_codes, load_model, run_config, stored_model
-from stack_train.whole_directory import made_whole
+from stack_train.run.config import RunConfig, run_config
+from stack_train.run.model import abstract_model, holds_codes, stored_model
+from stack_train.run.transforms import transform_names, transform_of
+from stack_train.variables import ModelVariables, stored_values
+from stack_train.weights import load_model, load_start
 
 __all__ = ["RUN_FORMAT", "RunFormat", "TrainedLanguageModel"]
 
@@ -49,33 +52,40 @@ class TrainedLanguageModel:
         return self.config.sections
 
     def training_batches(self) -> Iterator[Batch]:
-        return map(_for_the_device, self._pipeline.train_iterator())
+        return map(_for_the_device, self._data.train_iterator())
 
     def validation_batches(self) -> Iterator[Batch]:
-        return map(_for_the_device, self._pipeline.validation_batches())
+        data = self._data
+        return map(_for_the_device, data.validation_batches() if isinstance(data, Validates) else ())
 
-    def metrics(self, model: Any, batch: Mapping[str, Any]) -> Mapping[str, jax.Array]:
+    def metrics(self, model: Any, batch: Mapping[str, Any]) -> Metrics:
+        if isinstance(self._objective, NeedsCompanions):
+            asked = ", ".join(self._objective.companions)
+            raise ConversionError(
+                f"Objective {self.config.objective.name!r} asks further models ({asked}), which are not opened with "
+                "this one. Open a run of another objective, such as causal_lm."
+            )
         return self._objective(model, batch, key=jax.random.key(0))[1]
 
     def save(self, directory: Path, model: Any, sections: Mapping[str, Any]) -> None:
         config = replace(
             self.config,
             output=str(directory),
-            data=replace(self.config.data, tokenizer=str(directory / "tokenizer"), vocab_size=None),
+            data=_with_tokenizer(self.config.data, directory / "tokenizer"),
             sections={**self.config.sections, **sections},
         )
-        with made_whole(directory) as partial:
+        with atomic_directory(directory) as partial:
             run = RunDirectory(partial)
             self.copy_files(run)
-            leaves = named_leaves(nnx.to_pure_dict(nnx.state(model)))
+            leaves = named_leaves(stored_values(model))
             with CheckpointStore(run.checkpoints) as store:
                 store.save_weights(leaves.items(), to_yaml(config), step=self.step)
             run.config.write_text(to_yaml(config), encoding="utf-8")
 
     @cached_property
-    def _pipeline(self) -> Pipeline:
-        data = replace(self.config.data, tokenizer=str(self.tokenizer), vocab_size=None)
-        return build_pipeline(data, seed=self.config.trainer.seed)
+    def _data(self) -> Batches:
+        data = _with_tokenizer(self.config.data, self.tokenizer)
+        return data.build(seed=self.config.run.seed, model=self.config.model)
 
     @cached_property
     def _objective(self) -> Any:
@@ -83,13 +93,13 @@ class TrainedLanguageModel:
 
 
 class RunFormat:
-    """The checkpoint format of run directories, which `stack train` makes and `stack generate` reads."""
+    """The model format of run directories, which `stack train` makes and `stack generate` reads."""
 
     def recognizes(self, directory: Path) -> bool:
         return RunDirectory(directory).config.is_file()
 
     def open_model(self, directory: Path, *, data: str | None = None) -> TrainedLanguageModel:
-        """Opens the newest intact checkpoint of a run, in float also where it was trained by a recipe.
+        """Opens the newest intact checkpoint of a run, in float whatever its recipe, with adapters merged.
 
         Args:
           data: address of another source of documents than the run's.
@@ -102,11 +112,11 @@ class RunFormat:
         config = run_config(directory)
         if holds_codes(config):
             raise ConversionError(
-                f"The parameters of {directory} are quantized already, by section {quantizer_name(config)} of its "
-                "config. Give the run that it was made from."
+                f"The parameters of {directory} are quantized already, by section "
+                f"{' and '.join(transform_names(config))} of its config. Give the run that it was made from."
             )
         if data is not None:
-            config = replace(config, data=replace(config.data, source=data))
+            config = replace(config, data=_from_source(config.data, data))
         run = RunDirectory(directory)
 
         def copy_files(destination: RunDirectory) -> None:
@@ -114,8 +124,11 @@ class RunFormat:
                 if (run.path / name).is_dir():
                     shutil.copytree(run.path / name, destination.path / name)
 
-        others = {name: section for name, section in config.sections.items() if name != quantizer_name(config)}
-        model, step = load_model(directory, replace(config, sections=others))
+        params, step = load_start(directory, config.model)
+        model = ModelVariables.of(abstract_model(config.model)).merge(params)
+        if transform_of(config).merges:  # what was merged is no part of the model any more
+            others = {name: section for name, section in config.sections.items() if name not in transform_names(config)}
+            config = replace(config, sections=others)
         return TrainedLanguageModel(model, config, run.tokenizer, step, copy_files)
 
     def open_for_generation(self, directory: Path) -> ModuleCheckpoint:
@@ -137,6 +150,20 @@ class RunFormat:
 
 
 RUN_FORMAT = RunFormat()
+
+
+def _from_source(data: Any, source: str) -> Any:
+    """The same data from another source; a ConversionError where its kind has none."""
+    if "source" not in {field.name for field in fields(data)}:
+        raise ConversionError(f"Data of kind {data.kind!r} comes from no source, so that --data cannot change it.")
+    return replace(data, source=source)
+
+
+def _with_tokenizer(data: Any, tokenizer: Path) -> Any:
+    """Data made of text with the tokenizer of a directory; other data as it is."""
+    names = {field.name for field in fields(data)}
+    changes = {"tokenizer": str(tokenizer), "vocab_size": None}
+    return replace(data, **{name: value for name, value in changes.items() if name in names})
 
 
 def _for_the_device(batch: Batch) -> Batch:

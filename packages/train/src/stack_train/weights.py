@@ -1,47 +1,33 @@
 """A model's parameters, from the newest intact checkpoint of a run."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
 from flax.nnx.traversals import flatten_mapping, unflatten_mapping
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from stack_core import ops
 from stack_core.config import differences, parse, parse_yaml, to_mapping
 from stack_core.errors import ConfigError
-from stack_core.mesh import ShardingRules, in_mesh
-from stack_core.ops.building import is_quantized
+from stack_core.mesh import in_mesh
 from stack_core.plugins import registries
-from stack_train.checkpoint import CheckpointStore, Restored
-from stack_train.config import RunConfig
-from stack_train.quantization import transform_of
-from stack_train.run_directory import RunDirectory
+from stack_core.runs.directory import RunDirectory
+from stack_train.checkpoint import CheckpointStore, FrozenRecord
+from stack_train.companions import INIT
+from stack_train.objectives import CausalLMConfig
+from stack_train.run.config import RunConfig, run_config
+from stack_train.run.model import abstract_params, stored_model
+from stack_train.run.program import build_trainer
+from stack_train.run.transforms import transform_of
+from stack_train.state import TrainState
+from stack_train.trainer import Trainer
+from stack_train.variables import ModelVariables, Tree, part_sharding, values_of, variable_shardings
+from stack_train.variables import Path as _Path
 
-__all__ = [
-    "abstract_model",
-    "abstract_params",
-    "holds_codes",
-    "load_model",
-    "load_params",
-    "run_config",
-    "stored_model",
-]
-
-
-def run_config(run: Path) -> RunConfig:
-    """Reads the resolved config of the run in a directory.
-
-    Raises:
-      RunDirectoryError: there is no run.
-      ConfigError: its config does not fit what is installed.
-    """
-    directory = RunDirectory(run)
-    return parse(RunConfig, parse_yaml(directory.config_yaml(), str(directory.config)))
+__all__ = ["first_state", "load_model", "load_params", "load_start", "with_frozen"]
 
 
 def load_model(run: Path, config: RunConfig, shardings: Any = None) -> tuple[Any, int]:
@@ -56,108 +42,164 @@ def load_model(run: Path, config: RunConfig, shardings: Any = None) -> tuple[Any
       ConfigError: the checkpoint was quantized by another recipe; says in what they differ.
       CheckpointError: no checkpoint can be used.
     """
-    graph, state = nnx.split(stored_model(config))
-    stored = nnx.to_pure_dict(state)
+    model = ModelVariables.of(stored_model(config))
+    shapes = flatten_mapping(model.abstract)
     if shardings is not None:
-        stored = jax.tree.map(_abstract, stored, shardings)
+        places = flatten_mapping(shardings)
     elif in_mesh.value is not None:
-        placed = {path: _in_its_place(variable, *in_mesh.value) for path, variable in nnx.to_flat_state(state)}
-        stored = unflatten_mapping(placed)
-    restored = _restored(run, config, stored)
-    return nnx.merge(graph, nnx.State(restored.state)), restored.step
+        mesh, rules = in_mesh.value
+        places = variable_shardings(shapes, {path: model.axes[path] for path in shapes}, rules, mesh)
+    else:
+        places: dict[Any, Any] = {}
+    variables, step = _restored(run, config, shapes, places)
+    return model.merge(variables), step
 
 
-def load_params(run: Path, config: Any, shardings: Any = None) -> Any:
-    """Reads parameters, each to its place, and casts those that `config` holds in another dtype than the run.
+def load_params(run: Path, config: Any, shardings: Tree | None = None) -> Tree:
+    """Loads the variables of a run's model onto their shardings, cast to the dtypes that `config` has.
 
-    Quantized ones become the floats that they stand for; what a quantizer keeps beside them is left behind.
+    Adapters are merged; quantized parameters are dequantized, and what a quantizer keeps beside them is dropped.
 
     Args:
       config: of the model; its `param_dtype` may differ from the run's.
-      shardings: tree of shardings in the structure of the parameters; None puts all on the default device.
-
-    Returns:
-      The parameters as nested dicts.
+      shardings: of the variables; None puts all on the default device.
 
     Raises:
       RunDirectoryError: there is no run.
       ConfigError: its checkpoint was quantized by another recipe than its config has.
       CheckpointError: no checkpoint can be used, or its model is another; names each parameter that differs.
     """
+    return load_start(run, config, shardings)[0]
+
+
+def load_start(run: Path, config: Any, shardings: Tree | None = None, *, step: int | None = None) -> tuple[Tree, int]:
+    """As `load_params`, with the step of the checkpoint that was read.
+
+    Args:
+      step: of the checkpoint to read; None is the newest that is intact.
+    """
     saved = run_config(run)
-    stored = _stored_params(replace(saved, model=replace(config, param_dtype=saved.model.param_dtype)))
-    places = {} if shardings is None else flatten_mapping(shardings)
-    stored = {path: _placed(leaf, places.get(path)) for path, leaf in flatten_mapping(stored).items()}
-    restored = flatten_mapping(_restored(run, saved, unflatten_mapping(stored)).state)
+    stored = replace(saved, model=replace(config, param_dtype=saved.model.param_dtype))
+    model, transform = ModelVariables.of(stored_model(stored)), transform_of(stored)
+    shapes = flatten_mapping(model.abstract)
+    # What is merged is read where all of it fits together, and put onto the shardings after.
+    places = {} if shardings is None or transform.merges else flatten_mapping(shardings)
+    restored, step = _restored(run, saved, shapes, places, step)
+    values = values_of(transform.merged(model.merge(restored))) if transform.merges else flatten_mapping(restored)
+    wanted = flatten_mapping(abstract_params(config))
     params = unflatten_mapping(
-        {
-            path: ops.dequantize(restored[path], wanted.dtype).astype(wanted.dtype)
-            for path, wanted in flatten_mapping(abstract_params(config)).items()
-        }
+        {path: ops.dequantize(values[path], leaf.dtype).astype(leaf.dtype) for path, leaf in wanted.items()}
     )
-    return params if shardings is None else jax.device_put(params, shardings)
+    return (params if shardings is None else jax.device_put(params, shardings)), step
 
 
-def holds_codes(config: RunConfig) -> bool:
-    """Whether a run's checkpoints hold quantized arrays."""
-    return any(map(is_quantized, jax.tree.leaves(_stored_params(config), is_leaf=is_quantized)))
+def first_state(trainer: Trainer, config: RunConfig) -> tuple[TrainState, dict[str, FrozenRecord]]:
+    """The state before the first step of a run, and the sources of what its checkpoints will not hold, by model."""
+    given: Tree = {}
+    source, step = INIT, 0
+    if config.run.init_from is not None:
+        directory = Path(config.run.init_from).absolute()
+        given, step = load_start(directory, config.model, trainer.start_shardings)
+        source = f"run:{directory}"
+    loaded = {name: _load_companion(trainer, name) for name in trainer.companions_from_runs}
+    companions = {name: variables for name, (variables, _) in loaded.items()}
+    state = trainer.init_from(given, key=jax.random.key(config.run.seed), companions=companions)
+    records = {}
+    for name, variables in {"model": state.frozen, **state.companions}.items():
+        address = trainer.companions[name].source if name in loaded else source
+        if jax.tree.leaves(variables):
+            records[name] = FrozenRecord.of(variables, source=address, step=loaded[name][1] if name in loaded else step)
+    return state, records
 
 
-def abstract_model(config: Any) -> Any:
-    """A model without values, from its config; nothing is allocated."""
-    family = registries.models[config.family]
-    return nnx.eval_shape(lambda: family.build(config, key=jax.random.key(0)))
+def with_frozen(
+    state: TrainState, trainer: Trainer, config: RunConfig, records: Mapping[str, FrozenRecord]
+) -> TrainState:
+    """A state that was restored, with what its checkpoint does not hold made or read again.
+
+    Raises:
+      CheckpointError: a source holds others now; names each variable.
+    """
+    frozen, companions = _frozen(trainer, config, records)
+    for name in trainer.companions_from_runs:
+        companions[name], _ = _load_companion(trainer, name, records[name].step)
+    for name, variables in {"model": frozen, **companions}.items():
+        if name in records:
+            records[name].check(variables)
+    return replace(state, frozen=frozen, companions=companions)
 
 
-def stored_model(config: RunConfig) -> Any:
-    """The model that a run's checkpoints hold, quantized if the run's is, without values."""
-    return transform_of(config).apply(abstract_model(config.model))
+def _frozen(trainer: Trainer, config: RunConfig, records: Mapping[str, FrozenRecord]) -> tuple[Tree, dict[str, Tree]]:
+    """The frozen variables of a run's model, and the companions that start as it does."""
+    made = {"model", *trainer.companions}.difference(trainer.companions_from_runs)
+    own = [record for name, record in records.items() if name in made]
+    if not own:
+        return {}, {}
+    given: Tree = {}
+    if own[0].source != INIT:
+        directory = Path(own[0].source.removeprefix("run:"))
+        given, _ = load_start(directory, config.model, trainer.start_shardings, step=own[0].step)
+    frozen, companions = trainer.init_frozen(given, key=jax.random.key(config.run.seed))
+    return frozen, dict(companions)
 
 
-def abstract_params(config: Any) -> Any:
-    """Shapes and dtypes of a model's parameters as nested dicts; nothing is allocated."""
-    return nnx.to_pure_dict(nnx.state(abstract_model(config)))
+def _load_companion(trainer: Trainer, name: str, step: int | None = None) -> tuple[Tree, int]:
+    """The variables of a companion that is the model of another run, and the step of its checkpoint."""
+    run = Path(trainer.companions[name].source.removeprefix("run:"))
+    model = trainer.companions[name].model
+    shapes, places = flatten_mapping(model.abstract), flatten_mapping(trainer.state_shardings.companions[name])
+    return _restored(run, run_config(run), shapes, places, step)
 
 
-def _stored_params(config: RunConfig) -> Any:
-    """Shapes and dtypes of the parameters that a run's checkpoints hold, some of them quantized."""
-    return nnx.to_pure_dict(nnx.state(stored_model(config)))
+def _restored(
+    run: Path, config: RunConfig, shapes: Mapping[_Path, Any], places: Mapping[_Path, Any], step: int | None = None
+) -> tuple[Tree, int]:
+    """The variables of a run's model: averages where its optimizer keeps them, frozen ones from their source."""
+    abstract = unflatten_mapping({path: _placed(leaf, places.get(path)) for path, leaf in shapes.items()})
+    with CheckpointStore(RunDirectory(run).checkpoints) as store:
+        latest = store.latest() if step is None else step
+        if latest is not None:
+            _check_recipe(store.path(latest) / "config.yaml", config)
+        restored = store.restore_variables(abstract, step)
+        if restored.kind == "weights" or not (config.optimizer.averages or "model" in restored.frozen):
+            return restored.state, restored.step
+        trainer = _on_one_device(config)
+        variables = flatten_mapping(restored.state)
+        if "model" in restored.frozen:
+            frozen, _ = _frozen(trainer, config, restored.frozen)
+            restored.frozen["model"].check(frozen)
+            variables |= flatten_mapping(frozen)
+        if config.optimizer.averages:
+            state = trainer.abstract_state
+            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.opt_state)
+            opt_state = store.restore_params(shapes, restored.step, under="opt_state").state
+            params = {path: variables[path] for path in flatten_mapping(state.params)}
+            with jax.numpy_dtype_promotion("standard"):
+                averaged = config.optimizer.evaluation_params(unflatten_mapping(params), opt_state)
+            variables |= flatten_mapping(averaged)
+    tree = unflatten_mapping(variables)
+    return (jax.device_put(tree, jax.tree.map(lambda leaf: leaf.sharding, abstract)) if places else tree), restored.step
 
 
-def _placed(leaf: Any, sharding: NamedSharding | None) -> Any:
-    """The abstract array with its place; of a quantized one each part goes where the entries go that it is of."""
+def _on_one_device(config: RunConfig) -> Trainer:
+    """The trainer of a run, for its initial values and the shapes of its optimizer's state."""
+    sizes: dict[str, Any] = dict.fromkeys(config.mesh.sizes, 1)
+    mesh = replace(config.mesh, **sizes)
+    # The objective is not called, and the companions that it would ask need not be there.
+    return build_trainer(replace(config, mesh=mesh, objective=CausalLMConfig()), jax.local_devices()[:1])
+
+
+def _placed(leaf: Any, sharding: Any) -> Any:
+    """The abstract array with its place; each part of a quantized one goes where the entries go that it is of."""
     if sharding is None:
         return leaf
-    return jax.tree.map(lambda part: _abstract(part, _of_part(part.shape, sharding)), leaf)
+    if isinstance(sharding, NamedSharding):
+        return jax.tree.map(lambda part: _abstract(part, part_sharding(part.shape, sharding)), leaf)
+    return jax.tree.map(_abstract, leaf, sharding)
 
 
 def _abstract(array: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-
-
-def _of_part(shape: Sequence[int], sharding: NamedSharding) -> NamedSharding:
-    """Codes and scales have the axes of their array; one that the mesh does not divide, as of one scale, is whole."""
-
-    def divides(size: int, names: Any) -> bool:
-        axes = names if isinstance(names, tuple) else (names,)
-        return names is not None and size % math.prod(sharding.mesh.shape[axis] for axis in axes) == 0
-
-    names = zip(shape, sharding.spec, strict=False)
-    return NamedSharding(sharding.mesh, PartitionSpec(*(name if divides(size, name) else None for size, name in names)))
-
-
-def _in_its_place(variable: Any, mesh: Mesh, rules: ShardingRules) -> Any:
-    """What an abstract variable holds, placed by its logical axes."""
-    value = variable.get_value()
-    return _placed(value, rules.sharding(mesh, variable.get_metadata("logical_axes"), value.shape))
-
-
-def _restored(run: Path, config: RunConfig, abstract: Any) -> Restored:
-    with CheckpointStore(RunDirectory(run).checkpoints) as store:
-        step = store.latest()
-        if step is not None:
-            _check_recipe(store.path(step) / "config.yaml", config)
-        return store.restore_params(abstract)
 
 
 def _check_recipe(path: Path, config: RunConfig) -> None:
@@ -168,10 +210,10 @@ def _check_recipe(path: Path, config: RunConfig) -> None:
     saved = parse_yaml(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else {}
     lines = [
         line
-        for name in registries.quantizers
+        for name in registries.transforms
         if name in saved and name in config.sections
         for line in differences(
-            to_mapping(config.sections[name]), to_mapping(parse(registries.configs[name], saved[name])), name
+            to_mapping(config.sections[name]), to_mapping(parse(registries.sections[name], saved[name])), name
         )
     ]
     if lines:

@@ -237,7 +237,7 @@ def test_another_kind_of_key_is_another_state(store: CheckpointStore) -> None:
 
 def test_without_its_data_state_a_checkpoint_gives_weights_alone(store: CheckpointStore) -> None:
     store.save(1, make_state(1), None, CONFIG_YAML)
-    with pytest.raises(CheckpointIncomplete, match=r"without the state of the data iterator.*trainer\.init_from="):
+    with pytest.raises(CheckpointIncomplete, match=r"without the state of the data iterator.*run\.init_from="):
         store.restore(abstract(make_state()))
     assert bits(store.restore_params(abstract(make_state()["params"])).state) == bits(make_state(1)["params"])
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stack_train.data.config import DataConfig
+from stack_train.data.kinds.text import TextData
 from stack_train.data.pipeline import Pipeline, build_pipeline
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "box"]
@@ -35,7 +35,7 @@ def pipeline(texts: Path, tmp_path: Path) -> Callable[..., Pipeline]:
             "batch_size": 4,
             "validation_fraction": 0.2,
         }
-        return build_pipeline(DataConfig(**small | fields), seed=seed, cache_dir=tmp_path / "cache")
+        return build_pipeline(TextData(**small | fields), seed=seed, cache_dir=tmp_path / "cache")
 
     return build
 

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stack_train.data.packing import IGNORED, Packing
+from stack_core.contracts.data import IGNORED_TARGET
+from stack_train.data.packing import Packing
 
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=20).filter(lambda lengths: max(lengths) > 1)
 
@@ -26,7 +27,7 @@ def _expected_row(lengths: list[int], order: list[int], seq_tokens: int, row: in
         position = 0 if starts else result[-1][2] + 1
         segment = (result[-1][3] if result else 0) + starts
         result.append((100 * index + 1 + place, 100 * index + 2 + place, position, segment))
-    return result + [(0, IGNORED, 0, 0)] * (seq_tokens - len(result))
+    return result + [(0, IGNORED_TARGET, 0, 0)] * (seq_tokens - len(result))
 
 
 @given(LENGTHS, st.integers(1, 9), st.one_of(st.none(), st.integers(0, 5)), st.integers(0, 2))
@@ -43,7 +44,9 @@ def test_rows_match_a_walk_through_the_documents(
     arrays = np.stack([batch[name] for name in ("tokens", "targets", "positions", "segment_ids")], axis=-1)
     for row in range(packing.rows):
         assert list(map(tuple, arrays[row].tolist())) == _expected_row(lengths, order, seq_tokens, row)
-    assert (batch["targets"] != IGNORED).sum() == packing.targets == sum(max(length - 1, 0) for length in lengths)
+    assert (
+        (batch["targets"] != IGNORED_TARGET).sum() == packing.targets == sum(max(length - 1, 0) for length in lengths)
+    )
 
 
 @given(LENGTHS, st.integers(1, 9), st.data())

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stack_core.contracts.data import IGNORED_TARGET, ReadsRows
 from stack_core.errors import ConfigError, DataError
-from stack_train.data.config import DataConfig
-from stack_train.data.packing import IGNORED
+from stack_train.data.kinds.text import TextData
 from stack_train.data.pipeline import Batch, Pipeline, build_pipeline
 
 Build = Callable[..., Pipeline]
@@ -48,6 +48,19 @@ def test_a_batch_has_the_shapes_that_a_trainer_expects(pipeline: Build) -> None:
     }
 
 
+def test_the_rows_of_each_process_make_the_batch_of_one(pipeline: Build) -> None:
+    whole, parts = pipeline(batch_size=3), [np.array([0, 2]), np.array([1])]
+    assert isinstance(whole, ReadsRows)
+    for batch, *shares in zip(*(_take(each, 9) for each in (whole, *map(whole.with_rows, parts))), strict=True):
+        for rows, share in zip(parts, shares, strict=True):
+            assert all(np.array_equal(share[name], batch[name][rows]) for name in batch if name != "row_ids")
+            assert np.array_equal(share["row_ids"], batch["row_ids"])
+    one, other = whole.train_iterator(), whole.with_rows(parts[0]).train_iterator()
+    next(other)
+    one.set_state(other.get_state())
+    assert np.array_equal(next(one)["tokens"][parts[0]], next(other)["tokens"])
+
+
 def test_each_epoch_holds_every_row_once_in_another_order(pipeline: Build) -> None:
     built = pipeline(batch_size=1)
     row_ids = np.concatenate([batch["row_ids"] for batch in _take(built, 3 * built.train_rows)])
@@ -81,9 +94,9 @@ def test_validation_is_the_same_each_time_and_counts_every_target_once(pipeline:
     assert _equal(batches, list(built.validation_batches()))
     assert len(batches) == built.validation_batch_count
     assert {batch["tokens"].shape for batch in batches} == {(5, 32)}
-    assert sum(int((batch["targets"] != IGNORED).sum()) for batch in batches) == built.validation_targets
+    assert sum(int((batch["targets"] != IGNORED_TARGET).sum()) for batch in batches) == built.validation_targets
     for batch in batches:
-        np.testing.assert_array_equal(batch["targets"] == IGNORED, batch["segment_ids"] == 0)
+        np.testing.assert_array_equal(batch["targets"] == IGNORED_TARGET, batch["segment_ids"] == 0)
 
 
 def test_without_validation_there_are_no_batches(pipeline: Build) -> None:
@@ -110,7 +123,7 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_resumed_iterator_goes_on_where_it_was(
     corpus_folder: Path, seq_tokens: int, batch_size: int, prefetch_batches: int, before: int, seed: int
 ) -> None:
-    config = DataConfig(
+    config = TextData(
         source=f"jsonl:{corpus_folder}/*",
         vocab_size=262,
         validation_fraction=0.1,
@@ -209,7 +222,7 @@ def test_text_field_chooses_what_is_read(pipeline: Build, tmp_path: Path) -> Non
 
 def test_default_is_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    built = build_pipeline(DataConfig(vocab_size=300, tokenizer_bytes=50_000, seq_tokens=4096), seed=0)
+    built = build_pipeline(TextData(vocab_size=300, tokenizer_bytes=50_000, seq_tokens=4096), seed=0)
     assert built.tokenizer.vocab_size == 300
     assert built.train_targets > 3_000_000
     assert (tmp_path / "stack" / "corpora").is_dir()

@@ -2,15 +2,16 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
+from stack_core.contracts.data import DataSource
 from stack_core.errors import ConfigError, DataError, UnknownName
 from stack_core.plugins import registries
-from stack_core.protocols import DataSource
-from stack_train.data.config import DataConfig
 from stack_train.data.jsonl import JsonlSource
+from stack_train.data.kinds.text import TextData
 from stack_train.data.source import check_unchanged, open_source
 from stack_train.data.stdlib import StdlibSource
 from stack_train.data.text import TextSource
@@ -133,6 +134,13 @@ def test_stdlib_takes_no_address() -> None:
 
 def test_open_source_names_its_mistakes(records: Path) -> None:
     with pytest.raises(UnknownName, match="Did you mean 'jsonl'"):
-        open_source(DataConfig(source="json:x"))
+        open_source(TextData(source="json:x"))
+    for given, meant in (
+        ("corpus/*.txt", "text:corpus/*.txt"),
+        ("corpus/a.jsonl", "jsonl:corpus/a.jsonl"),
+        (str(records.parent), f"text:{records.parent}/**/*"),
+    ):
+        with pytest.raises(UnknownName, match=re.escape(f"Did you mean '{meant}'?")):
+            open_source(TextData(source=given))
     with pytest.raises(ConfigError, match=r"text_field is 'body', but documents of source 'text' have no fields"):
-        open_source(DataConfig(source=f"text:{records}", text_field="body"))
+        open_source(TextData(source=f"text:{records}", text_field="body"))

@@ -1,4 +1,6 @@
 import json
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -7,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from stack_core.contracts.data import Tokenizer as TokenizerProtocol
 from stack_core.errors import DataError
-from stack_core.protocols import Tokenizer as TokenizerProtocol
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -51,6 +53,18 @@ def test_knows_the_bytes_of_its_tokens() -> None:
 def test_truncation_and_padding_of_the_file_are_not_applied() -> None:
     assert len(TOKENIZER.encode("0123456789")) == 10
     assert [len(ids) for ids in TOKENIZER.encode_batch(["a", "0123456789"])] == [1, 10]
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded() -> None:
+    text = "<eos>abc def " * 20_000
+    encoding = threading.Thread(target=lambda: TOKENIZER.encode(text))
+    turns = 0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 10
+    assert TOKENIZER.encode(text) == TOKENIZER.encode("<eos>abc def ") * 20_000
 
 
 def test_names_of_special_tokens_are_tokens_in_prompts_and_text_in_documents() -> None:

@@ -19,7 +19,7 @@ def check(checkpoint):
     shardings = checkpoint.shardings(make_mesh(MeshConfig(fsdp=1, tensor=8)))
     with jax.transfer_guard_device_to_device("disallow_explicit"):  # as from the default device to the others
         params = checkpoint.load_params(shardings)
-    query = params["blocks"]["attention"]["query"]["kernel"]
+    query = params["blocks"][0][0]["attention"]["query"]["kernel"]
     assert query.addressable_shards[0].data.nbytes * 8 == query.nbytes
     for array, sharding, expected in zip(*map(jax.tree.leaves, (params, shardings, whole)), strict=True):
         assert (array.sharding, array.dtype) == (sharding, expected.dtype)
@@ -30,4 +30,4 @@ assert jax.device_count() == 8
 source, run = map(Path, sys.argv[1:])
 check(FORMAT.open_for_generation(source))
 check(RUN_FORMAT.open_for_generation(run))
-assert RUN_FORMAT.open_for_generation(run).parameters["head"].dtype == "bfloat16"
+assert RUN_FORMAT.open_for_generation(run).parameters["lm_head"].dtype == "bfloat16"

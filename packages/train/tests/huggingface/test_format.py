@@ -16,8 +16,9 @@ from tokenizers import Tokenizer, models
 
 from stack_core.errors import CheckpointDamaged, ConversionError, RunDirectoryError
 from stack_train.huggingface import FORMAT
+from stack_train.run.config import run_config
 from stack_train.trained_model import RUN_FORMAT
-from stack_train.weights import load_params, run_config
+from stack_train.weights import load_params
 
 
 def raw_tensors(directory):
@@ -60,8 +61,8 @@ def test_values_land_transposed_and_stacked(make_checkpoint, tmp_path):
     assert (config.embed, config.kv_heads, config.param_dtype, config.dtype) == (16, 2, "float32", "float32")
     params = load_params(tmp_path / "run", config)
     name = "model.layers.2.self_attn.k_proj.weight"
-    np.testing.assert_array_equal(params["blocks"]["attention"]["key"]["kernel"][2], tensors[name].T)
-    np.testing.assert_array_equal(params["head"], tensors["lm_head.weight"].T)
+    np.testing.assert_array_equal(params["blocks"][0][0]["attention"]["key"]["kernel"][2], tensors[name].T)
+    np.testing.assert_array_equal(params["lm_head"], tensors["lm_head.weight"].T)
     assert result.parameters == sum(tensor.size for tensor in tensors.values())
 
 
@@ -98,6 +99,29 @@ def test_changed_model_is_exported_with_its_own_config(make_checkpoint, tmp_path
     assert json.loads((tmp_path / "back" / "config.json").read_text())["max_position_embeddings"] == 128
 
 
+def test_a_run_without_a_generation_config_is_exported_with_its_tokenizer_s_special_tokens(make_checkpoint, tmp_path):
+    source, _ = make_checkpoint()
+    FORMAT.import_run(source, tmp_path / "run")
+    (tmp_path / "run" / "huggingface" / "config.json").unlink()
+    tokenizer = tmp_path / "run" / "tokenizer"
+    tokenizer.mkdir()
+    words = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, "</s>": 2}, unk_token="a"))
+    (tokenizer / "tokenizer.json").write_text(words.to_str())
+    (tokenizer / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    result = FORMAT.export_run(tmp_path / "run", tmp_path / "back")
+    assert "generation_config.json" in result.kept
+    expected = {"bos_token_id": 1, "eos_token_id": 2}
+    assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == expected
+    assert expected.items() <= json.loads((tmp_path / "back" / "config.json").read_text()).items()
+
+
+def test_rows_of_a_converted_run_are_no_longer_than_its_model_s_longest_sequence(make_checkpoint, tmp_path):
+    FORMAT.import_run(make_checkpoint()[0], tmp_path / "run")
+    config = run_config(tmp_path / "run")
+    assert config.data.seq_tokens == config.model.max_positions == 64
+    config.data.check(config.model)
+
+
 def test_every_wrong_tensor_is_named_at_once(make_checkpoint, tmp_path):
     def edit(tensors):
         del tensors["model.norm.weight"]
@@ -119,13 +143,16 @@ def test_every_wrong_tensor_is_named_at_once(make_checkpoint, tmp_path):
     assert entries(tmp_path) == ["hf"]
 
 
-def test_mixed_dtypes_are_refused(make_checkpoint, tmp_path):
+def test_mixed_dtypes_become_the_one_that_holds_them_exactly(make_checkpoint, tmp_path):
     def edit(tensors):
-        tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float16)
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(ml_dtypes.bfloat16)
 
-    source, _ = make_checkpoint(edit=edit)
-    with pytest.raises(ConversionError, match=r"model\.norm\.weight is float16"):
-        FORMAT.import_run(source, tmp_path / "run")
+    source, tensors = make_checkpoint(dtype="F16", edit=edit)
+    assert FORMAT.import_run(source, tmp_path / "run").dtype == "float32"
+    config = run_config(tmp_path / "run").model
+    params = load_params(tmp_path / "run", config)
+    np.testing.assert_array_equal(params["norm"], tensors["model.norm.weight"].astype(np.float32))
+    np.testing.assert_array_equal(params["embedding"], tensors["model.embed_tokens.weight"].astype(np.float32))
 
 
 def test_a_repeated_tied_head_has_to_be_the_embedding(make_checkpoint, tmp_path):
@@ -289,8 +316,8 @@ def test_a_checkpoint_and_its_run_generate_from_the_same(make_checkpoint, tmp_pa
     assert FORMAT.recognizes(source) and not FORMAT.recognizes(tmp_path / "run")
     ours, theirs = FORMAT.open_for_generation(source), RUN_FORMAT.open_for_generation(tmp_path / "run")
     assert (ours.name, theirs.name) == ("hf", "run")
-    assert ours.kv_cache == theirs.kv_cache
-    assert ours.kv_cache.dtype == {"F32": "float32", "BF16": "bfloat16"}[dtype]
+    assert ours.states == theirs.states
+    assert ours.states[0][0].dtype == {"F32": "float32", "BF16": "bfloat16"}[dtype]
     assert ours.end_tokens == theirs.end_tokens == {1, 2, 3}
     assert ours.sampling_defaults == theirs.sampling_defaults == {"temperature": 0.5}
     assert ours.parameters == theirs.parameters

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from stack_core.contracts.caches import KVCache
 from stack_core.kv_cache import DenseKVCache
-from stack_core.protocols import KVCache
 from stack_train.models.llama import FAMILY, LlamaConfig
 
 CONFIG = LlamaConfig(vocab_size=61, embed=24, layers=3, heads=4, kv_heads=2, mlp=40, max_positions=32, dtype="float32")
@@ -33,7 +33,7 @@ def tokens():
 
 
 def empty_cache(model):
-    return DenseKVCache.empty(model.kv_cache_shape, batch=2, capacity=16)
+    return DenseKVCache.empty(model.states, batch=2, capacity=16)
 
 
 def positions_from(starts, seq):
@@ -46,35 +46,30 @@ def test_is_a_kv_cache(model):
 
 @pytest.mark.parametrize("cuts", [[12], [5, 7], [1, 1, 10], [8, 1, 1, 1, 1]])
 def test_pieces_give_what_the_whole_gives(model, run, tokens, cuts):
-    expected = run(tokens, positions_from([0, 0], SEQ))
+    expected = run(tokens, positions_from([0, 0], SEQ)).hidden
     cache, start = empty_cache(model), 0
     for cut in cuts:
         piece = tokens[:, start : start + cut]
-        hidden, cache = run(piece, positions_from([start, start], cut), cache=cache)
-        np.testing.assert_allclose(hidden, expected[:, start : start + cut], atol=1e-5)
+        outputs = run(piece, positions_from([start, start], cut), cache=cache)
+        np.testing.assert_allclose(outputs.hidden, expected[:, start : start + cut], atol=1e-5)
+        cache = outputs.cache
         start += cut
     assert cache.lengths.tolist() == [SEQ, SEQ]
 
 
 def test_rows_of_different_lengths_go_on_where_each_stands(model, run, tokens):
     lengths = jnp.array([7, 3])
-    _, cache = run(tokens[:, :8], positions_from([0, 0], 8), cache=empty_cache(model))
-    cache = cache.truncate(lengths)
+    cache = run(tokens[:, :8], positions_from([0, 0], 8), cache=empty_cache(model).expecting(lengths)).cache
     following = jnp.stack([tokens[0, 7:9], tokens[1, 3:5]])
-    hidden, cache = run(following, positions_from(lengths, 2), cache=cache)
-    expected = run(tokens, positions_from([0, 0], SEQ))
-    np.testing.assert_allclose(hidden[0], expected[0, 7:9], atol=1e-5)
-    np.testing.assert_allclose(hidden[1], expected[1, 3:5], atol=1e-5)
-    assert cache.lengths.tolist() == [9, 5]
-
-
-def test_truncate_never_lengthens(model, run, tokens):
-    _, cache = run(tokens[:, :4], positions_from([0, 0], 4), cache=empty_cache(model))
-    assert cache.truncate(jnp.array([9, 2])).lengths.tolist() == [4, 2]
+    outputs = run(following, positions_from(lengths, 2), cache=cache)
+    expected = run(tokens, positions_from([0, 0], SEQ)).hidden
+    np.testing.assert_allclose(outputs.hidden[0], expected[0, 7:9], atol=1e-5)
+    np.testing.assert_allclose(outputs.hidden[1], expected[1, 3:5], atol=1e-5)
+    assert outputs.cache.lengths.tolist() == [9, 5]
 
 
 def test_layout_is_head_major_in_the_compute_dtype(model):
     cache = empty_cache(model)
-    assert cache.layers.key.shape == (3, 2, 2, 16, 6)
-    assert cache.layers.value.dtype == jnp.float32
-    assert cache.capacity == 16
+    ((layer,),) = cache.layers
+    assert layer.key.shape == (3, 2, 2, 16, 6)
+    assert layer.value.dtype == jnp.float32

@@ -6,14 +6,38 @@ import json
 import pytest
 from rich.console import Console
 
-from stack_core.events import CheckpointSaved, EvaluationFinished, RunFinished, RunStarted, StepFinished
+from stack_core.errors import Interrupted
+from stack_core.events import (
+    CheckpointSaved,
+    EvaluationFinished,
+    RunFailed,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    StepStarted,
+)
+from stack_core.plugins import registries
+from stack_core.runs.event_bus import EventBus, ObserverContext
+from stack_train.observers.history import HistoryObserver
 from stack_train.observers.jsonl import JsonlObserver
+from stack_train.observers.report import ReportObserver
 from stack_train.observers.tensorboard import TensorBoardObserver
 from stack_train.observers.terminal import TerminalObserver
 
+WRITERS = ("history", "jsonl", "report")
+
 
 def started(directory, first_step=0):
-    return RunStarted(first_step, 10, 1234, 64, 10**9, None, 1.0, directory)
+    return RunStarted(
+        first_step=first_step,
+        steps=10,
+        parameters=1234,
+        work=("tokens", 64),
+        flops_per_step=10**9,
+        ideal_step_s=None,
+        compile_s=1.0,
+        directory=directory,
+    )
 
 
 def finished(step, loss=2.5, mfu=None):
@@ -92,3 +116,60 @@ def test_unknown_peaks_show_no_mfu(tmp_path):
     observer.observe(CheckpointSaved(10, tmp_path / "00000010", 0.02))
     assert "MFU" not in text.getvalue()
     assert "saved 00000010 (training waited 20 ms)" in text.getvalue()
+
+
+def test_the_history_says_when_a_run_began_and_how_each_part_of_it_ended(tmp_path):
+    path = tmp_path / "history.jsonl"
+    for last in (RunFinished(3, {}), RunFailed(Interrupted("Ctrl-C")), RunFailed(ValueError("bad")), StepStarted(4)):
+        observer = HistoryObserver(path)
+        for event in (started(tmp_path, first_step=2), finished(3), last):
+            observer.observe(event)
+        observer.close()
+    records = lines_of(path)
+    assert [(record["event"], record["step"]) for record in records[::2]] == [("started", 2)] * 4
+    ends = [(record["event"], record["step"], record.get("error")) for record in records[1::2]]
+    assert ends == [("finished", 3, None), ("stopped", 3, None), ("failed", 3, "ValueError: bad"), ("stopped", 3, None)]
+    assert records[0]["work"] == ["tokens", 64] and records[0]["devices"].endswith("cpu")
+
+
+def test_the_report_is_written_at_evaluations_and_at_every_end(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr("stack_train.observers.report.write_report", lambda *args: written.append(args))
+    evaluated = EvaluationFinished(2, {"loss": 2.0}, 0.1)
+    for events in ((evaluated,), (RunFinished(3, {}),), (RunFailed(ValueError()),), ()):
+        observer = ReportObserver(tmp_path, {"output": "x"})
+        observer.observe(started(tmp_path))
+        for event in events:
+            observer.observe(event)
+        observer.close()
+    assert written == [(tmp_path, {"output": "x"})] * 5
+    ReportObserver(tmp_path, {}).close()  # a run that never started
+    assert len(written) == 5
+
+
+def test_reports_at_evaluations_take_a_hundredth_of_the_time(tmp_path, monkeypatch):
+    now_s, written_s = 1000.0, []
+
+    def slow(directory, config):
+        nonlocal now_s
+        written_s.append(now_s)
+        now_s += 2.0
+
+    monkeypatch.setattr("stack_train.observers.report.write_report", slow)
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    observer = ReportObserver(tmp_path, {})
+    observer.observe(started(tmp_path))
+    for _ in range(30):
+        observer.observe(EvaluationFinished(2, {"loss": 2.0}, 0.1))
+        now_s += 10.0
+    assert written_s == [1000.0, 1202.0]
+
+
+def test_what_the_history_and_the_metrics_hold_of_an_event_is_in_the_report(tmp_path):
+    context = ObserverContext(tmp_path, {"model": {"family": "llama"}}, terminal=False)
+    chosen = [registries.observers[name](context) for name in registries.observers.names() if name in WRITERS]
+    with EventBus(chosen) as bus:
+        for event in (started(tmp_path), finished(1, loss=1.25)):
+            bus.emit(event)
+    document = (tmp_path / "report.html").read_text()
+    assert "Stopped at step 1" in document and "<dt>last loss</dt><dd>1.2500</dd>" in document

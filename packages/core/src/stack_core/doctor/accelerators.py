@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stack_core.doctor.backend import Answer
 from stack_core.doctor.findings import Finding
+from stack_core.installing import install_command
 
 __all__ = ["Gpu", "Hardware", "find_hardware", "hardware_findings"]
 
@@ -155,14 +156,14 @@ def _cuda_advice(hardware: Hardware) -> str:
     """The command for the CUDA that this driver and this GPU can run."""
     for gpu in hardware.gpus:
         if gpu.compute is not None and gpu.compute < _CUDA13_COMPUTE:
-            return f'CUDA 13 has no support for {gpu.name}: pip install "jax[cuda12]"'
+            return f"CUDA 13 has no support for {gpu.name}: {install_command('jax[cuda12]')}"
         release = _number(gpu.driver.split(".")[0])
         if release is not None and release < _CUDA13_DRIVER:
             return (
                 f"CUDA 13 needs driver {_CUDA13_DRIVER} or later; {gpu.driver} is installed. Update the driver and "
-                f'pip install "stack-core[cuda13]", or keep it and pip install "jax[cuda12]"'
+                f"{install_command('stack-core[cuda13]')}, or keep it and {install_command('jax[cuda12]')}"
             )
-    return 'pip install --upgrade "stack-core[cuda13]"'
+    return install_command("stack-core[cuda13]", upgrade=True)
 
 
 def _gpu_use(hardware: Hardware, answer: Answer) -> Iterator[Finding]:
@@ -191,7 +192,7 @@ def _tpu_findings(
         yield Finding("tpu", "note", found, "Unset it to use the TPU.")
     elif "libtpu" not in distributions:
         found = f"{there}, but libtpu is not installed, so JAX does not use them"
-        yield Finding("tpu", "warning", found, 'pip install "stack-core[tpu]"')
+        yield Finding("tpu", "warning", found, install_command("stack-core[tpu]"))
     else:
         said = f": {answer.log}" if answer.log else ""
         yield Finding(
@@ -199,5 +200,5 @@ def _tpu_findings(
             "problem",
             f"{there} and libtpu is installed, but JAX runs on {answer.platform or 'nothing'}{said}",
             "One process at a time can hold a TPU: end the other (`sudo lsof -w /dev/accel* /dev/vfio/*` lists it). "
-            'Otherwise: pip install --upgrade "stack-core[tpu]"',
+            f"Otherwise: {install_command('stack-core[tpu]', upgrade=True)}",
         )

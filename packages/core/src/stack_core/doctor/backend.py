@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from stack_core.doctor.findings import Finding
+from stack_core.installing import install_command
 
 __all__ = ["Answer", "ask_jax", "jax_findings"]
 
@@ -160,11 +161,11 @@ def _failure(answer: Answer, *, mended_above: bool) -> Finding:
 
 def _import_remedy(answer: Answer) -> str:
     if "No module named 'jax'" in answer.error:
-        return 'JAX is missing: pip install "stack-core"'
+        return f"JAX is missing: {install_command('stack-core')}"
     if "SIGILL" in answer.error:
         return "jaxlib needs a processor with AVX; under an emulator, take Python and JAX of the real architecture."
     where = f" (it failed in {answer.where})" if answer.where else ""
-    return f'Install JAX again{where}: pip install --force-reinstall "jax{_jax_range()}"'
+    return f"Install JAX again{where}: {install_command(f'jax{_jax_range()}', reinstall=True)}"
 
 
 def _device_remedy(answer: Answer) -> str:

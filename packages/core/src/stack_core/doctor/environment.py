@@ -55,6 +55,7 @@ _SETTINGS: Mapping[str, tuple[Status, str]] = {
     "OPENBLAS_NUM_THREADS": ("note", "threads of NumPy; XLA takes all usable cores whatever it says"),
     "MKL_NUM_THREADS": ("note", "threads of NumPy and PyTorch; XLA takes all usable cores whatever it says"),
     "PYTHONPATH": ("note", "modules there come before the installed ones"),
+    "STACK_CPU_KERNELS": ("note", "stack-kernels leaves out its machine code on CPUs"),
     "STACK_DISABLE_PLUGINS": ("note", "these plugins are not loaded"),
     "STACK_LOAD_PLUGINS": ("note", "core and these plugins alone are loaded"),
     "STACK_TUNED_TABLES": ("note", "stack-kernels chooses by these tables alone"),

@@ -12,6 +12,7 @@ from packaging.utils import canonicalize_name
 
 from stack_core.doctor.findings import Finding
 from stack_core.hookspecs import REGISTRY_KINDS
+from stack_core.installing import install_command
 from stack_core.plugins import Plugins, Registries
 
 __all__ = ["accelerator_findings", "dependency_findings", "plugin_findings", "python_findings"]
@@ -54,7 +55,7 @@ def dependency_findings(distributions: Mapping[str, Distribution], roots: list[s
     for root in roots:
         name = canonicalize_name(root)
         if name not in distributions:
-            yield Finding(root, "problem", f"{root} is not installed", f'pip install "{root}"')
+            yield Finding(root, "problem", f"{root} is not installed", install_command(root))
             continue
         wrong = list(_misfits(distributions, name, frozenset(), seen, direct=True))
         yield from wrong
@@ -88,7 +89,7 @@ def _misfit(
 ) -> Finding | None:
     needed = canonicalize_name(requirement.name)
     asked = f"{distributions[name].metadata['Name']} {distributions[name].version} needs {_plain(requirement)}"
-    command = f'pip install "{_plain(requirement)}"'
+    command = install_command(_plain(requirement))
     if needed not in distributions:
         return Finding(needed, "problem", f"{asked}, which is not installed", command)
     version = distributions[needed].version
@@ -135,7 +136,7 @@ def accelerator_findings(distributions: Mapping[str, Distribution]) -> Iterator[
                 name,
                 "problem",
                 f"version {distribution.version} does not fit jax {jax.version}, which needs {_plain(requirement)}",
-                f'pip install --upgrade "jax[{_ACCELERATORS[name]}]=={jax.version}"',
+                install_command(f"jax[{_ACCELERATORS[name]}]=={jax.version}", upgrade=True),
             )
 
 

@@ -355,11 +355,15 @@ def _iota_group(size: int, dims: str, permutation: str | None) -> tuple[int, ...
 def _mesh_group(axes: str, devices: str, over: str) -> tuple[int, ...]:
     """`mesh['a'=2,'b'=4], device_ids=(...) {'b','a':(1)2}`: the axes of a mesh that a group spans.
 
-    `'a':(p)s` is the part of size s of an axis that is split into p, s and the rest.
+    `'a':(p)s` is the part of size s of an axis that is split into p, s and the rest. Devices may be `([dims]T(p))`.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'?([\w.]+)'?=(\d+)", axes)}
-    numbers = [int(number) for number in re.findall(r"\d+", devices.partition("device_ids=")[2])]
-    places = np.array(numbers or range(math.prod(sizes.values()))).reshape(list(sizes.values()))
+    listed = devices.partition("device_ids=")[2]
+    if iota := re.match(r"\(\[([\d,]+)\]T\(([\d,]+)\)", listed):
+        numbers = _iota_group(math.prod(sizes.values()), iota[1], iota[2])
+    else:
+        numbers = tuple(map(int, re.findall(r"\d+", listed))) or tuple(range(math.prod(sizes.values())))
+    places = np.array(numbers).reshape(list(sizes.values()))
     names = list(sizes)
     spanned = {name: (int(before or 1), int(part or 0)) for name, before, part in _AXES.findall(over)}
     index: list[int | slice] = []

@@ -1,4 +1,4 @@
-"""The CPU's row, measured once a machine and kept in the user's cache.
+"""The CPU's row, whose peaks are measured when they are first read, once a machine, and kept in the user's cache.
 
 Measured are the best of several matrix products a dtype, of up to three sizes, and of several passes over an array
 that no cache holds. It takes one or two seconds. A measurement that was taken while the machine was busy is replaced
@@ -13,7 +13,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +38,51 @@ _PRODUCT_SIZES = (512, 1024, 2048)
 _PRODUCT_BUDGET_S = 0.15
 _COPY_BYTES = 256 * 2**20
 _COPY_BUDGET_S = 0.25
+_MEASURED = ("peak_flops", "hbm_bandwidth_bytes_s", "provenance")
 
 
 class ChipCacheWarning(UserWarning):
     """The CPU's measurement could not be read from the cache, or not be kept there."""
 
 
+class _Cpu(Chip):
+    """The CPU of this process: its peaks are measured, or read from the cache, when one of them is read."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _MEASURED:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        for measured, value in _measurement().items():
+            object.__setattr__(self, measured, value)
+        return self.__dict__[name]
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.model))
+
+
 @functools.cache
 def measured_cpu() -> Chip:
-    """The CPU of this process, with the cores it may use; read from the cache or measured, never at import.
+    """The CPU of this process, with the cores it may use; its peaks are measured once they are read.
 
-    The cache is one file a CPU model, number of usable cores, version of JAX and `XLA_FLAGS`, under
-    `$XDG_CACHE_HOME/stack/chips`. One that is damaged, or cannot be written, is a `ChipCacheWarning`.
-
-    Raises:
-      HardwareError: JAX was told to do without its CPU backend.
+    The cache of measurements is one file a CPU model, number of usable cores, version of JAX and `XLA_FLAGS`, under
+    `$XDG_CACHE_HOME/stack/chips`. One that is damaged, or cannot be written, is a `ChipCacheWarning`. To read a peak
+    raises HardwareError where JAX was told to do without its CPU backend.
     """
+    chip = object.__new__(_Cpu)
+    known = {
+        "kind": "cpu",
+        "unit": "chip",
+        "hbm_bytes": machine.memory_bytes(),
+        "on_chip_bytes": _last_level_cache_bytes(),
+        "link_bandwidth_bytes_s": None,
+        "model": f"{machine.cpu_model()}, {machine.usable_cores()} cores",
+    }
+    for name, value in known.items():
+        object.__setattr__(chip, name, value)
+    return chip
+
+
+def _measurement() -> dict[str, Any]:
+    """What is measured of the CPU, from the cache where it has it."""
     identity = _identity()
     try:
         path = _cache_path(identity)
@@ -63,10 +91,10 @@ def measured_cpu() -> Chip:
     busy = _is_busy()
     cached = None if path is None else _read(path, identity)
     if cached is not None and (busy or not cached["busy"]):
-        return Chip(**cached["chip"])
-    chip = _measure(identity, busy=busy)
-    _write(path, {"identity": identity, "busy": busy, "chip": asdict(chip)})
-    return chip
+        return cached["peaks"]
+    peaks = _measure(identity, busy=busy)
+    _write(path, {"identity": identity, "busy": busy, "peaks": peaks})
+    return peaks
 
 
 def _identity() -> dict[str, str | int]:
@@ -88,8 +116,8 @@ def _is_busy() -> bool:
 
 
 def _cache_path(identity: Mapping[str, Any]) -> Path:
-    # A core whose rows have other fields keeps them in files of its own.
-    content = {"identity": identity, "fields": sorted(Chip.__dataclass_fields__)}
+    # A core that measures something else writes separate files.
+    content = {"identity": identity, "fields": sorted(_MEASURED)}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     return user_cache_dir() / "chips" / f"cpu-{digest}.json"
 
@@ -113,16 +141,16 @@ def _read(path: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _check(content: Any, identity: Mapping[str, Any]) -> None:
     """Raises ValueError unless `content` is what `measured_cpu` writes."""
-    if not isinstance(content, dict) or content.keys() != {"identity", "busy", "chip"}:
+    if not isinstance(content, dict) or content.keys() != {"identity", "busy", "peaks"}:
         raise ValueError("it does not hold one measurement.")
     if content["identity"] != identity:
         raise ValueError(f"it is of {content['identity']}, not of {identity}.")
-    chip = content["chip"]
-    if not isinstance(chip, dict) or chip.keys() != set(Chip.__dataclass_fields__):
-        raise ValueError("its fields are not those of a chip.")
-    if not isinstance(chip["peak_flops"], dict):
-        raise ValueError(f"its peaks are {chip['peak_flops']!r}.")
-    rates = [chip["hbm_bandwidth_bytes_s"], *chip["peak_flops"].values()]
+    peaks = content["peaks"]
+    if not isinstance(peaks, dict) or peaks.keys() != set(_MEASURED):
+        raise ValueError("its fields are not those that are measured.")
+    if not isinstance(peaks["peak_flops"], dict):
+        raise ValueError(f"its peaks are {peaks['peak_flops']!r}.")
+    rates = [peaks["hbm_bandwidth_bytes_s"], *peaks["peak_flops"].values()]
     if not all(isinstance(rate, float) and rate > 0 for rate in rates):
         raise ValueError(f"its rates {rates} are not all positive.")
 
@@ -148,7 +176,7 @@ def _write(path: Path | None, content: Mapping[str, Any]) -> None:
         )
 
 
-def _measure(identity: Mapping[str, Any], *, busy: bool) -> Chip:
+def _measure(identity: Mapping[str, Any], *, busy: bool) -> dict[str, Any]:
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
@@ -158,17 +186,12 @@ def _measure(identity: Mapping[str, Any], *, busy: bool) -> Chip:
         peaks = {operand.name: _product_flops(operand, result) for operand, result in _PRODUCTS}
         bandwidth_bytes_s = _bandwidth_bytes_s()
     state = "busy with other work" if busy else "quiet"
-    return Chip(
-        kind="cpu",
-        unit="chip",
-        peak_flops={dtype: peak for dtype, peak in peaks.items() if peak is not None},
-        hbm_bytes=machine.memory_bytes(),
-        hbm_bandwidth_bytes_s=bandwidth_bytes_s,
-        on_chip_bytes=_last_level_cache_bytes(),
-        link_bandwidth_bytes_s=None,
-        model=f"{identity['cpu']}, {identity['cores']} cores",
-        provenance=f"measured on {identity['cores']} cores of {identity['cpu']}, {state}, with jax {identity['jax']}",
-    )
+    where = f"{identity['cores']} cores of {identity['cpu']}"
+    return {
+        "peak_flops": {dtype: peak for dtype, peak in peaks.items() if peak is not None},
+        "hbm_bandwidth_bytes_s": bandwidth_bytes_s,
+        "provenance": f"measured on {where}, {state}, with jax {identity['jax']}",
+    }
 
 
 def _product_flops(operand: np.dtype[Any], result: np.dtype[Any]) -> float | None:

@@ -13,7 +13,7 @@ from stack_core.hardware.hlo_costs import Collective, collectives, executed_flop
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["LinkShare", "ProgramCost", "ProgramMemory", "Roofline", "program_cost"]
+__all__ = ["LinkShare", "ProgramCost", "ProgramMemory", "Roofline", "program_cost", "program_memory"]
 
 LinkShare = Callable[[Sequence["jax.Device"]], float | None]
 """The share of a device's links that it can use to talk to the given devices; None where no link is known."""
@@ -103,7 +103,7 @@ def program_cost(
     bandwidth = chip.hbm_bandwidth_bytes_s
     ideal_s = flops.ideal_s(chip)
     return ProgramCost(
-        memory=_memory(compiled, devices[0].platform),
+        memory=program_memory(compiled, devices[0].platform),
         flops=flops,
         traffic_bytes=traffic,
         collectives=found,
@@ -116,7 +116,12 @@ def program_cost(
     )
 
 
-def _memory(compiled: "jax.stages.Compiled", platform: str) -> ProgramMemory:
+def program_memory(compiled: "jax.stages.Compiled", platform: str) -> ProgramMemory:
+    """Reads what a compiled program takes of one device's memory.
+
+    Raises:
+      HardwareError: the compiler does not say.
+    """
     stats = compiled.memory_analysis()
     if stats is None:
         raise HardwareError("The compiler does not say how much memory the program takes; update jax and its plugins.")

@@ -23,6 +23,7 @@ from stack_core.errors import HardwareError, nearest
 from stack_core.hardware.chips import Chip
 from stack_core.hardware.gpu_configs import GPU_CONFIGS
 from stack_core.hardware.target_chip import use_chip
+from stack_core.installing import install_command
 from stack_core.plugins import registries
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def _gpu_devices(target: Target) -> tuple["jax.Device", ...]:
         except RuntimeError as error:
             raise HardwareError(
                 f"JAX's CUDA plugin offers no topology for target {target.name!r}: {error}. Check that its version is "
-                'that of jax: pip install "stack-core[cuda13]".'
+                f"that of jax: {install_command('stack-core[cuda13]', upgrade=True)}"
             ) from error
     return tuple(description.devices)
 
@@ -225,7 +226,7 @@ def _require(target: Target, extra: str, *modules: str) -> None:
     if not any(importlib.util.find_spec(module) for module in modules):
         raise HardwareError(
             f"Compiling for {target.name!r} needs {modules[0]}, which is not installed. "
-            f'It needs no {target.chip_name}: pip install "stack-core[{extra}]".'
+            f"It needs no {target.chip_name}: {install_command(f'stack-core[{extra}]')}"
         )
 
 

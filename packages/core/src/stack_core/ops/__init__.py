@@ -1,8 +1,13 @@
 """The operations that models are made of; `implementation=` names one of those that plugins provide."""
 
 from stack_core.ops._attention import attention as attention
+from stack_core.ops._choosing import Implementation as Implementation
+from stack_core.ops._choosing import for_export as for_export
+from stack_core.ops._chosen import changed_choices as changed_choices
+from stack_core.ops._chosen import choices as choices
 from stack_core.ops._collective_matmul import collective_matmul as collective_matmul
-from stack_core.ops._dispatch import Implementation as Implementation
+from stack_core.ops._exchange import exchange as exchange
+from stack_core.ops._exchange import received_sizes as received_sizes
 from stack_core.ops._explain import ExplainedCall as ExplainedCall
 from stack_core.ops._explain import Explanation as Explanation
 from stack_core.ops._explain import explain as explain
@@ -10,10 +15,12 @@ from stack_core.ops._gated_linear_unit import gated_linear_unit as gated_linear_
 from stack_core.ops._linear import linear as linear
 from stack_core.ops._linear_attention import linear_attention as linear_attention
 from stack_core.ops._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from stack_core.ops._low_rank import low_rank as low_rank
 from stack_core.ops._norm import norm as norm
 from stack_core.ops._paged_attention import paged_attention as paged_attention
 from stack_core.ops._quantized import dequantize as dequantize
 from stack_core.ops._ragged_dot import ragged_dot as ragged_dot
+from stack_core.ops._remat import seen_into as seen_into
 from stack_core.ops._rope import rope as rope
 from stack_core.ops._rope_scaling import DynamicScaling as DynamicScaling
 from stack_core.ops._rope_scaling import LinearScaling as LinearScaling
@@ -21,6 +28,7 @@ from stack_core.ops._rope_scaling import Llama3Scaling as Llama3Scaling
 from stack_core.ops._rope_scaling import LongRopeScaling as LongRopeScaling
 from stack_core.ops._rope_scaling import RopeScaling as RopeScaling
 from stack_core.ops._rope_scaling import YarnScaling as YarnScaling
+from stack_core.ops._splitting import LogicalNames as LogicalNames
 from stack_core.ops._tuned import use_tuned_table as use_tuned_table
 
 __all__ = [
@@ -30,20 +38,28 @@ __all__ = [
     "Implementation",
     "LinearScaling",
     "Llama3Scaling",
+    "LogicalNames",
     "LongRopeScaling",
     "RopeScaling",
     "YarnScaling",
     "attention",
+    "changed_choices",
+    "choices",
     "collective_matmul",
     "dequantize",
+    "exchange",
     "explain",
+    "for_export",
     "gated_linear_unit",
     "linear",
     "linear_attention",
     "linear_cross_entropy",
+    "low_rank",
     "norm",
     "paged_attention",
     "ragged_dot",
+    "received_sizes",
     "rope",
+    "seen_into",
     "use_tuned_table",
 ]

@@ -6,20 +6,23 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from stack_core.abi import AUTODIFF, OpImplementation
+from stack_core.abi import OpCall
 from stack_core.errors import ArgumentError, ShapeError
 from stack_core.ops import _attention_tiles
 from stack_core.ops._check import Axes, check_floating, check_positive, check_same_dtype, check_window
-from stack_core.ops._dispatch import Implementation, dispatch
+from stack_core.ops._choosing import Implementation
+from stack_core.ops._dispatch import dispatch
+from stack_core.ops._op import Op, OpAxes
 from stack_core.ops._running_softmax import with_sinks
+from stack_core.ops._splitting import LogicalNames
 
-__all__ = ["REFERENCE", "attention"]
+__all__ = ["OP", "REFERENCE", "attention"]
 
 
 def attention(
-    query: Float[Array, "batch q_seq heads head_dim"],
-    key: Float[Array, "batch kv_seq kv_heads head_dim"],
-    value: Float[Array, "batch kv_seq kv_heads head_dim"],
+    query: Float[Array, "batch q_seq heads key_dim"],
+    key: Float[Array, "batch kv_seq kv_heads key_dim"],
+    value: Float[Array, "batch kv_seq kv_heads value_dim"],
     *,
     causal: bool = False,
     query_offset: int | Int[Array, " batch"] | None = None,
@@ -33,7 +36,8 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     implementation: Implementation = None,
-) -> Float[Array, "batch q_seq heads head_dim"] | tuple[Array, Float[Array, "batch q_seq heads"]]:
+    axes: LogicalNames | None = None,
+) -> Float[Array, "batch q_seq heads value_dim"] | tuple[Array, Float[Array, "batch q_seq heads"]]:
     """Each query's average of the values, weighted by the softmax of its products with the keys.
 
         o_i = sum_j exp(z_ij) v_j / d_i        d_i = sum_j exp(z_ij) + exp(s)
@@ -46,12 +50,12 @@ def attention(
 
     Products run in the dtype of the operands with an fp32 accumulator, the softmax in fp32. No more than a tile of the
     scores exists at a time, in the gradient neither, and tiles that `causal` and `window` hide cost nothing when
-    `query_offset` is an int. Where one tile does not hold all scores, the reference has no forward-mode derivative.
+    `query_offset` is an int.
 
     Args:
-      query: q, [batch, q_seq, heads, head_dim].
-      key: k, [batch, kv_seq, kv_heads, head_dim]; heads is a multiple of kv_heads, neighbours share a key head.
-      value: v, like `key`.
+      query: q, [batch, q_seq, heads, key_dim].
+      key: k, [batch, kv_seq, kv_heads, key_dim]; heads is a multiple of kv_heads, neighbours share a key head.
+      value: v, [batch, kv_seq, kv_heads, value_dim]; value_dim may differ from key_dim.
       causal: forbid keys after the query.
       query_offset: the key position of query 0, one for all or one per batch row; by default kv_seq - q_seq.
       window: (left, right), inclusive distances in keys; None leaves a side open.
@@ -61,12 +65,14 @@ def attention(
       kv_lengths: [batch], the number of leading keys that exist.
       softcap: c, positive.
       sinks: s, [heads], logits that join the denominator and have no value.
-      scale: by default head_dim ** -0.5.
+      scale: by default key_dim ** -0.5.
       return_lse: also return log d.
       implementation: a name, several in order of preference, or None to let core choose.
+      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
 
     Returns:
-      o, like `query`; with `return_lse` the pair (o, fp32[batch, q_seq, heads]).
+      o, [batch, q_seq, heads, value_dim], of the dtype of `query`; with `return_lse` the pair
+      (o, fp32[batch, q_seq, heads]).
 
     Raises:
       ShapeError: sizes that do not fit, naming the argument and the axis.
@@ -102,25 +108,25 @@ def attention(
     if isinstance(query_offset, int):
         options["query_offset"] = query_offset
     else:
-        axes = Axes("attention")
-        axes.match("query", query, "batch q_seq heads head_dim")
-        axes.match("query_offset", query_offset, "batch")
+        sizes = Axes("attention")
+        sizes.match("query", query, "batch q_seq heads key_dim")
+        sizes.match("query_offset", query_offset, "batch")
         arrays["query_offset"] = query_offset
-    return dispatch("attention", arrays, options, implementation)
+    return dispatch(OP, arrays, options, implementation, axes)
 
 
 def _check_operands(query: Any, key: Any, value: Any, bias: Any, mask: Any, kv_lengths: Any, sinks: Any) -> None:
-    axes = Axes("attention")
-    axes.match("query", query, "batch q_seq heads head_dim")
-    axes.match("key", key, "batch kv_seq kv_heads head_dim")
-    axes.match("value", value, "batch kv_seq kv_heads head_dim")
-    axes.match("bias", bias, "batch heads q_seq kv_seq", broadcast=True)
-    axes.match("mask", mask, "batch heads q_seq kv_seq", broadcast=True)
-    axes.match("kv_lengths", kv_lengths, "batch")
-    axes.match("sinks", sinks, "heads")
-    if axes["heads"] % axes["kv_heads"]:
+    sizes = Axes("attention")
+    sizes.match("query", query, "batch q_seq heads key_dim")
+    sizes.match("key", key, "batch kv_seq kv_heads key_dim")
+    sizes.match("value", value, "batch kv_seq kv_heads value_dim")
+    sizes.match("bias", bias, "batch heads q_seq kv_seq", broadcast=True)
+    sizes.match("mask", mask, "batch heads q_seq kv_seq", broadcast=True)
+    sizes.match("kv_lengths", kv_lengths, "batch")
+    sizes.match("sinks", sinks, "heads")
+    if sizes["heads"] % sizes["kv_heads"]:
         raise ShapeError(
-            f"attention: query has {axes['heads']} heads and key has {axes['kv_heads']} kv_heads; "
+            f"attention: query has {sizes['heads']} heads and key has {sizes['kv_heads']} kv_heads; "
             "expected a multiple, so that each key head serves equally many query heads."
         )
     check_floating("attention", query=query, bias=bias, sinks=sinks)
@@ -139,11 +145,11 @@ def _paired_segments(query: Any, key: Any, segment_ids: Any) -> Any:
                 "pass the pair (of queries, of keys)."
             )
         segment_ids = (segment_ids, segment_ids)
-    axes = Axes("attention")
-    axes.match("query", query, "batch q_seq heads head_dim")
-    axes.match("key", key, "batch kv_seq kv_heads head_dim")
-    axes.match("segment_ids[0]", segment_ids[0], "batch q_seq")
-    axes.match("segment_ids[1]", segment_ids[1], "batch kv_seq")
+    sizes = Axes("attention")
+    sizes.match("query", query, "batch q_seq heads key_dim")
+    sizes.match("key", key, "batch kv_seq kv_heads key_dim")
+    sizes.match("segment_ids[0]", segment_ids[0], "batch q_seq")
+    sizes.match("segment_ids[1]", segment_ids[1], "batch kv_seq")
     return tuple(segment_ids)
 
 
@@ -161,11 +167,12 @@ def _reference(
     window: Any,
     query_offset: Any,
     return_lse: bool,
+    wants: Any,
     **options: Any,
 ) -> Any:
-    batch, q_seq, heads, head_dim = query.shape
+    batch, q_seq, heads, key_dim = query.shape
     kv_heads = key.shape[2]
-    grouped = query.reshape(batch, q_seq, kv_heads, heads // kv_heads, head_dim)
+    grouped = query.reshape(batch, q_seq, kv_heads, heads // kv_heads, key_dim)
     left, right = window or (None, None)
     q_segments, kv_segments = segment_ids or (None, None)
     operands = {
@@ -183,8 +190,9 @@ def _reference(
     output, lse = _attention_tiles.attend(operands, window=window, query_offset=query_offset, **options)
     if sinks is not None:
         output, lse = with_sinks(output, lse, sinks)
-    output = output.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
-    return (output, lse.transpose(0, 3, 1, 2).reshape(batch, q_seq, heads)) if return_lse else output
+    output = output.transpose(0, 3, 1, 2, 4).reshape(batch, q_seq, heads, value.shape[3]).astype(query.dtype)
+    lse = lse.transpose(0, 3, 1, 2).reshape(batch, q_seq, heads)
+    return (output, lse) if return_lse else output, {"lse": lse}
 
 
 def _by_group(array: Any, kv_heads: int) -> Any:
@@ -194,4 +202,30 @@ def _by_group(array: Any, kv_heads: int) -> Any:
     return array.reshape(array.shape[0], kv_heads, array.shape[1] // kv_heads, *array.shape[2:])
 
 
-REFERENCE = OpImplementation(op="attention", name="reference", function=_reference, vjp=AUTODIFF, priority=0)
+def _axes(call: OpCall) -> OpAxes:
+    scores = "batch heads q_seq kv_seq"
+    operands = {
+        "query": "batch q_seq heads key_dim",
+        "key": "batch kv_seq kv_heads key_dim",
+        "value": "batch kv_seq kv_heads value_dim",
+        "bias": scores,
+        "mask": scores,
+        "segment_ids": ("batch q_seq", "batch kv_seq"),
+        "kv_lengths": "batch",
+        "sinks": "heads",
+        "query_offset": "batch",
+    }
+    outputs = ("batch q_seq heads value_dim", "batch q_seq heads")
+    return OpAxes(
+        operands,
+        outputs if call.options["return_lse"] else outputs[:1],
+        {"lse": outputs[1]},
+        whole=frozenset({"q_seq", "kv_seq", "key_dim", "value_dim"}),
+        together=(("heads", "kv_heads"),),
+    )
+
+
+OP = Op("attention", _reference, _axes, folds="batch", residuals=("lse",), keeps=True)
+"""`lse` is log d, what `return_lse` returns."""
+
+REFERENCE = OP.implementation()

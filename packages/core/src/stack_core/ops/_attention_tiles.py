@@ -20,6 +20,7 @@ from jax import lax
 from stack_core.mesh import parts_of
 from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._manual_axes import vary_alike
+from stack_core.ops._plain import is_plain
 from stack_core.ops._running_softmax import RunningSoftmax, add_tile, by_group, empty_softmax, finish, masked_logits
 
 __all__ = ["attend"]
@@ -63,14 +64,14 @@ class _Tiles:
 def attend(
     operands: Operands, *, window: tuple[int | None, int | None], query_offset: Any, scale: float, softcap: float | None
 ) -> tuple[Any, Any]:
-    """Attention of [batch, kv_heads, group, q_seq, head_dim] to [batch, kv_heads, kv_seq, head_dim].
+    """Attention of [batch, kv_heads, group, q_seq, key_dim] to [batch, kv_heads, kv_seq, key_dim | value_dim].
 
     Args:
       operands: `query`, `key`, `value`, and what `masked_logits` takes of arrays.
       query_offset: an int, or anything else where it is not known.
 
     Returns:
-      The output in fp32, shaped as the query, and the log of the softmax's denominator.
+      The output [batch, kv_heads, group, q_seq, value_dim] in fp32, and the log of the softmax's denominator.
     """
     batch, kv_heads, group, q_seq, _ = operands["query"].shape
     kv_seq = operands["key"].shape[2]
@@ -79,10 +80,11 @@ def attend(
     rows, keys = _tile_sizes(math.ceil(batch * kv_heads * group / devices), q_seq, kv_seq)
     if (rows >= q_seq and keys >= kv_seq) or q_seq * kv_seq == 0:
         tiles = _Tiles(q_seq, kv_seq, ((0, 0),), logits)
-        return finish(_with_tile(tiles, empty_softmax(operands["query"]), operands, 0))
+        return finish(_with_tile(tiles, empty_softmax(operands["query"], operands["value"].shape[3]), operands, 0))
     hidden = (window, query_offset) if isinstance(query_offset, int) else ((None, None), 0)
     needed = _needed_tiles(rows, keys, (q_seq, kv_seq), *hidden)
-    output, lse = _attend(_Tiles(rows, keys, needed, logits), _padded(operands, rows, keys))
+    attend_tiles = _plain_attend if is_plain() else _attend
+    output, lse = attend_tiles(_Tiles(rows, keys, needed, logits), _padded(operands, rows, keys))
     return output[..., :q_seq, :], lse[..., :q_seq]
 
 
@@ -139,15 +141,19 @@ def _with_tile(tiles: _Tiles, state: RunningSoftmax, part: Operands, column: Any
     return add_tile(state, tiles.scores(products, part["bias"], part, column), part["value"])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(tiles: _Tiles, operands: Operands) -> tuple[Any, Any]:
+def _plain_attend(tiles: _Tiles, operands: Operands) -> tuple[Any, Any]:
     def visit(state: RunningSoftmax, row: Any, column: Any) -> RunningSoftmax:
         part = tiles.cut(operands, row, column)
         mine = RunningSoftmax(*(_part(x, 3, row, tiles.rows) for x in state))
         theirs = _with_tile(tiles, mine, part, column)
         return RunningSoftmax(*(_replaced(x, 3, row, new) for x, new in zip(state, theirs, strict=True)))
 
-    return finish(tiles.scan(visit, empty_softmax(operands["query"]), operands))
+    return finish(tiles.scan(visit, empty_softmax(operands["query"], operands["value"].shape[3]), operands))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(tiles: _Tiles, operands: Operands) -> tuple[Any, Any]:
+    return _plain_attend(tiles, operands)
 
 
 def _attend_forward(tiles: _Tiles, operands: Operands) -> Any:
@@ -160,13 +166,13 @@ def _attend_backward(tiles: _Tiles, residuals: Any, cotangents: Any) -> Any:
 
         dz_ij = w_ij (do_i v_j - do_i o_i + dlse_i)        w_ij = exp(z_ij - lse_i)
 
-    The gradients of keys and values are summed transposed, [batch, kv_heads, head_dim, keys], from transposed queries
+    The gradients of keys and values are summed transposed, [batch, kv_heads, _, keys], from transposed queries
     and output gradients: XLA's CPU backend runs the product that contracts the rows of both its operands at a third of
     the speed of others.
     """
     operands, output, lse = residuals
     of_output, of_lse = cotangents
-    query, key = operands["query"], operands["key"]
+    query = operands["query"]
     dtype, accurate = query.dtype, accurate_dtype(query.dtype)
     by_query = {
         "output": of_output.astype(dtype),
@@ -194,8 +200,8 @@ def _attend_backward(tiles: _Tiles, residuals: Any, cotangents: Any) -> Any:
         }
         return {name: _added(x, *added[name]) for name, x in gradients.items()}
 
-    zeros = jnp.zeros((*key.shape[:2], key.shape[3], key.shape[2]), accurate)
-    start = {"query": jnp.zeros(query.shape, accurate), "key": zeros, "value": zeros}
+    start = {name: jnp.zeros_like(operands[name].swapaxes(2, 3), accurate) for name in ("key", "value")}
+    start["query"] = jnp.zeros(query.shape, accurate)
     if operands["bias"] is not None:
         start["bias"] = jnp.zeros(operands["bias"].shape, accurate)
     gradients = tiles.scan(visit, start, (operands, by_query))
@@ -207,7 +213,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _over_rows(left: Any, right: Any) -> Any:
-    """[batch, kv_heads, head_dim, group, rows] @ [batch, kv_heads, group, rows, keys], in fp32."""
+    """[batch, kv_heads, d, group, rows] @ [batch, kv_heads, group, rows, keys], in fp32."""
     flat_left = left.reshape(*left.shape[:3], -1)
     flat_right = right.reshape(*right.shape[:2], -1, right.shape[-1])
     return contract("bhdq,bhqk->bhdk", flat_left, flat_right, accurate_dtype(left.dtype))

@@ -4,10 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from stack_core.errors import ArgumentError, ShapeError, UnknownName, nearest
 
-__all__ = ["Axes", "check_floating", "check_known", "check_positive", "check_same_dtype", "check_window"]
+__all__ = ["Axes", "axis_size", "check_floating", "check_known", "check_positive", "check_same_dtype", "check_window"]
 
 
 class Axes:
@@ -91,3 +92,15 @@ def check_window(op: str, window: Any) -> None:
     sides = tuple(window)
     if len(sides) != 2 or any(side is not None and side < 0 for side in sides):
         raise ArgumentError(f"{op}: window is {window}; expected (left, right), each None or at least 0.")
+
+
+def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:
+    """The devices along axes of the surrounding `jax.shard_map`; raises ArgumentError where it has no such axis."""
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        bound = ", ".join(map(repr, jax.sharding.get_abstract_mesh().manual_axes)) or "none"
+        raise ArgumentError(
+            f"{op}: axis_name is {axis_name!r}, which is not bound here; bound by jax.shard_map: {bound}. "
+            "Call the op inside jax.shard_map over a mesh with that axis."
+        ) from error

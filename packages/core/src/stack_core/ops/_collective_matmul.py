@@ -6,14 +6,17 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float
 
-from stack_core.abi import AUTODIFF, OpImplementation
-from stack_core.errors import ArgumentError, ShapeError
-from stack_core.ops._check import Axes, check_floating, check_known, check_same_dtype
+from stack_core.abi import OpCall
+from stack_core.errors import ShapeError
+from stack_core.ops._check import Axes, axis_size, check_floating, check_known, check_same_dtype
+from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import contract
-from stack_core.ops._dispatch import Implementation, dispatch
+from stack_core.ops._dispatch import dispatch
+from stack_core.ops._op import Op, OpAxes
 from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array
+from stack_core.ops._splitting import LogicalNames
 
-__all__ = ["REFERENCE", "collective_matmul"]
+__all__ = ["OP", "REFERENCE", "collective_matmul"]
 
 
 def collective_matmul(
@@ -23,6 +26,7 @@ def collective_matmul(
     axis_name: str | tuple[str, ...],
     kind: str = "all_gather",
     implementation: Implementation = None,
+    axes: LogicalNames | None = None,
 ) -> Float[Array, "*batch out_rows d_out"]:
     """One half of a tensor-parallel block, inside `jax.shard_map`: each device gives its part and gets its part.
 
@@ -45,6 +49,7 @@ def collective_matmul(
       axis_name: the mesh axis to gather or reduce over, or several.
       kind: "all_gather" or "reduce_scatter".
       implementation: a name, several in order of preference, or None to let core choose.
+      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
 
     Returns:
       y, of the dtype of `x`: [..., rows, d_out / n] for "all_gather", [..., rows / n, d_out] for "reduce_scatter".
@@ -59,49 +64,38 @@ def collective_matmul(
     section 4.2.2; Wang et al., Overlap Communication with Dependent Computation via Decomposition in Large Deep
     Learning Models, ASPLOS 2023, for implementations that overlap the two.
     """
-    axes = Axes("collective_matmul")
-    axes.match("x", x, "... rows d_in")
-    axes.match("weight", logical_array(weight), "d_in d_out")
+    sizes = Axes("collective_matmul")
+    sizes.match("x", x, "... rows d_in")
+    sizes.match("weight", logical_array(weight), "d_in d_out")
     check_floating("collective_matmul", x=x)
     if not is_quantized(weight):
         check_same_dtype("collective_matmul", x=x, weight=weight)
     check_known("collective_matmul", "kind", kind, ("all_gather", "reduce_scatter"))
-    devices = _axis_size(axis_name)
-    if kind == "reduce_scatter" and axes["rows"] % devices:
-        fewer = axes["rows"] // devices * devices
+    devices = axis_size("collective_matmul", axis_name)
+    if kind == "reduce_scatter" and sizes["rows"] % devices:
+        fewer = sizes["rows"] // devices * devices
         raise ShapeError(
-            f"collective_matmul: axis 'rows' is {axes['rows']} in x, and {axis_name!r} spans {devices} devices; "
+            f"collective_matmul: axis 'rows' is {sizes['rows']} in x, and {axis_name!r} spans {devices} devices; "
             f"expected a multiple, to scatter equal blocks. Pad x to {fewer + devices} rows"
             + (f" or cut it to {fewer}." if fewer else ".")
         )
     arrays = {"x": x, "weight": weight}
-    return dispatch("collective_matmul", arrays, {"axis_name": axis_name, "kind": kind}, implementation)
+    return dispatch(OP, arrays, {"axis_name": axis_name, "kind": kind}, implementation, axes)
 
 
-def _axis_size(axis_name: str | tuple[str, ...]) -> int:
-    try:
-        return lax.axis_size(axis_name)
-    except NameError as error:
-        bound = ", ".join(map(repr, jax.sharding.get_abstract_mesh().manual_axes)) or "none"
-        raise ArgumentError(
-            f"collective_matmul: axis_name is {axis_name!r}, which is not bound here; bound by jax.shard_map: {bound}. "
-            "Call the op inside jax.shard_map over a mesh with that axis."
-        ) from error
-
-
-def _reference(x: Any, weight: Any, *, axis_name: Any, kind: str) -> Any:
+def _reference(x: Any, weight: Any, *, axis_name: Any, kind: str, wants: Any) -> tuple[Any, dict[str, Any]]:
     weight = dequantize(weight, x.dtype)
     rows = x.ndim - 2
     if x.shape[rows] == 0:  # XLA has no collective along an empty axis.
-        return _product(x, weight)
+        return _product(x, weight), {}
     if kind == "reduce_scatter":
-        return lax.psum_scatter(_product(x, weight), axis_name, scatter_dimension=rows, tiled=True)
+        return lax.psum_scatter(_product(x, weight), axis_name, scatter_dimension=rows, tiled=True), {}
 
     @jax.checkpoint
     def gathered_product(x: Any, weight: Any) -> Any:
         return _product(lax.all_gather(x, axis_name, axis=rows, tiled=True), weight)
 
-    return gathered_product(x, weight)
+    return gathered_product(x, weight), {}
 
 
 def _product(x: Any, weight: Any) -> Any:
@@ -109,5 +103,11 @@ def _product(x: Any, weight: Any) -> Any:
     return product.reshape(*x.shape[:-1], weight.shape[-1])
 
 
-REFERENCE = OpImplementation(op="collective_matmul", name="reference", function=_reference, vjp=AUTODIFF, priority=0)
+def _axes(call: OpCall) -> OpAxes:
+    operands = {"x": "... rows d_in", "weight": "d_in d_out"}
+    return OpAxes(operands, ("... out_rows d_out",), whole=frozenset({"rows", "d_in", "out_rows"}))
+
+
+OP = Op("collective_matmul", _reference, _axes, folds="...", keeps=True)
+REFERENCE = OP.implementation()
 """Plain collectives before or after the product, nothing overlapped."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from stack_core.ops._manual_axes import vary_alike
+from stack_core.ops._plain import is_plain
 
 __all__ = ["accurate_dtype", "contract"]
 
@@ -23,8 +24,8 @@ def contract(subscripts: str, left: jax.Array, right: jax.Array, dtype: DTypeLik
     """An einsum of two arrays of one dtype, accumulated in fp32 and returned as `dtype`.
 
     JAX differentiates a product that accumulates in fp32 by multiplying an fp32 cotangent with a narrow operand, which
-    runs at fp32 speed or slower. Here the cotangent is rounded to the operands' dtype first. Operands of fp32 or wider
-    take the plain einsum, which forward-mode differentiation needs.
+    runs at fp32 speed or slower. Here the cotangent is rounded to the operands' dtype first. Operands of fp32 or wider,
+    and whatever `is_plain`, take an einsum that forward mode differentiates.
 
     Args:
       subscripts: explicit einsum subscripts, each index in at least two of the three terms. Indices of all three terms
@@ -32,6 +33,9 @@ def contract(subscripts: str, left: jax.Array, right: jax.Array, dtype: DTypeLik
     """
     if jnp.finfo(left.dtype).bits >= 32:
         return jnp.einsum(subscripts, left, right).astype(dtype)
+    if is_plain():
+        wide = (x.astype(jnp.float32) for x in (left, right))
+        return jnp.einsum(subscripts, *wide).astype(dtype)
     return _narrow(subscripts, jnp.dtype(dtype), *vary_alike(left, right))
 
 

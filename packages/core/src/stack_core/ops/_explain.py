@@ -20,7 +20,8 @@ from stack_core.errors import StackError
 from stack_core.hardware.chips import Chip
 from stack_core.hardware.flops import inner_jaxprs
 from stack_core.hardware.target_chip import use_chip
-from stack_core.ops._dispatch import Choice, Implementation, Plan, described, op_call, plan, recording, run
+from stack_core.ops._choosing import Choice, Plan, Request, described, plan
+from stack_core.ops._dispatch import recording, run
 
 __all__ = ["ExplainedCall", "Explanation", "explain"]
 
@@ -108,22 +109,38 @@ def _is_array(leaf: Any) -> bool:
 
 @dataclass(eq=False)
 class _Recorder:
-    """Stands in for `dispatch`: notes each call, runs what it gets, and marks its arguments and its output."""
+    """Stands in for `run`: notes each call, runs what it gets, and marks its arguments and its output."""
 
     calls: list[ExplainedCall] = field(default_factory=list)
     differentiated: dict[tuple[int, str], None] = field(default_factory=dict)
 
-    def __call__(
-        self, op: str, arrays: Mapping[str, Any], options: Mapping[str, Any], implementation: Implementation
-    ) -> Any:
-        forward, backward, chosen = _planned(op, arrays, options, implementation)
+    def __call__(self, request: Request, operands: Sequence[Any]) -> Any:
         number = len(self.calls)
+        arrays, op = request.arrays(operands), request.op.name
         shapes = {name: described(array) for name, array in arrays.items() if array is not None}
-        alone = op_call(op, arrays, options)
-        call = ExplainedCall(op, shapes, _given(op, options), forward, backward, 0, False, _caller(), alone)
-        self.calls.append(call)
-        arrays = {name: _marked(array, number, name) for name, array in arrays.items()}
-        return _marked(run(chosen, arrays, options), number, None)
+        forward, backward, request = _planned(request, operands)
+        alone = request.call(operands)
+        self.calls.append(
+            ExplainedCall(op, shapes, _given(op, request.options), forward, backward, 0, False, _caller(), alone)
+        )
+        marked = [_marked(array, number, name) for name, array in arrays.items()]
+        if not isinstance(forward, StackError):
+            stand_in = dataclasses.replace(request, implementation="reference")
+            request = dataclasses.replace(request, noted=functools.partial(self._note, number, stand_in, operands))
+        return _marked(run(request, jax.tree.leaves(marked)), number, None)
+
+    def _note(self, number: int, stand_in: Request, operands: Sequence[Any], chosen: Plan, call: OpCall) -> Plan:
+        """What a call gets as it runs, with the mapped axis of a `vmap` in its own: the last plan made is that.
+
+        Tracing goes on with the reference's gradient where there is none.
+        """
+        found = {"forward": chosen.forward, "backward": chosen.backward, "call": call}
+        self.calls[number] = dataclasses.replace(self.calls[number], **found)
+        if isinstance(chosen.backward, Choice):
+            return chosen
+        with contextlib.suppress(StackError):
+            return dataclasses.replace(chosen, backward=plan(stand_in, operands).backward)
+        return chosen
 
     def explained(self, counts: "_Counts") -> Iterator[ExplainedCall]:
         """The calls with what is known once all is traced."""
@@ -133,22 +150,17 @@ class _Recorder:
             yield dataclasses.replace(call, calls=times, at_least=at_least, differentiated=names)
 
 
-def _planned(
-    op: str, arrays: Mapping[str, Any], options: Mapping[str, Any], implementation: Implementation
-) -> tuple[Choice | StackError, Choice | StackError, Plan]:
-    """What a call gets forward and backward, or their errors; and a plan that can be traced in any case."""
+def _planned(request: Request, operands: Sequence[Any]) -> tuple[Choice | StackError, Choice | StackError, Request]:
+    """What a call gets forward and backward, or their errors; and a request that can be traced in any case."""
+    stand_in = dataclasses.replace(request, implementation="reference")
     try:
-        chosen = plan(op, arrays, options, implementation)
+        chosen = plan(request, operands)
     except StackError as error:
         with contextlib.suppress(StackError):
-            return error, error, plan(op, arrays, options, "reference")
+            plan(stand_in, operands)
+            return error, error, dataclasses.replace(stand_in, noted=lambda chosen, call: chosen)
         raise
-    if isinstance(chosen.backward, Choice):
-        return chosen.forward, chosen.backward, chosen
-    with contextlib.suppress(StackError):
-        stand_in = plan(op, arrays, options, "reference")
-        return chosen.forward, chosen.backward, dataclasses.replace(chosen, backward=stand_in.backward)
-    return chosen.forward, chosen.backward, chosen
+    return chosen.forward, chosen.backward, request
 
 
 def _given(op: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,14 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from stack_core.abi import AUTODIFF, OpImplementation
+from stack_core.abi import OpCall
 from stack_core.errors import ArgumentError
 from stack_core.ops._check import Axes, check_floating, check_same_dtype
+from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import accurate_dtype
-from stack_core.ops._dispatch import Implementation, dispatch
+from stack_core.ops._dispatch import dispatch
 from stack_core.ops._manual_axes import vary_alike
+from stack_core.ops._op import Op, OpAxes
+from stack_core.ops._splitting import LogicalNames
 
-__all__ = ["REFERENCE", "linear_attention"]
+__all__ = ["OP", "REFERENCE", "linear_attention"]
 
 # A TPU would round fp32 operands to bf16 by default, and with them the state, at every token.
 _product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
@@ -31,6 +34,7 @@ def linear_attention(
     beta: Float[Array, "batch seq heads"] | None,
     initial_state: Float[Array, "batch heads key_dim value_dim"] | None = None,
     implementation: Implementation = None,
+    axes: LogicalNames | None = None,
 ) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch heads key_dim value_dim"]]:
     """Reads from a state that forgets, and in which each token replaces what is stored under its key.
 
@@ -53,6 +57,7 @@ def linear_attention(
         eigenvalues). None is 1 throughout. `decay` and `beta` are of any floating dtype.
       initial_state: S_0, fp32[batch, heads, key_dim, value_dim]; None is 0.
       implementation: a name, several in order of preference, or None to let core choose.
+      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
 
     Returns:
       (o, S_seq): [batch, seq, heads, value_dim] of the dtype of `value`, and the state after the last token in fp32,
@@ -66,13 +71,13 @@ def linear_attention(
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024 (arXiv:2412.06464), equation 10, with the state
     transposed and its decay in log space, as in flash-linear-attention.
     """
-    axes = Axes("linear_attention")
-    axes.match("query", query, "batch seq heads key_dim")
-    axes.match("key", key, "batch seq heads key_dim")
-    axes.match("value", value, "batch seq heads value_dim")
-    axes.match("decay", decay, "batch seq heads")
-    axes.match("beta", beta, "batch seq heads")
-    axes.match("initial_state", initial_state, "batch heads key_dim value_dim")
+    sizes = Axes("linear_attention")
+    sizes.match("query", query, "batch seq heads key_dim")
+    sizes.match("key", key, "batch seq heads key_dim")
+    sizes.match("value", value, "batch seq heads value_dim")
+    sizes.match("decay", decay, "batch seq heads")
+    sizes.match("beta", beta, "batch seq heads")
+    sizes.match("initial_state", initial_state, "batch heads key_dim value_dim")
     check_floating("linear_attention", query=query, decay=decay, beta=beta)
     check_same_dtype("linear_attention", query=query, key=key, value=value)
     accurate = accurate_dtype(value.dtype)
@@ -89,10 +94,12 @@ def linear_attention(
         "beta": jnp.ones(query.shape[:3], accurate) if beta is None else beta,
         "initial_state": initial_state,
     }
-    return dispatch("linear_attention", arrays, {}, implementation)
+    return dispatch(OP, arrays, {}, implementation, axes)
 
 
-def _reference(query: Any, key: Any, value: Any, *, decay: Any, beta: Any, initial_state: Any) -> Any:
+def _reference(
+    query: Any, key: Any, value: Any, *, decay: Any, beta: Any, initial_state: Any, wants: Any
+) -> tuple[Any, dict[str, Any]]:
     """Goes token by token. A gradient keeps the states between chunks, and of one chunk at a time those within."""
     batch, seq, heads, key_dim = query.shape
     if initial_state is None:
@@ -106,7 +113,7 @@ def _reference(query: Any, key: Any, value: Any, *, decay: Any, beta: Any, initi
     state, *tokens = vary_alike(initial_state, query, key, value, decay, beta)
     state, output = lax.scan(read_chunk, state, [_split(x, chunks) for x in tokens])
     output = output.reshape(output.shape[0] * output.shape[1], *output.shape[2:])
-    return jnp.moveaxis(output[:seq], 0, 1), state
+    return (jnp.moveaxis(output[:seq], 0, 1), state), {}
 
 
 def _read_token(state: Any, token: Any) -> Any:
@@ -132,4 +139,16 @@ def _split(array: Any, chunks: int) -> Any:
     return by_token.reshape(chunks, by_token.shape[0] // chunks, *by_token.shape[1:])
 
 
-REFERENCE = OpImplementation(op="linear_attention", name="reference", function=_reference, vjp=AUTODIFF, priority=0)
+def _axes(call: OpCall) -> OpAxes:
+    operands = {
+        **dict.fromkeys(("query", "key"), "batch seq heads key_dim"),
+        "value": "batch seq heads value_dim",
+        **dict.fromkeys(("decay", "beta"), "batch seq heads"),
+        "initial_state": "batch heads key_dim value_dim",
+    }
+    outputs = ("batch seq heads value_dim", "batch heads key_dim value_dim")
+    return OpAxes(operands, outputs, whole=frozenset({"seq", "key_dim"}))
+
+
+OP = Op("linear_attention", _reference, _axes, folds="batch", keeps=True)
+REFERENCE = OP.implementation()

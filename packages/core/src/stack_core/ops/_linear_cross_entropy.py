@@ -1,22 +1,26 @@
 """Cross-entropy of a linear head, without its logits ever being whole in memory."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from stack_core.abi import AUTODIFF, OpImplementation
+from stack_core.abi import OpCall
 from stack_core.errors import ArgumentError
 from stack_core.mesh import constrain, parts_of
-from stack_core.ops._check import Axes, check_floating, check_known, check_same_dtype
+from stack_core.ops._check import Axes, check_floating, check_known, check_positive, check_same_dtype
+from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import accurate_dtype, contract
-from stack_core.ops._dispatch import Implementation, dispatch
+from stack_core.ops._dispatch import dispatch
+from stack_core.ops._op import Op, OpAxes
+from stack_core.ops._plain import is_plain
 from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array
+from stack_core.ops._splitting import LogicalNames
 
-__all__ = ["REFERENCE", "linear_cross_entropy"]
+__all__ = ["OP", "REFERENCE", "linear_cross_entropy"]
 
 _CHUNK_BYTES = 8 * 2**20
 _FEWEST_ROWS = 256
@@ -28,16 +32,21 @@ def linear_cross_entropy(
     weight: Float[Array, "embed vocab"] | QuantizedArray,
     labels: Int[Array, "*batch"],
     *,
+    bias: Float[Array, " vocab"] | None = None,
+    softcap: float | None = None,
     ignore_index: int = -100,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
     implementation: Implementation = None,
+    axes: LogicalNames | None = None,
 ) -> Float[Array, ""] | Float[Array, "*batch"]:
     """Cross-entropy in nats between labels and the softmax of a linear head.
 
-        l_r = log sum_v exp(z_rv) - (1 - s) z_r,y - s mean_v z_rv + c (log sum_v exp(z_rv))^2         z = h W
+        l_r = log sum_v exp(z_rv) - (1 - s) z_r,y - s mean_v z_rv + c (log sum_v exp(z_rv))^2
+        z_rv = t tanh((h_r W_v + b_v) / t)
 
+    t is `softcap` (none: z_rv = h_r W_v + b_v).
     Products run in the dtype of the operands with an fp32 accumulator, everything else in fp32. No more than a chunk
     of rows meets the vocabulary at a time, forward and backward.
 
@@ -46,26 +55,33 @@ def linear_cross_entropy(
       weight: W, [embed, vocab], of the dtype of `hidden`, a tied head passes its embedding transposed; or quantized,
         then the reference dequantizes it once, since every chunk of rows meets all of it.
       labels: y, [...], integers in [0, vocab). Any other label but `ignore_index` makes its loss NaN.
+      bias: b, [vocab], of any floating dtype.
+      softcap: t, positive: logits stay between -t and t, as in Gemma 2.
       ignore_index: rows with this label count as absent: no loss, no gradient, no share in the mean.
       z_loss: c, the weight of the squared log-partition.
       label_smoothing: s, the share of the target spread evenly over the vocabulary, in [0, 1].
       reduction: "mean" over the rows that count, "sum", or "none".
       implementation: a name, several in order of preference, or None to let core choose.
+      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
 
     Returns:
       The fp32 loss, a scalar; with "none" [...], 0 where ignored. The mean over no rows is 0.
 
     Raises:
-      ShapeError: `embed` differs, or `labels` does not have the leading axes of `hidden`.
-      ArgumentError: wrong dtypes, or a `label_smoothing` outside [0, 1].
+      ShapeError: `embed` or `vocab` differ, or `labels` does not have the leading axes of `hidden`.
+      ArgumentError: wrong dtypes, a `label_smoothing` outside [0, 1], or a softcap that is not positive.
       UnknownName: the reduction is none of the three.
       UnsupportedOp: no implementation, or not the one named, supports the call.
+
+    Source: the cap as in Gemma 2, 2024 (arXiv:2408.00118), section 2.
     """
-    axes = Axes("linear_cross_entropy")
-    axes.match("hidden", hidden, "... embed")
-    axes.match("weight", logical_array(weight), "embed vocab")
-    axes.match("labels", labels, "...")
-    check_floating("linear_cross_entropy", hidden=hidden)
+    sizes = Axes("linear_cross_entropy")
+    sizes.match("hidden", hidden, "... embed")
+    sizes.match("weight", logical_array(weight), "embed vocab")
+    sizes.match("labels", labels, "...")
+    sizes.match("bias", bias, "vocab")
+    check_floating("linear_cross_entropy", hidden=hidden, bias=bias)
+    check_positive("linear_cross_entropy", softcap=softcap)
     if not is_quantized(weight):
         check_same_dtype("linear_cross_entropy", hidden=hidden, weight=weight)
     check_known("linear_cross_entropy", "reduction", reduction, ("mean", "sum", "none"))
@@ -74,41 +90,59 @@ def linear_cross_entropy(
     if not 0 <= label_smoothing <= 1:
         raise ArgumentError(f"linear_cross_entropy: label_smoothing is {label_smoothing}; expected a number in [0, 1].")
     options = {
+        "softcap": softcap,
         "ignore_index": ignore_index,
         "z_loss": z_loss,
         "label_smoothing": label_smoothing,
         "reduction": reduction,
     }
-    arrays = {"hidden": hidden, "weight": weight, "labels": labels}
-    return dispatch("linear_cross_entropy", arrays, options, implementation)
+    arrays = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
+    return dispatch(OP, arrays, options, implementation, axes)
 
 
 def _reference(
-    hidden: Any, weight: Any, labels: Any, *, ignore_index: int, z_loss: float, label_smoothing: float, reduction: str
-) -> Any:
-    row_losses = functools.partial(
-        _row_losses, ignore_index=ignore_index, z_loss=z_loss, label_smoothing=label_smoothing
-    )
-    weight = dequantize(weight, hidden.dtype)
+    hidden: Any, weight: Any, labels: Any, *, bias: Any, ignore_index: int, reduction: str, wants: Any, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    row_losses = functools.partial(_row_losses, ignore_index=ignore_index, **options)
+    head = _Head(dequantize(weight, hidden.dtype), bias)
+    embed, vocab = head.weight.shape
     parts = _parts(labels)
     part_rows = labels.size // parts
-    chunks = _chunks(part_rows, weight.shape[1])
-    hidden_chunks = _split_rows(hidden.reshape(parts, part_rows, weight.shape[0]), chunks, fill=0)
+    chunks = _chunks(part_rows, vocab)
+    hidden_chunks = _split_rows(hidden.reshape(parts, part_rows, embed), chunks, fill=0)
     label_chunks = _split_rows(labels.reshape(parts, part_rows), chunks, fill=ignore_index)
     if reduction == "none":
-        losses = _map_rows(row_losses, hidden_chunks, weight, label_chunks)
-        return jnp.moveaxis(losses, 0, 2).reshape(parts, -1)[:, :part_rows].reshape(labels.shape)
-    total = _total(row_losses, hidden_chunks, weight, label_chunks)
+        losses = _map_rows(row_losses, hidden_chunks, head, label_chunks)
+        return jnp.moveaxis(losses, 0, 2).reshape(parts, -1)[:, :part_rows].reshape(labels.shape), {}
+    total = (_plain_total if is_plain() else _total)(row_losses, hidden_chunks, head, label_chunks)
     if reduction == "sum":
-        return total
-    return total / jnp.maximum(jnp.sum(labels != ignore_index), 1).astype(total.dtype)
+        return total, {}
+    return total / jnp.maximum(jnp.sum(labels != ignore_index), 1).astype(total.dtype), {}
+
+
+class _Head(NamedTuple):
+    """weight[embed, vocab], and bias[vocab] or None."""
+
+    weight: Any
+    bias: Any
 
 
 def _row_losses(
-    hidden: Any, weight: Any, labels: Any, *, ignore_index: int, z_loss: float, label_smoothing: float
+    hidden: Any,
+    head: _Head,
+    labels: Any,
+    *,
+    softcap: float | None,
+    ignore_index: int,
+    z_loss: float,
+    label_smoothing: float,
 ) -> Any:
     """The losses of rows that are few enough for their logits to be formed."""
-    logits = contract("re,ev->rv", hidden, weight, accurate_dtype(hidden.dtype))
+    logits = contract("re,ev->rv", hidden, head.weight, accurate_dtype(hidden.dtype))
+    if head.bias is not None:
+        logits = logits + head.bias.astype(logits.dtype)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
     log_partition = jax.nn.logsumexp(logits, axis=-1)
     label_logits = jnp.take_along_axis(logits, labels[:, None], axis=-1, mode="fill")[:, 0]
     losses = log_partition - (1 - label_smoothing) * label_logits
@@ -120,46 +154,54 @@ def _row_losses(
     return jnp.where(labels == ignore_index, 0.0, losses)
 
 
-def _map_rows(row_losses: Any, hidden_chunks: Any, weight: Any, label_chunks: Any) -> Any:
+def _map_rows(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
     """The losses [chunks, parts, rows]."""
-    # A weight for each part has a gradient for each part, and they are added after the loop.
-    weights = jnp.broadcast_to(weight, (hidden_chunks.shape[1], *weight.shape))
+    # A head for each part has a gradient for each part, and they are added after the loop.
+    heads = jax.tree.map(lambda x: jnp.broadcast_to(x, (hidden_chunks.shape[1], *x.shape)), head)
 
     @jax.checkpoint
     def chunk_losses(hidden: Any, labels: Any) -> Any:
-        return _over_parts(row_losses, 0)(hidden, weights, labels)
+        return _over_parts(row_losses, 0)(hidden, heads, labels)
 
     return lax.map(lambda chunk: chunk_losses(*chunk), (hidden_chunks, label_chunks))
 
 
+def _plain_total(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
+    """The sum of all losses."""
+    return jnp.sum(_map_rows(row_losses, hidden_chunks, head, label_chunks))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _total(row_losses: Any, hidden_chunks: Any, weight: Any, label_chunks: Any) -> Any:
-    """The sum of all losses. When differentiated, each chunk's gradients are formed while its logits are there."""
-    return jnp.sum(_map_rows(row_losses, hidden_chunks, weight, label_chunks))
+def _total(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
+    """`_plain_total`. When differentiated, each chunk's gradients are formed while its logits are there."""
+    return _plain_total(row_losses, hidden_chunks, head, label_chunks)
 
 
-def _total_forward(row_losses: Any, hidden_chunks: Any, weight: Any, label_chunks: Any) -> Any:
+def _total_forward(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
     chunk_total = jax.value_and_grad(lambda *chunk: jnp.sum(row_losses(*chunk)), argnums=(0, 1))
     part_totals = _over_parts(chunk_total, None)
-    accumulator = accurate_dtype(weight.dtype)
+    accumulator = accurate_dtype(head.weight.dtype)
 
     def add_chunk(carry: Any, chunk: Any) -> Any:
-        total, weight_gradient = carry
+        total, of_heads = carry
         hidden, labels = chunk
-        losses, (of_hidden, of_weight) = part_totals(hidden, weight, labels)
-        return (total + losses, weight_gradient + of_weight.astype(accumulator)), of_hidden
+        losses, (of_hidden, of_head) = part_totals(hidden, head, labels)
+        of_heads = jax.tree.map(lambda sum_so_far, x: sum_so_far + x.astype(accumulator), of_heads, of_head)
+        return (total + losses, of_heads), of_hidden
 
     parts = hidden_chunks.shape[1]
-    start = jnp.zeros((parts,), accumulator), jnp.zeros((parts, *weight.shape), accumulator)
-    (totals, weight_gradient), hidden_gradient = lax.scan(add_chunk, start, (hidden_chunks, label_chunks))
-    return jnp.sum(totals), (hidden_gradient, jnp.sum(weight_gradient, axis=0).astype(weight.dtype))
+    zeros = jax.tree.map(lambda x: jnp.zeros((parts, *x.shape), accumulator), head)
+    start = jnp.zeros((parts,), accumulator), zeros
+    (totals, of_heads), of_hidden = lax.scan(add_chunk, start, (hidden_chunks, label_chunks))
+    of_head = jax.tree.map(lambda gradients, x: jnp.sum(gradients, axis=0).astype(x.dtype), of_heads, head)
+    return jnp.sum(totals), (of_hidden, of_head)
 
 
 def _total_backward(row_losses: Any, gradients: Any, cotangent: Any) -> Any:
-    of_hidden, of_weight = (
-        (gradient.astype(cotangent.dtype) * cotangent).astype(gradient.dtype) for gradient in gradients
-    )
-    return of_hidden, of_weight, None
+    def scaled(gradient: Any) -> Any:
+        return (gradient.astype(cotangent.dtype) * cotangent).astype(gradient.dtype)
+
+    return *jax.tree.map(scaled, gradients), None
 
 
 _total.defvjp(_total_forward, _total_backward)
@@ -174,17 +216,17 @@ def _parts(labels: Any) -> int:
     return parts if labels.ndim and labels.shape[0] % parts == 0 else 1
 
 
-def _over_parts(function: Any, weight_axis: int | None) -> Any:
-    """Maps a function of (hidden, weight, labels) over their parts; `weight_axis` is that of `jax.vmap`.
+def _over_parts(function: Any, head_axis: int | None) -> Any:
+    """Maps a function of (hidden, head, labels) over their parts; `head_axis` is that of `jax.vmap`.
 
     A single part is not mapped: XLA would transpose the product that forms the weight's gradient.
     """
 
-    def call(hidden: Any, weight: Any, labels: Any) -> Any:
+    def call(hidden: Any, head: _Head, labels: Any) -> Any:
         if hidden.shape[0] > 1:
-            return jax.vmap(function, in_axes=(0, weight_axis, 0))(hidden, weight, labels)
-        result = function(hidden[0], weight if weight_axis is None else weight[0], labels[0])
-        return jax.tree.map(lambda x: x[None], result)
+            return jax.vmap(function, in_axes=(0, head_axis, 0))(hidden, head, labels)
+        of_part = head if head_axis is None else jax.tree.map(lambda x: x[0], head)
+        return jax.tree.map(lambda x: x[None], function(hidden[0], of_part, labels[0]))
 
     return call
 
@@ -209,4 +251,13 @@ def _split_rows(array: Any, chunks: int, fill: Any) -> Any:
     return jnp.moveaxis(padded.reshape(array.shape[0], -1, chunks, *array.shape[2:]), 2, 0)
 
 
-REFERENCE = OpImplementation(op="linear_cross_entropy", name="reference", function=_reference, vjp=AUTODIFF, priority=0)
+def _axes(call: OpCall) -> OpAxes:
+    by_row = call.options["reduction"] == "none"
+    operands = {"hidden": "... embed", "weight": "embed vocab", "labels": "...", "bias": "vocab"}
+    # A mean or a sum over all rows is no sum of those of their parts.
+    leading = () if by_row else (f"...{number}" for number in range(len(call.arrays["labels"].shape)))
+    return OpAxes(operands, ("..." if by_row else "",), whole=frozenset({"embed", "vocab", *leading}))
+
+
+OP = Op("linear_cross_entropy", _reference, _axes, folds="...", keeps=True)
+REFERENCE = OP.implementation()

@@ -6,13 +6,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from stack_core.abi import AUTODIFF, OpImplementation
+from stack_core.abi import OpCall
 from stack_core.errors import ShapeError
 from stack_core.ops._check import check_floating, check_known, check_same_dtype
+from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import accurate_dtype
-from stack_core.ops._dispatch import Implementation, dispatch
+from stack_core.ops._dispatch import dispatch
+from stack_core.ops._op import Op, OpAxes
+from stack_core.ops._splitting import LogicalNames
 
-__all__ = ["REFERENCE", "norm"]
+__all__ = ["OP", "REFERENCE", "norm"]
 
 
 def norm(
@@ -26,6 +29,7 @@ def norm(
     residual: Float[Array, "*shape"] | None = None,
     axis: int = -1,
     implementation: Implementation = None,
+    axes: LogicalNames | None = None,
 ) -> Float[Array, "*shape"] | tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
     """Normalizes one axis to unit root mean square, or to zero mean and unit variance.
 
@@ -44,6 +48,8 @@ def norm(
       residual: like `x`; added first, and the rounded sum is what is normalized.
       axis: the axis to normalize.
       implementation: a name, several in order of preference, or None to let core choose.
+      axes: the logical names of arrays' axes, by which devices share what XLA cannot split:
+        {"x": ("batch", "seq", None)}.
 
     Returns:
       y, like `x`; with a residual the pair (y, h).
@@ -71,12 +77,21 @@ def norm(
         raise ShapeError(f"norm: residual has shape {residual.shape}, but x {x.shape}; make them equal.")
     check_same_dtype("norm", x=x, residual=residual)
     arrays = {"x": x, "scale": scale, "offset": offset, "residual": residual}
-    options = {"kind": kind, "epsilon": epsilon, "scale_offset": scale_offset, "axis": axis % x.ndim}
-    return dispatch("norm", arrays, options, implementation)
+    options = {"kind": kind, "epsilon": epsilon, "scale_offset": scale_offset, "axis": axis % x.ndim - x.ndim}
+    return dispatch(OP, arrays, options, implementation, axes)
 
 
 def _reference(
-    x: Any, scale: Any, *, offset: Any, residual: Any, kind: str, epsilon: float, scale_offset: float, axis: int
+    x: Any,
+    scale: Any,
+    *,
+    offset: Any,
+    residual: Any,
+    kind: str,
+    epsilon: float,
+    scale_offset: float,
+    axis: int,
+    wants: Any,
 ) -> Any:
     if residual is not None:
         x = x + residual
@@ -84,14 +99,26 @@ def _reference(
     centred = x.astype(accurate)
     if kind == "layer":
         centred = centred - jnp.mean(centred, axis=axis, keepdims=True)
-    normed = centred * lax.rsqrt(jnp.mean(jnp.square(centred), axis=axis, keepdims=True) + epsilon)
-    along_axis = tuple(size if index == axis else 1 for index, size in enumerate(x.shape))
+    factor = lax.rsqrt(jnp.mean(jnp.square(centred), axis=axis, keepdims=True) + epsilon)
+    normed = centred * factor
+    along_axis = tuple(size if index == axis + x.ndim else 1 for index, size in enumerate(x.shape))
     if scale is not None:
         normed = normed * (scale.astype(accurate) + scale_offset).reshape(along_axis)
     if offset is not None:
         normed = normed + offset.astype(accurate).reshape(along_axis)
     normed = normed.astype(x.dtype)
-    return normed if residual is None else (normed, x)
+    return normed if residual is None else (normed, x), {"inverse_rms": factor}
 
 
-REFERENCE = OpImplementation(op="norm", name="reference", function=_reference, vjp=AUTODIFF, priority=0)
+def _axes(call: OpCall) -> OpAxes:
+    after = [f"after{number}" for number in range(-1 - call.options["axis"])]
+    x, factor = (" ".join(["...", normed, *after]) for normed in ("size", "one"))
+    outputs = (x,) if call.arrays["residual"] is None else (x, x)
+    operands = {"x": x, "residual": x, "scale": "size", "offset": "size"}
+    return OpAxes(operands, outputs, {"inverse_rms": factor}, whole=frozenset({"size", "one"}))
+
+
+OP = Op("norm", _reference, _axes, folds="...", residuals=("inverse_rms",))
+"""`inverse_rms` is 1 / sqrt(mean(h^2) + epsilon), of centred h for "layer"; like `x`, with size 1 along the axis."""
+
+REFERENCE = OP.implementation()

@@ -9,22 +9,27 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from stack_core.abi import AUTODIFF, OpImplementation
+from stack_core.abi import OpCall
 from stack_core.errors import ArgumentError, ShapeError
 from stack_core.ops._check import Axes, check_floating, check_known, check_positive, check_same_dtype, check_window
-from stack_core.ops._dispatch import Implementation, dispatch
+from stack_core.ops._choosing import Implementation
+from stack_core.ops._dispatch import dispatch
 from stack_core.ops._manual_axes import vary_alike
+from stack_core.ops._op import Op, OpAxes
+from stack_core.ops._paged_places import bounded_places
+from stack_core.ops._plain import is_plain
 from stack_core.ops._quantized import QuantizedArray, is_quantized, logical_array, take
 from stack_core.ops._running_softmax import add_tile, by_group, empty_softmax, finish, masked_logits, with_sinks
+from stack_core.ops._splitting import LogicalNames
 
-__all__ = ["LAYOUTS", "REFERENCE", "paged_attention"]
+__all__ = ["LAYOUTS", "OP", "REFERENCE", "paged_attention"]
 
 LAYOUTS: Mapping[str, str] = {
     "phsd": "pages kv_heads slots head_dim",
     "pshd": "pages slots kv_heads head_dim",
     "hpsd": "kv_heads pages slots head_dim",
 }
-"""The axes of a pool of pages by the name of its layout, which is their initials."""
+"""The axes of a pool of pages by the name of its layout, which is their initials; of values too, of another width."""
 
 _STEP_SLOTS = 128
 
@@ -32,7 +37,7 @@ _STEP_SLOTS = 128
 def paged_attention(
     query: Float[Array, "tokens heads head_dim"],
     key_pages: Float[Array, "_ _ _ head_dim"] | QuantizedArray,
-    value_pages: Float[Array, "_ _ _ head_dim"] | QuantizedArray,
+    value_pages: Float[Array, "_ _ _ value_dim"] | QuantizedArray | None,
     *,
     block_tables: Int[Array, "batch pages_per_seq"],
     kv_lengths: Int[Array, " batch"],
@@ -41,9 +46,11 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     scale: float | None = None,
+    value_dim: int | None = None,
     layout: str = "phsd",
     implementation: Implementation = None,
-) -> Float[Array, "tokens heads head_dim"]:
+    axes: LogicalNames | None = None,
+) -> Float[Array, "tokens heads out_dim"]:
     """Causal attention of the newest tokens of several sequences, each to the pages of its own.
 
         o_t = sum_j exp(z_tj) v_j / d_t        d_t = sum_j exp(z_tj) + exp(s)
@@ -55,9 +62,12 @@ def paged_attention(
     `block_tables[b, j // slots]`. Prompts, parts of prompts and single tokens may be mixed in one call.
 
     Whatever lies in slots that no key of the sequence has, and in entries of `block_tables` that it does not need, is
-    not looked at: NaN and invalid page numbers do no harm there. Tokens from `query_starts[-1]` on are padding, their
-    output is 0; so is that of a query with nothing to attend to. A sequence without queries costs nothing, whatever its
-    length.
+    not looked at: NaN and invalid page numbers do no harm there. Tokens before `query_starts[0]` and from
+    `query_starts[-1]` on are padding, their output is 0; so is that of a query with nothing to attend to. A sequence
+    without queries costs nothing, whatever its length.
+
+    An index out of range is taken as the nearest in range: a page number as that of the first or the last page, a
+    length as 0 or as many keys as the row of the table has slots, a start as 0, `tokens`, or the start before it.
 
     The products run in the dtype of the query with an fp32 accumulator, the softmax in fp32. Gradients go to `query`,
     `sinks` and the pages (of quantized ones, to the scales).
@@ -66,35 +76,41 @@ def paged_attention(
       query: q, [tokens, heads, head_dim].
       key_pages: k, in the axes of `layout`, of the dtype of `query`, or quantized; heads is a multiple of kv_heads,
         neighbours share a key head.
-      value_pages: v, like `key_pages`.
+      value_pages: v, like `key_pages`, but that its head_dim, the result's, may be another. None: the values are the
+        first `value_dim` numbers of the keys, as latents are that latent attention keeps.
       block_tables: [batch, pages_per_seq], the numbers of each sequence's pages in their order.
       kv_lengths: [batch], the keys of each sequence, those of its queries included.
-      query_starts: [batch + 1], ascending from 0.
+      query_starts: [batch + 1], ascending, from 0 unless the first tokens are padding.
       window: (left, right), inclusive distances in keys; None leaves a side open. Nothing right of a query is seen.
       softcap: c, positive.
       sinks: s, [heads], logits that join the denominator and have no value.
       scale: by default head_dim ** -0.5.
+      value_dim: the width of the values, from 1 to head_dim; only where there are no `value_pages`.
       layout: "phsd" [pages, kv_heads, slots, head_dim], the reference's fastest on CPUs; "pshd" [pages, slots,
         kv_heads, head_dim]; or "hpsd" [kv_heads, pages, slots, head_dim].
       implementation: a name, several in order of preference, or None to let core choose.
+      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
 
     Returns:
-      o, like `query`.
+      o, [tokens, heads, value_dim or head_dim of `value_pages`], of the dtype of `query`.
 
     Raises:
       ShapeError: sizes that do not fit, naming the argument and the axis.
-      ArgumentError: wrong dtypes, a negative window, a softcap that is not positive.
+      ArgumentError: wrong dtypes, a negative window, a softcap that is not positive, or a `value_dim` that is not given
+        where it is needed, or is where it is not.
       UnknownName: the layout is none of those above.
       UnsupportedOp: no implementation, or not the one named, supports the call.
 
     Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023
-    (arXiv:2309.06180); Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 (arXiv:1805.02867).
+    (arXiv:2309.06180); Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 (arXiv:1805.02867);
+    values that are parts of the keys as in DeepSeek-V2, 2024 (arXiv:2405.04434), section 2.1.2.
     """
     check_known("paged_attention", "layout", layout, tuple(LAYOUTS))
     _check_operands(query, key_pages, value_pages, sinks, layout)
     _check_places(query, block_tables=block_tables, kv_lengths=kv_lengths, query_starts=query_starts)
     check_window("paged_attention", window)
     check_positive("paged_attention", softcap=softcap, scale=scale)
+    _check_value_dim(query, value_pages, value_dim)
     arrays = {
         "query": query,
         "key_pages": key_pages,
@@ -108,20 +124,22 @@ def paged_attention(
         "window": window,
         "softcap": softcap,
         "scale": query.shape[-1] ** -0.5 if scale is None else scale,
+        "value_dim": value_dim,
         "layout": layout,
     }
-    return dispatch("paged_attention", arrays, options, implementation)
+    return dispatch(OP, arrays, options, implementation, axes)
 
 
 def _check_operands(query: Any, key_pages: Any, value_pages: Any, sinks: Any, layout: str) -> None:
-    axes = Axes("paged_attention")
-    axes.match("query", query, "tokens heads head_dim")
-    axes.match("key_pages", logical_array(key_pages), LAYOUTS[layout])
-    axes.match("value_pages", logical_array(value_pages), LAYOUTS[layout])
-    axes.match("sinks", sinks, "heads")
-    if axes["heads"] % axes["kv_heads"]:
+    sizes = Axes("paged_attention")
+    sizes.match("query", query, "tokens heads head_dim")
+    sizes.match("key_pages", logical_array(key_pages), LAYOUTS[layout])
+    if value_pages is not None:
+        sizes.match("value_pages", logical_array(value_pages), LAYOUTS[layout].replace("head_dim", "value_dim"))
+    sizes.match("sinks", sinks, "heads")
+    if sizes["heads"] % sizes["kv_heads"]:
         raise ShapeError(
-            f"paged_attention: query has {axes['heads']} heads and key_pages has {axes['kv_heads']} kv_heads; "
+            f"paged_attention: query has {sizes['heads']} heads and key_pages has {sizes['kv_heads']} kv_heads; "
             "expected a multiple, so that each key head serves equally many query heads."
         )
     check_floating("paged_attention", query=query, sinks=sinks)
@@ -130,15 +148,29 @@ def _check_operands(query: Any, key_pages: Any, value_pages: Any, sinks: Any, la
     check_same_dtype("paged_attention", query=query, **plain)
 
 
+def _check_value_dim(query: Any, value_pages: Any, value_dim: int | None) -> None:
+    head_dim = query.shape[-1]
+    if value_pages is None and (value_dim is None or not 0 < value_dim <= head_dim):
+        raise ArgumentError(
+            f"paged_attention: value_dim is {value_dim} and there are no value_pages; expected how many of the "
+            f"head_dim={head_dim} numbers of a key are its value."
+        )
+    if value_pages is not None and value_dim is not None:
+        raise ArgumentError(
+            f"paged_attention: value_dim is {value_dim} beside value_pages, which have a width of their own; "
+            "leave one of the two out."
+        )
+
+
 def _check_places(query: Any, **places: Any) -> None:
-    axes = Axes("paged_attention")
-    axes.match("block_tables", places["block_tables"], "batch pages_per_seq")
-    axes.match("kv_lengths", places["kv_lengths"], "batch")
-    expected = (axes["batch"] + 1,)
+    sizes = Axes("paged_attention")
+    sizes.match("block_tables", places["block_tables"], "batch pages_per_seq")
+    sizes.match("kv_lengths", places["kv_lengths"], "batch")
+    expected = (sizes["batch"] + 1,)
     if tuple(places["query_starts"].shape) != expected:
         raise ShapeError(
             f"paged_attention: query_starts has shape {tuple(places['query_starts'].shape)}; expected {expected}, the "
-            f"first query of each of the {axes['batch']} sequences in kv_lengths and the end of the last."
+            f"first query of each of the {sizes['batch']} sequences in kv_lengths and the end of the last."
         )
     for name, array in places.items():
         if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -155,15 +187,22 @@ def _reference(
     query_starts: Any,
     sinks: Any,
     window: Any,
+    value_dim: int | None,
     layout: str,
+    wants: Any,
     **options: Any,
-) -> Any:
+) -> tuple[Any, dict[str, Any]]:
     """Attends block by block of queries, all blocks at once, and page by page up to the longest sequence's last."""
     tokens, heads, head_dim = query.shape
     batch = block_tables.shape[0]
-    if query.size == 0 or block_tables.size == 0:
-        return jnp.zeros_like(query)
-    kv_heads = logical_array(key_pages).shape[layout.index("h")]
+    pool = logical_array(key_pages)
+    out_dim = value_dim or logical_array(value_pages).shape[-1]
+    if query.size == 0 or block_tables.size == 0 or pool.size == 0:
+        return jnp.zeros_like(query, shape=(tokens, heads, out_dim)), {}
+    pages, kv_heads, slots = (pool.shape[layout.index(axis)] for axis in "phs")
+    block_tables, kv_lengths, query_starts = bounded_places(
+        block_tables, kv_lengths, query_starts, pages=pages, slots=slots, tokens=tokens
+    )
     rows = _block_rows(tokens // batch, heads // kv_heads)
     query_lengths = jnp.diff(query_starts)
     block_starts = jnp.pad(jnp.cumsum(-(-query_lengths // rows)), (1, 0))
@@ -181,15 +220,17 @@ def _reference(
         "value_pages": value_pages,
     }
     left = None if window is None else window[0]
-    output, lse = _attend(functools.partial(_attend_in, left=left, layout=layout, **options), operands)
+    attend_in = functools.partial(_attend_in, left=left, out_dim=out_dim, layout=layout, **options)
+    output, lse = attend_in(_visit_or_skip, **operands) if is_plain() else _attend(attend_in, operands)
     if sinks is not None:
         output, _ = with_sinks(output, lse, sinks)
-    output = output.transpose(0, 3, 1, 2, 4).reshape(-1, heads, head_dim).astype(query.dtype)
+    output = output.transpose(0, 3, 1, 2, 4).reshape(-1, heads, out_dim).astype(query.dtype)
 
     token = jnp.arange(tokens)
     sequence = _last_start(query_starts, token)
     place = block_starts[sequence] * rows + token - query_starts[sequence]
-    return jnp.where((token < query_starts[-1])[:, None, None], jnp.take(output, place, axis=0, mode="clip"), 0)
+    is_padding = (token < query_starts[0]) | (token >= query_starts[-1])
+    return jnp.where(is_padding[:, None, None], 0, jnp.take(output, place, axis=0, mode="clip")), {}
 
 
 def _block_rows(queries: int, group: int) -> int:
@@ -249,13 +290,14 @@ def _attend_in(
     key_pages: Any,
     value_pages: Any,
     left: int | None,
+    out_dim: int,
     layout: str,
     **options: Any,
 ) -> tuple[Any, Any]:
     """Attention of blocks of queries [blocks, kv_heads, group, rows, head_dim], several pages a step.
 
     Returns:
-      The output in fp32, and the log of the softmax's denominator.
+      The output [blocks, kv_heads, group, rows, out_dim] in fp32, and the log of the softmax's denominator.
     """
     slots = logical_array(key_pages).shape[layout.index("s")]
     step_pages = min(max(_STEP_SLOTS // slots, 1), tables.shape[1])
@@ -266,16 +308,18 @@ def _attend_in(
     def visit(step: Any, state: Any) -> Any:
         first_key = step * step_keys
         exists = (first_key + jnp.arange(step_keys) <= last[:, None])[:, None, :, None]
-        key, value = (
-            jnp.where(exists, _slots(pages, tables[:, step], layout, query.dtype), 0)
-            for pages in (key_pages, value_pages)
-        )
+
+        def read(pages: Any) -> Any:
+            return jnp.where(exists, _slots(pages, tables[:, step], layout, query.dtype), 0)
+
+        key = read(key_pages)
+        value = key[..., :out_dim] if value_pages is None else read(value_pages)
         products = by_group("bhqd,bhkd->bhqk", query, key)
         places = {"query_positions": positions, "first_key": first_key, "window": (left, 0)}
         return add_tile(state, masked_logits(products, **places, **options), value)
 
     first = 0 if left is None else jnp.min(jnp.where(positions < 0, steps * step_keys, positions)) - left
-    state = vary_alike(empty_softmax(query), positions, tables, key_pages, value_pages)[0]
+    state = vary_alike(empty_softmax(query, out_dim), positions, tables, key_pages, value_pages)[0]
     return finish(loop(visit, jnp.maximum(first, 0) // step_keys, jnp.max(last) // step_keys + 1, steps, state))
 
 
@@ -286,4 +330,20 @@ def _slots(pages: Any, numbers: Any, layout: str, dtype: Any) -> Any:
     return ordered.reshape(*ordered.shape[:2], -1, ordered.shape[-1])
 
 
-REFERENCE = OpImplementation(op="paged_attention", name="reference", function=_reference, vjp=AUTODIFF, priority=0)
+def _axes(call: OpCall) -> OpAxes:
+    keys = LAYOUTS[call.options["layout"]]
+    operands = {
+        "query": "tokens heads head_dim",
+        "key_pages": keys,
+        "value_pages": keys.replace("head_dim", "value_dim"),
+        "block_tables": "batch pages_per_seq",
+        "kv_lengths": "batch",
+        "query_starts": "batch_and_one",
+        "sinks": "heads",
+    }
+    whole = {"tokens", "head_dim", "value_dim", "pages", "slots", "batch", "pages_per_seq", "batch_and_one"}
+    return OpAxes(operands, ("tokens heads value_dim",), whole=frozenset(whole), together=(("heads", "kv_heads"),))
+
+
+OP = Op("paged_attention", _reference, _axes, keeps=True)
+REFERENCE = OP.implementation()

@@ -5,14 +5,17 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from stack_core.abi import AUTODIFF, OpImplementation
+from stack_core.abi import OpCall
 from stack_core.errors import ArgumentError
 from stack_core.ops._check import Axes, check_floating, check_positive
+from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import accurate_dtype
-from stack_core.ops._dispatch import Implementation, dispatch
+from stack_core.ops._dispatch import dispatch
+from stack_core.ops._op import Op, OpAxes
 from stack_core.ops._rope_scaling import RopeScalingMethod, unscaled_frequencies
+from stack_core.ops._splitting import LogicalNames
 
-__all__ = ["REFERENCE", "rope", "rope_angles", "rotated"]
+__all__ = ["OP", "REFERENCE", "rope", "rope_angles", "rotated"]
 
 
 def rope(
@@ -24,6 +27,7 @@ def rope(
     interleaved: bool = False,
     rotary_dim: int | None = None,
     implementation: Implementation = None,
+    axes: LogicalNames | None = None,
 ) -> Float[Array, "*batch seq heads head_dim"]:
     """Rotates pairs of features by angles that grow with the position.
 
@@ -42,6 +46,8 @@ def rope(
       interleaved: pair neighbours (GPT-J) rather than halves (GPT-NeoX, Llama).
       rotary_dim: the number of leading features that turn, even; by default head_dim.
       implementation: a name, several in order of preference, or None to let core choose.
+      axes: the logical names of arrays' axes, by which devices share what XLA cannot split:
+        {"x": ("batch", "seq", "heads", None)}.
 
     Returns:
       Like `x`.
@@ -53,25 +59,27 @@ def rope(
 
     Source: Su et al., RoFormer, 2021 (arXiv:2104.09864).
     """
-    axes = Axes("rope")
-    axes.match("x", x, "... seq heads head_dim")
-    axes.match("positions", positions, "... seq")
+    sizes = Axes("rope")
+    sizes.match("x", x, "... seq heads head_dim")
+    sizes.match("positions", positions, "... seq")
     check_floating("rope", x=x)
     check_positive("rope", theta=theta)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise ArgumentError(f"rope: positions has dtype {positions.dtype}; expected an integer dtype.")
-    rotary_dim = axes["head_dim"] if rotary_dim is None else rotary_dim
-    if rotary_dim % 2 or not 0 < rotary_dim <= axes["head_dim"]:
+    rotary_dim = sizes["head_dim"] if rotary_dim is None else rotary_dim
+    if rotary_dim % 2 or not 0 < rotary_dim <= sizes["head_dim"]:
         raise ArgumentError(
-            f"rope: rotary_dim is {rotary_dim}; expected an even number between 2 and head_dim={axes['head_dim']}."
+            f"rope: rotary_dim is {rotary_dim}; expected an even number between 2 and head_dim={sizes['head_dim']}."
         )
     options = {"theta": theta, "scaling": scaling, "interleaved": interleaved, "rotary_dim": rotary_dim}
-    return dispatch("rope", {"x": x, "positions": positions}, options, implementation)
+    return dispatch(OP, {"x": x, "positions": positions}, options, implementation, axes)
 
 
-def _reference(x: Any, positions: Any, *, theta: float, scaling: Any, interleaved: bool, rotary_dim: int) -> Any:
+def _reference(
+    x: Any, positions: Any, *, theta: float, scaling: Any, interleaved: bool, rotary_dim: int, wants: Any
+) -> tuple[Any, dict[str, Any]]:
     angles, factor = rope_angles(positions, theta=theta, scaling=scaling, rotary_dim=rotary_dim)
-    return rotated(x, factor * jnp.cos(angles), factor * jnp.sin(angles), interleaved=interleaved)
+    return rotated(x, factor * jnp.cos(angles), factor * jnp.sin(angles), interleaved=interleaved), {}
 
 
 def rope_angles(positions: Any, *, theta: float, scaling: Any, rotary_dim: int) -> tuple[Any, Any]:
@@ -97,4 +105,12 @@ def rotated(x: Any, cosine: Any, sine: Any, *, interleaved: bool) -> Any:
     return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
 
 
-REFERENCE = OpImplementation(op="rope", name="reference", function=_reference, vjp=AUTODIFF, priority=0)
+def _axes(call: OpCall) -> OpAxes:
+    operands = {"x": "... seq heads head_dim", "positions": "... seq"}
+    # What scales may ask for the last position of a row.
+    whole = {"head_dim"} if call.options["scaling"] is None else {"head_dim", "seq"}
+    return OpAxes(operands, ("... seq heads head_dim",), whole=frozenset(whole))
+
+
+OP = Op("rope", _reference, _axes, folds="...")
+REFERENCE = OP.implementation()

@@ -1,7 +1,7 @@
 """Attention over keys that come tile by tile: the logits of a tile, and a softmax that takes in one tile more.
 
-Query-like arrays are [batch, kv_heads, group, rows, _] here, where group counts the query heads of a key head; keys and
-values are [batch, kv_heads, keys, head_dim].
+Query-like arrays are [batch, kv_heads, group, rows, _] here, where group counts the query heads of a key head; keys are
+[batch, kv_heads, keys, key_dim] and values [batch, kv_heads, keys, value_dim].
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class RunningSoftmax(NamedTuple):
     Attributes:
       largest: m, the largest logit, [batch, kv_heads, group, rows]; the least finite number before any.
       total: sum_j exp(z_j - m).
-      weighted: sum_j exp(z_j - m) v_j, [batch, kv_heads, group, rows, head_dim].
+      weighted: sum_j exp(z_j - m) v_j, [batch, kv_heads, group, rows, value_dim].
     """
 
     largest: Any
@@ -29,11 +29,12 @@ class RunningSoftmax(NamedTuple):
     weighted: Any
 
 
-def empty_softmax(query: Any) -> RunningSoftmax:
+def empty_softmax(query: Any, value_dim: int) -> RunningSoftmax:
     """That of no key."""
     dtype = accurate_dtype(query.dtype)
     rows = query.shape[:-1]
-    return RunningSoftmax(jnp.full(rows, jnp.finfo(dtype).min), jnp.zeros(rows, dtype), jnp.zeros(query.shape, dtype))
+    weighted = jnp.zeros((*rows, value_dim), dtype)
+    return RunningSoftmax(jnp.full(rows, jnp.finfo(dtype).min), jnp.zeros(rows, dtype), weighted)
 
 
 def by_group(subscripts: str, left: Any, right: Any) -> Any:
@@ -60,7 +61,7 @@ def add_tile(
 def finish(state: RunningSoftmax) -> tuple[Any, Any]:
     """The average of the values and the logarithm of the softmax's denominator: 0 and -inf where there was no key."""
     safe = jnp.maximum(state.total, 0.5)  # It is at least 1, unless there was no key.
-    lse = jnp.where(state.total > 0, jnp.log(safe) + state.largest, -jnp.inf)
+    lse = jnp.where(state.total == 0, -jnp.inf, jnp.log(safe) + state.largest)
     return state.weighted / safe[..., None], lse
 
 

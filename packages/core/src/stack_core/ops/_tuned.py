@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from stack_core.abi import OpCall, OpImplementation, TunedChoice
+from stack_core.contracts.tuning import TunedTable
 from stack_core.errors import nearest
 from stack_core.hardware.target_chip import target_chip
 from stack_core.jit_context import JitContext
 from stack_core.ops._report import warn_once
 from stack_core.plugins import registries
-from stack_core.protocols import TunedTable
 
 __all__ = ["in_use", "tuned_choices", "use_tuned_table"]
 
@@ -40,7 +40,7 @@ def tuned_choices(
     """What can be followed of what the tables advise, by the table's name, in the order of the names.
 
     Advice that cannot be followed is passed over with a warning: an implementation that is unknown or does not support
-    the call, or a config of another type than that of its own configs.
+    the call, or a config for what takes none.
 
     Args:
       candidates: the implementations of the op by name.
@@ -114,12 +114,6 @@ def _problem(
         return f"there is no such implementation.{nearest(str(name), candidates)} Known: {', '.join(candidates)}"
     if answers[name] is not True:
         return f"that does not support the call: {answers[name] or 'no reason given'}"
-    if not _fits(choice.config, candidates[name].configs):
-        known = ", ".join(sorted({type(config).__name__ for config in candidates[name].configs}))
-        expected = f"expected {known}" if known else "it takes none"
-        return f"its config {choice.config!r} is of type {type(choice.config).__name__}; {expected}"
+    if choice.config is not None and candidates[name].default is None:
+        return f"its config {choice.config!r} is of type {type(choice.config).__name__}; it takes none"
     return None
-
-
-def _fits(config: Any, configs: tuple[Any, ...]) -> bool:
-    return config is None or any(isinstance(config, type(known)) for known in configs)

@@ -16,12 +16,15 @@ import jax
 
 from stack_core.hardware.target_chip import target
 from stack_core.mesh import in_mesh
-from stack_core.ops._dispatch import Implementation, dispatch, recording
+from stack_core.ops._choosing import Implementation, Request, exporting
+from stack_core.ops._dispatch import dispatch, recording, run
+from stack_core.ops._op import op_named
+from stack_core.ops._splitting import LogicalNames
 from stack_core.ops._tuned import in_use
 
 __all__ = ["OpUnit", "as_units", "unit_of"]
 
-_CONTEXTS = (in_mesh, target, in_use)
+_CONTEXTS = (in_mesh, target, in_use, exporting)
 """What a call depends on besides its arguments."""
 
 
@@ -33,6 +36,7 @@ class OpUnit:
       op: the op's name, "linear".
       options: the other arguments by parameter name, all static.
       implementation: what the caller named.
+      axes: the logical names of operands' axes, by parameter name.
       names: the array parameters, in order.
       structure: of their tuple; the equation's operands are its leaves.
       jaxpr: what the call was when it was traced, from the operands to the leaves of its result.
@@ -44,6 +48,7 @@ class OpUnit:
     op: str
     options: Mapping[str, Any]
     implementation: Implementation
+    axes: LogicalNames | None
     names: tuple[str, ...]
     structure: Any
     jaxpr: Any
@@ -63,7 +68,7 @@ class OpUnit:
         """
 
         def call(*operands: Any) -> Any:
-            return dispatch(self.op, self.arrays(operands), self.options, self.implementation)
+            return dispatch(op_named(self.op), self.arrays(operands), self.options, self.implementation, self.axes)
 
         for axes in self.batching:
             call = jax.vmap(call, in_axes=axes)
@@ -90,17 +95,19 @@ def unit_of(equation: Any) -> OpUnit | None:
     return equation.params["unit"] if equation.primitive is _primitive() else None
 
 
-def _bind(op: str, arrays: Mapping[str, Any], options: Mapping[str, Any], implementation: Implementation) -> Any:
-    operands, structure = jax.tree.flatten(tuple(arrays.values()))
-
-    def call(*operands: Any) -> Any:
-        values = jax.tree.unflatten(structure, operands)
-        return dispatch(op, dict(zip(arrays, values, strict=True)), options, implementation)
-
+def _bind(request: Request, operands: Sequence[Any]) -> Any:
     with recording(None):
-        jaxpr, result = jax.make_jaxpr(call, return_shape=True)(*operands)
-    context = tuple(context.value for context in _CONTEXTS)
-    unit = OpUnit(op, dict(options), implementation, tuple(arrays), structure, jaxpr, context)
+        jaxpr, result = jax.make_jaxpr(lambda *operands: run(request, list(operands)), return_shape=True)(*operands)
+    unit = OpUnit(
+        op=request.op.name,
+        options=request.options,
+        implementation=request.implementation,
+        axes=request.axes,
+        names=request.names,
+        structure=request.structure,
+        jaxpr=jaxpr,
+        context=tuple(context.value for context in _CONTEXTS),
+    )
     return jax.tree.unflatten(jax.tree.structure(result), _primitive().bind(*operands, unit=unit))
 
 

@@ -1,9 +1,12 @@
 """What implementations of ops are built from, core's own references included."""
 
+from stack_core.ops._choosing import answer, supporting
 from stack_core.ops._contract import accurate_dtype, contract
-from stack_core.ops._dispatch import supporting
-from stack_core.ops._gated_linear_unit import ACTIVATIONS
+from stack_core.ops._differentiated import differentiated, forward_only
+from stack_core.ops._gated_linear_unit import ACTIVATIONS, gate_product
 from stack_core.ops._manual_axes import vary_alike
+from stack_core.ops._paged_places import as_int32, bounded_places
+from stack_core.ops._plain import is_plain
 from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array, take
 from stack_core.ops._rope import rope_angles, rotated
 from stack_core.ops._running_softmax import (
@@ -15,6 +18,7 @@ from stack_core.ops._running_softmax import (
     masked_logits,
     with_sinks,
 )
+from stack_core.ops._signature import check_parameters, check_takes, parameters_of
 
 __all__ = [
     "ACTIVATIONS",
@@ -22,14 +26,24 @@ __all__ = [
     "RunningSoftmax",
     "accurate_dtype",
     "add_tile",
+    "answer",
+    "as_int32",
+    "bounded_places",
     "by_group",
+    "check_parameters",
+    "check_takes",
     "contract",
     "dequantize",
+    "differentiated",
     "empty_softmax",
     "finish",
+    "forward_only",
+    "gate_product",
+    "is_plain",
     "is_quantized",
     "logical_array",
     "masked_logits",
+    "parameters_of",
     "rope_angles",
     "rotated",
     "supporting",

@@ -5,6 +5,7 @@ least once. The oracles are written from the equations, without sharing code wit
 `jax.enable_x64` on float64 arrays.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 
 from stack_core.abi import QView
 
-__all__ = ["OpCase", "OpSuite", "Quantized", "dense", "integers"]
+__all__ = ["OpCase", "OpSuite", "Quantized", "dense", "integers", "spoiled"]
 
 
 def _call(op: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
@@ -66,6 +67,23 @@ class Quantized:
 
     def __stack_qview__(self) -> QView:
         return QView((1, 0), self.values, self.scales, self.zeros, "tiled", self.codebook)
+
+
+def spoiled(case: OpCase, name: str, **places: tuple[Any, float]) -> OpCase:
+    """The call with NaN or infinity in some arrays, each given by an index and the value there.
+
+    What depends on them is no finite number, and nothing else changes. No gradient is compared: which of its entries a
+    0 times NaN reaches is up to the implementation.
+    """
+
+    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
+        drawn = dict(case.arrays(rng))
+        for array, (index, value) in places.items():
+            drawn[array] = np.array(drawn[array])
+            drawn[array][index] = value
+        return drawn
+
+    return dataclasses.replace(case, name=name, arrays=arrays, fixed=tuple(case.arrays(np.random.default_rng(0))))
 
 
 def dense(array: Any) -> Any:

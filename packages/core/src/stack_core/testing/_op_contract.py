@@ -19,7 +19,7 @@ from stack_core.errors import UnsupportedOp
 from stack_core.testing._cases import OpCase
 from stack_core.testing.op_suites import SUITES
 
-__all__ = ["TOLERANCES", "OpCheck", "assert_close", "op_checks"]
+__all__ = ["TOLERANCES", "OpCheck", "assert_close", "draw", "op_checks"]
 
 TOLERANCES: Mapping[str, float] = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 """How far `assert_close` lets an op be off, by the dtype of its operands."""
@@ -64,14 +64,14 @@ def op_checks(op: str) -> tuple[OpCheck, ...]:
 
 
 def _check_against_oracle(case: OpCase, implementation: OpImplementation, dtype: str) -> None:
-    arrays = _draw(case, dtype)
+    arrays = draw(case, dtype)
     actual = jax.jit(_value_and_gradients(case, implementation))(arrays)
     assert_close(actual, _expected(case, arrays), TOLERANCES[dtype])
 
 
 def _check_transformations(case: OpCase, implementation: OpImplementation) -> None:
     """A jitted scan over a vmap gives for every call what the call gives alone."""
-    drawn = [[_draw(case, "float32", seed=2 * step + row) for row in range(2)] for step in range(2)]
+    drawn = [[draw(case, "float32", seed=2 * step + row) for row in range(2)] for step in range(2)]
     stacked = _stack([_stack(step) for step in drawn])
     vmapped = jax.vmap(_value_and_gradients(case, implementation))
     scanned = jax.jit(lambda stacked: jax.lax.scan(lambda carry, arrays: (carry, vmapped(arrays)), (), stacked)[1])
@@ -129,7 +129,8 @@ def _cotangent(output: Any) -> Any:
     return jax.tree.map(entries, output)
 
 
-def _draw(case: OpCase, dtype: str, seed: int = 0) -> dict[str, Any]:
+def draw(case: OpCase, dtype: str, seed: int = 0) -> dict[str, Any]:
+    """The arrays of a case, floating ones in a dtype."""
     rng = np.random.default_rng([seed, zlib.crc32(f"{case.op}/{case.name}".encode())])
     return jax.tree.map(
         lambda x: jnp.asarray(x, dtype) if x.dtype == np.float64 else jnp.asarray(x), dict(case.arrays(rng))

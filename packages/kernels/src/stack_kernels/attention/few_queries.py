@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from stack_core.ops.building import accurate_dtype, contract
+from stack_kernels.attention.products import by_group, unmixed
 from stack_kernels.attention.tiles import Operands, Tiles, softmax_average
 
 __all__ = ["are_few", "attend_few"]
@@ -31,20 +32,22 @@ def attend_few(tiles: Tiles, operands: Operands, key: Any, value: Any) -> tuple[
 
     Args:
       operands: as `attend` takes them.
-      key: [batch, kv_seq, kv_heads, head_dim], which is not read from `operands`; `value` likewise.
+      key: [batch, kv_seq, kv_heads, key_dim], which is not read from `operands`.
+      value: [batch, kv_seq, kv_heads, value_dim], likewise.
     """
     query = operands["query"]
-    batch, kv_heads, _, _, head_dim = query.shape
-    dtype, width = accurate_dtype(query.dtype), kv_heads * head_dim
-    own = jnp.eye(kv_heads, dtype=query.dtype)[None, :, None, None, :, None]
-    wide = (query[:, :, :, :, None, :] * own).reshape(batch, -1, width)
-    products = contract("bqe,bke->bqk", wide, key.reshape(batch, -1, width), dtype)
-    scores = tiles.scores(operands, products.reshape(*query.shape[:4], -1), operands["bias"], 0)
+    batch, kv_heads, value_dim = *query.shape[:2], value.shape[3]
+    dtype = accurate_dtype(query.dtype)
+    own = jnp.eye(kv_heads, dtype=bool)[None, :, None, None, :, None]
+    wide = jnp.where(own, query[:, :, :, :, None, :], 0).reshape(batch, -1, kv_heads * key.shape[3])
+    mixed = contract("bqe,bke->bqk", wide, key.reshape(*key.shape[:2], -1), dtype).reshape(*query.shape[:4], -1)
+    products = unmixed(mixed, lambda: by_group("bhqd,bhkd->bhqk", query, key.swapaxes(1, 2)))
+    scores = tiles.scores(operands, products, operands["bias"], 0)
 
     def weigh(weights: Any) -> Any:
         narrow = weights.astype(value.dtype).reshape(batch, -1, weights.shape[-1])
-        sums = contract("bqk,bke->bqe", narrow, value.reshape(batch, -1, width), dtype)
-        of_heads = sums.reshape(*query.shape[:4], kv_heads, head_dim)
-        return jnp.sum(of_heads * own.astype(dtype), axis=4)
+        sums = contract("bqk,bke->bqe", narrow, value.reshape(*value.shape[:2], -1), dtype)
+        of_heads = sums.reshape(*query.shape[:4], kv_heads, value_dim)
+        return jnp.sum(jnp.where(own, of_heads, 0), axis=4)
 
-    return softmax_average(scores, weigh, head_dim)
+    return softmax_average(scores, weigh, value_dim)

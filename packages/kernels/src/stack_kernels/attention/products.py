@@ -5,12 +5,16 @@ two axes lead: such a product takes three times as long. With one axis it does n
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
 
 from stack_core.mesh import parts_of
 from stack_core.ops.building import accurate_dtype, contract
 
-__all__ = ["by_group", "contract_heads", "merged"]
+__all__ = ["by_group", "contract_heads", "merged", "unmixed"]
 
 
 def by_group(subscripts: str, left: Any, right: Any) -> Any:
@@ -36,3 +40,12 @@ def merged(x: Any) -> Any:
     batch, kv_heads, group, rows, size = x.shape
     lead = (batch, kv_heads) if parts_of("act_heads") > 1 else (batch * kv_heads,)
     return x.reshape(*lead, group * rows, size)
+
+
+def unmixed(products: Any, apart: Callable[[], Any]) -> Any:
+    """Products of queries that are as wide as all heads, zero but in their own; `apart` gives the same head by head.
+
+    A key that is NaN or infinite in one head would make the scores of all NaN, times those zeros: then heads are
+    multiplied apart.
+    """
+    return lax.cond(jnp.all(jnp.isfinite(products)), lambda: products, apart)

@@ -4,10 +4,10 @@ A block whose keys fit one tile takes their softmax at once; others carry a runn
 are laid out one by one, each with just the keys that causality and a window leave it; many are one loop. The gradient
 forms weights again, but for those of one tile of few keys: they are kept, no larger than two queries.
 
-Query-like arrays are [batch, kv_heads, group, rows, _], keys and values [batch, kv_heads, keys, head_dim]. XLA's CPU
-backend runs a product that contracts the rows of both its operands at a third of the speed of others, so that for the
-gradients of keys and values one of them is transposed: the queries, and the sums are [batch, kv_heads, head_dim, keys],
-or, where keys are few, the weights.
+Query-like arrays are [batch, kv_heads, group, rows, _], keys and values [batch, kv_heads, keys, _], of two widths.
+XLA's CPU backend runs a product that contracts the rows of both its operands at a third of the speed of others, so that
+for the gradients of keys and values one of them is transposed: the queries, and the sums are
+[batch, kv_heads, _, keys], or, where keys are few, the weights.
 
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691).
 """
@@ -91,7 +91,7 @@ class Tiles:
 
 
 def attend(tiles: Tiles, operands: Operands) -> tuple[Any, Any]:
-    """The output in fp32, shaped as the query, and the log of the softmax's denominator."""
+    """The output in fp32, of the width of the values, and the log of the softmax's denominator."""
     q_seq = operands["query"].shape[3]
     if tiles.laid_out(q_seq):
         starts = range(0, q_seq, tiles.rows)
@@ -137,7 +137,7 @@ def _attend_block(tiles: Tiles, operands: Operands, start: Any) -> tuple[Any, An
         part = _keys_of(block, number * tiles.keys, tiles.keys)
         return add_tile(state, scores(part, number * tiles.keys), part["value"], by_group)
 
-    state = vary_alike(empty_softmax(block["query"]), operands)[0]
+    state = vary_alike(empty_softmax(block["query"], block["value"].shape[3]), operands)[0]
     return finish(_over_tiles(tiles, first, stop, visit, state))
 
 
@@ -197,8 +197,10 @@ def gradients(
         by_query["mean"] = jnp.sum(of_output.astype(accurate) * output.astype(accurate), axis=-1, keepdims=True)
     turns_weights = _turns_weights(key)
     turned: Operands = {} if turns_weights else {"query": query.swapaxes(3, 4), "output": of_output.swapaxes(3, 4)}
-    zeros = jnp.zeros_like(key if turns_weights else key.swapaxes(2, 3), dtype=accurate)
-    shared = {"key": zeros, "value": zeros}
+    keyed = {name: operands[name] for name in ("key", "value")}
+    shared = {
+        name: jnp.zeros_like(x if turns_weights else x.swapaxes(2, 3), dtype=accurate) for name, x in keyed.items()
+    }
     if operands["bias"] is not None:
         shared["bias"] = jnp.zeros(operands["bias"].shape, accurate)
     shared = vary_alike(shared, operands, by_query)[0]

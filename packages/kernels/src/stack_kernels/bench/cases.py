@@ -128,7 +128,21 @@ def _product_cases(of: _Llama) -> list[BenchCase]:
         BenchCase("linear", of.name, "mlp w8a8", _quantized(hidden, up, "x", "weight"), gradient=False),
         BenchCase("gated_linear_unit", of.name, "mlp", _normal(x=hidden, w_gate=up, w_up=up)),
         BenchCase("ragged_dot", of.name, "8 experts", _experts(of)),
+        BenchCase("low_rank", of.name, "one adapter", _adapters(of, hidden, adapters=1)),
+        BenchCase("low_rank", of.name, "decode, 8 adapters", _adapters(of, decoded, adapters=8), gradient=False),
     ]
+
+
+def _adapters(of: _Llama, x: tuple[int, int], *, adapters: int) -> Draw:
+    """Rank 16 on the MLP's first map; with several adapters, each row has the next."""
+    rank = 16
+
+    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
+        drawn = _normal(x=x, down=(adapters, of.embed, rank), up=(adapters, rank, of.mlp))(rng)
+        rows = {"rows": np.arange(x[0], dtype=np.int32) % adapters} if adapters > 1 else {}
+        return {**drawn, "scale": np.ones(adapters, np.float32), **rows}
+
+    return arrays
 
 
 def _quantized(x: tuple[int, int], weight: tuple[int, int], *names: str) -> Draw:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stack_core.errors import BenchmarkError
+from stack_core.installing import install_command
 
 if TYPE_CHECKING:
     from stack_kernels.bench.compare import Comparison
@@ -45,8 +46,8 @@ def check_plots() -> None:
         importlib.import_module("matplotlib")
     except ImportError as error:
         raise BenchmarkError(
-            "A report with plots needs matplotlib, which is not installed: pip install 'stack-kernels[plots]'. "
-            "--json needs nothing."
+            "A report with plots needs matplotlib, which is not installed; --json needs nothing. Install it: "
+            f"{install_command('stack-kernels[plots]')}"
         ) from error
 
 

@@ -1,15 +1,17 @@
 """Products of two operands in fp8 or fp4 through bf16, which holds all of their values."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from stack_core.abi import QView
+from stack_core.machine import cpu_flags
 from stack_core.ops.building import QuantizedArray
 from stack_kernels.linear.codes import columns, decoded, interleaved
 from stack_kernels.linear.integer_dot import by_row
 from stack_kernels.linear.product import product
-from stack_kernels.llvm import host
 
 __all__ = ["float_dot", "has_float_dot"]
 
@@ -21,9 +23,8 @@ def has_float_dot(x: QView, weight: QView) -> bool:
 
     Others multiply bf16 no sooner than fp32.
     """
-    processor = host.this_processor()
     are_held = all(view.qvalue.dtype.name in _HELD and view.zero_point is None for view in (x, weight))
-    return are_held and x.scale.shape[-1] == len(weight.scale) == 1 and processor is not None and processor.has_tiles
+    return are_held and x.scale.shape[-1] == len(weight.scale) == 1 and _has_tiles()
 
 
 def float_dot(x: QView, weight: QuantizedArray) -> jax.Array:
@@ -36,6 +37,11 @@ def float_dot(x: QView, weight: QuantizedArray) -> jax.Array:
         for part in columns(weight)
     ]
     return interleaved(products)
+
+
+@functools.cache
+def _has_tiles() -> bool:
+    return "amx_bf16" in cpu_flags()
 
 
 def _as_bf16(values: jax.Array) -> jax.Array:

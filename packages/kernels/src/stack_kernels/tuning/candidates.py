@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stack_core.abi import AUTODIFF, OpCall, OpImplementation
+from stack_core.abi import OWN, OpCall, OpImplementation
+from stack_core.hardware import target_chip
 from stack_core.ops.building import is_quantized, supporting
 from stack_core.testing import TOLERANCES, assert_close
 from stack_kernels.tuning.operands import draw_operands
@@ -44,21 +45,31 @@ class Candidate:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its forward and backward pass are one function, whose gradient is not timed alone."""
-        return self.implementation.vjp == AUTODIFF
+        """Whether its forward pass keeps what its backward pass reads, which is not timed alone then."""
+        return OWN in self.implementation.residuals
 
     @property
     def keywords(self) -> dict[str, Any]:
-        return {"config": self.config} if self.implementation.configs else {}
+        return {} if self.implementation.default is None else {"config": self.config}
 
     def __str__(self) -> str:
-        return self.implementation.name + (f" {self.config}" if self.implementation.configs else "")
+        return self.implementation.name + ("" if self.implementation.default is None else f" {self.config}")
 
 
 def candidates_of(call: OpCall) -> list[Candidate]:
     """What supports one direction of a call on the target chip, with all its configs; the reference first."""
     found = sorted(supporting(call).values(), key=lambda each: (each.name != _REFERENCE, -each.priority, each.name))
-    return [Candidate(each, config) for each in found for config in each.configs or (None,)]
+    return [Candidate(each, config) for each in found for config in _configs(each, call)]
+
+
+def _configs(implementation: OpImplementation, call: OpCall) -> list[Any]:
+    """The default first, then what else supports the call."""
+    if implementation.default is None:
+        return [None]
+    chip = target_chip()
+    default = implementation.default(call, chip)
+    others = [config for config in implementation.space(call, chip) if config != default]
+    return [default, *(config for config in others if implementation.supports(call, chip, config) is True)]
 
 
 class Trial:
@@ -74,12 +85,15 @@ class Trial:
         self._arrays = draw_operands(call)
         self._tolerance = _tolerance(call)
         self._output: Any = None
+        self._residuals: Mapping[str, Any] = {}
         self._cotangent: Any = None
         self._expected: Any = None
 
     def prepare(self, reference: Candidate) -> None:
         """Runs the reference, which says what is right."""
-        self._output = jax.jit(functools.partial(_forward, reference, self._call.options))(self._arrays)
+        kept = frozenset(reference.implementation.residuals) - {OWN}
+        run = functools.partial(_forward, reference, self._call.options, kept)
+        self._output, self._residuals = jax.jit(run)(self._arrays)
         self._cotangent = _normal_like(self._output)
         self._expected = jax.block_until_ready(self._run(reference)())
 
@@ -91,9 +105,9 @@ class Trial:
           Exception: whatever it raises.
         """
         run = self._run(candidate)
-        actual, expected = run(), self._expected
+        actual, expected = run(), (self._output, self._expected[1])
         if self._names and not candidate.is_whole:
-            actual, expected = (self._output, actual[1]), (self._output, expected[1])
+            actual = self._output, actual[1]
         assert_close(actual, expected, self._tolerance)
         return run
 
@@ -101,50 +115,46 @@ class Trial:
         """A compiled call that gives (output, gradients)."""
         options = self._call.options
         if not self._names:
-            forward = jax.jit(lambda arrays: (_forward(candidate, options, arrays), {}))
+            forward = jax.jit(lambda arrays: (_forward(candidate, options, frozenset(), arrays)[0], {}))
             return functools.partial(forward, self._arrays)
         if candidate.is_whole:
             whole = jax.jit(functools.partial(_value_and_gradients, candidate, options, self._names))
             return functools.partial(whole, self._arrays, self._cotangent)
         alone = jax.jit(functools.partial(_gradients, candidate, options, self._names))
-        return functools.partial(alone, self._arrays, self._output, self._cotangent)
+        return functools.partial(alone, self._arrays, self._output, self._residuals, self._cotangent)
 
 
-def _forward(candidate: Candidate, options: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
-    return candidate.implementation.function(**arrays, **options, **candidate.keywords)
+def _forward(candidate: Candidate, options: Mapping[str, Any], wants: frozenset[str], arrays: Mapping[str, Any]) -> Any:
+    return candidate.implementation.forward(**arrays, **options, **candidate.keywords, wants=wants)
 
 
 def _value_and_gradients(
     candidate: Candidate, options: Mapping[str, Any], names: tuple[str, ...], arrays: Any, cotangent: Any
 ) -> Any:
-    moving = {name: _floating(arrays[name]) for name in names}
-
-    def moved(moving: Mapping[str, list[Any]]) -> Any:
-        replaced = {name: _with_floating(arrays[name], leaves) for name, leaves in moving.items()}
-        return _forward(candidate, options, {**arrays, **replaced})
-
-    output, vjp = jax.vjp(moved, moving)
-    return output, vjp(cotangent)[0]
+    output, residuals = _forward(candidate, options, frozenset(candidate.implementation.residuals), arrays)
+    return output, _gradients(candidate, options, names, arrays, output, residuals, cotangent)[1]
 
 
 def _gradients(
-    candidate: Candidate, options: Mapping[str, Any], names: tuple[str, ...], arrays: Any, output: Any, cotangent: Any
+    candidate: Candidate,
+    options: Mapping[str, Any],
+    names: tuple[str, ...],
+    arrays: Any,
+    output: Any,
+    residuals: Any,
+    cotangent: Any,
 ) -> Any:
-    """(None, gradients) by a `vjp` of its own; a missing one is zero, as the ABI has it."""
-    vjp = candidate.implementation.vjp
-    assert callable(vjp), f"{candidate} has no backward pass of its own"
-    found = vjp(arrays, options, output, cotangent, **candidate.keywords)
+    """(None, gradients) by a backward pass of its own; a missing one is zero, as the ABI has it."""
+    backward = candidate.implementation.backward
+    assert backward is not None, f"{candidate} has no backward pass of its own"
+    wants = frozenset(names)
+    found = backward(arrays, options, output, residuals, cotangent, wants=wants, **candidate.keywords)
     zeros = {name: [jnp.zeros_like(leaf) for leaf in _floating(arrays[name])] for name in names}
     return None, {name: zeros[name] if found.get(name) is None else _floating(found[name]) for name in names}
 
 
 def _floating(tree: Any) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-
-
-def _with_floating(tree: Any, replacements: list[Any]) -> Any:
-    remaining = iter(replacements)
-    return jax.tree.map(lambda leaf: next(remaining) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
 
 
 def _normal_like(output: Any) -> Any:

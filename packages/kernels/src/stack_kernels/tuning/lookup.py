@@ -7,10 +7,10 @@ than an eighth, are no advice.
 What runs forward is chosen before it is known whether the call will be differentiated. Where gradients were measured,
 the pair of forward and backward with the least time for value and gradient decides both:
 
-    T(f, b) = G(b)           b is f, whose two passes are one function and share what they compute
-    T(f, b) = F(f) + G(b)    otherwise: b computes its own forward pass again if it is such a function
+    T(f, b) = G(b)           b is f, whose forward pass keeps what its backward pass reads
+    T(f, b) = F(f) + G(b)    otherwise: b computes its own forward pass again if it is of that kind
 
-F and G are the measured times of the forward pass and of the gradient, G of value and gradient for such a function.
+F and G are the measured times of the forward pass and of the gradient, G of value and gradient for that kind.
 Where no gradient was measured, the fastest forward pass decides.
 """
 
@@ -50,6 +50,14 @@ class _Estimate:
     seconds: float
 
 
+@dataclass(frozen=True)
+class _Candidates:
+    """What may be chosen, by name, and the config of each where no table knows a better one."""
+
+    implementations: Mapping[str, OpImplementation]
+    defaults: Mapping[str, Any]
+
+
 class TunedTables:
     """A `TunedTable` of the measurements in several tables, at most one a chip.
 
@@ -70,14 +78,15 @@ class TunedTables:
         candidates: Mapping[str, OpImplementation],
         forward: TunedChoice | None = None,
     ) -> TunedChoice | None:
-        """What to use for one direction of a call; see `stack_core.protocols.TunedTable`."""
-        name = ChipName.of(chip)
+        """What to use for one direction of a call; see `stack_core.contracts.tuning.TunedTable`."""
+        name = ChipName(chip.kind, chip.model)
         if self._loaded is None:
             self._loaded = {table.chip: _Measurements(table) for table in self._load()}
-        near = nearest_chip(name, self._loaded)
+        near = _nearest(chip, self._loaded)
         if near is None or not candidates:
             return None
-        choice = _chosen(self._loaded[near], call, candidates, forward)
+        defaults = {name: each.default and each.default(call, chip) for name, each in candidates.items()}
+        choice = _chosen(self._loaded[near], call, _Candidates(candidates, defaults), forward)
         if choice is not None and near != name:
             self._say_relative(name, near)
         return choice
@@ -171,7 +180,7 @@ def _of_one_jax(group: Sequence[Measurement]) -> list[Measurement]:
 def _chosen(
     table: _Measurements,
     call: OpCall,
-    candidates: Mapping[str, OpImplementation],
+    candidates: _Candidates,
     forward: TunedChoice | None,
 ) -> TunedChoice | None:
     shape = shape_of(call)
@@ -189,7 +198,7 @@ def _chosen(
 
 def _estimates(
     nearby: Sequence[_Near],
-    candidates: Mapping[str, OpImplementation],
+    candidates: _Candidates,
     *,
     whole: bool = False,
     tried_before: bool = False,
@@ -202,8 +211,8 @@ def _estimates(
       whole: only those whose forward and backward pass are one function.
       tried_before: those of the highest priority were, in the other direction.
     """
-    highest = max(candidate.priority for candidate in candidates.values())
-    needed = {name for name, candidate in candidates.items() if candidate.priority == highest}
+    highest = max(candidate.priority for candidate in candidates.implementations.values())
+    needed = {name for name, candidate in candidates.implementations.items() if candidate.priority == highest}
     for near in nearby:
         tried = {measurement.implementation for measurement in near.measurements}
         found = [estimate for estimate in _decoded(near, candidates) if estimate.measurement.whole or not whole]
@@ -212,23 +221,23 @@ def _estimates(
     return []
 
 
-def _decoded(near: _Near, candidates: Mapping[str, OpImplementation]) -> Iterator[_Estimate]:
+def _decoded(near: _Near, candidates: _Candidates) -> Iterator[_Estimate]:
     """The measurements of candidates whose configs are still of the type that the implementation takes."""
     for measurement in near.measurements:
-        if measurement.outcome == "measured" and measurement.implementation in candidates:
+        if measurement.outcome == "measured" and measurement.implementation in candidates.defaults:
             with contextlib.suppress(ValueError):
-                config = decoded_config(measurement.config, candidates[measurement.implementation].configs)
+                config = decoded_config(measurement.config, candidates.defaults[measurement.implementation])
                 yield _Estimate(measurement, config, near.seconds[measurement.candidate])
 
 
-def _fastest_foreign_s(nearby: Sequence[_Near], candidates: Mapping[str, OpImplementation]) -> float:
+def _fastest_foreign_s(nearby: Sequence[_Near], candidates: _Candidates) -> float:
     """The fastest gradient for another's forward pass; infinite where none was measured."""
     for near in nearby:
         found = [
             near.seconds[measurement.candidate]
             for measurement in near.measurements
             if measurement.outcome == "measured"
-            and not (measurement.whole and measurement.implementation in candidates)
+            and not (measurement.whole and measurement.implementation in candidates.defaults)
         ]
         if found:
             return min(found)
@@ -278,6 +287,13 @@ def duration(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns"
+
+
+def _nearest(chip: Chip, known: Iterable[ChipName]) -> ChipName | None:
+    """As `nearest_chip`; the chip's peaks, which may have to be measured, are read only where several are like it."""
+    name = ChipName(chip.kind, chip.model)
+    relatives = [other for other in known if _platform(other.kind) == _platform(name.kind)]
+    return nearest_chip(name if name in relatives or len(relatives) < 2 else ChipName.of(chip), relatives)
 
 
 def nearest_chip(name: ChipName, known: Iterable[ChipName]) -> ChipName | None:

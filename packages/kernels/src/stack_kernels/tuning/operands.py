@@ -22,6 +22,8 @@ _ALLOWED_SHARE = 0.9
 _IGNORED_SHARE = 0.05
 _LOGICAL_SCALE = 0.02  # of what codes stand for: of the size of weights
 
+_WITHOUT_ADAPTER_SHARE = 0.25
+
 _Maker = Callable[[Any, OpCall, np.random.Generator], Any]
 
 
@@ -74,6 +76,11 @@ def _labels(struct: Any, call: OpCall, rng: np.random.Generator) -> jax.Array:
 def _group_sizes(struct: Any, call: OpCall, rng: np.random.Generator) -> jax.Array:
     groups, rows = struct.shape[0], call.arrays["lhs"].shape[0]
     return jnp.asarray(rng.multinomial(rows, np.full(groups, 1 / groups))).astype(struct.dtype)
+
+
+def _adapters(struct: Any, call: OpCall, rng: np.random.Generator) -> jax.Array:
+    adapters = rng.integers(0, call.arrays["scale"].shape[0], struct.shape)
+    return jnp.asarray(np.where(rng.random(struct.shape) < _WITHOUT_ADAPTER_SHARE, -1, adapters)).astype(struct.dtype)
 
 
 def _segments(struct: Any, call: OpCall, rng: np.random.Generator) -> Any:
@@ -149,6 +156,7 @@ _MAKERS: Mapping[str, Mapping[str, _Maker]] = {
     "attention": {"segment_ids": _segments, "kv_lengths": _kv_lengths, "query_offset": _query_offset},
     "linear_attention": {"query": _unit, "key": _unit, "decay": _decay, "beta": _share},
     "linear_cross_entropy": {"labels": _labels},
+    "low_rank": {"rows": _adapters},
     "paged_attention": {
         "block_tables": _block_tables,
         "kv_lengths": _paged_lengths,

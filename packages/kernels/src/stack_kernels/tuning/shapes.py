@@ -22,12 +22,18 @@ __all__ = ["CallShape", "bucket_of", "shape_of"]
 
 # The arrays that an op's sizes are read from, with their axes; "*rows" is the product of all leading axes.
 _AXES: Mapping[str, Mapping[str, str]] = {
-    "attention": {"query": "batch q_seq heads head_dim", "key": "batch kv_seq kv_heads head_dim"},
+    "attention": {
+        "query": "batch q_seq heads head_dim",
+        "key": "batch kv_seq kv_heads head_dim",
+        "value": "batch kv_seq kv_heads value_dim",
+    },
     "collective_matmul": {"x": "*rows d_in", "weight": "d_in d_out"},
+    "exchange": {"x": "rows d", "group_sizes": "groups"},
     "gated_linear_unit": {"x": "*rows d_in", "w_gate": "d_in d_out"},
     "linear": {"x": "*rows d_in", "weight": "d_in d_out"},
     "linear_attention": {"query": "batch seq heads key_dim", "value": "batch seq heads value_dim"},
     "linear_cross_entropy": {"hidden": "*rows embed", "weight": "embed vocab"},
+    "low_rank": {"x": "*rows d_in", "down": "adapters d_in rank", "up": "adapters rank d_out"},
     "norm": {"x": "*rows features"},
     "paged_attention": {"query": "tokens heads head_dim", "block_tables": "batch pages_per_seq"},
     "ragged_dot": {"lhs": "rows d_in", "rhs": "groups d_in d_out"},
@@ -173,8 +179,7 @@ def _options(call: OpCall, sizes: Mapping[str, int]) -> dict[str, Any]:
     if "rotary_dim" in options and options["rotary_dim"] == sizes["head_dim"]:
         options["rotary_dim"] = "all"
     if call.op == "norm":
-        last = call.options["axis"] == call.arrays["x"].ndim - 1
-        options["axis"] = "last" if last else "inner"
+        options["axis"] = "last" if call.options["axis"] == -1 else "inner"
     return options
 
 

@@ -249,22 +249,22 @@ def encoded_config(config: Any) -> Any:
     return dataclasses.asdict(config) if dataclasses.is_dataclass(config) else config
 
 
-def decoded_config(value: Any, configs: Sequence[Any]) -> Any:
-    """The config of the type of `configs` that a table's value stands for.
+def decoded_config(value: Any, default: Any) -> Any:
+    """The config of the type of `default`, None for no config, that a table's value stands for.
 
     Raises:
       ValueError: it does not fit that type, as when an implementation has changed since it was measured.
     """
-    if not configs:
+    if default is None:
         if value is not None:
             raise ValueError(f"config {value!r} for an implementation that takes none")
         return None
-    kind = type(configs[0])
+    kind = type(default)
     if not dataclasses.is_dataclass(kind):
         if type(value) is not kind:
             raise ValueError(f"config {value!r} is no {kind.__name__}")
         return value
-    types = {each.name: type(getattr(configs[0], each.name)) for each in dataclasses.fields(kind)}
+    types = {each.name: type(getattr(default, each.name)) for each in dataclasses.fields(kind)}
     if not isinstance(value, dict) or value.keys() != types.keys():
         raise ValueError(f"config {value!r} is no {kind.__name__}, whose fields are {', '.join(types)}")
     for name, part in value.items():

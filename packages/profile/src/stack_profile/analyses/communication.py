@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from stack_core.report.plots import bars
 from stack_profile.analyses.ops import chosen_devices, grouping
 from stack_profile.answer import Answer
-from stack_profile.plots import bars
 from stack_profile.traces.collectives import Axes, Collectives, Wait, collectives_of, waits_of
 from stack_profile.traces.intervals import union
 from stack_profile.traces.operations import PICOSECOND, Operation

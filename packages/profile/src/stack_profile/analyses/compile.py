@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from stack_core.report.plots import bars
 from stack_profile.answer import Answer
-from stack_profile.plots import bars
 from stack_profile.traces.hlo import Program
 from stack_profile.traces.operations import PICOSECOND, HostEvents
 from stack_profile.traces.trace import Trace

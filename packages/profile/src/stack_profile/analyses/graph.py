@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from stack_core.errors import UnknownName, nearest
+from stack_core.report.fields import number
 from stack_profile.analyses.ops import chosen_devices
-from stack_profile.answer import Answer, number
+from stack_profile.answer import Answer
 from stack_profile.errors import ProfileError
 from stack_profile.traces.hlo import Program
 from stack_profile.traces.operations import Operation, Ops
@@ -163,7 +164,7 @@ def _chosen(
     trace: Trace, measured: Mapping[tuple[int, str], _Took], op: str | None, line: str | None
 ) -> tuple[Program, str] | None:
     """The program and the name of the instruction that is asked for; None where no program can be read."""
-    readable = {id(program): program for program in trace.programs if program.module is not None}
+    readable = {id(program): program for program in trace.ran if program.module is not None}
     if not readable:
         return None
     found = [(took.self_s, *key) for key, took in measured.items() if key[0] in readable]

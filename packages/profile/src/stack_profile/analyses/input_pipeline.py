@@ -11,10 +11,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from stack_core.report.fields import number
+from stack_core.report.plots import bars
 from stack_profile.analyses.ops import chosen_devices
-from stack_profile.answer import Answer, number
+from stack_profile.answer import Answer
 from stack_profile.captures.processes import names_of
-from stack_profile.plots import bars
 from stack_profile.traces.input_stages import ANNOTATION, Stage, StageEvents, stage_events
 from stack_profile.traces.intervals import gaps, self_times, union
 from stack_profile.traces.operations import PICOSECOND, Ops, Step
@@ -34,9 +35,9 @@ class InputRow:
       self_s: in it and in no stage that it calls, on all threads together.
       call_self_s: the same of one call.
       waited_s: the part of `self_s` on the thread that calls JAX.
-      waited_steps_share: of `steps_s`.
+      waited_steps_share: of `all_steps_s`.
       idle_s: the part of `waited_s` in which a device was idle.
-      idle_steps_share: of `steps_s`.
+      idle_steps_share: of `all_steps_s`.
       detail: the stage's arguments, such as its function.
     """
 
@@ -204,7 +205,7 @@ def _are(part: _Process, stage: Stage) -> np.ndarray:
 def _facts(parts: Sequence[_Process], rows: Sequence[InputRow], wait: InputWait | None) -> dict[str, Any]:
     return {
         "steps": sum(part.steps for part in parts) or None,
-        "steps_s": sum((part.steps_s for part in parts), 0.0) if parts else None,
+        "all_steps_s": sum((part.steps_s for part in parts), 0.0) if parts else None,
         "idle_s": sum((part.device_idle_s for part in parts), 0.0) if parts else None,
         "input_waited_s": wait.waited_s if wait else None,
         "input_idle_s": wait.idle_s if wait else None,

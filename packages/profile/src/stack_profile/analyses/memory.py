@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from stack_core.errors import UnknownName, nearest
-from stack_profile.answer import Answer, number
-from stack_profile.plots import Bars, Chart, Series, bars
+from stack_core.report.fields import number
+from stack_core.report.plots import Bars, Chart, Series, bars
+from stack_profile.answer import Answer
 from stack_profile.traces.buffers import Allocation, Assignment, read_buffers
-from stack_profile.traces.hlo import Instruction, Program
+from stack_profile.traces.hlo import Program
+from stack_profile.traces.instructions import Instruction
 from stack_profile.traces.trace import Trace
 
 __all__ = ["MemoryGrouping", "MemoryRow", "MomentRow", "memory", "memory_of", "schedule_of"]
@@ -134,12 +136,12 @@ def _chosen(trace: Trace, name: str | None) -> Program | None:
             raise UnknownName(
                 f"The trace holds no program {name!r}.{nearest(name, known)} There are: {', '.join(known) or 'none'}."
             )
-        return max(found, key=lambda program: len(program.instructions))
+        return max(found, key=lambda program: len(program.proto))
     took: dict[int, float] = collections.defaultdict(float)
     for ops in trace.devices:
         for operation, self_s, _ in ops.totals():
             took[id(operation.program)] += self_s
-    return max(trace.programs, key=lambda program: (took[id(program)], len(program.instructions)), default=None)
+    return max(trace.programs, key=lambda program: (took[id(program)], len(program.proto)), default=None)
 
 
 def _at_peak(program: Program, assignment: Assignment) -> Iterator[MemoryRow]:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from stack_core.errors import UnknownName, nearest
-from stack_profile.answer import Answer, number
-from stack_profile.plots import bars
+from stack_core.report.fields import number
+from stack_core.report.plots import bars
+from stack_profile.answer import Answer
 from stack_profile.traces.categories import category
 from stack_profile.traces.operations import Operation, Ops
 from stack_profile.traces.trace import Trace
@@ -33,6 +34,7 @@ class OpsRow:
         of operations whose program the trace lacks.
       occurrences: executions.
       example: the operation that took the most of it.
+      package_line: where that is asked for in an installed package, if it is.
     """
 
     name: str
@@ -44,6 +46,7 @@ class OpsRow:
     unknown_s: float
     occurrences: int
     example: str
+    package_line: str = ""
 
 
 def ops(trace: Trace, *, by: Grouping = "op", within: Path | None = None, device: str | None = None) -> Answer[OpsRow]:
@@ -51,7 +54,7 @@ def ops(trace: Trace, *, by: Grouping = "op", within: Path | None = None, device
 
     Args:
       by: what to group operations by: the category of work, the layer of the model, the named scope, the Python line
-        or file, or each alone.
+        or file, or each alone. Lines are the innermost of your own code, outside of installed packages.
       within: put time on the innermost line of a file under this directory, such as your own code's.
       device: one device instead of all of them together.
 
@@ -132,7 +135,7 @@ class _Sum:
     unknown_s: float = 0.0
     occurrences: int = 0
     largest_s: float = -1.0
-    example: str = ""
+    example: Operation | None = None
 
     def add(self, operation: Operation, self_s: float, count: int) -> None:
         self.self_s += self_s
@@ -140,12 +143,15 @@ class _Sum:
         field = f"{operation.instruction.scope.direction if operation.instruction else 'unknown'}_s"
         setattr(self, field, getattr(self, field) + self_s)
         if self_s > self.largest_s:
-            self.largest_s, self.example = self_s, operation.name
+            self.largest_s, self.example = self_s, operation
 
     def row(self, name: str, busy_s: float) -> OpsRow:
         share = self.self_s / busy_s if busy_s else None
         parts = (self.forward_s, self.backward_s, self.recomputed_s, self.unknown_s)
-        return OpsRow(name, self.self_s, share, *parts, self.occurrences, self.example)
+        instruction = self.example.instruction if self.example else None
+        package_line = str((instruction.package_source if instruction else None) or "")
+        example = self.example.name if self.example else ""
+        return OpsRow(name, self.self_s, share, *parts, self.occurrences, example, package_line)
 
 
 def _source(operation: Operation, within: str, *, line: bool) -> str:

@@ -11,10 +11,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from stack_core.report.fields import number
+from stack_core.report.plots import Chart, Series
 from stack_profile.analyses.input_pipeline import InputWait, input_wait
 from stack_profile.analyses.ops import chosen_devices, ops
-from stack_profile.answer import Answer, number
-from stack_profile.plots import Chart, Series
+from stack_profile.answer import Answer
 from stack_profile.traces.intervals import gaps, union
 from stack_profile.traces.operations import PICOSECOND, HostEvents, Ops, Step
 from stack_profile.traces.trace import Trace
@@ -173,7 +174,7 @@ def _facts(devices: Sequence[Ops], rows: Sequence[OverviewRow], waits: _Waits) -
         "shortest_s": min(durations, default=None),
         "longest_s": max(durations, default=None),
         "deviation_mean_share": deviation_s / mean_s if deviation_s is not None and mean_s else None,
-        "steps_s": total_s if rows else None,
+        "all_steps_s": total_s if rows else None,
         "idle_s": idle_s,
         "idle_steps_share": idle_s / total_s if idle_s is not None and total_s else None,
         "bound_by": _bound(idle_s, total_s, waits),

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from stack_core import machine
+from stack_core.report.fields import number
+from stack_core.report.plots import Chart, Series
 from stack_profile.analyses.ops import chosen_devices
-from stack_profile.answer import Answer, number
-from stack_profile.plots import Chart, Series
+from stack_profile.answer import Answer
 from stack_profile.traces.categories import category
 from stack_profile.traces.hlo import Program
 from stack_profile.traces.operations import Operation
@@ -93,7 +94,7 @@ def _registered_chip(name: str) -> "Chip":
 
 def _roofline(trace: Trace, chip: "Chip | None", said: str, device: str | None) -> Answer[RooflineRow]:
     devices = chosen_devices(trace, device)
-    costs = {id(program): _costs(program) for program in trace.programs}
+    costs = {id(program): _costs(program) for program in trace.ran}
     sharing = _sharing(chip, len(trace.devices))
     rows = [
         _row(_Measured(operation, self_s, count), costs.get(id(operation.program)), chip, sharing)
@@ -101,7 +102,7 @@ def _roofline(trace: Trace, chip: "Chip | None", said: str, device: str | None) 
         for operation, self_s, count in each.totals()
     ]
     busy_s = sum((each.busy_s for each in devices), 0.0)
-    unreadable = [program.name for program in trace.programs if costs[id(program)] is None]
+    unreadable = [program.name for program in trace.ran if costs[id(program)] is None]
     return Answer(
         name="roofline",
         facts=_facts(rows, chip, busy_s),

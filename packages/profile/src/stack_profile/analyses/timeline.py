@@ -10,10 +10,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from stack_core.report.fields import number
+from stack_core.report.plots import Lanes, Span
 from stack_profile.analyses.ops import chosen_devices
-from stack_profile.answer import Answer, number
+from stack_profile.answer import Answer
 from stack_profile.errors import ProfileError
-from stack_profile.plots import Lanes, Span
 from stack_profile.traces.categories import category
 from stack_profile.traces.operations import PICOSECOND, HostEvents, Ops, Step
 from stack_profile.traces.spans import IDLE, Items, cut, items_of

@@ -187,14 +187,13 @@ def _settle() -> None:
 def _missing_programs(data: bytes, programs: list[Any]) -> Iterator[tuple[str, bytes]]:
     """Name and HLO of the programs that ran in the trace and that it lacks, called `jit_step(7)` as in it."""
     planes = read_space(data).planes
-    names = [name for plane in planes if plane.name == "/host:metadata" for name in plane.event_names.values()]
-    held = {name.rpartition("(")[0] for name in names}
-    missing = [module for executable in programs for module in executable.hlo_modules() if module.name not in held]
-    ran = {name.partition("(")[0] for plane in planes if missing for name in _texts(plane)}
-    for module in missing:
-        if module.name in ran:
-            proto = hlo_proto(module.as_serialized_hlo_module_proto())
-            yield f"{module.name}({program_key(proto)})", proto
+    held = {name for plane in planes if plane.name == "/host:metadata" for name in plane.event_names.values()}
+    ran = {name.partition("(")[0] for plane in planes if plane.name != "/host:metadata" for name in _texts(plane)}
+    for module in (module for executable in programs for module in executable.hlo_modules() if module.name in ran):
+        proto = hlo_proto(module.as_serialized_hlo_module_proto())
+        name = f"{module.name}({program_key(proto)})"
+        if name not in held:
+            yield name, proto
 
 
 def _texts(plane: Plane) -> Iterator[str]:

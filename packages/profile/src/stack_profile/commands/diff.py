@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from stack_profile.answer import share_of
 from stack_profile.commands.printing import Limit, PrintCsv, PrintJson, TracePath, show
-from stack_profile.comparisons.diff import DiffGrouping
+from stack_profile.comparisons.comparison import DiffGrouping
 from stack_profile.comparisons.diff import diff as difference
 from stack_profile.traces.trace import load_trace
 
@@ -37,7 +37,7 @@ def diff(  # noqa: PLR0913, each parameter is an option of the command
     Args:
       a: more captures of the program before.
       b: more captures of the program after.
-      by: one row an operation, or a Python line, layer or category of work.
+      by: one row an operation, or a Python line, layer, module or category of work.
       min_change: the part of its time before from which on a row is named.
     """
     sides = ([load_trace(path) for path in (first, *more)] for first, more in ((before, a), (after, b)))

@@ -10,7 +10,8 @@ from cyclopts import Parameter
 
 from stack_core.errors import nearest
 from stack_core.named_function import named_function
-from stack_profile.answer import Answer, number, share_of
+from stack_core.report.fields import number
+from stack_profile.answer import Answer, share_of
 from stack_profile.commands.diff import More
 from stack_profile.commands.printing import PrintJson
 from stack_profile.comparisons.costs import Costs, compiled_costs

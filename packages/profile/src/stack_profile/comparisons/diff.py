@@ -10,33 +10,27 @@ of them, each a little differently, from one step to the next and from one captu
 operations alike is a fact of its own; what took as long as before is not named, whatever the others did.
 """
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
 
+from stack_core.report.fields import number
 from stack_profile.analyses.compile import argument_differences
-from stack_profile.answer import Answer, number
-from stack_profile.comparisons.matching import match
+from stack_profile.answer import Answer
+from stack_profile.comparisons.comparison import TRIM, Comparison, DiffGrouping, Group, Place, grouped_difference
 from stack_profile.comparisons.samples import Side
-from stack_profile.comparisons.significance import Difference, adjusted, against_peers, difference
 from stack_profile.traces.hlo import Program
-from stack_profile.traces.operations import Operation
 from stack_profile.traces.trace import Trace
 
-__all__ = ["TRIM", "DiffGrouping", "DiffRow", "Verdict", "about_differences", "definitions", "diff", "step_program"]
+__all__ = ["DiffRow", "Verdict", "about_differences", "definitions", "diff", "step_program"]
 
-DiffGrouping = Literal["op", "line", "layer", "category"]
 Verdict = Literal["slower", "faster", "not shown", "not known"]
-
-TRIM: Final = 0.2  # of the steps, at either end
 
 _CONFIDENCE: Final = 0.95  # of intervals
 _FALSE_SHARE: Final = 0.01  # of the rows that are named, how many may be so by chance
 _MATTERS: Final = 0.001  # of the busy time: a change below is not named
-_PEERS: Final = 0.95  # of the time: what the others take is too short to say how operations changed
 
 
 @dataclass(frozen=True)
@@ -49,8 +43,9 @@ class DiffRow:
       before_s, after_s: seconds of self time a step, trimmed means.
       change_s: after_s - before_s; its confidence interval is from `low_s` to `high_s`, None where it is not known.
       change_before_share: change_s / before_s; None for what is new.
-      own_change_s: what of `change_s` is its own: all of it where there are several captures on both sides, else what
-        is beyond the median change of the other operations, of which there must be three.
+      own_change_s: what of `change_s` is its own: all of it where there are several captures on both sides, and of what
+        appeared or disappeared; else what is beyond the median change of the other operations, of which there must be
+        three.
       p: the probability of such an own change by chance, corrected for the number of rows (Benjamini and Hochberg).
       verdict: of the own change, "slower" or "faster"; "not shown" where it is small, or could be chance; "not known"
         where there are too few steps or operations to tell.
@@ -71,6 +66,7 @@ class DiffRow:
     category: str = ""
     layer: str = ""
     line: str = ""
+    package_line: str = ""
 
 
 def diff(
@@ -80,7 +76,8 @@ def diff(
 
     Args:
       before, after: captures of one program each; several tell what differs from one capture to the next.
-      by: one row a matched operation, or a Python line, layer or category of work, by the names of the program after.
+      by: one row a matched operation, or a Python line, layer, module or category of work, by the names of the program
+        after.
       min_change: the share of its time before from which on a row is named.
 
     Raises:
@@ -91,7 +88,7 @@ def diff(
     if first is None or second is None:
         missing = "Steps are not known: a trace has no operations, or does not tell the runs of a program apart."
         return Answer(f"diff by {by}", {}, DiffRow, (), (missing, *notes))
-    comparison = _Comparison.of(first, second)
+    comparison = Comparison.of(first, second)
     rows = _rows(comparison, by, min_change)
     return Answer(
         name=f"diff by {by}",
@@ -102,122 +99,9 @@ def diff(
     )
 
 
-@dataclass(frozen=True)
-class _Group:
-    """The columns of both sides that make a row, and the pairs in it."""
-
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    matched: str
-    pairs: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """Both sides, and how each pair of matched operations changed."""
-
-    before: Side
-    after: Side
-    pairs: tuple[_Group, ...]
-    each: Difference
-
-    @classmethod
-    def of(cls, before: Side, after: Side) -> "_Comparison":
-        matches = enumerate(match(before.sites, after.sites))
-        pairs = tuple(_Group(found.before, found.after, found.how, (place,)) for place, found in matches)
-        return cls(before, after, pairs, _difference(before, after, pairs, trim=TRIM))
-
-    @property
-    def sides(self) -> tuple[Side, Side]:
-        return self.before, self.after
-
-    @property
-    def busy(self) -> Difference:
-        return difference(*([samples.sum(axis=1, keepdims=True) for samples in side.self_s] for side in self.sides))
-
-    @property
-    def step(self) -> Difference:
-        return difference(*([samples[:, None] for samples in side.step_s] for side in self.sides))
-
-    @property
-    def peers(self) -> np.ndarray:
-        """The pairs that tell how operations change in general: of both sides, those that take nearly all the time."""
-        order = np.argsort(-self.each.before, kind="stable")
-        earlier_s = np.cumsum(self.each.before[order]) - self.each.before[order]
-        heavy = order[earlier_s < _PEERS * self.each.before.sum()]
-        return np.sort(heavy[(self.each.before[heavy] > 0) & (self.each.after[heavy] > 0)])
-
-    def rest(self, rows: Difference) -> Difference:
-        """What steps took beyond the trimmed means of the rows."""
-        busy = self.busy
-        return dataclasses.replace(busy, before=busy.before - rows.before.sum(), after=busy.after - rows.after.sum())
-
-    def groups(self, by: DiffGrouping) -> tuple[_Group, ...]:
-        if by == "op":
-            return self.pairs
-        members: dict[str, list[_Group]] = {}
-        for pair in self.pairs:
-            members.setdefault(getattr(_Place.of(self, pair), by), []).append(pair)
-        return tuple(map(_joined, members.values()))
-
-    def own_changes(self, found: Difference, groups: Sequence[_Group]) -> tuple[np.ndarray, np.ndarray]:
-        """Of each group the change that is its own, and the probability of it, corrected for the number of groups."""
-        if found.of_captures:
-            return found.change, adjusted(found.p())
-        peers = self.peers
-        pairs = [self.pairs[peer] for peer in peers.tolist()]
-        before, after = (
-            side.evened([column for pair in pairs for column in getattr(pair, name)])
-            for name, side in zip(("before", "after"), self.sides, strict=True)
-        )
-        even, of_peers = (_difference(before, after, each, trim=TRIM) for each in (groups, pairs))
-        parts = [np.flatnonzero(np.isin(peers, group.pairs)).tolist() for group in groups]
-        beyond, p = against_peers(even, of_peers, parts)
-        return beyond, adjusted(p)
-
-
-def _joined(groups: Sequence[_Group]) -> _Group:
-    before, after, pairs = (
-        tuple(place for group in groups for place in getattr(group, side)) for side in ("before", "after", "pairs")
-    )
-    return _Group(before, after, ", ".join(dict.fromkeys(group.matched for group in groups)), pairs)
-
-
-def _difference(before: Side, after: Side, groups: Sequence[_Group], *, trim: float = 0.0) -> Difference:
-    sums = before.sums([group.before for group in groups]), after.sums([group.after for group in groups])
-    return difference(*sums, trim=trim)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What a group is known by: the operation of it that takes the most, after or else before."""
-
-    op: str
-    category: str
-    layer: str
-    line: str
-
-    @classmethod
-    def of(cls, comparison: _Comparison, group: _Group) -> "_Place":
-        names = []
-        for side, members in zip(comparison.sides, (group.before, group.after), strict=True):
-            if members:
-                heaviest = max(members, key=lambda place: sum(samples[:, place].mean() for samples in side.self_s))
-                names.append((side.operations[heaviest], side.sites[heaviest], len(members)))
-        operation, site, _ = names[-1]
-        described = dict.fromkeys(
-            f"{each.name}{f' and {count - 1} more' if count > 1 else ''}" for each, _, count in names
-        )
-        return cls(f"{operation.module}: {' -> '.join(described)}", site.category, site.layer, _line(operation))
-
-
-def _line(operation: Operation) -> str:
-    return str((operation.instruction.source() if operation.instruction else None) or "")
-
-
-def _rows(comparison: _Comparison, by: DiffGrouping, min_change: float) -> Iterator[DiffRow]:
+def _rows(comparison: Comparison, by: DiffGrouping, min_change: float) -> Iterator[DiffRow]:
     groups = comparison.groups(by)
-    found = _difference(*comparison.sides, groups, trim=TRIM)
+    found = grouped_difference(*comparison.sides, groups, trim=TRIM)
     own, p = comparison.own_changes(found, groups)
     rest = comparison.rest(found)
     own, p = (np.append(column, np.nan) for column in (own, p))
@@ -245,10 +129,11 @@ def _rows(comparison: _Comparison, by: DiffGrouping, min_change: float) -> Itera
         )
 
 
-def _described(comparison: _Comparison, group: _Group, by: DiffGrouping) -> tuple[str, dict[str, str]]:
+def _described(comparison: Comparison, group: Group, by: DiffGrouping) -> tuple[str, dict[str, str]]:
     """The name of a row, and what else is known of it."""
-    place = _Place.of(comparison, group)
-    about = {"matched": group.matched, "category": place.category, "layer": place.layer, "line": place.line}
+    place = Place.of(comparison, group)
+    names = ("category", "layer", "line", "package_line")
+    about = {"matched": group.matched, **{name: getattr(place, name) for name in names}}
     return getattr(place, by), about
 
 
@@ -273,12 +158,12 @@ def _known(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def _facts(comparison: _Comparison) -> dict[str, Any]:
+def _facts(comparison: Comparison) -> dict[str, Any]:
     step, busy = comparison.step, comparison.busy
-    means = _difference(*comparison.sides, comparison.pairs)
+    means = grouped_difference(*comparison.sides, comparison.pairs)
     low, high = (_known(end[0]) for end in step.interval(_CONFIDENCE))
     peers = comparison.each.at(comparison.peers)
-    lined = np.array([bool(_Place.of(comparison, pair).line) for pair in comparison.pairs], bool)
+    lined = np.array([bool(Place.of(comparison, pair).line) for pair in comparison.pairs], bool)
     both = np.array([bool(pair.before and pair.after) for pair in comparison.pairs], bool)
     return {
         "steps": [sum(map(len, side.step_s)) for side in comparison.sides],
@@ -301,7 +186,7 @@ def _facts(comparison: _Comparison) -> dict[str, Any]:
     }
 
 
-def _notes(comparison: _Comparison, min_change: float) -> Iterator[str]:
+def _notes(comparison: Comparison, min_change: float) -> Iterator[str]:
     yield (
         "Seconds are those of a step on an average device. Rows are named from a change of "
         f"{number('_share', min_change)} of their time and {number('_share', _MATTERS)} of the busy time on, so that "

@@ -11,10 +11,13 @@ from typing import Final, Literal, get_args
 
 import numpy as np
 
+from stack_core.report.fields import number
 from stack_profile.analyses.compile import compilations
-from stack_profile.answer import Answer, number
+from stack_profile.answer import Answer
+from stack_profile.comparisons.comparison import TRIM
 from stack_profile.comparisons.costs import CostRow, Costs, costs_of
-from stack_profile.comparisons.diff import TRIM, DiffRow, about_differences, definitions, diff, step_program
+from stack_profile.comparisons.culprits import culprits
+from stack_profile.comparisons.diff import about_differences, definitions, step_program
 from stack_profile.comparisons.matching import Site, match
 from stack_profile.comparisons.samples import samples_of
 from stack_profile.comparisons.significance import Difference, difference
@@ -155,7 +158,13 @@ def _row(metric: Metric, base: GateSide, new: GateSide, allowed: float) -> GateR
     found = _step_times(base, new, trim=TRIM) if metric == "step_time" else _compile_times(base, new)
     before, change, low, high = float(found.before[0]), *_shares(found)
     verdict = _verdict(change, low, high, allowed)
-    fault = () if verdict == "within" else _slower(base, new) if metric == "step_time" else _costlier(metric, base, new)
+    fault = (
+        ()
+        if verdict == "within"
+        else culprits(base.traces, new.traces)
+        if metric == "step_time"
+        else _costlier(metric, base, new)
+    )
     return GateRow(
         metric, _UNITS[metric], before, float(found.after[0]), change, low, high, allowed, verdict, tuple(fault)
     )
@@ -181,27 +190,6 @@ def _shares(found: Difference) -> tuple[float, float | None, float | None]:
     """The change and the ends of its interval, as shares of what was before."""
     low, high = (None if np.isnan(end[0]) else float(end[0] / found.before[0]) for end in found.interval(CONFIDENCE))
     return float(found.change[0] / found.before[0]), low, high
-
-
-def _slower(base: GateSide, new: GateSide) -> Iterator[str]:
-    """What made the steps slower: significantly so, or most of all; or that nothing alone did."""
-    answer = diff(base.traces, new.traces)
-    idle_s, change_s = answer.facts["idle_change_s"], answer.facts["step_change_s"]
-    slower = [row for row in answer.rows if row.verdict == "slower"]
-    most = [row for row in answer.rows if row.matched and row.change_s > change_s / 2 > 0]
-    yield from map(_described, (slower or most)[:_SHOWN])
-    if idle_s > change_s / 2 > 0:
-        yield f"idle time of the devices: {number('_s', idle_s)} more a step; `stack profile overview` says what for"
-    elif not (slower or most):
-        median = answer.facts["median_change_before_share"]
-        alike = "" if median is None else f", whose median changed by {_signed(median)}"
-        yield f"no operation stands out from the others{alike}"
-
-
-def _described(row: DiffRow) -> str:
-    place = ", ".join(filter(None, (row.layer, row.name)))
-    times = f"{number('_s', row.before_s)} -> {number('_s', row.after_s)}"
-    return f"{row.line or 'no line'} ({place}): {times}"
 
 
 def _costlier(metric: Metric, base: GateSide, new: GateSide) -> Iterator[str]:

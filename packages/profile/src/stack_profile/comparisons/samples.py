@@ -119,7 +119,7 @@ def samples_of(trace: Trace) -> Samples | None:
 
 
 def _key(operation: Operation) -> tuple[str, int, str]:
-    return operation.module, operation.program_key, operation.name
+    return *operation.owner, operation.name
 
 
 def _program_order(operations: Sequence[Operation]) -> list[int]:
@@ -129,10 +129,10 @@ def _program_order(operations: Sequence[Operation]) -> list[int]:
         if (program := operation.program) is not None
     }
 
-    def position(column: int) -> tuple[int, int, str]:
+    def position(column: int) -> tuple[int, str, int, str]:
         operation = operations[column]
         place = places.get(id(operation.program), {}).get(operation.name.removeprefix("%"), -1)
-        return operation.program_key, place, operation.name
+        return operation.program_key, operation.module, place, operation.name
 
     return sorted(range(len(operations)), key=position)
 

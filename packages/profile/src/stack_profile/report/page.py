@@ -1,7 +1,5 @@
 """The page: what was captured, and a section for each registered analysis with its facts, plots, table and notes."""
 
-import base64
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -9,9 +7,11 @@ from typing import Any, Final
 
 from stack_core.errors import StackError
 from stack_core.plugins import registries
-from stack_profile.answer import Answer, number, title
-from stack_profile.report.markup import Markup, breakable, element
-from stack_profile.report.svg import draw
+from stack_core.report.document import document, facts
+from stack_core.report.fields import number, title
+from stack_core.report.markup import Markup, breakable, element
+from stack_core.report.svg import draw
+from stack_profile.answer import Answer
 from stack_profile.traces.trace import Trace
 
 __all__ = ["Section", "page", "sections"]
@@ -54,40 +54,21 @@ def page(trace: Trace, found: Sequence[Section], *, limit: int = 200) -> str:
     Args:
       limit: rows of a table, 0 for all.
     """
-    style, script = _asset("style.css"), _asset("sort.js")
-    policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}"
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=policy),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("title", f"Profile of {trace.source}"),
-        element("style", style),
-    )
     links = (element("a", _name(section), href=f"#{section.name}", class_=_failed(section)) for section in found)
-    body = element(
-        "body",
-        element(
-            "header",
-            element("h1", "Profile"),
-            element("p", breakable(trace.source), class_="source"),
-            _about(trace.about),
-        ),
+    header = element(
+        "header",
+        element("h1", "Profile"),
+        element("p", breakable(trace.source), class_="source"),
+        _about(trace.about),
+    )
+    return document(
+        f"Profile of {trace.source}",
+        header,
         _partial(trace.problems),
         element("nav", *links),
         element("main", *(_section(section, limit) for section in found)),
-        element("script", script),
+        script=resources.files("stack_profile.report").joinpath("sort.js").read_text(encoding="utf-8"),
     )
-    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
-
-
-def _asset(name: str) -> Markup:
-    return Markup(resources.files("stack_profile.report").joinpath(name).read_text(encoding="utf-8"))
-
-
-def _hash(content: str) -> str:
-    """How a policy names the one inline style or script that it allows."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
 def _about(about: Mapping[str, Any]) -> Markup:
@@ -96,7 +77,7 @@ def _about(about: Mapping[str, Any]) -> Markup:
         known["started_at"] = str(known["started_at"]).partition(".")[0].replace("T", " ")
     if not known:
         return element("p", "The trace does not say what captured it: other tools write nothing of that.")
-    return _facts({_ABOUT[key]: value for key, value in known.items()})
+    return facts({_ABOUT[key]: value for key, value in known.items()})
 
 
 _ABOUT: Final = {
@@ -141,7 +122,7 @@ def _section(section: Section, limit: int) -> Markup:
 
 def _answer(answer: Answer[Any], limit: int) -> Iterator[Markup]:
     if answer.facts:
-        yield _facts(answer.facts)
+        yield facts(answer.facts)
     if answer.plots:
         yield element("div", *map(draw, answer.plots), class_="plots")
     if answer.rows:
@@ -150,13 +131,6 @@ def _answer(answer: Answer[Any], limit: int) -> Iterator[Markup]:
         yield element("p", "No rows.", class_="empty")
     if answer.notes:
         yield element("ul", *(element("li", note) for note in answer.notes), class_="notes")
-
-
-def _facts(facts: Mapping[str, Any]) -> Markup:
-    pairs = (
-        element("div", element("dt", title(name)), element("dd", number(name, value))) for name, value in facts.items()
-    )
-    return element("dl", *pairs)
 
 
 def _table(answer: Answer[Any], limit: int) -> Markup:

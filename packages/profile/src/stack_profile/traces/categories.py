@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from stack_profile.traces.hlo import CONTAINERS, Instruction
+from stack_profile.traces.instructions import CONTAINERS, Instruction
 
 __all__ = ["category"]
 

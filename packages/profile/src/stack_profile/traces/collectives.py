@@ -95,7 +95,7 @@ class Collectives:
     @property
     def identity(self) -> tuple[str, int, str]:
         """What the same collective of another device shares."""
-        return self.operation.module, self.operation.program_key, self.operation.name
+        return *self.operation.owner, self.operation.name
 
     @property
     def duration_ps(self) -> np.ndarray:
@@ -176,10 +176,10 @@ def _kind_of(operation: Operation, kinds: Mapping[int, Mapping[str, Kind] | None
 
 def _collectives(ops: Ops, kinds: Mapping[int, Mapping[str, Kind] | None]) -> tuple[Collectives, ...]:
     found = {row: kind for row, each in enumerate(ops.operations) if (kind := _kind_of(each, kinds)) is not None}
-    rows = {(ops.operations[row].program_key, ops.operations[row].name.removeprefix("%")): row for row in found}
+    rows = {(ops.operations[row].owner, ops.operations[row].name.removeprefix("%")): row for row in found}
     dones: dict[int, int] = {}
     for row, kind in found.items():
-        start = rows.get((ops.operations[row].program_key, kind.start)) if kind.start else None
+        start = rows.get((ops.operations[row].owner, kind.start)) if kind.start else None
         if start is not None:
             dones[start] = row
     wholes = [row for row in found if row not in dones.values()]

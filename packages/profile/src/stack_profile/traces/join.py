@@ -1,9 +1,9 @@
 """Joins the events of a device with the programs that they are of."""
 
-import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -12,41 +12,143 @@ from stack_profile.traces.intervals import nesting, self_times
 from stack_profile.traces.operations import Operation, Ops
 from stack_profile.traces.xplane import MISSING, Events, Line, Plane
 
-__all__ = ["Join", "device_ops"]
+__all__ = ["Executions", "Join", "Kind", "device_ops", "executions", "join"]
+
+
+_Owner = tuple[int, str]  # number and module of a program as events have them
 
 
 @dataclass(frozen=True)
 class Join:
-    """Finds the program of an operation: by its key, or by the module's name where only one program has it."""
+    """The programs of what ran in a process, by number and module as the events have them.
 
-    by_key: Mapping[int, Program]
-    by_name: Mapping[str, Program]
+    A program that JAX loads from its compile cache runs under its number in the process that compiled it, which in
+    this process may be another program's. So a number counts where the module's name agrees and the program has all
+    operations that ran under it. Otherwise programs of that name that have all these operations are candidates: the
+    only one, or any where these operations have the same lines and scopes in all of them. Events of TPUs name no
+    module, but number a program by its content.
+
+    Attributes:
+      found: None where none, or no single one, fits.
+      candidates: how many fit, where `found` has None; empty for a trace without any programs.
+    """
+
+    found: Mapping[_Owner, Program | None]
+    candidates: Mapping[_Owner, int]
 
     @classmethod
-    def of(cls, found: Mapping[int, Program]) -> "Join":
-        counts = collections.Counter(program.name for program in found.values())
-        return cls(found, {program.name: program for program in found.values() if counts[program.name] == 1})
+    def of(cls, programs: Mapping[int, Program], ran: Mapping[_Owner, AbstractSet[str]]) -> "Join":
+        """Joins what ran, names of operations, with the programs of the process by number."""
+        by_number = {owner: programs[owner[0]] for owner, names in ran.items() if _numbered(programs, owner, names)}
+        named: dict[str, list[Program]] = {}
+        for program in programs.values():
+            named.setdefault(program.name, []).append(program)
 
-    def __call__(self, key: int, module: str) -> Program | None:
-        return self.by_key.get(key) or self.by_name.get(module)
+        def fitting(owner: _Owner) -> list[Program]:
+            return [each for each in named.get(owner[1], ()) if ran[owner] <= each.instructions.keys()]
+
+        fits = {owner: fitting(owner) for owner in ran.keys() - by_number.keys()}
+        if any(fits.values()):  # numbers of another process, which may be right by accident alone
+            fits |= {owner: fitting(owner) for owner in by_number if owner[1]}
+        found: dict[_Owner, Program | None] = dict.fromkeys(ran) | by_number
+        for owner, each in fits.items():
+            only = each[0] if _alike(each, ran[owner]) else None
+            found[owner] = only and by_number.get(owner, only)
+        unjoined = {owner: len(fits[owner]) for owner, program in found.items() if program is None and programs}
+        return cls(found, unjoined)
+
+    def problems(self) -> Iterator[str]:
+        """What has no program, and so no lines."""
+        unjoined = [
+            f"{module} ({key}{f', which {count} programs fit' if count else ''})"
+            for (key, module), count in sorted(self.candidates.items())
+            if module
+        ]
+        if unjoined:
+            yield f"Programs that ran and are not known, so that their operations have no lines: {', '.join(unjoined)}"
 
 
-def device_ops(plane: Plane, join: Join, prefix: str, base_ns: int) -> list[Ops]:
-    """The operations of the devices of a plane: of one, or of those that a host's threads run."""
+def _numbered(programs: Mapping[int, Program], owner: _Owner, names: AbstractSet[str]) -> bool:
+    """Whether the program of a number is the one that ran."""
+    key, module = owner
+    program = programs.get(key)
+    if program is None or module not in ("", program.name):
+        return False
+    return names <= program.instructions.keys() if module else not names.isdisjoint(program.instructions)
+
+
+def _alike(programs: Sequence[Program], names: AbstractSet[str]) -> bool:
+    """Whether there are programs, in all of which these operations have the same lines and scopes."""
+    places = {
+        tuple((found.op_name, found.frames) for name in sorted(names) if (found := program.instructions[name]))
+        for program in programs
+    }
+    return len(places) == 1
+
+
+class Kind(NamedTuple):
+    """What is the same of all executions of an operation.
+
+    Attributes:
+      beside: it is of no program.
+      key, module: number and name of the program as the events have them, `MISSING` and "" where they do not.
+    """
+
+    beside: bool
+    key: int
+    module: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Executions:
+    """What ran on the devices of a plane, a row each.
+
+    Attributes:
+      which: the row of `kinds`.
+      columns: device, run, start and end.
+    """
+
+    plane: Plane
+    kinds: tuple[Kind, ...]
+    which: np.ndarray
+    columns: Mapping[str, np.ndarray]
+
+
+def executions(plane: Plane, base_ns: int) -> Executions | None:
+    """What ran on the devices of a plane: on one, or on those that a host's threads run; None where nothing did."""
     own_lines = [line for line in plane.lines if line.name in _OP_LINES]
     parts = [part for line in own_lines or plane.lines if (part := _op_events(plane, line, base_ns)) is not None]
     if not parts:
-        return []
+        return None
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     if (columns["run"] == MISSING).all():
         columns["run"] = _runs(plane, columns["host_start"], base_ns)
     ends = _end_events(plane, base_ns)
     columns["end"] = np.maximum(columns["end"], _work_ends(columns, *ends)) if ends else columns["end"]
-    devices = []
-    for ordinal in np.unique(columns["device"]).tolist():
-        rows = columns["device"] == ordinal
+    return Executions(plane, *_kinds(plane, columns), columns)
+
+
+def join(ran: Sequence[Kind], programs: Mapping[int, Program]) -> Join:
+    """Finds the programs of all operations that ran in a process, among those that the trace holds."""
+    operations: dict[_Owner, set[str]] = {}
+    for kind in ran:
+        operations.setdefault((kind.key, kind.module), set()).add(kind.name.removeprefix("%"))
+    return Join.of(programs, operations)
+
+
+def device_ops(ran: Executions, joined: Join, prefix: str) -> list[Ops]:
+    """The operations of each device of a plane, with their programs."""
+    plane = ran.plane
+    devices: list[Ops] = []
+    operations = [_operation(kind, joined) for kind in ran.kinds]
+    for ordinal in np.unique(ran.columns["device"]).tolist():
+        rows = ran.columns["device"] == ordinal
         name = plane.name.removeprefix("/device:") if plane.name.startswith("/device:") else f"CPU:{max(ordinal, 0)}"
-        devices.append(_ops(prefix + name, plane, join, {key: column[rows] for key, column in columns.items()}))
+        kinds, which = np.unique(ran.which[rows], return_inverse=True)
+        own = tuple(operations[kind] for kind in kinds.tolist())
+        columns = (ran.columns[column][rows] for column in ("start", "end", "run"))
+        devices.append(_ops(prefix + name, own, which.reshape(-1), *columns))
     return devices
 
 
@@ -154,10 +256,16 @@ def _work_ends(columns: Mapping[str, np.ndarray], consumer: np.ndarray, time: np
     return ends
 
 
-def _ops(device: str, plane: Plane, join: Join, columns: Mapping[str, np.ndarray]) -> Ops:
-    operations, which = _operations(plane, join, columns)
-    order = np.argsort(columns["start"], kind="stable")
-    which, start, end, run = which[order], columns["start"][order], columns["end"][order], columns["run"][order]
+def _ops(
+    device: str,
+    operations: tuple[Operation, ...],
+    which: np.ndarray,
+    start: np.ndarray,
+    end: np.ndarray,
+    run: np.ndarray,
+) -> Ops:
+    order = np.argsort(start, kind="stable")
+    which, start, end, run = which[order], start[order], end[order], run[order]
     if (run == MISSING).all():
         run = _repetitions(operations, which)
     depth = np.full(len(which), -1)
@@ -173,9 +281,11 @@ def _repetitions(operations: Sequence[Operation], which: np.ndarray) -> np.ndarr
     program is not known these are the ones that ran the fewest times. Kernels of one operation follow each other.
     """
     run = np.full(len(which), MISSING)
-    keys = np.array([MISSING if each.beside else each.program_key for each in operations])
-    for key in np.unique(keys[keys != MISSING]).tolist():
-        rows = np.flatnonzero(keys[which] == key)
+    owners = [None if each.beside else each.owner for each in operations]
+    for owner in dict.fromkeys(each for each in owners if each is not None and each[1] != MISSING):
+        rows = np.flatnonzero(np.array([each == owner for each in owners], bool)[which])
+        if not len(rows):
+            continue
         of_rows = which[rows]
         begins = np.append(True, of_rows[1:] != of_rows[:-1])
         counts = np.bincount(of_rows[begins], minlength=len(operations))
@@ -187,22 +297,23 @@ def _repetitions(operations: Sequence[Operation], which: np.ndarray) -> np.ndarr
     return run
 
 
-def _operations(
-    plane: Plane, join: Join, columns: Mapping[str, np.ndarray]
-) -> tuple[tuple[Operation, ...], np.ndarray]:
+def _kinds(plane: Plane, columns: Mapping[str, np.ndarray]) -> tuple[tuple[Kind, ...], np.ndarray]:
     """The distinct operations, and which one each row is."""
     keys = np.stack([columns["kind"], columns["program"], columns["module"], columns["name"]])
     pairs, which = np.unique(_codes(keys), return_inverse=True, return_index=True)[1:]
     found = []
-    for kind, program_key, module, name in keys[:, pairs].T.tolist():
-        module_name = plane.text(module) if module != MISSING else ""
-        program = join(program_key, module_name) if kind != _OTHER else None
+    for kind, key, module, name in keys[:, pairs].T.tolist():
         text = plane.text(name) if kind == _TEXT else plane.event_names.get(name, "")
         text = text.rpartition("::")[2] if kind == _TEXT else text  # XLA's annotations around a kernel, innermost last
-        instruction = program.instructions.get(text.removeprefix("%")) if program else None
-        module_name = module_name or (program.name if program else "")
-        found.append(Operation(text, module_name, program_key, program, instruction, beside=kind == _OTHER))
+        found.append(Kind(kind == _OTHER, key, plane.text(module) if module != MISSING else "", text))
     return tuple(found), which.reshape(-1)
+
+
+def _operation(kind: Kind, joined: Join) -> Operation:
+    program = None if kind.beside else joined.found[kind.key, kind.module]
+    instruction = program.instructions.get(kind.name.removeprefix("%")) if program else None
+    module = kind.module or (program.name if program else "")
+    return Operation(kind.name, module, kind.key, program, instruction, beside=kind.beside)
 
 
 def _codes(keys: np.ndarray) -> np.ndarray:

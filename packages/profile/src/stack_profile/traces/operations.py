@@ -7,7 +7,8 @@ from typing import Final
 
 import numpy as np
 
-from stack_profile.traces.hlo import CONTAINERS, Instruction, Program
+from stack_profile.traces.hlo import Program
+from stack_profile.traces.instructions import CONTAINERS, Instruction
 from stack_profile.traces.intervals import tracks, union
 from stack_profile.traces.xplane import MISSING
 
@@ -22,6 +23,7 @@ class Operation:
 
     Attributes:
       module: the program's name as the events have it.
+      program_key: its number as the events have it, which may be that of the process that compiled it.
       instruction: None where the trace does not hold the program, or the program no such instruction.
       beside: it is of no program, such as a copy between host and GPU; it has the time that those of programs leave.
     """
@@ -32,6 +34,11 @@ class Operation:
     program: Program | None = field(repr=False)
     instruction: Instruction | None
     beside: bool = False
+
+    @property
+    def owner(self) -> tuple[str, int]:
+        """What tells its program from the others of the process."""
+        return self.module, self.program_key
 
     @property
     def is_entry(self) -> bool:
@@ -146,10 +153,9 @@ def steps_of(ops: Ops) -> tuple[Step, ...]:
     rows = np.flatnonzero(ops.run != MISSING)
     if not len(rows):
         return ()
-    key = np.array([operation.program_key for operation in ops.operations])[ops.which[rows]]
-    keys, inverse = np.unique(key, return_inverse=True)
-    heaviest = keys[np.argmax(np.bincount(inverse, weights=ops.self_ps[rows]))]
-    rows = rows[key == heaviest]
+    owners: dict[tuple[str, int], int] = {}
+    owner = np.array([owners.setdefault(each.owner, len(owners)) for each in ops.operations])[ops.which[rows]]
+    rows = rows[owner == np.argmax(np.bincount(owner, weights=ops.self_ps[rows]))]
     runs, first, inverse, counts = np.unique(ops.run[rows], return_index=True, return_inverse=True, return_counts=True)
     starts = ops.start_ps[rows][first]
     ends = np.zeros(len(runs), np.int64)

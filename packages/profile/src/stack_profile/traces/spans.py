@@ -12,7 +12,8 @@ from typing import Final
 import numpy as np
 
 from stack_profile.traces.categories import category
-from stack_profile.traces.hlo import Frame, Instruction, Program
+from stack_profile.traces.hlo import Program
+from stack_profile.traces.instructions import Frame, Instruction
 from stack_profile.traces.intervals import gaps, self_times, union
 from stack_profile.traces.operations import Operation, Ops
 

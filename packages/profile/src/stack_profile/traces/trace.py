@@ -11,8 +11,8 @@ import numpy as np
 
 from stack_profile.captures.processes import about_of, names_of, problems_of, programs_beside
 from stack_profile.errors import TraceError
-from stack_profile.traces.hlo import Program, program_key, read_program
-from stack_profile.traces.join import Join, device_ops
+from stack_profile.traces.hlo import Program, outline, program_key
+from stack_profile.traces.join import Kind, device_ops, executions, join
 from stack_profile.traces.operations import HostEvents, Ops, Step, steps_of
 from stack_profile.traces.wire import WireError
 from stack_profile.traces.xplane import MISSING, Line, Space, read_space
@@ -26,6 +26,7 @@ class Trace:
 
     Attributes:
       about: what the capture wrote of its process, see `stack_profile.capture`; empty for other tools' traces.
+      programs: all that were loaded; what is in them is read on first use.
       devices: those on which operations ran.
       problems: why the trace is not whole; empty when it is.
     """
@@ -36,6 +37,12 @@ class Trace:
     programs: tuple[Program, ...]
     devices: tuple[Ops, ...]
     problems: tuple[str, ...]
+
+    @functools.cached_property
+    def ran(self) -> tuple[Program, ...]:
+        """The programs of the operations."""
+        found = {id(each.program): each.program for ops in self.devices for each in ops.operations}
+        return tuple(program for program in found.values() if program is not None)
 
     @functools.cached_property
     def base_ns(self) -> int:
@@ -110,11 +117,13 @@ def trace_of(
     devices: list[Ops] = []
     for space, prefix, protos in zip(spaces, names_of(spaces), beside or [()] * len(spaces), strict=True):
         found = _beside(protos, found_problems) | _programs(space, found_problems)
+        ran = [each for plane in space.planes if (each := executions(plane, base_ns)) is not None]
+        kinds = [kind for each in ran for kind in each.kinds if not kind.beside]
+        found = _without_damaged(found, kinds, found_problems)
+        joined = join(kinds, found)
         programs += found.values()
-        join = Join.of(found)
-        for plane in space.planes:
-            devices += device_ops(plane, join, prefix, base_ns)
-        found_problems += space.problems
+        devices += [ops for each in ran for ops in device_ops(each, joined, prefix)]
+        found_problems += [*joined.problems(), *space.problems]
     return Trace(source, tuple(spaces), about or {}, tuple(programs), tuple(devices), tuple(found_problems))
 
 
@@ -164,6 +173,20 @@ def _programs(space: Space, problems: list[str]) -> dict[int, Program]:
     return found
 
 
+def _without_damaged(programs: Mapping[int, Program], ran: Sequence[Kind], problems: list[str]) -> dict[int, Program]:
+    """Programs without the damaged ones of those that may have run, which are added to `problems`."""
+    names, keys = {kind.module for kind in ran}, {kind.key for kind in ran if not kind.module}
+    kept = {}
+    for key, program in programs.items():
+        try:
+            if program.name in names or key in keys:
+                _ = program.instructions
+            kept[key] = program
+        except TraceError as error:
+            problems.append(f"{program.name}: {error}")
+    return kept
+
+
 def _beside(protos: Sequence[bytes], problems: list[str]) -> dict[int, Program]:
     """Programs by key; those that are damaged are added to `problems`."""
     found = {}
@@ -180,7 +203,7 @@ def _beside(protos: Sequence[bytes], problems: list[str]) -> dict[int, Program]:
 
 def _read(proto: bytes, key: int, name: str, problems: list[str]) -> Program | None:
     try:
-        return read_program(proto, key)
+        return outline(proto, key)
     except TraceError as error:
         problems.append(f"{name}: {error}")
         return None

@@ -1,14 +1,13 @@
-"""Methods by name: what a model holds in the place of a parameter, and how programs compute with it."""
+"""Methods: what a model holds in the place of a parameter, and how programs compute with it; a registry by name."""
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-from stack_core.errors import UnknownName, nearest
+from stack_core.plugins import registries
 from stack_quant.rules import Rule
 
-__all__ = ["METHODS", "Method", "ProductTypes", "TrainedProducts", "method"]
+__all__ = ["Method", "ProductTypes", "TrainedProducts", "method"]
 
 
 @dataclass(frozen=True)
@@ -64,22 +63,14 @@ class Method:
     products: TrainedProducts | None = None
     keeps_ranges: bool = False
 
-
-METHODS: Final = {
-    "ptq": "stack_quant.methods.ptq:PTQ",
-    "qat": "stack_quant.methods.qat:QAT",
-    "qt": "stack_quant.methods.qt:QT",
-}
-"""Where each is, "module:attribute"."""
+    def __reduce__(self) -> Any:
+        return method, (self.name,)  # it is made of functions, which pickle by where they are only
 
 
 def method(name: str) -> Method:
     """The method of a name.
 
     Raises:
-      UnknownName: there is none; names the nearest and all.
+      UnknownName: no plugin registers it; names the nearest and all.
     """
-    if name not in METHODS:
-        raise UnknownName(f"Unknown method {name!r}.{nearest(name, METHODS)} Methods: {', '.join(METHODS)}.")
-    module, attribute = METHODS[name].split(":")
-    return getattr(importlib.import_module(module), attribute)
+    return registries.methods[name]

@@ -1,11 +1,25 @@
-"""Recipes by name: the YAML files beside this one."""
+"""Recipes: rules in YAML files, those beside this one by their names."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from stack_core.errors import UnknownName, nearest
-from stack_quant.rules import Rule, load_recipe
+from stack_core.config import config, load_yaml, parse
+from stack_core.errors import ConfigError, UnknownName, nearest
+from stack_quant.errors import RuleError
+from stack_quant.rules import Rule
 
-__all__ = ["named_or_read", "recipe_names"]
+__all__ = ["Recipe", "Rules", "as_rules", "load_recipe", "recipe_names"]
+
+Rules = Rule | str | Path | Mapping[str, Any] | Sequence[Rule | Mapping[str, Any]]
+"""One rule or several, as `Rule`s or as mappings with their attributes; or the name or the path of a recipe."""
+
+
+@config
+class Recipe:
+    """Rules in a file: `rules:` followed by a list of mappings, each with the attributes of a `Rule`."""
+
+    rules: tuple[Rule, ...]
 
 
 def recipe_names() -> tuple[str, ...]:
@@ -13,20 +27,55 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.yaml")))
 
 
-def named_or_read(recipe: str) -> tuple[Rule, ...]:
-    """The rules of a recipe: a name, or the path of a YAML file.
+def load_recipe(recipe: str | Path) -> tuple[Rule, ...]:
+    """The rules of a recipe: a name, such as "w4a8", or the path of a YAML file.
 
     Raises:
       UnknownName: it is neither; names the nearest and all.
-      ConfigError, RuleError: as `load_recipe`.
+      ConfigError: the file is no mapping with a list `rules`, or a rule has a key that rules do not have.
+      RuleError: a rule contradicts itself.
     """
     path = Path(recipe)
     if path.suffix in (".yaml", ".yml"):
-        return load_recipe(path)
+        return _read(path)
     known = recipe_names()
-    if recipe not in known:
+    if str(recipe) not in known:
         raise UnknownName(
-            f"Unknown recipe {recipe!r}.{nearest(recipe, known)} Recipes: {', '.join(known)}; or give the path of a "
-            "file that ends in .yaml."
+            f"Unknown recipe {str(recipe)!r}.{nearest(str(recipe), known)} Recipes: {', '.join(known)}; or give the "
+            "path of a file that ends in .yaml."
         )
-    return load_recipe(Path(__file__).with_name(f"{recipe}.yaml"))
+    return _read(Path(__file__).with_name(f"{recipe}.yaml"))
+
+
+def as_rules(rules: Any) -> tuple[Rule, ...]:
+    """Rules from any form in which they may be given, those of `Rules`.
+
+    Raises:
+      RuleError: it is no such form, or a rule contradicts itself.
+      ConfigError, UnknownName: as `load_recipe`.
+    """
+    if isinstance(rules, str | Path):
+        return load_recipe(rules)
+    if isinstance(rules, Mapping):
+        return as_rules(rules["rules"]) if rules.keys() == {"rules"} else (_rule(rules, 0),)
+    if isinstance(rules, Rule):
+        return (rules,)
+    if not isinstance(rules, Sequence):
+        raise RuleError(
+            f"{rules!r} is no rule and no list of rules. Give Rule(path='.*', weights='int8'), a list of such, or the "
+            f"name of a recipe: {', '.join(recipe_names())}."
+        )
+    return tuple(_rule(rule, place) for place, rule in enumerate(rules))
+
+
+def _read(path: Path) -> tuple[Rule, ...]:
+    try:
+        mapping = load_yaml(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error} A recipe is a YAML file: `rules:`, then a list of mappings.") from error
+    listed = mapping.get("rules")
+    return parse(Recipe, {**mapping, "rules": as_rules(listed)} if isinstance(listed, list) else mapping).rules
+
+
+def _rule(rule: Any, place: int) -> Rule:
+    return rule if isinstance(rule, Rule) else parse(Rule, rule, path=f"rules.{place}")

@@ -1,7 +1,7 @@
 """Calls, loops and branches: run again with quantized arrays among what they are given."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,9 @@ from jax import lax
 from stack_core.ops.building import is_quantized, vary_alike
 from stack_quant.streams import merged
 from stack_quant.transform import versions, views
+from stack_quant.transform.adapted import Adapted
 from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value, has_products
+from stack_quant.transform.parts import Concatenated
 
 __all__: list[str] = []
 
@@ -53,19 +55,71 @@ def _called(results: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
 
 
 def _jit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
-    function, results = _traced(interpreter, equation, versions.inner(equation), operands)
-    function.__name__ = equation.params["name"]
+    """A jitted function; calls that treat their operands alike share one, as they do in float."""
+    paths = _paths(operands)
+    alike = _treatment_of_call(interpreter, equation, operands, paths)
+    found = None if alike is None else interpreter.shared.get(alike)
+    if found is None:
+        function, results = _traced(interpreter, equation, versions.inner(equation), operands)
+        function.__name__ = equation.params["name"]
+        found = jax.jit(function), results, paths
+        if alike is not None:
+            interpreter.shared[alike] = found
+    function, results, first_paths = found
     arrays = _constrained([operand.array for operand in operands], equation.params["in_shardings"])
-    measured, arrays = jax.jit(function)(interpreter.measured, *arrays)
+    measured, arrays = function(interpreter.measured, *arrays)
     interpreter.measured.update(measured)
+    renamed = dict(zip(first_paths, paths, strict=True))
+    results = [result.renamed(renamed) for result in results]
     return _called(results, _constrained(arrays, equation.params["out_shardings"]))
 
 
+def _paths(operands: Sequence[Value]) -> tuple[str, ...]:
+    """The parameters that operands are made of, in order."""
+    return tuple(dict.fromkeys(path for operand in operands for path in (*operand.paths, *operand.made_of)))
+
+
+def _treatment_of_call(
+    interpreter: Interpreter, equation: Any, operands: Sequence[Value], paths: tuple[str, ...]
+) -> Hashable | None:
+    """What decides how a jitted function is run: equal for calls that differ in the names of parameters alone.
+
+    None where more does: while the program is surveyed or measured, with static ranges, which parameters name, and with
+    a key, of which each call draws another part.
+    """
+    if interpreter.ranges != {} or interpreter.measured or interpreter.key is not None:
+        return None
+    if any(operand.is_concatenated for operand in operands):
+        return None
+    treatment, numbers = interpreter.treatment, {path: number for number, path in enumerate(paths)}
+    by_name = any(rule.op is not None for rule in treatment.rules)
+    scopes = (interpreter.scopes, str(equation.source_info.name_stack)) if by_name else None
+
+    def of_operand(operand: Value) -> Hashable:
+        source = operand.source
+        leaves, structure = jax.tree.flatten(operand.array)
+        return (
+            structure,
+            tuple((leaf.shape, leaf.dtype) for leaf in map(jax.typeof, leaves)),
+            None if source is None else (numbers[source.path], source.axes, source.derived),
+            tuple(numbers[path] for path in operand.made_of),
+            operand.from_data,
+            operand.dtype,
+        )
+
+    of_paths = tuple(
+        (treatment.of_path.get(path), treatment.specs.get(path), treatment.tiles.get(path)) for path in paths
+    )
+    return id(equation.params["jaxpr"]), scopes, of_paths, tuple(map(of_operand, operands))
+
+
 def _constrained(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-    """What the shardings of a jitted function ask for; a quantized array stays as it was put."""
+    """What the shardings of a jitted function ask for; one that is quantized or adapted stays as it was put."""
     return [
         lax.with_sharding_constraint(array, sharding)
-        if isinstance(sharding, jax.sharding.Sharding) and not is_quantized(array)
+        if isinstance(sharding, jax.sharding.Sharding)
+        and not is_quantized(array)
+        and not isinstance(array, Adapted | Concatenated)
         else array
         for array, sharding in zip(arrays, shardings, strict=True)
     ]
@@ -85,28 +139,66 @@ def _inlined(interpreter: Interpreter, equation: Any, operands: Sequence[Value])
 
 
 def _custom(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
-    """A function with a derivative of its own.
+    """A function with a derivative, or a batching rule, of its own; what is inside of it is quantized.
 
-    The derivative is of the function in float. It is kept where nothing inside is quantized; elsewhere JAX
-    differentiates what is run.
+    The derivative stays the function's own, that of the function in float at the operands as they are.
     """
     by_rule = any(rule.path is None for rule in interpreter.treatment.rules) and has_products(equation)
-    if by_rule or any(operand.source is not None for operand in operands):
-        probe = dataclasses.replace(interpreter, rows=[], uses=[])
-        results = probe.run(versions.inner(equation), operands)
-        interpreter.uses.extend(probe.uses)
-        if any(row.computed != "float" for row in probe.rows):
-            interpreter.rows.extend(probe.rows)
-            return results
-        interpreter.rows.extend(probe.rows)
-    return interpreter.as_it_is(equation, operands)
+    if not by_rule and all(operand.source is None for operand in operands):
+        return interpreter.as_it_is(equation, operands)
+    probe = dataclasses.replace(interpreter, rows=[], uses=[], measured=dict(interpreter.measured))
+    results = probe.run(versions.inner(equation), operands)
+    interpreter.uses.extend(probe.uses)
+    interpreter.rows.extend(probe.rows)
+    if all(row.computed == "float" for row in probe.rows):
+        return interpreter.as_it_is(equation, operands)
+    if equation.primitive.name == "custom_vmap_call" or interpreter.ranges is None:
+        interpreter.measured.update(probe.measured)  # nothing is differentiated while ranges are measured
+        return results
+    return _with_own_derivative(interpreter, equation, operands)
+
+
+def _with_own_derivative(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """What an equation computes where what is inside is quantized, with the tangents of the equation in float."""
+
+    @jax.custom_jvp
+    def function(context: Any, *arrays: Any) -> list[Any]:
+        ranges, trips, key = context  # JAX wants what may be differentiated around it handed over
+        layers = tuple((size, trip) for (size, _), trip in zip(interpreter.layers, trips, strict=True))
+        inside = dataclasses.replace(_within(interpreter, equation), ranges=ranges, layers=layers, key=key, draws=[])
+        values = [dataclasses.replace(operand, array=array) for operand, array in zip(operands, arrays, strict=True)]
+        return list(map(inside.plain, inside.run(versions.inner(equation), values)))
+
+    @function.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        (_, *arrays), (_, *moved) = primals, tangents
+        values = [dataclasses.replace(operand, array=array) for operand, array in zip(operands, arrays, strict=True)]
+        floats = list(map(interpreter.plain, values))
+        places = [
+            place
+            for place, value in enumerate(values)
+            if not value.is_quantized and jnp.issubdtype(value.dtype, jnp.inexact)
+        ]
+
+        def in_float(*given: Any) -> list[Any]:
+            filled = list(floats)
+            for place, array in zip(places, given, strict=True):
+                filled[place] = array
+            return versions.bind(equation, filled)
+
+        _, tangent = jax.jvp(in_float, [floats[place] for place in places], [moved[place] for place in places])
+        return function(*primals), tangent
+
+    context = (interpreter.ranges, [trip for _, trip in interpreter.layers], interpreter.draw())
+    arrays = function(context, *(operand.array for operand in operands))
+    return [interpreter.new(array, *operands) for array in arrays]
 
 
 def _scan(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
     consts, carried = versions.scan_counts(equation)
     jaxpr, params = equation.params["jaxpr"], equation.params
     fixed, start, rows = operands[:consts], operands[consts : consts + carried], operands[consts + carried :]
-    kept = _passed_on(jaxpr, consts, carried)
+    kept, same = _passed_on(jaxpr, consts, carried), _rows_passed_on(jaxpr, consts, carried)
     slices = [_one_of(row) for row in rows]
     init = [None if place in kept else _settled(interpreter, equation, value) for place, value in enumerate(start)]
     after: list[Value] = []
@@ -128,7 +220,10 @@ def _scan(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
             inside = dataclasses.replace(inside, layers=(*inside.layers, (params["length"], trip)))
         after[:] = inside.run(jaxpr, [*fixed, *carried_in, *row])
         ends = [None if place in kept else inside.plain(value) for place, value in enumerate(after[:carried])]
-        return (inside.measured, ends), [_settled(inside, equation, value) for value in after[carried:]]
+        made = [
+            None if place in same else _settled(inside, equation, value) for place, value in enumerate(after[carried:])
+        ]
+        return (inside.measured, ends), made
 
     trips = jnp.arange(params["length"]) if key is not None or runs_layers else None
     (measured, last), stacked = lax.scan(
@@ -141,7 +236,10 @@ def _scan(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     )
     interpreter.measured.update(measured)
     ends = [start[place] if place in kept else _plain_value(array) for place, array in enumerate(last)]
-    return [*ends, *map(_plain_value, stacked)]
+    return [
+        *ends,
+        *(rows[same[place]] if place in same else _plain_value(array) for place, array in enumerate(stacked)),
+    ]
 
 
 def _plain_value(array: Any) -> Value:
@@ -155,9 +253,19 @@ def _passed_on(jaxpr: Any, consts: int, carried: int) -> frozenset[int]:
     return frozenset(place for place, (before, after) in enumerate(pairs) if before is after)
 
 
+def _rows_passed_on(jaxpr: Any, consts: int, carried: int) -> dict[int, int]:
+    """By place among what a scan stacks: which of its rows that is, where each trip hands it on as it got it."""
+    body = versions.equations_of(jaxpr)
+    rows = body.invars[consts + carried :]
+    found = enumerate(next((at for at, row in enumerate(rows) if row is out), -1) for out in body.outvars[carried:])
+    return {place: at for place, at in found if at >= 0}
+
+
 def _one_of(value: Value) -> Value:
     """One slice along the first axis; of a quantized array every slice has scales of its own."""
     array = value.array
+    if value.is_adapted:
+        array = array.full_along([0])
     if value.is_quantized and array.scale.shape[0] != array.shape[0]:
         array = views.full_along(views.view_of(array), [0])
     source = None if value.source is None else value.source.without(0)
@@ -166,7 +274,7 @@ def _one_of(value: Value) -> Value:
 
 def _settled(interpreter: Interpreter, equation: Any, value: Value) -> Any:
     """The array of what a loop or a branch hands on, which must be plain."""
-    if value.is_quantized:
+    if value.is_quantized or value.is_adapted:
         name = equation.primitive.name
         reason = f"the parameter itself is handed on by a {name}"
         interpreter.left(equation, [value], interpreter.name(equation, name), reason)
@@ -205,13 +313,17 @@ def _while(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -
 
 def _cond(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
     index, *given = operands
+    same = _chosen_alike(equation.params["branches"])
 
     def branch(jaxpr: Any) -> _Function:
         def function(measured: Any, *arrays: Any) -> tuple[Any, list[Any]]:
             values = [dataclasses.replace(value, array=array) for value, array in zip(given, arrays, strict=True)]
             inside = _within(interpreter, equation, measured)
-            results = [_settled(inside, equation, value) for value in inside.run(jaxpr, values)]
-            return inside.measured, results
+            results = inside.run(jaxpr, values)
+            settled = [
+                None if place in same else _settled(inside, equation, value) for place, value in enumerate(results)
+            ]
+            return inside.measured, settled
 
         return function
 
@@ -219,7 +331,16 @@ def _cond(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     arrays = (value.array for value in given)
     measured, arrays = lax.switch(interpreter.plain(index), branches, interpreter.measured, *arrays)
     interpreter.measured.update(measured)
-    return list(map(_plain_value, arrays))
+    return [given[same[place]] if place in same else _plain_value(array) for place, array in enumerate(arrays)]
+
+
+def _chosen_alike(branches: Sequence[Any]) -> dict[int, int]:
+    """By place among the results: the place of the operand that all branches hand on as they got it."""
+    found = []
+    for branch in map(versions.equations_of, branches):
+        places = {id(variable): place for place, variable in enumerate(branch.invars)}
+        found.append([places.get(id(out), -1) for out in branch.outvars])
+    return {place: ats[0] for place, ats in enumerate(zip(*found, strict=True)) if set(ats) == {ats[0]} != {-1}}
 
 
 def _shard_map(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from stack_core import ops
-from stack_core.ops.building import ACTIVATIONS, accurate_dtype, is_quantized
+from stack_core.ops.building import gate_product, is_quantized
 from stack_core.ops.units import OpUnit, unit_of
 from stack_quant.transform import views
 from stack_quant.transform.decisions import Decision, decide, note, quantized_activation, record
@@ -50,7 +50,8 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     weights = {places[argument]: axis for argument, axis in _WEIGHTS.get(unit.op, {}).items()}
     factors = {places[argument]: axis for argument, axis in _ACTIVATIONS.get(unit.op, {}).items()}
     for place, axis in weights.items():
-        note(interpreter, name, operands[place], [_axis(unit, place, operands[place], axis)])
+        kept = _axis(unit, place, operands[place], axis + 1)
+        note(interpreter, name, operands[place], [_axis(unit, place, operands[place], axis)], [kept])
     if not factors:
         return _in_float(interpreter, equation, name, operands, None)
     decision = decide(interpreter, name, [operands[place] for place in (weights or factors)])
@@ -134,16 +135,25 @@ def _mappable(unit: OpUnit, place: int, array: Any) -> Any:
 
 def _gated(unit: OpUnit, arrays: Sequence[Any], dtype: Any) -> Any:
     """The gated linear unit as its two products, each of two quantized operands."""
-    product = functools.partial(ops.linear, preferred_dtype=dtype)
-    return _mapped_over(unit, functools.partial(_gate, unit, product, product), arrays)
+    products = [functools.partial(ops.linear, preferred_dtype=summed) for summed in _summed(unit, arrays, dtype)]
+    return _mapped_over(unit, functools.partial(_gate, unit, dtype, *products), arrays)
 
 
-def _gate(unit: OpUnit, gate_call: _Product, up_call: _Product, *arrays: Any) -> Any:
+def _summed(unit: OpUnit, arrays: Sequence[Any], dtype: Any) -> list[Any]:
+    """The dtypes of the gated unit's two products: fp32 where a bias is added."""
     given = unit.arrays(arrays)
-    gate, up = gate_call(given["x"], given["w_gate"]), up_call(given["x"], given["w_up"])
-    accurate = accurate_dtype(gate.dtype)
-    gated = ACTIVATIONS[unit.options["activation"]](gate.astype(accurate)) * up.astype(accurate)
-    return gated.astype(gate.dtype)
+    return [dtype if given[bias] is None else jnp.float32 for bias in ("bias_gate", "bias_up")]
+
+
+def _gate(unit: OpUnit, dtype: Any, gate_call: _Product, up_call: _Product, *arrays: Any) -> Any:
+    given = unit.arrays(arrays)
+    gate = _biased(gate_call(given["x"], given["w_gate"]), given["bias_gate"], dtype)
+    up = _biased(up_call(given["x"], given["w_up"]), given["bias_up"], dtype)
+    return gate_product(gate, up, **unit.options)
+
+
+def _biased(product: Any, bias: Any, dtype: Any) -> Any:
+    return (product if bias is None else product + bias.astype(product.dtype)).astype(dtype)
 
 
 def _trained(
@@ -153,16 +163,18 @@ def _trained(
     values, levels = unit.arrays(operands), len(unit.batching)
     if unit.op == "gated_linear_unit":
         dtype = values["x"].dtype
-        calls = [linear_call(interpreter, decision, values[name], dtype, levels=levels) for name in ("w_gate", "w_up")]
-        return _mapped_over(unit, functools.partial(_gate, unit, *calls), arrays)
+        calls = [
+            linear_call(interpreter, decision, values[name], summed, levels=levels)
+            for name, summed in zip(("w_gate", "w_up"), _summed(unit, arrays, dtype), strict=True)
+        ]
+        return _mapped_over(unit, functools.partial(_gate, unit, dtype, *calls), arrays)
     dtype, bias = unit.options["preferred_dtype"], values["bias"]
     summed = dtype if bias is None else jnp.float32
     product = linear_call(interpreter, decision, values["weight"], summed, levels=levels)
 
     def call(*arrays: Any) -> Any:
         given = unit.arrays(arrays)
-        result = product(given["x"], given["weight"])
-        return result if bias is None else (result + given["bias"].astype(result.dtype)).astype(dtype)
+        return _biased(product(given["x"], given["weight"]), given["bias"], dtype)
 
     return _mapped_over(unit, call, arrays)
 

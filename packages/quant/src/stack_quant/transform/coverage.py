@@ -47,6 +47,7 @@ class ParameterRow:
         left in float.
       scale_shape: of the scales that are held, or None.
       reason: why it is left in float; "" where it is not.
+      note: where its tiles are not those of the rule, what they are and why.
     """
 
     path: str
@@ -57,6 +58,7 @@ class ParameterRow:
     bytes_before: int
     bytes_after: int
     reason: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Report:
             (row.path, str(list(row.shape)), row.scheme, _scales(row), f"{row.bytes_before:,} -> {row.bytes_after:,}")
             for row in self.parameters
         ]
-        yield from _aligned(table, [row.reason for row in self.parameters])
+        yield from _aligned(table, [row.reason or row.note for row in self.parameters])
         yield "operations"
         table = [(row.op, " x ".join(row.operands), row.computed, f"{row.calls}x") for row in self.operations]
         yield from _aligned(table, [_why(row) for row in self.operations])

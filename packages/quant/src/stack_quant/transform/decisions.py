@@ -1,5 +1,6 @@
 """What a rule asks of one operation, and the report of what came of it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from stack_quant.methods import ProductTypes
 from stack_quant.qtypes import qtype
 from stack_quant.rules import Rule
 from stack_quant.spec import ArraySpec
+from stack_quant.tiling import tile_sizes
 from stack_quant.transform import versions
 from stack_quant.transform.coverage import OpRow
 from stack_quant.transform.interpreter import Interpreter, Use, Value
@@ -46,7 +48,13 @@ def decide(interpreter: Interpreter, name: str, operands: Sequence[Value]) -> De
     treatment = interpreter.treatment
     parameters = [value for value in operands if value.source is not None]
     if not parameters:
-        number = treatment.of_activations(name)
+        number, mixed = (
+            treatment.of_activations(name),
+            [path for value in operands if not value.from_data for path in value.made_of],
+        )
+        interpreter.uses.extend(Use(path, name, (), mixed=True) for path in mixed)
+        if number is None and mixed:
+            return Decision(None, None, f"an operand is computed from {' and '.join(dict.fromkeys(mixed))} together")
         if number is None:
             return Decision(None, None, "no rule is for this product of activations")
         return Decision(number, treatment.rules[number])
@@ -67,13 +75,24 @@ def decide(interpreter: Interpreter, name: str, operands: Sequence[Value]) -> De
 
 
 def note(
-    interpreter: Interpreter, name: str, value: Value, contracted: Sequence[int], *, is_lookup: bool = False
+    interpreter: Interpreter,
+    name: str,
+    value: Value,
+    contracted: Sequence[int],
+    free: Sequence[int] = (),
+    *,
+    is_lookup: bool = False,
 ) -> None:
-    """Notes the use of a parameter; `contracted` are the axes of the value that are summed over, the slowest first."""
+    """Notes the use of a parameter.
+
+    Args:
+      contracted: the axes of the value that are summed over, the slowest first.
+      free: those that the result keeps; a product has an entry of its own for each of the others.
+    """
     source = value.source
     if source is not None:
-        parts = source.parts(contracted)
-        interpreter.uses.append(Use(source.path, name, parts, is_lookup=is_lookup, derived=source.derived))
+        parts, kept = source.parts(contracted), source.parts(free)
+        interpreter.uses.append(Use(source.path, name, parts, kept, is_lookup=is_lookup, derived=source.derived))
 
 
 def quantized_activation(
@@ -96,7 +115,7 @@ def quantized_activation(
     rule = decision.rule
     assert rule is not None and rule.activations is not None, "asked only where a rule says so"
     axes = (contracted,) if isinstance(contracted, int) else tuple(contracted)
-    tile = qtype(rule.activations).block_size or rule.tile_size
+    tile = qtype(rule.activations).block_size or _tile(interpreter, decision, math.prod(array.shape[at] for at in axes))
     tiles = {axes[0]: tile} if tile is not None and tiled and len(axes) == 1 else {}
     channels = () if rule.is_static else tuple(axis for axis in range(array.ndim) if axis not in axes)
     spec = ArraySpec(type=rule.activations, channel_axes=channels, tiles=tiles, calibration=rule.activation_calibration)
@@ -104,6 +123,16 @@ def quantized_activation(
     if rule.is_static and method.keeps_ranges:
         return static_activation(interpreter, site if decision.path is None else decision.path, array, spec)
     return method.activation(array, spec, None)
+
+
+def _tile(interpreter: Interpreter, decision: Decision, entries: int) -> int | None:
+    """How many of so many contracted entries share a scale: as many as the parameter's, or else as the rule allows."""
+    rule = decision.rule
+    assert rule is not None, "asked only where a rule decides"
+    if not rule.smaller_tiles or rule.tile_size is None:
+        return rule.tile_size
+    tile = interpreter.treatment.tiles.get(decision.path or "", rule.tile_size)
+    return tile if entries % tile == 0 else tile_sizes(entries, rule.tile_size)[0]
 
 
 def product_types(interpreter: Interpreter, decision: Decision, right: Value) -> ProductTypes:

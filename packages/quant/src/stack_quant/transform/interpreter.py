@@ -21,12 +21,22 @@ from stack_quant.methods import Method
 from stack_quant.rules import Rule
 from stack_quant.spec import ArraySpec
 from stack_quant.transform import versions
+from stack_quant.transform.adapted import Adapted, Adapter
 from stack_quant.transform.coverage import OpRow
+from stack_quant.transform.parts import Concatenated
 from stack_quant.transform.provenance import Part, Source
 
-__all__ = ["HANDLERS", "Interpreter", "Treatment", "Use", "Value", "has_products"]
+__all__ = ["ADAPTED_HANDLERS", "HANDLERS", "Interpreter", "Treatment", "Use", "Value", "has_products"]
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "stack_op"})
+_HANDS_ON = frozenset(
+    {"checkpoint", "closed_call", "concatenate", "cond", "core_call", "jit", "pjit", "remat2", "scan", "while"}
+)
+"""Those whose handlers pass parameters with adapters on to what is inside."""
+
+_TAKES_PARTS = frozenset(
+    {"checkpoint", "closed_call", "convert_element_type", "dot_general", "jit", "pjit", "remat2", "transpose"}
+)
 # fmt: off
 _ENTRY_BY_ENTRY = frozenset({
     "abs", "add", "add_any", "and", "clamp", "cos", "div", "eq", "erf", "exp", "exp2", "floor", "ge", "gt",
@@ -42,16 +52,18 @@ class Value:
     """What a variable of the jaxpr holds.
 
     Attributes:
-      array: an array, or a quantized one.
+      array: an array, a quantized one, one with adapters, or several that are concatenated.
       source: which parameter it is, or is computed from entry by entry; None if of none, or of activations too.
       from_data: it depends on an input that is no parameter.
       dtype: of the array, or that the quantized one stands for.
+      made_of: the paths of the parameters that it is computed from, where it is no longer one.
     """
 
     array: Any
     source: Source | None
     from_data: bool
     dtype: Any
+    made_of: tuple[str, ...] = ()
 
     @property
     def is_quantized(self) -> bool:
@@ -61,6 +73,32 @@ class Value:
     def shape(self) -> tuple[int, ...]:
         return self.array.shape
 
+    @property
+    def is_concatenated(self) -> bool:
+        return isinstance(self.array, Concatenated)
+
+    @property
+    def is_adapted(self) -> bool:
+        return isinstance(self.array, Adapted)
+
+    @property
+    def parts(self) -> "list[Value]":
+        """What a concatenated value consists of."""
+        return [
+            dataclasses.replace(self, array=array, source=source, made_of=())
+            for array, source in zip(self.array.arrays, self.array.sources, strict=True)
+        ]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Of the parameters that alone make it up."""
+        return self.made_of if self.source is None else (self.source.path,)
+
+    def renamed(self, paths: Mapping[str, str]) -> "Value":
+        """The value of other parameters."""
+        source = None if self.source is None else dataclasses.replace(self.source, path=paths[self.source.path])
+        return dataclasses.replace(self, source=source, made_of=tuple(paths[path] for path in self.made_of))
+
 
 @dataclass(frozen=True)
 class Use:
@@ -69,15 +107,19 @@ class Use:
     Attributes:
       op: the operation's name, the scopes around it included.
       contracted: the parts of its axes that the operation sums over, the slowest first.
+      free: the parts that it keeps, each with results of its own; what is left is mapped over.
       is_lookup: its entries are taken by index, not multiplied.
       derived: what goes in is computed from the parameter.
+      mixed: what goes in is computed from it and other parameters, so that it cannot be quantized for it.
     """
 
     path: str
     op: str
     contracted: tuple[Part, ...]
+    free: tuple[Part, ...] = ()
     is_lookup: bool = False
     derived: bool = False
+    mixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,12 +131,16 @@ class Treatment:
       method: what is done where they say so.
       of_path: the place of the rule that each parameter has, for those that have one.
       specs: how each parameter that is quantized is.
+      tiles: by path, how many entries share a scale where that is not what the rule says.
+      adapters: by path, of the parameters that have one.
     """
 
     rules: tuple[Rule, ...]
     method: Method
     of_path: Mapping[str, int] = field(default_factory=dict)
     specs: Mapping[str, ArraySpec] = field(default_factory=dict)
+    tiles: Mapping[str, int] = field(default_factory=dict)
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
 
     def entered(self, path: str, array: Any) -> Any:
         """What a program computes with, for what the model holds."""
@@ -119,6 +165,11 @@ Handler = Callable[["Interpreter", Any, Sequence[Value]], Sequence[Value]]
 HANDLERS: Final[dict[str, Handler]] = {}
 """By the name of a primitive: what to do where a parameter is among the operands, or a rule may be for it."""
 
+AdaptedHandler = Callable[["Interpreter", Any, Sequence[Value]], Sequence[Value] | None]
+
+ADAPTED_HANDLERS: Final[dict[str, AdaptedHandler]] = {}
+"""Likewise, where a parameter with adapters is among the operands; None asks for it merged."""
+
 
 @dataclass
 class Interpreter:
@@ -134,6 +185,7 @@ class Interpreter:
       ranges: of activations, by site; None while sites are looked for.
       sites: those that were found.
       measured: the statistics so far, by site, while ranges are measured; else empty.
+      shared: jitted functions that are called again, with what their results are and of which parameters.
     """
 
     treatment: Treatment
@@ -146,6 +198,7 @@ class Interpreter:
     ranges: Mapping[str, Any] | None = None
     sites: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
+    shared: dict[Any, tuple[Any, list[Value], tuple[str, ...]]] = field(default_factory=dict)
 
     def run(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
         """The outputs of a jaxpr, closed or not, for the values of its inputs."""
@@ -158,8 +211,7 @@ class Interpreter:
 
         for equation in body.eqns:
             operands = [read(atom) for atom in equation.invars]
-            with versions.traced_here(equation):
-                results = self._evaluate(equation, operands)
+            results = self.evaluate(equation, operands)
             known.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in body.outvars]
 
@@ -185,8 +237,16 @@ class Interpreter:
         return Value(array, None, any(operand.from_data for operand in operands), array.dtype)
 
     def plain(self, value: Value) -> Any:
-        """The array, dequantized if it is quantized."""
+        """The array, dequantized if it is quantized, merged if it has adapters."""
+        if value.is_concatenated:
+            return jax.lax.concatenate(list(map(self.plain, value.parts)), value.array.axis)
+        if value.is_adapted:
+            return value.array.merged(value.dtype)
         return ops.dequantize(value.array, value.dtype) if value.is_quantized else value.array
+
+    def joined(self, value: Value) -> Value:
+        """The value as one array, if it is concatenated."""
+        return dataclasses.replace(value, array=self.plain(value)) if value.is_concatenated else value
 
     def name(self, equation: Any, op: str) -> str:
         """An operation's name: the named scopes around it and its own."""
@@ -197,7 +257,9 @@ class Interpreter:
         """Runs an equation on floats."""
         results = versions.bind(equation, [self.plain(operand) for operand in operands])
         source = self._derived(equation, operands, results)
-        return [dataclasses.replace(self.new(result, *operands), source=source) for result in results]
+        mixed = () if any(operand.from_data for operand in operands) else [operand.paths for operand in operands]
+        made_of = () if source is not None else tuple(dict.fromkeys(path for paths in mixed for path in paths))
+        return [dataclasses.replace(self.new(result, *operands), source=source, made_of=made_of) for result in results]
 
     def left(self, equation: Any, operands: Sequence[Value], op: str, reason: str, rule: int | None = None) -> None:
         """Reports that an operation is computed in float."""
@@ -208,9 +270,32 @@ class Interpreter:
         )
         self.rows.append(OpRow(op, paths, rule, kinds, computed, reason, versions.source_of(equation)))
 
+    def evaluate(self, equation: Any, operands: Sequence[Value]) -> Sequence[Value]:
+        """The results of one equation."""
+        with versions.traced_here(equation):
+            name = "stack_op" if unit_of(equation) else equation.primitive.name
+            if any(operand.is_adapted for operand in operands) and name not in _HANDS_ON:
+                handler = ADAPTED_HANDLERS.get(name)
+                results = None if handler is None else handler(self, equation, operands)
+                if results is not None:
+                    return results
+                reason = f"{name} takes no adapters: they are merged"
+                self.left(equation, operands, self.name(equation, name), reason)
+                operands = list(map(self._merged, operands))
+            return self._evaluate(equation, operands)
+
+    def _merged(self, value: Value) -> Value:
+        """The value as one array that is computed from a parameter, if it has adapters."""
+        if not value.is_adapted:
+            return value
+        return dataclasses.replace(value, array=self.plain(value), source=value.source and value.source.as_derived())
+
     def _evaluate(self, equation: Any, operands: Sequence[Value]) -> Sequence[Value]:
         name = equation.primitive.name
         concerned = any(operand.source is not None for operand in operands)
+        if any(operand.is_concatenated for operand in operands):
+            concerned = name in _TAKES_PARTS
+            operands = operands if concerned else list(map(self.joined, operands))
         handler = HANDLERS.get("stack_op" if unit_of(equation) else name)
         if handler is not None and (concerned or has_products(equation)):
             return handler(self, equation, operands)

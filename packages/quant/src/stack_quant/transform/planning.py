@@ -1,5 +1,7 @@
 """From rules and the uses of parameters to how each parameter is quantized."""
 
+import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -8,6 +10,7 @@ from stack_quant.errors import RuleError
 from stack_quant.qtypes import qtype
 from stack_quant.rules import Rule, unmatched
 from stack_quant.spec import ArraySpec
+from stack_quant.tiling import tile_sizes
 from stack_quant.transform.interpreter import Use
 from stack_quant.transform.provenance import Part
 
@@ -22,11 +25,20 @@ class Plan:
       of_path: the place of the rule that each parameter has, for those that have one.
       specs: by path, of the parameters that are quantized.
       left: by path, why a parameter that a rule matches is left in float.
+      tiles: by path, how many entries share a scale where the rule's tile does not divide the contracted axes.
     """
 
     of_path: Mapping[str, int]
     specs: Mapping[str, ArraySpec] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
+    tiles: Mapping[str, int] = field(default_factory=dict)
+
+    def note(self, path: str) -> str:
+        """What the report says of a parameter whose tiles are not those of its rule; else ""."""
+        tile = self.tiles.get(path)
+        if tile is None:
+            return ""
+        return f"{tile} entries share a scale: the tile_size of rule {self.of_path[path]} does not divide its axes"
 
 
 def plan(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]], uses: Sequence[Use], ops: Sequence[str]) -> Plan:
@@ -48,16 +60,21 @@ def plan(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]], uses: Seq
     _check_matches(rules, of_path, list(shapes), ops)
     specs: dict[str, ArraySpec] = {}
     left: dict[str, str] = {}
+    tiles: dict[str, int] = {}
     for path, number in of_path.items():
         rule = rules[number]
-        mine = [use for use in by_path[path] if rule.matches_op(use.op)]
+        mine = [use for use in by_path[path] if rule.matches_op(use.op) and not use.mixed]
         if rule.weights is None:
             left[path] = f"rule {number} leaves it in float"
+        elif not mine and any(use.mixed for use in by_path[path]):
+            left[path] = "products take only what is computed from it and other parameters together"
         elif not mine:
             left[path] = "no product and no lookup uses it"
         else:
-            specs[path] = _spec(path, rule, shapes[path], mine)
-    return Plan(of_path, specs, left)
+            specs[path], tile = _spec(path, rule, shapes[path], mine)
+            if tile is not None and tile != rule.tile_size and qtype(rule.weights).block_size is None:
+                tiles[path] = tile
+    return Plan(of_path, specs, left, tiles)
 
 
 def _first(rules: Sequence[Rule], path: str, uses: Sequence[Use]) -> int | None:
@@ -76,15 +93,17 @@ def _check_matches(rules: Sequence[Rule], of_path: Mapping[str, int], paths: Seq
         raise RuleError(unmatched(rule, number, paths=free, ops=ops))
 
 
-def _spec(path: str, rule: Rule, shape: tuple[int, ...], uses: Sequence[Use]) -> ArraySpec:
-    """Scales that are the same over what the first product sums over, or else over what a lookup takes whole."""
+def _spec(path: str, rule: Rule, shape: tuple[int, ...], uses: Sequence[Use]) -> tuple[ArraySpec, int | None]:
+    """Scales that are the same over what the first product sums over, or else over what a lookup takes whole.
+
+    Also how many entries share one, None for all.
+    """
     first = min(uses, key=lambda use: (use.is_lookup, use.derived))
     assert rule.weights is not None, "asked only for parameters that are quantized"
-    tile = qtype(rule.weights).block_size or rule.tile_size
     reduced = {part.axis for part in first.contracted}
-    tiles = _tiles(path, first.contracted, shape, tile)
+    tiles, tile = _fitting_tiles(path, rule, first.contracted, shape)
     try:
-        return ArraySpec(
+        spec = ArraySpec(
             type=rule.weights,
             channel_axes=tuple(axis for axis in range(len(shape)) if axis not in reduced and axis not in tiles),
             tiles=tiles,
@@ -93,6 +112,21 @@ def _spec(path: str, rule: Rule, shape: tuple[int, ...], uses: Sequence[Use]) ->
         )
     except ArgumentError as error:
         raise RuleError(f"{path}, of shape {list(shape)}: {rule} does not fit it. {error}") from error
+    return spec, tile
+
+
+def _fitting_tiles(
+    path: str, rule: Rule, contracted: Sequence[Part], shape: tuple[int, ...]
+) -> tuple[dict[int, int], int | None]:
+    """The tiles of a parameter by axis, of the rule's size or, where it allows that, of the nearest that divides."""
+    assert rule.weights is not None, "asked only for parameters that are quantized"
+    block = qtype(rule.weights).block_size
+    if block is None and rule.tile_size is not None and rule.smaller_tiles and contracted:
+        for size in tile_sizes(math.prod(part.size for part in contracted), rule.tile_size):
+            with contextlib.suppress(ShapeError):
+                return _tiles(path, contracted, shape, size), size
+    tile = block or rule.tile_size
+    return _tiles(path, contracted, shape, tile), tile
 
 
 def _tiles(path: str, contracted: Sequence[Part], shape: tuple[int, ...], tile: int | None) -> dict[int, int]:

@@ -25,18 +25,21 @@ _Axes = Sequence[int]
 
 
 def _dot_general(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    for place, value in enumerate(operands):
+        if value.is_concatenated:
+            return [_product_of_parts(interpreter, equation, operands, place)]
     params = equation.params
     contracted, batch = params["dimension_numbers"]
     name = interpreter.name(equation, "dot_general")
-    for value, axes in zip(operands, contracted, strict=True):
-        note(interpreter, name, value, axes)
+    frees = [_free(value, *axes) for value, axes in zip(operands, zip(contracted, batch, strict=True), strict=True)]
+    for value, axes, free in zip(operands, contracted, frees, strict=True):
+        note(interpreter, name, value, axes, free)
     decision = _decided(interpreter, name, operands, params)
     weights = [interpreter.is_weight(value) for value in operands]
     if not _is_floating(operands) or decision.reason or not (decision.activations or any(weights)):
         return _in_float(interpreter, equation, name, operands, decision)
     is_left = weights == [True, False]
     order = (1, 0) if is_left else (0, 1)  # the parameter goes to the right
-    frees = [_free(value, *axes) for value, axes in zip(operands, zip(contracted, batch, strict=True), strict=True)]
     left, right = (
         _arranged(operands[place].array, batch[place], frees[place], contracted[place], last=position == 0)
         for position, place in enumerate(order)
@@ -61,6 +64,22 @@ def _dot_general(interpreter: Interpreter, equation: Any, operands: Sequence[Val
         swapped = [*range(lead), *range(lead + mine, lead + mine + theirs), *range(lead, lead + mine)]
         result = result.transpose(swapped)
     return [interpreter.new(result, *operands)]
+
+
+def _product_of_parts(interpreter: Interpreter, equation: Any, operands: Sequence[Value], place: int) -> Value:
+    """The product with a concatenated operand: that with each of its parts, or where it sums over them, with one."""
+
+    def product(part: Value) -> Value:
+        return interpreter.evaluate(equation, [*operands[:place], part, *operands[place + 1 :]])[0]
+
+    contracted, batch = equation.params["dimension_numbers"]
+    frees = [_free(value, *axes) for value, axes in zip(operands, zip(contracted, batch, strict=True), strict=True)]
+    value = operands[place]
+    if value.array.axis not in frees[place] or equation.params.get("out_sharding") is not None:
+        return product(interpreter.joined(value))
+    arrays = [interpreter.plain(product(part)) for part in value.parts]
+    before = len(batch[0]) + (len(frees[0]) if place else 0)
+    return interpreter.new(lax.concatenate(arrays, before + frees[place].index(value.array.axis)), *operands)
 
 
 def linear_call(
@@ -180,7 +199,7 @@ def _convolution(interpreter: Interpreter, equation: Any, operands: Sequence[Val
     name = interpreter.name(equation, "conv")
     # (batch, features, *space) and (features out, features in, *space): features in are the fastest.
     note(interpreter, name, operands[0], (*of_left[2:], of_left[1]))
-    note(interpreter, name, operands[1], (*of_right[2:], of_right[1]))
+    note(interpreter, name, operands[1], (*of_right[2:], of_right[1]), of_right[:1])
     decision = _decided(interpreter, name, operands, params)
     weights = [interpreter.is_weight(value) for value in operands]
     if not _is_floating(operands) or decision.reason or not (decision.activations or any(weights)):
@@ -248,7 +267,8 @@ def _ragged_dot(interpreter: Interpreter, equation: Any, operands: Sequence[Valu
     (of_left, of_right), _ = numbers.dot_dimension_numbers
     name = interpreter.name(equation, "ragged_dot")
     note(interpreter, name, operands[0], of_left)
-    note(interpreter, name, operands[1], of_right)
+    kept = [axis for axis in range(len(operands[1].shape)) if axis not in {*of_right, *numbers.rhs_group_dimensions}]
+    note(interpreter, name, operands[1], of_right, kept)
     decision = decide(interpreter, name, operands[:2])
     if interpreter.treatment.method.products is not None and not decision.reason:
         decision = dataclasses.replace(decision, reason=NOT_TRAINED)

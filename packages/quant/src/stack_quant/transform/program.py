@@ -1,5 +1,6 @@
 """A function of parameters and arguments as a jaxpr, and its runs with quantized parameters."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,15 @@ from stack_core.ops.building import is_quantized
 from stack_core.ops.units import as_units
 from stack_quant.scales import Range
 from stack_quant.streams import RangeStatistics
-from stack_quant.transform import control, core_ops, lookups, products, rearranging
+from stack_quant.transform import adapters, control, core_ops, lookups, products, rearranging
+from stack_quant.transform.adapted import Factors
 from stack_quant.transform.interpreter import Interpreter, Treatment, Value
 from stack_quant.transform.provenance import Source
 from stack_quant.transform.sites import Site
 
 __all__ = ["Parameters", "Program", "trace"]
 
-HANDLED = (control, core_ops, lookups, products, rearranging)
+HANDLED = (adapters, control, core_ops, lookups, products, rearranging)
 """What fills the interpreter's handlers."""
 
 
@@ -93,21 +95,47 @@ class Program:
         *,
         ranges: Mapping[str, Range] | None = None,
         key: jax.Array | None = None,
+        factors: Mapping[str, Factors] | None = None,
     ) -> Any:
         """The result for parameters by path, some of them quantized.
 
         Args:
+          factors: of the treatment's adapters, by path.
           ranges: of activations, by site.
           key: what gradients that are rounded at random draw from.
         """
         interpreter = Interpreter(treatment, key=key, ranges=dict(ranges or {}))
-        return self.result(self._run(parameters, self.arguments, interpreter))
+        return self.result(self._run(parameters, self.arguments, factors or {}, interpreter))
 
-    def survey(self, parameters: Mapping[str, Any], treatment: Treatment) -> Interpreter:
+    def assign(
+        self,
+        parameters: Mapping[str, Any],
+        treatment: Treatment,
+        *,
+        ranges: Mapping[str, Range] | None = None,
+        key: jax.Array | None = None,
+        factors: Mapping[str, Factors] | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """As `run`, of a function that returns a result and new values by path.
+
+        Codes and adapted parameters that come out as they went in, as `nnx.jit` hands on all variables of a module, are
+        no new values.
+        """
+        interpreter = Interpreter(treatment, key=key, ranges=dict(ranges or {}))
+        result, assigned = self.result(self._values(parameters, self.arguments, factors or {}, interpreter))
+        changed = {path: value for path, value in assigned.items() if not _is_handed_on(path, value)}
+        return jax.tree.map(
+            lambda value: interpreter.plain(value) if isinstance(value, Value) else value, (result, changed)
+        )
+
+    def survey(
+        self, parameters: Mapping[str, Any], treatment: Treatment, factors: Mapping[str, Factors] | None = None
+    ) -> Interpreter:
         """What a run would do, from shapes alone: its uses of parameters, its rows of the report and its sites."""
         interpreter = Interpreter(treatment)
         run = functools.partial(self._run, interpreter=interpreter)
-        jax.eval_shape(run, {path: parameters[path] for path in self.paths}, list(self.arguments))
+        given = {path: parameters[path] for path in self.paths}
+        jax.eval_shape(run, given, list(self.arguments), factors=dict(factors or {}))
         return interpreter
 
     def measure(
@@ -120,10 +148,25 @@ class Program:
     ) -> Mapping[str, RangeStatistics]:
         """The statistics by site with those of one more call, with floating parameters and other arguments."""
         interpreter = Interpreter(treatment, sites=dict(sites), measured=dict(statistics))
-        self._run(parameters, arguments, interpreter)
+        self._run(parameters, arguments, {}, interpreter)
         return interpreter.measured
 
-    def _run(self, parameters: Mapping[str, Any], arguments: Sequence[Any], interpreter: Interpreter) -> list[Any]:
+    def _run(
+        self,
+        parameters: Mapping[str, Any],
+        arguments: Sequence[Any],
+        factors: Mapping[str, Factors],
+        interpreter: Interpreter,
+    ) -> list[Any]:
+        return list(map(interpreter.plain, self._values(parameters, arguments, factors, interpreter)))
+
+    def _values(
+        self,
+        parameters: Mapping[str, Any],
+        arguments: Sequence[Any],
+        factors: Mapping[str, Factors],
+        interpreter: Interpreter,
+    ) -> list[Value]:
         held = [parameters[path] for path in self.paths]
         entered = map(interpreter.treatment.entered, self.paths, held)
         values = [
@@ -132,8 +175,21 @@ class Program:
             else Value(array, None, False, array.dtype)
             for path, array in zip(self.paths, entered, strict=True)
         ]
+        adapters = interpreter.treatment.adapters
+        values = [
+            dataclasses.replace(value, array=adapters[path].adapted(value.array, factors[path]))
+            if path in factors
+            else value
+            for path, value in zip(self.paths, values, strict=True)
+        ]
         values += [Value(array, None, True, array.dtype) for array in arguments]
-        return [interpreter.plain(result) for result in interpreter.run(self.jaxpr, values)]
+        return interpreter.run(self.jaxpr, values)
+
+
+def _is_handed_on(path: str, value: Any) -> bool:
+    if not isinstance(value, Value) or not (value.is_quantized or value.is_adapted):
+        return False
+    return value.source == Source.of(path, value.shape)
 
 
 def trace(fn: Callable[..., Any], parameters: Parameters, *args: Any, **kwargs: Any) -> Program:

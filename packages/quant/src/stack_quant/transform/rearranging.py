@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from stack_quant.transform import versions, views
 from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value
+from stack_quant.transform.parts import Concatenated
 from stack_quant.transform.provenance import Source
 
 __all__: list[str] = []
@@ -28,6 +29,9 @@ def _result(
 
 def _transpose(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
     permutation = equation.params["permutation"]
+    if operands[0].is_concatenated:
+        parts = [interpreter.evaluate(equation, [part])[0] for part in operands[0].parts]
+        return [_concatenated(parts, tuple(permutation).index(operands[0].array.axis))]
     source = operands[0].source.permuted(permutation) if operands[0].source else None
     return _result(interpreter, equation, operands, source, lambda view: views.transpose(view, permutation))
 
@@ -79,8 +83,28 @@ def _split(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -
     return parts
 
 
+def _concatenate(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """Parameters stay what they are where a rule may be for one of them, and nothing else is among the operands."""
+    known = interpreter.treatment.of_path
+    ruled = any(
+        value.is_adapted or not known or value.source.path in known for value in operands if value.source is not None
+    )
+    if not ruled or any(value.from_data or not jnp.issubdtype(value.dtype, jnp.floating) for value in operands):
+        return interpreter.as_it_is(equation, operands)
+    return [_concatenated(operands, equation.params["dimension"])]
+
+
+def _concatenated(parts: Sequence[Value], axis: int) -> Value:
+    sources, dtype = tuple(part.source for part in parts), parts[0].dtype
+    array = Concatenated(tuple(part.array for part in parts), axis, sources, jnp.dtype(dtype).name)
+    return Value(array, None, False, dtype, tuple(dict.fromkeys(path for part in parts for path in part.paths)))
+
+
 def _cast(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
     value, dtype = operands[0], jnp.dtype(equation.params["new_dtype"])
+    if value.is_concatenated:
+        parts = [interpreter.evaluate(equation, [part])[0] for part in value.parts]
+        return [_concatenated(parts, value.array.axis)]
     if value.is_quantized and jnp.issubdtype(dtype, jnp.floating):
         return [dataclasses.replace(value, dtype=dtype)]
     (result,) = interpreter.as_it_is(equation, operands)
@@ -104,6 +128,7 @@ HANDLERS.update(
         "expand_dims": _reshape,
         "slice": _slice,
         "split": _split,
+        "concatenate": _concatenate,
         "dynamic_slice": _dynamic_slice,
         "broadcast_in_dim": _broadcast,
         "convert_element_type": _cast,

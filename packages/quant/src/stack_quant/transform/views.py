@@ -14,6 +14,7 @@ from stack_core.abi import QView
 
 __all__ = [
     "View",
+    "axis_groups",
     "broadcast",
     "dynamic_slice",
     "full_along",
@@ -98,13 +99,13 @@ def reshape(view: View, shape: Sequence[int]) -> View:
     """The entries in the same order in another shape; scales are repeated where the new axes ask for that."""
     if math.prod(shape) == 0:
         return _mapped(view, view.codes.reshape(shape), lambda scale: jnp.ones(shape, scale.dtype))
-    groups = _groups(view.shape, shape)
+    groups = axis_groups(view.shape, shape)
     view = full_along(view, [axis for old, new in groups for axis in _to_repeat(view, old, [shape[i] for i in new])])
     counts = [count for old, new in groups for count in _counts(view, old, [shape[i] for i in new])]
     return _mapped(view, view.codes.reshape(shape), lambda scale: scale.reshape(counts))
 
 
-def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """The finest pairs of runs of axes, old and new, that have the same number of entries."""
     groups: list[tuple[list[int], list[int]]] = []
     i, j = 0, 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stack_core.errors import BenchmarkError
+from stack_core.installing import install_command
 from stack_serve.bench.results import TIMES, Point, Results
 
 __all__ = ["check_plots", "write_report"]
@@ -38,8 +39,8 @@ def check_plots() -> None:
         importlib.import_module("matplotlib")
     except ImportError as error:
         raise BenchmarkError(
-            "A report with plots needs matplotlib, which is not installed: pip install 'stack-serve[plots]'. "
-            "--json needs nothing."
+            "A report with plots needs matplotlib, which is not installed; --json needs nothing. Install it: "
+            f"{install_command('stack-serve[plots]')}"
         ) from error
 
 

@@ -9,15 +9,15 @@ from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
-from stack_core.checkpoint_formats import open_for_generation
 from stack_core.compile_cache import keep_compiled
 from stack_core.config import parse
+from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.contracts.generation import Engine
 from stack_core.errors import GenerationError, StackError
 from stack_core.generation import GenerationRequest, SamplingParams
-from stack_core.protocols import Engine, GenerativeCheckpoint
+from stack_core.model_formats import open_for_generation
+from stack_core.text.chat_template import ChatTemplate
 from stack_serve.client.endpoint import Endpoint, RequestFailed
-from stack_serve.http.chat_template import ChatTemplate
-from stack_serve.http.errors import ApiError
 
 __all__ = ["ChatModel", "ChatPrompts", "Conversation", "LocalModel", "Message", "RemoteModel", "local_model"]
 
@@ -168,10 +168,7 @@ class ChatPrompts:
         Raises:
           GenerationError: the template does not take the messages.
         """
-        try:
-            text = self._template.render(messages)
-        except ApiError as error:
-            raise GenerationError(str(error)) from None
+        text = self._template.render(messages)
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))  # the template writes its own
 
 

@@ -1,8 +1,10 @@
-"""`stack serve`: a model behind OpenAI's HTTP interface."""
+"""`stack serve`: a language model behind OpenAI's HTTP interface, or bundles behind the Open Inference Protocol."""
 
+import gc
 import json as json_format
 import os
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,16 +14,22 @@ from cyclopts import Parameter
 from stack_core.compile_cache import keep_compiled
 from stack_core.config import parse
 from stack_core.errors import ConfigError
+from stack_serve.commands.serve_repository import serve_repository
 
 __all__ = ["serve"]
 
+_BETWEEN_LINES_S = 5.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(  # noqa: PLR0913, each parameter is an option of the command
-    model: str,
+    model: str | None = None,
     /,
     *,
+    repository: Path | None = None,
+    live_versions: int | None = None,
+    poll_s: float | None = None,
+    grpc_port: int | None = None,
     host: str | None = None,
     port: int | None = None,
     api_key: tuple[str, ...] = (),
@@ -32,29 +40,39 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     drain_s: float | None = None,
     max_body_bytes: int | None = None,
     cors_origin: tuple[str, ...] = (),
+    access_log: Annotated[bool, Parameter(negative=())] = False,
     max_sequences: int | None = None,
     max_tokens: int | None = None,
     step_tokens: int | None = None,
     decode_repeats: int | None = None,
     page_tokens: int | None = None,
     pages: int | None = None,
+    memory_fraction: float | None = None,
     cache_dtype: Literal["model", "float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"] | None = None,
     tensor: int | None = None,
     prefix_caching: bool | None = None,
     max_waiting: int | None = None,
+    priorities: int | None = None,
     seed: int | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI and vLLM do: stack serve RUN|HF_DIR --port 8000
+    """Serve a language model as OpenAI and vLLM do, or bundles: stack serve RUN|HF_DIR | --repository DIR [--port 8000]
 
-    It takes requests at once and answers them when everything is compiled, which /ready tells. SIGTERM lets running
-    requests end and exits with status 0; a second one ends at once.
+    It listens at once, and answers requests with status 503 until everything is compiled; /ready tells how far that is.
+    SIGTERM lets running requests end and exits with status 0; a second one ends at once.
+
+    A repository holds bundles as MODEL/VERSION/ and is served by the Open Inference Protocol; versions that come or go
+    are loaded and unloaded while others answer.
 
     Args:
       model: directory of a run or of a Hugging Face checkpoint.
+      repository: directory of bundles to serve instead.
+      live_versions: of each bundle, counted from the newest; 0 is all (1).
+      poll_s: how often the repository is looked at; 0 never, so that clients load and unload (1).
+      grpc_port: to serve a repository over gRPC, too, which needs stack-serve[grpc]; 0 takes a free one.
       host: address to listen on (127.0.0.1: this machine alone).
       port: to listen on (8000); 0 takes a free one.
-      api_key: what clients must send as a bearer token; may be given several times.
+      api_key: what clients must send as a bearer token; may be given several times ($STACK_API_KEY).
       api_key_file: file with such keys, one a line.
       model_name: what clients call the model (its own name); may be given several times.
       chat_template: file with a Jinja template for messages (the model's own).
@@ -62,64 +80,96 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       drain_s: how long running requests may take to end after SIGTERM (30).
       max_body_bytes: of a request (8388608).
       cors_origin: of web pages that may use the server, "*" for all; may be given several times.
+      access_log: write a line for each request to standard error: when, who, what, status, seconds and its id.
       max_sequences: continuations that run at once; others wait (32).
       max_tokens: of a prompt and its continuation together (as many as the model has positions).
       step_tokens: tokens that one step computes, at most (512).
       decode_repeats: tokens of each sequence that are decoded and told together, at most, while that is quick (8).
       page_tokens: tokens of a page of the cache (16).
       pages: of the cache (what the other options need, or what fits in memory).
+      memory_fraction: of the memory that the parameters leave free, what the cache may take (0.5).
       cache_dtype: what keys and values are held in (what the model computes in).
       tensor: devices that each layer is split over (1).
       prefix_caching: keep prompts for later requests that begin alike (yes).
       max_waiting: requests that may wait before others are refused (1024).
+      priorities: let requests go before or behind others, by a `priority` that counts from -N to N (0: they may not).
       seed: of requests without one (a new one each time).
       json: print address, model and process on standard output when it is ready, as JSON.
     """
-    from stack_serve.http.config import ServerConfig
-
     options = {name: value for name, value in locals().items() if value is not None and value != ()}
-    listening = _only(ServerConfig, options)
-    keys = (*api_key, *(_keys_of(api_key_file) if api_key_file is not None else ()))
+    from stack_serve.http.config import ServerConfig
+    from stack_serve.openai.config import OpenAIConfig
+
+    if (model is None) == (repository is None):
+        raise ConfigError("Name what to serve: either a model, or --repository DIR with bundles.")
+    listening = _only(OpenAIConfig if repository is None else ServerConfig, options)
+    named = (*api_key, *(_keys_of(api_key_file) if api_key_file is not None else ()))
+    keys = named or tuple(filter(None, [os.environ.get("STACK_API_KEY")]))
     listening |= {"api_keys": keys, "cors_origins": cors_origin}
-    if model_name:
+    if model_name and repository is None:
         listening["model_names"] = model_name
-    config = parse(ServerConfig, listening)
+    config = parse(OpenAIConfig if repository is None else ServerConfig, listening)
     if config.host not in _LOOPBACK and not keys:
         _say(f"warning: whoever reaches {config.host} may use the model. Give an --api-key, or listen on 127.0.0.1.")
-    _serve(model, config, options, json=json)
+    if access_log:
+        _log_access()
+    if repository is not None:
+        serve_repository(repository, config, options, json=json)
+    else:
+        assert model is not None
+        _serve(model, config, options, json=json)
 
 
 def _serve(model: str, config: Any, options: dict[str, Any], *, json: bool) -> None:
-    from stack_core.checkpoint_formats import open_for_generation
+    from stack_core.model_formats import open_for_generation
     from stack_core.plugins import registries
     from stack_serve.http.server import HttpServer, listen  # imports what `stack --help` should not wait for
-    from stack_serve.http.service import Service
     from stack_serve.llm.config import EngineConfig
+    from stack_serve.openai.served import OpenAIApp
+    from stack_serve.openai.service import Service
 
     engine_config = parse(EngineConfig, _only(EngineConfig, options))
     make_engine = registries.engines["llm"]
     with listen(config) as listener:  # before a large model is read for nothing
         keep_compiled()
+        _say(f"loading {model}")
         checkpoint = open_for_generation(model)
         service = Service(checkpoint, config, engine_config.max_tokens)
 
+        made: Any = None
+
         def engine() -> Any:
+            nonlocal made
             made = make_engine(checkpoint, engine_config, progress=progress)
             service.progress = "compiling"
+            _say("compiling; requests get status 503 until it is done")
             return made
 
+        told_s = time.monotonic()
+
         def progress(what: str, done: int, total: int) -> None:
+            nonlocal told_s
             service.progress = f"compiled {done} of {total} programs, {what} the last"
             if sys.stderr.isatty():
-                print(f"\rstack: compiled {done} of {total}", end="\n" * (done == total), file=sys.stderr, flush=True)
+                line = f"\r\x1b[Kstack: {service.progress}"
+                print(line, end="\n" * (done == total), file=sys.stderr, flush=True)
+            elif done in (1, total) or time.monotonic() >= told_s + _BETWEEN_LINES_S:
+                told_s = time.monotonic()
+                _say(service.progress)
 
         def announce(address: str) -> None:
+            gc.collect()
+            gc.freeze()  # a search through all that was loaded would stop every answer for a tenth of a second
             if json:
                 ready = {"address": address, "model": service.names[0], "process": os.getpid()}
                 print(json_format.dumps(ready), flush=True)
             _say(f"{service.names[0]} is served at {address}/v1")
+            if made is not None:
+                _say(f"memory: {made.memory()}")
 
-        HttpServer(service, listener, engine, announce=announce).run()
+        # So long the event loop and the engine wait for another thread that computes in Python; 5 ms by default.
+        sys.setswitchinterval(0.001)
+        HttpServer(OpenAIApp(service, engine), listener, config, announce=announce).run()
 
 
 def _only(cls: type, options: dict[str, Any]) -> dict[str, Any]:
@@ -137,6 +187,19 @@ def _keys_of(path: Path) -> list[str]:
     if not keys:
         raise ConfigError(f"{path} holds no key. Write one a line, or leave --api-key-file out to let everybody in.")
     return keys
+
+
+def _log_access() -> None:
+    """Writes what the server tells of each request to standard error."""
+    import logging
+
+    from stack_serve.http.access import LOG
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.INFO)
+    LOG.propagate = False
 
 
 def _say(message: str) -> None:

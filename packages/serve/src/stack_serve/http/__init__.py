@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's API over any `Engine` of core's contract."""
+"""What any HTTP server of the package needs: sockets, limits, keys, a log of requests, an orderly end."""

@@ -8,6 +8,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 __all__ = ["LimitedProtocol"]
 
 _MOST_HEAD_BYTES = 64 * 1024
+_FIRST_PROBE_S, _PROBE_S = 0.05, 1.0
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -16,12 +17,17 @@ class LimitedProtocol(HttpToolsProtocol):
     Where a client sends requests without waiting for answers and leaves, the one that is being answered hears of it,
     too; uvicorn tells the last alone.
 
+    A client that ends its own side of the connection still gets the answer; uvicorn drops it. What has left for good
+    looks the same until something is sent to it, so the interim status 100 (RFC 9110, 15.2), which clients pass over,
+    is sent every second until the answer begins.
+
     Attributes:
       receive_timeout_s: for a head.
     """
 
     receive_timeout_s: float
     _timer: asyncio.TimerHandle | None = None
+    _probe: asyncio.TimerHandle | None = None
     _head_bytes = 0
     _answered: Any = None
 
@@ -31,17 +37,32 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
+        if self._probe is not None:
+            self._probe.cancel()
         super().connection_lost(exc)
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
             self._answered.message_event.set()
+
+    def eof_received(self) -> bool:  # pyrefly: ignore[bad-override], uvicorn annotates it without a result
+        """Says whether the connection stays open to send: while a whole request has no answer."""
+        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
+            return False
+        self.cycle.keep_alive = False
+        self._send_probe(_FIRST_PROBE_S)
+        return True
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._timer is not None:
             self._head_bytes += len(data)
             if self._head_bytes > _MOST_HEAD_BYTES:
-                self.send_400_response(f"The head of a request may have {_MOST_HEAD_BYTES} bytes.")
+                self.send_400_response("")
+
+    def send_400_response(self, msg: str) -> None:
+        if self._head_bytes > _MOST_HEAD_BYTES:
+            msg = f"The head of a request may have {_MOST_HEAD_BYTES} bytes."
+        super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -49,6 +70,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end_head()
+        # What came with the head of it in one read was not counted: a body, or requests behind it.
+        self._head_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if self._head_bytes > _MOST_HEAD_BYTES:
+            raise ValueError("the head is too long")  # the parser ends, and uvicorn refuses the request
+        self._head_bytes = 0
         is_next = self.cycle is None or self.cycle.response_complete
         super().on_headers_complete()
         if is_next:
@@ -58,6 +84,14 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.pipeline:
             self._answered = self.pipeline[-1][0]
         super().on_response_complete()
+
+    def _send_probe(self, next_s: float) -> None:
+        answered = self._answered
+        if self.transport.is_closing() or self.cycle.response_complete:
+            return
+        if not answered.response_started and answered.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._probe = self.loop.call_later(next_s, self._send_probe, _PROBE_S)
 
     def _begin_head(self) -> None:
         self._end_head()

@@ -1,4 +1,4 @@
-"""The process that serves: listens, starts the engine beside, drains at a signal."""
+"""The process that serves: listens, starts the application beside, drains at a signal."""
 
 import asyncio
 import contextlib
@@ -8,17 +8,16 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Protocol, runtime_checkable
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from stack_core.errors import ConfigError
-from stack_core.protocols import Engine
-from stack_serve.http.app import make_app
 from stack_serve.http.config import ServerConfig
 from stack_serve.http.protocol import LimitedProtocol
-from stack_serve.http.service import Service
 
-__all__ = ["HttpServer", "listen"]
+__all__ = ["App", "HttpServer", "listen"]
 
 _AFTER_DRAIN_S = 5
 _KEEP_ALIVE_S = 75
@@ -43,28 +42,58 @@ def listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
+@runtime_checkable
+class App(Protocol):
+    """What an HTTP server serves.
+
+    Attributes:
+      asgi: answers from the beginning, if only that it is starting.
+    """
+
+    @property
+    def asgi(self) -> ASGIApp: ...
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Prepares for requests, on a thread of its own; what it raises ends the server."""
+        ...
+
+    def serve(self) -> None:
+        """Takes requests from now on; called on the event loop after `start`."""
+        ...
+
+    def drain(self) -> None:
+        """Takes no more requests; called on the event loop."""
+        ...
+
+    def cut_short(self) -> None:
+        """Ends running requests, which had the time that the config gives them; called on the event loop."""
+        ...
+
+    def close(self) -> None:
+        """Frees what `start` made, if that ended well; on a thread of its own, after the last answer."""
+        ...
+
+
 class HttpServer:
-    """Serves one model. It answers from the beginning, and takes jobs when the engine is warm.
+    """Serves an application. It answers from the beginning, and takes requests once that has started.
 
     Args:
-      make_engine: called on a thread of its own; what it raises ends the server.
-      announce: called with the server's address when it takes jobs.
+      announce: called with the server's address when it takes requests.
     """
 
     def __init__(
         self,
-        service: Service,
+        app: App,
         listener: socket.socket,
-        make_engine: Callable[[], Engine],
+        config: ServerConfig,
         *,
         announce: Callable[[str], None] = lambda address: None,
     ) -> None:
-        self._service = service
+        self._app = app
         self._listener = listener
-        self._make_engine = make_engine
+        self._config = config
         self._announce = announce
-        self._uvicorn = _Uvicorn(_uvicorn_config(service))
-        self._engine: Engine | None = None
+        self._uvicorn = _Uvicorn(_uvicorn_config(app, config))
         self._failure: Exception | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -72,7 +101,7 @@ class HttpServer:
         """Serves until `drain` is called. On the main thread SIGTERM and SIGINT call it; a second ends the process.
 
         Raises:
-          StackError: the engine cannot start.
+          StackError: the application cannot start.
         """
         uvicorn_loop = self._uvicorn.config.get_loop_factory()
         with asyncio.Runner(loop_factory=uvicorn_loop) as runner:
@@ -81,44 +110,40 @@ class HttpServer:
             raise self._failure
 
     def drain(self) -> None:
-        """Takes no more jobs, lets running ones end for the time that the config gives them, and stops."""
+        """Takes no more requests, lets running ones end for the time that the config gives them, and stops."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._drain)
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        thread = threading.Thread(target=self._start_engine, args=(self._loop,), daemon=True)
+        thread = threading.Thread(target=self._start, args=(self._loop,), daemon=True)
         with _signals(self.drain):
             thread.start()
             await self._uvicorn.serve([self._listener])
-            if self._engine is not None:
-                await asyncio.to_thread(self._engine.close)
+            await asyncio.to_thread(self._app.close)
         if thread.is_alive():
-            os._exit(0)  # The engine compiles still, which nothing interrupts, and nobody needs it any more.
+            os._exit(0)  # It compiles still, which nothing interrupts, and nobody needs it any more.
 
-    def _start_engine(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            engine = self._make_engine()
-            engine.warm_up()
-            engine.start()
+            self._app.start(loop)
         except Exception as error:  # It is raised again, by `run`.
             self._failure = error
             self._uvicorn.should_exit = True
             return
-        self._engine = engine
-        loop.call_soon_threadsafe(self._serve, engine)
+        loop.call_soon_threadsafe(self._serve)
 
-    def _serve(self, engine: Engine) -> None:
-        if self._service.state == "starting":
-            self._service.serve(engine)
+    def _serve(self) -> None:
+        if not self._uvicorn.should_exit:
+            self._app.serve()
             host, port = self._listener.getsockname()[:2]
             self._announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     def _drain(self) -> None:
         assert self._loop is not None
-        self._service.state = "draining"
+        self._app.drain()
         self._uvicorn.should_exit = True
-        self._loop.call_later(self._service.config.drain_s, self._service.cut_short)
+        self._loop.call_later(self._config.drain_s, self._app.cut_short)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -129,13 +154,13 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def _uvicorn_config(service: Service) -> uvicorn.Config:
-    class Protocol(LimitedProtocol):
-        receive_timeout_s = service.config.receive_timeout_s
+def _uvicorn_config(app: App, config: ServerConfig) -> uvicorn.Config:
+    class Limited(LimitedProtocol):
+        receive_timeout_s = config.receive_timeout_s
 
     return uvicorn.Config(
-        make_app(service),
-        http=Protocol,
+        app.asgi,
+        http=Limited,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -143,7 +168,7 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(service.config.drain_s) + _AFTER_DRAIN_S,
+        timeout_graceful_shutdown=int(config.drain_s) + _AFTER_DRAIN_S,
     )
 
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from stack_core import ops
+from stack_core.contracts.caches import AttentionSpec, KeysValues, LayerState, Transition
+from stack_core.errors import GenerationError
 from stack_core.kv_cache import CODE_DTYPES, CodedVectors, coded
-from stack_core.protocols import AttentionSpec, KVCacheShape
 from stack_serve.llm.config import CacheType, PageLayout
 
 __all__ = ["PagedKVCache", "PagedLayer", "Rows", "empty_layers"]
@@ -61,24 +62,27 @@ class PagedKVCache:
     (arXiv:2309.06180).
     """
 
-    layers: PagedLayer
+    layers: Any
     rows: Rows
     layout: PageLayout
 
     def attend(
         self,
-        layer_cache: PagedLayer,
-        query: Float[Array, "tokens 1 heads head_dim"],
-        key: Float[Array, "tokens 1 kv_heads head_dim"],
-        value: Float[Array, "tokens 1 kv_heads head_dim"],
+        layer: PagedLayer,
+        query: Float[Array, "tokens 1 heads key_dim"],
+        key: Float[Array, "tokens 1 kv_heads key_dim"],
+        value: Float[Array, "tokens 1 kv_heads value_dim"],
         spec: AttentionSpec,
-    ) -> tuple[Float[Array, "tokens 1 heads head_dim"], PagedLayer]:
+        *,
+        sinks: Float[Array, " heads"] | None = None,
+    ) -> tuple[Float[Array, "tokens 1 heads value_dim"], PagedLayer]:
         """Puts keys and values into their pages, and attends, in the dtype of pages that are not quantized."""
-        layer_cache = PagedLayer(self._put(layer_cache.key, key[:, 0]), self._put(layer_cache.value, value[:, 0]))
+        layer = PagedLayer(self._put(layer.key, key[:, 0]), self._put(layer.value, value[:, 0]))
+        pages = tuple("act_kv_heads" if axis == "h" else None for axis in self.layout)
         output: Any = ops.paged_attention(
-            query[:, 0].astype(getattr(layer_cache.key, "dtype", query.dtype)),
-            layer_cache.key,
-            layer_cache.value,
+            query[:, 0].astype(getattr(layer.key, "dtype", query.dtype)),
+            layer.key,
+            layer.value,
             block_tables=self.rows.block_tables,
             kv_lengths=self.rows.kv_lengths,
             query_starts=self.rows.query_starts,
@@ -86,8 +90,20 @@ class PagedKVCache:
             softcap=spec.softcap,
             scale=spec.scale,
             layout=self.layout,
+            sinks=sinks,
+            axes={"query": (None, "act_heads", None), "key_pages": pages, "value_pages": pages},
         )
-        return output[:, None].astype(query.dtype), layer_cache
+        return output[:, None].astype(query.dtype), layer
+
+    def attend_latent(
+        self, layer: Any, query: jax.Array, latent: jax.Array, spec: AttentionSpec, *, value_dim: int
+    ) -> tuple[jax.Array, Any]:
+        """Raises: pages hold keys and values; `empty_layers` refuses such models before."""
+        raise GenerationError(_NO_PAGES.format("Latent"))
+
+    def recur(self, layer: Any, transition: Transition, *inputs: jax.Array) -> tuple[Any, Any]:
+        """Raises: pages hold keys and values; `empty_layers` refuses such models before."""
+        raise GenerationError(_NO_PAGES.format("Recurrent"))
 
     def advance(self, layers: Any, tokens: int) -> "PagedKVCache":
         """The cache after all layers; how many tokens a sequence has is the host's to know."""
@@ -105,19 +121,32 @@ class PagedKVCache:
         return pool.at[index].set(new, mode="drop")
 
 
-def empty_layers(
-    shape: KVCacheShape, *, pages: int, page_tokens: int, layout: PageLayout, dtype: CacheType = "model"
-) -> PagedLayer:
-    """Pools of `pages` pages for all layers, all zero."""
-    sizes = {"p": pages, "s": page_tokens, "h": shape.kv_heads, "d": shape.head_dim}
-    axes = (shape.layers, *(sizes[axis] for axis in layout))
+_NO_PAGES = (
+    "A layer keeps a state of the kind {}; pages hold keys and values alone. Generate with `stack generate`, whose "
+    "cache holds every kind."
+)
 
-    def pool() -> Any:
+
+def empty_layers(states: Any, *, pages: int, page_tokens: int, layout: PageLayout, dtype: CacheType = "model") -> Any:
+    """Pools of `pages` pages for all layers, all zero, in the structure of a model's `states`.
+
+    Raises:
+      GenerationError: a layer keeps something else than keys and values.
+    """
+
+    def pool(state: KeysValues, features: int) -> Any:
+        sizes = {"p": pages, "s": page_tokens, "h": state.kv_heads, "d": features}
+        axes = (state.repeats, *(sizes[axis] for axis in layout))
         if dtype in CODE_DTYPES:
             return CodedVectors(jnp.zeros(axes, CODE_DTYPES[dtype]), jnp.ones((*axes[:-1], 1), jnp.float32))
-        return jnp.zeros(axes, _held_dtype(shape.dtype) if dtype == "model" else dtype)
+        return jnp.zeros(axes, _held_dtype(state.dtype) if dtype == "model" else dtype)
 
-    return PagedLayer(pool(), pool())
+    def layer(state: LayerState) -> PagedLayer:
+        if not isinstance(state, KeysValues):
+            raise GenerationError(_NO_PAGES.format(type(state).__name__))
+        return PagedLayer(pool(state, state.key_dim), pool(state, state.value_dim))
+
+    return jax.tree.map(layer, states)
 
 
 def _held_dtype(dtype: str) -> str:

@@ -1,8 +1,8 @@
 """What a generation engine is made with."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from stack_core.config import config
 from stack_core.errors import ConfigError
@@ -21,15 +21,18 @@ class EngineConfig:
       max_sequences: continuations that run at once; others wait.
       max_tokens: of a prompt and its continuation together; None is the model's `max_positions`.
       step_tokens: tokens that one step computes, at most; prompts are cut into chunks to fit beside decoding.
-      decode_repeats: steps of decoding that one program takes at most, while no prompt waits and as long as that is 40
-        ms; clients hear of their tokens together. 1 tells of each token as soon as it is known.
+      decode_repeats: steps of decoding that one program takes at most, while no prompt can begin and as long as that is
+        40 ms; clients hear of their tokens together. 1 tells of each token as soon as it is known.
       page_tokens: tokens of a page of the cache.
       pages: of the cache; None is what `max_sequences` sequences of `max_tokens` need, or what fits in memory.
+      memory_fraction: of the memory that the parameters leave free, what the cache may take where `pages` is None.
       cache_dtype: what keys and values are held in; "model" is what the model computes them in.
       page_layout: axes of a pool of pages, as `ops.paged_attention` names them.
       tensor: devices that each layer's heads and features are split over.
       prefix_caching: keep pages of prompts for later requests that begin alike.
       max_waiting: requests that may wait; one more is refused.
+      priorities: a request's priority counts from `-priorities` to `priorities`, so that none waits for ever; with 0
+        requests may not have one.
       seed: of requests without one.
     """
 
@@ -39,11 +42,13 @@ class EngineConfig:
     decode_repeats: PositiveInt = 8
     page_tokens: PositiveInt = 16
     pages: PositiveInt | None = None
+    memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     cache_dtype: CacheType = "model"
     page_layout: PageLayout = "pshd"
     tensor: PositiveInt = 1
     prefix_caching: bool = True
     max_waiting: PositiveInt = 1024
+    priorities: NonNegativeInt = 0
     seed: int | None = None
 
     def __post_init__(self) -> None:

@@ -4,33 +4,39 @@ The host works one step ahead: it plans and starts step k + 1 while the devices 
 tokens of k. So a sequence that ends with a token of step k has a row in step k + 1 too, whose tokens are dropped.
 """
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
-from stack_core.errors import ConversionError, EngineBusy, EngineStopped, GenerationError
+from stack_core import ops
+from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.errors import EngineBusy, EngineStopped, GenerationError
 from stack_core.generation import EngineStats, GenerationRequest, GenerationUpdate
-from stack_core.protocols import GenerativeCheckpoint
+from stack_core.machine import give_memory_back, resident_bytes
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.limits import Limits
-from stack_serve.llm.loop import EngineLoop
+from stack_serve.llm.loop import EngineLoop, KeysOfOldWeights
+from stack_serve.llm.new_weights import check_params
 from stack_serve.llm.programs import Programs, Progress
-from stack_serve.llm.work import Work
+from stack_serve.llm.teller import End, Teller
+from stack_serve.llm.work import Continuation, Work
 
 __all__ = ["LLMEngine"]
 
+_LOG = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1.0
 
 
 class LLMEngine:
     """An `Engine` of one model.
 
-    A thread of its own, from `start` to `close`, runs the steps; what is submitted before waits. It is a context
-    manager that starts and closes it.
+    From `start` to `close` a thread of its own runs the steps, and another makes texts and hands out updates; what is
+    submitted before waits. It is a context manager that starts and closes it.
 
     Attributes:
       limits: sizes of what it serves.
@@ -51,11 +57,14 @@ class LLMEngine:
         self._max_waiting = config.max_waiting
         self._parameters = checkpoint.parameters
         self._programs = Programs(checkpoint, config, max_tokens=self.limits.max_tokens, pages=self.limits.pages)
-        self._loop = EngineLoop(checkpoint, config, self.limits, self._programs)
+        give_memory_back()  # what reading and placing the parameters took beside them
+        self._teller = Teller(stopped=self._stop, ended=self._forget)
+        self._loop = EngineLoop(checkpoint, config, self.limits, self._programs, self._teller.put)
         self._progress = progress
         self._lock = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._work: dict[str, Work] = {}
+        self._accepted = 0
         self._streams: dict[str, tuple[int, queue.SimpleQueue[GenerationUpdate]]] = {}
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -64,10 +73,24 @@ class LLMEngine:
     def warm_up(self) -> None:
         """Compiles every program that a step can need, so that no request waits for one."""
         self._programs.compile_all(self._progress)
+        give_memory_back()
+        _LOG.info("Memory: %s", self.memory())
+        for choice in ops.choices():
+            _LOG.info("%(op)s %(direction)s %(call)s: %(implementation)s %(config)s, %(reason)s", choice)
+
+    def memory(self) -> str:
+        """What the memory of this process is for, for people."""
+        parts = self._programs.sizes_bytes()
+        all_bytes = resident_bytes()
+        on_cpu = jax.default_backend() == "cpu"
+        if all_bytes is not None:
+            parts["programs and libraries"] = max(all_bytes - (sum(parts.values()) if on_cpu else 0), 0)
+        return ", ".join(f"{name} {size_bytes / 2**20:.0f} MB" for name, size_bytes in parts.items())
 
     def start(self) -> None:
         """Begins to work on requests."""
         self._thread = threading.Thread(target=self._run, name="stack-engine", daemon=True)
+        self._teller.start()
         self._thread.start()
 
     def close(self, *, drain_s: float = 0.0) -> None:
@@ -76,10 +99,13 @@ class LLMEngine:
         with self._lock:
             while self._thread is not None and self._work and (left_s := deadline_s - time.monotonic()) > 0:
                 self._lock.wait(left_s)
-            self._closing = True
+            was_closing, self._closing = self._closing, True
             self._lock.notify_all()
         if self._thread is not None:
             self._thread.join()
+        elif not was_closing:
+            self._teller.start()
+            self._end_all()
 
     def __enter__(self) -> "LLMEngine":
         self.start()
@@ -95,27 +121,27 @@ class LLMEngine:
           EngineStopped: the engine was closed or failed.
         """
         self.limits.check(request)
+        updates = queue.SimpleQueue[GenerationUpdate]()
+        work = self._loop.work(request, receive or updates.put)
         with self._lock:
             self._check_running()
-            held = self._work.get(request.request_id)
-            if (held is not None and held.unfinished) or request.request_id in self._streams:
+            if request.request_id in self._work or request.request_id in self._streams:
                 raise GenerationError(
                     f"A request {request.request_id!r} is being worked on. Give each an id of its own.",
                     parameter="request_id",
                 )
-            waiting = sum(len(work.unfinished) for work in self._work.values() if work.started_s is None)
+            waiting = self._accepted - self._loop.done_waiting
             if waiting + request.sampling.n > self._max_waiting:
                 raise EngineBusy(
                     f"{waiting} continuations wait already; max_waiting={self._max_waiting}. Try again later.",
                     retry_after_s=_RETRY_AFTER_S,
                 )
             if receive is None:
-                updates = queue.SimpleQueue[GenerationUpdate]()
                 self._streams[request.request_id] = (request.sampling.n, updates)
-                receive = updates.put
-            work = self._loop.work(request, receive)
             self._work[request.request_id] = work
+            self._accepted += request.sampling.n
             self._post(lambda: self._loop.begin(work))
+        self._teller.watch(work)
 
     def stream(self, request_id: str) -> Iterator[GenerationUpdate]:
         """Yields the updates of a request; see `Engine`. To leave early is to abort it.
@@ -143,22 +169,36 @@ class LLMEngine:
             if work is not None:
                 self._post(lambda: self._loop.end(work, "abort"))
 
-    def update_weights(self, params: Any) -> None:
-        """Replaces the parameters between two steps; see `Engine`. Requests that run keep the keys that they have."""
-        params = _fitted(params, self._parameters)
+    def update_weights(
+        self, params: Any, *, version: int | None = None, kv: KeysOfOldWeights = "keep", donate: bool = False
+    ) -> None:
+        """Replaces the parameters between two steps; see `Engine`.
+
+        Raises:
+          GenerationError: `kv` is none of the three.
+        """
+        if kv not in (known := get_args(KeysOfOldWeights)):
+            raise GenerationError(f"kv={kv!r}: expected one of {', '.join(map(repr, known))}.", parameter="kv")
+        check_params(params, self._parameters)
+        with self._lock:
+            self._check_running()
+        placed = self._programs.place(params, donate=donate)
         done = threading.Event()
 
         def update() -> None:
-            self._loop.update_weights(params)
-            done.set()
+            self._loop.update_weights(placed, version=version, kv=kv)
+            with self._lock:
+                done.set()
+                self._lock.notify_all()
 
         with self._lock:
             self._check_running()
             if self._thread is None:
                 return update()
             self._post(update)
-        while not done.wait(1.0):
-            self._check_running()
+            while not done.is_set():
+                self._check_running()
+                self._lock.wait()
         return None
 
     def stats(self) -> EngineStats:
@@ -186,20 +226,25 @@ class LLMEngine:
             self._loop.start()
             while self._do_posted():
                 self._loop.turn()
-                self._forget_ended()
-            for work in list(self._work.values()):
-                self._loop.end(work, "abort")
-        except Exception as error:
+        except BaseException as error:
             # Whatever a device or XLA raises: clients that wait must hear of it, and no step can follow it.
-            self._failure = error
+            with self._lock:
+                self._failure = error
             raise
         finally:
+            self._end_all()
+
+    def _end_all(self) -> None:
+        """Ends every request that was accepted; from then on none is."""
+        with self._lock:
             self._closing = True
-            self._loop.tell()
-            for work in list(self._work.values()):
-                for continuation in list(work.unfinished.values()):
-                    work.end(continuation, "error", error=f"The engine failed: {self._failure}")
-            self._forget_ended()
+            self._lock.notify_all()
+            left = list(self._work.values())
+        self._loop.tell()  # which ends those whose last token was read
+        reason, error = ("abort", None) if self._failure is None else ("error", f"The engine failed: {self._failure}")
+        for work in left:
+            self._teller.put([End(continuation, reason, error) for continuation in work.continuations])
+        self._teller.close()
 
     def _do_posted(self) -> bool:
         """Waits for something to do and takes in what was posted; says whether to go on."""
@@ -211,31 +256,12 @@ class LLMEngine:
             action()
         return not self._closing
 
-    def _forget_ended(self) -> None:
+    def _stop(self, continuation: Continuation) -> None:
+        """Has no more tokens generated of a continuation that its text or its deadline has ended."""
         with self._lock:
-            ended = [request_id for request_id, work in self._work.items() if not work.unfinished]
-            for request_id in ended:
-                del self._work[request_id]
-            if ended:
-                self._lock.notify_all()
+            self._post(lambda: self._loop.stop(continuation))
 
-
-def _fitted(params: Any, expected: Any) -> Any:
-    """Parameters in the dtypes of those that are expected.
-
-    Raises:
-      ConversionError: names each that is missing, unknown or of another shape.
-    """
-    given = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
-    wanted = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(expected)}
-    lines = [f"  {path} is missing" for path in wanted.keys() - given.keys()]
-    lines += [f"  {path} is unknown" for path in given.keys() - wanted.keys()]
-    lines += [
-        f"  {path} has shape {given[path].shape}; expected {leaf.shape}"
-        for path, leaf in wanted.items()
-        if path in given and given[path].shape != leaf.shape
-    ]
-    if lines:
-        listing = "\n".join(sorted(lines))
-        raise ConversionError(f"The new parameters are not those of the model:\n{listing}\nGive all of its own.")
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), params, expected)
+    def _forget(self, work: Work) -> None:
+        with self._lock:
+            self._work.pop(work.request.request_id, None)
+            self._lock.notify_all()

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 
+from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.errors import ConfigError, GenerationError
 from stack_core.generation import GenerationRequest, SamplingParams
-from stack_core.machine import available_memory_bytes
-from stack_core.protocols import GenerativeCheckpoint
+from stack_core.hardware.memory import free_bytes
 from stack_serve.llm.cache import empty_layers
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.logprobs import MOST_LOGPROBS
@@ -17,7 +17,6 @@ from stack_serve.llm.sampling import MOST_BIASES, MOST_STOP_TOKENS
 __all__ = ["Limits"]
 
 _MOST_CONTINUATIONS = 128
-_CACHE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,7 @@ class Limits:
       max_tokens: of a prompt and its continuation together.
       pages: of the cache.
       end_tokens: how many the model has.
+      priorities: whether requests may have one.
     """
 
     max_tokens: int
@@ -35,6 +35,7 @@ class Limits:
     vocab_size: int
     end_tokens: int
     has_tokenizer: bool
+    priorities: bool = False
 
     @classmethod
     def of(cls, checkpoint: GenerativeCheckpoint, config: EngineConfig) -> "Limits":
@@ -57,7 +58,9 @@ class Limits:
                 f"may have {max_tokens}. Give at least {needed} pages, or lower max_tokens."
             )
         ends = len(checkpoint.end_tokens)
-        return cls(max_tokens, pages, checkpoint.vocab_size, ends, checkpoint.tokenizer is not None)
+        return cls(
+            max_tokens, pages, checkpoint.vocab_size, ends, checkpoint.tokenizer is not None, config.priorities > 0
+        )
 
     def total_tokens(self, request: GenerationRequest) -> int:
         """The most tokens that prompt and continuation may have."""
@@ -70,12 +73,18 @@ class Limits:
         self._check_sampling(request.sampling)
         if request.timeout_s is not None and not request.timeout_s > 0:  # NaN, too
             raise GenerationError(f"timeout_s={request.timeout_s}: expected a positive time.", parameter="timeout_s")
+        if request.priority and not self.priorities:
+            raise GenerationError(
+                f"priority={request.priority}: this engine serves requests as they come. Leave it out, or start the "
+                "engine with priorities=10 (stack serve --priorities 10), which counts them from -10 to 10.",
+                parameter="priority",
+            )
 
     def _check_prompt(self, request: GenerationRequest) -> None:
         tokens = len(request.prompt)
         if not tokens:
             raise GenerationError("The prompt has no tokens; a continuation needs one to follow.", parameter="prompt")
-        if not all(0 <= token < self.vocab_size for token in request.prompt):
+        if min(request.prompt) < 0 or max(request.prompt) >= self.vocab_size:  # a loop would hold a server's event loop
             bad = next(token for token in request.prompt if not 0 <= token < self.vocab_size)
             raise GenerationError(
                 f"The prompt has token {bad}; the model has tokens 0 to {self.vocab_size - 1}.", parameter="prompt"
@@ -122,29 +131,22 @@ class Limits:
 
 
 def _fitting_pages(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> int:
-    """Pages for which there is memory: half of what the parameters leave free, on each device."""
+    """Pages for which there is memory: the config's part of what the parameters leave free, on each device."""
     layers = jax.eval_shape(
         lambda: empty_layers(
-            checkpoint.kv_cache,
+            checkpoint.states,
             pages=1,
             page_tokens=config.page_tokens,
             layout=config.page_layout,
             dtype=config.cache_dtype,
         )
     )
-    free_bytes = _free_bytes(jax.devices()[0])
-    if free_bytes is None:
+    device_bytes = free_bytes(jax.devices()[: config.tensor])
+    if device_bytes is None:
         return 2**30
-    left_bytes = max(free_bytes * config.tensor - _size_bytes(checkpoint.parameters), 0)
-    return int(left_bytes * _CACHE_SHARE) // _size_bytes(layers)
+    left_bytes = max(device_bytes * config.tensor - _size_bytes(checkpoint.parameters), 0)
+    return int(left_bytes * config.memory_fraction) // _size_bytes(layers)
 
 
 def _size_bytes(tree: Any) -> int:
     return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))
-
-
-def _free_bytes(device: Any) -> int | None:
-    stats = device.memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return available_memory_bytes()

@@ -7,9 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from stack_core.generation import TokenLogprob
 from stack_serve.llm.candidates import at_token, largest, padded
 
-__all__ = ["MOST_LOGPROBS", "TokenLogprobs", "token_logprobs"]
+__all__ = ["MOST_LOGPROBS", "Index", "TokenLogprobs", "token_logprobs", "token_records"]
+
+Index = slice | tuple[slice | int, ...]
+"""What selects some rows of an array."""
 
 MOST_LOGPROBS = 20
 """How many of the most likely tokens a request may ask for."""
@@ -44,3 +48,15 @@ def token_logprobs(logits: Float[Array, "rows vocab"], tokens: Int[Array, " rows
     ranks = 1 + jnp.sum(logits > own[:, None], axis=1, dtype=jnp.int32)
     values, top_tokens = largest(logits, MOST_LOGPROBS)
     return TokenLogprobs(tokens, own - peak - norm, ranks, top_tokens, values - peak[:, None] - norm[:, None])
+
+
+def token_records(figures: TokenLogprobs, index: Index, wanted: int) -> list[TokenLogprob]:
+    """The rows of arrays on the host that `index` selects, as values of core's contract.
+
+    Args:
+      wanted: how many of the most likely tokens to give beside each.
+    """
+    tokens, logprobs, ranks = (array[index].tolist() for array in (figures.tokens, figures.logprobs, figures.ranks))
+    tops = (array[index][:, :wanted].tolist() for array in (figures.top_tokens, figures.top_logprobs))
+    tops = [tuple(zip(*row, strict=True)) for row in zip(*tops, strict=True)]
+    return [TokenLogprob(*row) for row in zip(tokens, logprobs, ranks, tops, strict=True)]

@@ -3,25 +3,29 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from stack_core.generation import FinishReason, GenerationRequest, GenerationUpdate, TokenLogprob
-from stack_core.protocols import GenerativeCheckpoint
+from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.generation import FinishReason, GenerationRequest, GenerationUpdate
 from stack_serve.llm.compilations import compilations_here
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.logprobs import TokenLogprobs
-from stack_serve.llm.output import Output
+from stack_serve.llm.output import GOES_ON, Ending, Output
 from stack_serve.llm.programs import Programs, StepResult
 from stack_serve.llm.sampling import Sampled, SamplingSettings
-from stack_serve.llm.scheduler import Plan, Row, SchedulerState, finish, forget_prefixes, record, schedule
+from stack_serve.llm.scheduler import Plan, Row, SchedulerState, finish, forget_prefixes, recompute, record, schedule
 from stack_serve.llm.sequence import Sequence
+from stack_serve.llm.teller import End, News, PromptScores, Tokens
 from stack_serve.llm.work import Continuation, Work
 
-__all__ = ["EngineLoop"]
+__all__ = ["EngineLoop", "KeysOfOldWeights"]
+
+KeysOfOldWeights = Literal["keep", "recompute", "abort"]
+"""What becomes of requests that run when weights are replaced."""
 
 _MOST_SEED = 2**32
 _MOST_REPEATED_S = 0.04
@@ -32,11 +36,13 @@ class _StartedStep:
     """A step that the devices were given.
 
     Attributes:
+      version: of the weights that it computes with.
       prompt_logprobs: of the tokens that follow those of the step, if any row wants them.
       started_s: of `time.monotonic()`.
     """
 
     plan: Plan
+    version: int
     result: StepResult
     prompt_logprobs: TokenLogprobs | None
     started_s: float
@@ -47,10 +53,19 @@ class EngineLoop:
 
     Attributes:
       stats: as of the last turn.
+      done_waiting: how many continuations have begun, or ended before they could.
+
+    Args:
+      put: takes news to be told.
     """
 
     def __init__(
-        self, checkpoint: GenerativeCheckpoint, config: EngineConfig, limits: Limits, programs: Programs
+        self,
+        checkpoint: GenerativeCheckpoint,
+        config: EngineConfig,
+        limits: Limits,
+        programs: Programs,
+        put: Callable[[list[News]], None],
     ) -> None:
         self._tokenizer, self._end_tokens = checkpoint.tokenizer, checkpoint.end_tokens
         self._limits = limits
@@ -60,9 +75,11 @@ class EngineLoop:
         self._arrived = 0
         self._arrivals: list[Sequence] = []
         self._continuations: dict[int, Continuation] = {}
-        self._with_deadline: set[Work] = set()
         self._started: _StartedStep | None = None
-        self._untold: list[tuple[Continuation, GenerationUpdate]] = []
+        self._put = put
+        self._untold: list[News] = []
+        self.done_waiting = 0
+        self._version = 0
         self._read_s = 0.0
         self._repeats, self._most_repeats = 1, config.decode_repeats
         self._compilations_before = 0
@@ -78,63 +95,78 @@ class EngineLoop:
         return bool(self._continuations) or self._started is not None
 
     def work(self, request: GenerationRequest, receive: Callable[[GenerationUpdate], None]) -> Work:
-        """What is to be done for a request; any thread may ask, one at a time."""
+        """What is to be done for a request; any thread may ask."""
         work = Work(request, receive)
         sampling = request.sampling
         seed = int(self._seeds.integers(_MOST_SEED)) if sampling.seed is None else sampling.seed
         leader: Sequence | None = None
         for index in range(sampling.n):
             sequence = Sequence(
-                id=self._arrived,
+                id=-1,
                 request_id=request.request_id,
                 index=index,
                 tokens=list(request.prompt),
                 prompt_tokens=len(request.prompt),
                 max_total_tokens=self._limits.total_tokens(request),
                 priority=request.priority,
-                arrival=self._arrived,
+                arrival=-1,
                 cacheable=sampling.prompt_logprobs is None or index > 0,
                 leader=leader,
             )
             leader = leader or sequence
-            self._arrived += 1
             settings = SamplingSettings.row(
                 sampling, seed=(seed, index), end_tokens=self._end_tokens, prompt_tokens=len(request.prompt)
             )
-            output = Output(
-                request,
-                index,
-                tokenizer=self._tokenizer,
-                end_tokens=self._end_tokens,
-                max_tokens=sequence.max_total_tokens - sequence.prompt_tokens,
-            )
-            work.unfinished[index] = Continuation(sequence, settings, output, work)
+            most_tokens = sequence.max_total_tokens - sequence.prompt_tokens
+            ending = Ending(sampling, end_tokens=self._end_tokens, max_tokens=most_tokens)
+            output = Output(request, index, tokenizer=self._tokenizer)
+            work.continuations.append(Continuation(sequence, settings, ending, output, work))
         return work
 
     def begin(self, work: Work) -> None:
         """Takes up a request."""
-        for continuation in work.unfinished.values():
+        for continuation in work.continuations:
+            continuation.sequence.id = continuation.sequence.arrival = self._arrived
+            self._arrived += 1
             self._arrivals.append(continuation.sequence)
             self._continuations[continuation.sequence.id] = continuation
-        if work.deadline_s is not None:
-            self._with_deadline.add(work)
 
     def end(self, work: Work, reason: FinishReason) -> None:
         """Ends what is left of a request that was begun."""
-        self.tell()  # which ends those whose last token was read
-        for continuation in list(work.unfinished.values()):
-            self._end(continuation, reason)
+        for continuation in work.continuations:
+            if continuation.sequence.id in self._continuations:
+                self._drop(continuation)
+                self._untold.append(End(continuation, reason))
+        self._waits_no_more(work)
+        self.tell()
 
-    def update_weights(self, params: Any) -> None:
-        """Replaces the parameters and forgets the pages that were kept for other requests."""
-        self._programs.update_weights(params)
+    def stop(self, continuation: Continuation) -> None:
+        """Ends a continuation that its text or its deadline has ended, of which the client was told."""
+        if continuation.sequence.id in self._continuations:
+            self._drop(continuation)
+            self._waits_no_more(continuation.work)
+
+    def update_weights(self, placed: Any, *, version: int | None, kv: KeysOfOldWeights) -> None:
+        """Replaces the parameters and forgets the pages that were kept for other requests; see `Engine`.
+
+        Args:
+          placed: what `Programs.place` gave.
+        """
+        if kv == "abort":
+            for work in {continuation.work for continuation in self._continuations.values()}:
+                if not work.waits:
+                    self.end(work, "abort")
+        self._programs.use(placed)
+        self._version = self._version + 1 if version is None else version
         forget_prefixes(self._state)
+        if kv == "recompute":
+            recompute(self._state)
 
     def turn(self) -> None:
         """Starts the next step, and reads the one before, which the devices work on meanwhile."""
-        self._end_overdue()
         arrivals, self._arrivals = self._arrivals, list[Sequence]()
-        plan = schedule(self._state, arrivals, repeats=self._repeats)
+        with jax.profiler.TraceAnnotation("plan"):
+            plan = schedule(self._state, arrivals, repeats=self._repeats)
         started, self._started = self._started, self._start(plan) if plan.rows else None
         self.tell()
         if started is not None:
@@ -145,20 +177,26 @@ class EngineLoop:
 
     def tell(self) -> None:
         """Passes on what was read: once the next step is started, for whom it wakes competes for Python's lock."""
-        untold, self._untold = self._untold, list[tuple[Continuation, GenerationUpdate]]()
-        for continuation, update in untold:
-            continuation.work.tell(update, cached_tokens=continuation.sequence.cached_tokens)
+        if self._untold:
+            untold, self._untold = self._untold, list[News]()
+            self._put(untold)
 
     def _start(self, plan: Plan) -> _StartedStep:
         now_s = time.monotonic()
         for sequence in plan.admitted:
             continuation = self._continuations[sequence.id]
+            self._waits_no_more(continuation.work)
             continuation.work.started_s = continuation.work.started_s or now_s
             assert sequence.slot is not None
             self._programs.admit(sequence.slot, sequence.tokens, continuation.settings)
         tables = self._state.block_tables[[row.slot for row in plan.rows]]
         result = self._programs.step([row[1:] for row in plan.rows], tables, repeats=plan.repeats)
-        return _StartedStep(plan, result, self._prompt_logprobs(plan.rows, result), now_s)
+        return _StartedStep(plan, self._version, result, self._prompt_logprobs(plan.rows, result), now_s)
+
+    def _waits_no_more(self, work: Work) -> None:
+        if work.waits:
+            work.waits = False
+            self.done_waiting += len(work.continuations)
 
     def _prompt_logprobs(self, rows: tuple[Row, ...], result: StepResult) -> TokenLogprobs | None:
         if not any(self._wants_prompt(row) for row in rows):
@@ -181,27 +219,34 @@ class EngineLoop:
         jax.block_until_ready((step.result.hidden, step.result.sampled))
         self._set_repeats(step)
         if step.result.sampled is not None:
-            self._read_sampled(step.plan.rows, step.result.sampled)
+            self._read_sampled(step, step.result.sampled)
 
-    def _read_sampled(self, rows: tuple[Row, ...], sampled: Sampled) -> None:
+    def _read_sampled(self, step: _StartedStep, sampled: Sampled) -> None:
         tokens, finite = np.asarray(sampled.tokens).tolist(), np.asarray(sampled.ok).tolist()
-        logprobs: Any = None
-        for place, row in enumerate(rows):
+        figures: Any = None
+        for place, row in enumerate(step.plan.rows):
+            continuation = self._continuations.get(row.sequence.id)
+            new, end, is_lost = list[int](), GOES_ON, False
             for turn in range(row.samples):
-                record(self._state, row.sequence, tokens[turn][place])
-                continuation = self._continuations.get(row.sequence.id)
-                if continuation is None:
+                token = tokens[turn][place]
+                record(self._state, row.sequence, token)
+                if continuation is None or row.sequence.ended:
                     continue
-                if not finite[turn][place]:
-                    self._end(continuation, "error", error="The model's logits are not finite after this text.")
-                    continue
-                wanted, logprob = continuation.work.request.sampling.logprobs, None
-                if wanted is not None:
-                    logprobs = logprobs or _readable(sampled)
-                    logprob = _token_logprob(logprobs, (turn, place), wanted)
-                self._push(continuation, tokens[turn][place], logprob)
-            if row.samples:
-                self._take(row.sequence)
+                if finite[turn][place]:
+                    new.append(token)
+                    end = continuation.ending.push(token)
+                else:
+                    is_lost = True
+                if is_lost or end.reason is not None:
+                    self._drop(continuation)
+            if continuation is None or not row.samples:
+                continue
+            if continuation.work.request.sampling.logprobs is not None:
+                figures = figures or _readable(sampled)
+            self._untold.append(Tokens(continuation, new, step.version, end, figures, (slice(len(new)), place)))
+            if is_lost:
+                error = "The model's logits are not finite after this text."
+                self._untold.append(End(continuation, "error", error))
 
     def _set_repeats(self, step: _StartedStep) -> None:
         """Lets as many steps follow each other in a program as take `_MOST_REPEATED_S`, going by the last one."""
@@ -211,41 +256,16 @@ class EngineLoop:
         fitting = _MOST_REPEATED_S * step.plan.repeats / max(took_s, _MOST_REPEATED_S / self._most_repeats)
         self._repeats = max(1, min(self._most_repeats, int(fitting)))
 
-    def _push(self, continuation: Continuation, token: int, logprob: TokenLogprob | None) -> None:
-        try:
-            has_ended = continuation.output.push(token, logprob)
-        except Exception as error:  # Whatever a tokenizer raises concerns this request, and no other.
-            self._untold.append((continuation, continuation.output.take()))
-            self._end(continuation, "error", error=f"The text of token {token} cannot be made: {error}")
-            return
-        if has_ended:
-            self._untold.append((continuation, continuation.output.take()))
-            self._drop(continuation)
-
-    def _take(self, sequence: Sequence) -> None:
-        """What a step gave to a continuation that goes on, to be told at once."""
-        continuation = self._continuations.get(sequence.id)
-        if continuation is not None:
-            self._untold.append((continuation, continuation.output.take()))
-
     def _read_prompts(self, step: _StartedStep) -> None:
         figures = _readable(step.prompt_logprobs)
         place = 0
         for row in step.plan.rows:
             continuation = self._continuations.get(row.sequence.id)
             if continuation is not None and self._wants_prompt(row):
-                wanted = continuation.work.request.sampling.prompt_logprobs or 0
-                known = range(row.start + 1, min(row.start + row.tokens + 1, row.sequence.prompt_tokens))
-                for position in known:
-                    found = _token_logprob(figures, (place + position - row.start - 1,), wanted)
-                    continuation.work.prompt_logprobs[position] = found
+                last = min(row.start + row.tokens + 1, row.sequence.prompt_tokens)
+                index = slice(place, place + last - row.start - 1)
+                self._untold.append(PromptScores(continuation, row.start + 1, figures, index))
             place += row.tokens
-
-    def _end(self, continuation: Continuation, reason: FinishReason, *, error: str | None = None) -> None:
-        """Ends a continuation for another reason than its tokens."""
-        self._drop(continuation)
-        self.tell()
-        continuation.work.end(continuation, reason, error=error)
 
     def _drop(self, continuation: Continuation) -> None:
         del self._continuations[continuation.sequence.id]
@@ -254,21 +274,7 @@ class EngineLoop:
         else:
             finish(self._state, continuation.sequence)
 
-    def _end_overdue(self) -> None:
-        if not self._with_deadline:
-            return
-        now_s = time.monotonic()
-        for work in [work for work in self._with_deadline if not work.unfinished or work.is_overdue(now_s)]:
-            self._with_deadline.remove(work)
-            self.end(work, "deadline")
-
 
 def _readable(figures: Any) -> Any:
     """On the host."""
     return jax.tree.map(np.asarray, figures)
-
-
-def _token_logprob(figures: Any, place: tuple[int, ...], wanted: int) -> TokenLogprob:
-    top_tokens, top_logprobs = (array[place][:wanted].tolist() for array in (figures.top_tokens, figures.top_logprobs))
-    token, logprob, rank = (array[place].item() for array in (figures.tokens, figures.logprobs, figures.ranks))
-    return TokenLogprob(token, logprob, rank, tuple(zip(top_tokens, top_logprobs, strict=True)))

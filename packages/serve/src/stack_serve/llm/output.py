@@ -3,11 +3,50 @@
 from collections.abc import Collection
 from typing import NamedTuple
 
-from stack_core.detokenize import IncrementalDetokenizer, StopTexts
-from stack_core.generation import FinishReason, GenerationRequest, GenerationUpdate, TokenLogprob
-from stack_core.protocols import Tokenizer
+from stack_core.contracts.data import Tokenizer
+from stack_core.generation import FinishReason, GenerationRequest, GenerationUpdate, SamplingParams, TokenLogprob
+from stack_core.text.detokenize import IncrementalDetokenizer, StopTexts
 
-__all__ = ["Output"]
+__all__ = ["GOES_ON", "EndOfTokens", "Ending", "Output"]
+
+
+class EndOfTokens(NamedTuple):
+    """Why a continuation ends with a token, whatever its text; no reason if it goes on.
+
+    Attributes:
+      stop_reason: the stop token, unless it is one of the model's own.
+    """
+
+    reason: FinishReason | None = None
+    stop_reason: int | None = None
+
+
+GOES_ON = EndOfTokens()
+
+
+class Ending:
+    """Knows by the tokens of a continuation when it ends; a stop text may end it sooner, which `Output` finds.
+
+    Args:
+      end_tokens: the model's own.
+      max_tokens: of the continuation.
+    """
+
+    def __init__(self, sampling: SamplingParams, *, end_tokens: Collection[int], max_tokens: int) -> None:
+        self._end_tokens = frozenset() if sampling.ignore_eos else frozenset(end_tokens)
+        self._stop_tokens = frozenset(sampling.stop_tokens)
+        self._min_tokens, self._max_tokens = sampling.min_tokens, max_tokens
+        self._tokens = 0
+
+    def push(self, token: int) -> EndOfTokens:
+        """Adds a token, and says whether and why it is the last one."""
+        self._tokens += 1
+        if self._tokens > self._min_tokens:
+            if token in self._end_tokens:
+                return EndOfTokens("stop")
+            if token in self._stop_tokens:
+                return EndOfTokens("stop", token)
+        return EndOfTokens("length") if self._tokens >= self._max_tokens else GOES_ON
 
 
 class _Held(NamedTuple):
@@ -15,6 +54,7 @@ class _Held(NamedTuple):
 
     token: int
     logprob: TokenLogprob | None
+    version: int
     begins: int
 
 
@@ -27,26 +67,13 @@ class Output:
 
     Args:
       tokenizer: None gives tokens without text; then the request has no stop texts.
-      end_tokens: the model's own.
-      max_tokens: of the continuation.
     """
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        index: int,
-        *,
-        tokenizer: Tokenizer | None,
-        end_tokens: Collection[int],
-        max_tokens: int,
-    ) -> None:
+    def __init__(self, request: GenerationRequest, index: int, *, tokenizer: Tokenizer | None) -> None:
         sampling = request.sampling
         self._request_id, self._index, self._sampling = request.request_id, index, sampling
         self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, request.prompt)
-        self._end_tokens = frozenset() if sampling.ignore_eos else frozenset(end_tokens)
-        self._stop_tokens = frozenset(sampling.stop_tokens)
         self._stop_texts = StopTexts(sampling.stop)
-        self._max_tokens = max_tokens
         self._tokens = 0
         self._decoded_characters = 0
         self._told_characters = 0
@@ -55,15 +82,20 @@ class Output:
         self._reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
 
-    def push(self, token: int, logprob: TokenLogprob | None = None) -> bool:
+    def push(
+        self, token: int, end: EndOfTokens = GOES_ON, logprob: TokenLogprob | None = None, *, version: int = 0
+    ) -> bool:
         """Adds a token, and says whether it is the last one.
 
         Args:
+          end: whether the token itself is a reason for that.
           logprob: its own, if the request asks for them.
+          version: of the weights that drew it.
         """
         self._tokens += 1
         begins = self._decoded_characters
-        reason, stop_reason = self._ending(token)
+        reason: FinishReason | None = end.reason
+        stop_reason: int | str | None = end.stop_reason
         is_shown = reason != "stop" or self._sampling.include_stop
         if self._detokenizer and is_shown:
             self._text += self._passed(self._detokenizer.push(token))
@@ -71,7 +103,7 @@ class Output:
             self._text += self._rest()
         if self._stop_texts.found is not None:
             reason, stop_reason = "stop", self._stop_texts.found
-        self._held.append(_Held(token, logprob, begins))
+        self._held.append(_Held(token, logprob, version, begins))
         self._reason, self._stop_reason = reason, stop_reason
         return reason is not None
 
@@ -91,14 +123,6 @@ class Output:
     @property
     def _may_stop(self) -> bool:
         return self._tokens > self._sampling.min_tokens
-
-    def _ending(self, token: int) -> tuple[FinishReason | None, int | None]:
-        """Why a continuation ends with its newest token, and the stop reason, as far as its text does not matter."""
-        if self._may_stop and token in self._end_tokens:
-            return "stop", None
-        if self._may_stop and token in self._stop_tokens:
-            return "stop", token
-        return ("length" if self._tokens >= self._max_tokens else None), None
 
     def _passed(self, piece: str) -> str:
         """What of the text decoded so far, `piece` being the end of it, is certain to be the continuation's."""
@@ -126,11 +150,13 @@ class Output:
             index=self._index,
             tokens=tuple(held.token for held in told),
             text=text,
+            weights_versions=tuple(held.version for held in told),
             logprobs=None
             if self._sampling.logprobs is None
             else tuple(held.logprob for held in told if held.logprob is not None),
             finish_reason=reason,
             stop_reason=stop_reason,
+            dropped_tokens=0 if reason is None else len(self._held),
             error=error,
         )
 

@@ -1,36 +1,44 @@
 """Where an engine's arrays lie: on one device, or with each layer's heads and features split over several."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from stack_core.contracts.caches import KeysValues
+from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.errors import HardwareError, ShardingError
 from stack_core.huge_pages import in_one_block
 from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
-from stack_core.protocols import GenerativeCheckpoint, KVCacheShape
 from stack_serve.llm.config import PageLayout
-from stack_serve.llm.unstacking import split_layers
+from stack_serve.llm.unstacking import Layers, split_layers
 
-__all__ = ["Placement"]
+__all__ = ["AbstractPlacement", "Placement"]
 
 
 class Placement:
     """Puts arrays on `tensor` devices; what cannot be split lies whole on each.
 
+    Args:
+      devices: by default those of `jax.devices()`.
+
     Raises:
       HardwareError: there are not so many devices.
     """
 
-    def __init__(self, shape: KVCacheShape, tensor: int) -> None:
-        devices = jax.devices()
+    def __init__(self, states: Any, tensor: int, devices: Sequence[jax.Device] | None = None) -> None:
+        devices = jax.devices() if devices is None else devices
         if tensor > len(devices):
             raise HardwareError(
                 f"The engine is to be split over tensor={tensor} devices, but there are {len(devices)}: "
                 f"{', '.join(map(str, devices[:8]))}. Lower tensor, or start it where there are more."
             )
-        self._split_heads = shape.kv_heads % tensor == 0
+        heads = (state.kv_heads for state in jax.tree.leaves(states) if isinstance(state, KeysValues))
+        self._split_heads = all(count % tensor == 0 for count in heads)
         self._rules = DEFAULT_RULES
         self._mesh = None if tensor == 1 else make_mesh(MeshConfig(fsdp=1, tensor=tensor), devices[:tensor])
 
@@ -49,30 +57,123 @@ class Placement:
 
     def load(self, checkpoint: GenerativeCheckpoint, chosen: Any) -> Any:
         """The checkpoint's parameters, with those that are `chosen` split into their layers."""
-        return self._in_place(split_layers(checkpoint.load_params(self._shardings(checkpoint)), chosen))
+        leaves, structure = jax.tree.flatten(checkpoint.load_params(self._shardings(checkpoint)))
+        leaves.reverse()  # each is let go of when it has its place
+        return self._placed(_taken(leaves), checkpoint, structure, chosen, is_owned=True)
 
-    def params(self, checkpoint: GenerativeCheckpoint, params: Any, chosen: Any) -> Any:
-        """The same of other parameters like them."""
-        return self._in_place(split_layers(jax.device_put(params, self._shardings(checkpoint)), chosen))
+    def params(self, checkpoint: GenerativeCheckpoint, params: Any, chosen: Any, *, donate: bool) -> Any:
+        """The same of other parameters like them; memory holds one array at a time beside them and their copies.
 
-    def _in_place(self, params: Any) -> Any:
-        return in_one_block(params) if self._mesh is None and jax.default_backend() == "cpu" else params
+        Args:
+          donate: each of them is deleted once it has its place.
+        """
+        leaves, structure = jax.tree.flatten(params)
+        given = _donated(leaves) if donate else iter(leaves)
+        return self._placed(given, checkpoint, structure, chosen, is_owned=False)
+
+    def _placed(
+        self, leaves: Iterator[Any], checkpoint: GenerativeCheckpoint, structure: Any, chosen: Any, *, is_owned: bool
+    ) -> Any:
+        wanted, split = jax.tree.leaves(checkpoint.parameters), jax.tree.leaves(chosen)
+        if self._mesh is None and jax.default_backend() == "cpu":
+            avals = [each for aval, is_split in zip(wanted, split, strict=True) for each in _parts(aval, is_split)]
+            parts = (part for leaf, is_split in zip(leaves, split, strict=True) for part in _slices(leaf, is_split))
+            arrays = iter(in_one_block(parts, avals))
+            counts = [aval.shape[0] if is_split else None for aval, is_split in zip(wanted, split, strict=True)]
+            placed = [next(arrays) if count is None else Layers(tuple(islice(arrays, count))) for count in counts]
+        else:
+            shardings = self._shardings(checkpoint)
+            places = [None] * len(wanted) if shardings is None else jax.tree.leaves(shardings)
+            placed = [
+                _copied(leaf, aval.dtype, place, is_split=is_split, is_owned=is_owned)
+                for leaf, aval, place, is_split in zip(leaves, wanted, places, split, strict=True)
+            ]
+        return jax.tree.unflatten(structure, placed)
 
     def _shardings(self, checkpoint: GenerativeCheckpoint) -> Any:
         return None if self._mesh is None else checkpoint.shardings(self._mesh)
 
-    def pools(self, layers: Any, layout: PageLayout) -> Any:
+    def pools(self, make: Callable[[], Any], layout: PageLayout) -> Any:
         """Pools of pages, split by their heads; of one layer each, or of all in the first axis."""
+        return jax.tree.map(lambda pool: jax.device_put(pool, self._of_pool(pool, layout)), jax.jit(make)())
+
+    def _of_pool(self, pool: Any, layout: PageLayout) -> NamedSharding | None:
         if self._mesh is None:
-            return layers
+            return None
         spec = [("tensor" if axis == "h" and self._split_heads else None) for axis in layout]
-
-        def place(pool: jax.Array) -> jax.Array:
-            leading = [None] * (pool.ndim - len(spec))
-            return jax.device_put(pool, NamedSharding(self._mesh, PartitionSpec(*leading, *spec)))
-
-        return jax.tree.map(place, layers)
+        return NamedSharding(self._mesh, PartitionSpec(*[None] * (pool.ndim - len(spec)), *spec))
 
     def replicated(self, tree: Any) -> Any:
         """The same on every device."""
         return tree if self._mesh is None else jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
+
+
+class AbstractPlacement(Placement):
+    """Shapes and shardings in the place of arrays, to compile for devices that need not be there."""
+
+    def __init__(self, states: Any, tensor: int, devices: Sequence[jax.Device]) -> None:
+        super().__init__(states, tensor, devices)
+        self._one = SingleDeviceSharding(devices[0])
+
+    def load(self, checkpoint: GenerativeCheckpoint, chosen: Any) -> Any:
+        def place(aval: Any, sharding: Any, is_split: bool) -> Any:
+            if not is_split:
+                return _struct(aval.shape, aval.dtype, sharding)
+            if isinstance(sharding, NamedSharding):
+                sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+            return Layers(tuple(_struct(aval.shape[1:], aval.dtype, sharding) for _ in range(aval.shape[0])))
+
+        leaves, structure = jax.tree.flatten(checkpoint.parameters)
+        shardings = self._shardings(checkpoint)
+        places = [self._one] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
+        return jax.tree.unflatten(structure, map(place, leaves, places, jax.tree.leaves(chosen)))
+
+    def pools(self, make: Callable[[], Any], layout: PageLayout) -> Any:
+        def place(pool: Any) -> Any:
+            return _struct(pool.shape, pool.dtype, self._of_pool(pool, layout) or self._one)
+
+        return jax.tree.map(place, jax.eval_shape(make))
+
+    def replicated(self, tree: Any) -> Any:
+        sharding = self._one if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+        return jax.tree.map(lambda leaf: _struct(leaf.shape, leaf.dtype, sharding), tree)
+
+
+def _struct(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _taken(leaves: list[Any]) -> Iterator[Any]:
+    """The last first; none is held on to when the next is asked for."""
+    while leaves:
+        yield leaves.pop()
+
+
+def _donated(leaves: list[Any]) -> Iterator[Any]:
+    for leaf in leaves:
+        yield leaf
+        if isinstance(leaf, jax.Array):
+            leaf.delete()
+
+
+def _parts(aval: Any, is_split: bool) -> list[jax.ShapeDtypeStruct]:
+    count, shape = (aval.shape[0], aval.shape[1:]) if is_split else (1, aval.shape)
+    return [jax.ShapeDtypeStruct(shape, aval.dtype)] * count
+
+
+def _slices(leaf: Any, is_split: bool) -> Iterator[Any]:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.integer) and jnp.iinfo(leaf.dtype).bits < 8:
+        # From NumPy such numbers come with a byte each, which programs that JAX compiled do not take.
+        return iter(split_layers(leaf, True).arrays if is_split else (jnp.copy(leaf),))
+    array = np.asarray(leaf)
+    return iter(array) if is_split else iter((array,))
+
+
+def _copied(leaf: Any, dtype: Any, sharding: Any, *, is_split: bool, is_owned: bool) -> Any:
+    """An array of its own, in its place and dtype, whole or as `Layers`; one that is owned may be the same."""
+    placed = jax.device_put(leaf, sharding)
+    if placed.dtype != dtype:
+        placed = placed.astype(dtype)
+    elif not (is_owned or is_split):
+        placed = jnp.copy(placed)
+    return split_layers(placed, True) if is_split else placed

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.protocols import GenerativeCheckpoint
+from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_serve.llm.buckets import Buckets
 from stack_serve.llm.cache import empty_layers
 from stack_serve.llm.config import EngineConfig
@@ -41,21 +41,33 @@ class StepResult:
 
 
 class Programs:
-    """The parameters, pages and slots of an engine on its devices, and the compiled programs that work on them."""
+    """The parameters, pages and slots of an engine on its devices, and the compiled programs that work on them.
 
-    def __init__(self, checkpoint: GenerativeCheckpoint, config: EngineConfig, *, max_tokens: int, pages: int) -> None:
+    Args:
+      placement: where they lie; by default on the devices of this process.
+    """
+
+    def __init__(
+        self,
+        checkpoint: GenerativeCheckpoint,
+        config: EngineConfig,
+        *,
+        max_tokens: int,
+        pages: int,
+        placement: Placement | None = None,
+    ) -> None:
         self._config, self._checkpoint = config, checkpoint
         self._max_tokens = max_tokens
         self._row_fields = len(ROW_FIELDS) + -(-max_tokens // config.page_tokens)
         self._buckets = Buckets(config.max_sequences, config.step_tokens)
         self._step = Step(checkpoint, config, pages)
-        self._placement = Placement(checkpoint.kv_cache, config.tensor)
+        self._placement = Placement(checkpoint.states, config.tensor) if placement is None else placement
         self._compiled: dict[Key, Any] = {}
 
         self._slots = self._placement.replicated(self._empty_slots())
         empty = partial(
             empty_layers,
-            checkpoint.kv_cache,
+            checkpoint.states,
             pages=pages,
             page_tokens=config.page_tokens,
             layout=config.page_layout,
@@ -63,7 +75,7 @@ class Programs:
         )
         whole = (checkpoint.parameters, jax.eval_shape(empty))
         self._looped, looped_pools = self._placement.traced(loops_over, self._smallest_step, whole)
-        self._layers = self._placement.pools(jax.jit(lambda: split_layers(empty(), looped_pools))(), config.page_layout)
+        self._layers = self._placement.pools(lambda: split_layers(empty(), looped_pools), config.page_layout)
         self._params = self._placement.load(checkpoint, self._looped)
 
     def compile_all(self, progress: Progress | None = None) -> None:
@@ -85,6 +97,11 @@ class Programs:
                 compiling[key] = threads.submit(self._lowered(key).compile)
                 compiling[key].add_done_callback(partial(tell, key))
             self._compiled |= {key: program.result() for key, program in compiling.items()}
+
+    def largest(self) -> dict[str, jax.stages.Compiled]:
+        """The compiled programs that need the most memory: of a full batch that decodes, and of the longest prompts."""
+        keys = (("decode", self._buckets.most_rows), ("prefill", self._buckets.most_tokens))
+        return {key[0]: self._lowered(key).compile() for key in keys}
 
     def admit(self, slot: int, tokens: Sequence[int], settings: SamplingSettings) -> None:
         """Gives a slot to a sequence.
@@ -112,14 +129,15 @@ class Programs:
             packed, decode = self._packed(rows, tables, row_bucket), self._program(("decode", row_bucket))
             self._layers, hidden, known, sampled = decode(self._params, self._layers, known, settings, packed)
         else:
-            row_bucket, token_bucket = self._buckets.of_prompts(len(rows), tokens)
-            packed, step = self._packed(rows, tables, row_bucket), self._program(("step", row_bucket, token_bucket))
-            self._layers, hidden, last = step(self._params, self._layers, known, packed)
+            row_bucket = self._buckets.most_rows
+            packed = self._packed(rows, tables, row_bucket)
+            prefill = self._program(("prefill", self._buckets.of_prompts(tokens)))
+            self._layers, hidden, last = prefill(self._params, self._layers, known, packed)
             sampled, places = None, [place for place, row in enumerate(rows) if row[3]]
             if places:
-                chosen = np.full(self._buckets.of_samples(len(rows), len(places)), row_bucket, np.int32)
+                chosen = np.full(self._buckets.of_samples(len(places)), row_bucket, np.int32)
                 chosen[: len(places)] = places
-                sample = self._program(("sample", row_bucket, len(chosen)))
+                sample = self._program(("sample", len(chosen)))
                 known, sampled = sample(self._params, known, settings, last, packed, chosen)
         self._slots = SlotState(known, settings)
         return StepResult(sampled, hidden)
@@ -128,11 +146,25 @@ class Programs:
         """The log-probabilities, after each of the first tokens of a step, of the tokens that follow them."""
         padded = np.zeros(len(result.hidden), np.int32)
         padded[: len(targets)] = targets
-        return self._program(("prompt_logprobs", len(padded)))(self._params, result.hidden, padded)
+        program = self._program(("prompt_logprobs", len(padded)))
+        return program(self._params, result.hidden, padded, np.int32(len(targets)))
 
-    def update_weights(self, params: Any) -> None:
-        """Replaces the parameters by others of the same structure, shapes and dtypes."""
-        self._params = self._placement.params(self._checkpoint, params, self._looped)
+    def sizes_bytes(self) -> dict[str, int]:
+        """Memory of the arrays on the devices, by what they are for."""
+        held = {"parameters": self._params, "pages": self._layers, "slots": self._slots}
+        return {name: sum(array.nbytes for array in jax.tree.leaves(tree)) for name, tree in held.items()}
+
+    def place(self, params: Any, *, donate: bool) -> Any:
+        """Other parameters of the same structure and shapes as `use` takes them; any thread may call it.
+
+        Args:
+          donate: each of them is deleted once it is placed.
+        """
+        return self._placement.params(self._checkpoint, params, self._looped, donate=donate)
+
+    def use(self, placed: Any) -> None:
+        """Computes with other parameters from the next step on."""
+        self._params = placed
 
     def _packed(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray, row_bucket: int) -> np.ndarray:
         """The rows of a step in one array, padded by rows of no sequence."""
@@ -143,11 +175,14 @@ class Programs:
         return packed
 
     def _keys(self) -> list[Key]:
-        decoding, prompts = self._buckets.decoding, self._buckets.prompts
-        decodes = (("decode", rows) for rows in decoding)
-        samples = (("sample", *bucket) for bucket in self._buckets.samples)
-        logprobs = (("prompt_logprobs", tokens) for tokens in sorted({*decoding, *(tokens for _, tokens in prompts)}))
-        return [("admit",), *decodes, *samples, *(("step", *bucket) for bucket in prompts), *logprobs]
+        buckets = self._buckets
+        of_kinds = {
+            "decode": buckets.decoding,
+            "sample": buckets.samples,
+            "prefill": buckets.prompts,
+            "prompt_logprobs": sorted({buckets.most_rows, buckets.most_tokens}),
+        }
+        return [("admit",), *((kind, size) for kind, sizes in of_kinds.items() for size in sizes)]
 
     def _program(self, key: Key) -> Any:
         if key not in self._compiled:
@@ -162,26 +197,41 @@ class Programs:
         return jax.jit(admit, donate_argnums=0).lower(self._slots, _int32(), _int32(self._max_tokens), _int32(words))
 
     def _lowered_decode(self, rows: int) -> Any:
-        decode = partial(self._step.decode, repeats=self._config.decode_repeats)
-        jitted = jax.jit(decode, donate_argnums=(1, 2))
+        repeats, most_rows = self._config.decode_repeats, self._buckets.most_rows
+
+        def decode(params: Any, layers: Any, known: Any, settings: Any, packed: Any) -> Any:
+            return self._step.decode(params, layers, known, settings, packed, repeats=repeats, most_rows=most_rows)
+
         slots, packed = self._slots, _int32(rows, self._row_fields)
+        jitted = jax.jit(decode, donate_argnums=(1, 2))
         return jitted.lower(self._params, self._layers, slots.tokens, slots.settings, packed)
 
-    def _lowered_step(self, rows: int, tokens: int) -> Any:
-        jitted = jax.jit(layer_by_layer(partial(self._step, tokens=tokens)), donate_argnums=1)
-        return jitted.lower(self._params, self._layers, self._slots.tokens, _int32(rows, self._row_fields))
+    def _lowered_prefill(self, tokens: int) -> Any:
+        most_tokens = self._buckets.most_tokens
 
-    def _lowered_sample(self, rows: int, samples: int) -> Any:
-        _, embed = self._hidden.shape
-        last = jax.ShapeDtypeStruct((rows, embed), self._hidden.dtype)
-        jitted = jax.jit(layer_by_layer(self._step.sample_some), donate_argnums=1)
+        def prefill(params: Any, layers: Any, known: Any, packed: Any) -> Any:
+            step = layer_by_layer(partial(self._step.prefill, tokens=tokens, most_tokens=most_tokens))
+            return step(params, layers, known, packed)
+
+        packed = _int32(self._buckets.most_rows, self._row_fields)
+        return jax.jit(prefill, donate_argnums=1).lower(self._params, self._layers, self._slots.tokens, packed)
+
+    def _lowered_sample(self, samples: int) -> Any:
+        def sample(params: Any, known: Any, settings: Any, last: Any, packed: Any, chosen: Any) -> Any:
+            return layer_by_layer(self._step.sample_some)(params, known, settings, last, packed, chosen)
+
+        rows = self._buckets.most_rows
+        last = jax.ShapeDtypeStruct((rows, *self._hidden.shape[1:]), self._hidden.dtype)
         slots, packed = self._slots, _int32(rows, self._row_fields)
+        jitted = jax.jit(sample, donate_argnums=1)
         return jitted.lower(self._params, slots.tokens, slots.settings, last, packed, _int32(samples))
 
     def _lowered_prompt_logprobs(self, tokens: int) -> Any:
-        _, embed = self._hidden.shape
-        hidden = jax.ShapeDtypeStruct((tokens, 1, embed), self._hidden.dtype)
-        return jax.jit(layer_by_layer(self._step.prompt_logprobs)).lower(self._params, hidden, _int32(tokens))
+        def prompt_logprobs(params: Any, hidden: Any, targets: Any, count: Any) -> Any:
+            return layer_by_layer(self._step.prompt_logprobs)(params, hidden, targets, count)
+
+        hidden = jax.ShapeDtypeStruct((tokens, 1, *self._hidden.shape[1:]), self._hidden.dtype)
+        return jax.jit(prompt_logprobs).lower(self._params, hidden, _int32(tokens), _int32())
 
     @cached_property
     def _hidden(self) -> jax.ShapeDtypeStruct:

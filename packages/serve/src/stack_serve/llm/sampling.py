@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -40,6 +41,7 @@ class SamplingSettings:
       temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty: float32[rows].
       top_k, min_tokens: int32[rows].
       logprobs: int32[rows], -1 for none.
+      processed: int32[rows], 1 if log-probabilities are those of the distribution that is drawn from.
       seed: uint32[rows, 2].
       prompt_tokens: int32[rows], where the continuation begins.
       bias_tokens: int32[rows, MOST_BIASES], -1 for none.
@@ -56,6 +58,7 @@ class SamplingSettings:
     repetition_penalty: Any
     min_tokens: Any
     logprobs: Any
+    processed: Any
     seed: Any
     prompt_tokens: Any
     bias_tokens: Any
@@ -92,6 +95,7 @@ class SamplingSettings:
             repetition_penalty=np.maximum(_float32(params.repetition_penalty), np.finfo(np.float32).tiny),
             min_tokens=_int32(params.min_tokens),
             logprobs=_int32(-1 if params.logprobs is None else params.logprobs),
+            processed=_int32(params.logprobs is not None and params.logprobs_of == "processed"),
             seed=np.frombuffer(words, "<u4").astype(np.uint32),
             prompt_tokens=_int32(prompt_tokens),
             bias_tokens=_filled(tuple(params.logit_bias), MOST_BIASES, _int32(-1)),
@@ -118,7 +122,7 @@ class SamplingSettings:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampled(TokenLogprobs):
-    """A token for each row, and its log-probability where it was asked for, before any change of the logits.
+    """A token for each row, and its log-probability where it was asked for.
 
     Attributes:
       ok: bool[rows]; where it is False the logits were NaN, infinite or all -inf, and the token means nothing.
@@ -136,7 +140,7 @@ def sample(
     """Draws a token for each row, as `SamplingParams` describes.
 
     What no row asks for costs nothing. Settings are arrays, so that changing them compiles nothing. A token depends on
-    its own row alone: on the seed, and on how many tokens its continuation has.
+    its own row alone: on its logits, the seed, and how many tokens its continuation has.
 
     Args:
       settings: of each row.
@@ -167,37 +171,71 @@ def sample(
         | jnp.any(settings.frequency_penalty != 0)
         | jnp.any(settings.presence_penalty != 0)
     )
-    # Chosen in either branch, for one that gave the logits as they are would copy them.
-    tokens, ok = lax.cond(
-        changes, lambda: _choose(changed(), settings, generated), lambda: _choose(logits, settings, generated)
+    drawing = jnp.any(settings.temperature > 0) | jnp.any(settings.processed > 0)
+
+    def chosen() -> tuple[jax.Array, jax.Array, TokenLogprobs]:
+        # Less the peak in either branch, for one that gave the logits as they are would copy them.
+        best, ok, lower = lax.cond(changes, lambda: _less_peak(changed()), lambda: _less_peak(logits))
+        tokens, processed = lax.cond(
+            drawing, lambda: _drawn(lower, best, settings, generated), lambda: (best, _no_logprobs(best))
+        )
+        return tokens, ok, processed
+
+    def greedy() -> tuple[jax.Array, jax.Array, TokenLogprobs]:
+        best = most_likely(logits)
+        return best, jnp.isfinite(at_token(logits, best)), _no_logprobs(best)
+
+    tokens, ok, processed = lax.cond(changes | drawing, chosen, greedy)
+    of_model = lax.cond(
+        jnp.any((settings.logprobs >= 0) & (settings.processed == 0)),
+        lambda: token_logprobs(logits, tokens),
+        lambda: _no_logprobs(tokens),
     )
-    figures = lax.cond(
-        jnp.any(settings.logprobs >= 0), lambda: token_logprobs(logits, tokens), lambda: _no_logprobs(tokens)
-    )
+    figures = jax.tree.map(partial(_either, settings.processed > 0), processed, of_model)
     return Sampled(**vars(figures), ok=ok)
 
 
-def _choose(logits: jax.Array, settings: SamplingSettings, generated: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The token of each row, and whether its logits allow one."""
+def _either(condition: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array:
+    return jnp.where(condition.reshape(-1, *[1] * (one.ndim - 1)), one, other)
+
+
+def _less_peak(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The most likely token of each row, whether the logits allow one, and the logits less its own."""
     best = most_likely(logits)
     peak = at_token(logits, best)
-
-    def drawn() -> jax.Array:
-        return jnp.where(settings.temperature > 0, _draw(logits, peak, settings, generated), best)
-
-    return lax.cond(jnp.any(settings.temperature > 0), drawn, lambda: best), jnp.isfinite(peak)
+    return best, jnp.isfinite(peak), logits - peak[:, None]
 
 
-def _draw(logits: jax.Array, peak: jax.Array, settings: SamplingSettings, generated: jax.Array) -> jax.Array:
-    """A token of each row by its probability among the candidates.
+def _drawn(
+    lower: jax.Array, best: jax.Array, settings: SamplingSettings, generated: jax.Array
+) -> tuple[jax.Array, TokenLogprobs]:
+    """A token of each row, and what is to be reported of the distribution that it was drawn from.
+
+    Args:
+      lower: logits, the largest of which are 0.
+      best: the first of these.
+    """
+    is_drawn = settings.temperature > 0
+    scaled = lower / jnp.where(is_drawn, settings.temperature, 1)[:, None]
+    weights = jnp.exp(scaled)
+    kept = (lower >= _top_k_bound(lower, settings.top_k)[:, None]) & (weights >= settings.min_p[:, None])
+    weights = jnp.where(kept, weights, 0)
+    tokens = jnp.where(is_drawn, _draw(weights, settings, generated), best)
+
+    def figures() -> TokenLogprobs:
+        sampled = weights >= jnp.maximum(_top_p_bound(weights, settings.top_p), jnp.finfo(jnp.float32).tiny)[:, None]
+        sampled = jnp.where(is_drawn[:, None], sampled, jnp.arange(lower.shape[1]) == best[:, None])
+        return token_logprobs(jnp.where(sampled, scaled, -jnp.inf), tokens)
+
+    return tokens, lax.cond(jnp.any(settings.processed > 0), figures, lambda: _no_logprobs(tokens))
+
+
+def _draw(weights: jax.Array, settings: SamplingSettings, generated: jax.Array) -> jax.Array:
+    """A token of each row by its weight among the candidates.
 
     Whether a token is among those that `top_p` leaves is asked when it is drawn. One that is not is drawn again among
     the likelier ones: those that are left get their probabilities, and which they are need not be found out.
     """
-    temperature = jnp.where(settings.temperature > 0, settings.temperature, 1)
-    weights = jnp.exp((logits - peak[:, None]) / temperature[:, None])
-    kept = (logits >= _top_k_bound(logits, settings.top_k)[:, None]) & (weights >= settings.min_p[:, None])
-    weights = jnp.where(kept, weights, 0)
 
     def draw(state: tuple[Any, ...]) -> tuple[Any, ...]:
         attempt, tokens, bound, wanted = state
@@ -212,7 +250,7 @@ def _draw(logits: jax.Array, peak: jax.Array, settings: SamplingSettings, genera
         )
         return attempt + 1, tokens, bound, wanted
 
-    rows = len(logits)
+    rows = len(weights)
     first = (jnp.int32(0), jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32), jnp.ones(rows, bool))
     return lax.while_loop(lambda state: jnp.any(state[3]), draw, first)[1]
 
@@ -221,6 +259,19 @@ def _beyond_top_p(weights: jax.Array, weight: jax.Array, top_p: jax.Array) -> ja
     """Whether the tokens of more weight reach `top_p` without a row's; the largest weight has none above it."""
     above = jnp.sum(jnp.where(weights > weight[:, None], weights, 0), axis=1)
     return (top_p < 1) & (above > 0) & (above >= top_p * jnp.sum(weights, axis=1))
+
+
+def _top_p_bound(weights: jax.Array, top_p: jax.Array) -> jax.Array:
+    """The least weight of a token that `top_p` leaves, bit by bit of a float; weights are 0 to 1, the largest is 1."""
+
+    def halve(_: Any, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = low + (high - low) // 2
+        beyond = _beyond_top_p(weights, lax.bitcast_convert_type(middle, jnp.float32), top_p)
+        return jnp.where(beyond, middle + 1, low), jnp.where(beyond, high, middle)
+
+    low, high = jnp.zeros(len(weights), jnp.uint32), lax.bitcast_convert_type(jnp.ones(len(weights)), jnp.uint32)
+    return lax.bitcast_convert_type(lax.fori_loop(0, 31, halve, (low, high))[1], jnp.float32)
 
 
 def _top_k_bound(logits: jax.Array, top_k: jax.Array) -> jax.Array:

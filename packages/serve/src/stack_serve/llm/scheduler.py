@@ -1,16 +1,19 @@
 """What each step computes: a pure function of the host's own records, without model, clock or randomness.
 
 A step takes one token of every running sequence that has its next one, and beside them pieces of prompts, up to
-`step_tokens` in all. While nobody waits, one in which all decode may be repeated: it goes on with the tokens that it
-samples. It is planned while the step before it runs, so that a sequence's newest tokens may be known to the devices
+`step_tokens` in all. While nobody can begin, one in which all decode may be repeated: it goes on with the tokens that
+it samples. It is planned while the step before it runs, so that a sequence's newest tokens may be known to the devices
 only. Guarantees, for any workload of sequences each of which fits into the cache alone:
 
   - A running sequence decodes in every step; a prompt's length delays no other's decoding. It stops only when the
     cache is full, and then the last of the running is preempted: it gives up its pages and waits to be computed again.
-  - Those that wait begin in the order of priority and arrival. The first of them is not overtaken by ones that would
-    fit, save a continuation that waits for its request's first to compute the prompt.
+  - Those that wait begin in the order of their turns: a sequence's turn is its number in the order of arrival, and each
+    level of priority is worth `PRIORITY_ARRIVALS` numbers. So at most `2 priorities PRIORITY_ARRIVALS` later arrivals
+    overtake a sequence, whatever they ask for. The first is not overtaken by ones that would fit, save a continuation
+    that waits for its request's first to compute the prompt.
   - Who runs is not preempted by one that waits, whatever its priority.
-  - The first of the running is never preempted while others run. So everything ends, if no better arrivals keep coming.
+  - The first of the running is never preempted while others run. So every sequence begins and ends, whatever keeps
+    coming.
 """
 
 from __future__ import annotations
@@ -27,7 +30,20 @@ from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.pages import PagePool, extend_digests
 from stack_serve.llm.sequence import Sequence
 
-__all__ = ["Plan", "Row", "SchedulerState", "finish", "forget_prefixes", "record", "schedule"]
+__all__ = [
+    "PRIORITY_ARRIVALS",
+    "Plan",
+    "Row",
+    "SchedulerState",
+    "finish",
+    "forget_prefixes",
+    "recompute",
+    "record",
+    "schedule",
+]
+
+PRIORITY_ARRIVALS = 64
+"""How many earlier arrivals a sequence overtakes for each level of priority that it is above them."""
 
 
 class Row(NamedTuple):
@@ -68,7 +84,8 @@ class SchedulerState:
     """Who waits, who runs, and what they hold.
 
     Attributes:
-      waiting, running: in the order of priority and arrival.
+      priorities: those of sequences count from `-priorities` to `priorities`.
+      waiting, running: in the order of their turns.
       free_slots: numbers below `max_sequences` that no running sequence has.
       block_tables: int32[max_sequences, pages_per_sequence], the pages of the sequence in each slot; what lies behind
         them is left from others.
@@ -80,6 +97,7 @@ class SchedulerState:
     page_tokens: int
     step_tokens: int
     prefix_caching: bool
+    priorities: int
     pool: PagePool
     free_slots: list[int]
     block_tables: np.ndarray
@@ -105,6 +123,7 @@ class SchedulerState:
             page_tokens=config.page_tokens,
             step_tokens=config.step_tokens,
             prefix_caching=config.prefix_caching,
+            priorities=config.priorities,
             pool=PagePool(pages),
             free_slots=list(reversed(range(config.max_sequences))),
             block_tables=np.zeros((config.max_sequences, -(-max_tokens // config.page_tokens)), np.int32),
@@ -132,9 +151,11 @@ def schedule(state: SchedulerState, arrivals: Iterable[Sequence], *, repeats: in
 
     Args:
       arrivals: new ones; each has `max_total_tokens` above its tokens, and fits into the cache alone.
-      repeats: how often to run it, if nobody waits for the next one, and the cache has room.
+      repeats: how often to run it, if nobody could begin in the next one, and the cache has room.
     """
     for sequence in arrivals:
+        level = max(-state.priorities, min(state.priorities, sequence.priority))
+        sequence.turn = sequence.arrival + level * PRIORITY_ARRIVALS
         insort(state.waiting, sequence, key=_order)
     ready = [sequence for sequence in state.running if sequence.total_tokens < sequence.max_total_tokens]
     repeats = _repeats(state, ready, repeats)
@@ -196,8 +217,14 @@ def forget_prefixes(state: SchedulerState) -> None:
     state.pool.forget()
 
 
+def recompute(state: SchedulerState) -> None:
+    """Has those that run compute all of their keys again; each waits until its tokens are known."""
+    for sequence in list(reversed(state.running)):
+        _preempt(state, sequence)
+
+
 def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.priority, sequence.arrival
+    return sequence.turn, sequence.arrival
 
 
 def _is_decode(sequence: Sequence) -> bool:
@@ -210,8 +237,8 @@ def _left(sequence: Sequence) -> int:
 
 
 def _repeats(state: SchedulerState, ready: list[Sequence], repeats: int) -> int:
-    """How often a step can be repeated, `repeats` times at most: nobody may wait or be preempted for it."""
-    if state.waiting or not all(map(_is_decode, ready)):
+    """How often a step can be repeated, at most `repeats` times, so that it keeps nobody from beginning or running."""
+    if repeats == 1 or not all(map(_is_decode, ready)) or _next_to_begin(state) is not None:
         return 1
     repeats = min(repeats, max(map(_left, ready), default=1))
     tokens = ((sequence, sequence.computed_tokens + min(repeats, _left(sequence))) for sequence in ready)
@@ -236,10 +263,8 @@ def _make_room(state: SchedulerState, sequence: Sequence, tokens: int, preempted
     pages = -(-(sequence.computed_tokens + tokens) // state.page_tokens)
     while pages - len(sequence.pages) > state.pool.available:
         last = state.running[-1]
-        _release(state, last)
-        last.preemptions += 1
+        _preempt(state, last)
         state.preemptions += 1
-        insort(state.waiting, last, key=_order)
         preempted.append(last)
         if last is sequence:
             return False
@@ -248,6 +273,12 @@ def _make_room(state: SchedulerState, sequence: Sequence, tokens: int, preempted
         state.block_tables[sequence.slot, len(sequence.pages)] = page
         sequence.pages.append(page)
     return True
+
+
+def _preempt(state: SchedulerState, sequence: Sequence) -> None:
+    _release(state, sequence)
+    sequence.preemptions += 1
+    insort(state.waiting, sequence, key=_order)
 
 
 def _release(state: SchedulerState, sequence: Sequence) -> None:
@@ -262,7 +293,27 @@ def _release(state: SchedulerState, sequence: Sequence) -> None:
 
 
 def _admit(state: SchedulerState) -> Sequence | None:
-    """Gives a slot to the first that waits, and the kept pages that it begins with, if it can begin.
+    """Gives a slot to the first that waits, and the kept pages that it begins with, if it can begin."""
+    found = _next_to_begin(state)
+    if found is None:
+        return None
+    sequence, pages = found
+    state.waiting.remove(sequence)
+    insort(state.running, sequence, key=_order)
+    state.pool.share(pages)
+    sequence.slot = state.free_slots.pop()
+    sequence.pages = pages
+    sequence.computed_tokens = len(pages) * state.page_tokens
+    sequence.registered_pages = len(pages)
+    sequence.weights_version = state.weights_version
+    state.block_tables[sequence.slot, : len(pages)] = pages
+    if not sequence.preemptions:
+        _count_prompt(state, sequence)
+    return sequence
+
+
+def _next_to_begin(state: SchedulerState) -> tuple[Sequence, list[int]] | None:
+    """The first that waits, and the kept pages that it begins with, if it can begin.
 
     It can if there is room for all of its tokens and the next, and for one more page for each that runs, lest it be
     preempted at once. Those that run have pages for all of their tokens but the next, or nothing is left of the step.
@@ -272,22 +323,9 @@ def _admit(state: SchedulerState) -> Sequence | None:
     sequence = next((sequence for sequence in state.waiting if not _waits_for_leader(state, sequence)), None)
     if sequence is None or sequence.in_flight:
         return None
-    found = _find_prefix(state, sequence)
-    needed = sequence.total_tokens // state.page_tokens + 1 - len(found) + state.pool.kept_among(found)
-    if needed + len(state.running) > state.pool.available:
-        return None
-    state.waiting.remove(sequence)
-    insort(state.running, sequence, key=_order)
-    state.pool.share(found)
-    sequence.slot = state.free_slots.pop()
-    sequence.pages = found
-    sequence.computed_tokens = len(found) * state.page_tokens
-    sequence.registered_pages = len(found)
-    sequence.weights_version = state.weights_version
-    state.block_tables[sequence.slot, : len(found)] = found
-    if not sequence.preemptions:
-        _count_prompt(state, sequence)
-    return sequence
+    pages = _find_prefix(state, sequence)
+    needed = sequence.total_tokens // state.page_tokens + 1 - len(pages) + state.pool.kept_among(pages)
+    return (sequence, pages) if needed + len(state.running) <= state.pool.available else None
 
 
 def _waits_for_leader(state: SchedulerState, sequence: Sequence) -> bool:

@@ -20,8 +20,9 @@ class Sequence:
       index: which of the request's continuations.
       tokens: prompt and generated ones, as far as the host knows them.
       max_total_tokens: of prompt and continuation together.
-      priority: the lower number goes first.
-      arrival: number of its arrival; it decides between equal priorities, and no two are the same.
+      priority: the lower number goes first, within the scheduler's bounds.
+      arrival: number of its arrival; no two are the same.
+      turn: who has the lower one goes first, of equal ones the earlier arrival.
       cacheable: its prompt may come from kept pages; no, if something is wanted of each token of the prompt.
       leader: the request's first continuation, whose prompt this one waits for in order to share its pages.
       computed_tokens: tokens whose keys and values are in its pages once the steps that are planned have run.
@@ -45,6 +46,7 @@ class Sequence:
     max_total_tokens: int
     priority: int
     arrival: int
+    turn: int = 0
     cacheable: bool = True
     leader: Sequence | None = None
     computed_tokens: int = 0

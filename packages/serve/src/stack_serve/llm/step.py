@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from stack_core.protocols import GenerativeCheckpoint
-from stack_serve.llm.cache import PagedKVCache, PagedLayer, Rows
+from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_serve.llm.cache import PagedKVCache, Rows
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.logprobs import TokenLogprobs, token_logprobs
 from stack_serve.llm.sampling import Sampled, SamplingSettings, sample
@@ -54,10 +54,25 @@ class Step:
     config: EngineConfig
     pages: int
 
+    @jax.named_scope("prefill")
+    def prefill(
+        self,
+        params: Any,
+        layers: Any,
+        known: Int[Array, "slots max_tokens"],
+        rows: Int[Array, "rows fields"],
+        *,
+        tokens: int,
+        most_tokens: int,
+    ) -> tuple[Any, Float[Array, "most_tokens 1 embed"], Float[Array, "rows embed"]]:
+        """A step with parts of prompts; the hidden states are padded, so that programs that read them are few."""
+        layers, hidden, last = self(params, layers, known, rows, tokens=tokens)
+        return layers, _padded(hidden, most_tokens), last
+
     def __call__(
         self,
         params: Any,
-        layers: PagedLayer,
+        layers: Any,
         known: Int[Array, "slots max_tokens"],
         rows: Int[Array, "rows fields"],
         *,
@@ -66,6 +81,7 @@ class Step:
         """Computes at most `tokens` tokens, which the rows have in all.
 
         Args:
+          layers: pools of pages, `PagedLayer`s in the structure of the model's states.
           known: the tokens of each slot.
 
         Returns:
@@ -73,27 +89,32 @@ class Step:
         """
         places, token_ids, positions = self._places(known, rows, tokens)
         cache: Any = PagedKVCache(layers, places, self.config.page_layout)
-        hidden, cache = self.checkpoint.model(params)(token_ids[:, None], positions[:, None], cache=cache)
-        return cache.layers, hidden, hidden[jnp.maximum(places.query_starts[1:] - 1, 0), 0]
+        outputs = self.checkpoint.model(params)(token_ids[:, None], positions[:, None], cache=cache)
+        after: Any = outputs.cache
+        hidden = outputs.hidden
+        return after.layers, hidden, hidden[jnp.maximum(places.query_starts[1:] - 1, 0), 0]
 
+    @jax.named_scope("decode")
     def decode(
         self,
         params: Any,
-        layers: PagedLayer,
+        layers: Any,
         known: Int[Array, "slots max_tokens"],
         settings: Int[Array, "slots words"],
         rows: Int[Array, "rows fields"],
         *,
         repeats: int,
-    ) -> tuple[Any, Float[Array, "rows 1 embed"], Int[Array, "slots max_tokens"], Sampled]:
+        most_rows: int,
+    ) -> tuple[Any, Float[Array, "most_rows 1 embed"], Int[Array, "slots max_tokens"], Sampled]:
         """Steps with a token a row, and what `sample` makes of each, in one program, which costs the host less.
 
         Args:
           repeats: steps, at most; there are as many as the largest of the rows' tokens.
+          most_rows: that any step has.
 
         Returns:
-          The pools of pages after them, the hidden states of the last, the tokens of each slot, and what was sampled,
-          [repeats, rows]. The parameters and pools may be `Layers`.
+          The pools of pages after them, the hidden states of the last, padded, the tokens of each slot, and what was
+          sampled, [repeats, rows]. The parameters and pools may be `Layers`.
         """
 
         @layer_by_layer
@@ -110,8 +131,10 @@ class Step:
         _, hidden, _, sampled = jax.eval_shape(once, params, layers, known, settings, rows)
         found = jax.tree.map(lambda each: jnp.zeros((repeats, *each.shape[1:]), each.dtype), sampled)
         state = (layers, jnp.zeros(hidden.shape, hidden.dtype), known, found)
-        return jax.lax.fori_loop(0, jnp.max(rows[:, 2]), turn, state)
+        layers, hidden, known, found = jax.lax.fori_loop(0, jnp.max(rows[:, 2]), turn, state)
+        return layers, _padded(hidden, most_rows), known, found
 
+    @jax.named_scope("sample")
     def sample(
         self,
         params: Any,
@@ -164,15 +187,38 @@ class Step:
 
         return known, jax.tree.map(placed, sampled)
 
+    @jax.named_scope("prompt_logprobs")
     def prompt_logprobs(
-        self, params: Any, hidden: Float[Array, "tokens 1 embed"], targets: Int[Array, " tokens"]
+        self,
+        params: Any,
+        hidden: Float[Array, "tokens 1 embed"],
+        targets: Int[Array, " tokens"],
+        count: Int[Array, ""],
     ) -> TokenLogprobs:
-        """The log-probabilities of the tokens that follow those of a step, a few rows of logits at a time."""
+        """The log-probabilities of the tokens that follow those of a step, a few rows of logits at a time.
+
+        Args:
+          count: of the tokens; what is given for those behind them means nothing.
+        """
         model = self.checkpoint.model(params)
         rows = min(_PROMPT_LOGPROB_ROWS, len(targets))
-        blocks = (hidden[:, 0].reshape(-1, rows, hidden.shape[-1]), targets.reshape(-1, rows))
-        found = jax.lax.map(lambda block: token_logprobs(model.logits(block[0]), block[1]), blocks)
-        return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), found)
+
+        def block(number: Any) -> TokenLogprobs:
+            some, following = (jax.lax.dynamic_slice_in_dim(array, number * rows, rows) for array in (hidden, targets))
+            return token_logprobs(model.logits(some[:, 0]), following)
+
+        def add_block(number: Any, found: TokenLogprobs) -> TokenLogprobs:
+            place = (number * rows,)
+            return jax.tree.map(
+                lambda rest, new: jax.lax.dynamic_update_slice(rest, new, (*place, *[0] * (new.ndim - 1))),
+                found,
+                block(number),
+            )
+
+        empty = jax.tree.map(
+            lambda array: jnp.zeros((len(targets), *array.shape[1:]), array.dtype), jax.eval_shape(block, 0)
+        )
+        return jax.lax.fori_loop(0, -(-count // rows), add_block, empty)
 
     def _places(self, known: jax.Array, rows: jax.Array, tokens: int) -> tuple[Rows, jax.Array, jax.Array]:
         """Where the tokens of a step lie, which they are, and at which positions they stand."""
@@ -188,6 +234,10 @@ class Step:
         page = jnp.where(real, tables[row, position // page_tokens], self.pages)
         places = Rows(tables, start + count, query_starts, page, position % page_tokens)
         return places, jnp.where(real, known[slot[row], position], 0), position
+
+
+def _padded(hidden: Float[Array, "tokens 1 embed"], size: int) -> Float[Array, "size 1 embed"]:
+    return jnp.pad(hidden, ((0, size - len(hidden)), (0, 0), (0, 0)))
 
 
 def _of_turn(rows: jax.Array, number: Any) -> jax.Array:

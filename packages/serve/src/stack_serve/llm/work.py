@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from stack_core.generation import FinishReason, GenerationRequest, GenerationUpdate, RequestTimes, TokenLogprob
-from stack_serve.llm.output import Output
+from stack_core.generation import GenerationRequest, GenerationUpdate, RequestTimes, TokenLogprob
+from stack_serve.llm.output import Ending, Output
 from stack_serve.llm.sampling import SamplingSettings
 from stack_serve.llm.sequence import Sequence
 
@@ -17,12 +17,19 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Continuation:
-    """One of a request's continuations: the scheduler's side of it, and what is made of its tokens."""
+    """One of a request's continuations.
+
+    Attributes:
+      sequence, settings, ending: what the engine's thread knows of it.
+      output, has_ended: what the thread that makes texts knows of it.
+    """
 
     sequence: Sequence
     settings: SamplingSettings
+    ending: Ending
     output: Output
     work: "Work"
+    has_ended: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -31,20 +38,24 @@ class Work:
 
     Attributes:
       receive: gets its updates.
-      unfinished: its continuations that have not ended.
+      waits: nothing of it has begun or ended.
+      unfinished: continuations of whose end nobody was told.
       prompt_logprobs: of the tokens of the prompt, as far as they were asked for and computed.
     """
 
     request: GenerationRequest
     receive: Callable[[GenerationUpdate], None]
     submitted_s: float = field(default_factory=time.monotonic)
-    unfinished: dict[int, Continuation] = field(default_factory=dict)
+    continuations: list[Continuation] = field(default_factory=list)
+    unfinished: int = field(init=False)
     prompt_logprobs: list[TokenLogprob | None] = field(init=False)
+    waits: bool = True
     started_s: float | None = None
     first_token_s: float | None = None
     has_told: bool = False
 
     def __post_init__(self) -> None:
+        self.unfinished = self.request.sampling.n
         self.prompt_logprobs = [None] * len(self.request.prompt)
 
     @property
@@ -52,12 +63,8 @@ class Work:
         """When it ends at the latest, of `time.monotonic()`."""
         return None if self.request.timeout_s is None else self.submitted_s + self.request.timeout_s
 
-    def is_overdue(self, now_s: float) -> bool:
-        """Whether its deadline, if it has one, has passed."""
-        return self.deadline_s is not None and now_s >= self.deadline_s
-
-    def tell(self, update: GenerationUpdate, *, cached_tokens: int = 0) -> None:
-        """Sends an update on, with what is known of the request as a whole; the last of a continuation ends it."""
+    def completed(self, update: GenerationUpdate, *, cached_tokens: int = 0) -> GenerationUpdate:
+        """An update with what is known of the request as a whole."""
         now_s = time.monotonic()
         if update.tokens and self.first_token_s is None:
             self.first_token_s = now_s
@@ -70,21 +77,11 @@ class Work:
         if update.finish_reason is not None:
             times = RequestTimes(self.submitted_s, self.started_s, self.first_token_s, now_s)
             update = replace(update, times=times)
-            self.unfinished.pop(update.index, None)
+        return update
+
+    def tell(self, update: GenerationUpdate) -> None:
+        """Sends an update on."""
         try:
             self.receive(update)
-        except Exception:  # A receiver's fault is its own; the other requests go on.
+        except BaseException:  # A receiver's fault is its own; the other requests go on.
             _LOG.exception("The receiver of request %r failed", self.request.request_id)
-
-    def end(self, continuation: Continuation, reason: FinishReason, *, error: str | None = None) -> None:
-        """Ends a continuation for another reason than its tokens."""
-        try:
-            update = continuation.output.end(reason, error=error)
-        except Exception:  # Whatever a tokenizer raises at what was held back; the end has to be told.
-            update = GenerationUpdate(
-                request_id=self.request.request_id,
-                index=continuation.sequence.index,
-                finish_reason=reason,
-                error=error,
-            )
-        self.tell(update, cached_tokens=continuation.sequence.cached_tokens)

@@ -1,6 +1,8 @@
 """Checkpoints: a run's state as one atomic unit, every leaf with a digest that is verified on load."""
 
+from stack_train.checkpoint.directory import CheckpointDirectory
+from stack_train.checkpoint.frozen import FrozenRecord
 from stack_train.checkpoint.leaves import named_leaves
 from stack_train.checkpoint.store import CheckpointConfig, CheckpointStore, Restored
 
-__all__ = ["CheckpointConfig", "CheckpointStore", "Restored", "named_leaves"]
+__all__ = ["CheckpointConfig", "CheckpointDirectory", "CheckpointStore", "FrozenRecord", "Restored", "named_leaves"]

@@ -6,6 +6,7 @@ A checkpoint is a directory:
     ├── manifest.json    the digest of every leaf, the SHA-256 of every document, and its own
     ├── config.yaml      the run's resolved config
     ├── data_state.json  where the data iterator stood (or data_state.bin)
+    ├── frozen.json      where the variables come from that training leaves as they are, and their digests
     └── arrays/0/        the leaves, as Orbax stores them
 """
 

@@ -8,23 +8,29 @@ from typing import Any
 import jax
 
 from stack_core.errors import CheckpointDamaged, CheckpointError, CheckpointIncomplete
+from stack_core.runs.processes import ALONE, Processes
 from stack_train.checkpoint.digest import array_digests
+from stack_train.checkpoint.frozen import frozen_records
 from stack_train.checkpoint.leaves import differences, named_leaves, spec_of, stored_array
 from stack_train.checkpoint.manifest import LeafRecord, Manifest, read_documents, read_manifest
 from stack_train.checkpoint.unit import read_array
 
-__all__ = ["CONFIG", "DATA_BYTES", "DATA_JSON", "data_state_of", "read_state"]
+__all__ = ["CONFIG", "DATA_BYTES", "DATA_JSON", "data_state_of", "read_state", "read_variables"]
 
 CONFIG = "config.yaml"
+_VARIABLES = ("params", "moved")  # the branches of a state that hold a model's variables
 DATA_JSON, DATA_BYTES = "data_state.json", "data_state.bin"
 
 
-def read_state(checkpoint: Path, abstract: Any, *, under: str = "") -> tuple[Manifest, dict[str, bytes], Any]:
+def read_state(
+    checkpoint: Path, abstract: Any, *, under: str = "", processes: Processes = ALONE
+) -> tuple[Manifest, dict[str, bytes], Any]:
     """Reads a state, or a branch of it, and verifies every digest.
 
     Args:
       abstract: a pytree that gives the structure, and shapes, dtypes and shardings as its leaves do.
       under: name of the branch of the saved state that `abstract` describes, such as "params"; "" for all of it.
+      processes: that read together, each its own shards.
 
     Returns:
       The manifest, the documents by name, and the state.
@@ -33,16 +39,37 @@ def read_state(checkpoint: Path, abstract: Any, *, under: str = "") -> tuple[Man
       CheckpointDamaged: something is missing or differs from its digest; names the file or the leaf.
       CheckpointError: the checkpoint holds other leaves than `abstract`; names each.
     """
-    if not checkpoint.is_dir():
-        raise CheckpointError(f"There is no checkpoint {checkpoint}.")
-    manifest = read_manifest(checkpoint)
-    documents = read_documents(checkpoint, manifest)
+    manifest, documents = _opened(checkpoint)
     wanted = named_leaves({under: abstract} if under else abstract)
     records = {name: record for name, record in manifest.leaves.items() if _within(name, under)}
     _check_structure(checkpoint, records, wanted)
-    leaves = {name: _read_leaf(checkpoint, records[name].part, name, leaf) for name, leaf in wanted.items()}
-    _check_digests(checkpoint, records, leaves)
+    leaves = _read_leaves(checkpoint, records, wanted, processes)
     return manifest, documents, jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in wanted])
+
+
+def read_variables(
+    checkpoint: Path, abstract: Any, *, processes: Processes = ALONE
+) -> tuple[Manifest, dict[str, bytes], Any]:
+    """As `read_state`, of a model's variables, wherever the checkpoint holds them; None of those that it does not.
+
+    Args:
+      abstract: nested dicts of all variables.
+    """
+    manifest, documents = _opened(checkpoint)
+    wanted = named_leaves(abstract)
+    records = frozen_records(documents)
+    frozen = records["model"].specs if "model" in records else {}
+    stored = {
+        name.partition("/")[2]: name
+        for name in manifest.leaves
+        if name.partition("/")[0] in _VARIABLES and name.partition("/")[2] not in frozen
+    }
+    here = {stored.get(name, f"params/{name}"): leaf for name, leaf in wanted.items() if name not in frozen}
+    leaf_records = {name: manifest.leaves[name] for name in stored.values()}
+    _check_structure(checkpoint, leaf_records, here)
+    leaves = _read_leaves(checkpoint, leaf_records, here, processes)
+    values = [None if name in frozen else leaves[stored[name]] for name in wanted]
+    return manifest, documents, jax.tree.unflatten(jax.tree.structure(abstract), values)
 
 
 def data_state_of(checkpoint: Path, documents: Mapping[str, bytes]) -> dict[str, Any] | bytes:
@@ -57,9 +84,33 @@ def data_state_of(checkpoint: Path, documents: Mapping[str, bytes]) -> dict[str,
         return documents[DATA_BYTES]
     raise CheckpointIncomplete(
         f"Checkpoint {checkpoint} holds weights without the state of the data iterator; training cannot go on from it. "
-        f"To start a new run from its weights, set trainer.init_from={str(checkpoint.parent.parent)!r} "
+        f"To start a new run from its weights, set run.init_from={str(checkpoint.parent.parent)!r} "
         "and give that run an output directory of its own."
     )
+
+
+def _opened(checkpoint: Path) -> tuple[Manifest, dict[str, bytes]]:
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"There is no checkpoint {checkpoint}.")
+    manifest = read_manifest(checkpoint)
+    return manifest, read_documents(checkpoint, manifest)
+
+
+def _read_leaves(
+    checkpoint: Path, records: Mapping[str, LeafRecord], wanted: Mapping[str, Any], processes: Processes
+) -> dict[str, Any]:
+    """Reads leaves by their stored names and verifies their digests, which all processes compute together."""
+    leaves, problem = dict[str, Any](), ""
+    try:
+        leaves = {name: _read_leaf(checkpoint, records[name].part, name, leaf) for name, leaf in wanted.items()}
+    except CheckpointDamaged as error:
+        if processes.count == 1:
+            raise
+        problem = str(error)
+    if found := [each for each in processes.from_each("leaves", problem) if each]:
+        raise CheckpointDamaged(found[0])
+    _check_digests(checkpoint, records, leaves)
+    return leaves
 
 
 def _within(name: str, under: str) -> bool:

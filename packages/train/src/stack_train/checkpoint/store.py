@@ -4,22 +4,23 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 from pydantic import NonNegativeInt, PositiveInt
 
 from stack_core.config import config
-from stack_core.errors import CheckpointDamaged, CheckpointError, StackError
+from stack_core.errors import CheckpointDamaged, CheckpointError, StackError, TrainingError
 from stack_core.events import CheckpointRestored, CheckpointSaved, CheckpointSkipped, Event
+from stack_core.runs.processes import ALONE, Processes
 from stack_train.checkpoint.digest import array_digests
 from stack_train.checkpoint.directory import CheckpointDirectory
+from stack_train.checkpoint.frozen import FROZEN, FrozenRecord, frozen_document, frozen_records
 from stack_train.checkpoint.leaves import named_leaves, spec_of, stored_array
-from stack_train.checkpoint.manifest import LeafRecord, sealed_documents
-from stack_train.checkpoint.reading import CONFIG, DATA_BYTES, DATA_JSON, data_state_of, read_state
+from stack_train.checkpoint.manifest import LeafRecord, read_manifest, sealed_documents
+from stack_train.checkpoint.reading import CONFIG, DATA_BYTES, DATA_JSON, data_state_of, read_state, read_variables
 from stack_train.checkpoint.unit import Unit, make_checkpointer
 from stack_train.checkpoint.weights import weight_parts
 
@@ -52,12 +53,16 @@ class Restored:
       state: of the structure that was asked for.
       data_state: of the data iterator; None where only parameters were read.
       config_yaml: the resolved config of the run that saved it.
+      frozen: the sources of variables that the checkpoint does not hold, by model: "model", or a companion's name.
+      kind: of the checkpoint, "train" or "weights".
     """
 
     step: int
     state: Any
     data_state: dict[str, Any] | bytes | None
     config_yaml: str
+    frozen: Mapping[str, FrozenRecord] = field(default_factory=dict)
+    kind: str = "train"
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class CheckpointStore:
     Args:
       directory: made by the first save.
       emit: receives `CheckpointSaved`, `CheckpointRestored` and `CheckpointSkipped`, on the caller's thread.
+      processes: that save and restore together, each its own shards; the first alone touches the directory.
     """
 
     def __init__(
@@ -88,10 +94,12 @@ class CheckpointStore:
         config: CheckpointConfig | None = None,
         *,
         emit: Callable[[Event], None] | None = None,
+        processes: Processes = ALONE,
     ) -> None:
         self.config = config or CheckpointConfig()
         self._directory = CheckpointDirectory(Path(directory).absolute())
         self._emit = emit or (lambda event: None)
+        self._processes = processes
         self._checkpointer = make_checkpointer()
         self._in_flight: _InFlight | None = None
         self._current_step: int | None = None
@@ -106,6 +114,10 @@ class CheckpointStore:
         """The steps of the whole checkpoints, oldest first; one being written is not among them."""
         return self._directory.steps()
 
+    def leaf_names(self, step: int) -> tuple[str, ...]:
+        """The paths of all leaves that the checkpoint of a step holds."""
+        return tuple(read_manifest(self.path(step)).leaves)
+
     def latest(self) -> int | None:
         """The step of the newest whole checkpoint."""
         return max(self.steps(), default=None)
@@ -115,7 +127,14 @@ class CheckpointStore:
         return self._directory.path(step)
 
     def save(
-        self, step: int, state: Any, data_state: dict[str, Any] | bytes | None, config_yaml: str, *, kind: str = "train"
+        self,
+        step: int,
+        state: Any,
+        data_state: dict[str, Any] | bytes | None,
+        config_yaml: str,
+        *,
+        frozen: Mapping[str, FrozenRecord] | None = None,
+        kind: str = "train",
     ) -> None:
         """Saves a state; returns when it is copied to the host, so that the caller may donate it.
 
@@ -126,6 +145,7 @@ class CheckpointStore:
           step: training steps done.
           state: a pytree of JAX arrays (typed keys among them), NumPy arrays and numbers.
           data_state: of the data iterator, as a JSON mapping or as bytes.
+          frozen: the sources of variables that are not in `state`, by model.
           kind: "train", or "weights" where `state` holds parameters alone.
 
         Raises:
@@ -139,7 +159,7 @@ class CheckpointStore:
         arrays = {name: stored_array(leaf) for name, leaf in leaves.items()}
         digests = array_digests(arrays)
         records = {name: LeafRecord(spec_of(leaf), digests[name], part=0) for name, leaf in leaves.items()}
-        documents = sealed_documents(step, kind, records, _documents(data_state, config_yaml))
+        documents = sealed_documents(step, kind, records, _documents(data_state, config_yaml, frozen))
         needed_bytes = sum(array.nbytes for array in arrays.values()) + sum(map(len, documents.values())) + _SLACK_BYTES
         self._start(_InFlight(step, self.path(step), needed_bytes), Unit((arrays,), lambda: documents), started_s)
         if not self.config.background:
@@ -200,10 +220,11 @@ class CheckpointStore:
         if flight is None:
             return
         try:
-            self._checkpointer.wait_until_finished()
-            superfluous = self.steps()[: -self.config.keep]
-            if jax.process_index() == 0:
-                self._directory.delete(superfluous)
+            self._processes.call(self._checkpointer.wait_until_finished)
+            if self._processes.first:
+                self._directory.delete(self.steps()[: -self.config.keep])
+        except TrainingError:  # of another process
+            raise
         except Exception as error:  # Orbax, TensorStore and the layers below raise exceptions of any type.
             raise self._failed(flight, error) from error
         self._in_flight = None
@@ -239,8 +260,9 @@ class CheckpointStore:
         """
 
         def read(path: Path) -> Restored:
-            manifest, documents, state = read_state(path, abstract_state)
-            return Restored(manifest.step, state, data_state_of(path, documents), documents[CONFIG].decode())
+            manifest, documents, state = read_state(path, abstract_state, processes=self._processes)
+            data_state = data_state_of(path, documents)
+            return Restored(manifest.step, state, data_state, documents[CONFIG].decode(), frozen_records(documents))
 
         restored = self._newest_intact(read, step)
         self._current_step = restored.step
@@ -250,32 +272,50 @@ class CheckpointStore:
         """Reads only the branch `under` of a saved state, of any kind of checkpoint; otherwise as `restore`."""
 
         def read(path: Path) -> Restored:
-            manifest, documents, params = read_state(path, abstract_params, under=under)
+            manifest, documents, params = read_state(path, abstract_params, under=under, processes=self._processes)
             return Restored(manifest.step, params, None, documents[CONFIG].decode())
+
+        return self._newest_intact(read, step)
+
+    def restore_variables(self, abstract: Any, step: int | None = None) -> Restored:
+        """Reads the variables of a model from any kind of checkpoint; otherwise as `restore`.
+
+        Args:
+          abstract: nested dicts of the shapes of all variables. Those that the checkpoint leaves to their source come
+            back as None.
+        """
+
+        def read(path: Path) -> Restored:
+            manifest, documents, variables = read_variables(path, abstract, processes=self._processes)
+            config_yaml, frozen = documents[CONFIG].decode(), frozen_records(documents)
+            return Restored(manifest.step, variables, None, config_yaml, frozen, manifest.kind)
 
         return self._newest_intact(read, step)
 
     def _start(self, flight: _InFlight, unit: Unit, started_s: float) -> None:
         try:
-            if jax.process_index() == 0:
-                self._directory.prepare(flight.step)
-                free_bytes = shutil.disk_usage(self._directory.root).free
-                if free_bytes < flight.needed_bytes:
-                    raise OSError("the disk has too little space left")
-            self._checkpointer.save(flight.path, args=unit)
+            self._processes.on_first("room for a checkpoint", lambda: self._make_room(flight))
+            self._processes.call(lambda: self._checkpointer.save(flight.path, args=unit))
         except StackError:
-            self._directory.remove_partial()
+            if self._processes.first:
+                self._directory.remove_partial()
             raise
         except Exception as error:  # As in `wait`.
             raise self._failed(flight, error) from error
         self._in_flight = replace(flight, blocked_s=time.perf_counter() - started_s)
+
+    def _make_room(self, flight: _InFlight) -> None:
+        self._directory.prepare(flight.step)
+        if shutil.disk_usage(self._directory.root).free < flight.needed_bytes:
+            raise OSError("the disk has too little space left")
 
     def _failed(self, flight: _InFlight, error: Exception) -> CheckpointError:
         """Gives up a save: removes what was written of it and says what is left."""
         self._in_flight = None
         root = self._directory.root
         try:
-            self._directory.remove_partial()
+            if self._processes.first:
+                self._directory.remove_partial()
             free = f"{shutil.disk_usage(root).free:,} are free"
         except OSError as cleaning_error:
             free = f"what was written of it could not be removed ({cleaning_error})"
@@ -291,7 +331,7 @@ class CheckpointStore:
         if step is not None:
             return self._announced(read(self.path(step)))
         failures = {path: "its saving was cut off" for _, path in self._directory.partial()}
-        newest_first = sorted(self.steps(), reverse=True)
+        newest_first = self._processes.on_first("checkpoints", lambda: sorted(self.steps(), reverse=True))
         for candidate in newest_first:
             path = self.path(candidate)
             try:
@@ -316,8 +356,12 @@ class CheckpointStore:
         return restored
 
 
-def _documents(data_state: dict[str, Any] | bytes | None, config_yaml: str) -> dict[str, bytes]:
+def _documents(
+    data_state: dict[str, Any] | bytes | None, config_yaml: str, frozen: Mapping[str, FrozenRecord] | None
+) -> dict[str, bytes]:
     documents = {CONFIG: config_yaml.encode()}
+    if frozen:
+        documents[FROZEN] = frozen_document(frozen)
     if isinstance(data_state, bytes):
         documents[DATA_BYTES] = data_state
     elif data_state is not None:

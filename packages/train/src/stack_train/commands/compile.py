@@ -14,7 +14,7 @@ from stack_core.config import apply_overrides, load_yaml, parse
 from stack_core.errors import HardwareError
 
 if TYPE_CHECKING:
-    from stack_train.compilation import StepReport
+    from stack_train.run.compilation import StepReport
 
 __all__ = ["compile_run"]
 
@@ -47,13 +47,15 @@ def compile_run(
     import jax  # after what a mistyped file should not wait for
 
     from stack_core.hardware.targets import Target
-    from stack_train.compilation import compile_step
-    from stack_train.config import RunConfig
+    from stack_train.run.compilation import compile_step
+    from stack_train.run.config import RunConfig
+    from stack_train.run.memory import ADVICE
+    from stack_train.run.start import with_model_of_start
 
     if not jax.config.values["jax_platforms"]:
         # Of the devices that are here only one is used, for a random key; a GPU's memory should not be taken for it.
         jax.config.update("jax_platforms", "cpu")
-    run = parse(RunConfig, mapping)
+    run = parse(RunConfig, with_model_of_start(mapping))
     targets = [Target(name) for name in target]
     progress = Console(stderr=True)
     reports = []
@@ -65,16 +67,13 @@ def compile_run(
     if json:
         print(json_format.dumps([report.as_mapping() for report in reports], indent=2))
     if check and (misfits := [report.target for report in reports if report.fits is False]):
-        raise HardwareError(
-            f"The step does not fit {', '.join(misfits)}. Split it over more devices with mesh.fsdp or mesh.tensor, "
-            "lower data.batch_size, raise trainer.accumulation_steps, or set model.remat to full."
-        )
+        raise HardwareError(f"The step does not fit {', '.join(misfits)}. {ADVICE}")
 
 
 def _print(report: "StepReport") -> None:
     mesh = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items())
     devices = f"{report.devices} devices ({mesh})" if mesh else "one device"
-    print(f"{report.target}: {devices}, {report.parameters:,} parameters, {report.tokens_per_step:,} tokens a step")
+    print(f"{report.target}: {devices}, {report.parameters:,} parameters, {report.work[1]:,} {report.work[0]} a step")
     for line in [*_memory(report), *_speed(report)]:
         print(f"  {line}")
     if report.cost is not None and report.cost.collectives:

@@ -1,4 +1,4 @@
-"""`stack convert`: weights between run directories and other checkpoint formats."""
+"""`stack convert`: weights between run directories and other model formats."""
 
 import dataclasses
 import json as json_format
@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from stack_core.contracts.formats import ImportsRuns
 from stack_core.errors import ConversionError, nearest
 from stack_core.plugins import registries
 
@@ -57,18 +58,18 @@ def convert(source: str, destination: str, /, *, json: Annotated[bool, Parameter
 
 
 def _split(address: str) -> tuple[Any, Path]:
-    """Returns the checkpoint format that an address names, or None for a run directory, and the path."""
+    """Returns the model format that an address names, or None for a run directory, and the path."""
     scheme, separator, path = address.partition(":")
     if not separator or "/" in scheme:
         return None, Path(address)
     known = _convertible()
     if scheme not in known:
         raise ConversionError(
-            f"Unknown checkpoint format {scheme!r} in {address!r}.{nearest(scheme, known)} Known: {', '.join(known)}."
+            f"Unknown model format {scheme!r} in {address!r}.{nearest(scheme, known)} Known: {', '.join(known)}."
         )
-    return registries.checkpoint_formats[scheme], Path(path)
+    return registries.model_formats[scheme], Path(path)
 
 
 def _convertible() -> tuple[str, ...]:
-    formats = registries.checkpoint_formats
-    return tuple(name for name in formats.names() if hasattr(formats[name], "import_run"))
+    formats = registries.model_formats
+    return tuple(name for name in formats.names() if isinstance(formats[name], ImportsRuns))

@@ -7,11 +7,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stack_core.checkpoint_formats import open_for_generation
 from stack_core.compile_cache import keep_compiled
 from stack_core.config import parse
+from stack_core.contracts.caches import CacheStorage
 from stack_core.errors import GenerationError
-from stack_core.protocols import KVCacheType
+from stack_core.model_formats import open_for_generation
 
 __all__ = ["generate"]
 
@@ -27,7 +27,7 @@ def generate(  # noqa: PLR0913, each parameter is an option of the command
     top_p: float | None = None,
     seed: int | None = None,
     stop: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)] = (),
-    kv_cache: KVCacheType = "model",
+    kv_cache: CacheStorage = "model",
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Generate text: stack generate DIR --prompt "def main("

@@ -20,9 +20,10 @@ def train(
     /,
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)],
     resume: Annotated[bool, Parameter(negative=())] = False,
+    allow: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Train a model: stack train run.yaml --trainer.steps 300 --model.layers 6
+    """Train a model: stack train run.yaml --run.steps 300 --model.layers 6
 
     SIGTERM saves and exits with status 0; Ctrl-C saves and exits with status 2.
 
@@ -30,13 +31,18 @@ def train(
       config: YAML file of the run.
       overrides: --section.key VALUE, any number of them.
       resume: go on from the newest whole checkpoint of the run's directory.
+      allow: a key that may differ from that of the run which goes on, or which this one starts from; may be repeated.
       json: print the run's summary as JSON on standard output.
     """
     mapping = apply_overrides(load_yaml(config), overrides_from(overrides))
-    from stack_train.config import RunConfig  # imports jax, which a mistyped file should not wait for
-    from stack_train.run import train as run
+    import jax
+
+    from stack_train.run.config import RunConfig  # imports jax, which a mistyped file should not wait for
+    from stack_train.run.start import with_model_of_start
+    from stack_train.run.train import train as run
 
     keep_compiled()
-    summary = run(parse(RunConfig, mapping), resume=resume, terminal=sys.stderr.isatty())
-    if json:
+    wanted = parse(RunConfig, with_model_of_start(mapping))
+    summary = run(wanted, resume=resume, allow=allow, terminal=sys.stderr.isatty())
+    if json and jax.process_index() == 0:
         print(json_format.dumps(dataclasses.asdict(summary), default=str))

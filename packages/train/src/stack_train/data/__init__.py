@@ -3,6 +3,6 @@
 `stack_train.data.pipeline.build_pipeline` puts them together; it is not imported here because it loads Grain.
 """
 
-from stack_train.data.config import DataConfig as DataConfig
+from stack_train.data.kinds.text import TextData as TextData
 
-__all__ = ["DataConfig"]
+__all__ = ["TextData"]

@@ -1,14 +1,15 @@
 """The source `jsonl:GLOB`: each line is a JSON object, and one of its fields is a document."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+from stack_core.contracts.data import Document
 from stack_core.errors import DataError, nearest
-from stack_core.protocols import Document
 from stack_train.data.files import expand_glob, stat_digest, undecodable, unreadable
 
-__all__ = ["JsonlSource"]
+__all__ = ["JsonlSource", "jsonl_records"]
 
 
 class JsonlSource:
@@ -22,21 +23,31 @@ class JsonlSource:
         self._text_field = text_field
 
     def documents(self) -> Iterator[Document]:
-        for path in self._paths:
-            try:
-                with path.open("rb") as lines:
-                    for number, line in enumerate(lines, start=1):
-                        if not line.isspace():
-                            name = f"{path}:{number}"
-                            yield Document(name, _text(name, line, self._text_field))
-            except OSError as error:
-                raise unreadable(path, error) from error
+        for name, record in jsonl_records(self._paths):
+            yield Document(name, _text(name, record, self._text_field))
 
     def fingerprint(self) -> str:
         return stat_digest(((str(path), path) for path in self._paths), settings=[self._text_field])
 
 
-def _text(name: str, line: bytes, text_field: str) -> str:
+def jsonl_records(paths: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of JSONL files, each with its name, "path:line"; one line at a time is in memory.
+
+    Raises:
+      DataError: a file cannot be read, or a line is no JSON object; names it.
+    """
+    for path in paths:
+        try:
+            with path.open("rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if not line.isspace():
+                        name = f"{path}:{number}"
+                        yield name, _record(name, line)
+        except OSError as error:
+            raise unreadable(path, error) from error
+
+
+def _record(name: str, line: bytes) -> dict[str, Any]:
     try:
         record: Any = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -44,9 +55,11 @@ def _text(name: str, line: bytes, text_field: str) -> str:
     except ValueError as error:
         raise DataError(f"{name}: the line is not JSON: {error}. Each line must hold one whole JSON object.") from error
     if not isinstance(record, dict):
-        raise DataError(
-            f"{name}: the line holds a {type(record).__name__}; an object with {text_field!r} was expected."
-        )
+        raise DataError(f"{name}: the line holds a {type(record).__name__}; an object was expected.")
+    return record
+
+
+def _text(name: str, record: dict[str, Any], text_field: str) -> str:
     if text_field not in record:
         fields = ", ".join(map(repr, record)) or "none"
         raise DataError(

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int32, Int64, Shaped, UInt
 
-__all__ = ["IGNORED", "Packing", "Piece"]
+from stack_core.contracts.data import IGNORED_TARGET
 
-IGNORED = -100
+__all__ = ["Packing", "Piece"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Packing:
     def batch(self, row_ids: Int64[np.ndarray, " batch"]) -> dict[str, Shaped[np.ndarray, "batch ..."]]:
         """Returns rows as int32[batch, seq] arrays, and `row_ids`.
 
-        These are tokens; targets, `IGNORED` in padding; positions, from 0 in each segment; segment_ids, from 1 in each
+        These are tokens; targets, -100 in padding; positions, from 0 in each segment; segment_ids, from 1 in each
         row and 0 in padding.
         """
         epochs, rows = np.divmod(row_ids, self.rows)
@@ -108,7 +108,7 @@ class Packing:
         token = self._offsets[document] + places - begins
         return {
             "tokens": np.where(filled, self._tokens[token], 0).astype(np.int32),
-            "targets": np.where(filled, self._tokens[token + 1].astype(np.int32), np.int32(IGNORED)),
+            "targets": np.where(filled, self._tokens[token + 1].astype(np.int32), np.int32(IGNORED_TARGET)),
             "positions": np.where(filled, places - np.maximum(begins, starts), 0).astype(np.int32),
             "segment_ids": np.where(filled, which - which[:, :1] + 1, 0).astype(np.int32),
         }

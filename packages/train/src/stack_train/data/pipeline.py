@@ -1,35 +1,29 @@
-"""From a `DataConfig` to batches that a trainer can step through, stop at and resume."""
+"""From a `TextSettings` to batches that a trainer can step through, stop at and resume."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import grain
 import numpy as np
-from jaxtyping import Int64, Shaped
+from jaxtyping import Int64
 
-from stack_core.config import differences
+from stack_core.contracts.data import DataSource
 from stack_core.errors import ConfigError, DataError
-from stack_core.protocols import DataSource
 from stack_core.user_cache import user_cache_dir
 from stack_train.data.bpe import BPE_VOCAB_SIZE, trained_bpe
-from stack_train.data.config import BPE, DataConfig
 from stack_train.data.corpus import Corpus, tokenize
-from stack_train.data.packing import IGNORED, Packing, Piece
+from stack_train.data.own_rows import OwnRows
+from stack_train.data.packing import Packing, Piece
+from stack_train.data.rows import Batch, TrainIterator, filled, iterate_rows
+from stack_train.data.settings import TextSettings
 from stack_train.data.source import open_source
 from stack_train.data.split import split_documents
-from stack_train.data.tokenizer import HuggingFaceTokenizer
+from stack_train.data.tokenizer import HuggingFaceTokenizer, write_tokenizer
 
-__all__ = ["Pipeline", "TrainIterator", "build_pipeline"]
-
-# Grain computes the number of batches in floating point, which overflows an index for a dataset without end.
-_ROWS_OF_A_RUN = 1 << 48
-
-Batch = dict[str, np.ndarray]
+__all__ = ["Pipeline", "build_pipeline"]
 
 
-def build_pipeline(config: DataConfig, *, seed: int, cache_dir: Path | None = None) -> "Pipeline":
+def build_pipeline(config: TextSettings, *, seed: int, cache_dir: Path | None = None) -> "Pipeline":
     """Reads, tokenizes and splits what `config` names; what the cache holds is not done again.
 
     Args:
@@ -47,7 +41,7 @@ def build_pipeline(config: DataConfig, *, seed: int, cache_dir: Path | None = No
     return Pipeline(config, tokenizer, tokenize(source, tokenizer, cache_dir), seed=seed)
 
 
-class Pipeline:
+class Pipeline(OwnRows):
     """Training and validation batches of one corpus.
 
     A batch is a dict of NumPy arrays: tokens, targets (-100 where there is none), positions (from 0 in each document),
@@ -60,7 +54,7 @@ class Pipeline:
       fingerprint: what the order of batches depends on; saved with each iterator state.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: HuggingFaceTokenizer, corpus: Corpus, *, seed: int) -> None:
+    def __init__(self, config: TextSettings, tokenizer: HuggingFaceTokenizer, corpus: Corpus, *, seed: int) -> None:
         training, validation = split_documents(corpus.digests, config.validation_fraction)
         pack = functools.partial(Packing, corpus.tokens, corpus.offsets, seq_tokens=config.seq_tokens)
         self.tokenizer = tokenizer
@@ -85,17 +79,17 @@ class Pipeline:
             "the documents (digest)": corpus.content_digest,
         }
 
-    def train_iterator(self) -> "TrainIterator":
-        """Returns an iterator over training batches, each epoch in a new order; batch i depends on (seed, i) only.
-
-        It goes on for 2**48 rows, which no run reaches.
-        """
-        seed = int(np.random.SeedSequence([self._seed]).generate_state(1)[0])
-        rows = _RowIds(self.train_rows).seed(seed).shuffle(seed=seed).repeat(1 + _ROWS_OF_A_RUN // self.train_rows)
-        batches = rows.batch(self._config.batch_size).map(self._training.batch)
-        threads = min(1, self._config.prefetch_batches)
-        read_options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=self._config.prefetch_batches)
-        return TrainIterator(iter(batches.to_iter_dataset(read_options)), self.fingerprint)
+    def train_iterator(self) -> TrainIterator:
+        """Returns an iterator over training batches, each epoch in a new order; batch i depends on (seed, i) only."""
+        return iterate_rows(
+            self.train_rows,
+            self._training.batch,
+            seed=self._seed,
+            batch_size=self._config.batch_size,
+            prefetch_batches=self._config.prefetch_batches,
+            fingerprint=self.fingerprint,
+            rows_of_batch=self.rows,
+        )
 
     def validation_batches(self) -> Iterator[Batch]:
         """All validation rows once, in the same order each time; the last batch is filled up with rows of padding.
@@ -106,7 +100,11 @@ class Pipeline:
         for first in range(0, self._validation.rows, size):
             rows = np.arange(first, min(first + size, self._validation.rows))
             batch = self._validation.batch(rows) | {"row_ids": -1 - rows}
-            yield {name: _filled(values, size, name) for name, values in batch.items()}
+            yield {name: filled(values, size, name) for name, values in batch.items()}
+
+    def write(self, directory: Path) -> None:
+        """Writes the tokenizer under `tokenizer/`, if it is not there yet."""
+        write_tokenizer(self.tokenizer, directory)
 
     def describe_rows(self, row_ids: Int64[np.ndarray, " rows"]) -> list[str]:
         """Names the documents of each row, and which of their lines it holds."""
@@ -124,55 +122,8 @@ class Pipeline:
         return f"{self._corpus.name(piece.document)} (lines {first}-{last})"
 
 
-class _RowIds(grain.MapDataset[np.int64]):
-    """Row ids; Grain counts on through the epochs, and the id of row r in epoch e is e * rows + r."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.slice(index) if isinstance(index, slice) else np.int64(index)
-
-
-class TrainIterator(grain.DatasetIterator[Batch]):
-    """Training batches; its state says which data it belongs to.
-
-    The state is a JSON-compatible dict: {"fingerprint": ..., "batches": how many were taken}.
-    """
-
-    def __init__(self, parent: grain.DatasetIterator[Batch], fingerprint: Mapping[str, Any]) -> None:
-        super().__init__(parent)
-        self._fingerprint = dict(fingerprint)
-
-    def __next__(self) -> Batch:
-        return next(self._parent)
-
-    def get_state(self) -> dict[str, Any]:
-        return {"fingerprint": dict(self._fingerprint), "batches": self._parent.get_state()["next_index"]}
-
-    def set_state(self, state: Any) -> None:
-        """Makes the next batch the one that followed when `state` was taken.
-
-        Raises:
-          DataError: the state belongs to other data, or is none of this iterator's.
-        """
-        if not isinstance(state, Mapping) or set(state) != {"fingerprint", "batches"}:
-            raise DataError(f"{state!r} is no state of a training iterator. Restore an undamaged checkpoint.")
-        if changed := differences(self._fingerprint, state["fingerprint"]):
-            raise DataError(
-                "The saved position belongs to other data; here is what it is now, not what it was then:\n  "
-                + "\n  ".join(changed)
-                + "\nRestore the settings and files of the saved run, or start a new run from its weights."
-            )
-        self._parent.set_state({"next_index": state["batches"]})
-
-
-def _make_tokenizer(config: DataConfig, source: DataSource, cache_dir: Path) -> HuggingFaceTokenizer:
-    if config.tokenizer == BPE:
+def _make_tokenizer(config: TextSettings, source: DataSource, cache_dir: Path) -> HuggingFaceTokenizer:
+    if config.trains_tokenizer:
         return trained_bpe(
             source,
             vocab_size=config.vocab_size or BPE_VOCAB_SIZE,
@@ -180,19 +131,10 @@ def _make_tokenizer(config: DataConfig, source: DataSource, cache_dir: Path) -> 
             validation_fraction=config.validation_fraction,
             cache_dir=cache_dir,
         )
-    tokenizer = HuggingFaceTokenizer.load(config.tokenizer)
+    tokenizer = HuggingFaceTokenizer.load(str(config.tokenizer))
     if config.vocab_size not in (None, tokenizer.vocab_size):
         raise ConfigError(
             f"data.vocab_size is {config.vocab_size}, but tokenizer {config.tokenizer!r} has {tokenizer.vocab_size}. "
             "Remove data.vocab_size, or choose another tokenizer."
         )
     return tokenizer
-
-
-def _filled(values: Shaped[np.ndarray, "rows ..."], rows: int, name: str) -> Shaped[np.ndarray, "batch ..."]:
-    """Appends rows of padding up to `rows`; their row ids repeat the last one."""
-    missing = rows - len(values)
-    if name == "row_ids":
-        return np.append(values, np.repeat(values[-1:], missing))
-    padding = np.full((missing, *values.shape[1:]), IGNORED if name == "targets" else 0, values.dtype)
-    return np.concatenate([values, padding])

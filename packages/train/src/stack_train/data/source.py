@@ -2,17 +2,18 @@
 
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from stack_core.contracts.data import DataSource, Document
 from stack_core.errors import ConfigError, DataError
 from stack_core.plugins import registries
-from stack_core.protocols import DataSource, Document
-from stack_train.data.config import DataConfig
+from stack_train.data.settings import TextSettings
 
 __all__ = ["check_unchanged", "documents_with_text", "open_source"]
 
 
-def open_source(config: DataConfig) -> DataSource:
+def open_source(config: TextSettings) -> DataSource:
     """Returns the source that `config.source` names, "scheme" or "scheme:address".
 
     Raises:
@@ -21,6 +22,10 @@ def open_source(config: DataConfig) -> DataSource:
       UnknownName: no plugin registers the scheme.
     """
     scheme, _, address = config.source.partition(":")
+    if scheme not in registries.data_sources and _is_path(scheme):
+        kind = "jsonl" if scheme.endswith(".jsonl") else "text"
+        files = f"{config.source.rstrip('/')}/**/*" if Path(config.source).expanduser().is_dir() else config.source
+        raise registries.data_sources.unknown(config.source, hint=f" Did you mean '{kind}:{files}'?")
     factory = registries.data_sources[scheme]
     options: dict[str, Any] = {} if config.text_field is None else {"text_field": config.text_field}
     if options and "text_field" not in inspect.signature(factory).parameters:
@@ -28,6 +33,11 @@ def open_source(config: DataConfig) -> DataSource:
             f"data.text_field is {config.text_field!r}, but documents of source {scheme!r} have no fields. Remove it."
         )
     return factory(address, **options)
+
+
+def _is_path(scheme: str) -> bool:
+    """Whether somebody wrote files where a scheme belongs."""
+    return bool({"/", "*", ".", "~"} & set(scheme)) or Path(scheme).exists()
 
 
 def documents_with_text(source: DataSource) -> Iterator[Document]:

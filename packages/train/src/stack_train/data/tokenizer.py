@@ -7,17 +7,18 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from jaxtyping import Int64
+from jaxtyping import Int32, Int64
 
 from stack_core.errors import DataError
 from stack_train.data.cache import digest_of
 from stack_train.data.token_bytes import TokenBytes
 
-__all__ = ["HuggingFaceTokenizer"]
+__all__ = ["HuggingFaceTokenizer", "write_tokenizer"]
 
 _VOCABULARY = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
+_LONG_CHARACTERS = 8192
 _TEMPLATE = "chat_template.jinja"
 _KEPT = (
     _CONFIG,
@@ -67,6 +68,8 @@ class HuggingFaceTokenizer:
         self.chat_template = _chat_template(files, settings)
         self._prefix = self._missing_prefix(settings)
         self._token_bytes = TokenBytes(self._for_prompts)
+        added = self._for_prompts.get_added_tokens_decoder()
+        self._special_ids = frozenset(index for index, token in added.items() if token.special)
         self.digest = digest_of(files[_VOCABULARY].decode("utf-8"), self.eos_id, self._prefix)
 
     @classmethod
@@ -90,6 +93,10 @@ class HuggingFaceTokenizer:
         except OSError as error:
             raise DataError(f"Cannot read the tokenizer at {str(path)!r}: {error}. Make its files readable.") from error
 
+    def with_chat_template(self, template: str) -> "HuggingFaceTokenizer":
+        """The same tokenizer with another chat template, Jinja source, which goes where its files go."""
+        return HuggingFaceTokenizer({**self._files, _TEMPLATE: template.encode("utf-8")}, self._origin)
+
     def save(self, directory: Path) -> None:
         """Writes the tokenizer's files into `directory`, which is made if it is not there."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -97,8 +104,12 @@ class HuggingFaceTokenizer:
             (directory / name).write_bytes(content)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """See `stack_core.protocols.Tokenizer`."""
-        ids = self._for_prompts.encode(text, add_special_tokens=add_special_tokens).ids
+        """See `stack_core.contracts.data.Tokenizer`."""
+        if len(text) < _LONG_CHARACTERS:
+            ids = self._for_prompts.encode(text, add_special_tokens=add_special_tokens).ids
+        else:  # as a batch, for which alone it lets go of Python's lock: a long prompt would hold a whole server
+            (encoding,) = self._for_prompts.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids = encoding.ids
         return [*self._prefix, *ids] if add_special_tokens else ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int64[np.ndarray, " tokens"]]:
@@ -106,12 +117,27 @@ class HuggingFaceTokenizer:
         encodings = self._for_documents.encode_batch_fast(list(texts))
         return [np.array([*self._prefix, *encoding.ids], np.int64) for encoding in encodings]
 
+    def encode_with_offsets(
+        self, text: str
+    ) -> tuple[Int32[np.ndarray, " tokens"], Int64[np.ndarray, "tokens begin_and_end"]]:
+        """Encodes a text that a chat template made: no token is added.
+
+        Returns:
+          The ids, and where in the text's characters each token begins and ends.
+        """
+        encoding = self._for_prompts.encode(text, add_special_tokens=False)
+        return np.asarray(encoding.ids, np.int32), np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token is none of a text's own, such as one that ends a turn."""
+        return token in self._special_ids
+
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of tokens, special tokens left out; bytes that are not UTF-8 become U+FFFD."""
         return self._for_prompts.decode([int(index) for index in ids], skip_special_tokens=True)
 
     def token_bytes(self, token: int) -> bytes:
-        """See `stack_core.protocols.Tokenizer`."""
+        """See `stack_core.contracts.data.Tokenizer`."""
         return self._token_bytes(token)
 
     def _special_id(self, part: str) -> int | None:
@@ -131,6 +157,15 @@ class HuggingFaceTokenizer:
         if not settings.get("add_bos_token") or self.bos_id is None:
             return ()
         return () if self.bos_id in self._for_prompts.encode("").ids else (self.bos_id,)
+
+
+def write_tokenizer(tokenizer: HuggingFaceTokenizer, directory: Path) -> None:
+    """Writes a tokenizer under `tokenizer/` of a run's directory, whole or not at all; one that is there stays."""
+    destination = directory / "tokenizer"
+    if not destination.exists():
+        partial = directory / "tokenizer.partial"
+        tokenizer.save(partial)
+        partial.replace(destination)
 
 
 def _parse_vocabulary(content: bytes, origin: str) -> tokenizers.Tokenizer:

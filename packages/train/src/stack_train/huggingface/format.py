@@ -2,8 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +12,26 @@ import numpy as np
 from flax import nnx
 
 from stack_core.config import to_yaml
+from stack_core.contracts.formats import Conversion, Progress
+from stack_core.contracts.models import ConvertibleFamily
 from stack_core.errors import ConversionError
 from stack_core.plugins import registries
+from stack_core.runs.atomic_directory import atomic_directory
+from stack_core.runs.directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore, named_leaves
-from stack_train.config import RunConfig
-from stack_train.data.config import DataConfig
+from stack_train.checkpoint.frozen import FROZEN
+from stack_train.data.kinds.text import TextData
+from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.huggingface.safetensors_files import TensorSpec, plan_shards, write_shards
 from stack_train.huggingface.source import HuggingFaceSource, open_source, read_config
-from stack_train.quantization import quantizer_name
-from stack_train.run_directory import RunDirectory
+from stack_train.run.config import RunConfig, run_config
+from stack_train.run.model import abstract_model, abstract_params, holds_codes
+from stack_train.run.transforms import transform_names
 from stack_train.trained_model import TrainedLanguageModel
-from stack_train.weights import abstract_model, abstract_params, holds_codes, run_config
-from stack_train.whole_directory import made_whole
+from stack_train.weights import load_params
 
-__all__ = ["FORMAT", "Conversion", "HuggingFaceFormat"]
-
-Progress = Callable[[str, int, int], None]
+__all__ = ["FORMAT", "HuggingFaceFormat"]
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -44,24 +47,8 @@ _TOKENIZER_FILES = (
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """What a conversion did.
-
-    Attributes:
-      destination: the directory it made.
-      kept: names of the files that were copied byte for byte.
-    """
-
-    destination: Path
-    parameters: int
-    size_bytes: int
-    dtype: str
-    kept: tuple[str, ...]
-
-
 class HuggingFaceFormat:
-    """The checkpoint format `hf:DIR`.
+    """The model format `hf:DIR`.
 
     A run that comes from one keeps its tokenizer's files under `tokenizer/`, and under `huggingface/` the two configs
     that no run reads whole, so that they go back as they came. Parameters pass one by one: memory holds about four of
@@ -79,16 +66,17 @@ class HuggingFaceFormat:
           CheckpointError: the disk is full.
         """
         source = open_source(directory)
-        with made_whole(run) as partial:
-            config = RunConfig(output=str(run), model=source.config, data=DataConfig(tokenizer=str(run / "tokenizer")))
+        with atomic_directory(run) as partial:
+            data = _fitting(TextData(tokenizer=str(run / "tokenizer")), source.config)
+            config = RunConfig(output=str(run), model=source.config, data=data)
             paths = RunDirectory(partial)
             kept = _copy_to_run(directory, paths)
             leaves = _reported(source.leaves(), source.total_bytes, progress)
             with CheckpointStore(paths.checkpoints) as store:
                 store.save_weights(leaves, to_yaml(config), total_bytes=source.total_bytes)
             paths.config.write_text(to_yaml(config), encoding="utf-8")
-        itemsize = np.dtype(source.config.param_dtype).itemsize
-        return Conversion(run, source.total_bytes // itemsize, source.total_bytes, source.config.param_dtype, kept)
+        parameters = sum(leaf.size for leaf in source.parameters.values())
+        return Conversion(run, parameters, source.total_bytes, source.config.param_dtype, kept)
 
     def export_run(
         self, run: Path, directory: Path, *, max_shard_bytes: int = 5 * 10**9, progress: Progress | None = None
@@ -106,12 +94,12 @@ class HuggingFaceFormat:
         saved = run_config(run)
         if holds_codes(saved):
             raise ConversionError(
-                f"The parameters of {run} are quantized, by section {quantizer_name(saved)} of its config, and Hugging "
-                "Face checkpoints have no place for that. Convert the run that it was made from."
+                f"The parameters of {run} are quantized, by section {' and '.join(transform_names(saved))} of its "
+                "config, and Hugging Face checkpoints have no place for that. Convert the run that it was made from."
             )
         config = saved.model
         family = registries.models[config.family]
-        if not hasattr(family, "config_map"):
+        if not isinstance(family, ConvertibleFamily):
             raise ConversionError(f"Models of family {config.family!r} have no Hugging Face counterpart.")
         abstract = named_leaves(abstract_params(config))
         rules = family.weight_rules(config)
@@ -121,15 +109,19 @@ class HuggingFaceFormat:
             for name, shape in rule.tensor_shapes(abstract[rule.parameter].shape).items()
         ]
         total_bytes = sum(spec.size_bytes for spec in specs)
-        with made_whole(directory) as partial, CheckpointStore(RunDirectory(run).checkpoints) as store:
-            _write_config(run / "huggingface" / _CONFIG, config, family, partial / _CONFIG)
-            leaves = _reported(_stored_leaves(store, rules, abstract), total_bytes, progress)
+        with atomic_directory(directory) as partial, CheckpointStore(RunDirectory(run).checkpoints) as store:
+            special_ids = _special_ids(run / "tokenizer")
+            _write_config(run / "huggingface" / _CONFIG, config, family, special_ids, partial / _CONFIG)
+            stored = _derived_leaves(run, saved, rules) or _stored_leaves(store, rules, abstract)
+            leaves = _reported(stored, total_bytes, progress)
             tensors = (
                 tensor for rule, (_, leaf) in zip(rules, leaves, strict=True) for tensor in rule.tensors(leaf).items()
             )
             write_shards(partial, plan_shards(specs, max_shard_bytes), tensors)
             kept = _copy(_TOKENIZER_FILES, run / "tokenizer", partial)
-            kept += _copy((_GENERATION_CONFIG,), run / "huggingface", partial)
+            kept += _copy((_GENERATION_CONFIG,), run / "huggingface", partial) or _write_json(
+                special_ids, partial / _GENERATION_CONFIG
+            )
         parameters = sum(int(np.prod(spec.shape, dtype=np.int64)) for spec in specs)
         return Conversion(directory, parameters, total_bytes, config.param_dtype, kept)
 
@@ -151,9 +143,8 @@ class HuggingFaceFormat:
                 f"--data SOURCE, with a source among {', '.join(registries.data_sources.names())}."
             )
         source = open_source(directory)
-        defaults = DataConfig(source=data, tokenizer=str(directory))
-        seq_tokens = min(defaults.seq_tokens, source.config.max_positions)
-        config = RunConfig(output=str(directory), model=source.config, data=replace(defaults, seq_tokens=seq_tokens))
+        documents = _fitting(TextData(source=data, tokenizer=str(directory)), source.config)
+        config = RunConfig(output=str(directory), model=source.config, data=documents)
 
         def copy_files(run: RunDirectory) -> None:
             _copy_to_run(directory, run)
@@ -187,8 +178,10 @@ def _model(source: HuggingFaceSource) -> Any:
     return nnx.merge(graph, nnx.State(nnx.traversals.unflatten_mapping(params)))
 
 
-def _parameters(source: HuggingFaceSource) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
-    return ((tuple(path.split("/")), leaf) for path, leaf in source.leaves())
+def _parameters(source: HuggingFaceSource) -> Iterator[tuple[tuple[str | int, ...], np.ndarray]]:
+    """The parameters by their paths; a number in one is a place in a list of modules."""
+    for name, leaf in source.leaves():
+        yield tuple(int(step) if step.isdigit() else step for step in name.split("/")), leaf
 
 
 def _copy_to_run(directory: Path, run: RunDirectory) -> tuple[str, ...]:
@@ -219,12 +212,50 @@ def _reported(
 def _stored_leaves(store: CheckpointStore, rules: Iterable[Any], abstract: Any) -> Iterator[tuple[str, Any]]:
     """Reads the newest checkpoint's parameters one by one; a damaged one is an error, and not passed over midway."""
     step = store.latest()
+    names = () if step is None else store.leaf_names(step)
     for rule in rules:
         path = rule.parameter
-        yield path, store.restore_params(abstract[path], step, under=f"params/{path}").state
+        branch = "moved" if f"moved/{path}" in names else "params"
+        yield path, store.restore_params(abstract[path], step, under=f"{branch}/{path}").state
 
 
-def _write_config(kept: Path, config: Any, family: Any, path: Path) -> None:
+def _derived_leaves(run: Path, saved: RunConfig, rules: Iterable[Any]) -> Iterator[tuple[str, Any]] | None:
+    """Parameters that a checkpoint holds in another form: averages, and frozen ones. None where it holds them all."""
+    with CheckpointStore(RunDirectory(run).checkpoints) as store:
+        step = store.latest()
+        has_frozen = step is not None and (store.path(step) / FROZEN).is_file()
+    if not (saved.optimizer.averages or has_frozen):
+        return None
+    values = named_leaves(load_params(run, saved.model))
+    return ((rule.parameter, values[rule.parameter]) for rule in rules)
+
+
+def _fitting(data: TextData, model: Any) -> TextData:
+    """The data in rows that are no longer than the model's longest sequence."""
+    return replace(data, seq_tokens=min(data.seq_tokens, model.max_positions))
+
+
+def _special_ids(directory: Path) -> dict[str, int]:
+    """The special tokens of a tokenizer as configs of Hugging Face name them."""
+    if not (directory / "tokenizer.json").is_file():
+        return {}
+    tokenizer = HuggingFaceTokenizer.load(directory)
+    found = {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.pad_id,
+    }
+    return {name: index for name, index in found.items() if index is not None}
+
+
+def _write_json(mapping: Mapping[str, Any], path: Path) -> tuple[str, ...]:
+    """Writes a file, unless it would say nothing; returns the names of those written."""
+    if mapping:
+        path.write_text(json.dumps(mapping, indent=2) + "\n", encoding="utf-8")
+    return (path.name,) if mapping else ()
+
+
+def _write_config(kept: Path, config: Any, family: Any, special_ids: Mapping[str, int], path: Path) -> None:
     """Writes the config; the one that the run was converted from stays as it is as long as it says the same."""
     mapping = family.config_map.write(config)
     if kept.is_file():
@@ -232,4 +263,4 @@ def _write_config(kept: Path, config: Any, family: Any, path: Path) -> None:
         if family.config_map.write(original) == mapping:
             shutil.copyfile(kept, path)
             return
-    path.write_text(json.dumps(mapping, indent=2) + "\n", encoding="utf-8")
+    _write_json({**mapping, **special_ids}, path)

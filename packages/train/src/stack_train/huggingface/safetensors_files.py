@@ -19,10 +19,9 @@ from safetensors import SafetensorError, safe_open
 
 from stack_core.errors import ConversionError
 
-__all__ = ["INDEX", "SINGLE", "StoredTensor", "TensorSpec", "plan_shards", "read_tensors", "write_shards"]
+__all__ = ["StoredTensor", "TensorSpec", "plan_shards", "read_tensors", "write_shards"]
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+_STEM = "model"
 
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -70,27 +69,31 @@ class StoredTensor:
             return file.get_tensor(self.name)
 
 
-def read_tensors(directory: Path) -> dict[str, StoredTensor]:
+def read_tensors(directory: Path, stem: str = _STEM) -> dict[str, StoredTensor]:
     """Finds the tensors of a checkpoint, in one file or in those that its index names; reads headers only.
+
+    Args:
+      stem: what the files' names begin with.
 
     Raises:
       ConversionError: there is none, a file is missing or damaged, or index and files disagree.
     """
-    if not (directory / INDEX).is_file():
-        if not (directory / SINGLE).is_file():
-            raise ConversionError(f"{directory} holds neither {SINGLE} nor {INDEX}; other weight formats are not read.")
-        return _tensors_of(directory / SINGLE)
+    single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
+    if not (directory / index).is_file():
+        if not (directory / single).is_file():
+            raise ConversionError(f"{directory} holds neither {single} nor {index}; other weight formats are not read.")
+        return _tensors_of(directory / single)
     try:
-        located = json.loads((directory / INDEX).read_bytes())["weight_map"]
+        located = json.loads((directory / index).read_bytes())["weight_map"]
         files = sorted(set(located.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConversionError(f"{directory / INDEX} cannot be read: {type(error).__name__}: {error}.") from error
+        raise ConversionError(f"{directory / index} cannot be read: {type(error).__name__}: {error}.") from error
     tensors = {name: tensor for file in files for name, tensor in _tensors_of(directory / file).items()}
     absent = [f"{name} ({file})" for name, file in located.items() if name not in tensors]
     unlisted = [name for name in tensors if name not in located]
     if absent or unlisted:
         raise ConversionError(
-            f"{directory / INDEX} and its files disagree. Listed, but not there: {', '.join(absent) or 'none'}. "
+            f"{directory / index} and its files disagree. Listed, but not there: {', '.join(absent) or 'none'}. "
             f"There, but not listed: {', '.join(unlisted) or 'none'}. Download the checkpoint again."
         )
     return tensors
@@ -110,13 +113,22 @@ def plan_shards(specs: Iterable[TensorSpec], max_shard_bytes: int) -> list[list[
 
 
 def write_shards(
-    directory: Path, shards: Sequence[Sequence[TensorSpec]], tensors: Iterable[tuple[str, np.ndarray]]
+    directory: Path,
+    shards: Sequence[Sequence[TensorSpec]],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    stem: str = _STEM,
 ) -> None:
-    """Writes the tensors, which come in the planned order, to one file, or to several and their index."""
+    """Writes the tensors, which come in the planned order, to one file, or to several and their index.
+
+    Args:
+      stem: what the files' names begin with.
+    """
     incoming = iter(tensors)
     count = len(shards)
     names = (
-        [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)] if count > 1 else [SINGLE]
+        [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        if count > 1
+        else [f"{stem}.safetensors"]
     )
     for name, specs in zip(names, shards, strict=True):
         with (directory / name).open("wb") as file:
@@ -132,7 +144,8 @@ def write_shards(
         located = {spec.name: name for name, specs in zip(names, shards, strict=True) for spec in specs}
         total_bytes = sum(spec.size_bytes for specs in shards for spec in specs)
         index = {"metadata": {"total_size": total_bytes}, "weight_map": located}
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        path = directory / f"{stem}.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _header(specs: Sequence[TensorSpec]) -> bytes:

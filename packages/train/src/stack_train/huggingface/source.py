@@ -2,20 +2,23 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from stack_core.config import parse
+from stack_core.contracts.models import ConvertibleFamily
 from stack_core.errors import ConfigError, ConversionError, nearest
 from stack_core.plugins import registries
 from stack_train.checkpoint import named_leaves
 from stack_train.huggingface.safetensors_files import StoredTensor, read_tensors
 from stack_train.models.weight_map import WeightRule
-from stack_train.weights import abstract_params
+from stack_train.run.model import abstract_params
 
 __all__ = ["HuggingFaceSource", "open_source", "read_config"]
 
@@ -25,30 +28,31 @@ class HuggingFaceSource:
     """A checkpoint whose every tensor has its place in a model.
 
     Attributes:
-      config: of the model; `param_dtype` and `dtype` are those of the tensors.
-      shapes: of the model's parameters, by path.
+      config: of the model; `param_dtype` and `dtype` are those of the tensors, or float32 if these have several.
+      parameters: shapes and dtypes of the model's parameters, by path.
+      rules: where each parameter lies, in the form that the checkpoint has.
     """
 
     directory: Path
-    family: Any
     config: Any
     tensors: Mapping[str, StoredTensor]
-    shapes: Mapping[str, tuple[int, ...]]
+    parameters: Mapping[str, jax.ShapeDtypeStruct]
+    rules: Sequence[WeightRule]
 
     @property
     def total_bytes(self) -> int:
-        itemsize = np.dtype(self.config.param_dtype).itemsize
-        return sum(itemsize * int(np.prod(shape, dtype=np.int64)) for shape in self.shapes.values())
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in self.parameters.values())
 
     def leaves(self) -> Iterator[tuple[str, np.ndarray]]:
         """Reads the parameters one by one, each with its path; memory holds one of them and one tensor."""
-        for rule in self.family.weight_rules(self.config):
+        for rule in self.rules:
             yield rule.parameter, self._leaf(rule)
 
     def _leaf(self, rule: WeightRule) -> np.ndarray:
-        leaf = np.empty(self.shapes[rule.parameter], self.config.param_dtype)
+        wanted = self.parameters[rule.parameter]
+        leaf = np.empty(wanted.shape, wanted.dtype)
         for name, part in rule.tensors(leaf).items():
-            part[...] = self.tensors[name].read()
+            part[...] = rule.part_of(self.tensors[name].read())
         return leaf
 
 
@@ -62,10 +66,12 @@ def open_source(directory: Path) -> HuggingFaceSource:
     mapping = _read_config(directory)
     family = _family_of(mapping, directory)
     tensors = read_tensors(directory)
-    config = read_config(family, mapping)
-    shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(abstract_params(config)).items()}
-    dtype = _check_tensors(directory, family, config, shapes, tensors)
-    return HuggingFaceSource(directory, family, read_config(family, mapping, dtype=dtype), tensors, shapes)
+    config = read_config(family, mapping, dtype="bfloat16")
+    rules = [rule.stored_in(tensors) for rule in family.weight_rules(config)]
+    parameters = named_leaves(abstract_params(config))
+    _check_tensors(directory, rules, family.redundant_tensors(config), parameters, tensors)
+    config = read_config(family, mapping, dtype=_dtype(rules, parameters, tensors))
+    return HuggingFaceSource(directory, config, tensors, named_leaves(abstract_params(config)), rules)
 
 
 def read_config(family: Any, mapping: Mapping[str, Any], *, dtype: str = "float32") -> Any:
@@ -94,7 +100,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 def _family_of(mapping: Mapping[str, Any], directory: Path) -> Any:
     families = [registries.models[name] for name in registries.models]
-    known = {family.config_map.architecture: family for family in families if hasattr(family, "config_map")}
+    known = {family.config_map.architecture: family for family in families if isinstance(family, ConvertibleFamily)}
     architectures = mapping.get("architectures") or ["none"]
     if architectures[0] not in known:
         raise ConversionError(
@@ -106,15 +112,14 @@ def _family_of(mapping: Mapping[str, Any], directory: Path) -> Any:
 
 def _check_tensors(
     directory: Path,
-    family: Any,
-    config: Any,
-    shapes: Mapping[str, tuple[int, ...]],
+    rules: Sequence[WeightRule],
+    redundant: Mapping[str, str | None],
+    parameters: Mapping[str, jax.ShapeDtypeStruct],
     tensors: Mapping[str, StoredTensor],
-) -> str:
-    """Returns the dtype that all tensors share."""
+) -> None:
     expected: dict[str, tuple[int, ...]] = {}
-    for rule in family.weight_rules(config):
-        expected |= rule.tensor_shapes(shapes[rule.parameter])
+    for rule in rules:
+        expected |= rule.tensor_shapes(parameters[rule.parameter].shape)
     problems = [f"{name} is missing; expected shape {shape}" for name, shape in expected.items() if name not in tensors]
     problems += [
         f"{name} has shape {tensors[name].shape}; expected {shape}"
@@ -127,16 +132,31 @@ def _check_tensors(
         if name in tensors and tensors[name].numpy_dtype is None
     ]
     for name in tensors.keys() - expected.keys():
-        problems += _problem_of_extra(name, tensors, family.redundant_tensors(config))
-    dtypes = {str(tensors[name].numpy_dtype) for name in expected if name in tensors}
-    if len(dtypes) > 1 and not problems:
-        problems = [f"{name} is {tensors[name].numpy_dtype}" for name in expected]
+        problems += _problem_of_extra(name, tensors, redundant)
     if problems:
         raise ConversionError(
-            f"The weights in {directory} are not those of its config.json, or not of one dtype "
-            f"({len(problems)} tensors):\n  " + "\n  ".join(sorted(problems))
+            f"The weights in {directory} are not those of its config.json ({len(problems)} tensors):\n  "
+            + "\n  ".join(sorted(problems))
         )
-    return dtypes.pop()
+
+
+def _dtype(
+    rules: Sequence[WeightRule],
+    parameters: Mapping[str, jax.ShapeDtypeStruct],
+    tensors: Mapping[str, StoredTensor],
+) -> str:
+    """The dtype that holds the tensors exactly: their own, or float32 if they have several.
+
+    Args:
+      parameters: of the model in bfloat16; what is float32 there is so in every model, whatever its tensor's dtype.
+    """
+    found = {
+        str(tensors[name].numpy_dtype)
+        for rule in rules
+        if parameters[rule.parameter].dtype == jnp.bfloat16
+        for name in rule.tensor_shapes(parameters[rule.parameter].shape)
+    }
+    return found.pop() if len(found) == 1 else "float32"
 
 
 def _problem_of_extra(name: str, tensors: Mapping[str, StoredTensor], redundant: Mapping[str, str | None]) -> list[str]:

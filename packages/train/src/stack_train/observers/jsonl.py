@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stack_core.event_bus import ObserverContext
 from stack_core.events import EvaluationFinished, Event, RunStarted, StepFinished
+from stack_core.runs.event_bus import ObserverContext
 
 __all__ = ["JsonlObserver", "jsonl_observer"]
 
@@ -24,14 +24,16 @@ class JsonlObserver:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: Any = None
+        self._unit = "tokens"
 
     def observe(self, event: Event) -> None:
         match event:
             case RunStarted():
+                self._unit = event.work[0]
                 _drop_after(self._path, event.first_step)
                 self._file = self._path.open("a", encoding="utf-8", buffering=1)
             case StepFinished():
-                rates = {"tokens_per_s": event.tokens_per_s, "mfu": event.mfu, "duration_s": event.duration_s}
+                rates = {f"{self._unit}_per_s": event.work_per_s, "mfu": event.mfu, "duration_s": event.duration_s}
                 self._write({"kind": "train", "step": event.step, **event.metrics, **rates})
             case EvaluationFinished():
                 self._write({"kind": "evaluation", "step": event.step, **event.metrics, "duration_s": event.duration_s})

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stack_core.event_bus import ObserverContext
 from stack_core.events import EvaluationFinished, Event, RunStarted, StepFinished
+from stack_core.runs.event_bus import ObserverContext
 
 __all__ = ["TensorBoardObserver", "tensorboard_observer"]
 
@@ -21,15 +21,17 @@ class TensorBoardObserver:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._writer: Any = None
+        self._unit = "tokens"
 
     def observe(self, event: Event) -> None:
         match event:
             case RunStarted():
+                self._unit = event.work[0]
                 from tensorboardX import SummaryWriter  # costs 0.3 s: only once a run has begun
 
                 self._writer = SummaryWriter(str(self._directory), purge_step=event.first_step + 1)
             case StepFinished():
-                rates = {"tokens_per_s": event.tokens_per_s, "duration_s": event.duration_s}
+                rates = {f"{self._unit}_per_s": event.work_per_s, "duration_s": event.duration_s}
                 if event.mfu is not None:
                     rates["mfu"] = event.mfu
                 self._scalars("train", {**event.metrics, **rates}, event.step)

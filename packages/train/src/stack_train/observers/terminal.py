@@ -6,7 +6,6 @@ from functools import singledispatchmethod
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from stack_core.event_bus import ObserverContext
 from stack_core.events import (
     CheckpointRestored,
     CheckpointSaved,
@@ -17,6 +16,7 @@ from stack_core.events import (
     RunStarted,
     StepFinished,
 )
+from stack_core.runs.event_bus import ObserverContext
 
 __all__ = ["TerminalObserver", "terminal_observer"]
 
@@ -30,7 +30,7 @@ def terminal_observer(context: ObserverContext) -> "TerminalObserver":
 
 
 class TerminalObserver:
-    """Shows loss, tokens/s, MFU and the time left, all measured from completed steps.
+    """Shows loss, work a second, MFU and the time left, all measured from completed steps.
 
     Args:
       live: draw a bar that updates in place; otherwise print a line every few seconds.
@@ -41,7 +41,7 @@ class TerminalObserver:
         columns = (MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.description}"))
         self._progress = Progress(*columns, console=self._console) if live else None
         self._task = self._progress.add_task("compiling") if self._progress else None
-        self._steps = 0
+        self._steps, self._unit = 0, "tokens"
         self._smoothed_s: float | None = None
         self._last_line_s = -_SECONDS_BETWEEN_LINES
 
@@ -55,9 +55,9 @@ class TerminalObserver:
 
     @observe.register
     def _(self, event: RunStarted) -> None:
-        self._steps = event.steps
+        self._steps, self._unit = event.steps, event.work[0]
         self._console.print(
-            f"{event.parameters:,} parameters, {event.tokens_per_step:,} tokens a step, "
+            f"{event.parameters:,} parameters, {event.work[1]:,} {self._unit} a step, "
             f"steps {event.first_step + 1:,} to {event.steps:,} -> {event.directory}",
             markup=False,
         )
@@ -69,7 +69,7 @@ class TerminalObserver:
     def _(self, event: StepFinished) -> None:
         before = event.duration_s if self._smoothed_s is None else self._smoothed_s
         self._smoothed_s = _SMOOTHING * before + (1 - _SMOOTHING) * event.duration_s
-        line = describe(event, left_s=(self._steps - event.step) * self._smoothed_s)
+        line = describe(event, self._unit, left_s=(self._steps - event.step) * self._smoothed_s)
         if self._progress and self._task is not None:
             self._progress.update(self._task, completed=event.step, description=line)
         elif time.monotonic() - self._last_line_s >= _SECONDS_BETWEEN_LINES or event.step == self._steps:
@@ -100,9 +100,9 @@ class TerminalObserver:
         self._console.print(line, markup=False)
 
 
-def describe(event: StepFinished, left_s: float) -> str:
-    """One line: loss, tokens/s, MFU where the chip's peak is known, and the time left."""
-    parts = [f"loss {event.metrics['loss']:.4f}", f"{event.tokens_per_s:,.0f} tokens/s"]
+def describe(event: StepFinished, unit: str, *, left_s: float) -> str:
+    """One line: loss, work a second, MFU where the chip's peak is known, and the time left."""
+    parts = [f"loss {event.metrics['loss']:.4f}", f"{event.work_per_s:,.0f} {unit}/s"]
     if event.mfu is not None:
         parts.append(f"MFU {event.mfu:.1%}")
     minutes, seconds = divmod(round(left_s), 60)

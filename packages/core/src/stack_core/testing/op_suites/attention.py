@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing._cases import OpCase, OpSuite, integers
+from stack_core.testing._cases import OpCase, OpSuite, integers, spoiled
 
 __all__ = ["SUITE"]
 
@@ -15,17 +15,18 @@ def _attention_case(
     name: str,
     *,
     sizes: tuple[int, int, int, int, int, int] = (2, 5, 7, 4, 2, 8),
+    value_dim: int | None = None,
     extra: Callable[[np.random.Generator], Mapping[str, Any]] = lambda rng: {},
     **options: Any,
 ) -> OpCase:
-    """`sizes` are batch, q_seq, kv_seq, heads, kv_heads, head_dim."""
-    batch, q_seq, kv_seq, heads, kv_heads, head_dim = sizes
+    """`sizes` are batch, q_seq, kv_seq, heads, kv_heads, key_dim; `value_dim` is key_dim unless given."""
+    batch, q_seq, kv_seq, heads, kv_heads, key_dim = sizes
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
         return {
-            "query": rng.normal(size=(batch, q_seq, heads, head_dim)),
-            "key": rng.normal(size=(batch, kv_seq, kv_heads, head_dim)),
-            "value": rng.normal(size=(batch, kv_seq, kv_heads, head_dim)),
+            "query": rng.normal(size=(batch, q_seq, heads, key_dim)),
+            "key": rng.normal(size=(batch, kv_seq, kv_heads, key_dim)),
+            "value": rng.normal(size=(batch, kv_seq, kv_heads, value_dim or key_dim)),
             **extra(rng),
         }
 
@@ -64,9 +65,12 @@ _CASES = (
         "sinks_and_empty_rows", extra=lambda rng: {"sinks": rng.normal(size=4), "kv_lengths": integers(0, 3)}
     ),
     _attention_case("scale", scale=0.7),
+    _attention_case("narrow_values", sizes=(2, 9, 13, 4, 4, 12), value_dim=8, causal=True, return_lse=True),
+    _attention_case("wide_values", sizes=(2, 1, 9, 4, 2, 4), value_dim=20),
     _attention_case(
         "everything",
         sizes=(2, 7, 7, 4, 2, 8),
+        value_dim=5,
         extra=lambda rng: {
             "bias": rng.normal(size=(2, 1, 7, 7)),
             "mask": rng.random((1, 1, 7, 7)) < 0.8,
@@ -81,6 +85,14 @@ _CASES = (
         scale=0.5,
         return_lse=True,
     ),
+    spoiled(
+        _attention_case("", causal=True, return_lse=True),
+        "not_a_number",
+        query=((0, 2, 3), np.nan),
+        key=((1, 0, 1), np.nan),
+        value=((0, 0, 0, 5), np.nan),
+    ),
+    spoiled(_attention_case("", causal=True), "infinity", query=((0, 2, 3), np.inf), value=((1, 0, 1, 5), -np.inf)),
 )
 
 
@@ -96,9 +108,9 @@ def _oracle(
     return_lse: bool = False,
     **masking: Any,
 ) -> Any:
-    batch, q_seq, heads, head_dim = query.shape
+    batch, q_seq, heads, key_dim = query.shape
     key, value = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (key, value))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * (head_dim**-0.5 if scale is None else scale)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * (key_dim**-0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     if bias is not None:

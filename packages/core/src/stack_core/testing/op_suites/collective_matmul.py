@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense
+from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense, spoiled
 
 __all__ = ["SUITE"]
 
@@ -59,6 +59,10 @@ _CASES = (
     *(_case("odd_sizes", kind, 2, x=(2 * 67, 2 * 19), out=2 * 5) for kind in _KINDS),
     *(_case("empty_rows", kind, 2, x=(0, 8), out=4) for kind in _KINDS),
     *(_case("quantized", kind, 2, x=(6, 24), out=10, quantized=True) for kind in _KINDS),
+    *(
+        spoiled(_case("not_a_number", kind, 2, (4, 8), 6), f"{kind}_not_a_number", x=((1, 3), np.nan))
+        for kind in _KINDS
+    ),
 )
 
 

@@ -7,19 +7,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense
+from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense, spoiled
 
 __all__ = ["SUITE"]
 
 
-def _gated_case(name: str, x: tuple[int, ...], out: int, **options: Any) -> OpCase:
+def _gated_case(name: str, x: tuple[int, ...], out: int, biases: tuple[str, ...] = (), **options: Any) -> OpCase:
+    shapes = {"x": x, "w_gate": (x[-1], out), "w_up": (x[-1], out), **dict.fromkeys(biases, (out,))}
+    draw = _normal if "limit" not in options else _exact
+
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
-        return {"x": rng.normal(size=x), "w_gate": rng.normal(size=(x[-1], out)), "w_up": rng.normal(size=(x[-1], out))}
+        return {name: draw(rng, shape) for name, shape in shapes.items()}
 
     return OpCase("gated_linear_unit", name, arrays, options)
 
 
-def _quantized_case(name: str, *quantized: str, zeros: bool = False, codebook: bool = False) -> OpCase:
+def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.normal(size=shape)
+
+
+def _exact(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Halves: products and their sums, quarters, are exact in every dtype, and none is rounded past a limit."""
+    return rng.integers(-2, 3, size=shape) / 2
+
+
+def _quantized_case(
+    name: str, *quantized: str, zeros: bool = False, codebook: bool = False, biased: bool = False
+) -> OpCase:
     def weight(rng: np.random.Generator) -> Quantized:
         if codebook:
             codes = rng.integers(0, 16, size=(12, 10)).astype(np.uint8)
@@ -31,7 +45,8 @@ def _quantized_case(name: str, *quantized: str, zeros: bool = False, codebook: b
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
         plain = {name: rng.normal(size=(12, 10)) for name in ("w_gate", "w_up")}
-        return {"x": rng.normal(size=(3, 12)), **plain, **{name: weight(rng) for name in quantized}}
+        biases = {bias: rng.normal(size=10) for bias in ("bias_gate", "bias_up") if biased}
+        return {"x": rng.normal(size=(3, 12)), **plain, **{name: weight(rng) for name in quantized}, **biases}
 
     return OpCase("gated_linear_unit", name, arrays, fixed=quantized)
 
@@ -42,16 +57,34 @@ _CASES = (
     _quantized_case("quantized", "w_gate", "w_up", zeros=True),
     _quantized_case("one_quantized", "w_up"),
     _quantized_case("one_with_a_codebook", "w_gate", codebook=True),
+    _quantized_case("quantized_with_biases", "w_gate", "w_up", biased=True),
+    _gated_case("one_bias", (3, 12), 10, biases=("bias_up",)),
+    _gated_case("limit", (3, 12), 10, limit=1.125),
+    _gated_case("up_offset", (3, 12), 10, up_offset=1.0),
+    _gated_case(
+        "gpt_oss",
+        (2, 5, 12),
+        10,
+        biases=("bias_gate", "bias_up"),
+        activation="quick_gelu",
+        limit=1.625,
+        up_offset=1.0,
+    ),
     *(
         _gated_case(activation, (3, 12), 10, activation=activation)
-        for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid")
+        for activation in ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared", "sigmoid")
     ),
+    spoiled(
+        _gated_case("", (3, 12), 10), "not_a_number", x=((1, 4), np.nan), w_gate=((2, 7), np.nan), w_up=((0, 3), np.nan)
+    ),
+    spoiled(_gated_case("", (3, 12), 10), "infinity", x=((1, 4), np.inf)),
 )
 
 
 _ACTIVATIONS: Mapping[str, Callable[[Any], Any]] = {
     "gelu": lambda x: x * 0.5 * (1 + jax.scipy.special.erf(x / np.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+    "quick_gelu": lambda x: x / (1 + jnp.exp(-1.702 * x)),
     "relu": lambda x: jnp.where(x > 0, x, 0.0),
     "relu_squared": lambda x: jnp.where(x > 0, x, 0.0) ** 2,
     "sigmoid": lambda x: 1 / (1 + jnp.exp(-x)),
@@ -59,8 +92,19 @@ _ACTIVATIONS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def _oracle(x: Any, w_gate: Any, w_up: Any, *, activation: str = "silu") -> Any:
-    return _ACTIVATIONS[activation](x @ dense(w_gate)) * (x @ dense(w_up))
+def _oracle(
+    x: Any,
+    w_gate: Any,
+    w_up: Any,
+    *,
+    bias_gate: Any = 0.0,
+    bias_up: Any = 0.0,
+    activation: str = "silu",
+    limit: float = np.inf,
+    up_offset: float = 0.0,
+) -> Any:
+    gate, up = x @ dense(w_gate) + bias_gate, x @ dense(w_up) + bias_up
+    return _ACTIVATIONS[activation](jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + up_offset)
 
 
 SUITE = OpSuite(_CASES, _oracle)

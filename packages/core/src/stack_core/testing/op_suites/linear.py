@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense
+from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense, spoiled
 
 __all__ = ["SUITE"]
 
@@ -117,6 +117,8 @@ _CASES = (
     _both_case("w4a4", ("int4", (3, 3)), ("int4", (3, 10))),
     _both_case("w4a4_vector", ("int4", (2,)), ("int4", (2, 10)), shape=(12,)),
     _both_case("fp8_both", ("float8_e4m3fn", (3, 1)), ("float8_e4m3fn", (1, 10))),
+    spoiled(_linear_case("", (4, 12), 10), "not_a_number", x=((1, 4), np.nan), weight=((2, 7), np.nan)),
+    spoiled(_linear_case("", (4, 12), 10), "infinity", x=((1, 4), np.inf), weight=((2, 7), -np.inf)),
 )
 
 

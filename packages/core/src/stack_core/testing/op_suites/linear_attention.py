@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing._cases import OpCase, OpSuite
+from stack_core.testing._cases import OpCase, OpSuite, spoiled
 
 __all__ = ["SUITE"]
 
@@ -55,6 +55,9 @@ _CASES = (
     _case("without_decay", absent=("decay",)),
     _case("without_beta", absent=("beta", "initial_state")),
     _case("without_gates", absent=("decay", "beta")),
+    spoiled(
+        _case(""), "not_a_number", query=((0, 2, 1), np.nan), key=((1, 0, 2), np.nan), value=((0, 0, 0, 3), np.nan)
+    ),
 )
 
 

@@ -6,13 +6,19 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense
+from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense, spoiled
 
 __all__ = ["SUITE"]
 
 
 def _cross_entropy_case(
-    name: str, rows: tuple[int, ...] = (2, 7), embed: int = 12, vocab: int = 37, ignored: float = 0.0, **options: Any
+    name: str,
+    rows: tuple[int, ...] = (2, 7),
+    embed: int = 12,
+    vocab: int = 37,
+    ignored: float = 0.0,
+    bias: bool = False,
+    **options: Any,
 ) -> OpCase:
     ignore_index = options.get("ignore_index", -100)
 
@@ -22,6 +28,7 @@ def _cross_entropy_case(
             "hidden": rng.normal(size=(*rows, embed)),
             "weight": rng.normal(size=(embed, vocab)) / 2,
             "labels": np.where(rng.random(rows) < ignored, np.int32(ignore_index), labels),
+            **({"bias": rng.normal(size=vocab)} if bias else {}),
         }
 
     return OpCase("linear_cross_entropy", name, arrays, options)
@@ -53,9 +60,16 @@ _CASES = (
     _cross_entropy_case("empty_rows", rows=(0,)),
     _cross_entropy_case("z_loss", z_loss=0.1, ignored=0.2),
     _cross_entropy_case("label_smoothing", label_smoothing=0.1, ignored=0.2),
+    _cross_entropy_case("bias", ignored=0.2, bias=True),
+    _cross_entropy_case("softcap", ignored=0.2, softcap=1.5),
     _quantized_case("quantized_by_word", (1, 37)),
     _quantized_case("quantized_by_tile", (4, 1)),
     _cross_entropy_case("everything", z_loss=0.01, label_smoothing=0.2, ignored=0.3, reduction="none"),
+    _cross_entropy_case(
+        "everything_that_heads_have", z_loss=0.01, label_smoothing=0.2, ignored=0.3, bias=True, softcap=2.0
+    ),
+    spoiled(_cross_entropy_case("", reduction="none"), "not_a_number", hidden=((0, 2, 3), np.nan)),
+    spoiled(_cross_entropy_case(""), "not_a_number_in_the_weight", weight=((3, 5), np.nan)),
 )
 
 
@@ -64,21 +78,32 @@ def _oracle(
     weight: Any,
     labels: Any,
     *,
-    ignore_index: int = -100,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
+    bias: Any = None,
+    softcap: float | None = None,
     reduction: str = "mean",
+    **options: Any,
 ) -> Any:
     logits = hidden @ dense(weight)
+    if bias is not None:
+        logits = logits + bias
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    losses, counted = _row_losses(logits, labels, **options)
+    if reduction == "none":
+        return losses
+    return jnp.sum(losses) / (max(counted.sum(), 1) if reduction == "mean" else 1)
+
+
+def _row_losses(
+    logits: Any, labels: Any, *, ignore_index: int = -100, z_loss: float = 0.0, label_smoothing: float = 0.0
+) -> tuple[Any, np.ndarray]:
+    """The loss of each row, and which rows count."""
     vocab = logits.shape[-1]
     log_partition = jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
     target = (1 - label_smoothing) * (np.asarray(labels)[..., None] == np.arange(vocab)) + label_smoothing / vocab
     losses = log_partition - jnp.sum(target * logits, axis=-1) + z_loss * log_partition**2
     counted = np.asarray(labels) != ignore_index
-    losses = jnp.where(counted, losses, 0.0)
-    if reduction == "none":
-        return losses
-    return jnp.sum(losses) / (max(counted.sum(), 1) if reduction == "mean" else 1)
+    return jnp.where(counted, losses, 0.0), counted
 
 
 SUITE = OpSuite(_CASES, _oracle)

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing._cases import OpCase, OpSuite
+from stack_core.testing._cases import OpCase, OpSuite, spoiled
 
 __all__ = ["SUITE"]
 
@@ -31,6 +31,13 @@ _CASES = (
     _norm_case("layer", (3, 12), given=("scale", "offset"), kind="layer"),
     _norm_case("layer_with_residual", (3, 12), given=("residual",), kind="layer"),
     _norm_case("other_axis", (3, 8, 5), given=("scale", "offset"), axis=1),
+    spoiled(
+        _norm_case("", (2, 5, 12), given=("scale", "residual")),
+        "not_a_number",
+        x=((0, 1, 3), np.nan),
+        residual=((1, 2, 0), np.inf),
+        scale=(4, np.nan),
+    ),
 )
 
 

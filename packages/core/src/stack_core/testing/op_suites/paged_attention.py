@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense, integers
+from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense, integers, spoiled
 
 __all__ = ["SUITE"]
 
@@ -20,20 +20,22 @@ def _paged_case(
     sizes: tuple[int, int, int, int] = (4, 2, 4, 8),
     padding_tokens: int = 0,
     layout: str = "phsd",
+    value_width: int | None = None,
     extra: Callable[[np.random.Generator], Mapping[str, Any]] = lambda rng: {},
     **options: Any,
 ) -> OpCase:
     """`sequences` are their numbers of queries and of keys; `sizes` are heads, kv_heads, slots, head_dim.
 
-    Slots that no key has hold NaN, entries of the tables that no sequence needs are no page's numbers.
+    Pages of values are as wide as those of keys, or `value_width`; with the option `value_dim` there are none. Slots
+    that no key has hold NaN, entries of the tables that no sequence needs are no page's numbers.
     """
     heads, kv_heads, slots, head_dim = sizes
     queries, lengths = zip(*sequences, strict=True)
     used = [-(-length // slots) for length in lengths]
     pages = sum(used) + 2
 
-    def pool(rng: np.random.Generator, tables: np.ndarray) -> np.ndarray:
-        drawn = rng.normal(size=(pages, kv_heads, slots, head_dim))
+    def pool(rng: np.random.Generator, tables: np.ndarray, width: int) -> np.ndarray:
+        drawn = rng.normal(size=(pages, kv_heads, slots, width))
         holds_a_key = np.zeros((pages, slots), bool)
         for row, length in zip(tables, lengths, strict=True):
             for key in range(length):
@@ -48,8 +50,8 @@ def _paged_case(
             row[:count] = [next(numbers) for _ in range(count)]
         return {
             "query": rng.normal(size=(sum(queries) + padding_tokens, heads, head_dim)),
-            "key_pages": pool(rng, tables),
-            "value_pages": pool(rng, tables),
+            "key_pages": pool(rng, tables, head_dim),
+            "value_pages": None if "value_dim" in options else pool(rng, tables, value_width or head_dim),
             "block_tables": tables.astype(np.int32),
             "kv_lengths": integers(*lengths),
             "query_starts": integers(0, *np.cumsum(queries)),
@@ -70,6 +72,18 @@ def _quantized_case(name: str, scales: tuple[int, int, int, int], zeros: bool) -
 
     case = _paged_case(name, (1, 9), (2, 3), padding_tokens=1, extra=extra)
     return OpCase(case.op, case.name, case.arrays, case.options, fixed=("key_pages", "value_pages"))
+
+
+def _bad_indices_case(name: str, tokens: int = 5, **indices: Any) -> OpCase:
+    """Three sequences have two of 5 pages each, of 4 slots; some indices are out of range."""
+    valid = {"block_tables": [[1, 3], [0, 4], [2, 1]], "kv_lengths": [5, 8, 3], "query_starts": [0, 1, 3, 4]}
+
+    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
+        query, key_pages, value_pages = (rng.normal(size=size) for size in ((tokens, 4, 8), *[(5, 4, 2, 8)] * 2))
+        drawn = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
+        return drawn | {index: np.array(values, np.int32) for index, values in {**valid, **indices}.items()}
+
+    return OpCase("paged_attention", name, arrays, {"layout": "pshd"})
 
 
 def _sinks(rng: np.random.Generator) -> Mapping[str, Any]:
@@ -95,8 +109,19 @@ _CASES = (
     _paged_case("window_in_later_pages", (1, 261), (3, 290), sizes=(2, 1, 64, 8), window=(5, None)),
     _paged_case("softcap", *_MIXED, softcap=1.5),
     _paged_case("sinks_and_empty_rows", (2, 0), (3, 4), padding_tokens=1, extra=_sinks),
+    _paged_case("narrow_values", *_MIXED, padding_tokens=3, value_width=5, layout="pshd"),
+    _paged_case("wide_values", (1, 9), (1, 4), sizes=(4, 2, 4, 8), value_width=12),
+    _paged_case("values_in_keys", *_MIXED, padding_tokens=3, sizes=(4, 1, 4, 8), value_dim=6),
+    _paged_case("values_in_keys_and_sinks", *_MIXED, extra=_sinks, window=(4, 0), softcap=2.0, value_dim=5),
+    _paged_case("values_that_are_keys_of_no_queries", (0, 3), padding_tokens=2, value_dim=3),
     _quantized_case("quantized_by_slot", (6, 2, 4, 1), zeros=False),
     _quantized_case("quantized_by_tile", (3, 1, 2, 4), zeros=True),
+    _bad_indices_case("pages_that_are_not_there", block_tables=[[-1, 5], [2**31 - 1, -(2**31)], [10**6, 2]]),
+    _bad_indices_case("lengths_beyond_the_table", kv_lengths=[9, 2**31 - 1, 10**6]),
+    _bad_indices_case("negative_lengths", kv_lengths=[-1, -(2**31), 6]),
+    _bad_indices_case("starts_beyond_the_tokens", query_starts=[0, 3, 2**31 - 1, 10**6]),
+    _bad_indices_case("starts_that_do_not_ascend", query_starts=[2, -(2**31), 4, 3]),
+    _bad_indices_case("many_queries_without_keys", tokens=400, kv_lengths=[0, 1, 6], query_starts=[0, 390, 395, 400]),
     _paged_case(
         "everything",
         *_MIXED,
@@ -108,6 +133,14 @@ _CASES = (
         softcap=2.0,
         scale=0.5,
     ),
+    spoiled(
+        _bad_indices_case(""),
+        "not_a_number",
+        query=((3, 2), np.nan),
+        key_pages=((1, 0, 1), np.nan),
+        value_pages=((0, 0, 0, 5), np.nan),
+    ),
+    spoiled(_bad_indices_case(""), "infinity", query=((3, 2), np.inf), value_pages=((0, 0, 0, 5), np.inf)),
 )
 
 
@@ -120,18 +153,24 @@ def _oracle(
     kv_lengths: Any,
     query_starts: Any,
     layout: str,
+    value_dim: int | None = None,
     **scoring: Any,
 ) -> Any:
-    """The definition, one sequence at a time."""
+    """The definition, one sequence at a time, with indices that are out of range brought into it."""
     order = [layout.index(axis) for axis in _AXES]
-    key_pages, value_pages = (dense(pages).transpose(order) for pages in (key_pages, value_pages))
-    slots = key_pages.shape[2]
-    outputs = []
+    key_pages = dense(key_pages).transpose(order)
+    value_pages = key_pages[..., :value_dim] if value_pages is None else dense(value_pages).transpose(order)
+    pages, _, slots, _ = key_pages.shape
+    block_tables = np.clip(np.asarray(block_tables), 0, pages - 1)
+    kv_lengths = np.clip(np.asarray(kv_lengths), 0, block_tables.shape[1] * slots)
+    query_starts = np.maximum.accumulate(np.clip(np.asarray(query_starts), 0, len(query)))
+    outputs = [jnp.zeros((query_starts[0], query.shape[1], value_pages.shape[-1]))]
     for row, length in enumerate(kv_lengths):
         keys = np.arange(length)
         key, value = (pages[block_tables[row, keys // slots], :, keys % slots] for pages in (key_pages, value_pages))
         outputs.append(_attended(query[query_starts[row] : query_starts[row + 1]], key, value, **scoring))
-    return jnp.concatenate([*outputs, jnp.zeros_like(query[query_starts[-1] :])])
+    padding = jnp.zeros((len(query) - int(query_starts[-1]), query.shape[1], value_pages.shape[-1]))
+    return jnp.concatenate([*outputs, padding])
 
 
 def _attended(

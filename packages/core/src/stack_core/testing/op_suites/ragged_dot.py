@@ -6,12 +6,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense, integers
+from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense, integers, spoiled
 
 __all__ = ["SUITE"]
 
 
-def _ragged_case(name: str, group_sizes: tuple[int, ...], *, rows: int | None = None, d_in: int, d_out: int) -> OpCase:
+def _ragged_case(
+    name: str, group_sizes: tuple[int, ...], *, rows: int | None = None, d_in: int, d_out: int, bias: bool = False
+) -> OpCase:
     """Without `rows`, exactly those of the groups."""
     total = sum(group_sizes) if rows is None else rows
 
@@ -20,6 +22,7 @@ def _ragged_case(name: str, group_sizes: tuple[int, ...], *, rows: int | None = 
             "lhs": rng.normal(size=(total, d_in)),
             "rhs": rng.normal(size=(len(group_sizes), d_in, d_out)),
             "group_sizes": rng.permutation(integers(*group_sizes)),
+            **({"bias": rng.normal(size=(len(group_sizes), d_out))} if bias else {}),
         }
 
     return OpCase("ragged_dot", name, arrays)
@@ -50,16 +53,23 @@ _CASES = (
     _ragged_case("one_row_a_group", (1, 1, 1, 1, 1), d_in=8, d_out=4),
     _ragged_case("odd_sizes", (131, 1, 67, 0, 259), rows=461, d_in=37, d_out=19),
     _ragged_case("one_large_group", (300, 1, 0, 0, 2, 0, 0, 0), rows=307, d_in=16, d_out=24),
+    _ragged_case("bias", (131, 1, 0, 67), rows=210, d_in=8, d_out=4, bias=True),
+    _ragged_case("bias_and_more_rows_in_groups_than_there_are", (3, 2, 4), rows=5, d_in=8, d_out=4, bias=True),
     _quantized_case("quantized_by_channel", (4, 1, 10), zeros=False),
     _quantized_case("quantized_by_tile", (4, 3, 5), zeros=True),
     _quantized_case("quantized_over_groups", (2, 12, 1), zeros=True),
     _quantized_case("quantized_with_a_codebook", (4, 3, 10), zeros=False, codebook=True),
+    spoiled(
+        _ragged_case("", (5, 3, 8), d_in=12, d_out=10), "not_a_number", lhs=((2, 1), np.nan), rhs=((1, 0, 4), np.nan)
+    ),
 )
 
 
-def _oracle(lhs: Any, rhs: Any, group_sizes: Any) -> Any:
+def _oracle(lhs: Any, rhs: Any, group_sizes: Any, *, bias: Any = None) -> Any:
     group_of_row = np.repeat(np.arange(len(group_sizes)), np.asarray(group_sizes))[: len(lhs)]
     product = jnp.einsum("rk,rkn->rn", lhs[: len(group_of_row)], dense(rhs)[group_of_row])
+    if bias is not None:
+        product = product + bias[group_of_row]
     return jnp.pad(product, ((0, len(lhs) - len(group_of_row)), (0, 0)))
 
 

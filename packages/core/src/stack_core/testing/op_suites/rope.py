@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core import ops
-from stack_core.testing._cases import OpCase, OpSuite
+from stack_core.testing._cases import OpCase, OpSuite, spoiled
 
 __all__ = ["SUITE"]
 
@@ -29,6 +29,7 @@ _CASES = (
     _rope_case("later_positions", start=300, theta=500_000.0),
     _rope_case("linear_scaling", scaling=ops.LinearScaling(factor=4.0)),
     _rope_case("dynamic_scaling", scaling=ops.DynamicScaling(factor=2.0, max_position_embeddings=16)),
+    spoiled(_rope_case(""), "not_a_number", x=((0, 3, 1, 4), np.nan)),
 )
 
 

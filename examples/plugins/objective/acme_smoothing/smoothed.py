@@ -1,0 +1,24 @@
+"""`objective: {name: smoothed}`: cross-entropy with a share of each target spread over all tokens."""
+
+from typing import ClassVar, Literal
+
+from stack_core.config import config
+from stack_core.metrics import Metric
+
+
+@config
+class Smoothed:
+    """Source: Szegedy et al., 2015 (arXiv:1512.00567), section 7."""
+
+    name: Literal["smoothed"] = "smoothed"
+    smoothing: float = 0.1
+
+    inputs: ClassVar = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "batch seq")
+
+    def build(self):
+        return self
+
+    def __call__(self, model, batch, *, key, **companions):
+        outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"])
+        loss = model.head().cross_entropy(outputs.hidden, batch["targets"], label_smoothing=self.smoothing)
+        return loss, {"loss": Metric.mean(loss, (batch["targets"] >= 0).sum().astype("float32"))}

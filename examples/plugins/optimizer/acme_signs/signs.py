@@ -1,0 +1,19 @@
+"""`optimizer: {name: signs}`: steps by the signs of gradients; schedule, clipping and groups are every run's."""
+
+from typing import Literal
+
+import optax
+
+from stack_core.config import config
+from stack_train.optim import OptimizerConfig
+
+
+@config
+class Signs(OptimizerConfig):
+    """Source: Bernstein et al., 2018 (arXiv:1802.04434)."""
+
+    name: Literal["signs"] = "signs"
+    learning_rate: float = 1e-3
+
+    def transformation(self, rate, axes):
+        return optax.sign_sgd(rate)

@@ -1,0 +1,213 @@
+"""Every family against transformers on PyTorch, both in float32: transformers 5, or 4 where that is installed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from stack_core.plugins import registries
+from stack_train.checkpoint import named_leaves
+from stack_train.generate import TokenGenerator
+from stack_train.huggingface import FORMAT
+from stack_train.sampling import SamplingConfig
+from stack_train.trained_model import RUN_FORMAT
+from stack_train.weights import load_params, run_config
+
+from .conftest import model_of
+
+pytestmark = pytest.mark.parity
+
+TOLERANCE = 1e-4
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,  # whose embedding PyTorch gives no gradient
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 7}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "qwen3_moe": ("Qwen3Moe", {"head_dim": 16, "mlp_only_layers": [0], **EXPERTS}),
+    "gemma3": (
+        "Gemma3",
+        {"num_hidden_layers": 8, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24}
+        | {"final_logit_softcapping": 5.0},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {"num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8}
+        | {"v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        | {"n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "rope_scaling": YARN},
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {"num_hidden_layers": 8, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, **EXPERTS}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 20},
+    ),
+}
+WITH_GRADIENTS = ("llama", "qwen3_moe", "gemma3", "deepseek_v3")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model twice; `directory` has the Hugging Face checkpoint, `run` what it was converted to."""
+
+    name: str
+    torch_model: Any
+    directory: Path
+    run: Path
+    config: Any
+    model: Any
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    theirs, sizes = FAMILIES[request.param]
+    config_class = getattr(transformers, f"{theirs}TextConfig" if theirs == "Gemma3" else f"{theirs}Config")
+    torch.manual_seed(0)
+    torch_model = getattr(transformers, f"{theirs}ForCausalLM")(config_class(**{**SIZES, **sizes})).eval()
+    # Unit vectors and norms of narrow heads magnify rounding: with 0.25, 1e-7 of the embedding moves logits by 2e-4.
+    std = 0.1 if request.param == "qwen3_next" else 0.25
+    biases = [buffer for name, buffer in torch_model.named_buffers() if "correction_bias" in name]
+    with torch.no_grad():  # far from equal logits, so that greedy generation has no ties; no scale or bias at its start
+        for parameter in (*torch_model.parameters(), *biases):
+            noise = torch.randn_like(parameter)
+            parameter.copy_(std * noise if parameter.ndim > 1 else parameter + 0.1 * noise)
+    root = tmp_path_factory.mktemp(request.param)
+    torch_model.save_pretrained(root / "hf")
+    FORMAT.import_run(root / "hf", root / "run")
+    config = run_config(root / "run").model
+    assert config.family == request.param
+    model = model_of(config, load_params(root / "run", config))
+    return Family(request.param, torch_model, root / "hf", root / "run", config, model)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 24))
+
+
+def positions_of(tokens):
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+
+def test_logits(family, tokens):
+    with torch.no_grad():
+        expected = family.torch_model(torch.tensor(tokens)).logits.numpy()
+    actual = jax.jit(lambda model, tokens: model.logits(model(tokens, positions_of(tokens)).hidden))(
+        family.model, jnp.array(tokens)
+    )
+    assert np.ptp(expected) > 1
+    np.testing.assert_allclose(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_loss_and_gradients(family, tokens):
+    if family.name not in WITH_GRADIENTS:
+        pytest.skip(f"gradients are compared for {', '.join(WITH_GRADIENTS)}, which have every kind of layer but one")
+    family.torch_model.zero_grad()
+    expected = family.torch_model(torch.tensor(tokens), labels=torch.tensor(tokens)).loss
+    expected.backward()
+    targets = jnp.concatenate([jnp.array(tokens)[:, 1:], jnp.full((len(tokens), 1), -100)], axis=1)
+
+    def loss(model):
+        return model.head().cross_entropy(model(jnp.array(tokens), positions_of(tokens)).hidden, targets)
+
+    actual, gradients = jax.jit(jax.value_and_grad(loss))(family.model)
+    np.testing.assert_allclose(actual, expected.item(), atol=TOLERANCE, rtol=TOLERANCE)
+    by_path = named_leaves(nnx.to_pure_dict(nnx.state(gradients)))
+    expected_gradients = {name: parameter.grad.numpy() for name, parameter in family.torch_model.named_parameters()}
+    rules = [rule.stored_in(expected_gradients) for rule in registries.models[family.name].weight_rules(family.config)]
+    compared = set()
+    for rule in rules:
+        for name, gradient in rule.tensors(by_path[rule.parameter]).items():
+            if name in expected_gradients:
+                part = rule.part_of(expected_gradients[name])
+                np.testing.assert_allclose(gradient, part, atol=TOLERANCE, rtol=TOLERANCE, err_msg=name)
+                compared.add(name)
+    missing = expected_gradients.keys() - compared
+    assert not missing, missing
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 9])
+def test_greedy_generation(family, tokens, prompt_tokens):
+    prompt = tokens[0, :prompt_tokens].tolist()
+    checkpoint = RUN_FORMAT.open_for_generation(family.run)
+    count = 40 - prompt_tokens
+    expected = family.torch_model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, prompt_tokens, dtype=torch.long),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+    )[0, prompt_tokens:]
+    actual = TokenGenerator(checkpoint).stream(prompt, SamplingConfig(max_tokens=count, temperature=0))
+    assert list(actual) == expected.tolist()
+
+
+def test_import_export_import_is_bitwise(family, tmp_path):
+    """The export is what transformers saved, tensor by tensor, and transformers reads its config as the original's."""
+    (family.run / "huggingface" / "config.json").unlink(missing_ok=True)  # so that the config is written anew
+    FORMAT.export_run(family.run, tmp_path / "back")
+    original, written = (load_file(path / "model.safetensors") for path in (family.directory, tmp_path / "back"))
+    assert original.keys() == written.keys()
+    for name, tensor in original.items():
+        assert tensor.dtype == written[name].dtype and np.array_equal(tensor, written[name]), name
+    loaded = type(family.torch_model).from_pretrained(tmp_path / "back", dtype="auto").eval()
+    with torch.no_grad():
+        inputs = torch.arange(12)[None]
+        assert torch.equal(loaded(inputs).logits, family.torch_model(inputs).logits)
+    FORMAT.import_run(tmp_path / "back", tmp_path / "again")
+    config = run_config(tmp_path / "again").model
+    write = registries.models[family.name].config_map.write
+    assert write(config) == write(family.config)  # one of them may have left out what the other has resolved
+    params = named_leaves(load_params(tmp_path / "again", config))
+    for name, leaf in named_leaves(load_params(family.run, family.config)).items():
+        np.testing.assert_array_equal(params[name], leaf, err_msg=name)
+
+
+def test_fused_experts_are_read_as_those_of_each_expert(family, tmp_path):
+    tensors = load_file(family.directory / "model.safetensors")
+    rules = [rule for rule in registries.models[family.name].weight_rules(family.config) if rule.fused is not None]
+    if not rules:
+        pytest.skip("a family without experts")
+    fused: dict[str, dict[int, np.ndarray]] = {}
+    for rule in rules:
+        experts = family.config.experts
+        names = list(rule.tensor_shapes((len(rule.layers), experts, 1, 1)))
+        for row, name in enumerate(rule.fused.tensor_shapes((len(rule.layers), experts, 1, 1))):
+            of_layer = [tensors.pop(each) for each in names[row * experts : (row + 1) * experts]]
+            fused.setdefault(name, {})[rule.fused.part[0]] = np.stack(of_layer)
+    joined = {name: np.concatenate([parts[i] for i in sorted(parts)], axis=-2) for name, parts in fused.items()}
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_bytes((family.directory / "config.json").read_bytes())
+    save_file(tensors | joined, tmp_path / "hf" / "model.safetensors")
+    FORMAT.import_run(tmp_path / "hf", tmp_path / "run")
+    params = named_leaves(load_params(tmp_path / "run", family.config))
+    for name, leaf in named_leaves(load_params(family.run, family.config)).items():
+        np.testing.assert_array_equal(params[name], leaf, err_msg=name)

@@ -1,0 +1,124 @@
+"""Programs for accelerators that are not there: what their attention is, what they send, what a device holds."""
+
+import collections
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+from stack_core import ops
+from stack_core.abi import TunedChoice
+from stack_core.config import parse
+from stack_core.hardware import Target
+from stack_core.hardware.roofline import program_cost, program_memory
+from stack_core.hardware.targets import use_target
+from stack_core.plugins import registries
+from stack_serve.llm.compilation import compile_engine
+from stack_serve.llm.config import EngineConfig
+from stack_train.generative import generative_checkpoint
+from stack_train.models.llama import LlamaConfig
+from stack_train.run.config import RunConfig
+from stack_train.run.program import build_trainer, traced_step
+
+SEQ, ROWS, HEADS = 256, 8, 4
+MODEL = {"family": "llama", "vocab_size": 512, "layers": 2, "embed": 256, "heads": HEADS, "kv_heads": 2, "mlp": 512}
+EIGHT_B = {"vocab_size": 128_256, "embed": 4096, "heads": 32, "kv_heads": 8, "mlp": 14_336, "max_positions": 8192}
+
+
+@dataclass(frozen=True)
+class OnlyReferences:
+    """A tuned table that advises nothing else."""
+
+    def lookup(self, call, chip, *, candidates, forward=None):
+        return TunedChoice("reference", None, "to compare with")
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """Its version is all that compiling asks for; cuDNN itself is needed to run."""
+    monkeypatch.setattr("stack_kernels.attention.cudnn._is_installed", lambda: True)
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+
+
+def step_for(target, folder):
+    """The compiled step of a Llama over fsdp x tensor."""
+    fields = {"output": str(folder), "model": MODEL, "mesh": {"fsdp": 2, "tensor": 2}}
+    config = parse(RunConfig, {**fields, "data": {"seq_tokens": SEQ, "batch_size": ROWS}})
+    trainer = build_trainer(config, target.devices)
+    with use_target(target):
+        return traced_step(config, trainer).lower().compile()
+
+
+def gathers(compiled, target):
+    """How often a step gathers arrays of each shape."""
+    cost = program_cost(compiled, target.devices, target.chip, link_share=target.link_share)
+    found = collections.Counter()
+    for collective in cost.collectives:
+        if collective.kind == "all-gather":
+            for array in collective.arrays:
+                found[array.dtype, array.dims] += collective.times
+    return found
+
+
+def check_step(target, folder, call, *texts):
+    """All that `call` names is one kernel on one device's part of the operands, and no more is gathered for it."""
+    compiled = step_for(target, folder)
+    with ops.use_tuned_table(OnlyReferences()):
+        reference = step_for(target, folder)
+    of_kernels, of_references = (
+        [line for line in program.as_text().splitlines() if call in line] for program in (compiled, reference)
+    )
+    assert of_kernels and not of_references
+    assert all(text in line for line in of_kernels for text in texts), of_kernels
+    assert gathers(compiled, target) and not gathers(compiled, target) - gathers(reference, target)
+
+
+@pytest.mark.tpu_aot
+def test_on_tpus_each_device_runs_splash_attention_on_its_part(tmp_path):
+    call = 'custom_call_target="tpu_custom_call"'
+    check_step(Target("v6e:2x2"), tmp_path, call, "%splash_mha_", f"bf16[{ROWS // 2},{HEADS // 2},{SEQ},64]")
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.usefixtures("cudnn")
+def test_on_gpus_each_device_runs_cudnns_attention_on_its_part(tmp_path):
+    check_step(Target("h100:1x1x4"), tmp_path, "__cudnn$fmha", f"bf16[{ROWS // 2},{SEQ},{HEADS // 2},64]")
+
+
+def check_engine(target):
+    """An engine of two layers of an 8B model compiles; what it keeps is split over the devices, and donated."""
+    config = LlamaConfig(**EIGHT_B, layers=2, dtype="bfloat16", param_dtype="bfloat16")
+    model = nnx.eval_shape(lambda: registries.models["llama"].build(config, key=jax.random.key(0)))
+    nowhere = Path("nowhere")
+    checkpoint = generative_checkpoint(model, name="8B", tokenizer=nowhere, origin=nowhere, read=lambda _: iter(()))
+    settings = EngineConfig(tensor=4, pages=4096, max_tokens=2048, cache_dtype="bfloat16")
+    programs = compile_engine(checkpoint, settings, target)
+    assert set(programs) == {"decode", "prefill"}
+    sizes = {name: 2 * math.prod(leaf.shape) for name, leaf in _named(checkpoint.parameters)}
+    pages_bytes = 2 * 2 * 4096 * settings.page_tokens * EIGHT_B["kv_heads"] * 128 * 2
+    for name, program in programs.items():
+        memory = program_memory(program, target.devices[0].platform)
+        held_bytes = (
+            sum(size for path, size in sizes.items() if name == "decode" or "lm_head" not in path) + pages_bytes
+        )
+        assert held_bytes / 4 <= memory.argument_bytes < 1.01 * held_bytes / 4
+        assert memory.aliased_bytes >= pages_bytes / 4
+        assert memory.temporary_bytes < 2**27
+
+
+def _named(tree):
+    return ((jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree))
+
+
+@pytest.mark.tpu_aot
+def test_an_engine_of_an_8b_model_compiles_for_tpus():
+    check_engine(Target("v6e:2x2"))
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.usefixtures("cudnn")
+def test_an_engine_of_an_8b_model_compiles_for_gpus():
+    check_engine(Target("h100:1x1x4"))

@@ -1,0 +1,146 @@
+"""Runs on rollouts: what they report, that sampler and trainer agree, and that a killed one ends like a whole one."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stack_core.config import apply_overrides, load_yaml, parse
+from stack_core.contracts.data import PolicyBatches, Validates, WritesFiles
+from stack_core.contracts.generation import NeedsPolicy
+from stack_core.errors import ConfigError, UnknownName
+from stack_rl.environments.prompts import PromptsConfig
+from stack_rl.objectives.presets import GRPOConfig
+from stack_rl.rollouts import RolloutData
+from stack_train import RunConfig, RunSettings, build, start
+from stack_train.run.train import train
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TINY = (
+    *("model.layers=1", "model.embed=16", "model.heads=2", "model.mlp=16"),
+    *("data.groups=4", "data.group_size=4", "data.environment.held_out=20"),
+    *("run.steps=8", "checkpoint.every_steps=2", "checkpoint.keep=10", "run.evaluate_every_steps=4"),
+)
+
+
+def cell(output: Path, *overrides: str) -> RunConfig:
+    """The run of examples/cell.yaml, in the smallest sizes."""
+    mapping = load_yaml(EXAMPLES / "cell.yaml")
+    return parse(RunConfig, apply_overrides(mapping, [*TINY, f"output={output}", *overrides]))
+
+
+def records(output: Path, kind: str) -> list[dict]:
+    found = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    return [record for record in found if record["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing interrupted."""
+    run = build(cell(tmp_path_factory.mktemp("runs") / "whole"))
+    assert all(isinstance(run.data, each) for each in (PolicyBatches, NeedsPolicy, Validates, WritesFiles))
+    start(run)
+    return run.directory.path
+
+
+def test_a_run_reports_its_rollouts_and_the_sampler_agrees_with_the_trainer(whole):
+    steps, (*_, last) = records(whole, "train"), records(whole, "evaluation")
+    assert [each["step"] for each in steps] == list(range(1, 9)) and last["step"] == 8
+    assert max(each["largest_mismatch"] for each in steps) < 1e-4
+    assert {each["staleness"] for each in steps} == {0.0} and {each["dropped"] for each in steps} == {0.0}
+    assert {each["action_tokens"] for each in steps} == {2.0} and {each["clipped"] for each in steps} == {0.0}
+    assert all(0 <= each["flat_groups"] <= 1 and 0 <= each["reward"] <= 1 for each in steps)
+    assert len({each["reward"] for each in steps}) > 1  # tasks and draws are new at each step
+    assert last["largest_mismatch"] < 1e-4 and round(last["reward"] * 20, 4) % 1 == 0  # 20 tasks, once each
+    report = (whole / "report.html").read_text()
+    assert "Greedy episodes at step 8" in report and "cell held out 3" in report
+
+
+CHILD = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_rollouts import cell
+from stack_train.run.train import train
+train(cell(Path(sys.argv[1])), resume=sys.argv[2] == "resume")
+"""
+
+
+def test_a_killed_run_ends_bitwise_like_an_uninterrupted_one(whole, tmp_path):
+    cut = tmp_path / "cut"
+    command = [sys.executable, "-c", CHILD.format(tests=str(Path(__file__).parent)), str(cut), "begin"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+        while child.poll() is None and not (cut / "checkpoints" / "00000004").exists():
+            time.sleep(0.01)
+        child.send_signal(signal.SIGKILL)
+    assert child.returncode == -signal.SIGKILL, "the child ended by itself"
+    train(cell(cut), resume=True)
+    ours, theirs = ({each["step"]: each for each in records(path, "train")} for path in (cut, whole))
+    assert sorted(ours) == sorted(theirs)
+    measured = ("loss", "reward", "grad_norm", "logprob", "flat_groups")
+    assert {step: [each[name] for name in measured] for step, each in ours.items()} == {
+        step: [each[name] for name in measured] for step, each in theirs.items()
+    }
+    digests = [_digests(path / "checkpoints" / "00000008") for path in (cut, whole)]
+    assert digests[0] == digests[1] and len(digests[0]) > 10
+
+
+def _digests(checkpoint: Path) -> dict[str, str]:
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    return {name: leaf["digest"] for name, leaf in manifest["content"]["leaves"].items()}
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        ("data.group_sizes=4", ConfigError, r"Unknown key 'data.group_sizes'. Did you mean 'group_size'"),
+        ("data.environment.name=cells", UnknownName, "Did you mean 'cell'"),
+        ("data.environment.rows=4", ConfigError, "Unknown key 'data.environment.rows'"),
+        ("data.group_size=1", ConfigError, "data.group_size"),
+        ("data.seq_tokens=32", ConfigError, "seq_tokens is 32, but model.max_positions is 16"),
+        ("model.vocab_size=8", ConfigError, "the environment 'cell' has 12 tokens"),
+        ("objective.name=causal_lm", ConfigError, "entropy"),
+        ("objective.kl_estimator=k1", ConfigError, "whose expectation is zero"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, override, error, message):
+    with pytest.raises(error, match=message):
+        train(cell(tmp_path / "run", override))
+    assert not (tmp_path / "run").exists()
+
+
+def briefly(completion):
+    return -float(len(completion.tokens))
+
+
+@pytest.mark.slow  # the README's example is the same flow
+def test_answers_to_prompts_start_from_a_run_and_keep_its_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("one two buckle my shoe, three four knock at the door. " * 40)
+    model = {"family": "llama", "vocab_size": 270, "layers": 1, "embed": 16, "heads": 2, "mlp": 16, "dtype": "float32"}
+    text = {"source": f"text:{tmp_path}/text.txt", "seq_tokens": 16, "batch_size": 2, "validation_fraction": 0.0}
+    first = {"output": str(tmp_path / "first"), "model": model, "data": text, "run": {"steps": 2}}
+    train(parse(RunConfig, first))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one two"}\n{"prompt": "three four"}\n{"prompt": "my shoe"}')
+    environment = PromptsConfig(
+        source=str(tmp_path / "prompts.jsonl"),
+        held_out=str(tmp_path / "prompts.jsonl"),
+        rewards=(briefly,),
+        max_tokens=4,
+    )
+    data = RolloutData(environment=environment, groups=2, group_size=2, seq_tokens=32)
+    settings = RunSettings(steps=2, init_from=str(tmp_path / "first"))
+    model_config = parse(RunConfig, first).model
+    output = tmp_path / "second"
+    start(build(RunConfig(output=str(output), model=model_config, data=data, objective=GRPOConfig(), run=settings)))
+    tokenizers = [(path / "tokenizer" / "tokenizer.json").read_bytes() for path in (tmp_path / "first", output)]
+    assert tokenizers[0] == tokenizers[1]
+    samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    assert [each["turns"][0] for each in samples] == ["one two", "three four", "my shoe"]
+    assert {each["step"] for each in samples} == {2} and {len(each["turns"]) for each in samples} == {2}
+    assert max(each["largest_mismatch"] for each in records(output, "train")) < 1e-4
+    assert "test_rollouts:briefly" in (output / "config.yaml").read_text()

@@ -1,0 +1,24 @@
+"""`stack report`: writes the report of a run again."""
+
+import sys
+from pathlib import Path
+
+from stack_core.config import parse_yaml
+from stack_core.runs.directory import RunDirectory
+from stack_core.runs.report import write_report
+
+__all__ = ["report"]
+
+
+def report(run: Path, /) -> None:
+    """Write the report of a run, RUN/report.html, from what is in its directory.
+
+    The page needs no network. A run writes it itself when it evaluates and when it ends.
+
+    Args:
+      run: the run's directory.
+    """
+    directory = RunDirectory(run)
+    for failure in write_report(run, parse_yaml(directory.config_yaml(), str(directory.config))):
+        print(f"stack: a panel failed, as the report says: {failure}", file=sys.stderr)
+    print(f"stack: the report is {str(run / 'report.html')!r}.", file=sys.stderr)

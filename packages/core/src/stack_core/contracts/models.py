@@ -1,0 +1,201 @@
+"""Models: what a language model returns, its head, and the family that builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from stack_core import ops
+from stack_core.contracts.caches import KVCache
+
+if TYPE_CHECKING:
+    from stack_core.mesh import MeshAxes
+
+__all__ = [
+    "ConfigReader",
+    "ConvertibleFamily",
+    "Head",
+    "LanguageModel",
+    "LanguageModelConfig",
+    "ModelFamily",
+    "Outputs",
+    "ShardsItself",
+]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["weight", "bias"], meta_fields=["scale", "softcap"])
+@dataclass(frozen=True)
+class Head:
+    """The last layer of a language model: logits = cap(scale * h W + b), with cap(x) = softcap * tanh(x / softcap).
+
+    Attributes:
+      weight: W, [embed, vocab].
+      bias: b, [vocab], or None.
+      scale: what the products are multiplied by.
+      softcap: None leaves the logits as they are.
+    """
+
+    weight: Any
+    bias: Any = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        """Returns float32 logits[..., vocab]."""
+        axes = {"x": (*_rows(hidden), "act_embed"), "weight": ("act_embed", "act_vocab")}
+        logits = ops.linear(self._scaled(hidden), self.weight, preferred_dtype=jnp.float32, axes=axes)
+        if self.bias is not None:
+            logits = logits + self.bias.astype(jnp.float32)
+        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
+
+    def cross_entropy(
+        self, hidden: Float[Array, "*batch embed"], labels: Int[Array, "*batch"], **options: Any
+    ) -> Float[Array, "..."]:
+        """The loss of `ops.linear_cross_entropy`, whose `options` it takes; logits are never whole in memory."""
+        # An implementation without bias or soft cap must not hear of options that a head does not use.
+        own = {"bias": self.bias, "softcap": self.softcap}
+        used: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+        if options.get("reduction") == "none":  # Of a mean or a sum each device would form all rows.
+            used["axes"] = {"hidden": (*_rows(hidden), "act_embed"), "labels": _rows(hidden)}
+        loss: Any = ops.linear_cross_entropy(self._scaled(hidden), self.weight, labels, **used, **options)
+        return loss
+
+    def _scaled(self, hidden: jax.Array) -> jax.Array:
+        return hidden if self.scale == 1.0 else hidden * jnp.asarray(self.scale, hidden.dtype)
+
+
+def _rows(hidden: jax.Array) -> tuple[str | None, ...]:
+    """The logical names of all axes but the last."""
+    return ("batch", "seq", *[None] * hidden.ndim)[: hidden.ndim - 1]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["hidden", "cache", "further", "facts"], meta_fields=[])
+@dataclass(frozen=True)
+class Outputs:
+    """What a `LanguageModel` returns, always.
+
+    Attributes:
+      hidden: [batch, seq, embed], what the head takes.
+      cache: the cache that the call was given, with the call's tokens appended; None without one.
+      further: hidden states like `hidden` that predict later tokens (multi-token prediction), nearest first.
+      facts: measurements that objectives and reports may use, by name: "expert_load"[layers, experts], the share of
+        each expert; "balance_loss" and "router_z", scalars.
+    """
+
+    hidden: Any
+    cache: KVCache | None = None
+    further: tuple[Any, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class LanguageModel(Protocol):
+    """A causal language model; the head is apart from the body, so that loss and sampler choose what to form.
+
+    Attributes:
+      states: what each group of layers keeps of a sequence, in the structure of `cache.layers`: a pytree whose leaves
+        are `KeysValues`, `Latent` or `Recurrent` (`stack_core.contracts.caches`).
+    """
+
+    @property
+    def states(self) -> Any: ...
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array | None = None,
+        cache: KVCache | None = None,
+    ) -> Outputs:
+        """Runs the body.
+
+        Args:
+          tokens: int32[batch, seq].
+          positions: int32[batch, seq], each token's place in its document.
+          segment_ids: int32[batch, seq], 0 for padding; tokens attend within their segment only.
+          cache: earlier tokens of the rows, which the call's tokens follow.
+        """
+        ...
+
+    def head(self) -> Head: ...
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """`head().logits(hidden)`, as a method: a transform of the model's methods then sees the head's product."""
+        ...
+
+
+@runtime_checkable
+class LanguageModelConfig(Protocol):
+    """What the config of a language model says besides `family`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+
+@runtime_checkable
+class ModelFamily(Protocol):
+    """An architecture: how to build it from a config. Its FLOPs are counted from its jaxpr.
+
+    Attributes:
+      name: the name that `model.family` selects.
+      config_class: a `@config` class with the field `family`; that of a language model is a
+        `LanguageModelConfig` and has `dtype` and `param_dtype` too.
+    """
+
+    name: str
+    config_class: type
+
+    def build(self, config: Any, *, key: jax.Array) -> Any:
+        """Returns the model, an `nnx.Module` with random weights; abstract under `jax.eval_shape`.
+
+        Each parameter is an `nnx.Param` with the metadata `logical_axes`, a name for each of its axes.
+        """
+        ...
+
+
+class ConfigReader(Protocol):
+    """How a family's config and a Hugging Face `config.json` say the same."""
+
+    architecture: str
+
+    def read(self, mapping: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields of our config that a `config.json` gives.
+
+        Raises:
+          ConversionError: it asks for what the model cannot do; names each key and value.
+        """
+        ...
+
+    def write(self, config: Any) -> dict[str, Any]: ...
+
+
+@runtime_checkable
+class ConvertibleFamily(ModelFamily, Protocol):
+    """A family whose weights have names in Hugging Face checkpoints."""
+
+    config_map: ConfigReader
+
+    def weight_rules(self, config: Any) -> Sequence[Any]:
+        """Where each parameter lies: its path, the tensors that make it up, and how they are laid out."""
+        ...
+
+    def redundant_tensors(self, config: Any) -> Mapping[str, str | None]:
+        """Tensors that may stand beside, each with the one that it repeats, or None if nothing reads it."""
+        ...
+
+
+@runtime_checkable
+class ShardsItself(Protocol):
+    """A family whose parameters have logical axes of their own."""
+
+    rules: Mapping[str, MeshAxes]
+    """Mesh axes by logical axis; a run's `mesh.rules` go before them, and they before the default rules."""

@@ -1,0 +1,89 @@
+"""What core knows of an op besides its mathematics: how its axes meet, which fold and which may be split."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from stack_core.abi import OWN, OpCall, OpImplementation
+from stack_core.ops._differentiated import differentiated
+from stack_core.ops._quantized import is_quantized
+
+__all__ = ["Op", "OpAxes", "op_named", "symbols"]
+
+
+@dataclass(frozen=True)
+class OpAxes:
+    """The axes of one call's arrays, by name: "... d_in". Axes of one name have one size, or 1.
+
+    Attributes:
+      operands: by parameter name; a tuple for a parameter that is a tuple of arrays.
+      outputs: of each leaf of the result.
+      residuals: of what the op names, as `Op.residuals` does.
+      whole: names of axes that no device may hold a part of. An axis that operands have and an output lacks is summed
+        over: where it is split, the outputs of the devices are added.
+      together: pairs of names that are split over the same devices, or not at all.
+    """
+
+    operands: Mapping[str, str | tuple[str, ...]]
+    outputs: tuple[str, ...]
+    residuals: Mapping[str, str] = field(default_factory=dict)
+    whole: frozenset[str] = frozenset()
+    together: tuple[tuple[str, str], ...] = ()
+
+    def of_leaves(self, arrays: Mapping[str, Any]) -> list[str | None]:
+        """The axes of each leaf of the operands; None for the parts of a quantized array, which have their own."""
+        found: list[str | None] = []
+        for name, array in arrays.items():
+            if is_quantized(array):
+                found += [None] * len(jax.tree.leaves(array))
+            elif array is not None:
+                axes = self.operands[name]
+                found += axes if isinstance(axes, tuple) else [axes]
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """An op: its reference and its axes.
+
+    Attributes:
+      reference: the forward pass of the implementation "reference". JAX can differentiate it forward and backward,
+        any number of times, where `plain.is_plain()`.
+      axes: the axes of a call's arrays.
+      folds: the axis that the mapped axis of a `jax.vmap` becomes a part of: "..." or a name; None if there is none.
+      residuals: what a forward pass may hand to the backward pass of another implementation.
+      backward: of the reference; by default JAX's derivative of it, which computes it again.
+      keeps: that derivative rather keeps what JAX would save for it.
+    """
+
+    name: str
+    reference: Callable[..., tuple[Any, Mapping[str, Any]]]
+    axes: Callable[[OpCall], OpAxes]
+    folds: str | None = None
+    residuals: tuple[str, ...] = ()
+    backward: Callable[..., Mapping[str, Any]] | None = None
+    keeps: bool = False
+
+    def implementation(self) -> OpImplementation:
+        """The reference as the implementation of the lowest priority."""
+        forward, backward = differentiated(self.reference)
+        backward = self.backward or backward
+        kept = (*self.residuals, OWN) if self.keeps else self.residuals
+        return OpImplementation(self.name, "reference", forward, backward, residuals=kept, priority=0)
+
+
+def op_named(name: str) -> Op:
+    """The op of that name, which has a module of its own."""
+    return importlib.import_module(f"stack_core.ops._{name}").OP
+
+
+def symbols(axes: str, rank: int) -> tuple[str, ...]:
+    """A name for each axis of an array: "... d_in" of three axes is ("...0", "...1", "d_in")."""
+    names = axes.split()
+    if "..." not in names:
+        return tuple(names)
+    at, leading = names.index("..."), rank - len(names) + 1
+    return (*names[:at], *(f"...{number}" for number in range(leading)), *names[at + 1 :])

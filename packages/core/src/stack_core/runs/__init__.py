@@ -1,0 +1,1 @@
+"""What every run needs, whatever it trains: its directory, stop signals, and the bus of its events."""

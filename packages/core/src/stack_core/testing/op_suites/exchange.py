@@ -1,0 +1,97 @@
+"""The contract suite of `exchange`: over every number of devices that divides those that JAX has."""
+
+import functools
+import unittest
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from stack_core.testing._cases import OpCase, OpSuite
+
+__all__ = ["SUITE"]
+
+_KINDS = ("send", "return")
+_WIDTH = 3
+
+
+def _across(devices: int, op: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """Gives each device its rows and group sizes, [devices, ...], and stacks the results."""
+    found = jax.devices()
+    if len(found) % devices:
+        raise unittest.SkipTest(f"needs {devices} devices, or a multiple; JAX has {len(found)}")
+    mesh = Mesh(np.array(found[:devices]), (options["axis_name"],), axis_types=(AxisType.Auto,))
+    spec = P(options["axis_name"])
+    return jax.shard_map(
+        lambda x, group_sizes: op(x[0], group_sizes[0], **options)[None],
+        mesh=mesh,
+        in_specs=(spec, spec),
+        out_specs=spec,
+    )(arrays["x"], arrays["group_sizes"])
+
+
+def _case(name: str, kind: str, devices: int, *, rows: int, buffer: int, counted: int | None = None) -> OpCase:
+    """Two groups a device; `counted` rows of a device are of a group, all unless given."""
+
+    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
+        groups, total = 2 * devices, rows if counted is None else counted
+        sizes = rng.multinomial(total, rng.dirichlet(np.full(groups, 0.5)), size=devices).astype(np.int32)
+        return {"x": rng.normal(size=(devices, rows if kind == "send" else buffer, _WIDTH)), "group_sizes": sizes}
+
+    out_rows = buffer if kind == "send" else rows
+    options = {"axis_name": "expert", "kind": kind, "out_rows": out_rows}
+    return OpCase(
+        "exchange", f"{kind}_{name}_over_{devices}", arrays, options, call=functools.partial(_across, devices)
+    )
+
+
+_CASES = tuple(
+    case
+    for kind in _KINDS
+    for case in (
+        *(_case("all", kind, devices, rows=7, buffer=7 * devices) for devices in (1, 2, 4, 8)),
+        *(_case("cut_off", kind, devices, rows=9, buffer=6) for devices in (1, 2, 8)),
+        _case("rows_of_no_group", kind, 2, rows=9, buffer=11, counted=5),
+        _case("more_in_groups_than_rows", kind, 2, rows=3, buffer=11, counted=5),
+        _case("empty_rows", kind, 2, rows=1, buffer=3, counted=0),
+    )
+)
+
+
+def _oracle(x: Any, group_sizes: Any, *, axis_name: str, kind: str, out_rows: int) -> Any:
+    """Sends row by row; what returns is sent the other way."""
+    del axis_name
+    devices = len(x)
+    rows, buffer = (x.shape[1], out_rows) if kind == "send" else (out_rows, x.shape[1])
+    moved = jnp.zeros((devices, out_rows, x.shape[2]))
+    for sender, row, receiver, place in _journeys(np.asarray(group_sizes), rows, buffer):
+        if kind == "send":
+            moved = moved.at[receiver, place].set(x[sender, row])
+        else:
+            moved = moved.at[sender, row].set(x[receiver, place])
+    return moved
+
+
+def _journeys(group_sizes: np.ndarray, rows: int, buffer: int) -> list[tuple[int, int, int, int]]:
+    """(sender, row there, receiver, row there) of every row that arrives."""
+    devices, groups = group_sizes.shape
+    journeys: list[tuple[int, int, int, int]] = []
+    for receiver in range(devices):
+        own = range(receiver * groups // devices, (receiver + 1) * groups // devices)
+        coming = [
+            (sender, int(group_sizes[sender, :group].sum()) + index)
+            for group in own
+            for sender in range(devices)
+            for index in range(group_sizes[sender, group])
+        ]
+        journeys += [
+            (sender, row, receiver, place) for place, (sender, row) in enumerate(coming[:buffer]) if row < rows
+        ]
+    return journeys
+
+
+SUITE = OpSuite(_CASES, _oracle)

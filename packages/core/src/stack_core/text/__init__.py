@@ -1,0 +1,1 @@
+"""Text around language models: prompts from messages, and text from tokens."""

@@ -1,0 +1,142 @@
+"""Text from tokens as they come: only whole characters, and never a part of a stop text."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from stack_core.contracts.data import Tokenizer
+
+__all__ = ["IncrementalDetokenizer", "StopTexts"]
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+_MOST_PENDING = 16
+
+
+class IncrementalDetokenizer:
+    """Decodes a growing sequence of tokens.
+
+    Invariant: the pieces that `push` and `flush` return add up to the text of all tokens after the prompt's.
+
+    A character may be spread over several tokens; until it is whole the decoded text ends with U+FFFD, and is kept
+    back. After 16 tokens it is not, lest a long run of bytes that are no text be decoded anew with each token; a
+    character that begins at the end of such a run is lost. Each piece is decoded together with the tokens of the one
+    before, because some tokenizers decode a token differently at the beginning of a text.
+
+    Args:
+      prompt_tokens: what the text continues.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_tokens: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._context = list(prompt_tokens[-8:])
+        self._context_text: str | None = None
+        self._pending: list[int] = []
+
+    def push(self, token: int) -> str:
+        """Adds a token and returns the text that became final with it, often ""."""
+        self._pending.append(token)
+        piece = self._piece()
+        if not piece:
+            del self._pending[:-_MOST_PENDING]
+        is_whole = not piece.endswith(_REPLACEMENT) or len(self._pending) > _MOST_PENDING
+        return self._take(piece) if is_whole else ""
+
+    def flush(self) -> str:
+        """Returns what was kept back; bytes that never became a character are U+FFFD."""
+        return self._take(self._piece())
+
+    def _piece(self) -> str:
+        if self._context_text is None:
+            self._context_text = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode([*self._context, *self._pending])[len(self._context_text) :]
+
+    def _take(self, piece: str) -> str:
+        if piece:
+            self._context, self._context_text = self._pending, None
+            self._pending = []
+        return piece
+
+
+class StopTexts:
+    """Passes text on up to the first stop text, which may come in several pieces.
+
+    A character costs a constant for each stop text, however long they are and however alike the text is (Knuth, Morris
+    and Pratt, Fast pattern matching in strings, 1977).
+
+    Attributes:
+      found: the stop text that was met, or None.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._searches = [_Search(text) for text in dict.fromkeys(stop)]
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, piece: str, *, may_stop: bool = True) -> str:
+        """Adds text and returns what is certain not to belong to a stop text; "" once one was found.
+
+        Args:
+          may_stop: False lets stop texts pass that end in this piece.
+        """
+        if self.found is not None:
+            return ""
+        text = self._held + piece
+        matches = list[tuple[int, str]]()
+        for search in self._searches:
+            end = search.push(piece)
+            if end is not None and may_stop:
+                matches.append((len(self._held) + end - len(search.text), search.text))
+        if matches:
+            begin, self.found = min(matches)
+            self._held = ""
+            return text[:begin]
+        certain = len(text) - max((search.matched for search in self._searches), default=0)
+        self._held = text[certain:]
+        return text[:certain]
+
+    def flush(self) -> str:
+        """Returns what was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Search:
+    """Looks for one stop text in a text that grows.
+
+    Attributes:
+      matched: characters of the stop text, short of all, that the text ends with.
+    """
+
+    __slots__ = ("_borders", "matched", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        self._borders = _borders(text)
+
+    def push(self, piece: str) -> int | None:
+        """Adds text, and says how many characters of it come before the end of the first match that ends in it."""
+        text, borders, matched, found = self.text, self._borders, self.matched, None
+        if not matched and text[0] not in piece:
+            return None
+        for place, character in enumerate(piece, start=1):
+            while matched and text[matched] != character:
+                matched = borders[matched]
+            matched += text[matched] == character
+            if matched == len(text):
+                found = place if found is None else found
+                matched = borders[matched]
+        self.matched = matched
+        return found
+
+
+@lru_cache(maxsize=1024)
+def _borders(text: str) -> tuple[int, ...]:
+    """For each beginning of a text, by its length, the length of the longest shorter one that it ends with."""
+    borders = [0, 0]
+    for character in text[1:]:
+        border = borders[-1]
+        while border and text[border] != character:
+            border = borders[border]
+        borders.append(border + (text[border] == character))
+    return tuple(borders)

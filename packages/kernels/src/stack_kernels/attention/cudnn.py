@@ -1,0 +1,120 @@
+"""`attention` on NVIDIA's GPUs: cuDNN's kernel, by way of `jax.nn`.
+
+`jax.nn` rounds the lse to the dtype of the operands, so that none is handed on: the gradient runs the kernel forward
+once more.
+"""
+
+import ctypes.util
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from stack_core.abi import OpCall, OpImplementation
+from stack_core.hardware import Chip
+from stack_core.ops.building import differentiated
+from stack_kernels.cpu import takes_no
+
+__all__ = ["CUDNN"]
+
+_DTYPES = ("bfloat16", "float16")
+_MOST_FEATURES = 128  # jax asks the device at hand, not the target, whether it takes more
+_MOST_MASK_BYTES = 2**30
+
+
+def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
+    query, key, value = (call.arrays[name] for name in ("query", "key", "value"))
+    options, (batch, q_seq, _, features), kv_seq = call.options, query.shape, key.shape[1]
+    if (refused := takes_no(call, "bias", "mask", "kv_lengths", "softcap", "sinks")) is not True:
+        return refused
+    is_aligned = q_seq == kv_seq and options.get("query_offset") == 0
+    mask_bytes = 0 if call.arrays["segment_ids"] is None else 2 * batch * q_seq * kv_seq
+    problems = {
+        "it takes one query_offset for all rows, known while tracing": "query_offset" in call.arrays,
+        "it returns no lse": options["return_lse"],
+        f"it takes {' or '.join(_DTYPES)}, not {query.dtype.name}": query.dtype.name not in _DTYPES,
+        f"a head has a multiple of 8 features, at most {_MOST_FEATURES}": features % 8 or features > _MOST_FEATURES,
+        "values have as many features as keys": features != value.shape[3],
+        "there are even numbers of queries and of keys": q_seq % 2 or kv_seq % 2,
+        "there is no query or no key": query.size * key.size == 0,
+        "a window has a left end and is causal": options["window"] is not None
+        and not (options["causal"] and options["window"][0] is not None),
+        "causal queries stand at the places of the keys": options["causal"] and not is_aligned,
+        f"a mask of the segments would take {mask_bytes} bytes": mask_bytes > _MOST_MASK_BYTES,
+        "cuDNN is not installed: pip install nvidia-cudnn-cu13": not _is_installed(),
+    }
+    return next((reason for reason, applies in problems.items() if applies), True)
+
+
+@functools.cache
+def _is_installed() -> bool:
+    wheel = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
+    return wheel is not None or ctypes.util.find_library("cudnn") is not None
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    segment_ids: Any,
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    scale: float,
+    wants: frozenset[str],
+    **others: Any,
+) -> tuple[Any, dict[str, Any]]:
+    left = None if window is None else window[0]
+
+    def attend(query: Any, key: Any, value: Any, segment_ids: Any) -> Any:
+        allowed = None if segment_ids is None else _same_segment(*segment_ids)
+        output: Any = jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            mask=allowed,
+            scale=scale,
+            is_causal=causal,
+            local_window_size=None if left is None else (left, 0),
+            implementation="cudnn",
+        )
+        return output if allowed is None else jnp.where(_sees_any(allowed, causal, left), output, 0)
+
+    return _on_one_device(attend)(query, key, value, segment_ids), {}
+
+
+def _same_segment(of_queries: Any, of_keys: Any) -> Any:
+    """bool[batch, 1, q_seq, kv_seq]."""
+    return (of_queries[:, :, None] == of_keys[:, None, :])[:, None]
+
+
+def _sees_any(allowed: Any, causal: bool, left: int | None) -> Any:
+    """Which queries may attend to any key, [batch, q_seq, 1, 1]; for the others cuDNN averages all values."""
+    distance = jnp.arange(allowed.shape[2])[:, None] - jnp.arange(allowed.shape[3])
+    if causal:
+        allowed &= distance >= 0
+    if left is not None:
+        allowed &= distance <= left
+    return jnp.any(allowed, axis=3)[:, 0, :, None, None]
+
+
+def _on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as the part of one device, which it is on a mesh already.
+
+    JAX looks for the rule by which the kernel is split in the outermost program alone, and misses it inside of calls.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes:
+        return function
+    mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,)) if mesh.empty else mesh
+    return jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+
+
+_forward, _backward = differentiated(_attention)
+CUDNN = OpImplementation(
+    "attention", "cudnn", _forward, _backward, platforms=("gpu",), supports=_supports, is_opaque=True, exports=False
+)

@@ -1,0 +1,267 @@
+"""`attention` on TPUs: the splash kernel of the jax wheel.
+
+The kernel takes whole tiles, averages all values of a tile for a query that may attend to none, and has no scale. Here
+operands are padded to tiles, such queries get zeros, and queries are scaled.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core.abi import OpCall, OpImplementation
+from stack_core.hardware import Chip
+from stack_kernels.cpu import takes_no
+
+__all__ = ["SPLASH", "SplashTiles", "splash"]
+
+_LANES = 128
+_DEFAULT = 512
+_DTYPES = ("bfloat16", "float32")
+_NOWHERE = np.iinfo(np.int32).min
+"""The segment of keys that no query may attend to."""
+
+
+@dataclass(frozen=True)
+class SplashTiles:
+    """How many queries and keys a tile of scores has, multiples of 128."""
+
+    queries: int
+    keys: int
+
+
+def splash(*, interpret: bool = False) -> OpImplementation:
+    """The implementation; interpreted, it runs on any device, operation by operation."""
+    return OpImplementation(
+        "attention",
+        "splash",
+        lambda **call: _forward(**call, interpret=interpret),
+        lambda *gradient, **settings: _backward(*gradient, **settings, interpret=interpret),
+        platforms=("tpu",),
+        supports=_supports,
+        default=_default,
+        space=_space,
+        residuals=("lse",),
+        is_opaque=True,
+    )
+
+
+def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
+    query, key, value = (call.arrays[name] for name in ("query", "key", "value"))
+    if (refused := takes_no(call, "bias", "mask")) is not True:
+        return refused
+    problems = {
+        "it takes one query_offset for all rows, known while tracing": "query_offset" in call.arrays,
+        f"it takes {' or '.join(_DTYPES)}, not {query.dtype.name}": query.dtype.name not in _DTYPES,
+        "there is no query, no key or no value": query.size * key.size * value.size == 0,
+    }
+    if not any(problems.values()):
+        problems["no query may attend to any key"] = not _Span.of(call.options).is_seen(query.shape[1], key.shape[1])
+    if call.direction == "backward":
+        problems["it takes no gradient of lse"] = call.options["return_lse"]
+        problems[f"{call.forward!r} hands it no lse"] = "lse" not in call.residuals
+    return next((reason for reason, applies in problems.items() if applies), True)
+
+
+def _default(call: OpCall, chip: Chip) -> SplashTiles:
+    return SplashTiles(*(min(_DEFAULT, _ceil(call.arrays[name].shape[1], _LANES)) for name in ("query", "key")))
+
+
+def _space(call: OpCall, chip: Chip) -> Iterator[SplashTiles]:
+    queries, keys = (_ceil(call.arrays[name].shape[1], _LANES) for name in ("query", "key"))
+    sizes = (128, 256, 512, 1024, 2048)
+    for of_queries in sizes:
+        for of_keys in sizes:
+            if of_queries <= queries and of_keys <= keys:
+                yield SplashTiles(of_queries, of_keys)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The keys that a query may attend to by its place, first .. last from itself; None is no limit."""
+
+    first: int | None
+    last: int | None
+    offset: int
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "_Span":
+        left, right = options["window"] or (None, None)
+        if options["causal"]:
+            right = 0 if right is None else min(right, 0)
+        return cls(left, right, options["query_offset"])
+
+    def is_seen(self, queries: int, keys: int) -> bool:
+        """Whether any query may attend to any key."""
+        sees_first = self.last is None or queries - 1 + self.offset + self.last >= 0
+        return sees_first and (self.first is None or self.offset - self.first <= keys - 1)
+
+    def ends_before(self, queries: int, keys: int) -> bool:
+        """Whether all queries may attend to the first keys alone."""
+        return self.last is not None and queries - 1 + self.offset + self.last < keys
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A call in the kernel's terms: heads first, whole tiles."""
+
+    scale: float
+    span: _Span
+    softcap: float | None
+    tiles: SplashTiles
+    interpret: bool
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], config: SplashTiles, interpret: bool) -> "_Problem":
+        return cls(options["scale"], _Span.of(options), options["softcap"], config, interpret)
+
+    def kernel(self, heads: int, queries: int, keys: int) -> Any:
+        """The kernel for one row of a batch; it returns the output and, in a tuple, lse[heads, queries]."""
+        from jax.experimental.pallas.ops.tpu import splash_attention as library
+
+        span, rows, columns = self.span, self.tiles.queries, self.tiles.keys
+        mask: Any = library.FullMask((queries, keys))
+        if (span.first, span.last) != (None, None):
+            mask = library.LocalMask((queries, keys), (span.first, span.last), span.offset)
+        sizes = library.BlockSizes(
+            block_q=rows,
+            block_kv=columns,
+            block_q_dkv=rows,
+            block_kv_dkv=columns,
+            block_q_dq=rows,
+            block_kv_dq=columns,
+        )
+        return library.make_splash_mha(
+            library.MultiHeadMask([mask] * heads),
+            block_sizes=sizes,
+            save_residuals=True,
+            attn_logits_soft_cap=self.softcap,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=self.interpret,
+        )
+
+    def operands(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Query, key and value as [batch, heads, seq, features], and the pair of segments or None."""
+        query = (arrays["query"].astype(jnp.float32) * self.scale).astype(arrays["query"].dtype)
+        return {
+            "query": _tiled(query, self.tiles.queries),
+            "key": _tiled(arrays["key"], self.tiles.keys),
+            "value": _tiled(arrays["value"], self.tiles.keys),
+            "segments": self._segments(arrays),
+        }
+
+    def _segments(self, arrays: Mapping[str, Any]) -> Any:
+        """int32[batch, seq] of queries and of keys; keys beyond a row's length, or in no row, are nowhere."""
+        (batch, q_seq), kv_seq = arrays["query"].shape[:2], arrays["key"].shape[1]
+        given, lengths = arrays["segment_ids"], arrays["kv_lengths"]
+        padded = kv_seq % self.tiles.keys and not self.span.ends_before(q_seq, kv_seq)
+        if given is None and lengths is None and not padded:
+            return None
+        zeros = (jnp.zeros((batch, q_seq), jnp.int32), jnp.zeros((batch, kv_seq), jnp.int32))
+        of_queries, of_keys = zeros if given is None else (ids.astype(jnp.int32) for ids in given)
+        if lengths is not None:
+            of_keys = jnp.where(jnp.arange(kv_seq) < lengths[:, None], of_keys, _NOWHERE)
+        return (
+            _padded(of_queries, self.tiles.queries, axis=1),
+            _padded(of_keys, self.tiles.keys, axis=1, value=_NOWHERE),
+        )
+
+
+def _forward(
+    *, interpret: bool, wants: frozenset[str], config: SplashTiles, return_lse: bool, **call: Any
+) -> tuple[Any, Mapping[str, Any]]:
+    problem = _Problem.of(call, config, interpret)
+    operands, sinks, q_seq = problem.operands(call), _wide(call["sinks"]), call["query"].shape[1]
+    kernel = problem.kernel(call["query"].shape[2], operands["query"].shape[2], operands["key"].shape[2])
+
+    def of_row(query: Any, key: Any, value: Any, segments: Any) -> tuple[Any, Any]:
+        output, (lse,) = kernel(query, key, value, segment_ids=_pair(segments), sinks=sinks)
+        return output, lse
+
+    output, lse = jax.vmap(of_row)(*operands.values())
+    # The kernel's scores of forbidden keys are finite; NaN is no such score.
+    empty = lse <= kernel.kwargs["mask_value"] / 2
+    output = jnp.where(empty[..., None], 0, output)[:, :, :q_seq].swapaxes(1, 2)
+    lse = jnp.where(empty, -math.inf, lse)[:, :, :q_seq].swapaxes(1, 2)
+    return (output, lse) if return_lse else output, {"lse": lse}
+
+
+def _backward(
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    outputs: Any,
+    residuals: Mapping[str, Any],
+    cotangents: Any,
+    *,
+    interpret: bool,
+    wants: frozenset[str],
+    config: SplashTiles,
+) -> Mapping[str, Any]:
+    # JAX's own gradient of the kernel would run it forward again.
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import _splash_attention_bwd
+
+    problem, sinks = _Problem.of(options, config, interpret), _wide(arrays["sinks"])
+    operands, lse = problem.operands(arrays), residuals["lse"]
+    kernel = problem.kernel(arrays["query"].shape[2], operands["query"].shape[2], operands["key"].shape[2])
+    settings = {name: kernel.kwargs[name] for name in ("mask_value", "is_mqa", "block_sizes", "mask_function")}
+    settings |= {name: kernel.kwargs[name] for name in ("attn_logits_soft_cap", "residual_checkpoint_name")}
+
+    def of_row(operands: Any, output: Any, lse: Any, cotangent: Any) -> Any:
+        query, key, value, segments = operands
+        kept = (query, key, value, _pair(segments), sinks, output, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
+        gradients = _splash_attention_bwd(
+            save_residuals=False, interpret=problem.interpret, res=kept, do=cotangent, **settings
+        )
+        return gradients[3:6]
+
+    output, cotangent = (_tiled(x, config.queries) for x in (outputs, cotangents))
+    finite = jnp.where(jnp.isneginf(lse), 0, lse)  # a query that attends to no key has no weights at any lse
+    rows = _padded(finite.swapaxes(1, 2), config.queries, axis=2)
+    of_query, of_key, of_value = jax.vmap(of_row)(tuple(operands.values()), output, rows, cotangent)
+    found = {
+        "query": _untiled(of_query, arrays["query"]) * problem.scale,
+        "key": _untiled(of_key, arrays["key"]),
+        "value": _untiled(of_value, arrays["value"]),
+    }
+    if "sinks" in wants:
+        shares = jnp.sum(outputs.astype(jnp.float32) * cotangents.astype(jnp.float32), axis=-1)
+        found["sinks"] = -jnp.sum(jnp.exp(sinks - lse) * shares, axis=(0, 1))
+    return found
+
+
+def _wide(sinks: Any) -> Any:
+    return None if sinks is None else sinks.astype(jnp.float32)
+
+
+def _pair(segments: Any) -> Any:
+    from jax.experimental.pallas.ops.tpu import splash_attention as library
+
+    return None if segments is None else library.SegmentIds(*segments)
+
+
+def _tiled(array: Any, tile: int) -> Any:
+    """[batch, seq, heads, features] -> [batch, heads, seq in whole tiles, features]."""
+    return _padded(array.swapaxes(1, 2), tile, axis=2)
+
+
+def _untiled(array: Any, like: Any) -> Any:
+    """The inverse of `_tiled`, of the shape of `like`."""
+    return array.swapaxes(1, 2)[:, : like.shape[1]]
+
+
+def _padded(array: Any, multiple: int, *, axis: int, value: int = 0) -> Any:
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, -array.shape[axis] % multiple)
+    return jnp.pad(array, widths, constant_values=value)
+
+
+def _ceil(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+SPLASH = splash()

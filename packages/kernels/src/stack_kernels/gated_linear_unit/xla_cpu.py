@@ -1,0 +1,120 @@
+"""`gated_linear_unit` on CPUs, with a backward pass of its own."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+
+from stack_core.abi import OpCall, OpImplementation
+from stack_core.hardware import Chip
+from stack_core.ops.building import ACTIVATIONS, accurate_dtype
+from stack_kernels.cpu import takes_no, unquantized
+from stack_kernels.linear.product import XLA, Products, transposed
+
+__all__ = ["XLA_CPU", "GatedProducts", "gated_gradients", "gated_linear_unit", "is_plain"]
+
+
+def is_plain(call: OpCall) -> bool | str:
+    """True for y = f(x G) * (x U) whose two products a backward pass gets, or what it is instead."""
+    if call.direction == "backward" and not {"gate", "up"} <= set(call.residuals):
+        return f"it reads the two products, which {call.forward} does not keep"
+    if call.options["up_offset"]:
+        return "it adds no up_offset"
+    return takes_no(call, "bias_gate", "bias_up", "limit")
+
+
+@dataclass(frozen=True)
+class GatedProducts:
+    """How the op is computed.
+
+    Attributes:
+      gated: (activation, rows, w_gate, w_up, keeps_products) -> y and, if they are kept, the product with w_gate and
+        that with w_up, in the dtype of `rows`.
+      products: of the backward pass.
+      gradients: (activation, product with w_gate, product with w_up, cotangent of y) -> the cotangents of the two
+        products, in their dtype.
+    """
+
+    gated: Callable[[str, Any, Any, Any, bool], Sequence[Any]]
+    products: Products
+    gradients: Callable[[str, Any, Any, Any], tuple[Any, Any]]
+
+
+def gated_linear_unit(
+    how: GatedProducts, x: Any, w_gate: Any, w_up: Any, *, activation: str, wants: frozenset[str], **others: Any
+) -> tuple[Any, Mapping[str, Any]]:
+    """y = f(x G) * (x U), and the two products if they are wanted; the others are those of a call that `is_plain`."""
+    del others
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    gated, *products = how.gated(activation, rows, w_gate, w_up, bool(wants))
+    shape = (*x.shape[:-1], w_up.shape[-1])
+    kept = {name: product.reshape(shape) for name, product in zip(("gate", "up"), products, strict=False)}
+    return gated.reshape(shape), kept
+
+
+def gated_gradients(
+    how: GatedProducts,
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    outputs: Any,
+    residuals: Mapping[str, Any],
+    cotangents: Any,
+    *,
+    wants: frozenset[str],
+) -> Mapping[str, Any]:
+    """The gradients, from x and the two products in their dtype; f(x G) is computed again."""
+    # Behind a barrier, or XLA shares f(x G) with the forward pass where both are in one computation: it would be kept
+    # in fp32 until now.
+    given = {name: arrays[name] for name in ("x", "w_gate", "w_up")}, residuals["gate"], residuals["up"], cotangents
+    operands, *of_rows = lax.optimization_barrier(given)
+    x, products = operands["x"], how.products
+    rows, gate, up, cotangent = (array.reshape(-1, array.shape[-1]) for array in (x, *of_rows))
+    of_gate, of_up = how.gradients(options["activation"], gate, up, cotangent)
+    gradients: dict[str, Any] = {}
+    if "x" in wants:
+        accurate = accurate_dtype(x.dtype)
+        of_x = products.row_gradient(of_gate, operands["w_gate"], accurate)
+        of_x = of_x + products.row_gradient(of_up, operands["w_up"], accurate)
+        gradients["x"] = of_x.astype(x.dtype).reshape(x.shape)
+    columns = transposed(rows)
+    for name, of_product in (("w_gate", of_gate), ("w_up", of_up)):
+        if name in wants:
+            gradients[name] = products.weight_gradient(columns, of_product, x.dtype)
+    return gradients
+
+
+def _gated(activation: str, rows: Any, w_gate: Any, w_up: Any, keeps_products: bool) -> Sequence[Any]:
+    gate, up = XLA.times(rows, w_gate, rows.dtype), XLA.times(rows, w_up, rows.dtype)
+    accurate = accurate_dtype(rows.dtype)
+    gated = ACTIVATIONS[activation](gate.astype(accurate)) * up.astype(accurate)
+    return gated.astype(rows.dtype), gate, up
+
+
+def _gradients(activation: str, gate: Any, up: Any, cotangent: Any) -> tuple[Any, Any]:
+    accurate = accurate_dtype(gate.dtype)
+    cotangent = cotangent.astype(accurate)
+    activated, activation_vjp = jax.vjp(ACTIVATIONS[activation], gate.astype(accurate))
+    of_gate = activation_vjp(cotangent * up.astype(accurate))[0]
+    return of_gate.astype(gate.dtype), (cotangent * activated).astype(up.dtype)
+
+
+def _supports(call: OpCall, chip: Chip, config: Any) -> bool | str:
+    plain = is_plain(call)
+    return unquantized(call, chip) if plain is True else plain
+
+
+_XLA = GatedProducts(_gated, XLA, _gradients)
+
+XLA_CPU = OpImplementation(
+    op="gated_linear_unit",
+    name="xla_cpu",
+    forward=functools.partial(gated_linear_unit, _XLA),
+    backward=functools.partial(gated_gradients, _XLA),
+    platforms=("cpu",),
+    supports=_supports,
+    residuals=("gate", "up"),
+)

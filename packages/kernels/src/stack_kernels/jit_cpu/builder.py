@@ -1,0 +1,209 @@
+"""A writer of LLVM IR for kernels: pointers by bytes, loops, variables and vectors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+__all__ = ["BYTE", "FLOAT", "HALF", "INDEX", "INT32", "POINTER", "SHORT", "TILE", "Builder", "Variable", "vector"]
+
+BYTE, SHORT, INT32, INDEX = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+HALF, FLOAT = ir.HalfType(), ir.FloatType()
+POINTER = ir.PointerType()
+TILE: list[ir.Type] = [POINTER, POINTER, INDEX, POINTER]
+"""The parameters of `@tile`: XLA's arguments and results, the tile's number, and the scratchpad of the thread."""
+_VOID = ir.VoidType()
+_DATA, _DIMS = 24, 40  # in XLA_FFI_Buffer
+_LINE_BYTES = 64
+_SCRATCH_BYTES = "scratch_bytes"
+# A frame of several pages touches each of them, in order, so that it ends the process where the stack does.
+_PROBES = '"probe-stack"="inline-asm"'
+
+
+def vector(kind: ir.Type, lanes: int) -> ir.VectorType:
+    """The type of so many values of a kind."""
+    return ir.VectorType(kind, lanes)
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A place on the stack, which LLVM turns into registers where it can."""
+
+    builder: "Builder"
+    place: Any
+    kind: ir.Type
+
+    def get(self) -> Any:
+        return self.builder.load(self.kind, self.place)
+
+    def set(self, value: Any) -> None:
+        self.builder.store(value, self.place)
+
+
+class Builder:
+    """Writes one function; every method adds instructions where the last ones ended and answers the value."""
+
+    def __init__(self, module: ir.Module, name: str, parameters: list[ir.Type], result: ir.Type = _VOID) -> None:
+        self.module = module
+        self.function = ir.Function(module, ir.FunctionType(result, parameters), name)
+        set.add(self.function.attributes, _PROBES)  # llvmlite's own `add` knows no attributes with values
+        self.parameters = self.function.args
+        self._scratch_bytes = 0
+        self._entry = self.function.append_basic_block("entry")
+        body = self.function.append_basic_block("body")
+        self.build = ir.IRBuilder(body)
+
+    def close(self, result: Any = None) -> None:
+        """Returns from the function; variables, which all lie in its first block, come before its body."""
+        self.build.ret_void() if result is None else self.build.ret(result)
+        ir.IRBuilder(self._entry).branch(self.function.blocks[1])
+        if self._scratch_bytes:
+            _reserve(self.module, self._scratch_bytes)
+
+    def index(self, value: int) -> Any:
+        return INDEX(value)
+
+    def variable(self, kind: ir.Type, initial: Any) -> Variable:
+        variable = Variable(self, ir.IRBuilder(self._entry).alloca(kind), kind)
+        variable.set(initial)
+        return variable
+
+    def scratch(self, kind: Any, count: int) -> Any:
+        """A pointer to so many values in the thread's scratchpad, at a line of the cache.
+
+        The scratchpad is the function's last parameter. Functions that are called with the same one share its memory.
+        """
+        place = self.at(self.parameters[-1], self._scratch_bytes)
+        size = count * (4 if kind == FLOAT else kind.width // 8)
+        self._scratch_bytes += -(-size // _LINE_BYTES) * _LINE_BYTES
+        return place
+
+    def load(self, kind: ir.Type, pointer: Any) -> Any:
+        """Of a vector, from wherever one of its elements may begin."""
+        return self.build.load(pointer, typ=kind, align=_alignment(kind))
+
+    def store(self, value: Any, pointer: Any) -> None:
+        self.build.store(value, pointer, align=_alignment(value.type))
+
+    def at(self, pointer: Any, *terms: Any) -> Any:
+        """The pointer, so many bytes further: the sum of `terms`, each an index or an int."""
+        for term in terms:
+            offset = INDEX(term) if isinstance(term, int) else term
+            pointer = self.build.gep(pointer, [offset], source_etype=BYTE)
+        return pointer
+
+    def times(self, left: Any, right: Any) -> Any:
+        return self.build.mul(left, INDEX(right) if isinstance(right, int) else right)
+
+    def plus(self, left: Any, right: Any) -> Any:
+        return self.build.add(left, INDEX(right) if isinstance(right, int) else right)
+
+    def minus(self, left: Any, right: Any) -> Any:
+        return self.build.sub(left, INDEX(right) if isinstance(right, int) else right)
+
+    def over(self, left: Any, right: Any) -> Any:
+        """The quotient, rounded down, of numbers that are not negative."""
+        return self.build.udiv(left, INDEX(right) if isinstance(right, int) else right)
+
+    def ceil_div(self, left: Any, right: Any) -> Any:
+        """The quotient, rounded up, of a number that is not negative and one that is positive."""
+        return self.over(self.plus(left, right - 1 if isinstance(right, int) else self.minus(right, 1)), right)
+
+    def min(self, left: Any, right: Any) -> Any:
+        return self.build.select(self.build.icmp_signed("<", left, right), left, right)
+
+    def max(self, left: Any, right: Any) -> Any:
+        return self.build.select(self.build.icmp_signed(">", left, right), left, right)
+
+    def at_most(self, value: Any, limit: int) -> Any:
+        """1 or 0."""
+        return self.build.zext(self.build.icmp_signed("<=", value, INDEX(limit)), INDEX)
+
+    @contextmanager
+    def loop(self, start: Any, stop: Any, step: int = 1) -> Iterator[Any]:
+        """The block runs for each index from `start` in steps, as long as a whole step is left before `stop`."""
+        start, stop = (INDEX(value) if isinstance(value, int) else value for value in (start, stop))
+        before = self.build.block
+        head, body, after = (self.function.append_basic_block() for _ in range(3))
+        self.build.branch(head)
+        self.build.position_at_end(head)
+        index = self.build.phi(INDEX)
+        index.add_incoming(start, before)
+        following = self.build.add(index, INDEX(step))
+        self.build.cbranch(self.build.icmp_signed("<=", following, stop), body, after)
+        self.build.position_at_end(body)
+        yield index
+        index.add_incoming(following, self.build.block)
+        self.build.branch(head)
+        self.build.position_at_end(after)
+
+    def when(self, condition: Any) -> Any:
+        """`with code.when(condition):` runs the block only then."""
+        return self.build.if_then(condition)
+
+    def buffer(self, buffers: Any, number: int, rank: int) -> tuple[Any, list[Any]]:
+        """The data and the sizes of one of XLA's buffers."""
+        buffer = self.load(POINTER, self.at(buffers, 8 * number))
+        sizes = self.load(POINTER, self.at(buffer, _DIMS))
+        return self.load(POINTER, self.at(buffer, _DATA)), [
+            self.load(INDEX, self.at(sizes, 8 * axis)) for axis in range(rank)
+        ]
+
+    def splat(self, value: Any, lanes: int) -> Any:
+        kind = vector(value.type, lanes)
+        first = self.build.insert_element(ir.Constant(kind, ir.Undefined), value, INT32(0))
+        return self.build.shuffle_vector(first, first, ir.Constant(vector(INT32, lanes), [0] * lanes))
+
+    def shuffle(self, left: Any, right: Any, lanes: list[int]) -> Any:
+        return self.build.shuffle_vector(left, right, ir.Constant(vector(INT32, len(lanes)), lanes))
+
+    def intrinsic(self, name: str, result: ir.Type, *arguments: Any) -> Any:
+        declared = self.module.globals.get(name) or ir.Function(
+            self.module, ir.FunctionType(result, [argument.type for argument in arguments]), name
+        )
+        return self.build.call(declared, arguments)
+
+    def fma(self, left: Any, right: Any, addend: Any) -> Any:
+        return self.intrinsic(f"llvm.fma.{_suffix(addend.type)}", addend.type, left, right, addend)
+
+    def prefetch(self, pointer: Any) -> None:
+        """Asks for a line of memory, to be kept in the second cache."""
+        self.intrinsic("llvm.prefetch.p0", _VOID, pointer, INT32(0), INT32(2), INT32(1))
+
+    def mask(self, count: Any, lanes: int) -> Any:
+        """Set in the first `count` lanes."""
+        numbers = ir.Constant(vector(INT32, lanes), list(range(lanes)))
+        return self.build.icmp_signed("<", numbers, self.splat(self.build.trunc(count, INT32), lanes))
+
+    def clear(self, pointer: Any, count: Any) -> None:
+        """Makes so many bytes zero."""
+        self.intrinsic("llvm.memset.p0.i64", _VOID, pointer, BYTE(0), count, ir.IntType(1)(0))
+
+    def masked_load(self, kind: ir.VectorType, pointer: Any, mask: Any) -> Any:
+        """Zero where the mask is not set, and nothing is read there."""
+        name = f"llvm.masked.load.{_suffix(kind)}.p0"
+        return self.intrinsic(name, kind, pointer, INT32(1), mask, ir.Constant(kind, None))
+
+    def masked_store(self, value: Any, pointer: Any, mask: Any) -> None:
+        self.intrinsic(f"llvm.masked.store.{_suffix(value.type)}.p0", _VOID, value, pointer, INT32(1), mask)
+
+
+def _reserve(module: ir.Module, size: int) -> None:
+    """Makes the scratchpad of a module's threads at least so many bytes."""
+    held: Any = module.globals.get(_SCRATCH_BYTES)
+    if held is None:
+        held = ir.GlobalVariable(module, INDEX, _SCRATCH_BYTES)
+        held.global_constant, held.initializer = True, INDEX(0)
+    held.initializer = INDEX(max(size, held.initializer.constant))
+
+
+def _alignment(kind: Any) -> int | None:
+    return 1 if isinstance(kind, ir.VectorType) else None
+
+
+def _suffix(kind: Any) -> str:
+    if isinstance(kind, ir.VectorType):
+        return f"v{kind.count}{_suffix(kind.element)}"
+    return {HALF: "f16", FLOAT: "f32"}.get(kind) or f"i{kind.width}"

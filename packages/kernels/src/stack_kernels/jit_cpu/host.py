@@ -1,0 +1,197 @@
+"""Compiles kernels for the processor of this computer, and registers them with XLA."""
+
+import ctypes
+import functools
+import os
+import platform
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import jax
+import llvmlite.binding as llvm
+import numpy as np
+from jax import ffi
+from llvmlite import ir
+
+from stack_core.abi import OpCall
+from stack_core.hardware import Chip
+from stack_core.machine import cpu_model
+from stack_core.ops.building import vary_alike
+from stack_kernels.jit_cpu import crash_note
+from stack_kernels.jit_cpu.builder import BYTE, INDEX, POINTER, Builder
+from stack_kernels.jit_cpu.xla_ffi import check_handler, interface_refusal
+
+__all__ = ["Processor", "assembly", "compiled", "kernel_call", "on_this_cpu", "this_processor"]
+
+_REGISTERING = threading.Lock()
+_SWITCH = "STACK_CPU_KERNELS"
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What kernels are written for.
+
+    Attributes:
+      count: the processors that this process may run on.
+      lanes: the float32 numbers of a vector register.
+      has_bf16_dot: it multiplies pairs of bf16 numbers and adds them up in fp32.
+      has_int8_dot: it multiplies fours of int8 numbers and adds them up in int32.
+      has_tiles: it multiplies tiles of 16 rows of bf16 at once, and the system lets this process use their registers.
+      features: LLVM's list, "+avx2,-avx512f".
+    """
+
+    count: int
+    lanes: int
+    has_bf16_dot: bool
+    has_int8_dot: bool
+    has_tiles: bool
+    features: str
+
+    @property
+    def name(self) -> str:
+        """Of those for which the same module may be written."""
+        marks = ("bf16", self.has_bf16_dot), ("int8", self.has_int8_dot)
+        return "_".join([f"{self.lanes}_lanes", *(mark for mark, is_set in marks if is_set)])
+
+
+@functools.cache
+def this_processor() -> Processor | None:
+    """None if kernels are not written for what is here: they want Linux on x86-64 with AVX2 and FMA."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return None
+    has = dict(llvm.get_host_cpu_features())
+    if not (has.get("avx2") and has.get("fma") and has.get("f16c")):
+        return None
+    wide = all(has.get(name) for name in ("avx512f", "avx512bw", "avx512dq", "avx512vl"))
+    return Processor(
+        count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        lanes=16 if wide else 8,
+        has_bf16_dot=wide and bool(has.get("avx512bf16")),
+        has_int8_dot=wide and bool(has.get("avx512vnni")),
+        has_tiles=wide and all(has.get(name) for name in ("amx-tile", "amx-bf16", "avx512bf16")) and _may_use_tiles(),
+        # Without this LLVM splits 512-bit vectors where it thinks that they slow the clock.
+        features=",".join((llvm.get_host_cpu_features().flatten(), "-prefer-256-bit")),
+    )
+
+
+def _may_use_tiles() -> bool:
+    """Asks Linux for the tile registers: their state is large, so that each process has to.
+
+    Source: Linux kernel documentation, Using XSTATE features in user space applications.
+    """
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
+
+
+def on_this_cpu(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
+    """The `supports` of what is compiled for the processor at hand, and run on all of it by one device."""
+    if not chip.model.startswith(_cpu_model()):
+        return f"it is compiled for the processor at hand, and the target is {chip.model or 'any CPU'}"
+    if jax.default_backend() != "cpu" or jax.device_count() > 1:
+        return "XLA does not divide it among several CPU devices"
+    return _refusal() or True
+
+
+def _refusal() -> str:
+    """Why no machine code runs in this process; "" where it does."""
+    chosen = os.environ.get(_SWITCH)
+    if chosen == "xla":
+        return f"{_SWITCH} is 'xla'"
+    if chosen:
+        return f"{_SWITCH} is {chosen!r}, which is not known; expected 'xla' or nothing"
+    if this_processor() is None:
+        return "it is for Linux on x86-64 processors with AVX2"
+    return interface_refusal()
+
+
+_cpu_model = functools.cache(cpu_model)
+
+
+def kernel_call(
+    name: str, build: Callable[[Processor], ir.Module], results: Any, *arguments: Any, flops: int = 0
+) -> Any:
+    """Calls a kernel in whatever JAX is tracing.
+
+    Args:
+      name: tells it from all other kernels.
+      build: makes its module where this process has not compiled it yet.
+      results: one `jax.ShapeDtypeStruct` or several.
+      flops: of products, where they are known before it runs; they are of the dtype of the first argument.
+    """
+    processor = this_processor()
+    assert processor is not None, "on_this_cpu refused"
+    target = f"stack_kernels.{name}.{processor.name}"
+    _register(target, build, processor)
+    said = {"flops": np.int64(flops), "flops_dtype": arguments[0].dtype.name} if flops else {}
+    found = ffi.ffi_call(target, results, vmap_method="sequential")(*arguments, **said)
+    return vary_alike(found, arguments)[0]  # JAX takes what a foreign function gives for the same on all devices.
+
+
+_registered: dict[str, Any] = {}
+
+
+def _register(target: str, build: Callable[[Processor], ir.Module], processor: Processor) -> None:
+    with _REGISTERING:
+        if target in _registered:
+            return
+        engine = compiled(build(processor), processor)
+        address = engine.get_function_address("handler")
+        check_handler(address)
+        crash_note.install()
+        ffi.register_ffi_target(target, ffi.pycapsule(ctypes.c_void_p(address)), platform="cpu")
+        _registered[target] = engine  # which owns the code
+
+
+def compiled(module: ir.Module, processor: Processor) -> llvm.ExecutionEngine:
+    """The module and XLA's handler around it as machine code; in a report of a crash it has the module's name."""
+    crash_note.share_note()
+    target = _target_machine(processor.features)
+    engine = llvm.create_mcjit_compiler(_optimized(module, target), target)
+    engine.finalize_object()
+    return engine
+
+
+def assembly(module: ir.Module, processor: Processor) -> str:
+    """What `compiled` would make of the module, to be read; the processor need not be the one at hand."""
+    target = _target_machine(processor.features)
+    return target.emit_assembly(_optimized(module, target))
+
+
+def _optimized(module: ir.Module, target: llvm.TargetMachine) -> llvm.ModuleRef:
+    linked = _linked(module)
+    passes = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options(speed_level=3))
+    passes.getModulePassManager().run(linked, passes)
+    return linked
+
+
+def _linked(module: ir.Module) -> llvm.ModuleRef:
+    """With the handler, and with what the handler wants and the module leaves out."""
+    name = bytearray(module.name.encode() + b"\0")
+    _constant(module, "kernel_name", ir.Constant(ir.ArrayType(BYTE, len(name)), name))
+    if "scratch_bytes" not in module.globals:
+        _constant(module, "scratch_bytes", INDEX(0))
+    if "finish" not in module.globals:
+        Builder(module, "finish", [POINTER, POINTER]).close()
+    if "is_small" not in module.globals:
+        Builder(module, "is_small", [POINTER, POINTER], INDEX).close(INDEX(0))
+    linked = llvm.parse_assembly(resources.files("stack_kernels.jit_cpu").joinpath("xla_call.ll").read_text())
+    linked.link_in(llvm.parse_assembly(str(module)))
+    linked.verify()
+    return linked
+
+
+def _constant(module: ir.Module, name: str, value: ir.Constant) -> None:
+    variable = ir.GlobalVariable(module, value.type, name)
+    variable.global_constant, variable.initializer = True, value
+
+
+def _target_machine(features: str) -> llvm.TargetMachine:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=features, opt=3, codemodel="jitdefault"
+    )

@@ -1,0 +1,47 @@
+"""Dot products of int8, four terms in one instruction.
+
+One operand of it has no sign: 128 is added to each of its numbers, and what that adds to the sum is taken off at last.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+
+from stack_kernels.jit_cpu.builder import BYTE, INT32, SHORT, Builder, vector
+from stack_kernels.jit_cpu.vectors import interleaved
+
+__all__ = ["add_fours", "added_by_fours", "fours"]
+
+_LANES = 16
+
+
+def fours(builder: Builder, rows: list[Any]) -> list[Any]:
+    """Of four vectors of int8, the four numbers of each column beside each other, 128 added to each."""
+    shift = ir.Constant(rows[0].type, [0x80] * rows[0].type.count)
+    first, second, third, fourth = (builder.build.xor(row, shift) for row in rows)
+    size = min(4 * _LANES, 2 * shift.type.count)
+    halves = (interleaved(builder, *pair, size) for pair in ((first, second), (third, fourth)))
+    parts: list[Any] = []
+    for pairs in zip(*halves, strict=True):
+        upper, lower = (builder.build.bitcast(pair, vector(SHORT, size // 2)) for pair in pairs)
+        parts += interleaved(builder, upper, lower, 2 * _LANES)
+    return [builder.build.bitcast(part, vector(INT32, _LANES)) for part in parts]
+
+
+def add_fours(builder: Builder, total: Any, shifted: Any, x: Any) -> Any:
+    """Adds the products of the four int8 in each lane of `x` with those of `fours`."""
+    return builder.intrinsic("llvm.x86.avx512.vpdpbusd.512", total.type, total, shifted, x)
+
+
+def added_by_fours(builder: Builder, x: Any, count: Any) -> Any:
+    """What `fours` adds to a sum over `count` numbers, in every lane: 128 times the sum of the int8 at `x`."""
+    kind, width = vector(INT32, _LANES), 4 * _LANES
+    shift = ir.Constant(vector(BYTE, width), [0x80] * width)
+    total = builder.variable(kind, ir.Constant(kind, None))
+    with builder.loop(0, builder.plus(count, width - 1), width) as start:
+        numbers = builder.masked_load(
+            shift.type, builder.at(x, start), builder.mask(builder.minus(count, start), width)
+        )
+        numbers, factor = (builder.build.bitcast(value, kind) for value in (numbers, shift))
+        total.set(add_fours(builder, total.get(), factor, numbers))
+    return builder.splat(builder.intrinsic(f"llvm.vector.reduce.add.v{_LANES}i32", INT32, total.get()), _LANES)

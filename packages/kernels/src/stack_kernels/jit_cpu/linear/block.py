@@ -1,0 +1,278 @@
+"""Some rows of x times a block of columns of a weight, in LLVM IR: the innermost loop of a product."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llvmlite import ir
+
+from stack_kernels.jit_cpu.builder import BYTE, FLOAT, INDEX, INT32, POINTER, SHORT, Builder, Variable, vector
+from stack_kernels.jit_cpu.host import Processor
+from stack_kernels.jit_cpu.integer_dots import add_fours, added_by_fours, fours
+from stack_kernels.jit_cpu.numbers import BITS, LEVELS, read
+from stack_kernels.jit_cpu.vectors import interleaved
+
+__all__ = ["PANEL_STEPS", "Block", "Places", "Product"]
+
+PANEL_STEPS = 128
+"""Steps along k whose values fit in a panel."""
+
+_AHEAD = 32
+_X_TYPES = {"float32": FLOAT, "bfloat16": INT32, "int8": INT32}
+
+
+@dataclass(frozen=True)
+class Product:
+    """y[rows, n] = x[rows, k] @ w[k, n] in float32, the sum over each tile along k multiplied by its scales.
+
+    The buffers are x; w; if `scaled`, the scales of w, float32[tiles, n]; with integer x the scales of x,
+    float32[rows, tiles]; if `has_codebook`, 16 levels.
+
+    Attributes:
+      weight: the dtype of w, one of `BITS`.
+      x: "float32"; "bfloat16" or "int8" where w is of that dtype and the processor has such a dot product.
+    """
+
+    rows: int
+    weight: str
+    x: str = "float32"
+    scaled: bool = False
+    has_codebook: bool = False
+
+    @property
+    def name(self) -> str:
+        marks = ("scaled", self.scaled), ("codebook", self.has_codebook)
+        return "_".join(["linear", str(self.rows), self.x, self.weight, *(mark for mark, is_set in marks if is_set)])
+
+    @property
+    def step(self) -> int:
+        """The entries along k that one instruction adds up, 4 bytes of x."""
+        return {"float32": 1, "bfloat16": 2, "int8": 4}[self.x]
+
+    @property
+    def buffers(self) -> dict[str, int]:
+        """The rank of each, by name, in order."""
+        of_w = {"scale": 2} if self.scaled else {}
+        of_x = {"x_scale": 2} if self.x == "int8" else {}
+        return {"x": 2, "w": 2} | of_w | of_x | ({"levels": 1} if self.has_codebook else {})
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a tile or a block finds things: pointers to their first values, and numbers.
+
+    Attributes:
+      depth: k.
+      columns: n.
+      start, stop: the part of k that is added up, within one tile of the scales.
+      tile: the number of that tile, of `tiles`.
+      left: the columns from the first of the block to the end.
+    """
+
+    x: Any
+    w: Any
+    y: Any
+    scale: Any
+    x_scale: Any
+    levels: Any
+    panel: Any
+    depth: Any
+    columns: Any
+    tiles: Any
+    start: Any
+    stop: Any
+    tile: Any
+    left: Any
+
+
+class Block:
+    """Some rows of x times some vectors of columns of w, added to y; masked where columns may be missing.
+
+    Args:
+      panel: the values of w, as they are multiplied, can be put into a panel in the first cache, "written", so that
+        other rows find them there, "read"; or None.
+    """
+
+    def __init__(
+        self,
+        module: ir.Module,
+        product: Product,
+        processor: Processor,
+        rows: int,
+        vectors: int,
+        *,
+        is_masked: bool,
+        panel: Literal["written", "read"] | None,
+    ) -> None:
+        name = f"block_{rows}_{vectors}{'_masked' * is_masked}_{panel}"
+        self.builder = Builder(module, name, [*[POINTER] * 7, *[INDEX] * 7])
+        self.builder.function.linkage = "internal"
+        self.at = Places(*self.builder.parameters)
+        self.product, self.lanes = product, processor.lanes
+        self.rows, self.vectors, self.panel = rows, vectors, panel
+        self.mask = self.builder.mask(self.at.left, self.lanes) if is_masked else None
+        self.levels = self._levels()
+
+    def write(self) -> Any:
+        builder = self.builder
+        sums = self._sums()
+        self.added = self._added_to_fours()
+        is_first = builder.build.icmp_signed("==", self.at.start, INDEX(0))
+        for (row, column), part in zip(self._cells(), sums, strict=True):
+            place = builder.at(self.at.y, builder.times(self.at.columns, 4 * row), 4 * self.lanes * column)
+            kind = vector(FLOAT, self.lanes)
+            before = builder.load(kind, place) if self.mask is None else builder.masked_load(kind, place, self.mask)
+            before = builder.build.select(is_first, ir.Constant(kind, None), before)
+            after = self._added(before, part.get(), row, column)
+            builder.store(after, place) if self.mask is None else builder.masked_store(after, place, self.mask)
+        builder.close()
+        return builder.function
+
+    def _added_to_fours(self) -> list[Any]:
+        """For each row of integers, what its sums over this part of k are too large by."""
+        if self.product.x != "int8":
+            return []
+        builder, at = self.builder, self.at
+        rows = [builder.at(at.x, builder.times(at.depth, row), at.start) for row in range(self.rows)]
+        return [added_by_fours(builder, row, builder.minus(at.stop, at.start)) for row in rows]
+
+    def _added(self, before: Any, part: Any, row: int, column: int) -> Any:
+        """What the sum of a part of k makes of y."""
+        if not self.product.scaled:
+            return self.builder.build.fadd(before, part)
+        return self.builder.fma(self._as_float(part, row), self._scale(row, column), before)
+
+    def _cells(self) -> list[tuple[int, int]]:
+        return [(row, column) for row in range(self.rows) for column in range(self.vectors)]
+
+    def _levels(self) -> Any:
+        if BITS[self.product.weight] > 4:
+            return None
+        kind = vector(FLOAT, 16)
+        if self.product.has_codebook:
+            return self.builder.load(kind, self.at.levels)
+        return ir.Constant(kind, [float(level) for level in LEVELS[self.product.weight]])
+
+    def _sums(self) -> list[Variable]:
+        """The sum of the products over this part of k, for each cell."""
+        builder, product = self.builder, self.product
+        zero = ir.Constant(vector(INT32 if product.x == "int8" else FLOAT, self.lanes), None)
+        sums = [builder.variable(zero.type, zero) for _ in self._cells()]
+        with builder.loop(self.at.start, self.at.stop, product.step) as depth:
+            weights = self._from_panel(depth) if self.panel == "read" else self._from_memory(depth)
+            for row in range(self.rows):
+                x = self._x(row, depth)
+                for column in range(self.vectors):
+                    total = sums[row * self.vectors + column]
+                    total.set(self._add(total.get(), x, weights[column]))
+        return sums
+
+    def _from_memory(self, depth: Any) -> list[Any]:
+        """The values of w that one step along k multiplies, in a vector for each vector of columns."""
+        builder, product = self.builder, self.product
+        lines = [self._line(builder.plus(depth, line)) for line in range(product.step)]
+        self._ask_ahead(depth, _AHEAD // product.step)
+        weights = self._weights(lines)
+        if self.panel == "written":
+            for weight, place in zip(weights, self._places_in_panel(depth), strict=True):
+                builder.store(weight, place)
+        return weights
+
+    def _from_panel(self, depth: Any) -> list[Any]:
+        self._ask_ahead(depth, PANEL_STEPS)
+        kind = vector(_X_TYPES[self.product.x], self.lanes)
+        return [self.builder.load(kind, place) for place in self._places_in_panel(depth)]
+
+    def _places_in_panel(self, depth: Any) -> list[Any]:
+        builder, size = self.builder, 4 * self.lanes
+        step = builder.over(builder.minus(depth, self.at.start), self.product.step)
+        place = builder.at(self.at.panel, builder.times(step, size * self.vectors))
+        return [builder.at(place, size * column) for column in range(self.vectors)]
+
+    def _ask_ahead(self, depth: Any, distance: int) -> None:
+        """For the lines so many steps on, or, from the end of this block, those at the start of the next one."""
+        builder, product = self.builder, self.product
+        width = self.vectors * self.lanes * BITS[product.weight] // 8
+        ahead = builder.plus(depth, distance * product.step)
+        is_inside = builder.build.icmp_signed("<", ahead, self.at.depth)
+        row = builder.build.select(is_inside, ahead, builder.minus(ahead, self.at.depth))
+        shift = builder.build.select(is_inside, INDEX(0), INDEX(width))
+        for line in range(product.step):
+            place = builder.at(self._line(builder.plus(row, line)), shift)
+            for offset in range(0, width, 64):
+                builder.prefetch(builder.at(place, offset))
+
+    def _line(self, depth: Any) -> Any:
+        builder = self.builder
+        return builder.at(
+            self.at.w, builder.times(depth, builder.over(builder.times(self.at.columns, BITS[self.product.weight]), 8))
+        )
+
+    def _x(self, row: int, depth: Any) -> Any:
+        """4 bytes of x in every lane."""
+        builder, entry_bytes = self.builder, 4 // self.product.step
+        place = builder.at(
+            self.at.x, builder.times(self.at.depth, row * entry_bytes), builder.times(depth, entry_bytes)
+        )
+        return builder.splat(builder.load(_X_TYPES[self.product.x], place), self.lanes)
+
+    def _add(self, total: Any, x: Any, weights: Any) -> Any:
+        builder = self.builder
+        if self.product.x == "bfloat16":
+            return builder.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, x, weights)
+        if self.product.x == "int8":
+            return add_fours(builder, total, weights, x)
+        return builder.fma(x, weights, total)
+
+    def _weights(self, lines: list[Any]) -> list[Any]:
+        """A vector for each vector of columns: of numbers, or of what the dot products take of each column."""
+        product = self.product
+        if product.x == "float32":
+            width = self.lanes * BITS[product.weight] // 8
+            return [
+                read(
+                    self.builder,
+                    product.weight,
+                    self.builder.at(lines[0], width * column),
+                    self.lanes,
+                    self.mask,
+                    self.levels,
+                )
+                for column in range(self.vectors)
+            ]
+        if product.x == "bfloat16":
+            return self._pairs(lines)
+        return fours(self.builder, [self._stored(BYTE, line, 0, self.vectors * self.lanes) for line in lines])
+
+    def _stored(self, kind: ir.IntType, line: Any, first: int, count: int) -> Any:
+        place = self.builder.at(line, first * kind.width // 8)
+        wide = vector(kind, count)
+        return self.builder.load(wide, place) if self.mask is None else self.builder.masked_load(wide, place, self.mask)
+
+    def _pairs(self, lines: list[Any]) -> list[Any]:
+        """Of two bf16 rows, the two values of each column beside each other."""
+        count = min(self.vectors, 2) * self.lanes
+        parts: list[Any] = []
+        for first in range(0, self.vectors * self.lanes, count):
+            upper, lower = (self._stored(SHORT, line, first, count) for line in lines)
+            parts += interleaved(self.builder, upper, lower, 2 * self.lanes)
+        return [self.builder.build.bitcast(part, vector(INT32, self.lanes)) for part in parts]
+
+    def _scale(self, row: int, column: int) -> Any:
+        builder = self.builder
+        place = builder.at(
+            self.at.scale, builder.times(builder.times(self.at.tile, self.at.columns), 4), 4 * self.lanes * column
+        )
+        kind = vector(FLOAT, self.lanes)
+        scale = builder.load(kind, place) if self.mask is None else builder.masked_load(kind, place, self.mask)
+        if self.product.x != "int8":
+            return scale
+        place = builder.at(
+            self.at.x_scale, builder.times(builder.plus(builder.times(self.at.tiles, row), self.at.tile), 4)
+        )
+        return builder.build.fmul(scale, builder.splat(builder.load(FLOAT, place), self.lanes))
+
+    def _as_float(self, total: Any, row: int) -> Any:
+        """Of integers: less what `fours` adds."""
+        if self.product.x != "int8":
+            return total
+        return self.builder.build.sitofp(self.builder.build.sub(total, self.added[row]), vector(FLOAT, self.lanes))

@@ -1,0 +1,204 @@
+"""`linear` of a few rows on CPUs, in machine code: decoding, whose time is that of reading weights."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stack_core.abi import OpCall, OpImplementation, QView
+from stack_core.hardware import Chip
+from stack_core.ops.building import forward_only, is_quantized
+from stack_kernels.cpu import abstract_view
+from stack_kernels.jit_cpu import host
+from stack_kernels.jit_cpu.linear.block import Product
+from stack_kernels.jit_cpu.linear.streams import SEGMENT_COLUMNS, STREAMS, StreamedProduct, streamed_module
+from stack_kernels.jit_cpu.linear.tiles import product_module
+from stack_kernels.jit_cpu.numbers import BITS
+from stack_kernels.linear.codes import dequantized
+from stack_kernels.linear.integer_dot import rows_of
+
+__all__ = ["JIT_X86", "few_rows_product", "supports_few_rows"]
+
+_MOST_ROWS = 64
+_MOST_ROWS_BESIDE_TILES = 8
+_MOST_STREAMED_ROWS = {"float32": 8, "bfloat16": 4, "int8": 8}
+_PART_ROWS = 64
+_LEVELS = 16
+_STREAMED_BYTES = 2**22
+"""From here on a weight is not in the caches, and streams of integers are faster for several rows too."""
+_FEWEST_ROWS_OF_TILES = 3
+"""Fewer wait for memory, of which a product of integers in tiles reads four rows of the weight at a time."""
+_MOST_INTEGER_DEPTH = 2**16
+"""So many products of two int8 numbers add up to an int32, whatever they are; on the way there sums may wrap."""
+
+
+def supports_few_rows(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
+    """For up to 64 rows of `x`, with weights that are float numbers or codes of 4 or 8 bits without a zero point.
+
+    For up to 8 of bf16 or int8 where others multiply these in tiles.
+    """
+    answer = host.on_this_cpu(call, chip)
+    if answer is not True:
+        return answer
+    rows, most = math.prod(_shape(call.arrays["x"])[:-1]), _most_rows(call)
+    if not 0 < rows <= most:
+        return f"it is for 1 to {most} rows, and x has {rows}"
+    if any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(dict(call.arrays))):
+        return "it computes in float32, and an array is float64"
+    for name in _products(call) - {"x"}:
+        answer = _reads(call.arrays[name])
+        if answer is not True:
+            return answer
+    return True
+
+
+def _products(call: OpCall) -> set[str]:
+    """The arguments that are multiplied."""
+    return {name for name in call.arrays if not name.startswith("bias")}
+
+
+def _most_rows(call: OpCall) -> int:
+    processor = host.this_processor()
+    has_tiles = processor is not None and processor.has_tiles
+    operands = [call.arrays[name] for name in _products(call)]
+    return _MOST_ROWS_BESIDE_TILES if has_tiles and all(map(_fits_tiles, operands)) else _MOST_ROWS
+
+
+def _fits_tiles(operand: Any) -> bool:
+    if not is_quantized(operand):
+        return operand.dtype == jnp.bfloat16
+    return abstract_view(operand).qvalue.dtype == jnp.int8
+
+
+def _reads(weight: Any) -> bool | str:
+    if 0 in _shape(weight):
+        return "the weight is empty"
+    if not is_quantized(weight):
+        return weight.dtype.name in BITS or f"it does not read {weight.dtype.name}"
+    view = abstract_view(weight)
+    name = view.qvalue.dtype.name
+    if name not in BITS or view.zero_point is not None:
+        return f"it does not read {view.scheme}"
+    if view.codebook is not None and (BITS[name] != 4 or view.codebook.shape[0] > _LEVELS):
+        return f"it looks up to {_LEVELS} levels for codes of 4 bits, and {view.scheme} is another"
+    return BITS[name] != 4 or view.qvalue.shape[1] % 2 == 0 or "two codes of different rows share a byte"
+
+
+def few_rows_product(x: Any, weight: Any) -> jax.Array:
+    """x[..., k] @ weight[k, n] in float32, as float32[rows, n]: no gradient, any of them quantized."""
+    view = weight.__stack_qview__() if is_quantized(weight) else None
+    if is_quantized(x):
+        if view is not None and _has_integer_dot(x.__stack_qview__(), view):
+            return _integer_product(x.__stack_qview__(), view)
+        x = dequantized(x, jnp.float32)
+    rows = x.reshape(-1, x.shape[-1])
+    if view is None:
+        return _plain_product(rows, weight)
+    if len(rows) == len(view.scale) == 1 and view.qvalue.dtype == jnp.int8:
+        part = _part_rows(view.qvalue, 2 * _PART_ROWS)
+        if part % STREAMS == 0:
+            return _streamed(rows.astype(jnp.float32), view.qvalue, part) * _column_scales(view, 1)
+    product = Product(len(rows), view.qvalue.dtype.name, scaled=True, has_codebook=view.codebook is not None)
+    levels = [] if view.codebook is None else [jnp.pad(view.codebook, (0, _LEVELS - len(view.codebook)), mode="edge")]
+    return _call(product, rows.astype(jnp.float32), view.qvalue, _column_scales(view, len(view.scale)), *levels)
+
+
+def _plain_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    kind = "bfloat16" if _has_bf16_dot(rows, weight) else "float32"
+    part = _part_rows(weight, _PART_ROWS)
+    if len(rows) <= _MOST_STREAMED_ROWS[kind] and part % STREAMS == 0:
+        return _streamed(rows.astype(kind), weight, part)
+    return _call(Product(len(rows), weight.dtype.name, kind), rows.astype(kind), weight)
+
+
+def _part_rows(weight: jax.Array, most: int) -> int:
+    """How many rows of a weight make a part: equal parts, so large in wide weights that few sums are added up."""
+    depth, columns = weight.shape
+    return math.gcd(depth, most if columns <= SEGMENT_COLUMNS else 4 * _PART_ROWS)
+
+
+def _streamed(rows: jax.Array, weight: jax.Array, part: int) -> jax.Array:
+    depth, columns = weight.shape
+    kind: Any = rows.dtype.name
+    product = StreamedProduct(len(rows), weight.dtype.name, kind)
+    sums = jax.ShapeDtypeStruct((depth // part, len(rows), columns), jnp.int32 if kind == "int8" else jnp.float32)
+    results = [jax.ShapeDtypeStruct(sums.shape[1:], jnp.float32), sums]
+    build = functools.partial(streamed_module, product)
+    return host.kernel_call(product.name, build, results, rows, weight, flops=2 * rows.size * columns)[0]
+
+
+def _call(product: Product, x: jax.Array, weight: jax.Array, *more: jax.Array) -> jax.Array:
+    if BITS[product.weight] == 4:
+        # stack-quant keeps codes of uint4 and fp4 as int4. XLA takes one after the other from a type of 4 bits to
+        # another, but there and back it does nothing.
+        weight = lax.bitcast_convert_type(weight, jnp.int4)
+    result = jax.ShapeDtypeStruct((product.rows, weight.shape[1]), jnp.float32)
+    build = functools.partial(product_module, product)
+    return host.kernel_call(product.name, build, result, x, weight, *more, flops=2 * x.size * weight.shape[1])
+
+
+def _shape(array: Any) -> tuple[int, ...]:
+    return abstract_view(array).qvalue.shape if is_quantized(array) else array.shape
+
+
+def _has_bf16_dot(rows: jax.Array, weight: jax.Array) -> bool:
+    processor = host.this_processor()
+    is_bf16 = rows.dtype == weight.dtype == jnp.bfloat16
+    return is_bf16 and rows.shape[1] % 2 == 0 and processor is not None and processor.has_bf16_dot
+
+
+def _has_integer_dot(x: QView, weight: QView) -> bool:
+    processor = host.this_processor()
+    both_int8 = x.qvalue.dtype == weight.qvalue.dtype == jnp.int8 and x.codebook is None and x.zero_point is None
+    depth = weight.qvalue.shape[0] // _tiles(x, weight)
+    rows = math.prod(x.qvalue.shape[:-1])
+    is_faster = _tiles(x, weight) == 1 or rows >= _FEWEST_ROWS_OF_TILES
+    fits = depth % 4 == 0 and depth <= _MOST_INTEGER_DEPTH
+    return both_int8 and fits and is_faster and processor is not None and processor.has_int8_dot
+
+
+def _integer_product(x: QView, weight: QView) -> jax.Array:
+    tiles = _tiles(x, weight)
+    codes, scale, _ = rows_of(x)
+    most = 1 if weight.qvalue.size < _STREAMED_BYTES else _MOST_STREAMED_ROWS["int8"]
+    part = _part_rows(weight.qvalue, 2 * _PART_ROWS)
+    if tiles == 1 and len(codes) <= most and part % STREAMS == 0:
+        return _streamed(codes, weight.qvalue, part) * (scale * _column_scales(weight, 1))
+    scale = jnp.repeat(scale, tiles // scale.shape[1], axis=1)
+    product = Product(len(codes), "int8", "int8", scaled=True)
+    return _call(product, codes, weight.qvalue, _column_scales(weight, tiles), scale)
+
+
+def _tiles(x: QView, weight: QView) -> int:
+    return math.lcm(x.scale.shape[-1], weight.scale.shape[0])
+
+
+def _column_scales(weight: QView, tiles: int) -> jax.Array:
+    """float32[tiles, n]: each scale repeated over the columns, and the tiles, that it covers."""
+    scale, columns = weight.scale.astype(jnp.float32), weight.qvalue.shape[1]
+    for axis, size in enumerate((tiles, columns)):
+        if scale.shape[axis] != size:
+            scale = jnp.repeat(scale, size // scale.shape[axis], axis=axis)
+    return scale
+
+
+def _linear(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> jax.Array:
+    result = few_rows_product(x, weight)
+    if bias is not None:
+        result = result + bias.astype(jnp.float32)
+    return result.astype(preferred_dtype).reshape(*_shape(x)[:-1], result.shape[1])
+
+
+JIT_X86 = OpImplementation(
+    op="linear",
+    name="jit_x86",
+    forward=forward_only(_linear),
+    platforms=("cpu",),
+    supports=supports_few_rows,
+    is_opaque=True,
+    exports=False,
+    priority=2,
+)

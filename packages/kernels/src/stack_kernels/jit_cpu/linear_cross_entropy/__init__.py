@@ -1,0 +1,1 @@
+"""`linear_cross_entropy` in machine code."""

@@ -1,0 +1,36 @@
+"""`linear_cross_entropy` on processors with AMX: `cpu`, its products in tiles, so fast that logits are formed again."""
+
+import functools
+from typing import Any
+
+from stack_core.abi import OWN, OpCall, OpImplementation
+from stack_core.hardware import Chip
+from stack_core.ops.building import differentiated
+from stack_kernels.cpu import takes_no
+from stack_kernels.jit_cpu.linear.jit_amx import TILED, supports_tiles
+from stack_kernels.linear_cross_entropy.xla_cpu import CONFIGS, linear_cross_entropy
+
+__all__ = ["JIT_AMX"]
+
+
+def _supports(call: OpCall, chip: Chip, config: Any) -> bool | str:
+    plain = takes_no(call, "bias", "softcap")
+    return supports_tiles(call, chip, weights=("weight",), rows="hidden") if plain is True else plain
+
+
+_forward, _backward = differentiated(functools.partial(linear_cross_entropy, TILED))
+
+JIT_AMX = OpImplementation(
+    op="linear_cross_entropy",
+    name="jit_amx",
+    forward=_forward,
+    backward=_backward,
+    platforms=("cpu",),
+    supports=_supports,
+    default=lambda call, chip: CONFIGS[-1],
+    space=lambda call, chip: (CONFIGS[-1], *CONFIGS[:-1]),
+    residuals=(OWN,),
+    is_opaque=True,
+    exports=False,
+    priority=3,
+)

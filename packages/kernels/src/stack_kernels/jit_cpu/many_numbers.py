@@ -1,0 +1,22 @@
+"""Who takes the kernels that do little with each of many numbers."""
+
+from stack_core.abi import OpCall
+from stack_core.hardware import Chip
+from stack_kernels.jit_cpu import host
+from stack_kernels.jit_cpu.numbers import WRITTEN
+
+__all__ = ["LEAST_SIZE", "supports_many"]
+
+LEAST_SIZE = 2**15
+"""Fewer are left to XLA, which makes them part of what comes before or after."""
+
+
+def supports_many(call: OpCall, chip: Chip, size: int) -> bool | str:
+    """For results of so many numbers, of the dtype of `x`."""
+    answer = host.on_this_cpu(call, chip)
+    if answer is not True:
+        return answer
+    dtype = call.arrays["x"].dtype.name
+    if dtype not in WRITTEN:
+        return f"it is for {', '.join(WRITTEN)}, and x is {dtype}"
+    return size >= LEAST_SIZE or f"it is for {LEAST_SIZE} numbers or more, and the result has {size}"

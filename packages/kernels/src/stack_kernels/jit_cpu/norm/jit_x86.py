@@ -1,0 +1,77 @@
+"""`norm` of many rows on CPUs, in machine code, forward and backward: some rows for each thread."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stack_core.abi import OpCall, OpImplementation
+from stack_core.hardware import Chip
+from stack_kernels.jit_cpu import host
+from stack_kernels.jit_cpu.many_numbers import supports_many
+from stack_kernels.jit_cpu.norm.gradient import gradient_module, gradient_name, parts, summed_over_rows
+from stack_kernels.jit_cpu.norm.rows import RowNorm, norm_module
+
+__all__ = ["JIT_X86"]
+
+
+def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
+    x, axis = call.arrays["x"], call.options["axis"]
+    answer = supports_many(call, chip, x.size)
+    if answer is not True:
+        return answer
+    if any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(dict(call.arrays))):
+        return "it computes in float32, and an array is float64"
+    return axis == -1 or f"it normalizes the last axis, and not axis {axis + x.ndim} of {x.ndim}"
+
+
+def _row_norm(x: Any, scale: Any, offset: Any, residual: Any, kind: str) -> RowNorm:
+    return RowNorm(x.dtype.name, kind == "layer", residual is not None, scale is not None, offset is not None)
+
+
+def _norm(x: Any, scale: Any, *, offset: Any, residual: Any, **options: Any) -> tuple[Any, Mapping[str, Any]]:
+    kind, epsilon, scale_offset = (options[name] for name in ("kind", "epsilon", "scale_offset"))
+    norm = _row_norm(x, scale, offset, residual, kind)
+    rows = [array.reshape(-1, x.shape[-1]) for array in (x, residual) if array is not None]
+    scales = [] if scale is None else [scale.astype(jnp.float32) + scale_offset]
+    offsets = [] if offset is None else [offset.astype(jnp.float32)]
+    results = [jax.ShapeDtypeStruct(rows[0].shape, x.dtype) for _ in rows]
+    build = functools.partial(norm_module, norm)
+    given = (*rows, *scales, *offsets, jnp.full(1, epsilon, jnp.float32))
+    found = [result.reshape(x.shape) for result in host.kernel_call(norm.name, build, results, *given)]
+    return found[0] if residual is None else tuple(found), {}
+
+
+def _backward(
+    arrays: Mapping[str, Any], options: Mapping[str, Any], output: Any, residuals: Any, cotangent: Any, *, wants: Any
+) -> Mapping[str, Any]:
+    x, scale, offset, residual = (arrays[name] for name in ("x", "scale", "offset", "residual"))
+    norm = _row_norm(x, scale, offset, residual, options["kind"])
+    of_rows = (x, cotangent) if residual is None else (output[1], *cotangent)
+    rows = [array.reshape(-1, x.shape[-1]) for array in of_rows]
+    scales = [] if scale is None else [scale.astype(jnp.float32) + options["scale_offset"]]
+    count, size = rows[0].shape
+    summed = summed_over_rows(norm)
+    results = [jax.ShapeDtypeStruct((count, size), x.dtype)]
+    for _ in summed:
+        results += [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((size,), (parts(count, size), size))]
+    build = functools.partial(gradient_module, norm)
+    given = (*rows, *scales, jnp.full(1, options["epsilon"], jnp.float32))
+    of_x, *found = host.kernel_call(gradient_name(norm), build, results, *given)
+    gradients = {name: found[2 * number].astype(arrays[name].dtype) for number, name in enumerate(summed)}
+    return {"x": of_x.reshape(x.shape), "residual": of_x.reshape(x.shape)} | gradients
+
+
+JIT_X86 = OpImplementation(
+    op="norm",
+    name="jit_x86",
+    forward=_norm,
+    backward=_backward,
+    platforms=("cpu",),
+    supports=_supports,
+    is_opaque=True,
+    exports=False,
+    priority=2,
+)

@@ -1,0 +1,177 @@
+"""Rows normalized in LLVM IR: a row is read from memory once, and stays in the first cache until it is written."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from stack_kernels.jit_cpu.builder import FLOAT, INDEX, POINTER, TILE, Builder, vector
+from stack_kernels.jit_cpu.host import Processor
+from stack_kernels.jit_cpu.numbers import BITS, read, write
+from stack_kernels.jit_cpu.vectors import total
+
+__all__ = ["RowNorm", "RowTile", "norm_module"]
+
+_TILE_SIZE = 16384
+
+
+@dataclass(frozen=True)
+class RowNorm:
+    """y = (h - m) / sqrt(v + epsilon) * scale + offset, of each row h = x + residual.
+
+    The buffers are x[rows, size], the residual if there is one, float32[size] of the scale and the offset as far as
+    there are, and epsilon, float32[1]; the results y and, with a residual, h, both of the dtype of x.
+
+    Attributes:
+      dtype: of x, one of `WRITTEN`.
+      is_centred: m is the mean and v the variance; else m is 0 and v the mean square.
+    """
+
+    dtype: str
+    is_centred: bool
+    has_residual: bool
+    has_scale: bool
+    has_offset: bool
+
+    @property
+    def buffers(self) -> list[str]:
+        wanted = {"x": True, "residual": self.has_residual, "scale": self.has_scale, "offset": self.has_offset}
+        return [*(name for name, is_wanted in wanted.items() if is_wanted), "epsilon"]
+
+    @property
+    def name(self) -> str:
+        return "_".join(["norm_layer" if self.is_centred else "norm_rms", self.dtype, *self.buffers[1:-1]])
+
+
+def norm_module(norm: RowNorm, processor: Processor) -> ir.Module:
+    """`@tiles` and `@tile`, which does some rows."""
+    module = ir.Module(norm.name)
+    builder = Builder(module, "tiles", [POINTER, POINTER], INDEX)
+    _, (rows, size) = builder.buffer(builder.parameters[1], 0, 2)
+    each = _tile_rows(builder, size)
+    builder.close(builder.over(builder.plus(rows, builder.minus(each, 1)), each))
+    _Forward(module, norm, processor.lanes)
+    return module
+
+
+def _tile_rows(builder: Builder, size: Any) -> Any:
+    return builder.max(builder.over(INDEX(_TILE_SIZE), size), INDEX(1))
+
+
+class RowTile:
+    """Writes `@tile`, which does some rows h, one after the other.
+
+    Args:
+      arguments: the names of the buffers, "epsilon" among them.
+    """
+
+    def __init__(self, module: ir.Module, norm: RowNorm, lanes: int, arguments: list[str]) -> None:
+        self.builder = builder = Builder(module, "tile", TILE)
+        self.norm, self.lanes = norm, lanes
+        buffers, self.results, self.number, _ = builder.parameters
+        self.buffers = {name: builder.buffer(buffers, at, 0)[0] for at, name in enumerate(arguments)}
+        self.y, (self.rows, self.size) = builder.buffer(self.results, 0, 2)
+        self.h: Any = None
+
+    def write_rows(self, each: Any, do_row: Callable[[Any], None]) -> None:
+        """The rows of this tile, of which all have `each`; `do_row` takes how many bytes from the start a row lies."""
+        builder = self.builder
+        first = builder.times(self.number, each)
+        with builder.loop(first, builder.min(builder.plus(first, each), self.rows)) as row:
+            do_row(builder.times(builder.times(row, self.size), BITS[self.norm.dtype] // 8))
+        builder.close()
+
+    def each(self, body: Callable[[Any, Any], None]) -> None:
+        """For the first column of each vector of a row; the last one may be masked."""
+        builder = self.builder
+        whole = builder.times(builder.over(self.size, self.lanes), self.lanes)
+        with builder.loop(0, whole, self.lanes) as column:
+            body(column, None)
+        rest = builder.minus(self.size, whole)
+        with builder.when(builder.build.icmp_signed(">", rest, INDEX(0))):
+            body(whole, builder.mask(rest, self.lanes))
+
+    def sums(self, count: int, add: Callable[..., list[Any]]) -> list[Any]:
+        """`add` takes a column, a mask and the vectors of the sums so far, and gives the sums."""
+        zero = ir.Constant(vector(FLOAT, self.lanes), None)
+        found = [self.builder.variable(zero.type, zero) for _ in range(count)]
+
+        def add_vector(column: Any, mask: Any) -> None:
+            for variable, value in zip(found, add(column, mask, *(sums.get() for sums in found)), strict=True):
+                variable.set(value)
+
+        self.each(add_vector)
+        return [total(self.builder, sums.get()) for sums in found]
+
+    def mean(self, start: Any) -> Any:
+        """In every lane; None if rows are not centred."""
+        if not self.norm.is_centred:
+            return None
+        build = self.builder.build
+        (summed,) = self.sums(1, lambda column, mask, sums: [build.fadd(self.centred(start, column, mask, None), sums)])
+        return self.builder.splat(self.per_column(summed), self.lanes)
+
+    def factor(self, squares: Any) -> Any:
+        """1 / sqrt(v + epsilon), from the sum of the squares."""
+        build = self.builder.build
+        spread = build.fadd(self.per_column(squares), self.builder.load(FLOAT, self.buffers["epsilon"]))
+        return build.fdiv(FLOAT(1.0), self.builder.intrinsic("llvm.sqrt.f32", FLOAT, spread))
+
+    def per_column(self, summed: Any) -> Any:
+        return self.builder.build.fdiv(summed, self.builder.build.sitofp(self.size, FLOAT))
+
+    def centred(self, start: Any, column: Any, mask: Any, mean: Any) -> Any:
+        """h, less its mean if it has one; 0 where there is no column."""
+        builder = self.builder
+        h = self.read(self.h, start, column, mask)
+        if mean is None:
+            return h
+        h = builder.build.fsub(h, mean)
+        return h if mask is None else builder.build.select(mask, h, ir.Constant(h.type, None))
+
+    def read(self, rows: Any, start: Any, column: Any, mask: Any) -> Any:
+        return read(self.builder, self.norm.dtype, self._at(rows, start, column), self.lanes, mask, None)
+
+    def write(self, value: Any, rows: Any, start: Any, column: Any, mask: Any) -> None:
+        write(self.builder, self.norm.dtype, value, self._at(rows, start, column), mask)
+
+    def of_column(self, name: str, column: Any, mask: Any) -> Any:
+        """Of a buffer with a float32 for every column."""
+        place = self.builder.at(self.buffers[name], self.builder.times(column, 4))
+        return read(self.builder, "float32", place, self.lanes, mask, None)
+
+    def _at(self, rows: Any, start: Any, column: Any) -> Any:
+        return self.builder.at(rows, start, self.builder.times(column, BITS[self.norm.dtype] // 8))
+
+
+class _Forward(RowTile):
+    def __init__(self, module: ir.Module, norm: RowNorm, lanes: int) -> None:
+        super().__init__(module, norm, lanes, norm.buffers)
+        self.h = self.builder.buffer(self.results, 1, 0)[0] if norm.has_residual else self.buffers["x"]
+        self.write_rows(_tile_rows(self.builder, self.size), self._normalize)
+
+    def _normalize(self, start: Any) -> None:
+        builder = self.builder
+        if self.norm.has_residual:
+            self.each(lambda column, mask: self._add(start, column, mask))
+        mean = self.mean(start)
+
+        def add_square(column: Any, mask: Any, sums: Any) -> list[Any]:
+            h = self.centred(start, column, mask, mean)
+            return [builder.fma(h, h, sums)]
+
+        factor = builder.splat(self.factor(*self.sums(1, add_square)), self.lanes)
+        self.each(lambda column, mask: self._write(start, column, mask, mean, factor))
+
+    def _add(self, start: Any, column: Any, mask: Any) -> None:
+        terms = [self.read(self.buffers[name], start, column, mask) for name in ("x", "residual")]
+        self.write(self.builder.build.fadd(*terms), self.h, start, column, mask)
+
+    def _write(self, start: Any, column: Any, mask: Any, mean: Any, factor: Any) -> None:
+        build = self.builder.build
+        y = build.fmul(self.centred(start, column, mask, mean), factor)
+        for name, combine in (("scale", build.fmul), ("offset", build.fadd)):
+            if name in self.buffers:
+                y = combine(y, self.of_column(name, column, mask))
+        self.write(y, self.y, start, column, mask)

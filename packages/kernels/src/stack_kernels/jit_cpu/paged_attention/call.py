@@ -1,0 +1,135 @@
+"""What a kernel of attention to pages is written for, and how it finds its way in the buffers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from stack_kernels.jit_cpu.builder import INDEX, INT32, Builder
+
+__all__ = ["TILE_QUERIES", "PagedAttention", "Sequences", "strides"]
+
+TILE_QUERIES = 16
+"""The most queries of a tile, where a key head has no more."""
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """What a kernel is written for.
+
+    The buffers are query[tokens, heads, head_dim]; the pools of keys and of values in the axes of `layout`; int32 block
+    tables[batch, pages], kv_lengths[batch] and query_starts[batch + 1]; and, if `scaled`, pools of a float32 scale for
+    each vector of keys and of values. Results are the output, shaped like the query, and the running maximum and the
+    sum of the softmax, float32[tokens, heads]; of what has nothing to attend to all are 0.
+
+    Attributes:
+      lanes: the numbers of its vectors, which head_dim is a multiple of.
+      query: "float32", or "bfloat16" where keys are and the processor has such a dot product.
+      pages: the dtype of keys and values, one of `BITS` of at least 8.
+      output: the dtype of the output, one of `WRITTEN`.
+      left: how far back a query sees; None for all the way.
+    """
+
+    lanes: int
+    query: str
+    pages: str
+    output: str
+    scaled: bool
+    layout: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    slots: int
+    scale: float
+    softcap: float | None
+    left: int | None
+
+    @property
+    def name(self) -> str:
+        return "_".join(["paged_attention", *(str(value) for value in vars(self).values())])
+
+    @property
+    def group(self) -> int:
+        """The query heads of a key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens of a tile."""
+        return max(1, TILE_QUERIES // self.group)
+
+
+class Sequences:
+    """Where the tokens and the keys of each sequence are, in whatever function is being written.
+
+    Whatever the index arrays hold, nothing that is found here lies outside of the arrays that it is an index of: it is
+    what `stack_core.ops.building.bounded_places` makes of them.
+    """
+
+    def __init__(self, builder: Builder, arguments: Any, attention: PagedAttention) -> None:
+        self.builder, self.attention = builder, attention
+        _, (self.tokens, _, _) = builder.buffer(arguments, 0, 3)
+        _, pool = builder.buffer(arguments, 1, 4)
+        self.last_page = builder.minus(pool[attention.layout.index("p")], 1)
+        self.tables, (self.count, self.pages) = builder.buffer(arguments, 3, 2)
+        self.lengths, _ = builder.buffer(arguments, 4, 0)
+        self.starts, _ = builder.buffer(arguments, 5, 0)
+
+    def page(self, sequence: Any, number: Any) -> Any:
+        """The place in the pool of a page of a sequence."""
+        entry = self.builder.plus(self.builder.times(sequence, self.pages), number)
+        return self._integer(self.tables, entry, self.last_page)
+
+    def length(self, sequence: Any) -> Any:
+        """How many keys a sequence has."""
+        return self._integer(self.lengths, sequence, self.builder.times(self.pages, self.attention.slots))
+
+    def first_token(self) -> Any:
+        """The first that belongs to a sequence."""
+        return self._integer(self.starts, INDEX(0), self.tokens)
+
+    @contextmanager
+    def each(self) -> Iterator[tuple[Any, Any, Any]]:
+        """The block runs for each sequence with its number, its first token and the one after its last."""
+        builder = self.builder
+        start = builder.variable(INDEX, self.first_token())
+        with builder.loop(0, self.count) as sequence:
+            end = builder.max(start.get(), self._integer(self.starts, builder.plus(sequence, 1), self.tokens))
+            yield sequence, start.get(), end
+            start.set(end)
+
+    def parts(self, start: Any, end: Any) -> Any:
+        """How many tiles so many tokens take for each key head."""
+        return self.builder.ceil_div(self.builder.minus(end, start), self.attention.tokens)
+
+    def of_part(self, part: Any) -> tuple[Any, Any, Any, Any]:
+        """A part's sequence, which of its parts it is, the first token of the sequence and the one after its last."""
+        builder = self.builder
+        left = builder.variable(INDEX, part)
+        found = [builder.variable(INDEX, INDEX(0)) for _ in range(4)]
+        with self.each() as (sequence, start, end):
+            parts = self.parts(start, end)
+            is_inside = builder.build.and_(
+                builder.build.icmp_signed(">=", left.get(), INDEX(0)), builder.build.icmp_signed("<", left.get(), parts)
+            )
+            for variable, value in zip(found, (sequence, left.get(), start, end), strict=True):
+                variable.set(builder.build.select(is_inside, value, variable.get()))
+            left.set(builder.minus(left.get(), parts))
+        sequence, own, start, end = (variable.get() for variable in found)
+        return sequence, own, start, end
+
+    def _integer(self, values: Any, index: Any, most: Any) -> Any:
+        """Of an int32 array, from 0 to `most`."""
+        builder = self.builder
+        value = builder.build.sext(builder.load(INT32, builder.at(values, builder.times(index, 4))), INDEX)
+        return builder.max(builder.min(value, most), INDEX(0))
+
+
+def strides(builder: Builder, layout: str, sizes: list[Any]) -> dict[str, Any]:
+    """How many vectors of head_dim apart neighbours along each axis lie."""
+    found = {}
+    stride = INDEX(1)
+    for axis, size in zip(reversed(layout[:-1]), reversed(sizes[:-1]), strict=True):
+        found[axis] = stride
+        stride = builder.times(stride, size)
+    return found

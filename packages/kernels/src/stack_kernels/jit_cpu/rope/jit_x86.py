@@ -1,0 +1,58 @@
+"""`rope` of many tokens on CPUs, in machine code."""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stack_core.abi import OpCall, OpImplementation
+from stack_core.hardware import Chip
+from stack_kernels.jit_cpu import host
+from stack_kernels.jit_cpu.many_numbers import supports_many
+from stack_kernels.jit_cpu.rope.rows import Turn, turn_module
+from stack_kernels.rope.xla_cpu import tables
+
+__all__ = ["JIT_X86"]
+
+
+def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
+    answer = supports_many(call, chip, call.arrays["x"].size)
+    return "it turns halves, and not neighbours" if answer is True and call.options["interleaved"] else answer
+
+
+def _turned(x: Any, cosine: Any, sine: Any) -> Any:
+    turn = Turn(x.dtype.name)
+    angles = [table.reshape(-1, table.shape[-1]).astype(jnp.float32) for table in (cosine, sine)]
+    heads = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    result = jax.ShapeDtypeStruct(heads.shape, x.dtype)
+    build = functools.partial(turn_module, turn)
+    return host.kernel_call(turn.name, build, result, heads, *angles).reshape(x.shape)
+
+
+def _rope(x: Any, positions: Any, *, interleaved: bool, wants: Any, **frequencies: Any) -> tuple[Any, dict[str, Any]]:
+    return _turned(x, *tables(positions, **frequencies)), {}
+
+
+def _backward(
+    arrays: Mapping[str, Any], options: Mapping[str, Any], output: Any, residuals: Any, cotangent: Any, *, wants: Any
+) -> Mapping[str, Any]:
+    """What turned is turned back."""
+    frequencies = {name: option for name, option in options.items() if name != "interleaved"}
+    cosine, sine = tables(arrays["positions"], **frequencies)
+    return {"x": _turned(cotangent, cosine, -sine)}
+
+
+JIT_X86 = OpImplementation(
+    op="rope",
+    name="jit_x86",
+    forward=_rope,
+    backward=_backward,
+    platforms=("cpu",),
+    supports=_supports,
+    is_opaque=True,
+    exports=False,
+    priority=2,
+)

@@ -1,0 +1,148 @@
+"""Functions of vectors, most of them of float32."""
+
+import math
+from typing import Any
+
+from llvmlite import ir
+
+from stack_kernels.jit_cpu.builder import FLOAT, INT32, SHORT, Builder, vector
+
+__all__ = [
+    "as_bfloat16",
+    "constant",
+    "exp",
+    "from_bfloat16",
+    "has_nan",
+    "interleaved",
+    "reduce_max",
+    "sums",
+    "tanh",
+    "total",
+    "transposed",
+]
+
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+
+def constant(value: float | int, lanes: int) -> ir.Constant:
+    """The same number in every lane."""
+    return ir.Constant(vector(FLOAT, lanes), [float(value)] * lanes)
+
+
+def exp(builder: Builder, x: Any) -> Any:
+    """The exponential, to 2 units in the last place; that of -87.3 for what is less, where no normal numbers are.
+
+    NaN stays NaN, so that no score that is none becomes a small weight.
+
+    Source: Moshier, Cephes Mathematical Library, expf.
+    """
+    lanes, given = x.type.count, x
+    x = _min(builder, _max(builder, x, constant(-87.3, lanes)), constant(88.3, lanes))
+    power = builder.intrinsic(
+        f"llvm.nearbyint.v{lanes}f32", x.type, builder.build.fmul(x, constant(1 / math.log(2), lanes))
+    )
+    rest = builder.fma(power, constant(-_LN2_HIGH, lanes), x)
+    rest = builder.fma(power, constant(-_LN2_LOW, lanes), rest)
+    series = constant(_EXP[0], lanes)
+    for coefficient in _EXP[1:]:
+        series = builder.fma(series, rest, constant(coefficient, lanes))
+    fraction = builder.build.fadd(builder.fma(series, builder.build.fmul(rest, rest), rest), constant(1, lanes))
+    bits = builder.build.shl(builder.build.fptosi(power, vector(INT32, lanes)), _integers(23, lanes))
+    found = builder.build.bitcast(
+        builder.build.add(builder.build.bitcast(fraction, vector(INT32, lanes)), bits), x.type
+    )
+    return builder.build.select(builder.build.fcmp_unordered("uno", given, given), given, found)
+
+
+def tanh(builder: Builder, x: Any) -> Any:
+    """1 - 2 / (exp(2 x) + 1)."""
+    lanes = x.type.count
+    grown = builder.build.fadd(exp(builder, builder.build.fadd(x, x)), constant(1, lanes))
+    return builder.build.fsub(constant(1, lanes), builder.build.fdiv(constant(2, lanes), grown))
+
+
+def as_bfloat16(builder: Builder, x: Any, more: Any | None = None) -> Any:
+    """16 or 32 numbers rounded to the nearest bf16, as int16, on a processor with bf16 dot products."""
+    if more is None:
+        return builder.intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", vector(SHORT, 16), x)
+    return builder.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vector(SHORT, 32), more, x)
+
+
+def from_bfloat16(builder: Builder, x: Any) -> Any:
+    """bf16 numbers, as int16, in float32."""
+    lanes = x.type.count
+    bits = builder.build.shl(builder.build.zext(x, vector(INT32, lanes)), _integers(16, lanes))
+    return builder.build.bitcast(bits, vector(FLOAT, lanes))
+
+
+def has_nan(builder: Builder, x: Any) -> Any:
+    """Whether a lane of one vector is NaN."""
+    lanes = ir.IntType(x.type.count)
+    return builder.build.icmp_unsigned(
+        "!=", builder.build.bitcast(builder.build.fcmp_unordered("uno", x, x), lanes), lanes(0)
+    )
+
+
+def reduce_max(builder: Builder, x: Any) -> Any:
+    """Of the lanes of one vector, those apart that are NaN."""
+    return builder.intrinsic(f"llvm.vector.reduce.fmax.v{x.type.count}f32", FLOAT, x)
+
+
+def total(builder: Builder, x: Any) -> Any:
+    """Of the lanes of one vector."""
+    (summed,) = _halved(builder, [x, x], x.type.count // 2)
+    for half in _halves(x.type.count // 2):
+        (summed,) = _halved(builder, [summed, summed], half)
+    return builder.build.extract_element(summed, INT32(0))
+
+
+def sums(builder: Builder, vectors: list[Any]) -> Any:
+    """Lane j of the result is the sum of the lanes of vector j, of as many vectors as they have lanes.
+
+    Each round adds the halves of what is left of every vector, and puts two of them into one.
+    """
+    for half in (vectors[0].type.count // 2, *_halves(vectors[0].type.count // 2)):
+        vectors = _halved(builder, vectors, half)
+    return vectors[0]
+
+
+def interleaved(builder: Builder, first: Any, second: Any, size: int) -> list[Any]:
+    """The elements of two vectors of any kind in turn, in vectors of `size`."""
+    count = first.type.count
+    order = [lane + other for lane in range(count) for other in (0, count)]
+    return [builder.shuffle(first, second, order[start : start + size]) for start in range(0, 2 * count, size)]
+
+
+def transposed(builder: Builder, rows: list[Any]) -> list[Any]:
+    """The columns of as many vectors as they have lanes: each round takes the elements of two of them in turn."""
+    half = len(rows) // 2
+    for _ in range(half.bit_length()):
+        pairs = zip(rows[:half], rows[half:], strict=True)
+        rows = [part for pair in pairs for part in interleaved(builder, *pair, 2 * half)]
+    return rows
+
+
+def _halves(count: int) -> list[int]:
+    return [] if count == 1 else [count // 2, *_halves(count // 2)]
+
+
+def _halved(builder: Builder, vectors: list[Any], half: int) -> list[Any]:
+    """Vectors hold parts of 2 * half lanes, each of one sum."""
+    lanes = vectors[0].type.count
+    low = [lane for first in range(0, 2 * lanes, 2 * half) for lane in range(first, first + half)]
+    high = [lane + half for lane in low]
+    pairs = zip(vectors[::2], vectors[1::2], strict=True)
+    return [builder.build.fadd(builder.shuffle(x, y, low), builder.shuffle(x, y, high)) for x, y in pairs]
+
+
+def _integers(value: int, lanes: int) -> ir.Constant:
+    return ir.Constant(vector(INT32, lanes), [value] * lanes)
+
+
+def _max(builder: Builder, x: Any, y: Any) -> Any:
+    return builder.build.select(builder.build.fcmp_ordered(">", x, y), x, y)
+
+
+def _min(builder: Builder, x: Any, y: Any) -> Any:
+    return builder.build.select(builder.build.fcmp_ordered("<", x, y), x, y)

@@ -1,0 +1,60 @@
+"""`linear` on CPUs: products in the forms that are fast there."""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from stack_core.abi import OpImplementation
+from stack_core.ops.building import accurate_dtype
+from stack_kernels.cpu import unquantized
+from stack_kernels.linear.product import XLA, Products, transposed
+
+__all__ = ["XLA_CPU", "linear", "linear_gradients"]
+
+
+def linear(
+    products: Products, x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, wants: frozenset[str]
+) -> tuple[Any, Mapping[str, Any]]:
+    """The op, by those products."""
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if bias is None:
+        result = products.times(rows, weight, preferred_dtype)
+    else:
+        result = products.times(rows, weight, accurate_dtype(x.dtype))
+        result = (result + bias.astype(result.dtype)).astype(preferred_dtype)
+    return result.reshape(*x.shape[:-1], weight.shape[-1]), {}
+
+
+def linear_gradients(
+    products: Products,
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    outputs: Any,
+    residuals: Mapping[str, Any],
+    cotangents: Any,
+    *,
+    wants: frozenset[str],
+) -> Mapping[str, Any]:
+    """The gradients of the op, by those products; the cotangent is rounded to the dtype of the operands first."""
+    x, weight = arrays["x"], arrays["weight"]
+    rows, cotangent = (array.reshape(-1, array.shape[-1]) for array in (x, cotangents))
+    gradients = {"bias": jnp.sum(cotangent.astype(accurate_dtype(x.dtype)), axis=0)} if "bias" in wants else {}
+    cotangent = cotangent.astype(x.dtype)
+    if "x" in wants:
+        gradients["x"] = products.row_gradient(cotangent, weight, x.dtype).reshape(x.shape)
+    if "weight" in wants:
+        gradients["weight"] = products.weight_gradient(transposed(rows), cotangent, x.dtype)
+    return gradients
+
+
+XLA_CPU = OpImplementation(
+    op="linear",
+    name="xla_cpu",
+    forward=functools.partial(linear, XLA),
+    backward=functools.partial(linear_gradients, XLA),
+    platforms=("cpu",),
+    supports=unquantized,
+)

@@ -1,0 +1,31 @@
+"""`rope` on CPUs: the tables of cosines and sines are made once, and not again for every head of every product.
+
+XLA's CPU backend moves what makes the tables into each loop that reads them, forward and backward, past an optimization
+barrier too on jax 0.10. It moves nothing out of a loop.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from stack_core.abi import OpImplementation
+from stack_core.ops.building import differentiated, rope_angles, rotated
+
+__all__ = ["XLA_CPU", "tables"]
+
+
+def tables(positions: Any, *, theta: float, scaling: Any, rotary_dim: int) -> tuple[Any, Any]:
+    """Cosines and sines [..., seq, 1, rotary_dim / 2] in fp32 of positions [..., seq]."""
+    angles, factor = rope_angles(positions, theta=theta, scaling=scaling, rotary_dim=rotary_dim)
+    cosine, sine = lax.map(lambda is_sine: lax.cond(is_sine, jnp.sin, jnp.cos, angles), jnp.array([False, True]))
+    return factor * cosine, factor * sine
+
+
+def _rope(x: Any, positions: Any, *, interleaved: bool, wants: Any, **frequencies: Any) -> tuple[Any, dict[str, Any]]:
+    return rotated(x, *tables(positions, **frequencies), interleaved=interleaved), {}
+
+
+_forward, _backward = differentiated(_rope)
+
+XLA_CPU = OpImplementation(op="rope", name="xla_cpu", forward=_forward, backward=_backward, platforms=("cpu",))

@@ -1,0 +1,31 @@
+"""The splash kernel, interpreted."""
+
+import pytest
+
+from stack_core.hardware import use_chip
+from stack_core.plugins import registries
+from stack_core.testing import OpCheck, op_checks
+from stack_kernels.attention.splash import splash
+
+INTERPRETED = splash(interpret=True)
+V6E = registries.chips["v6e"]
+
+
+COVERING = ("odd_sizes", "window_and_more_keys", "segment_pair", "softcap", "sinks_and_empty_rows", "not_a_number")
+
+
+def _checks() -> list[object]:
+    """A few cases in float32 by default: each check compiles three kernels, operation by operation."""
+    return [
+        check
+        if check.aspect == "float32" and check.case.name in COVERING
+        else pytest.param(check, marks=pytest.mark.slow)
+        for check in op_checks("attention")
+        if check.aspect != "float16"
+    ]
+
+
+@pytest.mark.parametrize("check", _checks(), ids=str)
+def test_contract(check: OpCheck) -> None:
+    with use_chip(V6E):
+        check(INTERPRETED)

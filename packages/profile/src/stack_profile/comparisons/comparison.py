@@ -1,0 +1,158 @@
+"""Two sides of captures, how each pair of matched operations changed, and what makes a group of them."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+
+from stack_profile.comparisons.lines import Lines
+from stack_profile.comparisons.matching import match
+from stack_profile.comparisons.samples import Side
+from stack_profile.comparisons.significance import Difference, adjusted, against_peers, difference
+
+__all__ = ["TRIM", "Comparison", "DiffGrouping", "Group", "Place", "grouped_difference"]
+
+DiffGrouping = Literal["op", "line", "layer", "module", "category"]
+
+TRIM: Final = 0.2  # of the steps, at either end
+_PEERS: Final = 0.95  # of the time: what the others take is too short to say how operations changed
+
+
+@dataclass(frozen=True)
+class Group:
+    """The columns of both sides that make a row, and the pairs in it."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    matched: str
+    pairs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both sides, and how each pair of matched operations changed."""
+
+    before: Side
+    after: Side
+    pairs: tuple[Group, ...]
+    lines: Lines
+    each: Difference
+
+    @classmethod
+    def of(cls, before: Side, after: Side) -> "Comparison":
+        matches = enumerate(match(before.sites, after.sites))
+        pairs = tuple(Group(found.before, found.after, found.how, (place,)) for place, found in matches)
+        lines = Lines.of(before.operations, after.operations)
+        return cls(before, after, pairs, lines, grouped_difference(before, after, pairs, trim=TRIM))
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.before, self.after
+
+    @property
+    def busy(self) -> Difference:
+        return difference(*([samples.sum(axis=1, keepdims=True) for samples in side.self_s] for side in self.sides))
+
+    @property
+    def step(self) -> Difference:
+        return difference(*([samples[:, None] for samples in side.step_s] for side in self.sides))
+
+    @property
+    def peers(self) -> np.ndarray:
+        """The pairs that tell how operations change in general: of both sides, those that take nearly all the time."""
+        order = np.argsort(-self.each.before, kind="stable")
+        earlier_s = np.cumsum(self.each.before[order]) - self.each.before[order]
+        heavy = order[earlier_s < _PEERS * self.each.before.sum()]
+        return np.sort(heavy[(self.each.before[heavy] > 0) & (self.each.after[heavy] > 0)])
+
+    def rest(self, rows: Difference) -> Difference:
+        """What steps took beyond the trimmed means of the rows."""
+        busy = self.busy
+        return dataclasses.replace(busy, before=busy.before - rows.before.sum(), after=busy.after - rows.after.sum())
+
+    @property
+    def edited(self) -> tuple[Group, ...]:
+        """The pairs that the two programs do not share: what appeared, disappeared, or does something else."""
+        return tuple(pair for pair in self.pairs if pair.matched not in ("alike", "moved"))
+
+    def groups(self, by: DiffGrouping, pairs: tuple[Group, ...] | None = None) -> tuple[Group, ...]:
+        """All pairs, or some of them, put together by what they share."""
+        pairs = self.pairs if pairs is None else pairs
+        if by == "op":
+            return pairs
+        members: dict[str, list[Group]] = {}
+        for pair in pairs:
+            members.setdefault(getattr(Place.of(self, pair), by), []).append(pair)
+        return tuple(map(_joined, members.values()))
+
+    def own_changes(self, found: Difference, groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray]:
+        """Of each group the change that is its own, and the probability of it, corrected for the number of groups.
+
+        What appeared or disappeared did so because the programs differ, which no chance makes.
+        """
+        own, p = self._own_changes(found, groups)
+        whole = np.array([not (group.before and group.after) for group in groups], bool)
+        p = np.where(whole, np.nan, p)
+        return np.where(whole, found.change, own), np.where(whole, 0.0, adjusted(p))
+
+    def _own_changes(self, found: Difference, groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray]:
+        if found.of_captures:
+            return found.change, found.p()
+        peers = self.peers
+        pairs = [self.pairs[peer] for peer in peers.tolist()]
+        before, after = (
+            side.evened([column for pair in pairs for column in getattr(pair, name)])
+            for name, side in zip(("before", "after"), self.sides, strict=True)
+        )
+        even, of_peers = (grouped_difference(before, after, each, trim=TRIM) for each in (groups, pairs))
+        parts = [np.flatnonzero(np.isin(peers, group.pairs)).tolist() for group in groups]
+        return against_peers(even, of_peers, parts)
+
+
+def _joined(groups: Sequence[Group]) -> Group:
+    before, after, pairs = (
+        tuple(place for group in groups for place in getattr(group, side)) for side in ("before", "after", "pairs")
+    )
+    return Group(before, after, ", ".join(dict.fromkeys(group.matched for group in groups)), pairs)
+
+
+def grouped_difference(before: Side, after: Side, groups: Sequence[Group], *, trim: float = 0.0) -> Difference:
+    """How groups of columns changed."""
+    sums = before.sums([group.before for group in groups]), after.sums([group.after for group in groups])
+    return difference(*sums, trim=trim)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a group is known by: the operation of it that takes the most, after or else before."""
+
+    op: str
+    category: str
+    layer: str
+    line: str
+    package_line: str
+    module: str
+
+    @classmethod
+    def of(cls, comparison: Comparison, group: Group) -> "Place":
+        names = []
+        lines = comparison.lines.before, comparison.lines.after
+        for side, members, line in zip(comparison.sides, (group.before, group.after), lines, strict=True):
+            if members:
+                heaviest = max(members, key=lambda place: sum(samples[:, place].mean() for samples in side.self_s))
+                names.append((side.operations[heaviest], side.sites[heaviest], len(members), line))
+        operation, site, _, line = names[-1]
+        described = dict.fromkeys(
+            f"{each.name}{f' and {count - 1} more' if count > 1 else ''}" for each, _, count, _ in names
+        )
+        package_line = operation.instruction.package_source if operation.instruction else None
+        return cls(
+            op=f"{operation.module}: {' -> '.join(described)}",
+            category=site.category,
+            layer=site.layer,
+            line=line(operation),
+            package_line=str(package_line or ""),
+            module=operation.module,
+        )

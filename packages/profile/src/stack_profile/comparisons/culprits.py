@@ -1,0 +1,176 @@
+"""What made the steps slower, at the level that explains it best: an operation, a line, a layer, a module; or the host.
+
+A slow line may be one operation or forty, in one layer or in all, and an added layer has many lines. The level is taken
+whose first group grew most, and of those that grew about as much the finest. Operations that the two programs share are
+at fault only where the others are not: beside new work on the same cores they become slower too.
+"""
+
+import collections
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from stack_core.report.fields import number
+from stack_profile.analyses.compile import compilations
+from stack_profile.comparisons.comparison import TRIM, Comparison, DiffGrouping, Group, Place, grouped_difference
+from stack_profile.comparisons.samples import Side
+from stack_profile.traces.operations import PICOSECOND
+from stack_profile.traces.trace import Trace
+
+__all__ = ["culprits"]
+
+_LEVELS: Final[Sequence[DiffGrouping]] = ("op", "line", "layer", "module")
+_AS_GOOD: Final = 0.85  # of what the group that grew most did
+_STANDS_OUT: Final = 0.2  # of the change of the step, from which on something is at fault
+_MOST: Final = 0.5  # of the busy time before: a layer or a module of so much explains nothing
+_LEAST_IDLE: Final = 0.01  # of the step: less is the noise of a machine
+_SHOWN: Final = 3
+
+
+@dataclass(frozen=True)
+class _Grown:
+    """What takes longer than before.
+
+    Attributes:
+      own_s: what of its change is its own.
+      name: of the group at its level; `line` that of its heaviest operation.
+    """
+
+    own_s: float
+    text: str
+    name: str = ""
+    line: str = ""
+
+
+def culprits(before: Sequence[Trace], after: Sequence[Trace]) -> Iterator[str]:
+    """Names what made the steps slower, the first first, or says that nothing alone did."""
+    first, second = Side.of(before), Side.of(after)
+    if first is None or second is None:
+        return
+    comparison = Comparison.of(first, second)
+    change_s, busy_s = float(comparison.step.change[0]), float(comparison.busy.change[0])
+    if change_s <= 0:
+        return
+    least_s = _STANDS_OUT * change_s
+    grown = _at_the_best_level(comparison, comparison.edited, least_s)
+    grown = grown or _at_the_best_level(comparison, comparison.pairs, least_s)
+    idle_s = change_s - busy_s
+    if idle_s >= max(least_s, _LEAST_IDLE * float(comparison.step.before[0])):
+        text, is_known = _idle(before, after, comparison, idle_s)
+        grown.append(_Grown(idle_s if is_known else 0.0, text))  # what the programs differ in is a cause, too
+    if grown:
+        yield from (each.text for each in sorted(grown, key=lambda each: -each.own_s)[:_SHOWN])
+    else:
+        yield _nothing(comparison)
+
+
+def _nothing(comparison: Comparison) -> str:
+    peers = comparison.each.at(comparison.peers)
+    if not len(peers.before):
+        return "no operation stands out from the others"
+    median = float(np.median(peers.change / peers.before))
+    sign = "+" if median >= 0 else "-"
+    return f"no operation stands out from the others, whose median changed by {sign}{number('_share', abs(median))}"
+
+
+def _at_the_best_level(comparison: Comparison, pairs: tuple[Group, ...], least_s: float) -> list[_Grown]:
+    """What of these pairs grew by `least_s` or more, the most first, at the level that tells it best."""
+    levels = [_grown(comparison, pairs, by, least_s) for by in _LEVELS]
+    op, *coarser = (found[0] if found else None for found in levels)
+    most_s = max((each.own_s for each in coarser if each), default=0.0)
+    line = coarser[0]
+    if op and (most_s == 0 or (line and op.line == line.name and op.own_s >= _AS_GOOD * most_s)):
+        return levels[0]
+    best = (found for found in levels[1:] if found and found[0].own_s >= _AS_GOOD * most_s)
+    return next(best, [])
+
+
+def _grown(comparison: Comparison, pairs: tuple[Group, ...], by: DiffGrouping, least_s: float) -> list[_Grown]:
+    groups = comparison.groups(by, pairs)
+    if not groups:
+        return []
+    found = grouped_difference(*comparison.sides, groups, trim=TRIM)
+    drift = _drift(comparison)
+    grown = []
+    for group, *times in zip(groups, found.before.tolist(), found.after.tolist(), strict=True):
+        change_s = times[1] - times[0] * (1 + drift)
+        place = Place.of(comparison, group)
+        name = getattr(place, by)
+        is_most = by in ("layer", "module") and times[0] >= _MOST * float(comparison.busy.before[0])
+        if change_s >= least_s and name and not is_most:
+            grown.append(_Grown(change_s, _described(place, by, times), name, place.line))
+    return sorted(grown, key=lambda each: -each.own_s)
+
+
+def _drift(comparison: Comparison) -> float:
+    """The share by which all operations became slower, which one capture a side does not tell from the machine's."""
+    peers = comparison.each.at(comparison.peers)
+    if comparison.each.of_captures or len(peers.before) < _LEAST_PEERS:
+        return 0.0
+    return float(np.median(peers.change / peers.before))
+
+
+_LEAST_PEERS: Final = 3
+
+
+def _described(place: Place, by: DiffGrouping, times: Sequence[float]) -> str:
+    line = place.line or "no line"
+    if place.package_line and place.package_line != place.line:
+        line = f"{line} in {place.package_line}"
+    about = ", ".join(filter(None, (place.layer if by != "layer" else "", place.op)))
+    if by in ("layer", "module"):
+        line = f"{by} {getattr(place, by)}, mostly {line}"
+    return f"{line} ({about}): {number('_s', times[0])} -> {number('_s', times[1])}"
+
+
+def _idle(before: Sequence[Trace], after: Sequence[Trace], comparison: Comparison, idle_s: float) -> tuple[str, bool]:
+    """What the host did in the time in which devices had nothing to do, and whether that is known."""
+    counts = [sum(map(len, side.step_s)) for side in comparison.sides]
+    compiled = [_compiling(traces, count) for traces, count in zip((before, after), counts, strict=True)]
+    told = f"idle time of the devices: {number('_s', idle_s)} more a step"
+    grown = {name: took - compiled[0].get(name, 0.0) for name, took in compiled[1].items()}
+    if grown and sum(grown.values()) >= idle_s / 4:  # to trace and to lower takes time as well
+        name = max(grown, key=lambda each: grown[each])
+        line = _line_of(after, name)
+        return f"{line or 'no line'} (recompilation of {name}, {number('_s', grown[name])} a step): {told}", True
+    host = [_host(traces, count) for traces, count in zip((before, after), counts, strict=True)]
+    new = {name: took for name, took in host[1].items() if name not in host[0]}
+    if new:
+        name = max(new, key=lambda each: ("::" not in each, new[each]))  # the program's own before the runtime's
+        waits = "; it waits for the value of an array, such as one that is copied to the host" if _WAIT in name else ""
+        return f"{told}; new on the host is {name}, in which it is for {number('_s', new[name])} a step{waits}", True
+    return f"{told}; `stack profile overview` says what for", False
+
+
+_WAIT: Final = "::Await"  # what the runtime calls it, whichever function of JAX asks for the value
+
+
+def _compiling(traces: Sequence[Trace], steps: int) -> dict[str, float]:
+    """Seconds a step that functions were compiled, by their modules."""
+    took: dict[str, float] = {}
+    for row in (row for trace in traces for row in compilations(trace).rows if row.compile_s):
+        took[row.name] = took.get(row.name, 0.0) + (row.compile_s or 0.0) / steps
+    return took
+
+
+def _line_of(traces: Sequence[Trace], module: str) -> str:
+    """The user's line of a module's first instruction that has any."""
+    programs = (program for trace in traces for program in trace.programs if program.name == module)
+    found = (each.source() for program in programs for each in program.instructions.values() if each.frames)
+    return str(next(found, None) or "")
+
+
+def _host(traces: Sequence[Trace], steps: int) -> dict[str, float]:
+    """Seconds a step of the events of the host that are in at least every second step, by their names."""
+    took: dict[str, float] = {}
+    counts: collections.Counter[str] = collections.Counter()
+    for host in (trace.host_events for trace in traces):
+        seconds = np.bincount(host.which, host.end_ps - host.start_ps, minlength=len(host.names)) * PICOSECOND
+        for name, each_s, count in zip(
+            host.names, seconds.tolist(), np.bincount(host.which, minlength=len(host.names)).tolist(), strict=True
+        ):
+            took[name] = took.get(name, 0.0) + each_s / steps
+            counts[name] += count
+    return {name: seconds for name, seconds in took.items() if 2 * counts[name] >= steps}

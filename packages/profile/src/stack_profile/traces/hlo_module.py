@@ -1,0 +1,160 @@
+"""HloModuleProto as it stands in a trace, read without XLA's schemas.
+
+https://github.com/openxla/xla/blob/main/xla/service/hlo.proto
+"""
+
+from dataclasses import dataclass
+
+from stack_profile.traces.instructions import Frame
+from stack_profile.traces.wire import Value, fields, signed, varints
+
+__all__ = ["Computation", "RawInstruction", "RawModule", "module_head", "read_module"]
+
+_NAME, _ENTRY, _COMPUTATIONS, _ID, _FRAMES = 1, 2, 3, 5, 17
+
+
+@dataclass(frozen=True)
+class RawInstruction:
+    """An instruction as it stands in the proto; ids are unique in the module.
+
+    Attributes:
+      frame: the number of its Python stack, 0 where it has none.
+      source: its line alone, which is all that older versions of XLA kept.
+    """
+
+    id: int
+    name: str
+    opcode: str
+    op_name: str
+    frame: int
+    source: Frame | None
+    operands: tuple[int, ...]
+    called: tuple[int, ...]
+    target: str
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A function of the module."""
+
+    id: int
+    name: str
+    instructions: tuple[RawInstruction, ...]
+
+
+@dataclass(frozen=True)
+class RawModule:
+    """A module as it stands in the proto.
+
+    Attributes:
+      entry: the name of the computation that a run of it starts.
+      stacks: the Python stack of each frame's number, innermost first; number 0 is none.
+    """
+
+    name: str
+    entry: str
+    computations: tuple[Computation, ...]
+    stacks: tuple[tuple[Frame, ...], ...]
+
+
+def module_head(data: bytes, place: tuple[int, int]) -> tuple[str, int]:
+    """The name and the id of a module, without what is in it.
+
+    Raises:
+      WireError: it is damaged.
+    """
+    head = dict(fields(data, *place))
+    return _text(data, head.get(_NAME, 0)), _integer(head.get(_ID))
+
+
+def read_module(data: bytes, place: tuple[int, int]) -> RawModule:
+    """Reads a module.
+
+    Raises:
+      WireError, IndexError: it is damaged.
+    """
+    name = entry = ""
+    computations: list[Computation] = []
+    stacks: tuple[tuple[Frame, ...], ...] = ((),)
+    for number, value in fields(data, *place):
+        if number == _NAME:
+            name = _text(data, value)
+        elif number == _ENTRY:
+            entry = _text(data, value)
+        elif number == _COMPUTATIONS and isinstance(value, tuple):
+            computations.append(_computation(data, value))
+        elif number == _FRAMES and isinstance(value, tuple):
+            stacks = _stacks(data, value)
+    return RawModule(name, entry, tuple(computations), stacks)
+
+
+def _computation(data: bytes, place: tuple[int, int]) -> Computation:
+    name, key = "", 0
+    instructions: list[RawInstruction] = []
+    for number, value in fields(data, *place):
+        if number == 1:
+            name = _text(data, value)
+        elif number == 2 and isinstance(value, tuple):
+            instructions.append(_instruction(data, value))
+        elif number == 5 and isinstance(value, int):
+            key = value
+    return Computation(key, name, tuple(instructions))
+
+
+def _instruction(data: bytes, place: tuple[int, int]) -> RawInstruction:
+    name = opcode = op_name = target = ""
+    key = frame = 0
+    source: Frame | None = None
+    operands: list[int] = []
+    called: list[int] = []
+    for number, value in fields(data, *place):
+        if number == 1:
+            name = _text(data, value)
+        elif number == 2:
+            opcode = _text(data, value)
+        elif number == 7 and isinstance(value, tuple):
+            metadata = dict(fields(data, *value))
+            op_name, frame = _text(data, metadata.get(2, 0)), _integer(metadata.get(15))
+            if file := _text(data, metadata.get(3, 0)):
+                source = Frame(file, signed(_integer(metadata.get(4))), "")
+        elif number == 28:
+            target = _text(data, value)
+        elif number == 35:
+            key = _integer(value)
+        elif number == 36:
+            operands += varints(data, value)
+        elif number == 38:
+            called += varints(data, value)
+    return RawInstruction(key, name, opcode, op_name, frame, source, tuple(operands), tuple(called), target)
+
+
+def _stacks(data: bytes, place: tuple[int, int]) -> tuple[tuple[Frame, ...], ...]:
+    """The Python stack of each frame's number, innermost first; number 0 is none."""
+    tables: dict[int, list[Value]] = {1: [], 2: [], 3: [], 4: []}
+    for number, value in fields(data, *place):
+        tables.setdefault(number, []).append(value)
+    files, functions = ([_text(data, value) for value in tables[table]] for table in (1, 2))
+    locations = [_numbers(data, value) for value in tables[3]]
+    lines = [
+        Frame(files[place.get(1, 0) - 1], signed(place.get(3, 0)), functions[place.get(2, 0) - 1])
+        for place in locations
+    ]
+    stacks: list[tuple[Frame, ...]] = [()]
+    for value in tables[4]:
+        frame = _numbers(data, value)
+        parent = frame.get(2, 0)
+        stacks.append((lines[frame.get(1, 0) - 1], *(stacks[parent] if parent < len(stacks) else ())))
+    return tuple(stacks)
+
+
+def _numbers(data: bytes, value: Value) -> dict[int, int]:
+    found = fields(data, *value) if isinstance(value, tuple) else ()
+    return {number: each for number, each in found if isinstance(each, int)}
+
+
+def _text(data: bytes, value: Value) -> str:
+    return data[slice(*value)].decode(errors="replace") if isinstance(value, tuple) else ""
+
+
+def _integer(value: Value | None) -> int:
+    return value if isinstance(value, int) else 0

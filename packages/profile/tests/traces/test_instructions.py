@@ -1,0 +1,53 @@
+"""The line and the layer of an instruction are the user's, not those of what it calls or of what called the program."""
+
+import pytest
+
+from stack_profile.traces.instructions import Frame, Instruction, called_by
+
+USER = "/home/me/model.py"
+OPTAX = "/venv/lib/python3.12/site-packages/optax/update.py"
+CYCLOPTS = "/venv/lib/python3.12/site-packages/cyclopts/core.py"
+CORE = "/venv/lib/python3.12/site-packages/stack_core/ops/_dispatch.py"
+TRAIN = "/home/me/stack/packages/train/src/stack_train/step.py"  # installed for development
+CALLERS = (
+    Frame(TRAIN, 1, "train"),
+    Frame(CYCLOPTS, 2, "App.__call__"),
+    Frame("/venv/bin/stack", 3, "<module>"),
+)
+
+
+OUTER = len(CALLERS)
+
+
+def instruction(*frames, op_name="jit(step)/add", outer=OUTER):
+    return Instruction(1, "add.1", "add", "main", op_name, frames, outer, "own", False, frozenset({"add"}), (), "", "")
+
+
+def test_a_user_s_line_is_the_innermost_outside_of_packages_and_the_package_s_own_is_known():
+    found = instruction(Frame(CORE, 10, "run"), Frame(USER, 20, "Mlp.__call__"), Frame(TRAIN, 30, "step"), *CALLERS)
+    assert (str(found.source()), str(found.package_source)) == (f"{USER}:20", f"{CORE}:10")
+    own = instruction(Frame(USER, 20, "step"), *CALLERS)
+    assert (str(own.source()), own.package_source) == (f"{USER}:20", None)
+
+
+@pytest.mark.parametrize("innermost", [CORE, OPTAX])
+def test_a_program_without_a_user_s_line_is_of_the_package_whose_function_was_compiled(innermost):
+    found = instruction(Frame(innermost, 10, "run"), Frame(TRAIN, 20, "update"), Frame(TRAIN, 30, "step"), *CALLERS)
+    assert (str(found.source()), str(found.package_source)) == (f"{TRAIN}:20", f"{innermost}:10")
+
+
+def test_what_called_the_program_is_no_layer_though_its_function_is_not_on_the_stack():
+    """JAX traces some functions, such as those of custom gradients, outside of the frames of the compiled one."""
+    inner = Frame(TRAIN, 5, "Block.__call__")
+    assert instruction(inner, *CALLERS).layer == "Block"
+    assert instruction(inner, Frame(TRAIN, 30, "step"), *CALLERS, outer=0).layer == "Block"
+
+
+def test_callers_are_what_all_stacks_share_outside_of_the_compiled_function():
+    def stacks(*functions):
+        return [(Frame(USER, line, "f"), *(Frame(USER, 0, each) for each in functions), *CALLERS) for line in (1, 2)]
+
+    assert called_by(stacks(), "jit(step)/add") == len(CALLERS)
+    assert called_by(stacks("Model.__call__", "step", "loop"), "jit(step)/add") == len(CALLERS) + 1
+    assert called_by([], "") == 0
+    assert called_by([*stacks(), ()], "jit(step)/add") == 0

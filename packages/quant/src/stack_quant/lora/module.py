@@ -1,0 +1,90 @@
+"""Adapters on `nnx` modules: the module's own variables, and one more for each factor."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from flax import nnx
+
+from stack_quant.errors import QuantError
+from stack_quant.lora.planning import adapted_treatment, factors_of
+from stack_quant.lora.rules import AdapterRule
+from stack_quant.nnx_model import FACTORS, ModuleProgram, as_program_class, plain_module, variables_by_path
+from stack_quant.quantization import Quantization, unquantized
+from stack_quant.transform.adapted import Adapter
+
+__all__ = ["adapt_module", "merge_module"]
+
+
+def adapt_module(
+    model: Any, rules: Sequence[AdapterRule], sample_batch: Mapping[str, Any], *, seed: int = 0, dtype: str = "float32"
+) -> Any:
+    """An `nnx.Module` with adapters, of a subclass of its class; the module that was given stays as it is.
+
+    Its variable `lora` holds the factors, by the path of the parameter: down[*lead, *d_in, rank] and
+    up[*lead, rank, *d_out], where the axes lead are those of layers and experts; DoRA's magnitude[*lead, *d_out].
+
+    Args:
+      model: with values, or abstract; some parameters may be quantized.
+      sample_batch: what it is called with, arrays or shapes.
+      seed: of the factors "down".
+
+    Raises:
+      RuleError: a rule matches nothing.
+      QuantError: the model has adapters already.
+    """
+    held = getattr(model, "quantization", None)
+    quantization = held if isinstance(held, Quantization) else unquantized()
+    program = ModuleProgram.of(plain_module(model), (), sample_batch)
+    arrays = program.parameters.arrays
+    treatment = adapted_treatment(
+        rules, program.trace(), arrays, quantization.treatment, lambda path: issubclass(program.kinds[path], nnx.Param)
+    )
+    factors = factors_of(treatment.adapters, arrays, jax.random.key(seed), dtype)
+    result = nnx.clone(model)
+    variables = variables_by_path(model)
+    adapters = {
+        path: _factor_variables(treatment.adapters[path], found, variables[path].get_metadata().get("logical_axes"))
+        for path, found in factors.items()
+    }
+    setattr(result, FACTORS, nnx.Dict(adapters))
+    result.quantization = replace(quantization, treatment=treatment)
+    as_program_class(result)
+    return result
+
+
+def merge_module(model: Any) -> Any:
+    """The module without adapters: in the place of each adapted parameter the floats that its products met.
+
+    Raises:
+      QuantError: it has no adapters.
+    """
+    quantization = getattr(model, "quantization", None)
+    if not isinstance(quantization, Quantization) or not quantization.treatment.adapters:
+        raise QuantError(f"{type(model).__name__} has no adapters to merge.")
+    treatment, factors = quantization.treatment, nnx.to_pure_dict(nnx.state(getattr(model, FACTORS)))
+    is_all_float = not treatment.rules
+    result = plain_module(model) if is_all_float else nnx.clone(model)
+    if not is_all_float:
+        delattr(result, FACTORS)
+        result.quantization = replace(quantization, treatment=replace(treatment, adapters={}))
+    variables = variables_by_path(result)
+    for path, adapter in treatment.adapters.items():
+        held = variables[path].get_value()
+        base = treatment.entered(path, held)
+        variables[path].set_value(adapter.adapted(base, factors[path]).merged(held.dtype))
+    return result
+
+
+def _factor_variables(adapter: Adapter, factors: Mapping[str, Any], axes: Sequence[str | None] | None) -> Any:
+    """Variables of one parameter's factors; what the parameter says of its axes, they say of theirs."""
+    names = axes if axes is not None else [None] * len(adapter.shape)
+    return nnx.Dict(
+        {
+            name: nnx.LoRAParam(
+                factors[name], logical_axes=tuple(None if axis is None else names[axis] for axis in along)
+            )
+            for name, along in adapter.axes.items()
+        }
+    )

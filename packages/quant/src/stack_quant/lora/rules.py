@@ -1,0 +1,133 @@
+"""Rules: which parameters have adapters, and of what rank. The first that matches wins."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import NonNegativeInt, PositiveFloat
+
+from stack_core.config import config, parse
+from stack_core.errors import nearest
+from stack_core.paths import path_matches
+from stack_quant.errors import RuleError
+from stack_quant.transform.adapted import Adapter
+from stack_quant.transform.interpreter import Use
+from stack_quant.transform.provenance import Part
+
+__all__ = ["AdapterRule", "AdapterRules", "as_adapter_rules", "plan_adapters"]
+
+
+@config
+class AdapterRule:
+    r"""Which parameters have adapters.
+
+        AdapterRule(path=r"attention")                          # every matrix of attention, rank 8
+        AdapterRule(path=r"(query|value)/kernel", rank=64, alpha=64, rank_stabilized=True)
+
+    The products of a matched parameter W become x W + s (x D) U, where s is alpha / rank. Parameters without a product,
+    such as biases and norms, stay as they are.
+
+    Attributes:
+      path: a regular expression that covers one whole segment, or several in a row, of a parameter's path.
+      rank: of D and U; 0 leaves what the rule matches without an adapter.
+      alpha: the numerator of s.
+      rank_stabilized: s is alpha / sqrt(rank) (rsLoRA).
+      magnitude: the norms of the outputs' weights are trained apart from their directions (DoRA). The parameter is then
+        formed layer by layer in the products.
+
+    Source: Hu et al., LoRA, 2021 (arXiv:2106.09685); Kalajdzievski, rsLoRA, 2023 (arXiv:2312.03732); Liu et al., DoRA,
+    2024 (arXiv:2402.09353).
+    """
+
+    path: str
+    rank: NonNegativeInt = 8
+    alpha: PositiveFloat = 16.0
+    rank_stabilized: bool = False
+    magnitude: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.path)
+        except re.error as error:
+            raise RuleError(f"path={self.path!r} is no regular expression: {error}.") from None
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+
+AdapterRules = AdapterRule | Mapping[str, Any] | Sequence[AdapterRule | Mapping[str, Any]]
+"""One rule or several, as `AdapterRule`s or as mappings with their attributes."""
+
+
+def as_adapter_rules(rules: AdapterRules) -> tuple[AdapterRule, ...]:
+    """Rules from one, or a list, of `AdapterRule`s or mappings.
+
+    Raises:
+      RuleError: it is no such form, or empty.
+      ConfigError: a rule has a key that rules do not have.
+    """
+    if isinstance(rules, AdapterRule) or isinstance(rules, Mapping):  # noqa: SIM101 (a union of both loses their types)
+        rules = [rules]
+    if not isinstance(rules, Sequence) or isinstance(rules, str) or not rules:
+        raise RuleError(f"{rules!r} is no rule of adapters, nor a list of some. Give {{path: attention, rank: 8}}.")
+    return tuple(
+        rule if isinstance(rule, AdapterRule) else parse(AdapterRule, rule, path=f"rules.{place}")
+        for place, rule in enumerate(rules)
+    )
+
+
+def plan_adapters(
+    rules: Sequence[AdapterRule], shapes: Mapping[str, tuple[int, ...]], uses: Sequence[Use]
+) -> dict[str, Adapter]:
+    """The adapter of each parameter that has one, by path.
+
+    Args:
+      shapes: of the floating parameters, by path.
+      uses: of parameters, in the order of the program.
+
+    Raises:
+      RuleError: a rule matches no parameter with a product, or a product that sums over a part of an axis.
+    """
+    first: dict[str, Use] = {}
+    for use in uses:
+        if use.contracted and use.free and not (use.is_lookup or use.derived or use.mixed):
+            first.setdefault(use.path, use)
+    found: dict[str, Adapter] = {}
+    taken = set()
+    for path, use in first.items():
+        if path not in shapes:
+            continue
+        number = next((number for number, rule in enumerate(rules) if path_matches(rule.path, path)), None)
+        if number is None:
+            continue
+        taken.add(number)
+        if rules[number].rank:
+            found[path] = _adapter(path, rules[number], shapes[path], use)
+    for number, rule in enumerate(rules):
+        if number not in taken:
+            near = nearest(rule.path, first) or f" There are: {', '.join(sorted(first))}."
+            raise RuleError(
+                f"Rule {number} of lora, path={rule.path!r}, matches no parameter that goes into a product and that no "
+                f"earlier rule took.{near}"
+            )
+    return found
+
+
+def _adapter(path: str, rule: AdapterRule, shape: tuple[int, ...], use: Use) -> Adapter:
+    contracted, free = (_whole_axes(path, parts, shape) for parts in (use.contracted, use.free))
+    lead = tuple(axis for axis in range(len(shape)) if axis not in {*contracted, *free})
+    return Adapter(shape, lead, contracted, rule.rank, rule.scale, rule.magnitude)
+
+
+def _whole_axes(path: str, parts: Sequence[Part], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes that parts make up."""
+    axes = tuple(dict.fromkeys(part.axis for part in parts))
+    for axis in axes:
+        if math.prod(part.size for part in parts if part.axis == axis) != shape[axis]:
+            raise RuleError(
+                f"{path}, of shape {list(shape)}: a product takes a part of axis {axis}, so that it has no adapter. "
+                "Leave it out by a rule of rank 0 before."
+            )
+    return axes

@@ -1,0 +1,62 @@
+"""The `lora:` section of a run, and the transform that applies it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, NonNegativeInt
+
+from stack_core.config import config
+from stack_quant.lora.rules import AdapterRule, as_adapter_rules
+
+__all__ = ["LoRAConfig", "LowRankAdaptation"]
+
+
+@config
+class LoRAConfig:
+    """Which parameters of a run's model have adapters; these alone are trained.
+
+    Attributes:
+      rules: the first that matches a parameter wins; also one alone.
+      seed: of the initial factors.
+      dtype: of the factors.
+    """
+
+    rules: Annotated[tuple[AdapterRule, ...], BeforeValidator(as_adapter_rules)]
+    seed: NonNegativeInt = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclass(frozen=True)
+class LowRankAdaptation:
+    """The `ModelTransform` of `lora:`, for models in float and for those that a section before it quantized.
+
+    Attributes:
+      sample_batch: arrays that the model is called with, or their shapes.
+    """
+
+    recipe: LoRAConfig
+    sample_batch: Mapping[str, Any]
+
+    def apply(self, model: Any) -> Any:
+        from stack_quant.lora.module import adapt_module  # imports flax, which who has a module has
+
+        return adapt_module(model, self.recipe.rules, self.sample_batch, seed=self.recipe.seed, dtype=self.recipe.dtype)
+
+    def call(self, function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        from stack_quant.nnx_model import run_as_program  # as above
+
+        if model.quantization.treatment.rules:  # the section before runs the program, with adapters in it
+            return function(model, *args, **kwargs)
+        return run_as_program(function, model, *args, **kwargs)
+
+    def trained(self, path: tuple[Any, ...], variable: Any) -> bool:
+        """The factors alone."""
+        from stack_quant.nnx_model import is_factor  # as above
+
+        return is_factor(variable)
+
+    def merged(self, model: Any) -> Any:
+        from stack_quant.lora.module import merge_module  # as above
+
+        return merge_module(model)

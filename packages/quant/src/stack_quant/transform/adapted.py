@@ -1,0 +1,185 @@
+"""Parameters with adapters of low rank, and how they move through a program without being formed."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stack_core import ops
+from stack_core.ops.building import is_quantized
+from stack_quant.transform import views
+
+__all__ = ["Adapted", "Adapter", "Factors"]
+
+Factors = Mapping[str, Any]
+"""The trained arrays of one adapter: "down", "up", and "magnitude" of DoRA."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adapted:
+    """A parameter with an adapter: W' = W + s sum_r D_r U_r, or m W' / |W'| with magnitudes m (DoRA).
+
+    Invariants, for a base of n axes: down and up have n + 1, the last of them the rank; along each axis of the base
+    each of the two has all entries or one. The magnitudes have n axes, and one entry along those that |W'| sums over.
+
+    Attributes:
+      base: W, an array or a quantized one.
+      down, up: D and U.
+      magnitude: m, or None.
+      scale: s.
+    """
+
+    base: Any
+    down: Any
+    up: Any
+    magnitude: Any
+    scale: float = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    def merged(self, dtype: Any) -> Any:
+        """W' as one array; |W'| has no gradient, as in the paper of DoRA (section 4.3)."""
+        base = ops.dequantize(self.base, jnp.float32) if is_quantized(self.base) else self.base
+        down, up = (factor.astype(jnp.float32) for factor in (self.down, self.up))
+        whole = base.astype(jnp.float32) + self.scale * jnp.einsum("...r,...r->...", down, up)
+        if self.magnitude is not None:
+            axes = tuple(axis for axis, size in enumerate(self.magnitude.shape) if size == 1)
+            norm = jnp.sqrt(jnp.sum(jnp.square(whole), axes, keepdims=True))
+            whole = whole * (self.magnitude.astype(jnp.float32) / lax.stop_gradient(norm))
+        return whole.astype(dtype)
+
+    def takes(self, contracted: Sequence[int], free: Sequence[int]) -> bool:
+        """Whether a product that sums over `contracted` can be formed by way of the rank."""
+        lean = [(self.down, axis) for axis in free] + [(self.up, axis) for axis in contracted]
+        return self.magnitude is None and all(factor.shape[axis] == 1 for factor, axis in lean)
+
+    def full_along(self, axes: Sequence[int]) -> "Adapted":
+        """With an entry of everything for each entry along `axes`, so that these may be cut or mapped over."""
+
+        def full(array: Any) -> Any:
+            shape = [self.shape[axis] if axis in axes else size for axis, size in enumerate(array.shape)]
+            return jnp.broadcast_to(array, shape)
+
+        base = views.full_along(views.view_of(self.base), axes) if is_quantized(self.base) else self.base
+        return self._with(base, full)
+
+    def transpose(self, permutation: Sequence[int]) -> "Adapted":
+        """As `lax.transpose` of W'."""
+
+        def transposed(array: Any) -> Any:
+            return array.transpose([*permutation, *range(len(permutation), array.ndim)])
+
+        is_codes = is_quantized(self.base)
+        base = views.transpose(views.view_of(self.base), permutation) if is_codes else self.base.transpose(permutation)
+        return self._with(base, transposed)
+
+    def reshape(self, shape: Sequence[int]) -> "Adapted | None":
+        """As `lax.reshape` of W'; None where a new axis would lie partly along one that a factor does not have."""
+        if math.prod(self.shape) == 0:
+            return None
+        groups = views.axis_groups(self.shape, shape)
+        factors = [self.down, self.up, *([] if self.magnitude is None else [self.magnitude])]
+        for old, _ in groups:
+            long = [axis for axis in old if self.shape[axis] > 1]
+            if any(len({factor.shape[axis] > 1 for axis in long}) > 1 for factor in factors):
+                return None
+
+        def reshaped(array: Any) -> Any:
+            sizes = [1] * len(shape)
+            for old, new in groups:
+                if any(array.shape[axis] > 1 for axis in old):
+                    for axis in new:
+                        sizes[axis] = shape[axis]
+            return array.reshape(*sizes, *array.shape[len(self.shape) :])
+
+        is_codes = is_quantized(self.base)
+        base = views.reshape(views.view_of(self.base), shape) if is_codes else self.base.reshape(shape)
+        return self._with(base, reshaped)
+
+    def _with(self, base: Any, rearrange: Any) -> "Adapted":
+        magnitude = None if self.magnitude is None else rearrange(self.magnitude)
+        return Adapted(base, rearrange(self.down), rearrange(self.up), magnitude, self.scale)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Where the adapter of one parameter acts.
+
+    Attributes:
+      shape: of the parameter.
+      lead: its axes along which each entry has an adapter of its own, such as layers and experts.
+      contracted: its axes that products sum over.
+      rank: of the factors.
+      scale: what their product is multiplied by.
+      has_magnitude: it has DoRA's magnitudes.
+    """
+
+    shape: tuple[int, ...]
+    lead: tuple[int, ...]
+    contracted: tuple[int, ...]
+    rank: int
+    scale: float
+    has_magnitude: bool = False
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The axes that products keep."""
+        return tuple(axis for axis in range(len(self.shape)) if axis not in {*self.lead, *self.contracted})
+
+    @property
+    def axes(self) -> dict[str, tuple[int | None, ...]]:
+        """By factor: the parameter's axis that each of its own lies along; None is the rank."""
+        found: dict[str, tuple[int | None, ...]] = {
+            "down": (*self.lead, *self.contracted, None),
+            "up": (*self.lead, None, *self.free),
+        }
+        return {**found, "magnitude": (*self.lead, *self.free)} if self.has_magnitude else found
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each factor: down[*lead, *contracted, rank], up[*lead, rank, *free], magnitude[*lead, *free]."""
+        return {
+            name: tuple(self.rank if axis is None else self.shape[axis] for axis in axes)
+            for name, axes in self.axes.items()
+        }
+
+    def initial(self, base: Any, key: jax.Array, dtype: Any) -> dict[str, jax.Array]:
+        """Factors that change nothing: down uniform within 1 / sqrt(d_in), as PEFT draws it; up zero."""
+        shapes = self.shapes()
+        limit = 1 / math.sqrt(math.prod(self.shape[axis] for axis in self.contracted))
+        factors = {
+            "down": jax.random.uniform(key, shapes["down"], dtype, -limit, limit),
+            "up": jnp.zeros(shapes["up"], dtype),
+        }
+        if self.has_magnitude:
+            whole = ops.dequantize(base, jnp.float32) if is_quantized(base) else base.astype(jnp.float32)
+            norm = jnp.sqrt(jnp.sum(jnp.square(whole), self.contracted))
+            factors["magnitude"] = self._ordered(norm, "magnitude").astype(dtype)
+        return factors
+
+    def adapted(self, base: Any, factors: Factors) -> Adapted:
+        """The parameter with factors of the shapes of `shapes`."""
+        magnitude = self._spread(factors["magnitude"], "magnitude") if self.has_magnitude else None
+        return Adapted(
+            base, self._spread(factors["down"], "down"), self._spread(factors["up"], "up"), magnitude, self.scale
+        )
+
+    def _spread(self, factor: Any, name: str) -> Any:
+        """A factor with the parameter's axes, one entry along those that it does not have, and then the rank."""
+        axes = self.axes[name]
+        order = [*range(len(self.shape)), *([None] if None in axes else [])]
+        present = [axis for axis in order if axis in axes]
+        array = factor.transpose([axes.index(axis) for axis in present])
+        return jnp.expand_dims(array, [place for place, axis in enumerate(order) if axis not in axes])
+
+    def _ordered(self, norm: Any, name: str) -> Any:
+        """What has the kept axes in the parameter's order, in that of the factor."""
+        kept = sorted(axis for axis in self.axes[name] if axis is not None)
+        return norm.transpose([kept.index(axis) for axis in self.axes[name] if axis is not None])

@@ -1,0 +1,93 @@
+"""`stack rl audit`: which choices of an algorithm a recipe makes, beside those of the paper that it names."""
+
+import json as json_format
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from stack_core.config import load_yaml, parse, to_mapping
+from stack_core.errors import ConfigError
+from stack_core.plugins import registries
+from stack_core.registry import Registry
+from stack_rl.objectives.policy import PolicyConfig
+
+__all__ = ["Choice", "audit", "choices", "warnings"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One field of a recipe.
+
+    Attributes:
+      expected: what the algorithm has by default.
+    """
+
+    key: str
+    value: Any
+    expected: Any
+
+
+def audit(file: Path, /, *, json: Annotated[bool, Parameter(negative=())] = False) -> None:
+    """Compare a recipe with the algorithm that it names: stack rl audit examples/cell.yaml
+
+    Each choice that differs from the algorithm's own is marked, and settings that work against each other are named.
+
+    Args:
+      file: the YAML file of a run.
+      json: print the choices as JSON.
+    """
+    recipe = load_yaml(file)
+    objective = _selected(recipe, "objective", registries.objectives, "name")
+    data = _selected(recipe, "data", registries.batches, "kind")
+    found, named = list(choices(objective, data)), list(warnings(objective, data))
+    if json:
+        print(json_format.dumps({"choices": [each.__dict__ for each in found], "warnings": named}, indent=2))
+        return
+    for each in found:
+        differs = "" if each.value == each.expected else f"   <- {objective.name} has {each.expected}"
+        print(f"{each.key}: {each.value}{differs}")
+    for warning in named:
+        print(f"\n{warning}")
+
+
+def choices(objective: Any, data: Any) -> Iterator[Choice]:
+    """The fields of an objective beside its defaults, and those of its data that its algorithm asks for."""
+    expected = _defaults(objective)
+    for field, value in to_mapping(objective).items():
+        yield Choice(f"objective.{field}", value, expected[field])
+    if isinstance(objective, PolicyConfig):
+        given = to_mapping(data)
+        for field, asked in {"advantage": objective.advantage, "weights": objective.weights}.items():
+            yield Choice(f"data.{field}", given.get(field), asked)
+
+
+def warnings(objective: Any, data: Any) -> Iterator[str]:
+    """Settings of a policy gradient that do nothing, or that the paper has and the recipe has not."""
+    if not isinstance(objective, PolicyConfig):
+        return
+    given, expected = to_mapping(objective), _defaults(objective)
+    unread = [name for name in ("kl_estimator", "kl_corrected", "reference") if given[name] != expected[name]]
+    if unread and not objective.kl:
+        yield f"objective.{', objective.'.join(unread)}: not read, as objective.kl is 0. Set it, or leave these out."
+    if objective.kl_estimator == "k3" and objective.kl and not objective.kl_corrected:
+        yield (
+            "objective.kl_estimator: k3 has the gradient of KL(p_ref || p). kl_corrected: true gives it that of "
+            "KL(p || p_ref), and so does k2 on policy."
+        )
+    if objective.name == "dapo":
+        yield "dapo: groups whose rewards are equal have no gradient; the paper draws others for them."
+
+
+def _defaults(objective: Any) -> Mapping[str, Any]:
+    return to_mapping(parse(type(objective), {"name": objective.name}))
+
+
+def _selected(recipe: Mapping[str, Any], section: str, registry: Registry[Any], key: str) -> Any:
+    mapping = recipe.get(section)
+    mapping = {key: mapping} if isinstance(mapping, str) else mapping
+    if not isinstance(mapping, Mapping) or key not in mapping:
+        raise ConfigError(f"The recipe lacks {section}.{key}, which names one of: {', '.join(registry.names())}.")
+    return parse(registry[mapping[key]], mapping, path=section)

@@ -1,0 +1,85 @@
+"""`environment.name: cell`: a game of two turns with a tool, which a tiny policy learns from nothing."""
+
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, NonNegativeInt
+
+from stack_core.config import config
+from stack_core.contracts.environments import Action, Environment, Observation, Outcome, Tasks
+from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.errors import ConfigError
+
+__all__ = ["CellConfig"]
+
+_DIGITS = 10
+_SEPARATOR, _NOTHING = 10, 11
+_NAMES = (*map(str, range(_DIGITS)), "|", "?")
+
+
+@config
+class CellConfig:
+    """A row of hidden digits, one of which is asked for.
+
+    The prompt names a cell, `| 3 |`. The policy names a cell with its first token and is shown that cell's digit, or
+    `?` where there is no such cell; its second token is the answer. The reward is 1 for the asked digit, else 0, so
+    that guessing earns 0.1. Tokens 0 to 9 are digits and cells, 10 is `|`, 11 is `?`.
+
+    Attributes:
+      cells: how many there are.
+      held_out: tasks that a run is evaluated on.
+    """
+
+    name: Literal["cell"] = "cell"
+    cells: Annotated[int, Field(ge=2, le=_DIGITS)] = 6
+    held_out: NonNegativeInt = 256
+
+    def check(self, model: Any) -> None:
+        if model.vocab_size < len(_NAMES):
+            raise ConfigError(
+                f"model.vocab_size is {model.vocab_size}, but the environment 'cell' has {len(_NAMES)} tokens."
+            )
+
+    def build(self, policy: GenerativeCheckpoint, *, seq_tokens: int, seed: int) -> Tasks:
+        if seq_tokens < 6:
+            raise ConfigError(f"data.seq_tokens is {seq_tokens}; an episode of 'cell' has 6 tokens.")
+        return _Cells(self, seed)
+
+
+class _Cells:
+    training: int | None = None
+
+    def __init__(self, config: CellConfig, seed: int) -> None:
+        self._config, self._seed = config, seed
+        self.held_out = config.held_out
+
+    def episode(self, task: int, *, held_out: bool = False) -> Environment:
+        drawn = np.random.default_rng([self._seed, held_out, task])
+        digits = drawn.integers(_DIGITS, size=self._config.cells)
+        return _Episode([int(digit) for digit in digits], int(drawn.integers(self._config.cells)))
+
+    def name(self, task: int, *, held_out: bool = False) -> str:
+        return f"cell {'held out ' if held_out else ''}{task}"
+
+    def text(self, tokens: tuple[int, ...]) -> str:
+        return " ".join(_NAMES[token] if token < len(_NAMES) else f"<{token}>" for token in tokens)
+
+
+class _Episode:
+    def __init__(self, digits: list[int], asked: int) -> None:
+        self._digits, self._asked = digits, asked
+        self._looked = False
+
+    async def reset(self) -> Observation:
+        return Observation(tokens=(_SEPARATOR, self._asked, _SEPARATOR), max_tokens=1)
+
+    async def step(self, action: Action) -> Outcome:
+        (token,) = action.tokens
+        if not self._looked:
+            self._looked = True
+            shown = self._digits[token] if token < len(self._digits) else _NOTHING
+            return Outcome(observation=Observation(tokens=(shown,), max_tokens=1))
+        right = token == self._digits[self._asked]
+        return Outcome(reward=float(right), verdict="correct" if right else "wrong")
+
+    async def close(self) -> None: ...

@@ -1,0 +1,157 @@
+"""`environment.name: prompts`: answers to prompts, scored by rewards."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PositiveInt
+
+from stack_core.config import config
+from stack_core.contracts.data import Tokenizer
+from stack_core.contracts.environments import Action, Completion, Environment, Observation, Outcome, Reward, Tasks
+from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.errors import DataError
+from stack_rl.environments.records import Record, read_records
+from stack_rl.rewards.weighted import WeightedReward, resolved, total_score
+
+__all__ = ["PromptsConfig"]
+
+
+def _weighted(given: Any) -> Any:
+    """A reward without its weight has the weight 1."""
+    return given if isinstance(given, (Mapping, WeightedReward)) else WeightedReward(reward=given)
+
+
+@config
+class PromptsConfig:
+    """Prompts in JSONL files, a record a line: `prompt`, a text or a list of messages, and what rewards read besides.
+
+    An episode is one answer, which ends with the model's end token or after `max_tokens`. Its reward is the weighted
+    sum of `rewards`; each is a fact of the sample by its name.
+
+    Attributes:
+      source: files to train on, as a glob.
+      rewards: entries of the registry `rewards` or "module:function", by themselves or as `reward` with a `weight`.
+      held_out: files with the tasks that a run is evaluated on; None evaluates on none.
+      max_tokens: of an answer.
+      too_long: what becomes of a prompt that leaves no room for an answer: "error" or "drop".
+    """
+
+    source: str
+    rewards: Annotated[tuple[Annotated[WeightedReward, BeforeValidator(_weighted)], ...], Field(min_length=1)]
+    name: Literal["prompts"] = "prompts"
+    held_out: str | None = None
+    max_tokens: PositiveInt = 128
+    too_long: Literal["error", "drop"] = "error"
+
+    def check(self, model: Any) -> None:
+        for each in self.rewards:
+            resolved(each.reward)
+        self._records()
+
+    def build(self, policy: GenerativeCheckpoint, *, seq_tokens: int, seed: int) -> Tasks:
+        tokenizer = policy.tokenizer
+        if tokenizer is None:
+            raise DataError("Prompts need a tokenizer: start from a run that has one, by run.init_from.")
+        if not policy.end_tokens:
+            raise DataError("The tokenizer names no end token, so that no answer could end. Name its eos_token.")
+        rewards = [(*resolved(each.reward), each.weight) for each in self.rewards]
+        encode = _encoder(policy, tokenizer)
+        training, held_out = ([encode(*record) for record in records] for records in self._records())
+        fitting = [self._fitting(prompts, seq_tokens) for prompts in (training, held_out)]
+        return _Prompts(tokenizer, rewards, self.max_tokens, *fitting)
+
+    def _records(self) -> tuple[list[Record], list[Record]]:
+        held_out = [] if self.held_out is None else read_records(self.held_out, "data.environment.held_out")
+        return read_records(self.source, "data.environment.source"), held_out
+
+    def _fitting(self, prompts: "Sequence[_Prompt]", seq_tokens: int) -> "list[_Prompt]":
+        longest = max(prompts, key=lambda each: len(each.tokens), default=None)
+        if longest is not None and len(longest.tokens) >= seq_tokens and self.too_long == "error":
+            raise DataError(
+                f"{longest.name}: the prompt has {len(longest.tokens)} tokens, but data.seq_tokens is {seq_tokens}, at "
+                "least one of which an answer needs. Raise it, or leave such prompts out by "
+                "data.environment.too_long: drop."
+            )
+        return [each for each in prompts if len(each.tokens) < seq_tokens]
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    name: str
+    text: str
+    tokens: tuple[int, ...]
+    record: Mapping[str, Any]
+
+
+def _encoder(policy: GenerativeCheckpoint, tokenizer: Tokenizer) -> Callable[[str, Mapping[str, Any]], _Prompt]:
+    """What makes a prompt of a record, by the chat template where it holds messages."""
+    from stack_core.text.chat_template import ChatTemplate  # loads Jinja
+
+    template = None if policy.chat_template is None else ChatTemplate(policy.chat_template, policy.special_tokens)
+
+    def encode(name: str, record: Mapping[str, Any]) -> _Prompt:
+        rest = {key: value for key, value in record.items() if key != "prompt"}
+        prompt = record["prompt"]
+        if isinstance(prompt, str):
+            return _Prompt(name, prompt, tuple(tokenizer.encode(prompt)), rest)
+        if template is None:
+            raise DataError(
+                f"{name} holds messages, but the tokenizer has no chat template. Write the prompt as a text."
+            )
+        text = template.render(prompt)
+        return _Prompt(name, text, tuple(tokenizer.encode(text, add_special_tokens=False)), rest)
+
+    return encode
+
+
+class _Prompts:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        rewards: Sequence[tuple[str, Reward, float]],
+        max_tokens: int,
+        training: Sequence[_Prompt],
+        held_out: Sequence[_Prompt],
+    ) -> None:
+        self._tokenizer, self._rewards, self._max_tokens = tokenizer, rewards, max_tokens
+        self._training, self._held_out = training, held_out
+        self.training, self.held_out = len(training), len(held_out)
+
+    def episode(self, task: int, *, held_out: bool = False) -> Environment:
+        prompt = self._prompt(task, held_out=held_out)
+        return _Episode(prompt, self._tokenizer, self._rewards, self._max_tokens)
+
+    def name(self, task: int, *, held_out: bool = False) -> str:
+        return self._prompt(task, held_out=held_out).name
+
+    def text(self, tokens: tuple[int, ...]) -> str:
+        return self._tokenizer.decode(tokens)
+
+    def _prompt(self, task: int, *, held_out: bool) -> _Prompt:
+        return (self._held_out if held_out else self._training)[task]
+
+
+@dataclass(frozen=True)
+class _Episode:
+    prompt: _Prompt
+    tokenizer: Tokenizer
+    rewards: Sequence[tuple[str, Reward, float]]
+    max_tokens: int
+
+    async def reset(self) -> Observation:
+        return Observation(tokens=self.prompt.tokens, max_tokens=self.max_tokens)
+
+    async def step(self, action: Action) -> Outcome:
+        is_finished = action.finish_reason == "stop"
+        completion = Completion(
+            prompt=self.prompt.text,
+            text=self.tokenizer.decode(action.tokens[:-1] if is_finished else action.tokens),
+            tokens=action.tokens,
+            is_finished=is_finished,
+            record=self.prompt.record,
+        )
+        score = await total_score(self.rewards, completion)
+        return Outcome(reward=score.value, verdict=score.verdict, facts=score.facts)
+
+    async def close(self) -> None: ...

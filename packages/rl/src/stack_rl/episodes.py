@@ -1,0 +1,231 @@
+"""Plays episodes: an engine acts in environments, all of them turn by turn together."""
+
+import asyncio
+import math
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from stack_core.contracts.environments import Action, Environment, Observation, Outcome, Tasks, Trajectory, Verdict
+from stack_core.contracts.generation import Engine
+from stack_core.errors import EnvironmentFailed, StackError
+from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams
+
+__all__ = ["Attempt", "OnFailure", "Player"]
+
+OnFailure = Literal["stop", "drop"]
+"""What becomes of an episode whose environment or reward fails: it stops the run, or it is dropped and counted."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An episode that is to be played: one of a group's attempts at a task."""
+
+    group: int
+    task: int
+    held_out: bool = False
+
+
+@dataclass
+class _Episode:
+    """An episode under way; lists have an entry for each token."""
+
+    attempt: Attempt
+    environment: Environment
+    observation: Observation | None = None
+    action: Action | None = None
+    tokens: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    verdict: Verdict | None = None
+    is_truncated: bool = False
+    facts: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None
+
+    def show(self, observation: Observation | None, seq_tokens: int) -> None:
+        """Appends what the environment shows; without room for it and an action, the episode ends."""
+        self.observation = observation
+        if observation is None:
+            return
+        if len(self.tokens) + len(observation.tokens) >= seq_tokens:
+            self.observation, self.is_truncated = None, True
+            return
+        count = len(observation.tokens)
+        self.tokens += observation.tokens
+        self.sampled += [False] * count
+        self.logprobs += [0.0] * count
+        self.versions += [-1] * count
+        self.rewards += [0.0] * count
+
+    def act(self, update: GenerationUpdate) -> None:
+        """Appends what the policy wrote."""
+        assert self.observation is not None and update.logprobs is not None and update.finish_reason is not None
+        count = len(update.tokens)
+        self.tokens += update.tokens
+        self.sampled += [True] * count
+        self.logprobs += [each.logprob for each in update.logprobs]
+        self.versions += update.weights_versions
+        self.rewards += [0.0] * count
+        self.is_truncated = update.finish_reason == "length" and count < self.observation.max_tokens
+        self.action = Action(tokens=update.tokens, finish_reason=update.finish_reason)
+
+    def take(self, outcome: Outcome, seq_tokens: int) -> None:
+        if not math.isfinite(outcome.reward):
+            raise ValueError(f"the reward is {outcome.reward}; it must be finite")
+        self.rewards[-1] += outcome.reward
+        self.verdict = outcome.verdict or self.verdict
+        self.facts |= outcome.facts
+        self.show(outcome.observation, seq_tokens)
+
+    def trajectory(self) -> Trajectory:
+        return Trajectory(
+            group=self.attempt.group,
+            task=self.attempt.task,
+            tokens=np.asarray(self.tokens, np.int32),
+            sampled=np.asarray(self.sampled, bool),
+            logprobs=np.asarray(self.logprobs, np.float32),
+            versions=np.asarray(self.versions, np.int32),
+            rewards=np.asarray(self.rewards, np.float32),
+            verdict=self.verdict,
+            is_truncated=self.is_truncated,
+            facts=self.facts,
+        )
+
+
+class Player:
+    """Plays episodes of `tasks` with an engine.
+
+    All episodes are played together: the engine acts in every one that goes on, then every environment steps. So the
+    requests that the engine gets are a function of the attempts, the seed and the weights.
+
+    Args:
+      seq_tokens: of an episode, prompts and observations included, at most.
+    """
+
+    def __init__(self, tasks: Tasks, engine: Engine, *, seq_tokens: int, on_failure: OnFailure) -> None:
+        self._tasks, self._engine = tasks, engine
+        self._seq_tokens, self._on_failure = seq_tokens, on_failure
+        self._loop = _EventLoop()
+        self._requests = 0
+
+    def play(self, attempts: Sequence[Attempt], *, seed: Sequence[int], greedy: bool) -> list[Trajectory | None]:
+        """Plays every attempt to its end.
+
+        Args:
+          seed: of the draws, non-negative numbers.
+
+        Returns:
+          A trajectory for each attempt; None for those that failed and are dropped.
+
+        Raises:
+          EnvironmentFailed: an environment or a reward failed, and failures stop the run.
+        """
+        made = [self._tasks.episode(each.task, held_out=each.held_out) for each in attempts]
+        episodes = [_Episode(*pair) for pair in zip(attempts, made, strict=True)]
+        try:
+            self._together(episodes, self._reset)
+            for turn in range(self._seq_tokens):
+                acting = [place for place, each in enumerate(episodes) if each.observation is not None]
+                if not acting:
+                    break
+                seeds = np.random.default_rng([*seed, turn]).integers(1 << 62, size=len(episodes))
+                self._act([episodes[place] for place in acting], seeds[acting], greedy=greedy)
+                self._together([episodes[place] for place in acting], self._step)
+        finally:
+            self._loop.run([each.environment.close() for each in episodes])
+        return [each.trajectory() if each.failure is None else None for each in episodes]
+
+    async def _reset(self, episode: _Episode) -> None:
+        episode.show(await episode.environment.reset(), self._seq_tokens)
+        if episode.observation is None:
+            raise ValueError(f"no room for an action in data.seq_tokens: {self._seq_tokens}")
+
+    async def _step(self, episode: _Episode) -> None:
+        assert episode.action is not None
+        episode.take(await episode.environment.step(episode.action), self._seq_tokens)
+
+    def _act(self, acting: Sequence[_Episode], seeds: np.ndarray, *, greedy: bool) -> None:
+        """One action in each episode."""
+        names = []
+        for episode, seed in zip(acting, seeds, strict=True):
+            observation = episode.observation
+            assert observation is not None
+            sampling = SamplingParams(
+                max_tokens=min(observation.max_tokens, self._seq_tokens - len(episode.tokens)),
+                temperature=0.0 if greedy else 1.0,
+                seed=int(seed),
+                stop_tokens=observation.stop_tokens,
+                logprobs=0,
+                logprobs_of="model" if greedy else "processed",
+            )
+            names.append(f"rollout-{self._requests}")
+            self._requests += 1
+            request = GenerationRequest(request_id=names[-1], prompt=tuple(episode.tokens), sampling=sampling)
+            self._engine.submit(request)
+        for episode, name in zip(acting, names, strict=True):
+            episode.act(_joined(list(self._engine.stream(name))))
+
+    def _together(self, episodes: Sequence[_Episode], work: Callable[[_Episode], Awaitable[None]]) -> None:
+        """Awaits the same of every episode at once; each failure is its episode's own."""
+
+        async def guarded(episode: _Episode) -> None:
+            try:
+                await work(episode)
+            except Exception as error:  # Environments are a user's code and may raise whatever they like.
+                episode.failure, episode.observation = f"{type(error).__name__}: {error}", None
+                if self._on_failure == "stop":
+                    raise EnvironmentFailed(self._described(episode)) from error
+
+        self._loop.run([guarded(each) for each in episodes])
+
+    def _described(self, episode: _Episode) -> str:
+        attempt = episode.attempt
+        name = self._tasks.name(attempt.task, held_out=attempt.held_out)
+        return (
+            f"The episode at {name} failed: {episode.failure}. Its tokens so far:\n"
+            f"  {self._tasks.text(tuple(episode.tokens))}\n"
+            "Mend the environment or the reward, or leave such episodes out: data.on_failure: drop counts them."
+        )
+
+
+def _joined(updates: Sequence[GenerationUpdate]) -> GenerationUpdate:
+    """The updates of one continuation as one.
+
+    Raises:
+      StackError: the engine gave it up.
+    """
+    last = updates[-1]
+    if last.finish_reason not in ("stop", "length"):
+        raise StackError(f"The engine ended a rollout with {last.finish_reason!r}: {last.error or 'no reason given'}.")
+    parts = [part for each in updates for part in each.logprobs or ()]
+    return GenerationUpdate(
+        request_id=last.request_id,
+        tokens=tuple(token for each in updates for token in each.tokens),
+        weights_versions=tuple(version for each in updates for version in each.weights_versions),
+        logprobs=tuple(parts),
+        finish_reason=last.finish_reason,
+    )
+
+
+class _EventLoop:
+    """An event loop on a thread of its own, as the caller's thread may have one that runs."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+
+    def run(self, work: Sequence[Awaitable[Any]]) -> None:
+        """Awaits all; raises the first error once all have ended."""
+
+        async def together() -> list[Any]:
+            return await asyncio.gather(*work, return_exceptions=True)
+
+        ended = asyncio.run_coroutine_threadsafe(together(), self._loop).result()
+        for each in ended:
+            if isinstance(each, BaseException):
+                raise each

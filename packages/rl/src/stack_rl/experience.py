@@ -1,0 +1,95 @@
+"""Trajectories as batches: each token with its advantage, its weight in the loss, and who drew it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from stack_core.contracts.data import IGNORED_TARGET, Shapes
+from stack_core.contracts.environments import Trajectory
+from stack_rl.math.advantages import ADVANTAGES, equal_groups
+from stack_rl.math.weights import token_weights
+
+__all__ = ["batch_of", "batch_shapes"]
+
+_TOKENS: Final = {
+    "tokens": np.int32,
+    "targets": np.int32,
+    "positions": np.int32,
+    "segment_ids": np.int32,
+    "advantages": np.float32,
+    "weights": np.float32,
+    "old_logprobs": np.float32,
+}
+# Objectives report the means of what an episode's row says besides whether it is real, dropped, and its share.
+_FACTS: Final = ("reward", "correct", "action_tokens", "staleness", "truncated", "flat_groups")
+_ROWS: Final = ("real", "dropped", "share", *_FACTS)
+
+
+def batch_shapes(rows: int, seq_tokens: int) -> Shapes:
+    """The arrays of a batch: of tokens [rows, seq_tokens], and of rows [rows]."""
+    tokens = {name: jax.ShapeDtypeStruct((rows, seq_tokens), np.dtype(dtype)) for name, dtype in _TOKENS.items()}
+    return tokens | {name: jax.ShapeDtypeStruct((rows,), np.dtype(np.float32)) for name in _ROWS}
+
+
+def batch_of(
+    trajectories: Sequence[Trajectory | None], *, shapes: Shapes, advantage: str | None, weights: str, version: int
+) -> dict[str, np.ndarray]:
+    """Lays trajectories out, one a row; rows that are left over, and those of dropped ones (None), are padding.
+
+    Padding has no target and segment 0, whatever its tokens are: a token that also pads still learns to end a text.
+
+    Args:
+      shapes: of the batch.
+      advantage: a name of `ADVANTAGES`; None credits nothing.
+      weights: a name that `token_weights` knows.
+      version: of the weights that are trained next.
+    """
+    batch = {name: np.zeros(each.shape, each.dtype) for name, each in shapes.items()}
+    rows, seq_tokens = batch["targets"].shape
+    batch["targets"][:] = IGNORED_TARGET
+    batch["share"][:] = 1 / rows
+    batch["dropped"][: len(trajectories)] = [each is None for each in trajectories]
+    there = np.asarray([row for row, each in enumerate(trajectories) if each is not None], np.int64)
+    found = [each for each in trajectories if each is not None]
+    for row, trajectory in zip(there, found, strict=True):
+        _lay_out(batch, int(row), trajectory, version)
+    groups = np.asarray([each.group for each in found], np.int64)
+    rewards, lengths = batch["reward"][there], batch["action_tokens"][there].astype(np.int64)
+    credit = np.zeros(len(found)) if advantage is None else ADVANTAGES[advantage](rewards.astype(np.float64), groups)
+    drawn = batch["targets"] != IGNORED_TARGET
+    weigh = token_weights(weights, lengths, groups, most_tokens=seq_tokens)
+    batch["advantages"][there] = drawn[there] * credit[:, None]
+    batch["weights"][there] = drawn[there] * weigh[:, None]
+    batch["flat_groups"][there] = equal_groups(rewards, groups) & _has_others(groups)
+    return batch
+
+
+def _lay_out(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajectory, version: int) -> None:
+    sampled, count = trajectory.sampled[1:], len(trajectory.tokens) - 1
+    of_tokens = {
+        "tokens": trajectory.tokens[:-1],
+        "targets": np.where(sampled, trajectory.tokens[1:], IGNORED_TARGET),
+        "positions": np.arange(count),
+        "segment_ids": np.ones(count),
+        "old_logprobs": trajectory.logprobs[1:],
+    }
+    of_row = {
+        "real": 1.0,
+        "reward": trajectory.rewards.sum(),
+        "correct": trajectory.verdict == "correct",
+        "action_tokens": sampled.sum(),
+        "staleness": version - trajectory.versions[trajectory.sampled].min(initial=version),
+        "truncated": trajectory.is_truncated,
+    }
+    for name, values in of_tokens.items():
+        batch[name][row, :count] = values
+    for name, value in of_row.items():
+        batch[name][row] = value
+
+
+def _has_others(groups: Any) -> np.ndarray:
+    """Whether an episode is not the only one of its group."""
+    _, place, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    return counts[place] > 1

@@ -1,0 +1,1 @@
+"""Objectives: what a run minimizes, one file an algorithm."""

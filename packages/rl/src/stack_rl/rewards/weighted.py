@@ -1,0 +1,74 @@
+"""Rewards as a config names them, and their weighted sum."""
+
+import importlib
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from stack_core.config import config
+from stack_core.contracts.environments import Completion, Reward, Score, Verdict
+from stack_core.errors import ConfigError, EnvironmentFailed
+from stack_core.plugins import registries
+
+__all__ = ["WeightedReward", "resolved", "total_score"]
+
+
+@config
+class WeightedReward:
+    """A reward and its share in the sum.
+
+    Attributes:
+      reward: an entry of the registry `rewards`, "module:function", or in Python the function itself.
+    """
+
+    reward: Any
+    weight: float = 1.0
+
+
+def resolved(reward: Any) -> tuple[str, Reward]:
+    """The name and the function of a reward.
+
+    Raises:
+      UnknownName: no plugin registers it.
+      ConfigError: it cannot be imported, or is no function.
+    """
+    if callable(reward):
+        return getattr(reward, "__name__", type(reward).__name__), reward
+    module, separator, name = str(reward).partition(":")
+    if not separator:
+        return str(reward), registries.rewards[reward]
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"Reward {reward!r} cannot be imported: {error}. Correct it, or PYTHONPATH.") from error
+    if not callable(found):
+        raise ConfigError(f"Reward {reward!r} is a {type(found).__name__}; a function was expected.")
+    return name, found
+
+
+async def total_score(rewards: Sequence[tuple[str, Reward, float]], completion: Completion) -> Score:
+    """The weighted sum of the scores, with each as a fact and the first verdict that one gives.
+
+    Raises:
+      EnvironmentFailed: a reward raised, or gave no finite number; names it.
+    """
+    total, facts, verdict = 0.0, dict[str, float](), None
+    for name, reward, weight in rewards:
+        score = await _score(name, reward, completion)
+        found: Verdict | None = score.verdict
+        total, verdict = total + weight * score.value, verdict or found
+        facts |= {name: score.value, **score.facts}
+    return Score(value=total, verdict=verdict, facts=facts)
+
+
+async def _score(name: str, reward: Reward, completion: Completion) -> Score:
+    try:
+        found = reward(completion)
+        value = await found if inspect.isawaitable(found) else found
+        score = value if isinstance(value, Score) else Score(value=float(value))
+    except Exception as error:  # Rewards are a user's code and may raise whatever they like.
+        raise EnvironmentFailed(f"reward {name!r} raised {type(error).__name__}: {error}") from error
+    if not math.isfinite(score.value):
+        raise EnvironmentFailed(f"reward {name!r} gave {score.value} for {completion.text!r}; it must be finite")
+    return score

@@ -1,0 +1,167 @@
+"""Episodes with a scripted engine: what trajectories hold, budgets, failures."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from stack_core.contracts.environments import Action, EnvironmentKind, Observation, Outcome, Tasks
+from stack_core.errors import ConfigError, EnvironmentFailed, StackError
+from stack_rl.environments.cell import CellConfig
+from stack_rl.episodes import Attempt, Player
+
+from .scripted import Policy, ScriptedEngine
+
+
+@dataclass
+class Counting:
+    """An environment that counts up from its task and goes on for some turns."""
+
+    task: int
+    turns: int
+    max_tokens: int = 2
+    fails: str = ""
+    closed: list[int] = field(default_factory=list)
+
+    async def reset(self) -> Observation:
+        if self.fails == "reset":
+            raise RuntimeError("no connection")
+        return Observation(tokens=(self.task,), max_tokens=self.max_tokens)
+
+    async def step(self, action: Action) -> Outcome:
+        if self.fails == "nan":
+            return Outcome(reward=float("nan"))
+        self.turns -= 1
+        more = Observation(tokens=(9, 9), max_tokens=self.max_tokens) if self.turns else None
+        return Outcome(reward=0.5, observation=more, facts={"tokens": float(len(action.tokens))})
+
+    async def close(self) -> None:
+        self.closed.append(self.task)
+
+
+class CountingTasks:
+    training, held_out = None, 0
+
+    def __init__(self, **fields):
+        self._fields, self.closed = fields, []
+
+    def episode(self, task, *, held_out=False):
+        fields = {**self._fields, "fails": self._fields.get("fails", "") if task % 2 else ""}
+        return Counting(task, closed=self.closed, **fields)
+
+    def name(self, task, *, held_out=False):
+        return f"task {task}"
+
+    def text(self, tokens):
+        return " ".join(map(str, tokens))
+
+
+def play(tasks, tokens=(5, 6), count=2, seq_tokens=20, on_failure="stop", **options):
+    engine = ScriptedEngine(lambda prompt: tokens)
+    player = Player(tasks, engine, seq_tokens=seq_tokens, on_failure=on_failure)
+    attempts = [Attempt(group, group) for group in range(count)]
+    return engine, player.play(attempts, **{"seed": (0,), "greedy": False, **options})
+
+
+def test_a_trajectory_holds_what_was_shown_and_what_was_drawn():
+    tasks = CountingTasks(turns=2)
+    engine, (first, second) = play(tasks)
+    assert first is not None and second is not None
+    assert first.tokens.tolist() == [0, 5, 6, 9, 9, 5, 6] and second.tokens[0] == 1
+    assert first.sampled.tolist() == [False, True, True, False, False, True, True]
+    assert first.logprobs.tolist() == [0, -1, -1, 0, 0, -1, -1]
+    assert first.versions.tolist() == [-1, 0, 0, -1, -1, 0, 0]
+    assert first.rewards.tolist() == [0, 0, 0.5, 0, 0, 0, 0.5]
+    assert first.facts == {"tokens": 2.0} and not first.is_truncated
+    assert [request.prompt for request in engine.requests[2:]] == [(0, 5, 6, 9, 9), (1, 5, 6, 9, 9)]
+    assert tasks.closed == [0, 1]
+    samplings = [request.sampling for request in engine.requests]
+    assert len({each.seed for each in samplings}) == 4 and {each.temperature for each in samplings} == {1.0}
+    assert {each.logprobs_of for each in samplings} == {"processed"}
+
+
+def test_draws_are_a_function_of_the_seed():
+    seeds = [
+        [each.sampling.seed for each in play(CountingTasks(turns=1), seed=seed)[0].requests]
+        for seed in ((3,), (3,), (4,))
+    ]
+    assert seeds[0] == seeds[1] != seeds[2]
+
+
+@pytest.mark.parametrize(
+    ("seq_tokens", "tokens"), [(4, [0, 5, 6]), (6, [0, 5, 6, 9, 9, 5]), (7, [0, 5, 6, 9, 9, 5, 6])]
+)
+def test_an_episode_keeps_to_its_budget(seq_tokens, tokens):
+    _, (first, _) = play(CountingTasks(turns=2), seq_tokens=seq_tokens)
+    assert first is not None and first.tokens.tolist() == tokens
+    assert first.is_truncated == (seq_tokens < 7)
+
+
+@pytest.mark.parametrize(
+    ("fails", "message"), [("reset", "RuntimeError: no connection"), ("nan", "the reward is nan; it must be finite")]
+)
+def test_a_failure_stops_the_run_or_drops_the_episode_and_closes_all(fails, message):
+    tasks = CountingTasks(turns=1, fails=fails)
+    with pytest.raises(EnvironmentFailed, match=rf"(?s)episode at task 1 failed: .*{message}.*on_failure: drop"):
+        play(tasks)
+    assert tasks.closed == [0, 1]
+    _, (first, second) = play(CountingTasks(turns=1, fails=fails), on_failure="drop")
+    assert first is not None and first.rewards.sum() == 0.5 and second is None
+
+
+def test_a_prompt_that_leaves_no_room_is_named():
+    with pytest.raises(EnvironmentFailed, match=r"task 0 failed: .*no room for an action in data.seq_tokens: 1"):
+        play(CountingTasks(turns=1), seq_tokens=1)
+
+
+def test_an_engine_that_gives_up_is_no_reward():
+    engine = ScriptedEngine(lambda prompt: (5,))
+    aborted = lambda name: iter(
+        [next(ScriptedEngine.stream(engine, name)).__class__(request_id=name, finish_reason="abort")]
+    )
+    engine.stream = aborted
+    player = Player(CountingTasks(turns=1), engine, seq_tokens=9, on_failure="drop")
+    with pytest.raises(StackError, match="ended a rollout with 'abort'"):
+        player.play([Attempt(0, 0)], seed=(0,), greedy=True)
+
+
+class TestCell:
+    def tasks(self, **fields) -> Tasks:
+        kind = CellConfig(**fields)
+        assert isinstance(kind, EnvironmentKind)
+        return kind.build(Policy(), seq_tokens=6, seed=0)
+
+    def test_looking_at_the_asked_cell_and_naming_its_digit_earns_1(self):
+        tasks = self.tasks(held_out=3)
+        assert isinstance(tasks, Tasks)
+
+        def answer(prompt):  # the cell that is asked for, then what was shown
+            return (prompt[1],) if len(prompt) == 3 else (prompt[-1],)
+
+        player = Player(tasks, ScriptedEngine(answer), seq_tokens=6, on_failure="stop")
+        found = player.play([Attempt(task, task) for task in range(20)], seed=(0,), greedy=False)
+        assert {float(each.rewards.sum()) for each in found if each} == {1.0}
+        assert {each.verdict for each in found if each} == {"correct"}
+        shown = [int(each.tokens[4]) for each in found if each]
+        assert len(set(shown)) > 3 and tasks.text((10, 3, 10, 99)) == "| 3 | <99>"
+
+    def test_looking_elsewhere_earns_no_more_than_a_guess(self):
+        player = Player(self.tasks(), ScriptedEngine(lambda prompt: (11,)), seq_tokens=6, on_failure="stop")
+        found = player.play([Attempt(task, task) for task in range(5)], seed=(0,), greedy=False)
+        assert [int(each.tokens[4]) for each in found if each] == [11] * 5
+        assert {each.verdict for each in found if each} == {"wrong"}
+
+    def test_it_needs_its_tokens(self):
+        with pytest.raises(ConfigError, match="vocab_size is 8, but the environment 'cell' has 12 tokens"):
+            CellConfig().check(type("Model", (), {"vocab_size": 8}))
+        with pytest.raises(ConfigError, match="seq_tokens is 5"):
+            CellConfig().build(Policy(), seq_tokens=5, seed=0)
+
+
+def test_training_and_held_out_tasks_are_others():
+    tasks = CellConfig(cells=2).build(Policy(), seq_tokens=6, seed=0)
+    firsts = []
+    for held_out in (False, True):
+        episodes = [tasks.episode(task, held_out=held_out) for task in range(30)]
+        firsts.append([episode._digits for episode in episodes])
+    assert not np.array_equal(*firsts)

@@ -1,0 +1,258 @@
+"""The manifest of a bundle; this file alone knows format 1.
+
+    manifest.json                    what is described here
+    manifest.sha256                  its digest, as sha256sum writes it
+    programs/SIGNATURE.TARGET.SIZES.stablehlo    a program for fixed shapes, as a portable StableHLO artifact
+    weights/DIGEST.safetensors       parameters, each at a multiple of 64 bytes
+    examples/SIGNATURE.N.safetensors inputs, and the outputs that they gave when the bundle was written
+
+All paths in a manifest are relative to it, with "/".
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, StringConstraints
+
+from stack_core.config import config, parse, to_mapping
+from stack_core.errors import BundleError, ConfigError, UnknownName, nearest
+
+__all__ = [
+    "BATCH",
+    "DTYPES",
+    "FORMAT",
+    "Example",
+    "Manifest",
+    "Program",
+    "Signature",
+    "TensorSpec",
+    "Weight",
+    "parse_manifest",
+]
+
+FORMAT = 1
+
+BATCH = "batch"
+"""The axis along which requests are joined, where every input and output begins with it."""
+
+DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+}
+"""Dtypes that a bundle can hold, with their names in safetensors files."""
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")]
+Dtype = Annotated[str, StringConstraints(pattern=f"^({'|'.join(DTYPES)})$")]
+Digest = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
+
+
+@config
+class TensorSpec:
+    """An input or output.
+
+    Attributes:
+      shape: sizes, and names of axes whose sizes `Signature.sizes` lists.
+    """
+
+    name: Name
+    dtype: Dtype
+    shape: tuple[NonNegativeInt | Name, ...]
+
+    def at(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape for sizes of its named axes."""
+        return tuple(sizes[axis] if isinstance(axis, str) else axis for axis in self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@config
+class Signature:
+    """A function that a bundle computes.
+
+    Attributes:
+      sizes: of each named axis, ascending; there is a program for every combination.
+      pad: named axes that may be padded at their end up to the next size, with the value that fills the inputs. What
+        the outputs have there is dropped. Where requests are joined, `batch` may be padded, too.
+    """
+
+    inputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
+    outputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
+    sizes: Mapping[Name, tuple[PositiveInt, ...]] = Field(default_factory=dict)
+    pad: Mapping[Name, float] = Field(default_factory=dict)
+
+    @property
+    def joins(self) -> bool:
+        """Whether rows of several requests may share a call."""
+        return all(tensor.shape[:1] == (BATCH,) for tensor in (*self.inputs, *self.outputs))
+
+    def all_sizes(self) -> Iterator[dict[str, int]]:
+        """Every combination of sizes."""
+        for combination in itertools.product(*self.sizes.values()):
+            yield dict(zip(self.sizes, combination, strict=True))
+
+    def __str__(self) -> str:
+        inputs, outputs = (", ".join(map(str, tensors)) for tensors in (self.inputs, self.outputs))
+        sizes = "; ".join(f"{axis} in {', '.join(map(str, sizes))}" for axis, sizes in self.sizes.items())
+        return f"({inputs}) -> ({outputs})" + (f" with {sizes}" if sizes else "")
+
+
+@config
+class Program:
+    """A signature compiled for one target and one size of each named axis.
+
+    Attributes:
+      target: of `jax.export`: "cpu", "cuda", "tpu".
+      kept: which of the parameters, and of the inputs behind them, the program takes.
+      calling_convention: the version of `jax.export`'s.
+      custom_calls: what it calls outside StableHLO.
+    """
+
+    signature: Name
+    target: Name
+    sizes: Mapping[Name, PositiveInt] = Field(default_factory=dict)
+    file: str
+    kept: tuple[NonNegativeInt, ...]
+    calling_convention: PositiveInt
+    devices: Literal[1] = 1
+    custom_calls: tuple[str, ...] = ()
+
+
+@config
+class Weight:
+    """A parameter: its path in the tree, which is its name in the file, too."""
+
+    path: str
+    file: str
+
+
+@config
+class Example:
+    """Inputs, and the outputs that an opened bundle has to repeat within `atol + rtol * |output|`."""
+
+    signature: Name
+    file: str
+    rtol: NonNegativeFloat
+    atol: NonNegativeFloat
+
+
+@config
+class Manifest:
+    """What a bundle holds.
+
+    Attributes:
+      stablehlo: the version that the programs are written in.
+      jax: the version that wrote them.
+      licence: of the weights: an SPDX expression, or its text.
+      weights: in the order in which programs take them.
+      files: the SHA-256 of each file, by its path.
+    """
+
+    format: int
+    name: Name
+    stablehlo: str
+    jax: str
+    licence: Annotated[str, StringConstraints(min_length=1)]
+    signatures: Annotated[Mapping[Name, Signature], Field(min_length=1)]
+    programs: tuple[Program, ...]
+    weights: tuple[Weight, ...] = ()
+    examples: tuple[Example, ...] = ()
+    files: Mapping[str, Digest]
+
+    def signature(self, name: str | None) -> Signature:
+        """A signature by its name; None is the only one, or `predict`.
+
+        Raises:
+          UnknownName: there is none of this name, or several and none was named.
+        """
+        name = name if name is not None else self.default_signature
+        if name not in self.signatures:
+            known = ", ".join(self.signatures)
+            raise UnknownName(
+                f"{self.name!r} has no signature {name[:200]!r}.{nearest(name, self.signatures)} It has: {known}."
+            )
+        return self.signatures[name]
+
+    @property
+    def default_signature(self) -> str:
+        """The signature of who names none."""
+        return next(iter(self.signatures)) if len(self.signatures) == 1 else "predict"
+
+    def to_json(self) -> bytes:
+        """The content of `manifest.json`."""
+        return json.dumps(to_mapping(self), indent=1).encode() + b"\n"
+
+
+def parse_manifest(content: bytes) -> Manifest:
+    """Reads the content of `manifest.json`.
+
+    Raises:
+      BundleError: it is of another format, or contradicts itself.
+    """
+    try:
+        mapping = json.loads(content)
+    except ValueError as error:
+        raise BundleError(f"manifest.json is not JSON: {error}. Export the bundle again.") from error
+    found = mapping.get("format") if isinstance(mapping, dict) else None
+    if found != FORMAT:
+        raise BundleError(
+            f"manifest.json has the format {found!r}; this stack-serve opens {FORMAT}. Upgrade it, or export again."
+        )
+    try:
+        manifest = parse(Manifest, mapping)
+    except ConfigError as error:
+        raise BundleError(f"manifest.json: {error}") from error
+    for problem in _contradictions(manifest):
+        raise BundleError(f"manifest.json: {problem}. Export the bundle again.")
+    return manifest
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    parts = (*manifest.programs, *manifest.weights, *manifest.examples)
+    yield from (f"{part.file!r} is not among the files" for part in parts if part.file not in manifest.files)
+    yield from (f"{name!r} is not a path inside the bundle" for name in manifest.files if not _is_inside(name))
+    for name, signature in manifest.signatures.items():
+        yield from (f"{problem} in the signature {name!r}" for problem in _contradictions_of(signature))
+    for part in (*manifest.programs, *manifest.examples):
+        if part.signature not in manifest.signatures:
+            yield f"{part.file!r} is of the signature {part.signature!r}, which is not there"
+    for program in manifest.programs:
+        if dict(program.sizes) not in list(manifest.signatures[program.signature].all_sizes()):
+            yield f"{program.file!r} is for the sizes {dict(program.sizes)}, which its signature does not have"
+
+
+def _contradictions_of(signature: Signature) -> Iterator[str]:
+    named = {axis for tensor in (*signature.inputs, *signature.outputs) for axis in tensor.shape if _is_named(axis)}
+    yield from (f"the axis {axis!r} has sizes or a place in a shape, not both" for axis in named ^ {*signature.sizes})
+    yield from (f"the axis {axis!r} is padded and has no sizes" for axis in signature.pad.keys() - signature.sizes)
+    for axis, sizes in signature.sizes.items():
+        if not sizes or list(sizes) != sorted(set(sizes)):
+            yield f"the sizes {list(sizes)} of the axis {axis!r} do not ascend"
+    for side in (signature.inputs, signature.outputs):
+        if len({tensor.name for tensor in side}) < len(side):
+            yield "two tensors have one name"
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and str(path) == name and not {*name} & {"\\", "\0"}
+
+
+def _is_named(axis: int | str) -> bool:
+    return isinstance(axis, str)

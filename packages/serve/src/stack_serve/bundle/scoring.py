@@ -1,0 +1,40 @@
+"""A language model's scoring function: how likely it finds each token of a text."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.errors import BundleError
+from stack_serve.bundle.exporting import Function
+
+__all__ = ["scoring"]
+
+
+def scoring(checkpoint: GenerativeCheckpoint, *, batch: Sequence[int], seq: Sequence[int]) -> Function:
+    """The function `score`: int32 tokens[batch, seq] -> float32 logprobs[batch, seq], in nats.
+
+    logprobs[:, i] = log p(tokens[:, i] | tokens[:, :i]), and 0 for i = 0. Shorter texts are padded at their end, which
+    a causal model does not see.
+
+    Args:
+      batch: texts that one program scores together.
+      seq: tokens of the longest text of a program.
+
+    Raises:
+      BundleError: more tokens than the model has positions.
+    """
+    if max(seq) > checkpoint.max_positions:
+        raise BundleError(f"seq is {max(seq)}; {checkpoint.name!r} has {checkpoint.max_positions} positions. Lower it.")
+
+    def score(params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
+        model = checkpoint.model(params)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        hidden = model(tokens, positions).hidden[:, :-1]
+        losses = model.head().cross_entropy(hidden, tokens[:, 1:], reduction="none")
+        return {"logprobs": jnp.pad(-losses.astype(jnp.float32), ((0, 0), (1, 0)))}
+
+    shape = ("batch", "seq")
+    return Function(score, inputs={"tokens": ("int32", shape)}, sizes={"batch": batch, "seq": seq}, pad={"seq": 0})

@@ -1,0 +1,53 @@
+"""A line of log for each request, with an id that the client is told, too."""
+
+import logging
+import secrets
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["LOG", "AccessLog"]
+
+LOG = logging.getLogger("stack_serve.access")
+"""Silent unless it is given a handler and the level INFO."""
+
+_MOST_ID_CHARACTERS = 128
+
+
+class AccessLog:
+    """Gives each request an id, the client's own `X-Request-Id` if that is a short word, and logs how it ended.
+
+    The id is in the answer's header `X-Request-Id`, and in the scope's state for what answers.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began_s = time.monotonic()
+        request_id = _given_id(scope) or secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = request_id
+        status = 0
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            if LOG.isEnabledFor(logging.INFO):
+                client = (scope.get("client") or ("-",))[0]
+                took_s = time.monotonic() - began_s
+                # What a client wrote is shown escaped, so that it cannot forge lines.
+                path = ascii(scope["path"][:200])[1:-1]
+                LOG.info("%s %s %s %s %.3fs %s", client, scope["method"], path, status or "-", took_s, request_id)
+
+
+def _given_id(scope: Scope) -> str | None:
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+    is_word = given.isascii() and given.replace("-", "").replace("_", "").isalnum()
+    return given if is_word and len(given) <= _MOST_ID_CHARACTERS else None

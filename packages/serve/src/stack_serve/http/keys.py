@@ -1,0 +1,40 @@
+"""Keys that clients send as bearer tokens."""
+
+import hashlib
+import hmac
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+__all__ = ["NO_KEY", "Keys"]
+
+NO_KEY = "The API key is missing or wrong. Send `Authorization: Bearer KEY` with a key that the server was given."
+
+
+class Keys:
+    """Lets in who has a key; all keys are compared, in a time that does not tell how much of one was right.
+
+    Args:
+      open_paths: need none.
+      refusal: answers who has none.
+    """
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], *, open_paths: frozenset[str], refusal: ASGIApp) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+        self._open_paths = open_paths
+        self._refusal = refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] != "http" or scope["path"] in self._open_paths or scope["method"] == "OPTIONS"
+        given = next((value for name, value in scope.get("headers", ()) if name == b"authorization"), b"")
+        await (self._app if is_open or self._knows(given) else self._refusal)(scope, receive, send)
+
+    def _knows(self, authorization: bytes) -> bool:
+        scheme, _, key = authorization.partition(b" ")
+        digest = _digest(key.strip())
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

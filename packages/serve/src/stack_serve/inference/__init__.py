@@ -1,0 +1,1 @@
+"""Serves bundles: batches, versions, a repository that may change while it is served."""

@@ -1,0 +1,252 @@
+"""Serves a repository: loads and swaps versions beside the traffic, and routes requests to them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from stack_core.errors import EngineStopped, StackError, UnknownName, nearest
+from stack_serve.bundle.manifest import Manifest
+from stack_serve.bundle.opened import load
+from stack_serve.inference.config import InferenceConfig
+from stack_serve.inference.lane import Answer, Job, Lane, Outcome
+from stack_serve.inference.metrics import Metrics
+from stack_serve.inference.repository import (
+    Key,
+    Steps,
+    Version,
+    changed,
+    failed,
+    latest,
+    loading,
+    steps,
+    tried_again,
+    without_lost,
+)
+from stack_serve.inference.watching import directory_of, scan
+
+__all__ = ["Answered", "Service"]
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The outputs of one request, and who computed them."""
+
+    key: Key
+    manifest: Manifest
+    signature: str
+    outputs: Mapping[str, np.ndarray]
+
+
+class Service:
+    """The models of a repository. All methods run on the event loop; loading and computing run beside it.
+
+    Attributes:
+      found: versions in the repository, with fingerprints of their files.
+      state: "starting" until the first look at the repository is done; "draining" takes no more requests.
+    """
+
+    def __init__(self, repository: Path, config: InferenceConfig) -> None:
+        self.state: Literal["starting", "ready", "draining"] = "starting"
+        self.config = config
+        self.versions: Mapping[Key, Version] = {}
+        self.lanes: dict[Key, Lane] = {}
+        self.metrics = Metrics(lambda: dict(self.lanes))
+        self.found: Mapping[Key, str] = {}
+        self._repository = repository
+        self._unwanted: frozenset[str] = frozenset()
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._changing = asyncio.Lock()
+        self._draining: set[asyncio.Task[None]] = set()
+
+    async def infer(
+        self,
+        model: str,
+        inputs: Mapping[str, np.ndarray],
+        *,
+        version: int | None = None,
+        signature: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Answered:
+        """Computes one request with one version.
+
+        Args:
+          version: None is the newest live one.
+
+        Raises:
+          DeadlineExceeded: its time passed while it waited.
+          EngineBusy: too many rows wait.
+          EngineStopped: the server, or just this version, is being shut down.
+          InferenceError: the inputs do not fit the signature.
+          UnknownName: no such model, version or signature is live.
+        """
+        began_s = time.monotonic()
+        key, lane = self.lane(model, version)
+        lane.manifest.signature(signature)  # raises UnknownName
+        name = signature or lane.manifest.default_signature
+        timeout_s = timeout_s or self.config.timeout_s
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+
+        def tell(job: Job, outcome: Outcome) -> None:
+            if not future.done():
+                future.set_exception(outcome) if isinstance(outcome, Exception) else future.set_result(outcome)
+
+        lane.submit(lane.job(name, inputs, None if timeout_s is None else began_s + timeout_s, tell))
+        answer = await future
+        self.metrics.request_s.labels(key.model, str(key.version)).observe(time.monotonic() - began_s)
+        outputs = lane.manifest.signatures[name].outputs
+        return Answered(key, lane.manifest, name, dict(zip((o.name for o in outputs), answer.outputs, strict=True)))
+
+    def lane(self, model: str, version: int | None = None) -> tuple[Key, Lane]:
+        """The lane of a live version.
+
+        Raises:
+          EngineStopped: the server is shutting down, or the model is still being loaded.
+          UnknownName: there is none; tells what there is.
+        """
+        if self.state == "draining":
+            raise EngineStopped("The server is shutting down. Use another one.")
+        newest = latest(self.versions, model)
+        if newest is None and self.state == "starting":
+            raise EngineStopped("The server is still loading its models. /v2/health/ready answers 200 when it has.")
+        if newest is None and any(
+            key.model == model and each.state == "LOADING" for key, each in self.versions.items()
+        ):
+            raise EngineStopped(f"{model!r} is being loaded. Ask again.")
+        if newest is None:
+            raise UnknownName(self._unknown(model))
+        key = Key(model, newest if version is None else version)
+        if key not in self.lanes:
+            live = ", ".join(str(known.version) for known in sorted(self.lanes) if known.model == model)
+            raise UnknownName(f"{model!r} has no version {version} that is served. Live versions: {live}.")
+        return key, self.lanes[key]
+
+    async def start(self) -> None:
+        """Loads what the repository holds, one version after the other."""
+        await self.refresh()
+        if self.state == "starting":
+            self.state = "ready"
+
+    async def watch(self) -> None:
+        """Looks at the repository again and again, until it is cancelled."""
+        while self.config.poll_s:
+            await asyncio.sleep(self.config.poll_s)
+            try:
+                await self.refresh()
+            except (StackError, OSError):
+                _LOG.exception("The repository cannot be read; what is served stays as it is")
+
+    async def refresh(self) -> None:
+        """Brings what is served in line with what the repository holds."""
+        async with self._changing:
+            self.found = await asyncio.to_thread(scan, self._repository)
+            self.versions = without_lost(self.versions, self.found)
+            while (todo := self._steps()) != Steps((), ()):
+                for key in todo.unload:
+                    self._unload(key)
+                for key in todo.load[:1]:  # What is best next may change with how this one goes.
+                    await self._load(key)
+
+    async def load(self, model: str) -> None:
+        """Loads a model again that was unloaded, or one that just came.
+
+        Raises:
+          UnknownName: the repository does not hold it.
+          StackError: it cannot be loaded; says why.
+        """
+        self._unwanted -= {model}
+        self.versions = tried_again(self.versions, model)
+        await self.refresh()
+        if not any(key.model == model for key in self.found):
+            raise UnknownName(self._unknown(model))
+        if latest(self.versions, model) is None:
+            reasons = [version.reason for key, version in self.versions.items() if key.model == model]
+            raise EngineStopped(f"{model!r} cannot be loaded: {'; '.join(filter(None, reasons))}")
+
+    async def unload(self, model: str) -> None:
+        """Lets running requests of a model end, and takes no more.
+
+        Raises:
+          UnknownName: the repository does not hold it.
+        """
+        if not any(key.model == model for key in (*self.found, *self.versions)):
+            raise UnknownName(self._unknown(model))
+        self._unwanted |= {model}
+        await self.refresh()
+
+    def drain(self) -> None:
+        """Takes no more requests."""
+        self.state = "draining"
+
+    async def close(self) -> None:
+        """Ends all lanes once they have done what waits."""
+        self.drain()
+        for key in list(self.lanes):
+            self._unload(key)
+        if self._draining:
+            await asyncio.wait(self._draining)
+        self._loader.shutdown(wait=False, cancel_futures=True)
+
+    def _steps(self) -> Steps:
+        return steps(self.found, self.versions, unwanted=self._unwanted, newest=self.config.live_versions)
+
+    async def _load(self, key: Key) -> None:
+        begun = loading(self.versions.get(key), self.found[key])
+        self.versions = changed(self.versions, key, begun)
+        loop = asyncio.get_running_loop()
+
+        def tell(outcomes: list[tuple[Job, Outcome]]) -> None:
+            loop.call_soon_threadsafe(_tell, outcomes)
+
+        def opened() -> Lane:
+            # A private copy of the weights: the repository's files may change while they are served.
+            bundle = load(directory_of(self._repository, key), sealed=True)
+            lane = Lane(bundle, max_waiting=self.config.max_waiting, tell=tell)
+            lane.warm_up()
+            return lane
+
+        try:
+            lane = await loop.run_in_executor(self._loader, opened)
+        except Exception as error:  # Whatever a bundle does, the other versions go on.
+            if not isinstance(error, StackError):
+                _LOG.exception("%s version %s cannot be loaded", *key)
+            self.versions = changed(self.versions, key, failed(begun, str(error)))
+            self.metrics.swaps.labels(key.model, "failed").inc()
+            return
+        lane.start()
+        previous = self.lanes.get(key)
+        self.lanes[key] = lane
+        self.versions = changed(self.versions, key, Version(begun.fingerprint, "READY", live=True))
+        self.metrics.swaps.labels(key.model, "ready").inc()
+        if previous is not None:
+            self._end(previous)
+
+    def _unload(self, key: Key) -> None:
+        self.versions = changed(self.versions, key, None)
+        self._end(self.lanes.pop(key))
+
+    def _end(self, lane: Lane) -> None:
+        """Drains a lane that gets no more requests."""
+        task = asyncio.create_task(asyncio.to_thread(lane.drain))
+        self._draining.add(task)
+        task.add_done_callback(self._draining.discard)
+
+    def _unknown(self, model: str) -> str:
+        models = sorted({key.model for key in self.lanes})
+        reasons = [version.reason for key, version in self.versions.items() if key.model == model and version.reason]
+        why = f" It cannot be loaded: {reasons[-1]}" if reasons else ""
+        known = ", ".join(models) or "none"
+        return f"The model {model[:200]!r} is not served.{why}{nearest(model, models)} Models: {known}."
+
+
+def _tell(outcomes: list[tuple[Job, Outcome]]) -> None:
+    for job, outcome in outcomes:
+        job.tell(job, outcome)

@@ -1,0 +1,110 @@
+"""Tensors as the Open Inference Protocol has them: names of dtypes, and values as bytes or as JSON.
+
+Source: https://github.com/kserve/open-inference-protocol, and Triton's extension for binary tensors.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core.errors import InferenceError, nearest
+
+__all__ = ["datatype", "dtype_of", "from_bytes", "from_values", "to_values"]
+
+Shape = Sequence[Any]
+"""A shape as a client sent it, whose sizes may be anything until they were checked."""
+
+_DATATYPES = {
+    "bool": "BOOL",
+    "uint8": "UINT8",
+    "uint16": "UINT16",
+    "uint32": "UINT32",
+    "uint64": "UINT64",
+    "int8": "INT8",
+    "int16": "INT16",
+    "int32": "INT32",
+    "int64": "INT64",
+    "float16": "FP16",
+    "bfloat16": "BF16",
+    "float32": "FP32",
+    "float64": "FP64",
+}
+_DTYPES = {name: jnp.dtype(dtype) for dtype, name in _DATATYPES.items()}
+_KINDS = {"b": bool, "u": int, "i": int}
+
+
+def datatype(dtype: str) -> str:
+    """The protocol's name of a dtype; those that it has none for keep their own."""
+    return _DATATYPES.get(dtype, dtype)
+
+
+def dtype_of(name: str, tensor: str) -> np.dtype:
+    """The dtype of a name.
+
+    Raises:
+      InferenceError: the protocol has no such dtype, or it cannot be served (BYTES).
+    """
+    if name not in _DTYPES:
+        known = ", ".join(_DTYPES)
+        message = f"{tensor!r} has the datatype {str(name)[:100]!r}.{nearest(str(name), _DTYPES)} Known: {known}."
+        raise InferenceError(message, parameter=tensor)
+    return _DTYPES[name]
+
+
+def from_bytes(tensor: str, name: str, shape: Shape, content: memoryview | bytes) -> np.ndarray:
+    """A read-only view of little-endian bytes in row-major order.
+
+    Raises:
+      InferenceError: there are more or fewer bytes than the shape needs.
+    """
+    dtype = dtype_of(name, tensor)
+    expected = prod(_checked(tensor, shape)) * dtype.itemsize
+    if len(content) != expected:
+        message = f"{tensor!r} has {len(content)} bytes; {name}{list(shape)} needs {expected}."
+        raise InferenceError(message, parameter=tensor)
+    if dtype == np.bool_ and (np.frombuffer(content, np.uint8) > 1).any():
+        raise InferenceError(f"{tensor!r} is BOOL and has bytes that are neither 0 nor 1.", parameter=tensor)
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+def from_values(tensor: str, name: str, shape: Shape, values: Any) -> np.ndarray:
+    """An array of the values of a JSON array, flat or nested.
+
+    Raises:
+      InferenceError: they are too many or too few, or do not fit the dtype.
+    """
+    dtype = dtype_of(name, tensor)
+    expected = prod(_checked(tensor, shape))
+    if name in ("FP16", "BF16"):
+        raise InferenceError(f"{tensor!r} is {name}, which JSON cannot carry. Send it as binary.", parameter=tensor)
+    try:
+        array = np.array(values)
+    except ValueError:
+        array = np.empty(0, object)
+    kind = _KINDS.get(dtype.kind)
+    fits = array.dtype.kind in ("biuf" if kind is None else dtype.kind if kind is bool else "iu")
+    if array.size == 0 == expected:
+        return np.empty(shape, dtype)
+    if not fits or array.size != expected:
+        message = (
+            f"{tensor!r} has {array.size} values of the kind {array.dtype.name}; {name}{list(shape)} needs {expected}."
+        )
+        raise InferenceError(message, parameter=tensor)
+    if kind is int and (array.min() < np.iinfo(dtype).min or array.max() > np.iinfo(dtype).max):
+        raise InferenceError(f"{tensor!r} has values that {name} cannot hold.", parameter=tensor)
+    return array.astype(dtype).reshape(shape)
+
+
+def to_values(array: np.ndarray) -> Any:
+    """Flat values that orjson writes; BF16 and FP16 become FP32."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.astype(np.float32) if array.dtype.name in ("bfloat16", "float16") else flat
+
+
+def _checked(tensor: str, shape: Shape) -> Shape:
+    if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**40 for size in shape):
+        raise InferenceError(f"{tensor!r} has the shape {list(shape)!r}; sizes are integers >= 0.", parameter=tensor)
+    return shape

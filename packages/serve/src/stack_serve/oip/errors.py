@@ -1,0 +1,45 @@
+"""What goes wrong with a request, as HTTP and gRPC tell it."""
+
+import math
+from collections.abc import Mapping
+
+from stack_core.errors import DeadlineExceeded, EngineBusy, EngineStopped, InferenceError, StackError, UnknownName
+
+__all__ = ["ProtocolError", "http_headers", "http_status", "message_of"]
+
+_STATUSES = (
+    (InferenceError, 400),
+    (UnknownName, 404),
+    (EngineBusy, 429),
+    (EngineStopped, 503),
+    (DeadlineExceeded, 504),
+)
+
+
+class ProtocolError(StackError):
+    """A request that is not of the protocol; `status` is HTTP's."""
+
+    def __init__(self, message: str, *, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def http_status(error: Exception) -> int:
+    """The status of an error: 4xx for what the client can mend, 500 for a fault of the server's."""
+    if isinstance(error, ProtocolError):
+        return error.status
+    return next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
+
+
+def http_headers(error: Exception) -> Mapping[str, str]:
+    """Headers that tell more."""
+    if isinstance(error, EngineBusy):
+        return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+    return {}
+
+
+def message_of(error: Exception) -> str:
+    """For the client; faults of the server's own are in its log."""
+    if isinstance(error, StackError):
+        return str(error)
+    return "The server failed at this request; its log has the reason. Others are not affected."

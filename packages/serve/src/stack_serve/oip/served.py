@@ -1,0 +1,92 @@
+"""A repository behind the Open Inference Protocol, as an HTTP server serves it."""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from stack_core.errors import ConfigError
+from stack_serve.http.access import AccessLog
+from stack_serve.http.config import ServerConfig
+from stack_serve.http.keys import NO_KEY, Keys
+from stack_serve.inference.service import Service
+from stack_serve.oip.http import App
+
+if TYPE_CHECKING:
+    from stack_serve.oip.grpc import GrpcServer
+
+__all__ = ["InferenceApp"]
+
+_OPEN = frozenset({"/v2/health/live", "/v2/health/ready", "/metrics"})
+
+
+class InferenceApp:
+    """Takes requests once all that the repository held at the start is loaded.
+
+    Attributes:
+      grpc_port: where it listens for gRPC, once it does.
+
+    Raises:
+      ConfigError: gRPC is wanted and not installed.
+    """
+
+    def __init__(self, service: Service, config: ServerConfig) -> None:
+        self.service = service
+        self.grpc_port: int | None = None
+        self._config = config
+        self._grpc = _grpc(service, config)
+        self.asgi: ASGIApp = _guarded(App(service, config), config)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Loads what the repository holds."""
+        self._loop = loop
+        asyncio.run_coroutine_threadsafe(self.service.start(), loop).result()
+        if self._grpc is not None:
+            self.grpc_port = asyncio.run_coroutine_threadsafe(self._grpc.start(), loop).result()
+
+    def serve(self) -> None:
+        """Watches the repository from now on."""
+        self._watching = asyncio.get_running_loop().create_task(self.service.watch())
+
+    def drain(self) -> None:
+        """Takes no more requests."""
+        self.service.drain()
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def cut_short(self) -> None:
+        """Leaves those that still wait to the end of the process."""
+
+    def close(self) -> None:
+        """Lets the lanes do what waits."""
+        if self._loop is not None:
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+
+    async def _close(self) -> None:
+        if self._grpc is not None:
+            await self._grpc.stop(self._config.drain_s)
+        await self.service.close()
+
+
+def _grpc(service: Service, config: ServerConfig) -> "GrpcServer | None":
+    if service.config.grpc_port is None:
+        return None
+    try:
+        from stack_serve.oip.grpc import GrpcServer
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"gRPC needs {error.name}: pip install 'stack-serve[grpc]'.") from error
+    return GrpcServer(service, config, service.config.grpc_port)
+
+
+def _guarded(app: ASGIApp, config: ServerConfig) -> ASGIApp:
+    if config.api_keys:
+        headers = {"www-authenticate": "Bearer"}
+        refusal = Response(f'{{"error": "{NO_KEY}"}}', 401, headers, media_type="application/json")
+        app = Keys(app, config.api_keys, open_paths=_OPEN, refusal=refusal)
+    if config.cors_origins:
+        app = CORSMiddleware(app, allow_origins=config.cors_origins, allow_methods=["*"], allow_headers=["*"])
+    return AccessLog(app)

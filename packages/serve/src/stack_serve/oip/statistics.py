@@ -1,0 +1,119 @@
+"""What the protocol tells of models: metadata, configuration, statistics, the repository's index."""
+
+from importlib.metadata import version
+from typing import Any
+
+from stack_serve.bundle.manifest import BATCH, Manifest, Signature, TensorSpec
+from stack_serve.inference.lane import Lane
+from stack_serve.inference.repository import Key
+from stack_serve.inference.service import Service
+from stack_serve.inference.tensors import datatype
+
+__all__ = ["EXTENSIONS", "index", "model_config", "model_metadata", "model_statistics", "server_metadata"]
+
+EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
+_TRITON_DTYPES = {"FP16": "TYPE_FP16", "FP32": "TYPE_FP32", "FP64": "TYPE_FP64", "BF16": "TYPE_BF16"}
+
+
+def server_metadata() -> dict[str, Any]:
+    """Of the server."""
+    return {"name": "stack", "version": version("stack-serve"), "extensions": list(EXTENSIONS)}
+
+
+def model_metadata(service: Service, key: Key, manifest: Manifest) -> dict[str, Any]:
+    """Of a model: its default signature's tensors, -1 for named axes; all signatures as text in `properties`."""
+    signature = _shown(manifest)
+    return {
+        "name": key.model,
+        "versions": [str(known.version) for known in sorted(service.lanes) if known.model == key.model],
+        "platform": "stack_bundle",
+        "inputs": [_tensor(spec) for spec in signature.inputs],
+        "outputs": [_tensor(spec) for spec in signature.outputs],
+        "properties": {name: str(each) for name, each in manifest.signatures.items()} | {"licence": manifest.licence},
+    }
+
+
+def model_config(key: Key, manifest: Manifest) -> dict[str, Any]:
+    """Triton's configuration of a model, as far as its clients read it."""
+    signature = _shown(manifest)
+    joins = signature.joins
+    return {
+        "name": key.model,
+        "platform": "stack_bundle",
+        "backend": "stack",
+        "max_batch_size": signature.sizes[BATCH][-1] if joins else 0,
+        "input": [_triton(spec, joins) for spec in signature.inputs],
+        "output": [_triton(spec, joins) for spec in signature.outputs],
+        **({"dynamic_batching": {}} if joins else {}),
+    }
+
+
+def model_statistics(service: Service, model: str = "", version: int | None = None) -> dict[str, Any]:
+    """What lanes have done, in Triton's shape; durations are nanoseconds.
+
+    Args:
+      model: "" is all of them.
+      version: None is all live ones.
+
+    Raises:
+      UnknownName: no such model or version is live.
+    """
+    if model:
+        service.lane(model, version)
+    keys = [key for key in service.lanes if model in ("", key.model) and version in (None, key.version)]
+    return {"model_stats": [_statistics(key, service.lanes[key]) for key in sorted(keys)]}
+
+
+def index(service: Service, *, ready: bool = False) -> list[dict[str, str]]:
+    """The repository's versions and their states."""
+    entries: list[dict[str, str]] = []
+    for key in sorted({*service.found, *service.versions}):
+        known = service.versions.get(key)
+        state, reason = (known.state, known.reason) if known is not None else ("UNAVAILABLE", "unloaded")
+        state = "READY" if known is not None and known.live else state
+        entries.append({"name": key.model, "version": str(key.version), "state": state, "reason": reason})
+    return [entry for entry in entries if not ready or entry["state"] == "READY"]
+
+
+def _shown(manifest: Manifest) -> Signature:
+    name = manifest.default_signature
+    return manifest.signatures[name if name in manifest.signatures else next(iter(manifest.signatures))]
+
+
+def _tensor(spec: TensorSpec) -> dict[str, Any]:
+    shape = [-1 if isinstance(axis, str) else axis for axis in spec.shape]
+    return {"name": spec.name, "datatype": datatype(spec.dtype), "shape": shape}
+
+
+def _triton(spec: TensorSpec, joins: bool) -> dict[str, Any]:
+    described = _tensor(spec)
+    kind = datatype(spec.dtype)
+    dims = described["shape"][1:] if joins else described["shape"]
+    return {"name": spec.name, "data_type": _TRITON_DTYPES.get(kind, f"TYPE_{kind}"), "dims": dims}
+
+
+def _statistics(key: Key, lane: Lane) -> dict[str, Any]:
+    counted = lane.statistics
+    calls = sorted(dict(counted.calls).items())  # the lane's thread may add to it meanwhile
+    return {
+        "name": key.model,
+        "version": str(key.version),
+        "last_inference": int(counted.last_s * 1e3),
+        "inference_count": counted.rows,
+        "execution_count": sum(count for _, (count, _) in calls),
+        "inference_stats": {
+            "success": _duration(counted.requests, counted.queue_s + counted.compute_s),
+            "fail": _duration(counted.failed, 0.0),
+            "queue": _duration(counted.requests, counted.queue_s),
+            "compute_input": _duration(counted.requests, 0.0),
+            "compute_infer": _duration(counted.requests, sum(seconds for _, (_, seconds) in calls)),
+            "compute_output": _duration(counted.requests, 0.0),
+        },
+        "batch_stats": [
+            {"batch_size": size, "compute_infer": _duration(count, seconds)} for size, (count, seconds) in calls
+        ],
+    }
+
+
+def _duration(count: int, seconds: float) -> dict[str, int]:
+    return {"count": count, "ns": int(seconds * 1e9)}

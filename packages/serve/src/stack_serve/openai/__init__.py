@@ -1,0 +1,1 @@
+"""OpenAI's HTTP interface over any `Engine` of core's contract."""

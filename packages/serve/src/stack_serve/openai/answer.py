@@ -1,0 +1,166 @@
+"""The answer to a job: whole, or as a stream of server-sent events."""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+
+from starlette.types import Receive, Scope, Send
+
+from stack_serve.openai.errors import INTERNAL, ApiError
+from stack_serve.openai.generation import Generation
+from stack_serve.openai.slices import Turns
+from stack_serve.openai.writer import Writer, error_event
+
+__all__ = ["Answer", "JsonAnswer"]
+
+_LOG = logging.getLogger(__name__)
+_JSON = ((b"content-type", b"application/json"),)
+_EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+_PART_BYTES = 2**18
+
+
+class Answer:
+    """An ASGI application that answers one request.
+
+    The status is sent with the first update, so that a job which fails before it has its own.
+
+    Args:
+      stall_timeout_s: a client that takes nothing for so long is given up.
+      names: the body's names of the engine's parameters, besides those that always differ.
+    """
+
+    def __init__(
+        self, writer: Writer, generation: Generation, *, stall_timeout_s: float, names: Mapping[str, str]
+    ) -> None:
+        self._writer = writer
+        self._generation = generation
+        self._stall_timeout_s = stall_timeout_s
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers.
+
+        Raises:
+          ApiError: the job failed before anything was sent.
+        """
+        async with self._generation as generation:
+            generation.watch(receive)
+            await generation.submit(self._names)
+            headers = _EVENTS if self._writer.job.stream else _JSON
+            body = _Body(send, headers, self._stall_timeout_s)
+            try:
+                await (self._stream(body) if self._writer.job.stream else self._whole(body))
+            except TimeoutError:
+                generation.abandon()
+
+    async def _whole(self, body: "_Body") -> None:
+        turns = Turns()
+        while updates := await self._generation.take():
+            for prompt, update in updates:
+                self._writer.add(prompt, update)
+            if turns.is_over:
+                await turns.rest()
+        if not self._generation.abandoned:
+            await body.add(self._writer.whole())
+            await body.end()
+
+    async def _stream(self, body: "_Body") -> None:
+        generation, writer = self._generation, self._writer
+        try:
+            while updates := await generation.take():
+                for prompt, update in updates:
+                    await body.add(writer.chunk(prompt, update))
+                await body.flush()
+            if not generation.abandoned:
+                await body.add([writer.last_chunk()])
+                await body.end()
+        except ApiError as error:
+            if not body.started:
+                raise
+            await body.add([error_event(error)])
+            await body.end()
+        except TimeoutError:
+            raise
+        except Exception:  # Whatever it is, it concerns this answer alone; its client is to hear of it, too.
+            if not body.started:
+                raise
+            _LOG.exception("An answer failed after it had begun")
+            await body.add([error_event(INTERNAL)])
+            await body.end()
+
+
+class JsonAnswer:
+    """An ASGI application that answers with JSON that is there in pieces."""
+
+    def __init__(self, pieces: Iterator[bytes], *, stall_timeout_s: float) -> None:
+        self._pieces = pieces
+        self._stall_timeout_s = stall_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = _Body(send, _JSON, self._stall_timeout_s)
+        await body.add(self._pieces)
+        await body.end()
+
+
+class _Body:
+    """Sends the pieces of a body together, large ones in parts, and lets other requests go on meanwhile.
+
+    Attributes:
+      started: the status was sent.
+    """
+
+    def __init__(self, send: Send, headers: Iterable[tuple[bytes, bytes]], stall_timeout_s: float) -> None:
+        self._send = send
+        self._headers = list(headers)
+        self._stall_timeout_s = stall_timeout_s
+        self._turns = Turns()
+        self._pieces: list[bytes] = []
+        self._bytes = 0
+        self.started = False
+
+    async def add(self, pieces: Iterable[bytes]) -> None:
+        """Adds to the body.
+
+        Raises:
+          TimeoutError: the client takes nothing.
+        """
+        for piece in pieces:
+            self._pieces.append(piece)
+            self._bytes += len(piece)
+            if self._bytes >= _PART_BYTES:
+                await self.flush()
+            if self._turns.is_over:
+                await self._turns.rest()
+
+    async def flush(self) -> None:
+        """Sends what was added, the status before it.
+
+        Raises:
+          TimeoutError: the client takes nothing.
+        """
+        await self._start()
+        if self._bytes:
+            await self._send_body(more=True)
+
+    async def end(self) -> None:
+        """Sends the rest.
+
+        Raises:
+          TimeoutError: the client takes nothing.
+        """
+        if not self.started and self._headers[0] == _JSON[0]:
+            self._headers.append((b"content-length", b"%d" % self._bytes))
+        await self._start()
+        await self._send_body(more=False)
+
+    async def _start(self) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+
+    async def _send_body(self, *, more: bool) -> None:
+        content = b"".join(self._pieces)
+        self._pieces.clear()
+        self._bytes = 0
+        async with asyncio.timeout(self._stall_timeout_s):
+            await self._send({"type": "http.response.body", "body": content, "more_body": more})

@@ -1,0 +1,214 @@
+"""The ASGI application: routes, and what every request passes through."""
+
+import logging
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stack_core.errors import EngineStopped, GenerationError
+from stack_serve.http.access import AccessLog
+from stack_serve.http.keys import NO_KEY, Keys
+from stack_serve.openai.answer import Answer, JsonAnswer
+from stack_serve.openai.bodies import decode, parse, read
+from stack_serve.openai.errors import INTERNAL, ApiError, as_api_error
+from stack_serve.openai.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody
+from stack_serve.openai.service import Service
+from stack_serve.openai.slices import Items, Members, aside, batches, json_pieces
+
+__all__ = ["make_app"]
+
+_OPEN = frozenset({"/health", "/ready", "/metrics", "/version"})
+_NO_KEY = ApiError(401, NO_KEY, headers={"WWW-Authenticate": "Bearer"})
+_LOG = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=Body)
+
+
+def make_app(service: Service) -> Starlette:
+    """The application that serves one model."""
+    handlers = _Handlers(service)
+    routes = [
+        Route("/v1/chat/completions", handlers.chat, methods=["POST"]),
+        Route("/v1/completions", handlers.complete, methods=["POST"]),
+        Route("/v1/models", handlers.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", handlers.model, methods=["GET"]),
+        Route("/tokenize", handlers.tokenize, methods=["POST"]),
+        Route("/detokenize", handlers.detokenize, methods=["POST"]),
+        Route("/health", handlers.health, methods=["GET"]),
+        Route("/ready", handlers.ready, methods=["GET"]),
+        Route("/metrics", handlers.metrics, methods=["GET"]),
+        Route("/version", handlers.version, methods=["GET"]),
+    ]
+    config = service.config
+    paths = frozenset(route.path for route in routes)
+    middleware = [Middleware(AccessLog), Middleware(_Outermost, service=service, paths=paths)]
+    if config.cors_origins:
+        origins = Middleware(
+            CORSMiddleware, allow_origins=config.cors_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+        middleware.append(origins)
+    if config.api_keys:
+        middleware.append(Middleware(Keys, keys=config.api_keys, open_paths=_OPEN, refusal=_response(_NO_KEY)))
+    failures: Any = {
+        ApiError: _api_error,
+        EngineStopped: _refused,
+        GenerationError: _refused,
+        HTTPException: _http_error,
+    }
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=failures)
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Handlers:
+    """One method a route."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def chat(self, request: Request) -> Answer:
+        return await self._service.chat(await self._body(request, ChatBody), request.state.request_id)
+
+    async def complete(self, request: Request) -> Answer:
+        return await self._service.complete(await self._body(request, CompletionBody), request.state.request_id)
+
+    async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._card(name) for name in self._service.names]})
+
+    async def model(self, request: Request) -> Response:
+        return _json(self._card(self._service.check_model(request.path_params["name"])))
+
+    async def tokenize(self, request: Request) -> JsonAnswer:
+        service = self._service
+        content = await read(request, service.config)
+        body = await aside(len(content), _tokenize_body, content)
+        service.check_model(body.model)
+        service.prompts.needed_tokenizer()
+        if isinstance(body, TokenizeChatBody):
+            prompt = await service.chat_prompt(body)
+        else:
+            prompt = await service.prompts.of_text(body.prompt, add_special_tokens=body.add_special_tokens)
+        texts, tokens = service.token_texts, prompt.tokens
+        answer = Members(count=len(tokens), max_model_len=service.max_tokens, tokens=Items(batches(tokens)))
+        answer["token_strs"] = None
+        if body.return_token_strs and texts is not None:
+            answer["token_strs"] = Items([texts.text(token) for token in batch] for batch in batches(tokens))
+        return JsonAnswer(json_pieces(answer), stall_timeout_s=service.config.stall_timeout_s)
+
+    async def detokenize(self, request: Request) -> Response:
+        service = self._service
+        content = await read(request, service.config)
+        body = await aside(len(content), _parsed, DetokenizeBody, content)
+        service.check_model(body.model)
+        tokens = service.prompts.known(body.tokens, "tokens")
+        text = await aside(len(tokens), service.prompts.needed_tokenizer().decode, tokens)
+        return _json({"prompt": text})
+
+    async def health(self, request: Request) -> Response:
+        """Whether the process answers; its engine, too, once there is one."""
+        self._service.stats()
+        return Response()
+
+    async def ready(self, request: Request) -> Response:
+        """Whether jobs are taken."""
+        if self._service.state != "ready":
+            raise self._service.unavailable()
+        self._service.stats()
+        return _json({"status": "ready", "model": self._service.names[0]})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": version("stack-serve")})
+
+    async def _body(self, request: Request, cls: type[B]) -> B:
+        if self._service.state != "ready":
+            raise self._service.unavailable()
+        content = await read(request, self._service.config)
+        return await aside(len(content), _parsed, cls, content)
+
+    def _card(self, name: str) -> dict[str, Any]:
+        service = self._service
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "stack",
+            "root": service.names[0],
+            "parent": None,
+            "max_model_len": service.max_tokens,
+        }
+
+
+class _Outermost:
+    """Counts responses by path and status, and answers where something failed that nobody foresaw."""
+
+    def __init__(self, app: ASGIApp, service: Service, paths: frozenset[str]) -> None:
+        self._app = app
+        self._responses = service.metrics.responses
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def counting(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                path = scope["path"] if scope["path"] in self._paths else "other"  # the labels of a metric are few
+                self._responses.labels(path, scope["method"], str(message["status"])).inc()
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counting)
+        except Exception:  # One request met a fault of the server's; the others go on.
+            if started:
+                raise
+            _LOG.exception("%s %s failed", scope["method"], scope["path"])
+            await _response(INTERNAL)(scope, receive, counting)
+
+
+def _parsed(cls: type[B], content: bytes) -> B:
+    return parse(cls, decode(content))
+
+
+def _tokenize_body(content: bytes) -> TokenizeBody | TokenizeChatBody:
+    value = decode(content)
+    return parse(TokenizeChatBody, value) if "messages" in value else parse(TokenizeBody, value)
+
+
+def _json(value: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")
+
+
+def _response(error: ApiError) -> Response:
+    return Response(error.body(), error.status, error.headers, media_type="application/json")
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _response(error)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, EngineStopped | GenerationError)
+    return _response(as_api_error(error, {}))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such route, or not with this method."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:200]}"
+    messages = {404: f"There is no {what}.", 405: f"{what}: this path takes another method."}
+    message = messages.get(error.status_code, str(error.detail))
+    return _response(ApiError(error.status_code, message, headers=error.headers))

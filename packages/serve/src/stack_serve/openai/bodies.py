@@ -1,0 +1,202 @@
+"""Bodies of requests, from bytes to checked values."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import orjson
+import pydantic
+from starlette.requests import Request
+
+from stack_core.errors import nearest
+from stack_serve.openai.config import OpenAIConfig
+from stack_serve.openai.errors import ApiError, bad_request
+from stack_serve.openai.schemas import Body
+
+__all__ = ["decode", "explain", "parse", "read"]
+
+B = TypeVar("B", bound=Body)
+
+_MOST_NESTED = 64
+
+
+@dataclass(frozen=True)
+class _Foreign:
+    """A field of OpenAI's or vLLM's interface that is not served.
+
+    Attributes:
+      neutral: values that ask for nothing.
+      instead: what to do.
+    """
+
+    instead: str
+    neutral: tuple[Any, ...] = ()
+
+
+_TOOLS = "Describe the tools in a message, and read the calls out of the text"
+_SHAPED = "Ask for the format in the prompt, and check the answer"
+_TEXT_ONLY = "The model reads and writes text: leave it out"
+_SPECIAL = "Special tokens are never part of the text; return_token_ids gives them as ids"
+_LEAVE = "Leave it out"
+
+_FOREIGN: Mapping[str, _Foreign] = {
+    "allowed_token_ids": _Foreign("Use logit_bias"),
+    "audio": _Foreign(_TEXT_ONLY),
+    "bad_words": _Foreign("Use logit_bias", ([],)),
+    "cache_salt": _Foreign("Start the server without prefix caching to keep prompts apart"),
+    "chat_template": _Foreign("Start the server with --chat-template FILE"),
+    "documents": _Foreign("Put them into a message", ([],)),
+    "echo": _Foreign("Only /v1/completions has it", (False,)),
+    "function_call": _Foreign(_TOOLS, ("none", "auto")),
+    "functions": _Foreign(_TOOLS, ([],)),
+    "guided_choice": _Foreign(_SHAPED),
+    "guided_grammar": _Foreign(_SHAPED),
+    "guided_json": _Foreign(_SHAPED),
+    "guided_regex": _Foreign(_SHAPED),
+    "include_reasoning": _Foreign("The text holds all that the model writes", (True,)),
+    "kv_transfer_params": _Foreign(_LEAVE),
+    "length_penalty": _Foreign("It belongs to beam search, which is not served", (1, 1.0)),
+    "logits_processors": _Foreign("Use logit_bias", ([],)),
+    "modalities": _Foreign(_TEXT_ONLY, (["text"],)),
+    "parallel_tool_calls": _Foreign(_TOOLS, (True, False)),
+    "prediction": _Foreign(_LEAVE),
+    "prompt_embeds": _Foreign("Send the prompt as text or token ids"),
+    "prompt_cache_retention": _Foreign(_LEAVE, ("in_memory",)),
+    "reasoning_effort": _Foreign("Use chat_template_kwargs, if the model's template knows such a thing"),
+    "response_format": _Foreign(_SHAPED, ({"type": "text"},)),
+    "service_tier": _Foreign("Use priority", ("auto", "default")),
+    "skip_special_tokens": _Foreign(_SPECIAL, (True,)),
+    "spaces_between_special_tokens": _Foreign(_SPECIAL, (True, False)),
+    "store": _Foreign("Nothing is stored: keep the answers yourself", (False,)),
+    "structured_outputs": _Foreign(_SHAPED),
+    "suffix": _Foreign("Put the text that follows into the prompt, as the model was trained to have it", ("",)),
+    "tool_choice": _Foreign(_TOOLS, ("none", "auto")),
+    "tools": _Foreign(_TOOLS, ([],)),
+    "truncate_prompt_tokens": _Foreign("Shorten the prompt; /tokenize counts its tokens"),
+    "use_beam_search": _Foreign("Use n continuations and choose", (False,)),
+    "verbosity": _Foreign("Ask for it in a message", ("medium",)),
+    "vllm_xargs": _Foreign(_LEAVE, ({},)),
+    "web_search_options": _Foreign(_TOOLS),
+}
+
+
+async def read(request: Request, config: OpenAIConfig) -> bytes:
+    """The body as it came.
+
+    Raises:
+      ApiError: 415, it is not JSON; 413, it is too large; 408, it did not arrive in time; 400, only a part came.
+    """
+    _check_type(request)
+    announced = request.headers.get("content-length", "0")
+    if announced.isdigit() and int(announced) > config.max_body_bytes:
+        raise _too_large(config)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(config.receive_timeout_s):
+            while True:
+                event = await request.receive()
+                if event["type"] == "http.disconnect":
+                    raise bad_request("The connection was closed before the body had arrived.")
+                body += event.get("body", b"")
+                if len(body) > config.max_body_bytes:
+                    raise _too_large(config)
+                if not event.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        message = f"The body did not arrive within {config.receive_timeout_s:g} s. Send it again."
+        raise ApiError(408, message, headers={"Connection": "close"}) from None
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body, without fields that are null.
+
+    Raises:
+      ApiError: it is none, or is nested too deeply.
+    """
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"The body is not JSON in UTF-8: {error}.", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise bad_request(f"The body is {_kind(value)}; a JSON object was expected.")
+    if body.count(b"[") + body.count(b"{") > _MOST_NESTED and _nested_too_deeply(value):
+        raise bad_request(f"The body is nested deeper than {_MOST_NESTED} levels; send a flatter one.")
+    return {name: field for name, field in value.items() if field is not None}
+
+
+def parse(cls: type[B], value: Mapping[str, Any]) -> B:
+    """Checks a decoded body.
+
+    Raises:
+      ApiError: a field is unknown, not served, missing or has a wrong value; names it.
+    """
+    fields = {name: field for name, field in value.items() if name in cls.model_fields or _means_something(name, field)}
+    unknown = next((name for name in fields if name not in cls.model_fields), None)
+    if unknown is not None:
+        raise bad_request(_unknown(unknown, cls), param=unknown[:100], code="unknown_parameter")
+    try:
+        return cls.model_validate(fields)
+    except pydantic.ValidationError as error:
+        raise explain(error) from None
+
+
+def explain(error: pydantic.ValidationError, names: Mapping[str, str] | None = None) -> ApiError:
+    """The first mistake that was found; what was given is repeated where it is short.
+
+    Args:
+      names: the body's names of fields, where they differ.
+    """
+    problem = error.errors(include_url=False, include_context=False)[0]
+    place = [str(part) for part in problem["loc"]]
+    place[:1] = [(names or {}).get(name, name) for name in place[:1]]
+    # A union's branches are named in the place of a mistake; the field itself is what clients know.
+    where = ".".join(part for part in place if part.isidentifier() or part.isdigit())[:100]
+    if problem["type"] == "missing":
+        return bad_request(f"{where} is missing; it has no default.", param=where)
+    given = problem.get("input")
+    shown = f" (given {given!r})" if isinstance(given, bool | int | float | str) and len(repr(given)) < 100 else ""
+    return bad_request(f"{where}: {problem['msg']}{shown}.", param=where)
+
+
+def _means_something(name: str, field: Any) -> bool:
+    """Whether a field that is not served asks for something; bools are no numbers here, unlike in Python."""
+    foreign = _FOREIGN.get(name)
+    return foreign is None or not any(field == each and type(field) is type(each) for each in foreign.neutral)
+
+
+def _unknown(name: str, cls: type[Body]) -> str:
+    if name in _FOREIGN:
+        return f"{name} is not supported here. {_FOREIGN[name].instead}."
+    shown = name if len(name) <= 100 else f"{name[:100]}..."
+    return f"Unrecognized request argument: {shown!r}.{nearest(name[:100], cls.model_fields)} Leave it out."
+
+
+def _check_type(request: Request) -> None:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"The body's Content-Type is {kind!r}; send JSON as 'application/json'.")
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        raise ApiError(415, f"The body's Content-Encoding is {encoding!r}; send it uncompressed.")
+
+
+def _too_large(config: OpenAIConfig) -> ApiError:
+    message = f"The body is larger than {config.max_body_bytes} bytes, the limit of this server. Send a shorter prompt."
+    return ApiError(413, message, headers={"Connection": "close"})
+
+
+def _kind(value: Any) -> str:
+    names = {list: "a list", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
+    return names.get(type(value), "null")
+
+
+def _nested_too_deeply(value: Any) -> bool:
+    """Whether containers stand in each other beyond the limit."""
+    level = [value]
+    for _ in range(_MOST_NESTED):
+        inner = (child for each in level for child in (each.values() if isinstance(each, dict) else each))
+        level = [child for child in inner if isinstance(child, (dict, list))]
+        if not level:
+            return False
+    return True

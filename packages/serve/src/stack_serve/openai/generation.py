@@ -1,0 +1,152 @@
+"""One job in the engine, from its first submission to its last update."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from stack_core.contracts.generation import Engine
+from stack_core.errors import EngineBusy, EngineStopped, GenerationError
+from stack_core.generation import GenerationRequest, GenerationUpdate
+from stack_serve.openai.errors import ApiError, as_api_error
+from stack_serve.openai.job import Job, failure_of, new_id
+from stack_serve.openai.mailbox import Mailbox, PostOffice
+from stack_serve.openai.metrics import Metrics
+from stack_serve.openai.sampling import PARAMETER_NAMES
+from stack_serve.openai.slices import Turns
+
+__all__ = ["Backend", "Generation"]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What the jobs of a server share.
+
+    Attributes:
+      running: what is in the engine.
+      timeout_s: of a job; None is without end.
+    """
+
+    engine: Engine
+    office: PostOffice
+    metrics: Metrics
+    timeout_s: float | None
+    running: set["Generation"] = field(default_factory=set)
+
+
+class Generation:
+    """The continuations of a job; nothing of them is left in the engine when its block is left.
+
+    Attributes:
+      abandoned: nobody waits for the answer any more.
+    """
+
+    def __init__(self, job: Job, backend: Backend) -> None:
+        self._job = job
+        self._backend = backend
+        self._mailbox = Mailbox()
+        self._open: dict[tuple[int, int], str] = {}
+        self._progress = backend.metrics.progress(job)
+        self._watcher: asyncio.Task[None] | None = None
+        self._failure: ApiError | None = None
+
+    @property
+    def abandoned(self) -> bool:
+        return self._mailbox.closed
+
+    async def __aenter__(self) -> "Generation":
+        self._backend.running.add(self)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._backend.running.discard(self)
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._abort()
+
+    async def submit(self, names: Mapping[str, str]) -> None:
+        """Hands all prompts to the engine; where it takes some only, the end of the block ends those.
+
+        Args:
+          names: the body's names of the engine's parameters, besides those that always differ.
+
+        Raises:
+          ApiError: the engine refuses it, or is full.
+        """
+        job, backend, turns = self._job, self._backend, Turns()
+        try:
+            for number, prompt in enumerate(job.prompts):
+                request = GenerationRequest(
+                    request_id=new_id(),
+                    prompt=prompt.tokens,
+                    sampling=job.sampling,
+                    priority=job.priority,
+                    timeout_s=backend.timeout_s,
+                )
+                backend.engine.submit(request, backend.office.receiver(self._mailbox, number))
+                self._open |= {(number, index): request.request_id for index in range(job.sampling.n)}
+                if turns.is_over:
+                    await turns.rest()
+                if self.abandoned:
+                    return
+        except (GenerationError, EngineBusy, EngineStopped) as error:
+            raise as_api_error(error, {**PARAMETER_NAMES, **names}) from None
+
+    def watch(self, receive: Callable[[], Awaitable[Any]]) -> None:
+        """Ends the generation when the client's connection ends."""
+        self._watcher = asyncio.create_task(self._until_disconnect(receive))
+
+    async def take(self) -> list[tuple[int, GenerationUpdate]]:
+        """The next updates, with the numbers of their prompts; none when all continuations ended, or are abandoned.
+
+        Raises:
+          ApiError: a continuation failed, and what came before that was taken.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if not self._open or self.abandoned:
+            return []
+        arrived = await self._mailbox.take()
+        if self.abandoned:
+            return []
+        if self._job.nothing_new:
+            arrived = [(prompt, _without_tokens(update)) for prompt, update in arrived]
+        for place, (prompt, update) in enumerate(arrived):
+            self._progress.note(prompt, update)
+            if update.finish_reason is not None:
+                self._open.pop((prompt, update.index), None)
+                self._failure = failure_of(update, self._backend.timeout_s)
+                if self._failure is not None:
+                    if place == 0:
+                        raise self._failure
+                    return arrived[:place]
+        return arrived
+
+    def abandon(self) -> None:
+        """Ends it at once."""
+        self._mailbox.close()
+        self._abort()
+
+    def cut_short(self) -> None:
+        """Has the engine end it, of which the client is told."""
+        for request_id in set(self._open.values()):
+            self._backend.engine.abort(request_id)
+
+    def _abort(self) -> None:
+        self.cut_short()
+        self._progress.end("abort", len(self._open))
+        self._open = {}
+
+    async def _until_disconnect(self, receive: Callable[[], Awaitable[Any]]) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.abandon()
+
+
+def _without_tokens(update: GenerationUpdate) -> GenerationUpdate:
+    """An update of a continuation that was generated only because the prompt's log-probabilities were wanted."""
+    reason = "length" if update.finish_reason == "stop" else update.finish_reason
+    logprobs = None if update.logprobs is None else ()
+    return replace(
+        update, tokens=(), weights_versions=(), text="", logprobs=logprobs, finish_reason=reason, stop_reason=None
+    )

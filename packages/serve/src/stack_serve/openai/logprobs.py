@@ -1,0 +1,115 @@
+"""Log-probabilities in the shapes of the interfaces."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from stack_core.contracts.data import Tokenizer
+from stack_core.generation import TokenLogprob
+from stack_serve.openai.slices import Items, Members, batches
+
+__all__ = ["LogprobWriter", "TokenTexts"]
+
+_LEAST = -9999.0  # what vLLM writes for minus infinity, which JSON lacks
+
+
+class TokenTexts:
+    """What single tokens stand for, each asked of the tokenizer once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def text(self, token: int) -> str:
+        """U+FFFD where it is a part of a character."""
+        return self._of(token)[0]
+
+    def bytes_of(self, token: int) -> list[int]:
+        """In UTF-8."""
+        return self._of(token)[1]
+
+    def _of(self, token: int) -> tuple[str, list[int]]:
+        found = self._known.get(token)
+        if found is None:
+            own = self._tokenizer.token_bytes(token)
+            found = self._known[token] = own.decode("utf-8", "replace"), list(own)
+        return found
+
+
+class LogprobWriter:
+    """Writes the log-probabilities of a request.
+
+    Args:
+      texts: None where the model has no tokenizer.
+      as_ids: tokens are shown as "token_id:17" instead of their text.
+    """
+
+    def __init__(self, texts: TokenTexts | None, *, as_ids: bool) -> None:
+        self._texts = texts
+        self._as_ids = as_ids
+
+    def chat(self, logprobs: Sequence[TokenLogprob]) -> Members:
+        """As `/v1/chat/completions` has them."""
+        return Members(content=Items([self._chat_entry(each) for each in batch] for batch in batches(logprobs)))
+
+    def completion(self, logprobs: Sequence[TokenLogprob | None], tokens: Sequence[int], offset: int) -> Members:
+        """As `/v1/completions` has them; the sampled token is among the most likely ones even if it is none of them.
+
+        Args:
+          offset: characters before the first token.
+        """
+        if len(tokens) != len(logprobs):
+            raise ValueError(f"{len(tokens)} tokens have {len(logprobs)} log-probabilities")
+        own = ([None if each is None else _finite(each.logprob) for each in batch] for batch in batches(logprobs))
+        pairs = zip(batches(tokens), batches(logprobs), strict=True)
+        return Members(
+            text_offset=Items(self._offsets(tokens, offset)),
+            token_logprobs=Items(own),
+            tokens=Items([self._text(token) for token in batch] for batch in batches(tokens)),
+            top_logprobs=Items(list(map(self._top, *pair)) for pair in pairs),
+        )
+
+    def prompt(self, logprobs: Sequence[TokenLogprob | None]) -> Items:
+        """As vLLM's field `prompt_logprobs` has them: by token id."""
+        return Items([None if each is None else self._by_id(each) for each in batch] for batch in batches(logprobs))
+
+    def _offsets(self, tokens: Sequence[int], offset: int) -> Iterator[list[int]]:
+        for batch in batches(tokens):
+            offsets = list(accumulate((len(self._text(token)) for token in batch), initial=offset))
+            offset = offsets.pop()
+            yield offsets
+
+    def _top(self, token: int, each: TokenLogprob | None) -> dict[str, float] | None:
+        """By text; of tokens that look alike, the most likely."""
+        if each is None:
+            return None
+        top: dict[str, float] = {}
+        for other, logprob in (*each.top, (token, each.logprob)):
+            top.setdefault(self._text(other), _finite(logprob))
+        return top
+
+    def _chat_entry(self, each: TokenLogprob) -> dict[str, Any]:
+        top = [self._chat_token(token, logprob) for token, logprob in each.top]
+        return {**self._chat_token(each.token, each.logprob), "top_logprobs": top}
+
+    def _by_id(self, each: TokenLogprob) -> dict[str, Any]:
+        known = {token: (place, logprob) for place, (token, logprob) in enumerate(each.top, start=1)}
+        known[each.token] = (each.rank, each.logprob)
+        return {
+            str(token): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._text(token)}
+            for token, (rank, logprob) in known.items()
+        }
+
+    def _chat_token(self, token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._text(token),
+            "logprob": _finite(logprob),
+            "bytes": None if self._texts is None else self._texts.bytes_of(token),
+        }
+
+    def _text(self, token: int) -> str:
+        return f"token_id:{token}" if self._as_ids or self._texts is None else self._texts.text(token)
+
+
+def _finite(logprob: float) -> float:
+    return max(_LEAST, logprob)  # in this order, NaN gives the least, too

@@ -1,0 +1,195 @@
+"""Prometheus metrics under vLLM's names, labels and buckets, so that its dashboards show this server, too.
+
+Names, labels and buckets are those of `vllm/v1/metrics/loggers.py`. Left out is what an `Engine` does not tell: the
+tokens of single steps.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from stack_core.errors import EngineStopped
+from stack_core.generation import EngineStats, GenerationUpdate, RequestTimes
+from stack_serve.openai.job import Job
+
+__all__ = ["Metrics", "Progress"]
+
+_ENGINE = "0"  # vLLM numbers the engines of a server
+_LATENCIES_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+_FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)  # fmt: skip
+_TOKEN_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_REASONS = ("stop", "length", "abort", "deadline", "error")
+
+
+class Metrics:
+    """What one server counts.
+
+    Args:
+      model_name: the label of all.
+      max_tokens: of a prompt and its continuation, the largest bucket.
+      stats: the engine's counts; None while there is no engine.
+    """
+
+    def __init__(self, model_name: str, max_tokens: int, stats: Callable[[], EngineStats | None]) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = (model_name, _ENGINE)
+        sizes = _sizes(max_tokens)
+        histogram = self._histogram
+        self.first_token_s = histogram("time_to_first_token_seconds", "Time to first token.", _FIRST_TOKEN_S)
+        self.between_tokens_s = histogram("inter_token_latency_seconds", "Time between tokens.", _TOKEN_S)
+        self.per_token_s = histogram("request_time_per_output_token_seconds", "Mean time between tokens.", _TOKEN_S)
+        self.whole_s = histogram("e2e_request_latency_seconds", "Time from arrival to end.", _LATENCIES_S)
+        self.queue_s = histogram("request_queue_time_seconds", "Time in the queue.", _LATENCIES_S)
+        self.inference_s = histogram("request_inference_time_seconds", "Time outside the queue.", _LATENCIES_S)
+        self.prefill_s = histogram("request_prefill_time_seconds", "Time of the prompt.", _LATENCIES_S)
+        self.decode_s = histogram("request_decode_time_seconds", "Time of the continuation.", _LATENCIES_S)
+        self.prompt_tokens = histogram("request_prompt_tokens", "Tokens of prompts.", sizes)
+        self.generated_tokens = histogram("request_generation_tokens", "Tokens of continuations.", sizes)
+        self.longest_tokens = histogram("request_max_num_generation_tokens", "Tokens of the longest of n.", sizes)
+        self.asked_tokens = histogram("request_params_max_tokens", "max_tokens of requests.", sizes)
+        self.asked_n = histogram("request_params_n", "n of requests.", (1, 2, 5, 10, 20))
+        ended = Counter(
+            "vllm:request_success",
+            "Requests that ended.",
+            ("model_name", "engine", "finished_reason"),
+            registry=self.registry,
+        )
+        self.ended = {reason: ended.labels(*self._labels, reason) for reason in _REASONS}
+        self.responses = Counter("http_requests", "Responses.", ("handler", "method", "status"), registry=self.registry)
+        self.registry.register(_EngineCollector(self._labels, stats))
+        ProcessCollector(registry=self.registry)
+
+    def progress(self, job: Job) -> "Progress":
+        """Begins to measure a job."""
+        return Progress(self, job)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, what: str, buckets: Sequence[int | float]) -> Histogram:
+        names = ("model_name", "engine")
+        return Histogram(f"vllm:{name}", what, names, buckets=buckets, registry=self.registry).labels(*self._labels)
+
+
+class Progress:
+    """Measures one job, as its updates reach the event loop."""
+
+    def __init__(self, metrics: Metrics, job: Job) -> None:
+        self._metrics = metrics
+        self._job = job
+        self._last_s: dict[tuple[int, int], float] = {}
+        self._tokens: dict[tuple[int, int], int] = {}
+        self._open = len(job.prompts) * job.sampling.n
+        metrics.asked_n.observe(job.sampling.n)
+        if job.sampling.max_tokens is not None:
+            metrics.asked_tokens.observe(job.sampling.max_tokens)
+
+    def note(self, prompt: int, update: GenerationUpdate) -> None:
+        """Takes in an update."""
+        place = (prompt, update.index)
+        if update.tokens:
+            now_s = time.monotonic()
+            before_s = self._last_s.get(place)
+            if before_s is not None:
+                self._metrics.between_tokens_s.observe((now_s - before_s) / len(update.tokens))
+            self._last_s[place] = now_s
+            self._tokens[place] = self._tokens.get(place, 0) + len(update.tokens)
+        if update.dropped_tokens:
+            self._tokens[place] = self._tokens.get(place, 0) + update.dropped_tokens
+        if update.finish_reason is not None:
+            self._open -= 1
+            tokens = self._tokens.get(place, 0)
+            self._metrics.generated_tokens.observe(tokens)
+            self._metrics.ended[update.finish_reason].inc()
+            if update.times is not None:
+                self._observe_times(update.times, tokens)
+            if update.index == 0:
+                self._metrics.prompt_tokens.observe(len(self._job.prompts[prompt].tokens))
+            if self._open == 0 and self._tokens:
+                self._metrics.longest_tokens.observe(max(self._tokens.values()))
+
+    def end(self, reason: str, continuations: int) -> None:
+        """Counts so many continuations, of which no update will tell, as ended."""
+        self._metrics.ended[reason].inc(continuations)
+
+    def _observe_times(self, times: RequestTimes, tokens: int) -> None:
+        metrics = self._metrics
+        started_s, first_s, finished_s = times.started_s, times.first_token_s, times.finished_s
+        if started_s is not None:
+            metrics.queue_s.observe(started_s - times.submitted_s)
+        if first_s is not None:
+            metrics.first_token_s.observe(first_s - times.submitted_s)
+            if started_s is not None:
+                metrics.prefill_s.observe(first_s - started_s)
+        if finished_s is not None:
+            metrics.whole_s.observe(finished_s - times.submitted_s)
+            if started_s is not None:
+                metrics.inference_s.observe(finished_s - started_s)
+            if first_s is not None:
+                metrics.decode_s.observe(finished_s - first_s)
+                if tokens > 1:
+                    metrics.per_token_s.observe((finished_s - first_s) / (tokens - 1))
+
+
+class _EngineCollector:
+    """Reads the engine's counts when Prometheus asks; one that stopped has none, and the server's are still there."""
+
+    def __init__(self, labels: tuple[str, str], stats: Callable[[], EngineStats | None]) -> None:
+        self._labels = labels
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            stats = self._stats()
+        except EngineStopped:
+            return
+        if stats is None:
+            return
+        gauges = {
+            "num_requests_running": ("Continuations that run.", stats.running),
+            "num_requests_waiting": ("Continuations that wait.", stats.waiting),
+            "kv_cache_usage_perc": ("Used part of the cache, 1 for all of it.", stats.used_pages / stats.pages),
+        }
+        counters = {
+            "prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
+            "generation_tokens": ("Tokens that were generated.", stats.generated_tokens),
+            "num_preemptions": ("Continuations that were computed again.", stats.preemptions),
+            "prefix_cache_queries": ("Tokens of prompts that were looked up.", stats.prefix_queries_tokens),
+            "prefix_cache_hits": ("Tokens of prompts that were found.", stats.prefix_hits_tokens),
+            "prompt_tokens_cached": ("Tokens of prompts that were found.", stats.prefix_hits_tokens),
+        }
+        yield from self._families(GaugeMetricFamily, "vllm", gauges)
+        yield from self._families(CounterMetricFamily, "vllm", counters)
+        own = {
+            "engine_steps": ("Steps of the engine.", stats.steps),
+            "engine_compilations": ("Programs compiled after the engine was ready.", stats.compilations),
+        }
+        yield from self._families(CounterMetricFamily, "stack", own)
+
+    def _families(
+        self,
+        family: type[GaugeMetricFamily | CounterMetricFamily],
+        prefix: str,
+        rows: Mapping[str, tuple[str, int | float]],
+    ) -> Iterator[Metric]:
+        for name, (what, value) in rows.items():
+            metric = family(f"{prefix}:{name}", what, labels=("model_name", "engine"))
+            metric.add_metric(self._labels, value)
+            yield metric
+
+
+def _sizes(most: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50 and so on up to `most`."""
+    powers = range(len(str(most)))
+    return [digit * 10**power for power in powers for digit in (1, 2, 5) if digit * 10**power <= most]

@@ -1,0 +1,154 @@
+"""Prompts of requests, as tokens that the model has room for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stack_core.contracts.data import Tokenizer
+from stack_serve.openai.errors import ApiError, bad_request
+from stack_serve.openai.slices import aside
+
+__all__ = ["Prompt", "Prompts"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt; `text` is None where tokens were given, and nothing needs their text."""
+
+    tokens: tuple[int, ...]
+    text: str | None
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Makes prompts for one model.
+
+    Attributes:
+      tokenizer: None where the model has none.
+      max_tokens: of a prompt and its continuation.
+    """
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_tokens: int
+
+    def needed_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+          ApiError: there is none.
+        """
+        if self.tokenizer is None:
+            raise bad_request("The model has no tokenizer. Send prompts as token ids to /v1/completions.")
+        return self.tokenizer
+
+    async def of_text(self, text: str, *, add_special_tokens: bool) -> Prompt:
+        """Encodes a text."""
+        (prompt,) = await self._of_texts([text], add_special_tokens=add_special_tokens)
+        return prompt
+
+    async def of_field(self, given: Any, *, most: int, add_special_tokens: bool) -> list[Prompt]:
+        """Reads the field `prompt` of `/v1/completions`.
+
+        Args:
+          most: prompts that are allowed.
+
+        Raises:
+          ApiError: it is not of the four forms, or has too many prompts.
+        """
+        prompts = await aside(_size(given), self._checked, given, most)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if texts:
+            return await self._of_texts(texts, add_special_tokens=add_special_tokens)
+        return [prompt for prompt in prompts if isinstance(prompt, Prompt)]
+
+    def _checked(self, given: Any, most: int) -> list[Prompt | str]:
+        """Prompts of tokens, or texts to encode."""
+        prompts: Any = [given] if isinstance(given, str) or _is_tokens(given) else given
+        if not isinstance(prompts, list) or not prompts or not all(map(_of_one_form(prompts[0]), prompts)):
+            raise bad_request(
+                "prompt is neither a text, nor a list of texts, nor a list of token ids, nor a list of such lists.",
+                param="prompt",
+            )
+        if len(prompts) > most:
+            raise bad_request(
+                f"{len(prompts)} prompts were given; with so many continuations of each, one request takes {most}. "
+                "Send several requests.",
+                param="prompt",
+            )
+        if isinstance(prompts[0], str):
+            return prompts
+        return [Prompt(self.known(tokens, "prompt"), None) for tokens in prompts]
+
+    async def _of_texts(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Prompt]:
+        """Encodes texts; much text while other requests are answered."""
+        tokenizer = self.needed_tokenizer()
+
+        def encoded() -> list[Prompt]:
+            return [
+                Prompt(tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens)), text) for text in texts
+            ]
+
+        return await aside(_size(texts), encoded)
+
+    def check_room(
+        self, prompt: Prompt, max_tokens: int | None, param: str, *, max_tokens_param: str = "max_tokens"
+    ) -> None:
+        """Refuses a prompt that is empty, or too long to be continued as far as was asked.
+
+        Args:
+          param, max_tokens_param: the fields that hold the prompt and `max_tokens`.
+
+        Raises:
+          ApiError: it does not fit.
+        """
+        prompt_tokens = len(prompt.tokens)
+        if not prompt_tokens:
+            raise bad_request("The prompt has no tokens; a continuation needs at least one to follow.", param=param)
+        if prompt_tokens >= self.max_tokens:
+            raise _too_long(
+                f"This model's maximum context length is {self.max_tokens} tokens, one of which the continuation "
+                f"needs. However, your prompt has {prompt_tokens} tokens. Shorten it.",
+                param,
+            )
+        if max_tokens is not None and prompt_tokens + max_tokens > self.max_tokens:
+            raise _too_long(
+                f"This model's maximum context length is {self.max_tokens} tokens. However, you requested "
+                f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} in the "
+                "continuation). Shorten the prompt or the continuation.",
+                max_tokens_param,
+            )
+
+    def known(self, tokens: Sequence[int], param: str) -> tuple[int, ...]:
+        """The tokens, if the model has all of them.
+
+        Raises:
+          ApiError: it lacks one.
+        """
+        if tokens and (min(tokens) < 0 or max(tokens) >= self.vocab_size):
+            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+            raise bad_request(f"Token {wrong} is none of the model's {self.vocab_size} tokens.", param=param)
+        return tuple(tokens)
+
+
+def _size(value: Any) -> int:
+    """Characters and tokens in a list, or in lists in it."""
+    if not isinstance(value, list):
+        return len(value) if isinstance(value, str) else 0
+    return len(value) + sum(len(each) for each in value if isinstance(each, (str, list)))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) == {int}
+
+
+def _of_one_form(first: Any) -> Any:
+    return _is_text if isinstance(first, str) else _is_tokens
+
+
+def _too_long(message: str, param: str) -> ApiError:
+    return bad_request(message, param=param, code="context_length_exceeded")

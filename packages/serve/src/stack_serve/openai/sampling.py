@@ -1,0 +1,94 @@
+"""`SamplingParams` from the fields of a body."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pydantic
+
+from stack_core.generation import MOST_STOP_CHARACTERS, MOST_STOP_TEXTS, SamplingParams
+from stack_serve.openai.bodies import explain
+from stack_serve.openai.errors import bad_request
+from stack_serve.openai.schemas import GenerationBody
+
+__all__ = ["PARAMETER_NAMES", "sampling_params"]
+
+PARAMETER_NAMES: Mapping[str, str] = {
+    "include_stop": "include_stop_str_in_output",
+    "stop_tokens": "stop_token_ids",
+}
+"""The body's names of parameters that the engine calls otherwise."""
+
+_SAME = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+    "min_tokens",
+    "seed",
+)
+
+
+def sampling_params(
+    body: GenerationBody,
+    defaults: Mapping[str, Any],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """What a body asks for; what it leaves open is as the model's makers recommend, or as OpenAI has it.
+
+    Args:
+      defaults: fields of `SamplingParams`.
+
+    Raises:
+      ApiError: a value is impossible; names its field.
+    """
+    if body.best_of not in (None, body.n):
+        raise bad_request(f"best_of is {body.best_of}, n {body.n}: continuations are not ranked.", param="best_of")
+    asked: dict[str, Any] = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
+    if body.top_k is not None:
+        asked["top_k"] = max(body.top_k, 0)  # vLLM's -1 is all, as 0 is
+    if body.include_stop_str_in_output is not None:
+        asked["include_stop"] = body.include_stop_str_in_output
+    if body.logit_bias:
+        asked["logit_bias"] = {_token(key): value for key, value in body.logit_bias.items()}
+    asked["stop"] = _stop_texts(body.stop)
+    asked["stop_tokens"] = (*defaults.get("stop_tokens", ()), *body.stop_token_ids)
+    asked |= {"n": body.n, "max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    try:
+        return SamplingParams(**{**defaults, **asked})
+    except pydantic.ValidationError as error:
+        raise explain(error, PARAMETER_NAMES) from None
+
+
+def _stop_texts(given: Any) -> tuple[str, ...]:
+    """Those of the field `stop`.
+
+    Raises:
+      ApiError: it is neither a text nor a list of texts, or they are too many, too long or empty.
+    """
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        raise bad_request("stop is neither a text nor a list of texts.", param="stop")
+    if len(texts) > MOST_STOP_TEXTS:
+        raise bad_request(f"stop has {len(texts)} texts; the most is {MOST_STOP_TEXTS}.", param="stop")
+    for place, text in enumerate(texts):
+        where = "stop" if texts is not given else f"stop.{place}"
+        if not text:
+            raise bad_request(f"{where} is empty: every text would stop there. Leave it out.", param=where)
+        if len(text) > MOST_STOP_CHARACTERS:
+            raise bad_request(
+                f"{where} has {len(text)} characters; the most is {MOST_STOP_CHARACTERS}. Its end may be enough.",
+                param=where,
+            )
+    return tuple(texts)
+
+
+def _token(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 10):
+        raise bad_request(f"logit_bias has the key {key[:100]!r}; token ids were expected.", param="logit_bias")
+    return int(key)

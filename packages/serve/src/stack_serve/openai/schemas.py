@@ -1,0 +1,139 @@
+"""The bodies of requests. A field is here if it takes effect, or asks for nothing that the answer would show.
+
+`null` is the same as leaving a field out, at the top of a body.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = [
+    "Body",
+    "ChatBody",
+    "CompletionBody",
+    "DetokenizeBody",
+    "GenerationBody",
+    "StreamOptions",
+    "TokenizeBody",
+    "TokenizeChatBody",
+]
+
+_Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+_Token = Annotated[int, Field(ge=0, lt=2**31)]
+_Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+
+
+class Body(BaseModel):
+    """Unknown fields and values of another type are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str | None = None
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells besides the text.
+
+    Attributes:
+      include_usage: a last chunk counts the tokens.
+      continuous_usage_stats: every chunk counts them so far; vLLM's.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class GenerationBody(Body):
+    """What both of OpenAI's text interfaces take, vLLM's additions included.
+
+    Attributes:
+      stop: a text or a list of texts, which `sampling_params` checks.
+      best_of: as many as `n`; continuations are not ranked.
+      request_id: the answer's id ends with it.
+      user, safety_identifier, prompt_cache_key, metadata, session_id: the client's own notes; nothing reads them.
+    """
+
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    best_of: int | None = None
+    seed: _Int64 | None = None
+    stop: Any = ()
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, _Bias] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[_Token] = []
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    priority: _Int64 = 0
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    session_id: str | None = None
+    metadata: dict[str, str] | None = None
+
+
+class _Templated(Body):
+    """Messages that the chat template makes a prompt of."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    add_special_tokens: bool = False
+
+
+class ChatBody(_Templated, GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`.
+
+    Attributes:
+      prompt: a text, texts, token ids, or lists of token ids.
+    """
+
+    prompt: Any
+    max_tokens: Annotated[int, Field(ge=0)] = 16
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    add_special_tokens: bool = True
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize` of a text."""
+
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatBody(_Templated):
+    """`POST /tokenize` of messages."""
+
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    tokens: list[_Token]

@@ -1,0 +1,222 @@
+"""One model behind the interface: makes jobs of bodies, and knows whether it can take them."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.contracts.generation import Engine
+from stack_core.errors import GenerationError
+from stack_core.generation import EngineStats, SamplingParams
+from stack_core.text.chat_template import ChatTemplate
+from stack_serve.openai.answer import Answer
+from stack_serve.openai.chat import ChatWriter
+from stack_serve.openai.completions import CompletionWriter
+from stack_serve.openai.config import OpenAIConfig
+from stack_serve.openai.errors import ApiError, bad_request
+from stack_serve.openai.generation import Backend, Generation
+from stack_serve.openai.job import Job
+from stack_serve.openai.logprobs import LogprobWriter, TokenTexts
+from stack_serve.openai.mailbox import PostOffice
+from stack_serve.openai.metrics import Metrics
+from stack_serve.openai.prompts import Prompt, Prompts
+from stack_serve.openai.sampling import sampling_params
+from stack_serve.openai.schemas import ChatBody, CompletionBody, GenerationBody, StreamOptions, TokenizeChatBody
+from stack_serve.openai.slices import aside
+from stack_serve.openai.writer import Writer
+
+__all__ = ["Service"]
+
+
+class Service:
+    """A model that is served; used on one event loop.
+
+    Attributes:
+      state: "starting" until `serve` is given an engine; "draining" takes no more jobs.
+      progress: how far starting is, for people.
+      names: what clients may call the model.
+      max_tokens: of a prompt and its continuation.
+
+    Args:
+      max_tokens: None is the model's `max_positions`.
+
+    Raises:
+      GenerationError: the chat template cannot be read.
+    """
+
+    def __init__(self, checkpoint: GenerativeCheckpoint, config: OpenAIConfig, max_tokens: int | None = None) -> None:
+        self.state: Literal["starting", "ready", "draining"] = "starting"
+        self.progress = "loading the model"
+        self.config = config
+        self.names = config.model_names or (checkpoint.name,)
+        self.max_tokens = min(max_tokens or checkpoint.max_positions, checkpoint.max_positions)
+        self.created = int(time.time())
+        self.prompts = Prompts(checkpoint.tokenizer, checkpoint.vocab_size, self.max_tokens)
+        self.metrics = Metrics(self.names[0], self.max_tokens, self.stats)
+        self.token_texts = None if checkpoint.tokenizer is None else TokenTexts(checkpoint.tokenizer)
+        self._template = _template(checkpoint, config)
+        self._defaults = dict(checkpoint.sampling_defaults)
+        self._backend: Backend | None = None
+
+    def serve(self, engine: Engine) -> None:
+        """Takes jobs from now on; called on the event loop."""
+        office = PostOffice(asyncio.get_running_loop())
+        self._backend = Backend(engine, office, self.metrics, self.config.timeout_s)
+        self.state = "ready"
+
+    def stats(self) -> EngineStats | None:
+        """The engine's counts, once there is one."""
+        return self._backend.engine.stats() if self._backend is not None else None
+
+    def cut_short(self) -> None:
+        """Ends what is running; clients are told that the server did so."""
+        if self._backend is not None:
+            for generation in list(self._backend.running):
+                generation.cut_short()
+
+    def check_model(self, name: str | None) -> str:
+        """The name that the answer is to have.
+
+        Raises:
+          ApiError: another model was asked for.
+        """
+        if name is not None and name not in self.names:
+            known = ", ".join(map(repr, self.names))
+            message = f"The model {name[:200]!r} does not exist. This server has: {known}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return name or self.names[0]
+
+    async def chat(self, body: ChatBody, request_id: str) -> Answer:
+        """The answer to messages."""
+        model = self.check_model(body.model)
+        _check_streaming(body)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true beside it.", param="top_logprobs")
+        asked = {body.max_tokens, body.max_completion_tokens} - {None}
+        if len(asked) > 1:
+            raise bad_request("max_tokens and max_completion_tokens differ; give the latter alone.", param="max_tokens")
+        max_tokens = next(iter(asked), None)
+        sampling = sampling_params(
+            body,
+            self._defaults,
+            max_tokens=max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
+        )
+        prompt = await self.chat_prompt(body)
+        asked_as = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        self.prompts.check_room(prompt, max_tokens, "messages", max_tokens_param=asked_as)
+        role = "assistant" if body.add_generation_prompt else body.messages[-1]["role"]
+        job = self._job(body, model, (prompt,), sampling, request_id)
+        names = {"max_tokens": asked_as, "prompt": "messages", "logprobs": "top_logprobs"}
+        return self._answer(ChatWriter(replace(job, id=f"chatcmpl-{job.id}", role=role)), names)
+
+    async def chat_prompt(self, body: ChatBody | TokenizeChatBody) -> Prompt:
+        """The prompt that the chat template makes of messages.
+
+        Raises:
+          ApiError: there is no template, or it does not take them.
+        """
+        if self._template is None:
+            raise bad_request(
+                "The model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.",
+                param="messages",
+            )
+        render = partial(
+            self._template.render,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            variables=body.chat_template_kwargs,
+        )
+        text = await aside(_size(body.messages), render)
+        return await self.prompts.of_text(text, add_special_tokens=body.add_special_tokens)
+
+    async def complete(self, body: CompletionBody, request_id: str) -> Answer:
+        """The answer to prompts."""
+        model = self.check_model(body.model)
+        _check_streaming(body)
+        if body.max_tokens == 0 and not body.echo:
+            raise bad_request("max_tokens is 0, which needs echo: true. Ask for a token.", param="max_tokens")
+        echoed = body.logprobs if body.echo else None
+        sampling = sampling_params(
+            body,
+            self._defaults,
+            max_tokens=body.max_tokens or 1,
+            logprobs=body.logprobs,
+            prompt_logprobs=max((most for most in (body.prompt_logprobs, echoed) if most is not None), default=None),
+        )
+        most = max(1, self.config.max_choices // body.n)
+        field = body.prompt
+        prompts = await self.prompts.of_field(field, most=most, add_special_tokens=body.add_special_tokens)
+        for prompt in prompts:
+            self.prompts.check_room(prompt, body.max_tokens, "prompt")
+        job = replace(
+            self._job(body, model, prompts, sampling, request_id),
+            echo=await aside(sum(len(each.tokens) for each in prompts), self._texts_of, prompts) if body.echo else (),
+            nothing_new=body.max_tokens == 0,
+        )
+        return self._answer(CompletionWriter(replace(job, id=f"cmpl-{job.id}")), {})
+
+    def _texts_of(self, prompts: Sequence[Prompt]) -> tuple[str, ...]:
+        decode = self.prompts.needed_tokenizer().decode
+        return tuple(decode(prompt.tokens) if prompt.text is None else prompt.text for prompt in prompts)
+
+    def _job(
+        self, body: GenerationBody, model: str, prompts: Sequence[Prompt], sampling: SamplingParams, request_id: str
+    ) -> Job:
+        return Job(
+            id=body.request_id or request_id,
+            model=model,
+            prompts=tuple(prompts),
+            sampling=sampling,
+            texts=LogprobWriter(self.token_texts, as_ids=body.return_tokens_as_token_ids),
+            priority=body.priority,
+            stream=body.stream,
+            stream_options=body.stream_options or StreamOptions(),
+            wants_logprobs=sampling.logprobs is not None,
+            wants_prompt_logprobs=body.prompt_logprobs is not None,
+            wants_token_ids=body.return_token_ids,
+        )
+
+    def _answer(self, writer: Writer, names: Mapping[str, str]) -> Answer:
+        generation = Generation(writer.job, self._backend_now())
+        return Answer(writer, generation, stall_timeout_s=self.config.stall_timeout_s, names=names)
+
+    def _backend_now(self) -> Backend:
+        if self._backend is None or self.state != "ready":
+            raise self.unavailable()
+        return self._backend
+
+    def unavailable(self) -> ApiError:
+        """Why there is no answer now."""
+        if self.state == "draining":
+            return ApiError(503, "The server is shutting down. Use another one.", code="draining")
+        message = f"The server is still starting: {self.progress}. /ready answers 200 when it has."
+        return ApiError(503, message, code="starting", headers={"Retry-After": "5"})
+
+
+def _size(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Characters of messages, and what each costs a template besides."""
+    contents = (message.get("content") for message in messages)
+    return 64 * len(messages) + sum(len(content) for content in contents if isinstance(content, (str, list)))
+
+
+def _check_streaming(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options needs stream: true beside it.", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request("prompt_logprobs comes with whole answers only. Leave stream out.", param="prompt_logprobs")
+
+
+def _template(checkpoint: GenerativeCheckpoint, config: OpenAIConfig) -> ChatTemplate | None:
+    source = checkpoint.chat_template
+    if config.chat_template is not None:
+        try:
+            source = config.chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise GenerationError(f"The chat template cannot be read: {error}. Name another file.") from error
+    return ChatTemplate(source, checkpoint.special_tokens) if source is not None else None

@@ -1,0 +1,172 @@
+"""Answers as bytes: whole, or chunk by chunk as server-sent events."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import orjson
+
+from stack_core.generation import GenerationUpdate, TokenLogprob
+from stack_serve.openai.errors import ApiError, error_object
+from stack_serve.openai.job import Job, Usage
+from stack_serve.openai.slices import Each, Members, json_pieces
+
+__all__ = ["DONE", "Choice", "Writer", "error_event"]
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class Choice:
+    """A continuation, as far as it came.
+
+    Attributes:
+      characters: of the text that was written, the echo included.
+    """
+
+    text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    begun: bool = False
+    characters: int = 0
+
+
+class Writer(ABC):
+    """Writes the answer to one job.
+
+    The parts of a chunk that are the same in all are made once. Whatever may be large comes in pieces, each of which
+    takes well below a millisecond.
+
+    Attributes:
+      head: the beginning of each event, the envelope's members.
+    """
+
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.usage = Usage(sum(len(prompt.tokens) for prompt in job.prompts))
+        self.choices = [Choice() for _ in range(len(job.prompts) * job.sampling.n)]
+        self.prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
+        envelope = {"id": job.id, "object": self.chunk_object, "created": job.created, "model": job.model}
+        self.head = b"data: " + orjson.dumps(envelope)[:-1]
+
+    @abstractmethod
+    def opening(self, prompt: int, number: int) -> bytes:
+        """The first chunk of a continuation, or nothing."""
+
+    @abstractmethod
+    def delta(self, prompt: int, number: int, update: GenerationUpdate, *, first: bool) -> Iterable[bytes]:
+        """The members of a chunk's choice that hold text and log-probabilities; each ends with a comma.
+
+        Args:
+          first: of its continuation.
+        """
+
+    @abstractmethod
+    def whole_choice(self, prompt: int, number: int) -> dict[str, Any]:
+        """The members of a whole answer's choice that are the interface's own."""
+
+    def note(self, prompt: int, update: GenerationUpdate) -> int:
+        """Counts an update, and returns the number of its continuation."""
+        number = self.job.choice(prompt, update)
+        self.usage.completion_tokens += len(update.tokens) + update.dropped_tokens
+        choice = self.choices[number]
+        if update.cached_tokens and update.index == 0 and not choice.begun:
+            self.usage.cached_tokens += update.cached_tokens
+        if update.prompt_logprobs is not None:
+            self.prompt_logprobs[prompt] = update.prompt_logprobs
+        if update.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = update.finish_reason, update.stop_reason
+        return number
+
+    def chunk(self, prompt: int, update: GenerationUpdate) -> Iterator[bytes]:
+        """The events of an update, in pieces: none if there is nothing in it that the client would see."""
+        number = self.note(prompt, update)
+        choice = self.choices[number]
+        first, choice.begun = not choice.begun, True
+        if first:
+            yield self.opening(prompt, number)
+        job = self.job
+        shown = bool(update.tokens) and (job.wants_logprobs or job.wants_token_ids)
+        if not (update.text or update.finish_reason or shown or (first and job.echo)):
+            return
+        yield b'%b,"choices":[{"index":%d,' % (self.head, number)
+        yield from self.delta(prompt, number, update, first=first)
+        parts = [b'"finish_reason":null']
+        if update.finish_reason is not None:
+            reasons = orjson.dumps(update.finish_reason), orjson.dumps(update.stop_reason)
+            parts = [b'"finish_reason":%b,"stop_reason":%b' % reasons]
+        if job.wants_token_ids:
+            parts.append(b',"token_ids":' + orjson.dumps(update.tokens))
+        parts.append(b"}]")
+        parts.append(self.continuous_usage())
+        parts.append(b"}\n\n")
+        yield b"".join(parts)
+
+    def last_chunk(self) -> bytes:
+        """What follows the last continuation's end."""
+        if not self.job.stream_options.include_usage:
+            return DONE
+        return b'%b,"choices":[],"usage":%b}\n\n%b' % (self.head, orjson.dumps(self.usage.as_object()), DONE)
+
+    def add(self, prompt: int, update: GenerationUpdate) -> None:
+        """Keeps an update for the whole answer."""
+        choice = self.choices[self.note(prompt, update)]
+        choice.begun = True
+        choice.text.append(update.text)
+        choice.tokens += update.tokens
+        choice.logprobs += update.logprobs or ()
+
+    def whole(self) -> Iterator[bytes]:
+        """The answer to a job that does not stream, in pieces."""
+        job = self.job
+        answer = {
+            "id": job.id,
+            "object": self.whole_object,
+            "created": job.created,
+            "model": job.model,
+            "choices": Each(map(self._whole_choice, range(len(self.choices)))),
+            "service_tier": None,
+            "system_fingerprint": None,
+            "usage": self.usage.as_object(),
+            **self.whole_members(),
+        }
+        return json_pieces(Members(answer))
+
+    def _whole_choice(self, number: int) -> Members:
+        choice, job = self.choices[number], self.job
+        return Members(
+            {
+                "index": number,
+                **self.whole_choice(number // job.sampling.n, number),
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+                "token_ids": choice.tokens if job.wants_token_ids else None,
+            }
+        )
+
+    def whole_members(self) -> dict[str, Any]:
+        """The members of a whole answer that are the interface's own."""
+        return {}
+
+    def prompt_object(self, prompt: int) -> dict[str, Any]:
+        """vLLM's members that tell of a prompt, null unless they were asked for."""
+        logprobs = self.job.texts.prompt(self.prompt_logprobs[prompt]) if self.job.wants_prompt_logprobs else None
+        tokens = self.job.prompts[prompt].tokens if self.job.wants_token_ids else None
+        return {"prompt_logprobs": logprobs, "prompt_token_ids": tokens}
+
+    def continuous_usage(self) -> bytes:
+        """The member `usage` of a chunk, if each is to have one."""
+        if not self.job.stream_options.continuous_usage_stats:
+            return b""
+        return b',"usage":' + orjson.dumps(self.usage.as_object())
+
+
+def error_event(error: ApiError) -> bytes:
+    """The end of a stream that fails after it began, as OpenAI's clients recognize it."""
+    return b"data: %b\n\n%b" % (orjson.dumps(error_object(error)), DONE)

@@ -1,0 +1,136 @@
+"""Whatever comes over a connection, and however it ends: no fault, no hang, nothing left in the engine."""
+
+import contextlib
+import functools
+import json
+import random
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.engine import LLMEngine
+
+from ..llm.tiny_checkpoint import TinyCheckpoint, random_params
+from .conftest import Served
+from .fake_engine import VOCAB_SIZE, FakeEngine, checkpoint
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/nothing")
+WORDS = ("prompt", "messages", "max_tokens", "n", "stop", "stream", "echo", "logprobs", "tokens", "temperature")
+VALUES = (
+    "hello",
+    "",
+    [1, 2],
+    [[1], [2]],
+    ["a", "b"],
+    -1,
+    0,
+    1,
+    3,
+    1e9,
+    True,
+    None,
+    {},
+    [],
+    [""],
+    {"a": [1]},
+    "\x00\ud83d",
+)
+USUAL = {
+    "/v1/completions": {"prompt": "hello", "max_tokens": 20, "ignore_eos": True},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20},
+    "/tokenize": {"prompt": "hello"},
+    "/detokenize": {"tokens": [1, 2]},
+}
+
+
+def body_of(source: random.Random, path: str) -> bytes:
+    fields: dict[str, Any] = dict(USUAL.get(path, {}))
+    fields |= {source.choice(WORDS): source.choice(VALUES) for _ in range(source.choice((0, 0, 0, 1, 1, 3)))}
+    fields["stream"] = fields.get("stream", source.random() < 0.5)
+    content = json.dumps(fields).encode()
+    if source.random() < 0.1:  # no JSON, or other JSON
+        place = source.randrange(len(content))
+        content = content[:place] + source.randbytes(source.randrange(4)) + content[place + source.randrange(4) :]
+    return content
+
+
+def request_of(source: random.Random) -> bytes:
+    path = source.choice(PATHS)
+    content = body_of(source, path)
+    method = "POST" if source.random() < 0.9 else source.choice(("GET", "PUT", "OPTIONS"))
+    kind = "application/json" if source.random() < 0.95 else "text/plain"
+    size = len(content) + 5 * (source.random() < 0.05)
+    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-type: {kind}\r\ncontent-length: {size}\r\n"
+    if source.random() < 0.5:
+        head += "connection: close\r\n"
+    sent = head.encode() + b"\r\n" + content
+    if source.random() < 0.1:
+        place = source.randrange(len(sent))
+        sent = sent[:place] + source.randbytes(3) + sent[place + 3 :]
+    return sent
+
+
+def status_after(server: Served, source: random.Random) -> int | None:
+    """Sends a request in some way and leaves in some way; the status that came, if any was waited for."""
+    with server.connect() as connection, contextlib.suppress(ConnectionError):
+        sent = request_of(source)
+        if source.random() < 0.15:
+            sent = sent[: source.randrange(len(sent))]
+        place = source.randrange(len(sent) + 1)
+        connection.sendall(sent[:place])
+        connection.sendall(sent[place:])
+        how = source.choice(("leave", "reset", "read some", "end sending", "end sending"))
+        if how == "reset":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if how == "read some":
+            connection.settimeout(0.02)
+            with contextlib.suppress(TimeoutError):
+                connection.recv(source.choice((1, 100)))
+        if how == "end sending":
+            with contextlib.suppress(OSError):  # the server refused it and closed
+                connection.shutdown(socket.SHUT_WR)
+            received = b""
+            while part := connection.recv(65536):  # its own limit of time tells of a hang
+                received += part
+            answer = received.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+            return int(answer[9:12]) if answer else None
+    return None
+
+
+def the_engine_itself() -> LLMEngine:
+    """A model of its own behind the interface, with pages for one long request and a short one."""
+    return LLMEngine(
+        CHECKPOINT, EngineConfig(max_sequences=2, step_tokens=4, page_tokens=4, pages=20, decode_repeats=1)
+    )
+
+
+CHECKPOINT = TinyCheckpoint(
+    **{name: getattr(checkpoint(), name) for name in ("tokenizer", "end_tokens", "chat_template", "special_tokens")},
+    read=functools.partial(random_params, vocab=VOCAB_SIZE),
+    vocab_size=VOCAB_SIZE,
+)
+
+
+@pytest.mark.parametrize("make_engine", [lambda: FakeEngine(step_s=0.001, most=10_000), the_engine_itself])
+@pytest.mark.parametrize("connections", [pytest.param(2000, marks=pytest.mark.slow), 60])
+def test_random_requests_and_broken_connections(
+    serve: Callable[..., Served], make_engine: Callable[[], Any], connections: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    server = serve(engine, model=CHECKPOINT if isinstance(engine, LLMEngine) else None)
+    source = random.Random(connections)
+    statuses = [status_after(server, source) for _ in range(connections)]
+    answered = {status for status in statuses if status is not None}
+    assert {200, 400} <= answered and max(answered) < 500
+
+    def is_idle() -> bool:
+        stats = engine.stats()
+        return stats.running == stats.waiting == stats.used_pages == 0
+
+    server.wait_until(is_idle)
+    assert server.client.get("/health").status_code == 200 and caplog.text == ""
+    server.complete(max_tokens=2)

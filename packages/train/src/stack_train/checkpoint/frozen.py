@@ -1,0 +1,89 @@
+"""Variables that a checkpoint does not hold, because training leaves them as their source has them."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stack_core.errors import CheckpointError
+from stack_train.checkpoint.digest import array_digests
+from stack_train.checkpoint.leaves import LeafSpec, named_leaves, spec_of, stored_array
+
+__all__ = ["FROZEN", "FrozenRecord", "frozen_document", "frozen_records"]
+
+FROZEN = "frozen.json"
+
+
+@dataclass(frozen=True)
+class FrozenRecord:
+    """Where frozen variables come from, and by what they are known again.
+
+    Attributes:
+      source: "init" where they are made from the run's seed, or "run:DIRECTORY".
+      step: training steps of the source's checkpoint; 0 of "init".
+      specs: of each leaf by its path.
+      digests: of each leaf; see `digest.py`.
+    """
+
+    source: str
+    step: int
+    specs: Mapping[str, LeafSpec]
+    digests: Mapping[str, str]
+
+    @classmethod
+    def of(cls, frozen: Any, *, source: str, step: int = 0) -> "FrozenRecord":
+        """Records what `frozen`, a pytree of arrays, holds."""
+        leaves = named_leaves(frozen)
+        digests = array_digests({name: stored_array(leaf) for name, leaf in leaves.items()})
+        return cls(source, step, {name: spec_of(leaf) for name, leaf in leaves.items()}, digests)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "FrozenRecord":
+        """The record that `to_plain` wrote."""
+        specs = {
+            name: LeafSpec(tuple(leaf["spec"]["shape"]), leaf["spec"]["dtype"], leaf["spec"]["key_impl"])
+            for name, leaf in plain["leaves"].items()
+        }
+        digests = {name: leaf["digest"] for name, leaf in plain["leaves"].items()}
+        return cls(plain["source"], plain["step"], specs, digests)
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON, with the SHA-256 of all leaves' names, shapes, dtypes and digests together."""
+        leaves = {name: {"spec": asdict(spec), "digest": self.digests[name]} for name, spec in self.specs.items()}
+        listing = json.dumps(leaves, sort_keys=True).encode()
+        plain = {"source": self.source, "step": self.step, "sha256": hashlib.sha256(listing).hexdigest()}
+        return {**plain, "leaves": leaves}
+
+    def check(self, frozen: Any) -> None:
+        """Compares variables that were read, or made, again.
+
+        Raises:
+          CheckpointError: they are others than those that the run was trained with; names each leaf that differs.
+        """
+        found = FrozenRecord.of(frozen, source=self.source, step=self.step)
+        lines = [
+            f"  {name}: {self._described(name)} when the run began, {found._described(name)} now"
+            for name in dict.fromkeys([*self.specs, *found.specs])
+            if self._described(name) != found._described(name)
+        ]
+        if lines:
+            raise CheckpointError(
+                f"Frozen variables of this run come from {self.source!r} (step {self.step}), which holds others now:\n"
+                + "\n".join(lines)
+                + "\nRestore the source; the run's own checkpoints do not hold them."
+            )
+
+    def _described(self, name: str) -> str:
+        return f"{self.specs[name]} digest {self.digests[name]}" if name in self.specs else "absent"
+
+
+def frozen_document(records: Mapping[str, FrozenRecord]) -> bytes:
+    """The file of a checkpoint that holds records by name: "model" for the trained one's own, and each companion's."""
+    return json.dumps({name: record.to_plain() for name, record in records.items()}, indent=1).encode()
+
+
+def frozen_records(documents: Mapping[str, bytes]) -> dict[str, FrozenRecord]:
+    """The records in the documents of a checkpoint, by name; none where all variables are stored."""
+    plain = json.loads(documents[FROZEN]) if FROZEN in documents else {}
+    return {name: FrozenRecord.from_plain(record) for name, record in plain.items()}

@@ -1,0 +1,72 @@
+"""`stack sample`: images of a diffusion or flow model."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from stack_core.compile_cache import keep_compiled
+from stack_core.config import parse, parse_yaml
+from stack_core.errors import ConfigError
+from stack_core.runs.directory import RunDirectory
+from stack_core.runs.report import write_report
+
+__all__ = ["sample"]
+
+
+def sample(  # noqa: PLR0913, each parameter is an option of the command
+    run: Path,
+    /,
+    *,
+    label: Annotated[tuple[int, ...], Parameter(negative=())] = (),
+    grid: str = "8x8",
+    out: Path | None = None,
+    sampler: Literal["euler", "ddim", "heun", "dpmpp_2m"] = "euler",
+    steps: int = 50,
+    spacing: Literal["leading", "trailing", "linspace"] = "linspace",
+    eta: float = 0.0,
+    guidance: float = 1.0,
+    guidance_rescale: float = 0.0,
+    seed: Annotated[int, Parameter(negative=())] = 0,
+) -> None:
+    """Sample images: stack sample RUN --label 3 --grid 8x8 --out grid.png
+
+    Args:
+      run: directory of a run that trained by flow_matching, epsilon or v.
+      label: what images show; may be repeated, and then the columns take turns. By default all labels do.
+      grid: rows x columns of images.
+      out: the PNG file; by default one in the run's directory, where its report shows it.
+      sampler: how to go from noise to images.
+      steps: of the sampler.
+      spacing: of the steps of a schedule of betas.
+      eta: the share of new noise in ddim's steps.
+      guidance: above 1 images show more of their label, and vary less.
+      guidance_rescale: how much of the contrast that guidance adds is taken back, 0 to 1.
+      seed: the same seed gives the same images.
+    """
+    rows, columns = _sizes(grid)
+    settings = {"name": sampler, "steps": steps, "spacing": spacing, "eta": eta}
+    settings |= {"guidance": guidance, "guidance_rescale": guidance_rescale}
+    from stack_train.diffusion.grid import pillow, tiled, write_png
+    from stack_train.diffusion.samplers import SamplerConfig  # imports jax, which `stack --help` should not wait for
+    from stack_train.diffusion.sampling import open_run
+
+    config = parse(SamplerConfig, settings, path="sampler")
+    pillow()  # whose lack should not show after minutes
+    keep_compiled()
+    opened = open_run(run)
+    labels = label or tuple(range(opened.config.classes)) or (0,)
+    turns = [labels[place % columns % len(labels)] for place in range(rows * columns)]
+    path = out or run / "samples" / f"step-{opened.step}{''.join(f'-{one}' for one in label)}.png"
+    write_png(tiled(opened.images(turns, config, seed=seed), columns), path)
+    print(path)
+    if out is None:
+        directory = RunDirectory(run)
+        write_report(run, parse_yaml(directory.config_yaml(), str(directory.config)))
+
+
+def _sizes(grid: str) -> tuple[int, int]:
+    rows, separator, columns = grid.partition("x")
+    if not (separator and rows.isdecimal() and columns.isdecimal() and int(rows) * int(columns)):
+        raise ConfigError(f"--grid is {grid!r}; expected rows x columns, such as 8x8.")
+    return int(rows), int(columns)

@@ -1,0 +1,87 @@
+"""Examples that stay whole, laid into rows of equal length: a plan that is made once."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Int32, Int64, Shaped
+
+from stack_core.contracts.data import IGNORED_TARGET
+from stack_core.errors import DataError
+from stack_train.data.conversations import Conversation
+
+__all__ = ["TooLong", "fitting", "laid_out", "plan_rows", "stacked"]
+
+TooLong = Literal["error", "drop", "cut"]
+"""What becomes of an example that is longer than a row."""
+
+
+def fitting(examples: Sequence[Conversation], seq_tokens: int, too_long: TooLong) -> list[Conversation]:
+    """The examples that fit a row of `seq_tokens` inputs, which is one token fewer than they have.
+
+    Raises:
+      DataError: an example is too long and none may be, or none is left, or a cut leaves nothing of the assistant.
+    """
+    longer = [example for example in examples if len(example.tokens) > seq_tokens + 1]
+    if longer and too_long == "error":
+        most = max(longer, key=lambda example: len(example.tokens))
+        raise DataError(
+            f"{len(longer)} of {len(examples)} examples are longer than data.seq_tokens={seq_tokens}; {most.name} has "
+            f"{len(most.tokens)} tokens. Raise data.seq_tokens, or set data.too_long to drop (leaves them out) or cut "
+            "(keeps their beginnings)."
+        )
+    kept = [example for example in examples if len(example.tokens) <= seq_tokens + 1]
+    if too_long == "cut":
+        kept += [
+            Conversation(example.name, example.tokens[: seq_tokens + 1], example.supervised[: seq_tokens + 1])
+            for example in longer
+            if example.supervised[1 : seq_tokens + 1].any()
+        ]
+    if not kept:
+        raise DataError(f"None of {len(examples)} examples fits data.seq_tokens={seq_tokens}. Raise it.")
+    return kept
+
+
+def plan_rows(
+    lengths: Int64[np.ndarray, " examples"], row_tokens: int, *, packed: bool
+) -> list[Int64[np.ndarray, " in_row"]]:
+    """Which examples each row holds: best fit, longest first, so that rows are nearly full; or one a row.
+
+    Source: Ding et al., Fewer Truncations Improve Language Modeling, 2024 (arXiv:2404.10830).
+    """
+    order = np.argsort(-lengths, kind="stable")
+    if not packed:
+        return [np.asarray([index]) for index in np.sort(order)]
+    rows: list[list[int]] = []
+    by_room: list[list[int]] = [[] for _ in range(row_tokens + 1)]  # rows by the tokens that they have room for
+    for index in order:
+        length = int(lengths[index])
+        room = next((room for room in range(length, row_tokens + 1) if by_room[room]), None)
+        if room is None:
+            rows.append([])
+            place, room = len(rows) - 1, row_tokens
+        else:
+            place = by_room[room].pop()
+        rows[place].append(int(index))
+        by_room[room - length].append(place)
+    return [np.asarray(row) for row in rows]
+
+
+def laid_out(examples: Sequence[Conversation], seq_tokens: int) -> dict[str, Int32[np.ndarray, " seq"]]:
+    """One row: tokens, targets (-100 where the assistant did not write), positions and segment ids, from 1."""
+    row = {name: np.zeros(seq_tokens, np.int32) for name in ("tokens", "positions", "segment_ids")}
+    row["targets"] = np.full(seq_tokens, IGNORED_TARGET, np.int32)
+    begin = 0
+    for segment, example in enumerate(examples, start=1):
+        places = slice(begin, begin + len(example.tokens) - 1)
+        row["tokens"][places] = example.tokens[:-1]
+        row["targets"][places] = np.where(example.supervised[1:], example.tokens[1:], IGNORED_TARGET)
+        row["positions"][places] = np.arange(len(example.tokens) - 1)
+        row["segment_ids"][places] = segment
+        begin = places.stop
+    return row
+
+
+def stacked(rows: Sequence[dict[str, Shaped[np.ndarray, "..."]]]) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
+    """Rows as one batch."""
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

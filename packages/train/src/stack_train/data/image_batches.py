@@ -1,0 +1,152 @@
+"""Batches of labelled images that are held in memory, or in a file that is mapped into it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+from jaxtyping import Int32, Int64, UInt8, UInt64
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from stack_core.config import config
+from stack_core.contracts.data import Batch, Shapes
+from stack_core.errors import ConfigError
+from stack_train.data.cache import digest_of
+from stack_train.data.rows import TrainIterator, filled, iterate_rows
+from stack_train.data.split import split_documents
+from stack_train.diffusion.denoiser import ImagesConfig
+
+__all__ = ["ImageBatches", "ImageSettings", "LabelledImages", "as_pixels", "check_images"]
+
+
+@config
+class ImageSettings:
+    """How images are cut into batches, whatever they are.
+
+    A batch holds images, float32[batch, height, width, channels] from -1 (black) to 1 (white), and weights,
+    float32[batch]: 1, and 0 of the rows that fill up the last held-out batch.
+
+    Attributes:
+      batch_size: over all processes.
+      validation_fraction: share of the images that is held out of training; copies of an image stay together.
+      prefetch_batches: batches assembled ahead of the step by a thread; 0 assembles them in the step's thread.
+    """
+
+    batch_size: PositiveInt = 64
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
+    prefetch_batches: NonNegativeInt = 2
+
+    def work(self) -> tuple[str, int]:
+        return "images", self.batch_size
+
+    def shapes(self, size: int, channels: int, *, labelled: bool) -> Shapes:
+        """The arrays of a batch."""
+        rows = self.batch_size
+        labels = {"labels": jax.ShapeDtypeStruct((rows,), np.int32)} if labelled else {}
+        return {
+            "images": jax.ShapeDtypeStruct((rows, size, size, channels), np.float32),
+            **labels,
+            "weights": jax.ShapeDtypeStruct((rows,), np.float32),
+        }
+
+
+def check_images(model: Any, *, size: int | None, channels: tuple[int, ...], classes: int, what: str) -> None:
+    """Compares images with what a model takes.
+
+    Args:
+      size: of the images' sides; None if they can have any.
+      channels: that they can have.
+
+    Raises:
+      ConfigError: names the model's keys that differ, and what `what` has.
+    """
+    if not isinstance(model, ImagesConfig):
+        raise ConfigError(f"Data of {what} is for models of images, not for family {model.family!r}; take dit.")
+    wrong: list[str] = []
+    if size not in (None, model.image_size):
+        wrong.append(f"model.image_size is {model.image_size}, not {size}")
+    if model.channels not in channels:
+        wrong.append(f"model.channels is {model.channels}, not {' or '.join(map(str, channels))}")
+    if model.classes and model.classes < classes:
+        wrong.append(f"model.classes is {model.classes}, fewer than {classes} (0 learns without labels)")
+    if wrong:
+        raise ConfigError(f"The model does not take the images of {what}: {'; '.join(wrong)}.")
+
+
+@dataclass(frozen=True)
+class LabelledImages:
+    """Images as they are stored.
+
+    Attributes:
+      pixels: of each image, 0 to 255.
+      labels: of each, or None.
+      names: what a person finds each by.
+    """
+
+    pixels: UInt8[np.ndarray, "images height width channels"]
+    labels: Int32[np.ndarray, " images"] | None
+    names: Sequence[str]
+
+    def digests(self) -> UInt64[np.ndarray, " images"]:
+        """Of each image's pixels."""
+        return np.array([int(digest_of(image.tobytes().hex())[:16], 16) for image in self.pixels], np.uint64)
+
+
+class ImageBatches:
+    """Rows of images; see `Batches`.
+
+    Attributes:
+      training, validation: which images are trained on and which are held out.
+    """
+
+    def __init__(self, settings: ImageSettings, images: LabelledImages, *, labelled: bool, seed: int) -> None:
+        self._settings, self._images, self._labelled, self._seed = settings, images, labelled, seed
+        digests = images.digests()
+        self.training, self.validation = split_documents(digests, settings.validation_fraction)
+        labels = None if images.labels is None or not labelled else images.labels.tolist()
+        self._fingerprint = {
+            "seed": seed,
+            "data.batch_size": settings.batch_size,
+            "data.validation_fraction": settings.validation_fraction,
+            "the images (digest)": digest_of(digests.tolist(), labels),
+        }
+
+    def train_iterator(self) -> TrainIterator:
+        """Returns an iterator over training batches, each epoch in a new order; batch i depends on (seed, i) only."""
+        return iterate_rows(
+            len(self.training),
+            lambda ids: self._batch(self.training[ids % len(self.training)], ids),
+            seed=self._seed,
+            batch_size=self._settings.batch_size,
+            prefetch_batches=self._settings.prefetch_batches,
+            fingerprint=self._fingerprint,
+        )
+
+    def validation_batches(self) -> Iterator[Batch]:
+        """All held-out images once; a row id r is -1 - r of theirs."""
+        size = self._settings.batch_size
+        for first in range(0, len(self.validation), size):
+            rows = np.arange(first, min(first + size, len(self.validation)))
+            batch = self._batch(self.validation[rows], -1 - rows)
+            yield {name: filled(values, size, name) for name, values in batch.items()}
+
+    def describe_rows(self, row_ids: Int64[np.ndarray, " rows"]) -> list[str]:
+        """Names the image of each row."""
+        training, validation = self.training, self.validation
+        places = [training[row % len(training)] if row >= 0 else validation[-1 - row] for row in row_ids.tolist()]
+        return [self._images.names[place] for place in places]
+
+    def _batch(self, places: Int64[np.ndarray, " rows"], row_ids: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
+        labels = self._images.labels
+        return {
+            "images": self._images.pixels[places].astype(np.float32) / 127.5 - 1.0,
+            **({"labels": labels[places]} if self._labelled and labels is not None else {}),
+            "weights": np.ones(len(places), np.float32),
+            "row_ids": row_ids,
+        }
+
+
+def as_pixels(images: np.ndarray | jax.Array) -> UInt8[np.ndarray, "images height width channels"]:
+    """Images from -1 to 1 as 0 to 255; what lies beyond is cut off."""
+    return np.round((np.clip(np.asarray(images, np.float32), -1.0, 1.0) + 1.0) * 127.5).astype(np.uint8)

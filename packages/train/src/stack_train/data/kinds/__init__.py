@@ -1,0 +1,1 @@
+"""Kinds of data: what `data.kind` selects, one file a kind."""

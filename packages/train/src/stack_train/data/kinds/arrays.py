@@ -1,0 +1,175 @@
+"""`data.kind: arrays`: batches of a user's own, from a function."""
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from pydantic import Field
+
+from stack_core.config import config
+from stack_core.contracts.data import IGNORED_TARGET, Batch, Shapes
+from stack_core.contracts.models import LanguageModelConfig
+from stack_core.errors import ConfigError, DataError
+
+__all__ = ["ArraysBatches", "ArraysData"]
+
+Make = Callable[..., Iterable[Batch]]
+
+
+@config
+class ArraysData:
+    """Batches that a function makes: `function(**options)` returns an iterable of mappings of NumPy arrays.
+
+    Every batch has the names, shapes and dtypes of the first; all arrays lead with [batch, ...]. The function is called
+    again for each epoch and each resume, and must give the same batches each time: a run that is resumed passes over
+    those that it has had.
+
+    Attributes:
+      source: "module:function"; in Python, the function itself.
+      validation: likewise, of what is held out; None holds nothing out.
+      options: keyword arguments of both.
+      unit: what rates count, "examples" unless it says otherwise; the number of them is that of a batch's rows.
+    """
+
+    source: Any
+    kind: Literal["arrays"] = "arrays"
+    validation: Any = None
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    unit: str = "examples"
+
+    def spec(self, model: Any) -> Shapes:
+        return {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype)
+            for name, array in self._first.items()
+            if name != "row_ids"
+        }
+
+    def work(self) -> tuple[str, int]:
+        return self.unit, len(next(iter(self._first.values())))
+
+    def check(self, model: Any) -> None:
+        sizes = {name: np.shape(array)[:1] for name, array in self._first.items()}
+        if len(set(sizes.values())) > 1 or () in sizes.values():
+            raise ConfigError(
+                f"The arrays of {self.source!r} lead with different sizes: {sizes}. All lead with [batch]."
+            )
+        if isinstance(model, LanguageModelConfig):
+            _check_tokens(self._first, model, f"{self.source}")
+
+    def build(self, *, seed: int, model: Any) -> "ArraysBatches":
+        validation = None if self.validation is None else _function(self.validation)
+        language_model = model if isinstance(model, LanguageModelConfig) else None
+        spec = dict(self.spec(model))
+        return ArraysBatches(_function(self.source), validation, self.options, spec, str(self.source), language_model)
+
+    @cached_property
+    def _first(self) -> Batch:
+        for batch in _function(self.source)(**self.options):
+            return {name: np.asarray(array) for name, array in batch.items()}
+        raise DataError(f"{self.source!r} gives no batch. It must return an iterable of mappings of arrays.")
+
+
+class ArraysBatches:
+    """Batches of a function; see `Batches`."""
+
+    def __init__(
+        self,
+        make: Make,
+        validation: Make | None,
+        options: Mapping[str, Any],
+        spec: Shapes,
+        name: str,
+        language_model: LanguageModelConfig | None = None,
+    ) -> None:
+        self._make, self._validation, self._options, self._spec, self._name = make, validation, options, spec, name
+        self._language_model = language_model
+
+    def train_iterator(self) -> "ArraysIterator":
+        return ArraysIterator(lambda: self._checked(self._make(**self._options)), self._name)
+
+    def validation_batches(self) -> Iterator[Batch]:
+        """The batches of the validation function, once."""
+        return iter(()) if self._validation is None else self._checked(self._validation(**self._options))
+
+    def _checked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        wanted = {name: (struct.shape, struct.dtype) for name, struct in self._spec.items()}
+        for place, batch in enumerate(batches):
+            arrays = {name: np.asarray(array) for name, array in batch.items()}
+            found = {name: (array.shape, array.dtype) for name, array in arrays.items() if name != "row_ids"}
+            if found != wanted:
+                raise DataError(f"Batch {place} of {self._name} has arrays {found}, not those of the first: {wanted}.")
+            if self._language_model is not None:
+                _check_tokens(arrays, self._language_model, f"Batch {place} of {self._name}")
+            yield arrays
+
+
+class ArraysIterator:
+    """Goes through an iterable again and again; its state is how many batches were taken."""
+
+    def __init__(self, batches: Callable[[], Iterator[Batch]], name: str) -> None:
+        self._begin, self._name = batches, name
+        self._batches = batches()
+        self._taken = 0
+
+    def __iter__(self) -> "ArraysIterator":
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches, None)
+        if batch is None:
+            self._batches = self._begin()
+            batch = next(self._batches, None)
+            if batch is None:
+                raise DataError(f"{self._name} gave no batch when it was called again. It must start anew each time.")
+        self._taken += 1
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        return {"source": self._name, "batches": self._taken}
+
+    def set_state(self, state: Any) -> None:
+        """Starts anew and passes over the batches that were taken.
+
+        Raises:
+          DataError: the state is of another source, or none of such an iterator.
+        """
+        if not isinstance(state, Mapping) or state.get("source") != self._name or "batches" not in state:
+            raise DataError(f"The saved position {state!r} is not one of {self._name}. Restore data.source.")
+        self._batches, self._taken = self._begin(), 0
+        for _ in range(state["batches"]):
+            next(self)
+
+
+def _check_tokens(batch: Batch, model: LanguageModelConfig, what: str) -> None:
+    """Raises a DataError where tokens or targets are none of a language model's, whose embedding would be NaN."""
+    for name in ("tokens", "targets"):
+        if name not in batch or not batch[name].size:
+            continue
+        ids = batch[name]
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise DataError(f"{what} has {name} of {ids.dtype}; expected integers, the places of the vocabulary.")
+        wrong = (ids >= model.vocab_size) | ((ids < 0) & ((ids != IGNORED_TARGET) | (name == "tokens")))
+        if wrong.any():
+            raise DataError(
+                f"{what} has {name} with {ids[wrong][0]}, but the model has tokens 0 to {model.vocab_size - 1}. "
+                "Correct the data, or raise model.vocab_size."
+            )
+
+
+def _function(source: Any) -> Make:
+    """The function that "module:function" names, or that is given itself."""
+    if callable(source):
+        return source
+    module, separator, name = str(source).partition(":")
+    if not separator:
+        raise ConfigError(f"data.source is {source!r}; expected 'module:function'.")
+    try:
+        found: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"data.source {source!r} cannot be imported: {error}. Correct it, or PYTHONPATH.") from error
+    if not callable(found):
+        raise ConfigError(f"data.source {source!r} is a {type(found).__name__}; a function was expected.")
+    return found

@@ -1,0 +1,179 @@
+"""`data.kind: chat`: conversations, of which only what the assistant wrote is learned (supervised fine-tuning)."""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from jaxtyping import Int64
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from stack_core.config import config
+from stack_core.contracts.data import Shapes
+from stack_core.errors import ConfigError, DataError
+from stack_train.data.cache import digest_of
+from stack_train.data.conversations import Conversation, Tokenization
+from stack_train.data.examples import TooLong, fitting, laid_out, plan_rows, stacked
+from stack_train.data.files import expand_glob, read_text
+from stack_train.data.jsonl import jsonl_records
+from stack_train.data.kinds.text import check_positions, check_vocabulary, language_model_shapes
+from stack_train.data.own_rows import OwnRows
+from stack_train.data.split import split_documents, text_digest
+from stack_train.data.tokenizer import HuggingFaceTokenizer, write_tokenizer
+
+if TYPE_CHECKING:
+    from stack_train.data.rows import Batch, TrainIterator
+
+__all__ = ["ChatBatches", "ChatData", "load_tokenizer"]
+
+
+@config
+class ChatData:
+    """Conversations in JSONL files, a record a line: `messages`, or `prompt` and `completion`.
+
+    A message has a `role` and a `content`; a prompt or completion is a text or a list of messages. The model learns the
+    assistant's tokens alone, the one that ends its turn included; of prompt and completion, the completion's.
+
+    Attributes:
+      source: files, as a glob: "chats/*.jsonl".
+      tokenizer: directory of the tokenizer, or its `tokenizer.json`; None takes that of `run.init_from`.
+      chat_template: file with the Jinja source of a template; None takes the tokenizer's own.
+      seq_tokens: tokens in a row.
+      packed: several conversations share a row, as segments that do not see each other.
+      too_long: what becomes of a conversation longer than a row: "error", "drop", or "cut", which keeps its beginning.
+      batch_size: rows in a batch, over all processes.
+      validation_fraction: share of the conversations that is held out of training.
+      prefetch_batches: batches assembled ahead of the step by a thread.
+    """
+
+    source: str
+    kind: Literal["chat"] = "chat"
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    seq_tokens: PositiveInt = 512
+    packed: bool = True
+    too_long: TooLong = "error"
+    batch_size: PositiveInt = 8
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
+    prefetch_batches: NonNegativeInt = 2
+
+    def spec(self, model: Any) -> Shapes:
+        return language_model_shapes(self.batch_size, self.seq_tokens)
+
+    def work(self) -> tuple[str, int]:
+        return "tokens", self.batch_size * self.seq_tokens
+
+    def check(self, model: Any) -> None:
+        check_positions(self.seq_tokens, model)
+
+    def build(self, *, seed: int, model: Any) -> "ChatBatches":
+        """Reads and tokenizes every conversation.
+
+        Raises:
+          ConfigError: no tokenizer is named.
+          DataError: a record is malformed or too long, or nothing is left to train on.
+          ChatTemplateError: the template does not take a conversation.
+        """
+        tokenizer = load_tokenizer(self.tokenizer, self.kind, self.chat_template)
+        check_vocabulary(tokenizer.vocab_size, model)
+        tokenization = Tokenization.by_template_of(tokenizer)
+        paths = expand_glob(self.source, self.kind)
+        conversations = [tokenization.conversation(name, record) for name, record in jsonl_records(paths)]
+        if not conversations:
+            raise DataError(f"{self.source} holds no conversation. Point data.source at files with some.")
+        return ChatBatches(self, tokenizer, fitting(conversations, self.seq_tokens, self.too_long), seed=seed)
+
+
+class ChatBatches(OwnRows):
+    """Rows of conversations; see `Batches`.
+
+    Attributes:
+      fingerprint: what the order of batches depends on; saved with each iterator state.
+    """
+
+    def __init__(
+        self, config: ChatData, tokenizer: HuggingFaceTokenizer, conversations: Sequence[Conversation], *, seed: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._config, self._conversations, self._seed = config, conversations, seed
+        digests = np.asarray([text_digest(each.tokens.tobytes().hex()) for each in conversations], np.uint64)
+        training, validation = split_documents(digests, config.validation_fraction)
+        self._training, self._validation = self._plan(np.sort(training)), self._plan(np.sort(validation))
+        self.fingerprint = {
+            "seed": seed,
+            "data.seq_tokens": config.seq_tokens,
+            "data.batch_size": config.batch_size,
+            "data.packed": config.packed,
+            "data.validation_fraction": config.validation_fraction,
+            "the conversations (digest)": digest_of([int(digest) for digest in digests]),
+        }
+
+    def train_iterator(self) -> "TrainIterator":
+        from stack_train.data.rows import iterate_rows  # loads Grain, which only a run needs
+
+        return iterate_rows(
+            len(self._training),
+            self._batch,
+            seed=self._seed,
+            batch_size=self._config.batch_size,
+            prefetch_batches=self._config.prefetch_batches,
+            fingerprint=self.fingerprint,
+            rows_of_batch=self.rows,
+        )
+
+    def validation_batches(self) -> "Iterator[Batch]":
+        """All held-out rows once; the last batch is filled up with padding. A row id r is -1 - r of these rows' own."""
+        from stack_train.data.rows import filled
+
+        size = self._config.batch_size
+        for first in range(0, len(self._validation), size):
+            rows = np.arange(first, min(first + size, len(self._validation)))
+            batch = self._rows(self._validation, rows) | {"row_ids": -1 - rows}
+            yield {name: filled(values, size, name) for name, values in batch.items()}
+
+    def describe_rows(self, row_ids: Int64[np.ndarray, " rows"]) -> list[str]:
+        """Names the conversations of each row."""
+        found = (
+            self._training[row_id % len(self._training)] if row_id >= 0 else self._validation[-1 - row_id]
+            for row_id in map(int, row_ids)
+        )
+        return ["; ".join(self._conversations[index].name for index in row) for row in found]
+
+    def write(self, directory: Path) -> None:
+        write_tokenizer(self.tokenizer, directory)
+
+    def _plan(self, chosen: Int64[np.ndarray, " chosen"]) -> list[Int64[np.ndarray, " in_row"]]:
+        lengths = np.asarray([len(self._conversations[index].tokens) - 1 for index in chosen], np.int64)
+        return [chosen[row] for row in plan_rows(lengths, self._config.seq_tokens, packed=self._config.packed)]
+
+    def _batch(self, row_ids: Int64[np.ndarray, " batch"]) -> "Batch":
+        return self._rows(self._training, row_ids % len(self._training))
+
+    def _rows(self, plan: Sequence[Any], rows: Int64[np.ndarray, " batch"]) -> "Batch":
+        examples = ([self._conversations[index] for index in plan[row]] for row in rows)
+        return stacked([laid_out(each, self._config.seq_tokens) for each in examples])
+
+    @cached_property
+    def supervised_tokens(self) -> int:
+        """Targets of one epoch."""
+        indices = np.concatenate(self._training)
+        return sum(int(self._conversations[index].supervised[1:].sum()) for index in indices)
+
+
+def load_tokenizer(path: str | None, kind: str, chat_template: str | None) -> HuggingFaceTokenizer:
+    """The tokenizer that a section names, with the chat template in a file where it names one.
+
+    Raises:
+      ConfigError: it names no tokenizer.
+      DataError: one of the two cannot be read.
+    """
+    if path is None:
+        raise ConfigError(
+            f"Data of kind {kind!r} needs a tokenizer: set data.tokenizer to a directory with tokenizer.json, or start "
+            "from a run that has one, by run.init_from."
+        )
+    tokenizer = HuggingFaceTokenizer.load(path)
+    if chat_template is None:
+        return tokenizer
+    return tokenizer.with_chat_template(read_text(Path(chat_template).expanduser()))

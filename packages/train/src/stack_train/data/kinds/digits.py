@@ -1,0 +1,53 @@
+"""`data.kind: digits`: handwritten digits of 8 x 8 pixels, which scikit-learn brings along."""
+
+from typing import Any, Literal
+
+import numpy as np
+
+from stack_core.config import config
+from stack_core.contracts.data import Shapes
+from stack_core.errors import DataError
+from stack_core.installing import install_command
+from stack_train.data.image_batches import ImageBatches, ImageSettings, LabelledImages, check_images
+
+__all__ = ["DigitsData", "digits"]
+
+_SIZE, _CLASSES = 8, 10
+
+
+@config
+class DigitsData(ImageSettings):
+    """1,797 real images of the ten digits, in 17 shades of grey; needs stack-train[digits].
+
+    Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998.
+    """
+
+    kind: Literal["digits"] = "digits"
+
+    def spec(self, model: Any) -> Shapes:
+        return self.shapes(_SIZE, 1, labelled=model.classes > 0)
+
+    def check(self, model: Any) -> None:
+        check_images(model, size=_SIZE, channels=(1,), classes=_CLASSES, what="kind digits")
+
+    def build(self, *, seed: int, model: Any) -> ImageBatches:
+        return ImageBatches(self, digits(), labelled=model.classes > 0, seed=seed)
+
+
+def digits() -> LabelledImages:
+    """All digits, in scikit-learn's order.
+
+    Raises:
+      DataError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn import datasets  # takes a second, and brings SciPy
+    except ImportError as error:
+        raise DataError(
+            f"data.kind digits reads its images from scikit-learn: {error}. Install it: "
+            f"{install_command('stack-train[digits]')}"
+        ) from error
+    found: Any = datasets.load_digits()
+    pixels = np.round(found.images * (255 / 16)).astype(np.uint8)
+    names = [f"digit {number}, a {label}" for number, label in enumerate(found.target)]
+    return LabelledImages(pixels[..., None], found.target.astype(np.int32), names)

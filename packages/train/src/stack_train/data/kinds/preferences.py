@@ -1,0 +1,239 @@
+"""`data.kind: preferences`: pairs of answers to one prompt, the better of which is known."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import jax
+import numpy as np
+from jaxtyping import Float32, Int64
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from stack_core.config import config
+from stack_core.contracts.data import Batch, Shapes
+from stack_core.errors import DataError
+from stack_train.data.cache import digest_of
+from stack_train.data.conversations import Conversation, Tokenization
+from stack_train.data.examples import TooLong, fitting, laid_out, stacked
+from stack_train.data.files import expand_glob
+from stack_train.data.jsonl import jsonl_records
+from stack_train.data.kinds.chat import load_tokenizer
+from stack_train.data.kinds.text import check_positions, check_vocabulary
+from stack_train.data.own_rows import OwnRows
+from stack_train.data.split import split_documents, text_digest
+from stack_train.data.tokenizer import HuggingFaceTokenizer, write_tokenizer
+
+if TYPE_CHECKING:
+    from stack_train.data.rows import TrainIterator
+
+__all__ = ["Pair", "PreferenceBatches", "PreferenceData"]
+
+_REFERENCE = "reference_logprobs.npy"
+_NAMES = ("tokens", "targets", "positions", "segment_ids")
+
+
+@config
+class PreferenceData:
+    """Pairs in JSONL files, a record a line: `prompt`, `chosen` and `rejected`, each a text or a list of messages.
+
+    Without `prompt`, what both lists of messages begin with is the prompt. A batch holds both answers of each pair, the
+    chosen first: int32[batch, 2, seq_tokens] arrays, targets -100 in prompts. `reference_logprobs`, float32[batch, 2],
+    are the log-probabilities of the answers by the weights that the run starts from, scored once before its first step
+    and kept in the run's directory: no second model is held in memory.
+
+    Attributes:
+      source: files, as a glob.
+      tokenizer, chat_template: as in `ChatData`.
+      seq_tokens: tokens of a prompt and an answer.
+      too_long: what becomes of a pair of which one is longer: "error", "drop" or "cut".
+      reference: score the answers by the first weights; objectives without a reference need none.
+      batch_size: pairs in a batch, over all processes.
+      validation_fraction: share of the pairs that is held out.
+      prefetch_batches: batches assembled ahead of the step by a thread.
+    """
+
+    source: str
+    kind: Literal["preferences"] = "preferences"
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    seq_tokens: PositiveInt = 512
+    too_long: TooLong = "error"
+    reference: bool = True
+    batch_size: PositiveInt = 8
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
+    prefetch_batches: NonNegativeInt = 2
+
+    def spec(self, model: Any) -> Shapes:
+        answers = jax.ShapeDtypeStruct((self.batch_size, 2, self.seq_tokens), np.int32)
+        logprobs = {"reference_logprobs": jax.ShapeDtypeStruct((self.batch_size, 2), np.float32)}
+        return dict.fromkeys(_NAMES, answers) | (logprobs if self.reference else {})
+
+    def work(self) -> tuple[str, int]:
+        return "pairs", self.batch_size
+
+    def check(self, model: Any) -> None:
+        check_positions(self.seq_tokens, model)
+
+    def build(self, *, seed: int, model: Any) -> "PreferenceBatches":
+        """Reads and tokenizes every pair.
+
+        Raises:
+          ConfigError: no tokenizer is named.
+          DataError: a record is malformed or too long, or nothing is left to train on.
+        """
+        tokenizer = load_tokenizer(self.tokenizer, self.kind, self.chat_template)
+        check_vocabulary(tokenizer.vocab_size, model)
+        tokenization = Tokenization.by_template_of(tokenizer)
+        records = jsonl_records(expand_glob(self.source, self.kind))
+        pairs = [_pair(tokenization, name, record) for name, record in records]
+        if not pairs:
+            raise DataError(f"{self.source} holds no pair. Point data.source at files with some.")
+        return PreferenceBatches(self, tokenizer, _fitting(pairs, self.seq_tokens, self.too_long), seed=seed)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+class PreferenceBatches(OwnRows):
+    """Rows of pairs; see `Batches`. Scores them by the first weights that it is given, if the section asks for it."""
+
+    def __init__(
+        self, config: PreferenceData, tokenizer: HuggingFaceTokenizer, pairs: Sequence[Pair], *, seed: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._config, self._pairs, self._seed = config, pairs, seed
+        texts = [pair.chosen.tokens.tobytes().hex() + pair.rejected.tokens.tobytes().hex() for pair in pairs]
+        digests = np.asarray([text_digest(text) for text in texts], np.uint64)
+        training, validation = split_documents(digests, config.validation_fraction)
+        self._training, self._validation = np.sort(training), np.sort(validation)
+        self._reference: Float32[np.ndarray, "pairs 2"] | None = None
+        self._directory: Path | None = None
+        self.fingerprint = {
+            "seed": seed,
+            "data.seq_tokens": config.seq_tokens,
+            "data.batch_size": config.batch_size,
+            "data.validation_fraction": config.validation_fraction,
+            "the pairs (digest)": digest_of([int(digest) for digest in digests]),
+        }
+
+    def train_iterator(self) -> "TrainIterator":
+        from stack_train.data.rows import iterate_rows  # loads Grain, which only a run needs
+
+        return iterate_rows(
+            len(self._training),
+            lambda ids: self._batch(self._training[ids % len(self._training)]),
+            seed=self._seed,
+            batch_size=self._config.batch_size,
+            prefetch_batches=self._config.prefetch_batches,
+            fingerprint=self.fingerprint,
+            rows_of_batch=self.rows,
+        )
+
+    def validation_batches(self) -> Iterator[Batch]:
+        """All held-out pairs once; the last batch is filled up with pairs of padding, which weigh nothing."""
+        from stack_train.data.rows import filled
+
+        size = self._config.batch_size
+        for first in range(0, len(self._validation), size):
+            batch = self._batch(self._validation[first : first + size])
+            yield {name: filled(values, size, name) for name, values in batch.items()}
+
+    def update_weights(self, params: Any, version: int, score: Callable[[Any, Batch], Mapping[str, Any]]) -> None:
+        """Scores all pairs by the weights that the run starts from, once; later weights are passed over."""
+        if not self._config.reference or self._reference is not None:
+            return
+        kept = None if self._directory is None else self._directory / _REFERENCE
+        if kept is not None and kept.is_file():
+            self._reference = np.load(kept)
+        elif version:
+            raise DataError(
+                f"The reference's log-probabilities are missing: {kept}. They are scored at a run's start; restore the "
+                "file, or start the run anew."
+            )
+        else:
+            self._reference = self._scored(params, score)
+            if kept is not None and jax.process_index() == 0:  # the others scored the same
+                partial = kept.with_suffix(".partial.npy")
+                np.save(partial, self._reference)
+                partial.replace(kept)
+
+    def describe_rows(self, row_ids: Int64[np.ndarray, " rows"]) -> list[str]:
+        """Names the record of each row."""
+        return [self._pairs[self._training[row_id % len(self._training)]].chosen.name for row_id in map(int, row_ids)]
+
+    def write(self, directory: Path) -> None:
+        write_tokenizer(self.tokenizer, directory)
+        self._directory = directory
+
+    def _scored(self, params: Any, score: Callable[[Any, Batch], Mapping[str, Any]]) -> Float32[np.ndarray, "pairs 2"]:
+        size = self._config.batch_size
+        found: list[np.ndarray] = []
+        for first in range(0, len(self._pairs), size):
+            chosen = np.arange(first, min(first + size, len(self._pairs)))
+            padded = np.append(chosen, np.repeat(chosen[-1:], size - len(chosen)))
+            answers = {name: array.reshape(2 * size, -1) for name, array in self._answers(padded).items()}
+            logprobs = np.asarray(score(params, answers)["logprobs"], np.float32).sum(axis=-1)
+            found.append(logprobs.reshape(size, 2)[: len(chosen)])
+        return np.concatenate(found)
+
+    def _batch(self, chosen: Int64[np.ndarray, " batch"]) -> dict[str, np.ndarray]:
+        batch = self._answers(chosen)
+        if self._config.reference:
+            if self._reference is None:
+                raise DataError("No weights were given yet to score the reference by: call update_weights first.")
+            batch["reference_logprobs"] = self._reference[chosen]
+        return batch
+
+    def _answers(self, chosen: Int64[np.ndarray, " batch"]) -> dict[str, np.ndarray]:
+        seq_tokens = self._config.seq_tokens
+        pairs = [self._pairs[index] for index in chosen]
+        return stacked(
+            [stacked([laid_out([answer], seq_tokens) for answer in (pair.chosen, pair.rejected)]) for pair in pairs]
+        )
+
+
+def _pair(tokenization: Tokenization, name: str, record: Mapping[str, Any]) -> Pair:
+    missing = [field for field in ("chosen", "rejected") if field not in record]
+    if missing:
+        fields = ", ".join(map(repr, record)) or "none"
+        raise DataError(f"{name}: the record has no {' and no '.join(missing)}. Its fields: {fields}.")
+    prompt, answers = record.get("prompt"), [record["chosen"], record["rejected"]]
+    if prompt is None:
+        prompt, answers = _common(name, *answers)
+    chosen, rejected = (tokenization.conversation(name, {"prompt": prompt, "completion": answer}) for answer in answers)
+    return Pair(chosen, rejected)
+
+
+def _common(name: str, chosen: Any, rejected: Any) -> tuple[Any, list[Any]]:
+    """The messages that both answers begin with, and what follows in each."""
+    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        raise DataError(
+            f"{name}: the record has no prompt, and its answers are not lists of messages. Write the prompt."
+        )
+    alike = 0
+    while alike < min(len(chosen), len(rejected)) - 1 and chosen[alike] == rejected[alike]:
+        alike += 1
+    if not alike:
+        raise DataError(f"{name}: the answers begin with different messages, so that there is no prompt. Write it.")
+    return chosen[:alike], [chosen[alike:], rejected[alike:]]
+
+
+def _fitting(pairs: Sequence[Pair], seq_tokens: int, too_long: TooLong) -> list[Pair]:
+    """Pairs of which both answers fit."""
+    names = {each.name for each in fitting([pair.chosen for pair in pairs], seq_tokens, too_long)}
+    names &= {each.name for each in fitting([pair.rejected for pair in pairs], seq_tokens, too_long)}
+    kept = [pair for pair in pairs if pair.chosen.name in names]
+    if not kept:
+        raise DataError(f"Of none of {len(pairs)} pairs do both answers fit data.seq_tokens={seq_tokens}. Raise it.")
+    most = seq_tokens + 1
+
+    def cut(answer: Conversation) -> Conversation:
+        return Conversation(answer.name, answer.tokens[:most], answer.supervised[:most])
+
+    return [Pair(cut(pair.chosen), cut(pair.rejected)) for pair in kept]

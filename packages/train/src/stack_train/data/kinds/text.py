@@ -1,0 +1,68 @@
+"""`data.kind: text`: documents laid one after another and cut into rows, for next-token prediction."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import numpy as np
+
+from stack_core.config import config
+from stack_core.contracts.data import Shapes
+from stack_core.errors import ConfigError
+from stack_train.data.settings import TextSettings
+
+if TYPE_CHECKING:
+    from stack_train.data.pipeline import Pipeline
+
+__all__ = ["TextData", "check_positions", "check_vocabulary", "language_model_shapes"]
+
+
+def language_model_shapes(batch_size: int, seq_tokens: int) -> Shapes:
+    """What a batch of rows of tokens looks like to a step."""
+    names = ("tokens", "targets", "positions", "segment_ids")
+    return {name: jax.ShapeDtypeStruct((batch_size, seq_tokens), np.int32) for name in names}
+
+
+def check_positions(seq_tokens: int, model: Any) -> None:
+    """Raises a ConfigError where rows are longer than the model's longest sequence."""
+    if seq_tokens > model.max_positions:
+        raise ConfigError(
+            f"data.seq_tokens is {seq_tokens}, but model.max_positions is {model.max_positions}. "
+            "Raise the one or lower the other."
+        )
+
+
+@config
+class TextData(TextSettings):
+    """Documents laid one after another and cut into rows."""
+
+    kind: Literal["text"] = "text"
+
+    def spec(self, model: Any) -> Shapes:
+        # A model that was imported may have fewer positions than these rows; training on them is refused by `check`.
+        return language_model_shapes(self.batch_size, min(self.seq_tokens, model.max_positions))
+
+    def work(self) -> tuple[str, int]:
+        return "tokens", self.batch_size * self.seq_tokens
+
+    def check(self, model: Any) -> None:
+        check_positions(self.seq_tokens, model)
+
+    def build(self, *, seed: int, model: Any, cache_dir: Path | None = None) -> "Pipeline":
+        """Reads, tokenizes and splits the source; what the cache holds is not done again."""
+        from stack_train.data.pipeline import build_pipeline  # loads Grain, which only a run needs
+
+        vocab_size = model.vocab_size if self.trains_tokenizer and self.vocab_size is None else self.vocab_size
+        pipeline = build_pipeline(replace(self, vocab_size=vocab_size), seed=seed, cache_dir=cache_dir)
+        check_vocabulary(pipeline.tokenizer.vocab_size, model)
+        return pipeline
+
+
+def check_vocabulary(tokens: int, model: Any) -> None:
+    """Raises a ConfigError where a tokenizer has tokens that the model has not."""
+    if tokens > model.vocab_size:
+        raise ConfigError(
+            f"The tokenizer has {tokens} tokens, but model.vocab_size is {model.vocab_size}. "
+            f"Set model.vocab_size to {tokens} or more."
+        )

@@ -1,0 +1,1 @@
+"""Diffusion and flow models: denoisers, their objectives, and the samplers that make images with them."""

@@ -1,0 +1,192 @@
+"""The parts of a diffusers directory, each a folder with a `config.json` and tensors; read and written exactly."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.nnx.traversals import unflatten_mapping
+
+from stack_core.config import parse
+from stack_core.contracts.models import ModelFamily
+from stack_core.errors import ConfigError, ConversionError
+from stack_core.runs.atomic_directory import atomic_directory
+from stack_train.huggingface.safetensors_files import StoredTensor, TensorSpec, plan_shards, read_tensors, write_shards
+from stack_train.models.reader import Reader, Setting
+from stack_train.variables import ModelVariables, values_of
+
+__all__ = ["Component", "load_component", "save_component"]
+
+_CONFIG = "config.json"
+_SHARD_BYTES = 10 * 10**9
+_CLASS = "_class_name"
+_SILENT = (_CLASS, "_diffusers_version", "_name_or_path", "dropout", "torch_dtype")
+
+
+def _nothing(_: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """One class of diffusers, or of transformers, and the family that computes the same.
+
+    Attributes:
+      settings: what both configs have one for one.
+      fixed: keys of which the model can do one value only.
+      silent: keys that do not say what the model computes.
+      names: of modules, the path of ours -> theirs; of parameters that are neither a kernel nor a bias, the whole
+        names. "{layer}" stands for the index into ours, which are stacked.
+      squares: linear layers that are convolutions there, by path: channels and sides of the square that each sees.
+      stem: of its files of tensors.
+    """
+
+    class_name: str
+    family: ModelFamily
+    settings: tuple[Setting, ...]
+    names: Mapping[str, str]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    silent: tuple[str, ...] = ()
+    read_others: Callable[[Reader], dict[str, Any]] = _nothing
+    write_others: Callable[[Any], dict[str, Any]] = _nothing
+    squares: Callable[[Any], Mapping[str, tuple[int, ...]]] = _nothing
+    stem: str = "diffusion_pytorch_model"
+
+    def read_config(self, mapping: Mapping[str, Any], **settings: Any) -> Any:
+        """Returns our config of what a `config.json` describes.
+
+        Args:
+          settings: fields of our config that no file has, such as `dtype`.
+
+        Raises:
+          ConversionError: it asks for what the model does not do; names each key and value.
+        """
+        reader = Reader(mapping)
+        reader.get(*_SILENT, *self.silent)
+        for name, value in self.fixed.items():
+            reader.expect(name, value)
+        found = {each.ours: reader.get(*each.names, default=each.default) for each in self.settings}
+        found |= self.read_others(reader)
+        if wrong := [*reader.problems, *reader.unread()]:
+            raise ConversionError(
+                f"{self.class_name} asks in its {_CONFIG} for what this model does not do: {'; '.join(wrong)}."
+            )
+        try:
+            return parse(self.family.config_class, {**found, "family": self.family.name, **settings})
+        except ConfigError as error:
+            raise ConversionError(f"{_CONFIG} describes no valid {self.class_name}: {error}") from error
+
+    def write_config(self, config: Any) -> dict[str, Any]:
+        """Returns the `config.json` of a config."""
+        ours = {each.names[0]: getattr(config, each.resolved or each.ours) for each in self.settings}
+        return {_CLASS: self.class_name, **ours, **self.fixed, **self.write_others(config)}
+
+    def tensors_of(self, config: Any, path: str, parameter: np.ndarray) -> dict[str, np.ndarray]:
+        """Views of a parameter as the tensors that it is there, by name; arrays that are filled fill the parameter."""
+        module, _, end = path.rpartition("/")
+        if path in self.names:
+            name, kernel = self.names[path], False
+        else:
+            name = self.names[module] + {"kernel": ".weight", "bias": ".bias"}[end]
+            kernel = end == "kernel"
+        square = self.squares(config).get(module) if kernel else None
+        layers = range(len(parameter)) if "{layer}" in name else ()
+        parts = {name.format(layer=layer): parameter[layer] for layer in layers} or {name: parameter}
+        return {each: _laid_out(part, square) if kernel else part for each, part in parts.items()}
+
+
+def _laid_out(kernel: np.ndarray, square: tuple[int, ...] | None) -> np.ndarray:
+    """A kernel as torch has it: [d_out, d_in], [d_out, *square], or [out, in, height, width].
+
+    It is a view, so that it can be filled: only the axis is split that torch has split.
+    """
+    if kernel.ndim == 4:
+        return kernel.transpose(3, 2, 0, 1)
+    turned = kernel.T
+    return turned if square is None else turned.reshape(len(turned), *square)
+
+
+def load_component(component: Component, directory: Path, **settings: Any) -> tuple[Any, Any]:
+    """Reads a folder; returns the config and the model, computed in the dtype of the tensors.
+
+    Args:
+      settings: fields of our config that no file has, such as `image_size`.
+
+    Raises:
+      ConversionError: it is another class, asks for what the model does not do, or its tensors are not the model's;
+        names all of them at once.
+    """
+    mapping = _read_config(directory)
+    if (given := mapping.get(_CLASS, (mapping.get("architectures") or ["none"])[0])) != component.class_name:
+        raise ConversionError(f"{directory} holds a {given}, not a {component.class_name}.")
+    tensors = read_tensors(directory, component.stem)
+    dtypes = {str(tensor.numpy_dtype) for tensor in tensors.values()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    config = component.read_config(mapping, dtype=dtype, param_dtype=dtype, **settings)
+    abstract = nnx.eval_shape(lambda: component.family.build(config, key=jax.random.key(0)))
+    variables = ModelVariables.of(abstract)
+    values = {path: np.empty(shape.shape, shape.dtype) for path, shape in variables.shapes.items()}
+    expected = {
+        name: view
+        for path, value in values.items()
+        for name, view in component.tensors_of(config, "/".join(map(str, path)), value).items()
+    }
+    _check(directory, expected, tensors)
+    for name, view in expected.items():
+        view[...] = tensors[name].read()
+    return config, variables.merge(unflatten_mapping({path: jnp.asarray(value) for path, value in values.items()}))
+
+
+def save_component(component: Component, directory: Path, config: Any, model: nnx.Module) -> None:
+    """Writes a folder that diffusers reads, whole or not at all; overwrites nothing.
+
+    Raises:
+      ConversionError: `directory` exists.
+    """
+    tensors = {
+        name: tensor
+        for path, value in values_of(model).items()
+        for name, tensor in component.tensors_of(config, "/".join(map(str, path)), np.asarray(value)).items()
+    }
+    specs = [TensorSpec(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    with atomic_directory(directory) as partial:
+        (partial / _CONFIG).write_text(json.dumps(component.write_config(config), indent=2) + "\n", encoding="utf-8")
+        write_shards(partial, plan_shards(specs, _SHARD_BYTES), tensors.items(), component.stem)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    try:
+        mapping = json.loads((directory / _CONFIG).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConversionError(
+            f"{directory / _CONFIG} cannot be read: {error}. Each part of a model has one."
+        ) from error
+    if not isinstance(mapping, dict):
+        raise ConversionError(f"{directory / _CONFIG} holds a {type(mapping).__name__}; an object was expected.")
+    return mapping
+
+
+def _check(directory: Path, expected: Mapping[str, np.ndarray], tensors: Mapping[str, StoredTensor]) -> None:
+    missing, extra = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
+    problems = [f"{name} is missing; expected shape {expected[name].shape}" for name in missing]
+    problems += [f"{name} is unexpected; it has shape {tensors[name].shape}" for name in extra]
+    problems += [
+        f"{name} has shape {tensors[name].shape}; expected {view.shape}"
+        for name, view in expected.items()
+        if name in tensors and tensors[name].shape != view.shape
+    ]
+    problems += [
+        f"{name} has dtype {tensor.dtype}; F32, F16 and BF16 are read"
+        for name, tensor in tensors.items()
+        if tensor.numpy_dtype is None
+    ]
+    if problems:
+        raise ConversionError(
+            f"The weights in {directory} are not those of its {_CONFIG} ({len(problems)} tensors):\n  "
+            + "\n  ".join(sorted(problems))
+        )

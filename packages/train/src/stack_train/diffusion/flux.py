@@ -1,0 +1,359 @@
+"""Flux: text and image attend together, in two streams and then in one; positions rotate by row and column.
+
+It computes what diffusers' `FluxTransformer2DModel` does. `guidance` is a number where the model was distilled to be
+told how far to go beyond its condition, as FLUX.1 dev was; schnell was not.
+
+Source: Black Forest Labs, FLUX.1, 2024, whose streams are those of Esser et al., 2024 (arXiv:2403.03206).
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+
+from stack_core import ops
+from stack_core.config import config
+from stack_core.errors import ConfigError
+from stack_core.mesh import constrain
+from stack_train.diffusion.components import Component
+from stack_train.diffusion.denoiser import Condition, Images, Predicted
+from stack_train.diffusion.layers import (
+    Heads,
+    Tokens,
+    modulated,
+    patches_of,
+    self_attention,
+    split_heads,
+    unpatched,
+    waves,
+)
+from stack_train.models.reader import Setting
+from stack_train.nn.build import Build
+from stack_train.nn.linear import FloatName, Linear
+from stack_train.nn.residual import Norm
+from stack_train.nn.stack import RematPolicy, scan_layers
+
+__all__ = ["COMPONENT", "FAMILY", "Flux", "FluxConfig"]
+
+_WAVES = 256
+_GUIDANCE_SCALE = 1000.0  # of guidance, as of times: the waves are made for numbers up to a thousand
+
+
+Streams = tuple[Float[Array, "batch text embed"], Float[Array, "batch image embed"]]
+
+
+@config
+class FluxConfig:
+    """The size and the numerics of a Flux; the defaults are those of FLUX.1 dev at 1024 x 1024 pixels.
+
+    Attributes:
+      image_size: of latents' sides; the weights take any.
+      channels: of latents.
+      double_layers, single_layers: blocks with two streams, and with one.
+      text_dim, pooled_dim: features of a text's tokens, and of the text as a whole.
+      text_tokens: of a text.
+      rope_axes: features of a head that rotate by a token's number, its row and its column.
+      guidance: what the model is told where the condition has no "guidance"; None of models that are told none.
+      dtype: what activations are computed in.
+      remat, unroll: see `scan_layers`.
+    """
+
+    family: Literal["flux"] = "flux"
+    image_size: PositiveInt = 128
+    channels: PositiveInt = 16
+    patch: PositiveInt = 2
+    double_layers: PositiveInt = 19
+    single_layers: PositiveInt = 38
+    heads: PositiveInt = 24
+    head_dim: PositiveInt = 128
+    text_dim: PositiveInt = 4096
+    pooled_dim: PositiveInt = 768
+    text_tokens: PositiveInt = 512
+    rope_axes: tuple[PositiveInt, PositiveInt, PositiveInt] = (16, 56, 56)
+    guidance: NonNegativeFloat | None = 3.5
+    initializer_std: PositiveFloat = 0.02
+    dtype: FloatName = "bfloat16"
+    param_dtype: FloatName = "float32"
+    remat: RematPolicy = "none"
+    unroll: bool = False
+
+    def __post_init__(self) -> None:
+        if sum(self.rope_axes) != self.head_dim:
+            raise ConfigError(f"rope_axes={list(self.rope_axes)} do not add up to head_dim={self.head_dim}.")
+        if any(size % 2 for size in self.rope_axes):
+            raise ConfigError(
+                f"rope_axes={list(self.rope_axes)}: rotary positions turn pairs of features; take even ones."
+            )
+        if self.image_size % self.patch:
+            raise ConfigError(f"image_size={self.image_size} is no multiple of patch={self.patch}; change one of them.")
+
+    @property
+    def embed(self) -> int:
+        """Width of the residual stream."""
+        return self.heads * self.head_dim
+
+    @property
+    def classes(self) -> int:
+        """Labels, of which the model takes none."""
+        return 0
+
+
+class Projections(nnx.Module):
+    """Queries, keys and values of one stream, the former two normed head by head."""
+
+    def __init__(self, config: FluxConfig, build: Build) -> None:
+        embed, self.heads, self.norm = config.embed, config.heads, build.norm
+        self.query = build.linear((embed, embed), ("embed", "heads"), bias=True)
+        self.key = build.linear((embed, embed), ("embed", "heads"), bias=True)
+        self.value = build.linear((embed, embed), ("embed", "heads"), bias=True)
+        self.query_norm = build.scale(config.head_dim, "head_dim")
+        self.key_norm = build.scale(config.head_dim, "head_dim")
+
+    def __call__(self, x: Tokens) -> tuple[Heads, Heads, Heads]:
+        query, key, value = (
+            split_heads(linear(x), self.heads, "heads") for linear in (self.query, self.key, self.value)
+        )
+        return self.norm(query, self.query_norm), self.norm(key, self.key_norm), value
+
+
+class Stream(nnx.Module):
+    """One stream's half of a block with two: what it brings to the attention, and what it does with its outcome."""
+
+    def __init__(self, config: FluxConfig, build: Build) -> None:
+        embed, mlp = config.embed, 4 * config.embed
+        self.modulation = build.linear((embed, 6 * embed), ("embed", None), bias=True, residual=True)
+        self.projections = Projections(config, build)
+        self.output = build.linear((embed, embed), ("heads", "embed"), bias=True)
+        self.up = build.linear((embed, mlp), ("embed", "mlp"), bias=True)
+        self.down = build.linear((mlp, embed), ("mlp", "embed"), bias=True)
+
+    def before(self, x: Tokens, condition: Array) -> tuple[tuple[Heads, Heads, Heads], list[Array]]:
+        """Returns queries, keys and values, and the parts of the modulation that are left."""
+        shift, scale, *others = jnp.split(self.modulation(condition), 6, axis=-1)
+        return self.projections(modulated(x, shift, scale)), others
+
+    def after(self, x: Tokens, attended: Tokens, others: list[Array]) -> Tokens:
+        gate, shift, scale, gate_mlp = (part[:, None] for part in others)
+        x = x + gate * self.output(attended)
+        wide = constrain(self.up(modulated(x, shift[:, 0], scale[:, 0])), "batch", "seq", "act_mlp", name="a stream")
+        return x + gate_mlp * self.down(jax.nn.gelu(wide, approximate=True))
+
+
+class DoubleBlock(nnx.Module):
+    """Text and image with weights of their own, and one attention; called with the slice of one layer."""
+
+    def __init__(self, config: FluxConfig, build: Build) -> None:
+        self.text, self.image = Stream(config, build.child()), Stream(config, build.child())
+        self.axes = config.rope_axes
+
+    def __call__(self, streams: Streams, condition: Array, places: Array) -> Streams:
+        text, image = streams
+        of_text, text_others = self.text.before(text, condition)
+        of_image, image_others = self.image.before(image, condition)
+        query, key, value = (jnp.concatenate(parts, axis=1) for parts in zip(of_text, of_image, strict=True))
+        attended = self_attention(rotated(query, places, self.axes), rotated(key, places, self.axes), value)
+        text_attended, image_attended = jnp.split(attended, [text.shape[1]], axis=1)
+        return self.text.after(text, text_attended, text_others), self.image.after(image, image_attended, image_others)
+
+
+class SingleBlock(nnx.Module):
+    """Text and image in one stream, attention and feed-forward side by side; called with the slice of one layer."""
+
+    def __init__(self, config: FluxConfig, build: Build) -> None:
+        embed, mlp = config.embed, 4 * config.embed
+        self.axes = config.rope_axes
+        self.modulation = build.linear((embed, 3 * embed), ("embed", None), bias=True, residual=True)
+        self.projections = Projections(config, build)
+        self.up = build.linear((embed, mlp), ("embed", "mlp"), bias=True)
+        self.output = build.linear((embed + mlp, embed), ("mlp", "embed"), bias=True)
+
+    def __call__(self, x: Tokens, condition: Array, places: Array) -> Tokens:
+        shift, scale, gate = jnp.split(self.modulation(condition), 3, axis=-1)
+        normed = modulated(x, shift, scale)
+        query, key, value = self.projections(normed)
+        attended = self_attention(rotated(query, places, self.axes), rotated(key, places, self.axes), value)
+        wide = constrain(self.up(normed), "batch", "seq", "act_mlp", name="a block's feed-forward layer")
+        both = jnp.concatenate([attended, jax.nn.gelu(wide, approximate=True)], axis=-1)
+        return x + gate[:, None] * self.output(both)
+
+
+class Embedder(nnx.Module):
+    """out(silu(in(x))): a number's waves, or a text's features, as wide as the stream."""
+
+    def __init__(self, config: FluxConfig, features: int, key: jax.Array) -> None:
+        first, second = jax.random.split(key)
+        self.enter = _linear(config, (features, config.embed), (None, "embed"), first)
+        self.leave = _linear(config, (config.embed, config.embed), ("embed", None), second)
+
+    def __call__(self, x: Float[Array, "batch features"]) -> Float[Array, "batch embed"]:
+        return self.leave(jax.nn.silu(self.enter(x)))
+
+
+class Flux(nnx.Module):
+    """A `Denoiser` whose condition is "text", [batch, tokens, text_dim], "pooled", [batch, pooled_dim], and "guidance".
+
+    The matrices that shift, scale and gate start at 0, so that each block starts as the identity, and so does the last.
+    """
+
+    def __init__(self, config: FluxConfig, *, key: jax.Array) -> None:
+        self.config = config
+        embed, features = config.embed, config.channels * config.patch**2
+        keys = jax.random.split(key, 8)
+        double, single = (
+            Build(embed, layers, config.initializer_std, 0.0, Norm(epsilon=1e-6), config.param_dtype, part)
+            for layers, part in zip((config.double_layers, config.single_layers), keys[:2], strict=True)
+        )
+        self.image_in = _linear(config, (features, embed), (None, "embed"), keys[2])
+        self.text_in = _linear(config, (config.text_dim, embed), (None, "embed"), keys[3])
+        self.time = Embedder(config, _WAVES, keys[4])
+        self.guidance = None if config.guidance is None else Embedder(config, _WAVES, keys[5])
+        self.pooled = Embedder(config, config.pooled_dim, keys[6])
+        self.double_blocks = DoubleBlock(config, double)
+        self.single_blocks = SingleBlock(config, single)
+        self.last_modulation = _linear(config, (embed, 2 * embed), ("embed", None), keys[7], std=0.0)
+        self.last = _linear(config, (embed, features), ("embed", None), keys[7], std=0.0)
+
+    def __call__(self, images: Images, timesteps: Float[Array, " batch"], condition: Condition) -> Predicted:
+        config, (batch, height, width, _) = self.config, images.shape
+        image = self.image_in(patches_of(images.astype(config.dtype), config.patch))
+        text = self.text_in(condition["text"].astype(config.dtype))
+        embedded = jax.nn.silu(self._embedded(timesteps, condition))
+        places = _places(batch, text.shape[1], height // config.patch, width // config.patch)
+        options: dict[str, Any] = {"remat": config.remat, "unroll": config.unroll, "moves": True}
+
+        def run(block: Any, carry: Any, per_row: Any, _: None) -> tuple[Any, None]:
+            return block(carry, *per_row), None
+
+        per_row = (embedded, places)
+        (text, image), _ = scan_layers(run, [self.double_blocks], (text, image), [None], per_row=per_row, **options)
+        joined = jnp.concatenate([text, image], axis=1)
+        joined, _ = scan_layers(run, [self.single_blocks], joined, [None], per_row=per_row, **options)
+        scale, shift = jnp.split(self.last_modulation(embedded), 2, axis=-1)
+        x = self.last(modulated(joined[:, text.shape[1] :], shift, scale))
+        return unpatched(x, config.patch, height, width, channels_last=False).astype(jnp.float32)
+
+    def unconditional(self, condition: Condition) -> Condition:
+        """Texts that are 0 throughout."""
+        return {name: array if name == "guidance" else jnp.zeros_like(array) for name, array in condition.items()}
+
+    def _embedded(self, timesteps: Float[Array, " batch"], condition: Condition) -> Float[Array, "batch embed"]:
+        dtype = self.config.dtype
+        embedded = self.time(waves(timesteps, _WAVES, last=0).astype(dtype))
+        embedded = embedded + self.pooled(condition["pooled"].astype(dtype))
+        if self.guidance is None or self.config.guidance is None:
+            return embedded
+        told = condition.get("guidance", jnp.full_like(timesteps, self.config.guidance))
+        return embedded + self.guidance(waves(told * _GUIDANCE_SCALE, _WAVES, last=0).astype(dtype))
+
+
+def rotated(x: Heads, places: Int[Array, "batch seq axes"], axes: tuple[int, ...]) -> Heads:
+    """Rotates the features of each axis by the token's place on it."""
+    starts = [sum(axes[:number]) for number in range(1, len(axes))]
+    parts = [
+        ops.rope(part, places[..., number], theta=10_000.0, interleaved=True)
+        for number, part in enumerate(jnp.split(x, starts, axis=-1))
+    ]
+    return jnp.concatenate(parts, axis=-1)
+
+
+def _places(batch: int, text_tokens: int, rows: int, columns: int) -> Int[Array, "batch seq axes"]:
+    """Tokens of text stand at (0, 0, 0), patches at (0, row, column)."""
+    row, column = jnp.divmod(jnp.arange(rows * columns), columns)
+    of_image = jnp.stack([jnp.zeros_like(row), row, column], axis=-1)
+    both = jnp.concatenate([jnp.zeros((text_tokens, 3), of_image.dtype), of_image])
+    return jnp.broadcast_to(both, (batch, *both.shape))
+
+
+def _linear(
+    config: FluxConfig,
+    shape: tuple[int, int],
+    axes: tuple[str | None, ...],
+    key: jax.Array,
+    *,
+    std: float | None = None,
+) -> Linear:
+    std = config.initializer_std if std is None else std
+    return Linear(shape, axes, use_bias=True, std=std, param_dtype=config.param_dtype, key=key)
+
+
+class FluxFamily:
+    """The `ModelFamily` of Flux."""
+
+    name = "flux"
+    config_class = FluxConfig
+
+    def build(self, config: FluxConfig, *, key: jax.Array) -> Flux:
+        return Flux(config, key=key)
+
+
+FAMILY = FluxFamily()
+
+_OF_IMAGE = {
+    "modulation": "norm1.linear",
+    "projections/query": "attn.to_q",
+    "projections/key": "attn.to_k",
+    "projections/value": "attn.to_v",
+    "projections/query_norm": "attn.norm_q.weight",
+    "projections/key_norm": "attn.norm_k.weight",
+    "output": "attn.to_out.0",
+    "up": "ff.net.0.proj",
+    "down": "ff.net.2",
+}
+_OF_TEXT = {
+    "modulation": "norm1_context.linear",
+    "projections/query": "attn.add_q_proj",
+    "projections/key": "attn.add_k_proj",
+    "projections/value": "attn.add_v_proj",
+    "projections/query_norm": "attn.norm_added_q.weight",
+    "projections/key_norm": "attn.norm_added_k.weight",
+    "output": "attn.to_add_out",
+    "up": "ff_context.net.0.proj",
+    "down": "ff_context.net.2",
+}
+_OF_BOTH = {**_OF_IMAGE, "modulation": "norm.linear", "up": "proj_mlp", "output": "proj_out"}
+_DOUBLE, _SINGLE, _EMBED = "transformer_blocks.{layer}.", "single_transformer_blocks.{layer}.", "time_text_embed."
+
+COMPONENT = Component(
+    class_name="FluxTransformer2DModel",
+    family=FAMILY,
+    settings=(
+        Setting("double_layers", ("num_layers",), 19),
+        Setting("single_layers", ("num_single_layers",), 38),
+        Setting("heads", ("num_attention_heads",), 24),
+        Setting("head_dim", ("attention_head_dim",), 128),
+        Setting("text_dim", ("joint_attention_dim",), 4096),
+        Setting("pooled_dim", ("pooled_projection_dim",), 768),
+        Setting("rope_axes", ("axes_dims_rope",), (16, 56, 56)),
+    ),
+    fixed={"patch_size": 1},  # diffusers' pipeline cuts patches of 2 before
+    read_others=lambda reader: {
+        "channels": reader.get("in_channels", default=64) // 4,
+        "guidance": 3.5 if reader.get("guidance_embeds") else None,
+    },
+    write_others=lambda config: {
+        "in_channels": config.channels * config.patch**2,
+        "out_channels": None,
+        "guidance_embeds": config.guidance is not None,
+    },
+    names={
+        "image_in": "x_embedder",
+        "text_in": "context_embedder",
+        **{
+            f"{ours}/{end}": f"{_EMBED}{theirs}.linear_{number}"
+            for ours, theirs in (
+                ("time", "timestep_embedder"),
+                ("guidance", "guidance_embedder"),
+                ("pooled", "text_embedder"),
+            )
+            for number, end in enumerate(("enter", "leave"), 1)
+        },
+        **{f"double_blocks/text/{ours}": _DOUBLE + theirs for ours, theirs in _OF_TEXT.items()},
+        **{f"double_blocks/image/{ours}": _DOUBLE + theirs for ours, theirs in _OF_IMAGE.items()},
+        **{f"single_blocks/{ours}": _SINGLE + theirs for ours, theirs in _OF_BOTH.items()},
+        "last_modulation": "norm_out.linear",
+        "last": "proj_out",
+    },
+)

@@ -1,0 +1,59 @@
+"""Images side by side in one PNG file."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt8
+
+from stack_core.errors import DataError
+from stack_core.installing import install_command
+
+__all__ = ["pillow", "tiled", "write_png"]
+
+
+def tiled(
+    images: UInt8[np.ndarray, "images height width channels"], columns: int, *, least_pixels: int = 64
+) -> UInt8[np.ndarray, "grid_height grid_width channels"]:
+    """Lays images out row by row, a pixel of white apart; small ones are enlarged by whole factors.
+
+    Args:
+      least_pixels: of the shorter side of an enlarged image.
+    """
+    factor = max(1, -(-least_pixels // min(images.shape[1:3])))
+    large = images.repeat(factor, axis=1).repeat(factor, axis=2)
+    framed = np.pad(large, ((0, 0), (0, 1), (0, 1), (0, 0)), constant_values=255)
+    count, height, width, channels = framed.shape
+    rows = framed.reshape(count // columns, columns, height, width, channels)
+    return rows.transpose(0, 2, 1, 3, 4).reshape(-1, columns * width, channels)[:-1, :-1]
+
+
+def write_png(pixels: UInt8[np.ndarray, "height width channels"], path: Path) -> None:
+    """Writes an image of 1 channel (grey), 3 or 4; folders are made.
+
+    Raises:
+      DataError: Pillow is not installed, the channels are none of an image's, or the file cannot be written.
+    """
+    if pixels.shape[-1] not in (1, 3, 4):
+        raise DataError(f"An image has 1, 3 or 4 channels, not {pixels.shape[-1]}; latents need their decoder.")
+    image = pillow().fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.save(path, format="PNG")
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error}") from error
+
+
+def pillow() -> Any:
+    """`PIL.Image`.
+
+    Raises:
+      DataError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image  # an extra
+    except ImportError as error:
+        raise DataError(
+            f"Images are read and written by Pillow: {error}. Install it: {install_command('stack-train[images]')}"
+        ) from error
+    return Image

@@ -1,0 +1,83 @@
+"""What denoisers share: patches, positions, waves of time, norms that are modulated, attention without a mask."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from stack_core import ops
+from stack_core.mesh import constrain
+from stack_train.diffusion.denoiser import Images
+
+__all__ = [
+    "Heads",
+    "Tokens",
+    "grid_positions",
+    "modulated",
+    "patches_of",
+    "self_attention",
+    "split_heads",
+    "unpatched",
+    "waves",
+]
+
+Tokens = Float[Array, "batch seq embed"]
+Heads = Float[Array, "batch seq heads head_dim"]
+
+
+def patches_of(images: Images, patch: int) -> Float[Array, "batch seq features"]:
+    """Cuts images into squares of `patch` pixels, row by row; features are ordered [channels, patch, patch]."""
+    batch, height, width, channels = images.shape
+    cut = images.reshape(batch, height // patch, patch, width // patch, patch, channels)
+    return cut.transpose(0, 1, 3, 5, 2, 4).reshape(batch, -1, channels * patch**2)
+
+
+def unpatched(
+    tokens: Float[Array, "batch seq features"], patch: int, height: int, width: int, *, channels_last: bool
+) -> Images:
+    """Joins squares to images; features are ordered [channels, patch, patch] or [patch, patch, channels]."""
+    batch, rows, columns = tokens.shape[0], height // patch, width // patch
+    if channels_last:
+        squares = tokens.reshape(batch, rows, columns, patch, patch, -1)
+    else:
+        squares = tokens.reshape(batch, rows, columns, -1, patch, patch).transpose(0, 1, 2, 4, 5, 3)
+    return squares.transpose(0, 1, 3, 2, 4, 5).reshape(batch, height, width, -1)
+
+
+def waves(timesteps: Float[Array, " batch"], features: int, *, last: int = 1) -> Float[Array, "batch features"]:
+    """Cosines, then sines, of t / 10000^(i / (features / 2 - last)), in float32."""
+    half = features // 2
+    angles = timesteps[:, None] * jnp.exp(-math.log(10_000.0) / (half - last) * jnp.arange(half, dtype=jnp.float32))
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+def grid_positions(rows: int, columns: int, embed: int) -> Float[np.ndarray, "seq embed"]:
+    """Sines and cosines of the column, then of the row, of each place of a grid; as in DiT."""
+
+    def of(places: np.ndarray) -> np.ndarray:
+        angles = places.reshape(-1, 1) / 10_000 ** (np.arange(embed // 4) / (embed / 4))
+        return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+
+    across, down = np.meshgrid(np.arange(columns), np.arange(rows))
+    return np.concatenate([of(across), of(down)], axis=1).astype(np.float32)
+
+
+def modulated(
+    x: Tokens, shift: Float[Array, "batch embed"], scale: Float[Array, "batch embed"], *, epsilon: float = 1e-6
+) -> Tokens:
+    """norm(x) (1 + scale) + shift, by a layer norm without parameters."""
+    normed: Any = ops.norm(x, kind="layer", epsilon=epsilon)
+    return normed * (1 + scale[:, None]) + shift[:, None]
+
+
+def split_heads(x: Tokens, heads: int, name: str) -> Heads:
+    """Cuts features into heads, which `tensor` shares."""
+    return constrain(x.reshape(*x.shape[:2], heads, -1), "batch", "seq", "act_heads", None, name=name)
+
+
+def self_attention(query: Heads, key: Heads, value: Heads) -> Tokens:
+    """Every token attends to every other, head by head."""
+    attended: Any = ops.attention(query, key, value)
+    return attended.reshape(*query.shape[:2], -1)

@@ -1,0 +1,79 @@
+"""Noise schedules: how much of an image and how much noise a noisy image is made of, by its timestep."""
+
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from pydantic import NonNegativeFloat, PositiveInt
+
+from stack_core.config import config
+from stack_core.errors import ConfigError
+
+__all__ = ["FlowConfig", "NoiseConfig", "Prediction", "Schedule", "Weights"]
+
+Weights: TypeAlias = np.ndarray
+"""float64[steps], a weight for each timestep."""
+
+Prediction: TypeAlias = Literal["epsilon", "v", "flow"]
+"""What a denoiser says of x = alpha x0 + sigma e: e, alpha e - sigma x0, or e - x0."""
+
+
+@config
+class NoiseConfig:
+    """x_t = alpha_t x0 + sigma_t e, alpha_t^2 = prod_(s <= t) (1 - beta_s), sigma_t^2 = 1 - alpha_t^2, at whole steps.
+
+    Attributes:
+      steps: of the schedule.
+      betas: beta grows linearly, its square root does ("scaled_linear"), or alpha^2 is a squared cosine.
+      beta_start, beta_end: of the linear ones.
+
+    Source: Ho et al., DDPM, 2020 (arXiv:2006.11239); the cosine: Nichol and Dhariwal, 2021 (arXiv:2102.09672); the
+    scaled one: Rombach et al., Latent Diffusion, 2022 (arXiv:2112.10752).
+    """
+
+    steps: PositiveInt = 1000
+    betas: Literal["linear", "scaled_linear", "cosine"] = "linear"
+    beta_start: NonNegativeFloat = 1e-4
+    beta_end: NonNegativeFloat = 0.02
+
+    def __post_init__(self) -> None:
+        if not self.beta_start <= self.beta_end < 1.0:
+            raise ConfigError(f"beta_start={self.beta_start} and beta_end={self.beta_end} must grow and end below 1.")
+
+    def alphas_and_sigmas(self) -> tuple[Weights, Weights]:
+        """alpha_t and sigma_t for t = 0 .. steps - 1, float64."""
+        bar = np.cumprod(1.0 - self._betas())
+        return np.sqrt(bar), np.sqrt(1.0 - bar)
+
+    def _betas(self) -> Weights:
+        if self.betas == "cosine":
+            bar = np.cos((np.arange(self.steps + 1) / self.steps + 0.008) / 1.008 * np.pi / 2) ** 2
+            return np.minimum(1.0 - bar[1:] / bar[:-1], 0.999)
+        if self.betas == "linear":
+            return np.linspace(self.beta_start, self.beta_end, self.steps)
+        return np.linspace(self.beta_start**0.5, self.beta_end**0.5, self.steps) ** 2
+
+
+@config
+class FlowConfig:
+    """x_t = (1 - sigma) x0 + sigma e on the straight line from an image to noise; sigma is the time, shifted.
+
+        sigma = shift t / (1 + (shift - 1) t)
+
+    Attributes:
+      shift: larger images need more noise to be hidden, so that samplers spend more of their steps near pure noise.
+
+    Source: Liu et al., Rectified Flow, 2022 (arXiv:2209.03003); the shift: Esser et al., 2024 (arXiv:2403.03206).
+    """
+
+    shift: NonNegativeFloat = 1.0
+
+    def __post_init__(self) -> None:
+        if self.shift == 0.0:
+            raise ConfigError("shift is 0, which leaves no noise at any time; 1 shifts nothing.")
+
+    def shifted(self, times: Any) -> Any:
+        """sigma of times in [0, 1], an array of NumPy or JAX."""
+        return times * self.shift / (times * (self.shift - 1.0) + 1.0)
+
+
+Schedule: TypeAlias = NoiseConfig | FlowConfig

@@ -1,0 +1,199 @@
+"""`objective.name: epsilon`, `v` and `flow_matching`: what a denoiser learns to say of noisy images."""
+
+import abc
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from stack_core.config import config
+from stack_core.contracts.training import Objective
+from stack_core.metrics import Metric, Metrics
+from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images
+from stack_train.diffusion.noise import FlowConfig, NoiseConfig, Prediction, Schedule
+
+__all__ = ["Denoises", "EpsilonConfig", "FlowMatchingConfig", "VConfig"]
+
+_IMAGES, _WEIGHTS = "images", "weights"
+_NOISE, _LEVEL, _DROPOUT = 0, 1, 2  # streams of the objective's key
+
+
+@runtime_checkable
+class Denoises(Protocol):
+    """An objective whose model samplers can run: what it says, and of which noise."""
+
+    @property
+    def prediction(self) -> Prediction: ...
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+
+@config
+class DenoisingConfig(abc.ABC):
+    """The mean squared error of a denoiser's predictions on noisy images.
+
+        loss = mean_b weight(t_b) |model(alpha_b x_b + sigma_b e_b, t_b, condition_b) - target_b|^2
+
+    All arrays of a batch but "images" and "weights" are the condition.
+
+    Attributes:
+      condition_dropout: the share of examples that are shown without their condition, so that the model can be asked
+        without it: classifier-free guidance (Ho and Salimans, 2022, arXiv:2207.12598).
+    """
+
+    condition_dropout: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+
+    inputs: ClassVar[Mapping[str, str]] = MappingProxyType({_IMAGES: "batch height width channels", _WEIGHTS: "batch"})
+
+    def build(self) -> Objective:
+        return self
+
+    @abc.abstractmethod
+    def noisy(
+        self, images: Images, noise: Images, *, key: jax.Array
+    ) -> tuple[Images, Float[Array, " batch"], Images, Float[Array, " batch"]]:
+        """Draws timesteps; returns noisy images, the timesteps, the targets, and the weight of each."""
+
+    def __call__(
+        self, model: Denoiser, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
+    ) -> tuple[jax.Array, Metrics]:
+        images, real = batch[_IMAGES], batch[_WEIGHTS]
+        condition = {name: array for name, array in batch.items() if name not in (_IMAGES, _WEIGHTS)}
+        noise = jax.random.normal(jax.random.fold_in(key, _NOISE), images.shape, images.dtype)
+        noisy, timesteps, target, weight = self.noisy(images, noise, key=jax.random.fold_in(key, _LEVEL))
+        shown = self._dropped(model, condition, images.shape[0], key=jax.random.fold_in(key, _DROPOUT))
+        # A model may predict variances in further channels, as those of Nichol and Dhariwal do; they are not trained.
+        predicted = model(noisy, timesteps, shown)[..., : images.shape[-1]]
+        errors = jnp.mean(jnp.square(predicted.astype(jnp.float32) - target), axis=(1, 2, 3))
+        total = jnp.sum(real)
+
+        def mean(values: Float[Array, " batch"]) -> Metric:
+            return Metric.mean(jnp.sum(values * real) / jnp.maximum(total, 1.0), total)
+
+        loss = mean(weight * errors)
+        return loss.value, {"loss": loss, "squared_error": mean(errors)}
+
+    def _dropped(self, model: Denoiser, condition: Condition, rows: int, *, key: jax.Array) -> Condition:
+        if not condition or not self.condition_dropout:
+            return condition
+        dropped = jax.random.bernoulli(key, self.condition_dropout, (rows,))
+
+        def mixed(given: Array, none: Array) -> Array:
+            return jnp.where(dropped.reshape(-1, *[1] * (given.ndim - 1)), none, given)
+
+        return jax.tree.map(mixed, condition, model.unconditional(condition))
+
+
+@config
+class FlowMatchingConfig(DenoisingConfig):
+    """The model says the velocity e - x0 of the straight line x = (1 - sigma) x0 + sigma e.
+
+    Attributes:
+      times: how they are drawn before `shift` moves them: all alike, or the logistic function of a normal variable,
+        which draws more of the middle.
+      logit_mean, logit_std: of that variable.
+      shift: see `FlowConfig`.
+
+    Sources: Lipman et al., Flow Matching, 2023 (arXiv:2210.02747); Liu et al., 2023 (arXiv:2209.03003); logit-normal
+    times and the shift: Esser et al., 2024 (arXiv:2403.03206).
+    """
+
+    name: Literal["flow_matching"] = "flow_matching"
+    times: Literal["uniform", "logit_normal"] = "logit_normal"
+    logit_mean: float = 0.0
+    logit_std: PositiveFloat = 1.0
+    shift: PositiveFloat = 1.0
+
+    @property
+    def prediction(self) -> Prediction:
+        return "flow"
+
+    @property
+    def schedule(self) -> FlowConfig:
+        return FlowConfig(shift=self.shift)
+
+    def noisy(
+        self, images: Images, noise: Images, *, key: jax.Array
+    ) -> tuple[Images, Float[Array, " batch"], Images, Float[Array, " batch"]]:
+        shape = images.shape[:1]
+        if self.times == "uniform":
+            times = jax.random.uniform(key, shape)
+        else:
+            times = jax.nn.sigmoid(self.logit_mean + self.logit_std * jax.random.normal(key, shape))
+        sigmas = self.schedule.shifted(times)
+        share = sigmas[:, None, None, None]
+        return (1.0 - share) * images + share * noise, sigmas * TIMESTEPS, noise - images, jnp.ones(shape)
+
+
+@config
+class _DiscreteConfig(DenoisingConfig):
+    """Whole timesteps of a noise schedule, all alike.
+
+    Attributes:
+      min_snr: g in the weight min(snr, g) / snr of the error of the noise, snr = alpha^2 / sigma^2, which keeps images
+        with little noise from dominating; None weighs all alike (Hang et al., 2023, arXiv:2303.09556).
+    """
+
+    noise: NoiseConfig = NoiseConfig()
+    min_snr: NonNegativeFloat | None = None
+
+    @property
+    def schedule(self) -> NoiseConfig:
+        return self.noise
+
+    def noisy(
+        self, images: Images, noise: Images, *, key: jax.Array
+    ) -> tuple[Images, Float[Array, " batch"], Images, Float[Array, " batch"]]:
+        timesteps = jax.random.randint(key, images.shape[:1], 0, self.noise.steps)
+        alphas, sigmas = (jnp.asarray(array, jnp.float32)[timesteps] for array in self.noise.alphas_and_sigmas())
+        alpha, sigma = alphas[:, None, None, None], sigmas[:, None, None, None]
+        weight = jnp.ones_like(alphas) if self.min_snr is None else self.weight((alphas / sigmas) ** 2, self.min_snr)
+        target = self.target(images, noise, alpha, sigma)
+        return alpha * images + sigma * noise, timesteps.astype(jnp.float32), target, weight
+
+    @abc.abstractmethod
+    def target(self, images: Images, noise: Images, alpha: Array, sigma: Array) -> Images:
+        """What the model is to say."""
+
+    @abc.abstractmethod
+    def weight(self, snr: Float[Array, " batch"], most: float) -> Float[Array, " batch"]:
+        """The weight of an error, by the ratio of image to noise."""
+
+
+@config
+class EpsilonConfig(_DiscreteConfig):
+    """The model says the noise e in alpha x0 + sigma e (Ho et al., DDPM, 2020, arXiv:2006.11239)."""
+
+    name: Literal["epsilon"] = "epsilon"
+
+    @property
+    def prediction(self) -> Prediction:
+        return "epsilon"
+
+    def target(self, images: Images, noise: Images, alpha: Array, sigma: Array) -> Images:
+        return noise
+
+    def weight(self, snr: Float[Array, " batch"], most: float) -> Float[Array, " batch"]:
+        return jnp.minimum(snr, most) / snr
+
+
+@config
+class VConfig(_DiscreteConfig):
+    """The model says v = alpha e - sigma x0 (Salimans and Ho, 2022, arXiv:2202.00512)."""
+
+    name: Literal["v"] = "v"
+
+    @property
+    def prediction(self) -> Prediction:
+        return "v"
+
+    def target(self, images: Images, noise: Images, alpha: Array, sigma: Array) -> Images:
+        return alpha * noise - sigma * images
+
+    def weight(self, snr: Float[Array, " batch"], most: float) -> Float[Array, " batch"]:
+        return jnp.minimum(snr, most) / (snr + 1.0)

@@ -1,0 +1,226 @@
+"""Samplers as tables: every step of each is one linear combination, so that one compiled scan runs them all.
+
+A noisy image is x = alpha x0 + sigma e. Each denoiser's prediction m gives the image that it expects, d = p x + q m,
+and each sampler goes on to less noise by
+
+    x' = a x + b d + c d' + n z
+
+with d' the image that the row before expected and z new noise. All are written in this one scale of x. An Euler step of
+Karras et al., y' = y + (s' - s) (y - d) / s with y = x / alpha and s = sigma / alpha, is DDIM's in it,
+
+    x' = (sigma' / sigma) x + (alpha' - alpha sigma' / sigma) d,
+
+and where alpha is 1 - sigma it is a flow's, x + (sigma' - sigma) m.
+
+Sources: Song et al., DDIM, 2020 (arXiv:2010.02502); Karras et al., EDM, 2022 (arXiv:2206.00364), for Euler and Heun; Lu
+et al., DPM-Solver++, 2022 (arXiv:2211.01095).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from pydantic import Field, NonNegativeFloat, PositiveInt
+
+from stack_core.config import config
+from stack_core.errors import ConfigError
+from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images, Predicted
+from stack_train.diffusion.noise import FlowConfig, NoiseConfig, Prediction, Schedule
+
+__all__ = ["Levels", "SamplerConfig", "Table", "guided", "levels_of", "sample", "table_of"]
+
+Spacing = Literal["leading", "trailing", "linspace"]
+
+
+@config
+class SamplerConfig:
+    """How images are sampled.
+
+    Attributes:
+      name: "euler" takes a straight step, "ddim" the same and, with `eta`, new noise; "heun" corrects each step by a
+        second call of the denoiser; "dpmpp_2m" is DPM-Solver++, which corrects by the step before.
+      steps: from noise to image.
+      spacing: of the steps of a discrete schedule: whole strides from its first step ("leading") or its last one
+        ("trailing"), or equal ones from the first to the last ("linspace").
+      eta: DDIM's share of the noise of DDPM.
+      guidance: w of m = m_none + w (m_condition - m_none); 1 asks the denoiser with the condition alone.
+      guidance_rescale: how much of the standard deviation that guidance adds is taken back.
+
+    Sources: guidance: Ho and Salimans, 2022 (arXiv:2207.12598); its rescale: Lin et al., 2023 (arXiv:2305.08891).
+    """
+
+    name: Literal["ddim", "euler", "heun", "dpmpp_2m"] = "euler"
+    steps: PositiveInt = 50
+    spacing: Spacing = "linspace"
+    eta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    guidance: NonNegativeFloat = 1.0
+    guidance_rescale: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.eta and self.name != "ddim":
+            raise ConfigError(f"eta={self.eta} is noise that ddim alone adds, not {self.name}. Set it to 0.")
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The noise levels that a sampler goes through, from the noisiest to none.
+
+    Attributes:
+      timesteps: what the denoiser is told, [steps].
+      alphas, sigmas: of each level and of the last image, [steps + 1].
+      scales: k, [steps + 1]: y = x / k goes along a straight line while d stays, with s = sigma / k as its time.
+    """
+
+    timesteps: np.ndarray
+    alphas: np.ndarray
+    sigmas: np.ndarray
+    scales: np.ndarray
+
+
+@dataclass(frozen=True)
+class Table:
+    """A sampler: `rows`, [rows, 7], of timestep, p, q, a, b, c and n as the head of this file has them."""
+
+    rows: np.ndarray
+
+
+def levels_of(schedule: Schedule, steps: int, spacing: Spacing = "linspace") -> Levels:
+    """The levels of a schedule in so many steps; of a flow they are equal steps in time, then shifted."""
+    if isinstance(schedule, FlowConfig):
+        sigmas = np.append(schedule.shifted(np.linspace(1.0, 1.0 / steps, steps)), 0.0)
+        return Levels(sigmas[:-1] * TIMESTEPS, 1.0 - sigmas, sigmas, np.ones_like(sigmas))
+    return _discrete_levels(schedule, steps, spacing)
+
+
+def _discrete_levels(schedule: NoiseConfig, steps: int, spacing: Spacing) -> Levels:
+    if steps > schedule.steps:
+        raise ConfigError(f"{steps} steps are more than the {schedule.steps} of the noise schedule. Take fewer.")
+    last = schedule.steps - 1
+    match spacing:
+        case "leading":
+            timesteps = (np.arange(steps) * (schedule.steps // steps))[::-1].astype(np.float64)
+        case "trailing":
+            timesteps = np.round(np.arange(schedule.steps, 0, -schedule.steps / steps)[:steps]) - 1.0
+        case "linspace":
+            timesteps = np.linspace(0.0, last, steps)[::-1] if steps > 1 else np.array([float(last)])
+    alphas, sigmas = schedule.alphas_and_sigmas()
+    ratios = np.interp(timesteps, np.arange(schedule.steps), sigmas / alphas)  # steps may lie between whole ones
+    kept = np.append(1.0 / np.sqrt(1.0 + ratios**2), 1.0)
+    return Levels(timesteps, kept, np.append(ratios, 0.0) * kept, kept)
+
+
+def table_of(sampler: SamplerConfig, levels: Levels, prediction: Prediction) -> Table:
+    """The rows of a sampler on given levels, for a denoiser that says `prediction`."""
+    return Table(np.concatenate([_of_step(sampler, levels, step, prediction) for step in range(len(levels.timesteps))]))
+
+
+def _of_step(sampler: SamplerConfig, levels: Levels, step: int, prediction: Prediction) -> np.ndarray:
+    def row(level: int, *coefficients: float) -> list[float]:
+        expected = _expected(prediction, levels.alphas[level], levels.sigmas[level])
+        return [levels.timesteps[level], *expected, *coefficients]
+
+    euler = row(step, *_euler(levels, step), 0.0, 0.0)
+    match sampler.name:
+        case "heun" if levels.sigmas[step + 1]:
+            return np.array([euler, row(step + 1, 1.0, *_heun_correction(levels, step), 0.0)])
+        case "dpmpp_2m" if step and levels.sigmas[step + 1]:
+            return np.array([row(step, *_dpmpp_2m(levels, step), 0.0)])
+        case "ddim" if sampler.eta and levels.sigmas[step + 1]:
+            return np.array([row(step, *_ddim(levels, step, sampler.eta))])
+    return np.array([euler])
+
+
+def _expected(prediction: Prediction, alpha: float, sigma: float) -> tuple[float, float]:
+    """p and q of d = p x + q m."""
+    match prediction:
+        case "epsilon":
+            return 1.0 / alpha, -sigma / alpha
+        case "v":  # where alpha^2 + sigma^2 = 1
+            return alpha, -sigma
+        case "flow":  # where alpha + sigma = 1
+            return 1.0, -sigma
+
+
+def _euler(levels: Levels, step: int) -> tuple[float, float]:
+    """a and b."""
+    ratio = levels.sigmas[step + 1] / levels.sigmas[step]
+    return ratio, levels.alphas[step + 1] - levels.alphas[step] * ratio
+
+
+def _ddim(levels: Levels, step: int, eta: float) -> tuple[float, float, float, float]:
+    """a, b, c and n: of the noise that the next level has, n is drawn anew."""
+    ratio = levels.sigmas[step + 1] / levels.sigmas[step]
+    noise = eta * ratio * np.sqrt(1.0 - (levels.alphas[step] / levels.alphas[step + 1]) ** 2)
+    kept = np.sqrt(levels.sigmas[step + 1] ** 2 - noise**2) / levels.sigmas[step]
+    return kept, levels.alphas[step + 1] - levels.alphas[step] * kept, 0.0, noise
+
+
+def _heun_correction(levels: Levels, step: int) -> tuple[float, float]:
+    """b and c of the row after Euler's: the mean of the slopes at both ends, (y - d') / s and (y' - d) / s'.
+
+    As Euler's y' is on the line from y to d', their mean leads to y' + (1 - r) / (2 r) (d - d') with r = s' / s.
+    """
+    next_scale = levels.scales[step + 1]
+    ratio = (levels.sigmas[step + 1] * levels.scales[step]) / (next_scale * levels.sigmas[step])
+    change = next_scale * (1.0 - ratio) / (2.0 * ratio)
+    return change, -change
+
+
+def _dpmpp_2m(levels: Levels, step: int) -> tuple[float, float, float]:
+    """a, b and c: Euler's step to where the last two expected images lead, by the logarithm of alpha / sigma."""
+    with np.errstate(divide="ignore"):  # pure noise, where it is -inf: the step from there says nothing
+        before, now, after = np.log(levels.alphas[step - 1 : step + 2] / levels.sigmas[step - 1 : step + 2])
+    a, b = _euler(levels, step)
+    ahead = (after - now) / (2.0 * (now - before))
+    return a, b * (1.0 + ahead), -b * ahead
+
+
+def sample(
+    denoise: Callable[[Images, Float[Array, ""]], Images], table: Table, noise: Images, *, key: jax.Array
+) -> Images:
+    """Runs a sampler from noise to images.
+
+    Args:
+      denoise: (noisy images, timestep) -> what the denoiser says.
+      noise: normal, of the images' shape.
+      key: of the noise that rows add.
+    """
+    adds_noise = bool(table.rows[:, -1].any())
+
+    def step(carry: tuple[Images, Images], row: tuple[Array, Array]) -> tuple[tuple[Images, Images], None]:
+        (x, before), ((timestep, p, q, a, b, c, n), number) = carry, row
+        expected = p * x + q * denoise(x, timestep)
+        following = a * x + b * expected + c * before
+        if adds_noise:
+            following += n * jax.random.normal(jax.random.fold_in(key, number), x.shape)
+        return (following, expected), None
+
+    rows = (jnp.asarray(table.rows, jnp.float32), jnp.arange(len(table.rows)))
+    (images, _), _ = jax.lax.scan(step, (noise, jnp.zeros_like(noise)), rows)
+    return images
+
+
+def guided(
+    denoiser: Denoiser, condition: Condition, *, images: int, guidance: float, rescale: float = 0.0
+) -> Callable[[Images, Float[Array, ""]], Predicted]:
+    """What a denoiser says of so many images that are to show `condition`, for `sample`; see `SamplerConfig`."""
+
+    def plain(x: Images, timestep: Float[Array, ""]) -> Predicted:
+        return denoiser(x, jnp.broadcast_to(timestep, (images,)), condition)
+
+    def strengthened(x: Images, timestep: Float[Array, ""]) -> Predicted:
+        said_of_both = denoiser(jnp.concatenate([x, x]), jnp.broadcast_to(timestep, (2 * images,)), both)
+        with_condition, without = jnp.split(said_of_both, 2)
+        said = without + guidance * (with_condition - without)
+        axes = tuple(range(1, x.ndim))
+        ratio = with_condition.std(axes, keepdims=True) / said.std(axes, keepdims=True)
+        return said * (1.0 - rescale + rescale * ratio) if rescale else said
+
+    if guidance == 1.0 or not condition:
+        return plain
+    both = jax.tree.map(lambda *rows: jnp.concatenate(rows), condition, denoiser.unconditional(condition))
+    return strengthened

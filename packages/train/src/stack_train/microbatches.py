@@ -1,0 +1,57 @@
+"""Gradients of a batch that is cut into microbatches, one after the other."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stack_core.errors import TrainingError
+from stack_core.mesh import constrain
+from stack_core.metrics import Metric, Metrics, combine
+from stack_train.variables import Tree
+
+__all__ = ["accumulate", "check_metrics"]
+
+Gradients = Callable[[Tree, Mapping[str, jax.Array], jax.Array], tuple[Tree, Metrics, Tree]]
+"""(moved, batch, key) -> (gradients, metrics, moved)."""
+
+
+def accumulate(
+    gradients: Gradients, zeros: Tree, moved: Tree, batch: Mapping[str, jax.Array], keys: jax.Array
+) -> tuple[Tree, Metrics, Tree]:
+    """The mean gradients of microbatches by the weights of their losses, their metrics combined, what they moved.
+
+    Args:
+      zeros: gradients of nothing.
+      moved: what the forward pass moves, before the first microbatch; each begins where the one before it ended.
+      keys: [microbatches], one for each; their number divides the batch.
+    """
+    parts = jax.tree.map(lambda x: _split(x, len(keys)), dict(batch))
+
+    def add(total: Any, part: Any) -> tuple[Any, Metrics]:
+        sums, moved = total
+        grads, metrics, moved = gradients(moved, *part)
+        weight = jnp.asarray(metrics["loss"].weight)
+        return (jax.tree.map(lambda sum_, x: sum_ + x * weight.astype(x.dtype), sums, grads), moved), metrics
+
+    (sums, moved), stacked = jax.lax.scan(add, (zeros, moved), (parts, keys))
+    metrics = {name: combine(metric) for name, metric in stacked.items()}
+    weight = jnp.where(metrics["loss"].weight == 0, 1, metrics["loss"].weight)
+    return jax.tree.map(lambda x: x / weight.astype(x.dtype), sums), metrics, moved
+
+
+def check_metrics(metrics: Mapping[str, Any]) -> None:
+    """Raises a TrainingError where an objective's metrics do not say by what microbatches are added up."""
+    loss = metrics.get("loss")
+    if not isinstance(loss, Metric) or loss.combination != "mean":
+        raise TrainingError(
+            "The objective returns no metric 'loss' that is a mean. Return {'loss': Metric.mean(loss, weight), ...}, "
+            "whose weight is what the loss was averaged over (stack_core.metrics)."
+        )
+
+
+def _split(x: jax.Array, microbatches: int) -> jax.Array:
+    """[batch, ...] -> [microbatches, rows, ...]; each takes rows from all over, so that rows stay on their devices."""
+    parts = x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1)
+    return constrain(parts, None, "batch", *[None] * (x.ndim - 1), name="a microbatch")

@@ -1,0 +1,284 @@
+"""A decoder: an embedding, layers, a head. An architecture says what its layers are, as a tuple of values."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from stack_core import ops
+from stack_core.config import config
+from stack_core.contracts.caches import KVCache, LayerState
+from stack_core.contracts.models import Head, Outputs
+from stack_core.errors import ArgumentError, ConfigError, ShapeError
+from stack_core.mesh import constrain
+from stack_train.nn.attention import Attention, Mixer, Rope
+from stack_train.nn.build import Build, Parameter
+from stack_train.nn.feed_forward import Facts, TokenLayer
+from stack_train.nn.groups import Group, groups_of
+from stack_train.nn.linear import FloatName, lookup
+from stack_train.nn.residual import STREAM, Norm, ResidualStream, Rows, gather_sequence, shard_residual
+from stack_train.nn.stack import RematPolicy, scan_layers
+
+__all__ = ["Block", "Decoder", "DecoderConfig", "DecoderSpec", "Layer"]
+
+
+@config
+class DecoderConfig:
+    """The size and the numerics of a decoder.
+
+    Attributes:
+      embed: width of the residual stream.
+      kv_heads: heads of keys and values, each shared by a group of query heads; None is one for every query head.
+      head_dim: width of a head; None is embed / heads.
+      mlp: width inside a feed-forward layer.
+      max_positions: tokens of the longest sequence.
+      tie_embeddings: the head is the embedding, transposed.
+      initializer_std: standard deviation of the initial weights.
+      dtype: what activations are computed in.
+      param_dtype: what parameters are held in.
+      remat: what the backward pass computes again; see `scan_layers`.
+      unroll: train on layers that are compiled one by one: on CPUs steps of few layers are faster, compilation slower.
+    """
+
+    family: str
+    vocab_size: PositiveInt = 32_000
+    embed: PositiveInt = 512
+    layers: PositiveInt = 8
+    heads: PositiveInt = 8
+    kv_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    mlp: PositiveInt = 2048
+    max_positions: PositiveInt = 2048
+    rope_theta: PositiveFloat = 10_000.0
+    rope_scaling: Annotated[ops.RopeScaling, Field(discriminator="rope_type")] | None = None
+    norm_epsilon: PositiveFloat = 1e-6
+    tie_embeddings: bool = False
+    initializer_std: PositiveFloat = 0.02
+    dtype: FloatName = "bfloat16"
+    param_dtype: FloatName = "float32"
+    remat: RematPolicy = "none"
+    unroll: bool = False
+
+    def __post_init__(self) -> None:
+        self.check_heads()
+
+    def check_heads(self) -> None:
+        """Raises a ConfigError where attention cannot have these sizes."""
+        if self.head_dim is None and self.embed % self.heads:
+            raise ConfigError(f"embed={self.embed} is no multiple of heads={self.heads}; give head_dim or change one.")
+        if self.heads % self.kv_head_count:
+            raise ConfigError(f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}; change one of them.")
+        if self.head_size % 2:
+            raise ConfigError(f"head_dim={self.head_size} is odd; rotary positions turn pairs of features.")
+
+    @property
+    def kv_head_count(self) -> int:
+        """Heads of keys and values."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def head_size(self) -> int:
+        """Features of a head."""
+        return self.embed // self.heads if self.head_dim is None else self.head_dim
+
+    def attention(self, **fields: Any) -> Attention:
+        """Attention of this size, with other fields of `Attention` as they are given."""
+        own: dict[str, Any] = {
+            "heads": self.heads,
+            "kv_heads": self.kv_head_count,
+            "head_dim": self.head_size,
+            "rope": Rope(theta=self.rope_theta, scaling=self.rope_scaling),
+        }
+        return Attention(**{**own, **fields})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """h = x + attention(norm(x)); y = h + feed_forward(norm(h)).
+
+    Attributes:
+      output_norms: what attention and the feed-forward layer add is normed, too.
+    """
+
+    attention: Mixer
+    feed_forward: TokenLayer
+    output_norms: bool = False
+
+    def build(self, build: Build) -> "Block":
+        return Block(self, build)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """What a decoder's config does not say by itself.
+
+    Attributes:
+      norm: of all layers.
+      embedding_scale: what embedded tokens are multiplied by.
+      logit_softcap: see `Head`.
+    """
+
+    layers: tuple[Layer, ...]
+    norm: Norm
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
+
+
+class Block(nnx.Module):
+    """What `Layer` builds. Its parameters are stacked, [repeats, ...]; it is called with the slice of one layer."""
+
+    def __init__(self, spec: Layer, build: Build) -> None:
+        self.norm = build.norm
+        self.attention_norm = build.scale(build.embed)
+        self.attention = spec.attention.build(build.child())
+        self.attention_output_norm = build.scale(build.embed) if spec.output_norms else None
+        self.feed_forward_norm = build.scale(build.embed)
+        self.feed_forward = spec.feed_forward.build(build.child())
+        self.feed_forward_output_norm = build.scale(build.embed) if spec.output_norms else None
+
+    def __call__(
+        self, stream: ResidualStream, rows: Rows, cache: KVCache | None, layer_cache: Any
+    ) -> tuple[ResidualStream, Any, Facts]:
+        normed, x = stream.normed(self.norm, self.attention_norm)
+        added, layer_cache = self.attention(gather_sequence(normed), rows, cache, layer_cache)
+        normed, x = self._add(x, added, self.attention_output_norm).normed(self.norm, self.feed_forward_norm)
+        added, facts = self.feed_forward(gather_sequence(normed), rows)
+        return self._add(x, added, self.feed_forward_output_norm), layer_cache, facts
+
+    def _add(self, x: jax.Array, added: jax.Array, scale: Parameter | None) -> ResidualStream:
+        added = shard_residual(added)
+        return ResidualStream(x, added if scale is None else self.norm(added, scale, STREAM))
+
+
+class Decoder(nnx.Module):
+    """A `LanguageModel`.
+
+    Layers that repeat are stacked: `blocks[group][place]` holds the layers that stand at one place of a group's period.
+
+    Initial values: every matrix is normal with std `initializer_std`, those that write to the residual stream with that
+    divided by sqrt(2 layers), so that its variance does not grow with depth (GPT-2, section 2.3; transformers does not
+    do that); norms start as the identity, biases at 0.
+    """
+
+    def __init__(self, config: DecoderConfig, spec: DecoderSpec, *, key: jax.Array) -> None:
+        self.config, self.norm_spec = config, spec.norm
+        self.embedding_scale, self.logit_softcap = spec.embedding_scale, spec.logit_softcap
+        self.groups = groups_of(spec.layers)
+        self.embedding = self._matrix((config.vocab_size, config.embed), ("vocab", "embed"), jax.random.fold_in(key, 0))
+        self.blocks = nnx.List([nnx.List(period) for period in self._blocks(len(spec.layers), key)])
+        self.norm = nnx.Param(jnp.full(config.embed, 1 - spec.norm.offset, config.param_dtype), logical_axes=("norm",))
+        head = ((config.embed, config.vocab_size), ("embed", "vocab"), jax.random.fold_in(key, 1))
+        self.lm_head = None if config.tie_embeddings else self._matrix(*head)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        positions: Int[Array, "batch seq"],
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        cache: KVCache | None = None,
+    ) -> Outputs:
+        """Returns the normed hidden states in `config.dtype`.
+
+        A token outside the vocabulary has an embedding of NaN, which no loss survives.
+
+        Raises:
+          ArgumentError: the tokens are no integers.
+          ShapeError: more tokens than `max_positions`, or segments together with a cache.
+        """
+        self._check(tokens, segment_ids, cache)
+        config = self.config
+        kept: list[list[Any]] = []
+        facts: list[list[Facts]] = []
+        x = lookup(self.embedding[...], tokens, config.dtype)
+        if self.embedding_scale != 1.0:
+            x = x * jnp.asarray(self.embedding_scale, x.dtype)
+
+        def run(block: Block, stream: ResidualStream, rows: Rows, layer_cache: Any) -> tuple[Any, Any]:
+            stream, layer_cache, said = block(stream, rows, cache, layer_cache)
+            return stream.joined() if cache is None else stream, (layer_cache, said)  # a backward pass keeps each
+
+        stream = ResidualStream(x, None if cache is None else jnp.zeros_like(x))
+        for number, period in enumerate(self.blocks):
+            stream, outputs = scan_layers(
+                run,
+                list(period),
+                stream,
+                [None] * len(period) if cache is None else cache.layers[number],
+                per_row=Rows(positions, segment_ids),
+                remat=config.remat,
+                unroll=config.unroll and cache is None,  # a loop updates a cache in place
+                moves=cache is None,
+            )
+            kept.append([layer_cache for layer_cache, _ in outputs])
+            facts.append([said for _, said in outputs])
+        normed, _ = stream.normed(self.norm_spec, self.norm)
+        cache = None if cache is None else cache.advance(kept, tokens.shape[1])
+        return Outputs(gather_sequence(normed), cache, facts=_facts_of(facts))
+
+    def head(self) -> Head:
+        """The head in `config.dtype`, whether tied or not."""
+        weight = self.embedding[...].T if self.lm_head is None else self.lm_head[...]
+        # Gathered here, once, and not in the loop that the loss runs over chunks of rows.
+        weight = constrain(weight.astype(self.config.dtype), "act_embed", "act_vocab", name="head")
+        return Head(weight, softcap=self.logit_softcap)
+
+    def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        """hidden[..., embed] -> float32 logits[..., vocab]."""
+        return self.head().logits(hidden)
+
+    @property
+    def states(self) -> list[list[LayerState]]:
+        """What the layers of each group keep of a sequence, place by place."""
+        dtype = self.config.dtype
+        return [[layer.attention.state(group.repeats, dtype) for layer in group.period] for group in self.groups]
+
+    @property
+    def kv_cache_positions(self) -> int:
+        """How many tokens of a sequence a cache may keep: `max_positions`, or less with some scalings."""
+        return Rope(scaling=self.config.rope_scaling).cached_positions(self.config.max_positions)
+
+    def _blocks(self, layers: int, key: jax.Array) -> list[list[Block]]:
+        """The modules of each group, place by place; each draws from a key of its own."""
+        config, keys = self.config, iter(range(2, 2 + layers))
+        std = config.initializer_std
+
+        def build(group: Group[Layer], layer: Layer) -> Block:
+            place_key = jax.random.fold_in(key, next(keys))
+            residual_std = std / math.sqrt(2 * layers)
+            return layer.build(
+                Build(config.embed, group.repeats, std, residual_std, self.norm_spec, config.param_dtype, place_key)
+            )
+
+        return [[build(group, layer) for layer in group.period] for group in self.groups]
+
+    def _matrix(self, shape: tuple[int, int], axes: tuple[str, str], key: jax.Array) -> Parameter:
+        values = self.config.initializer_std * jax.random.normal(key, shape, self.config.param_dtype)
+        return nnx.Param(values, logical_axes=axes)
+
+    def _check(self, tokens: jax.Array, segment_ids: jax.Array | None, cache: KVCache | None) -> None:
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ArgumentError(f"The tokens are {tokens.dtype}; expected integers, the places of the vocabulary.")
+        if tokens.shape[1] > self.config.max_positions:
+            raise ShapeError(
+                f"The sequence is {tokens.shape[1]} tokens; the model has max_positions={self.config.max_positions}. "
+                "Shorten it, or raise model.max_positions."
+            )
+        if cache is not None and segment_ids is not None:
+            raise ShapeError("segment_ids were given with a cache, whose rows are one segment each; leave one out.")
+
+
+def _facts_of(groups: Sequence[Sequence[Facts]]) -> Facts:
+    """Joins what the layers said, in the order of layers; scalars, [repeats] of each place, become their mean."""
+    joined: dict[str, list[jax.Array]] = {}
+    for group in groups:
+        for name in dict.fromkeys(name for said in group for name in said):
+            places = jnp.stack([said[name] for said in group if name in said], axis=1)  # [repeats, places, ...]
+            joined.setdefault(name, []).append(places.reshape(-1, *places.shape[2:]))
+    facts = {name: jnp.concatenate(parts) for name, parts in joined.items()}
+    return {name: value if value.ndim > 1 else jnp.mean(value) for name, value in facts.items()}

@@ -1,0 +1,187 @@
+"""DeepSeek-V3: latent attention; experts in groups with shared ones beside them; the first layers are dense.
+
+It computes what transformers' `DeepseekV3ForCausalLM` does, which leaves out the layers that predict later tokens.
+
+Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024 (arXiv:2412.19437).
+"""
+
+import math
+from typing import Any, Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from stack_core import ops
+from stack_core.config import config
+from stack_core.errors import ConfigError
+from stack_train.models.decoder import DecoderSpec, Layer
+from stack_train.models.family import DecoderFamily
+from stack_train.models.mixtral import ExpertsConfig
+from stack_train.models.reader import ConfigMap, Reader, Setting, read_rope, write_rope
+from stack_train.nn.attention import Rope
+from stack_train.nn.experts import Experts, Router
+from stack_train.nn.feed_forward import Gated
+from stack_train.nn.latent_attention import LatentAttention
+from stack_train.nn.residual import Norm
+
+__all__ = ["FAMILY", "DeepseekV3Config"]
+
+
+@config
+class DeepseekV3Config(ExpertsConfig):
+    """The size and the numerics of a DeepSeek-V3; see `ExpertsConfig`, and `LatentAttention` and `Router` for theirs.
+
+    Attributes:
+      mlp: width of the feed-forward layers that are no mixtures, the first `dense_layers`.
+      expert_mlp: width of an expert.
+      shared_experts: so many experts that every token goes to.
+      rope_interleaved: neighbours rotate together, rather than halves.
+    """
+
+    family: Literal["deepseek_v3"] = "deepseek_v3"
+    query_rank: PositiveInt | None = None
+    kv_rank: PositiveInt = 128
+    nope_dim: PositiveInt = 64
+    rope_dim: PositiveInt = 32
+    value_dim: PositiveInt = 64
+    rope_interleaved: bool = True
+    dense_layers: NonNegativeInt = 1
+    expert_mlp: PositiveInt = 512
+    shared_experts: NonNegativeInt = 1
+    expert_groups: PositiveInt = 1
+    kept_groups: PositiveInt = 1
+    normalized: bool = True
+    expert_scale: PositiveFloat = 1.0
+    bias_rate: NonNegativeFloat = 0.001
+
+    def check_heads(self) -> None:
+        """Raises a ConfigError where attention cannot have these sizes."""
+        if self.head_dim is not None or self.kv_heads not in (None, self.heads):
+            raise ConfigError(
+                f"kv_heads={self.kv_heads} and head_dim={self.head_dim}: all heads of latent attention unfold keys of "
+                "their own, of nope_dim + rope_dim features. Leave both out."
+            )
+        if self.rope_dim % 2:
+            raise ConfigError(f"rope_dim={self.rope_dim} is odd; rotary positions turn pairs of features.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.experts % self.expert_groups or self.kept_groups > self.expert_groups:
+            raise ConfigError(
+                f"expert_groups={self.expert_groups} has to divide experts={self.experts} and be at least "
+                f"kept_groups={self.kept_groups}; change one of them."
+            )
+
+
+def spec(config: DeepseekV3Config) -> DecoderSpec:
+    """Layers with equal attention, the first of them dense."""
+    attention = LatentAttention(
+        heads=config.heads,
+        query_rank=config.query_rank,
+        kv_rank=config.kv_rank,
+        nope_dim=config.nope_dim,
+        rope_dim=config.rope_dim,
+        value_dim=config.value_dim,
+        rope=Rope(theta=config.rope_theta, scaling=config.rope_scaling, interleaved=config.rope_interleaved),
+        scale=_scale(config),
+    )
+    router = Router(
+        experts=config.experts,
+        active=config.active_experts,
+        score="sigmoid",
+        normalized=config.normalized,
+        scale=config.expert_scale,
+        groups=config.expert_groups,
+        kept_groups=config.kept_groups,
+        bias_rate=config.bias_rate,
+    )
+    sparse = Experts(
+        router=router,
+        width=config.expert_mlp,
+        shared=config.shared_experts * config.expert_mlp,
+        buffer=config.expert_buffer,
+    )
+    kinds = [Gated(width=config.mlp) if layer < config.dense_layers else sparse for layer in range(config.layers)]
+    layers = tuple(Layer(attention=attention, feed_forward=kind) for kind in kinds)
+    return DecoderSpec(layers=layers, norm=Norm(epsilon=config.norm_epsilon))
+
+
+def _scale(config: DeepseekV3Config) -> float:
+    """YaRN's factor on the scores, which it has besides that on cosine and sine."""
+    scale = (config.nope_dim + config.rope_dim) ** -0.5
+    match config.rope_scaling:
+        case ops.YarnScaling(factor=factor, mscale_all_dim=mscale) if mscale and factor > 1:
+            scale *= (0.1 * mscale * math.log(factor) + 1.0) ** 2
+    return scale
+
+
+def _read(reader: Reader) -> dict[str, Any]:
+    nope_dim, rope_dim = reader.get("qk_nope_head_dim", default=128), reader.get("qk_rope_head_dim", default=64)
+    reader.expect("qk_head_dim", nope_dim + rope_dim)
+    reader.get("head_dim", "num_key_value_heads")  # transformers writes that of what rotates, others that of all
+    return {**read_rope(reader), "nope_dim": nope_dim, "rope_dim": rope_dim, "kv_heads": None, "head_dim": None}
+
+
+def _write(config: DeepseekV3Config) -> dict[str, Any]:
+    return {
+        **write_rope(config),
+        "num_key_value_heads": config.heads,
+        "qk_nope_head_dim": config.nope_dim,
+        "qk_rope_head_dim": config.rope_dim,
+        "head_dim": config.rope_dim,
+    }
+
+
+_SHARED = "mlp.shared_experts."
+
+FAMILY = DecoderFamily(
+    name="deepseek_v3",
+    config_class=DeepseekV3Config,
+    config_map=ConfigMap(
+        architecture="DeepseekV3ForCausalLM",
+        model_type="deepseek_v3",
+        settings=(
+            Setting("vocab_size", ("vocab_size",), 129_280),
+            Setting("embed", ("hidden_size",), 7168),
+            Setting("layers", ("num_hidden_layers",), 61),
+            Setting("heads", ("num_attention_heads",), 128),
+            Setting("mlp", ("intermediate_size",), 18_432),
+            Setting("max_positions", ("max_position_embeddings",), 4096),
+            Setting("query_rank", ("q_lora_rank",), 1536),
+            Setting("kv_rank", ("kv_lora_rank",), 512),
+            Setting("value_dim", ("v_head_dim",), 128),
+            Setting("rope_interleaved", ("rope_interleave",), True),
+            Setting("dense_layers", ("first_k_dense_replace",), 3),
+            Setting("experts", ("n_routed_experts", "num_local_experts", "num_experts"), 256),
+            Setting("active_experts", ("num_experts_per_tok",), 8),
+            Setting("expert_mlp", ("moe_intermediate_size",), 2048),
+            Setting("shared_experts", ("n_shared_experts",), 1),
+            Setting("expert_groups", ("n_group",), 8),
+            Setting("kept_groups", ("topk_group",), 4),
+            Setting("normalized", ("norm_topk_prob",), True),
+            Setting("expert_scale", ("routed_scaling_factor",), 2.5),
+        ),
+        fixed={
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "pretraining_tp": 1,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
+        },
+        # The layers that predict later tokens are not computed; the others say how the model is trained.
+        silent=("num_nextn_predict_layers", "auto_map", "ep_size", "aux_loss_alpha", "seq_aux", "output_router_logits"),
+        read_others=_read,
+        write_others=_write,
+    ),
+    spec=spec,
+    names={
+        "attention/query_down": "self_attn.q_a_proj",
+        "attention/query_up": "self_attn.q_b_proj",
+        "attention/query_norm": "self_attn.q_a_layernorm.weight",
+        "attention/kv_down": "self_attn.kv_a_proj_with_mqa",
+        "attention/kv_norm": "self_attn.kv_a_layernorm.weight",
+        "attention/kv": "self_attn.kv_b_proj",
+        "feed_forward/selection_bias": "mlp.gate.e_score_correction_bias",
+        **{f"feed_forward/shared/{name}": f"{_SHARED}{name}_proj" for name in ("gate", "up", "down")},
+    },
+)

@@ -1,0 +1,119 @@
+"""Gemma 3: five layers of six see a window; norms around every layer; queries and keys are normed head by head.
+
+It computes what transformers' `Gemma3ForCausalLM` does.
+
+Source: Gemma Team, Gemma 3 Technical Report, 2025 (arXiv:2503.19786).
+"""
+
+from typing import Any, Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from stack_core.config import config
+from stack_train.models.decoder import DecoderConfig, DecoderSpec, Layer
+from stack_train.models.family import DecoderFamily
+from stack_train.models.reader import ConfigMap, Reader, Setting, read_rope, write_rope
+from stack_train.nn.attention import Rope
+from stack_train.nn.feed_forward import Gated
+from stack_train.nn.residual import Norm
+
+__all__ = ["FAMILY", "Gemma3Config"]
+
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+
+
+@config
+class Gemma3Config(DecoderConfig):
+    """The size and the numerics of a Gemma 3 text model; see `DecoderConfig`.
+
+    Attributes:
+      period: one layer in so many sees all tokens, and rotates by `rope_theta` and `rope_scaling`.
+      window: tokens that each token sees in the other layers, itself included.
+      local_theta: what these rotate by.
+      query_scalar: attention is scaled by its inverse root.
+      attention_softcap, logit_softcap: soft caps of attention's scores and of the logits.
+    """
+
+    family: Literal["gemma3"] = "gemma3"
+    rope_theta: PositiveFloat = 1_000_000.0
+    tie_embeddings: bool = True
+    period: PositiveInt = 6
+    window: PositiveInt = 512
+    local_theta: PositiveFloat = 10_000.0
+    query_scalar: PositiveInt = 256
+    attention_softcap: PositiveFloat | None = None
+    logit_softcap: PositiveFloat | None = None
+
+
+def spec(config: Gemma3Config) -> DecoderSpec:
+    def layer(kind: str) -> Layer:
+        local = {"window": config.window, "rope": Rope(theta=config.local_theta)} if kind == _LOCAL else {}
+        fields = {"head_norms": True, "scale": config.query_scalar**-0.5, "softcap": config.attention_softcap}
+        feed_forward = Gated(width=config.mlp, activation="gelu_tanh")
+        return Layer(attention=config.attention(**fields, **local), feed_forward=feed_forward, output_norms=True)
+
+    return DecoderSpec(
+        layers=tuple(map(layer, _kinds(config.layers, config.period))),
+        norm=Norm(epsilon=config.norm_epsilon, offset=1.0),
+        embedding_scale=config.embed**0.5,
+        logit_softcap=config.logit_softcap,
+    )
+
+
+def _kinds(layers: int, period: int) -> list[str]:
+    return [_LOCAL if (layer + 1) % period else _GLOBAL for layer in range(layers)]
+
+
+def _read(reader: Reader) -> dict[str, Any]:
+    period = reader.get("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    reader.expect_layers(_kinds(reader.get("num_hidden_layers", default=26), period))
+    local = (reader.get("rope_parameters") or {}).get(_LOCAL, {})
+    if local.get("rope_type", "default") != "default":
+        reader.problems.append(f"rope_parameters.{_LOCAL}={local!r}, not of rope_type 'default'")
+    local_theta = local.get("rope_theta") or reader.get("rope_local_base_freq") or 10_000.0
+    rope = read_rope(reader, theta=1_000_000.0, kind=_GLOBAL)
+    return {**rope, "period": period, "local_theta": local_theta}
+
+
+def _write(config: Gemma3Config) -> dict[str, Any]:
+    """`sliding_window_pattern` is transformers 4's; 5 reads `layer_types`."""
+    return {
+        **write_rope(config),
+        "sliding_window_pattern": config.period,
+        "layer_types": _kinds(config.layers, config.period),
+        "rope_local_base_freq": config.local_theta,
+    }
+
+
+FAMILY = DecoderFamily(
+    name="gemma3",
+    config_class=Gemma3Config,
+    config_map=ConfigMap(
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        settings=(
+            Setting("vocab_size", ("vocab_size",), 262_208),
+            Setting("embed", ("hidden_size",), 2304),
+            Setting("layers", ("num_hidden_layers",), 26),
+            Setting("heads", ("num_attention_heads",), 8),
+            Setting("kv_heads", ("num_key_value_heads",), 4, "kv_head_count"),
+            Setting("head_dim", ("head_dim",), 256, "head_size"),
+            Setting("mlp", ("intermediate_size",), 9216),
+            Setting("max_positions", ("max_position_embeddings",), 131_072),
+            Setting("tie_embeddings", ("tie_word_embeddings",), True),
+            Setting("window", ("sliding_window",), 4096),
+            Setting("query_scalar", ("query_pre_attn_scalar",), 256),
+            Setting("attention_softcap", ("attn_logit_softcapping",)),
+            Setting("logit_softcap", ("final_logit_softcapping",)),
+        ),
+        fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": False},
+        read_others=_read,
+        write_others=_write,
+    ),
+    spec=spec,
+    names={
+        "attention_output_norm": "post_attention_layernorm.weight",
+        "feed_forward_norm": "pre_feedforward_layernorm.weight",
+        "feed_forward_output_norm": "post_feedforward_layernorm.weight",
+    },
+)

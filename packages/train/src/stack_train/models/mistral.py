@@ -1,0 +1,54 @@
+"""Mistral: Llama whose layers may all see a window of the sequence.
+
+It computes what transformers' `MistralForCausalLM` does.
+
+Source: Jiang et al., Mistral 7B, 2023 (arXiv:2310.06825).
+"""
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from stack_core.config import config
+from stack_train.models.decoder import DecoderConfig, DecoderSpec, Layer
+from stack_train.models.family import DecoderFamily
+from stack_train.models.reader import ConfigMap, Setting
+from stack_train.nn.feed_forward import Gated
+from stack_train.nn.residual import Norm
+
+__all__ = ["FAMILY", "MistralConfig"]
+
+
+@config
+class MistralConfig(DecoderConfig):
+    """The size and the numerics of a Mistral; see `DecoderConfig`.
+
+    Attributes:
+      window: tokens that each token sees, itself included; None sees all.
+    """
+
+    family: Literal["mistral"] = "mistral"
+    window: PositiveInt | None = None
+
+
+def spec(config: MistralConfig) -> DecoderSpec:
+    layer = Layer(attention=config.attention(window=config.window), feed_forward=Gated(width=config.mlp))
+    return DecoderSpec(layers=(layer,) * config.layers, norm=Norm(epsilon=config.norm_epsilon))
+
+
+FAMILY = DecoderFamily(
+    name="mistral",
+    config_class=MistralConfig,
+    config_map=ConfigMap(
+        architecture="MistralForCausalLM",
+        model_type="mistral",
+        settings=(
+            Setting("mlp", ("intermediate_size",), 14_336),
+            Setting("kv_heads", ("num_key_value_heads",), 8, "kv_head_count"),
+            Setting("max_positions", ("max_position_embeddings",), 131_072),
+            Setting("window", ("sliding_window",), 4096),
+        ),
+        fixed={"hidden_act": "silu"},
+    ),
+    spec=spec,
+)

@@ -1,0 +1,133 @@
+"""Qwen3-Next: three layers of four attend by the gated delta rule, the others with gated outputs; experts in all.
+
+It computes what transformers' `Qwen3NextForCausalLM` does, which leaves out the layers that predict later tokens.
+
+Source: Qwen Team, Qwen3-Next, 2025.
+"""
+
+from typing import Any, Literal
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+
+from stack_core.config import config
+from stack_train.models.decoder import DecoderSpec, Layer
+from stack_train.models.family import DecoderFamily
+from stack_train.models.qwen3_moe import QWEN_EXPERTS, SparseConfig
+from stack_train.models.reader import ConfigMap, Reader, Setting, read_rope, write_rope
+from stack_train.nn.attention import Rope
+from stack_train.nn.delta import DeltaAttention
+from stack_train.nn.residual import Norm
+
+__all__ = ["FAMILY", "Qwen3NextConfig"]
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+
+
+@config
+class Qwen3NextConfig(SparseConfig):
+    """The size and the numerics of a Qwen3-Next; see `SparseConfig`, and `DeltaAttention` for its sizes.
+
+    Attributes:
+      period: one layer in so many attends to all tokens, the others by the delta rule.
+      rotary_share: the share of a head's features that rotates.
+      shared_mlp: width of the gated layer that every token goes through besides its experts.
+    """
+
+    family: Literal["qwen3_next"] = "qwen3_next"
+    period: PositiveInt = 4
+    rotary_share: PositiveFloat = 0.25
+    key_heads: PositiveInt = 4
+    value_heads: PositiveInt = 8
+    key_dim: PositiveInt = 64
+    value_dim: PositiveInt = 64
+    kernel: PositiveInt = 4
+    shared_mlp: NonNegativeInt = 512
+
+
+def spec(config: Qwen3NextConfig) -> DecoderSpec:
+    """One layer of each period attends to all tokens."""
+    linear = DeltaAttention(
+        key_heads=config.key_heads,
+        value_heads=config.value_heads,
+        key_dim=config.key_dim,
+        value_dim=config.value_dim,
+        kernel=config.kernel,
+    )
+    rotary_dim = int(config.head_size * config.rotary_share)
+    rope = Rope(theta=config.rope_theta, scaling=config.rope_scaling, rotary_dim=rotary_dim)
+    full = config.attention(head_norms=True, gated=True, rope=rope)
+
+    def layer(number: int, kind: str) -> Layer:
+        feed_forward = config.feed_forward(number, shared=config.shared_mlp, shared_gate=config.shared_mlp > 0)
+        return Layer(attention=linear if kind == _LINEAR else full, feed_forward=feed_forward)
+
+    layers = tuple(layer(number, kind) for number, kind in enumerate(_kinds(config.layers, config.period)))
+    return DecoderSpec(layers=layers, norm=Norm(epsilon=config.norm_epsilon, offset=1.0))
+
+
+def _kinds(layers: int, period: int) -> list[str]:
+    return [_LINEAR if (layer + 1) % period else _FULL for layer in range(layers)]
+
+
+def _read(reader: Reader) -> dict[str, Any]:
+    period = reader.get("full_attention_interval", default=4)
+    reader.expect_layers(_kinds(reader.get("num_hidden_layers", default=48), period))
+    nested = dict(reader.get("rope_parameters") or {})
+    share = nested.get("partial_rotary_factor") or reader.get("partial_rotary_factor") or 0.25
+    return {**read_rope(reader, partial=True), "period": period, "rotary_share": share}
+
+
+def _write(config: Qwen3NextConfig) -> dict[str, Any]:
+    return {
+        **write_rope(config),
+        "partial_rotary_factor": config.rotary_share,
+        "full_attention_interval": config.period,
+        "layer_types": _kinds(config.layers, config.period),
+    }
+
+
+FAMILY = DecoderFamily(
+    name="qwen3_next",
+    config_class=Qwen3NextConfig,
+    config_map=ConfigMap(
+        architecture="Qwen3NextForCausalLM",
+        model_type="qwen3_next",
+        settings=(
+            Setting("vocab_size", ("vocab_size",), 151_936),
+            Setting("embed", ("hidden_size",), 2048),
+            Setting("layers", ("num_hidden_layers",), 48),
+            Setting("heads", ("num_attention_heads",), 16),
+            Setting("kv_heads", ("num_key_value_heads",), 2, "kv_head_count"),
+            Setting("head_dim", ("head_dim",), 256, "head_size"),
+            Setting("mlp", ("intermediate_size",), 5632),
+            Setting("max_positions", ("max_position_embeddings",), 32_768),
+            Setting("key_heads", ("linear_num_key_heads",), 16),
+            Setting("value_heads", ("linear_num_value_heads",), 32),
+            Setting("key_dim", ("linear_key_head_dim",), 128),
+            Setting("value_dim", ("linear_value_head_dim",), 128),
+            Setting("kernel", ("linear_conv_kernel_dim",), 4),
+            *QWEN_EXPERTS,
+            Setting("experts", ("num_experts", "num_local_experts", "n_routed_experts"), 512),
+            Setting("active_experts", ("num_experts_per_tok",), 10),
+            Setting("expert_mlp", ("moe_intermediate_size",), 512),
+            Setting("normalized", ("norm_topk_prob",), True),
+            Setting("shared_mlp", ("shared_expert_intermediate_size",), 512),
+        ),
+        fixed={"hidden_act": "silu", "attention_bias": False},
+        silent=("output_router_logits", "router_aux_loss_coef"),
+        read_others=_read,
+        write_others=_write,
+    ),
+    spec=spec,
+    names={
+        "attention/query_key_value_gate": "linear_attn.in_proj_qkvz",
+        "attention/beta_decay": "linear_attn.in_proj_ba",
+        "attention/convolution": "linear_attn.conv1d.weight",
+        "attention/log_rate": "linear_attn.A_log",
+        "attention/step": "linear_attn.dt_bias",
+        "attention/norm": "linear_attn.norm.weight",
+        "attention/out": "linear_attn.out_proj",
+        "feed_forward/shared_gate": "mlp.shared_expert_gate",
+        **{f"feed_forward/shared/{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+    },
+)

@@ -1,0 +1,170 @@
+"""Grouped-query attention: full or in a window, with what decoders add to it."""
+
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from stack_core import ops
+from stack_core.contracts.caches import AttentionSpec, KeysValues, KVCache, LayerState
+from stack_core.mesh import LogicalAxes, constrain
+from stack_train.nn.build import Build, Parameter
+from stack_train.nn.residual import Hidden, Rows
+
+__all__ = ["Attention", "GroupedAttention", "Mixer", "Rope"]
+
+_HEADS, _KV_HEADS = ("batch", "seq", "act_heads", None), ("batch", "seq", "act_kv_heads", None)
+_AXES: Final = {"query": _HEADS, "key": _KV_HEADS, "value": _KV_HEADS}
+"""The logical axes of the operands of `ops.attention`."""
+
+
+@runtime_checkable
+class Mixer(Protocol):
+    """A kind of layer that mixes the tokens of a sequence, as a hashable value."""
+
+    def build(self, build: Build) -> Any:
+        """Returns a module that is called with (x, rows, cache, layer_cache) and returns (output, layer_cache)."""
+        ...
+
+    def state(self, repeats: int, dtype: str) -> LayerState:
+        """What `repeats` such layers keep of a sequence."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary positions; see `ops.rope`.
+
+    Attributes:
+      rotary_dim: the number of leading features that turn; None is all.
+    """
+
+    theta: float = 10_000.0
+    scaling: ops.RopeScaling | None = None
+    rotary_dim: int | None = None
+    interleaved: bool = False
+
+    def __call__(
+        self, x: Float[Array, "batch seq heads head_dim"], positions: Int[Array, "batch seq"], heads: str | None
+    ) -> Float[Array, "batch seq heads head_dim"]:
+        """Rotates heads, whose axis has the logical name `heads`."""
+        turned: Any = ops.rope(
+            x,
+            positions,
+            theta=self.theta,
+            scaling=self.scaling,
+            interleaved=self.interleaved,
+            rotary_dim=self.rotary_dim,
+            axes={"x": ("batch", "seq", heads, None), "positions": ("batch", "seq")},
+        )
+        return turned
+
+    def cached_positions(self, most: int) -> int:
+        """How many of `most` tokens of a sequence may be cached.
+
+        Some scalings rotate every position differently once a sequence passes this length, but cached keys are already
+        rotated.
+        """
+        match self.scaling:
+            case ops.DynamicScaling(max_position_embeddings=unscaled):
+                return min(unscaled, most)
+            case ops.LongRopeScaling(original_max_position_embeddings=unscaled) as scaling:
+                return most if scaling.short_factor == scaling.long_factor else min(unscaled, most)
+        return most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """y = softmax(scale rope(norm(x Q)) rope(norm(x K))^T) (x V) O, causal; query heads share key and value heads.
+
+    Attributes:
+      window: tokens that a query sees, itself included; None sees all.
+      scale: of the products; None is head_dim ** -0.5.
+      bias: queries, keys and values have biases.
+      output_bias: the output has one.
+      head_norms: queries and keys are normed by RMS, head by head.
+      gated: the output is multiplied by the sigmoid of a second half of each head of queries.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    bias: bool = False
+    output_bias: bool = False
+    head_norms: bool = False
+    gated: bool = False
+
+    def build(self, build: Build) -> "GroupedAttention":
+        return GroupedAttention(self, build)
+
+    def state(self, repeats: int, dtype: str) -> KeysValues:
+        return KeysValues(
+            repeats=repeats,
+            kv_heads=self.kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            window=self.window,
+            dtype=dtype,
+        )
+
+    @property
+    def op_spec(self) -> AttentionSpec:
+        window = None if self.window is None else (self.window - 1, 0)
+        return AttentionSpec(window=window, softcap=self.softcap, scale=self.scale)
+
+
+class GroupedAttention(nnx.Module):
+    """What `Attention` builds."""
+
+    def __init__(self, spec: Attention, build: Build) -> None:
+        embed, queries, keys = build.embed, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.spec, self.norm = spec, build.norm
+        self.query = build.linear((embed, queries * (1 + spec.gated)), ("embed", "heads"), bias=spec.bias)
+        self.key = build.linear((embed, keys), ("embed", "kv_heads"), bias=spec.bias)
+        self.value = build.linear((embed, keys), ("embed", "kv_heads"), bias=spec.bias)
+        self.output = build.linear((queries, embed), ("heads", "embed"), bias=spec.output_bias, residual=True)
+        self.query_norm = build.scale(spec.head_dim, "head_dim") if spec.head_norms else None
+        self.key_norm = build.scale(spec.head_dim, "head_dim") if spec.head_norms else None
+
+    def __call__(self, x: Hidden, rows: Rows, cache: KVCache | None, layer_cache: Any) -> tuple[Hidden, Any]:
+        spec, gate = self.spec, None
+        query = self._heads(self.query(x), "act_heads", "queries")
+        if spec.gated:
+            query, gate = jnp.split(query, 2, axis=-1)
+        query = self._turned(query, self.query_norm, rows, _HEADS)
+        key = self._turned(self._heads(self.key(x), "act_kv_heads", "keys"), self.key_norm, rows, _KV_HEADS)
+        value = self._heads(self.value(x), "act_kv_heads", "values")
+        if cache is None:
+            how = spec.op_spec
+            output: Any = ops.attention(
+                query,
+                key,
+                value,
+                causal=True,
+                segment_ids=rows.segment_ids,
+                window=how.window,
+                softcap=how.softcap,
+                scale=how.scale,
+                axes=_AXES,
+            )
+        else:
+            output, layer_cache = cache.attend(layer_cache, query, key, value, spec.op_spec)
+        if gate is not None:
+            output = output * jax.nn.sigmoid(gate)
+        return self.output(output.reshape(*x.shape[:2], -1)), layer_cache
+
+    def _heads(
+        self, x: Float[Array, "batch seq features"], axis: str, name: str
+    ) -> Float[Array, "batch seq heads head_dim"]:
+        heads = self.spec.heads if axis == "act_heads" else self.spec.kv_heads
+        return constrain(x.reshape(*x.shape[:2], heads, -1), "batch", "seq", axis, None, name=name)
+
+    def _turned(self, x: jax.Array, scale: Parameter | None, rows: Rows, axes: LogicalAxes) -> jax.Array:
+        return self.spec.rope(x if scale is None else self.norm(x, scale, axes), rows.positions, axes[2])

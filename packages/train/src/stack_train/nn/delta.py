@@ -1,0 +1,173 @@
+"""Linear attention by the gated delta rule, after a short causal convolution.
+
+Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024 (arXiv:2412.06464), as Qwen3-Next has it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from stack_core import ops
+from stack_core.contracts.caches import KVCache, Recurrent
+from stack_train.nn.build import Build
+from stack_train.nn.residual import Hidden, Norm, Rows
+
+__all__ = ["DeltaAttention", "GatedDelta"]
+
+_UNIT_EPSILON = 1e-6
+_HEADS = ("batch", "seq", "act_heads", None)
+_AXES = {"query": _HEADS, "value": _HEADS, "decay": _HEADS[:3], "initial_state": ("batch", "act_heads", None, None)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaAttention:
+    """y = (norm(o) * silu(z)) O, of o = linear_attention(q, k, v) and q, k, v = silu(convolution(x Q, x K, x V)).
+
+    Queries and keys are unit vectors, and queries are divided by sqrt(key_dim); value heads in groups share both. The
+    decay of a head is -exp(a) softplus(x D + t), its beta sigmoid(x B).
+
+    Attributes:
+      kernel: tokens that the convolution sees, a token and those before it.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def mixed(self) -> int:
+        """Features that go through the convolution."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def build(self, build: Build) -> "GatedDelta":
+        return GatedDelta(self, build)
+
+    def state(self, repeats: int, dtype: str) -> Recurrent:
+        tail, stored = (self.kernel - 1, self.mixed), (self.value_heads, self.key_dim, self.value_dim)
+        return Recurrent(repeats=repeats, shapes=(tail, stored), dtypes=(dtype, "float32"))
+
+
+class GatedDelta(nnx.Module):
+    """What `DeltaAttention` builds."""
+
+    def __init__(self, spec: DeltaAttention, build: Build) -> None:
+        embed, values = build.embed, spec.value_heads * spec.value_dim
+        self.spec, self.norm_spec = spec, Norm(epsilon=build.norm.epsilon)
+        self.query_key_value_gate = build.linear((embed, spec.mixed + values), ("embed", "heads"))
+        self.beta_decay = build.linear((embed, 2 * spec.value_heads), ("embed", "heads"))
+        self.convolution = build.normal((spec.mixed, 1, spec.kernel), ("heads", None, None))
+        self.log_rate = build.full(spec.value_heads, "heads", 0.0)
+        self.step = build.full(spec.value_heads, "heads", 1.0)
+        self.norm = build.full(spec.value_dim, "norm", 1.0)
+        self.out = build.linear((values, embed), ("heads", "embed"), residual=True)
+
+    def __call__(self, x: Hidden, rows: Rows, cache: KVCache | None, layer_cache: Any) -> tuple[Hidden, Any]:
+        mixed, gate, beta, decay = self._projected(x)
+        if cache is None:
+            first = _starts(rows.segment_ids)
+            decay = decay if first is None else jnp.where(first[..., None], -jnp.inf, decay)
+            output, _ = self._recur(self._empty(x), _taps(rows.segment_ids, self.spec.kernel), None, mixed, beta, decay)
+        else:
+
+            def transition(state: Any, valid: jax.Array, *inputs: jax.Array) -> tuple[jax.Array, Any]:
+                return self._recur(state, None, valid, *inputs)
+
+            output, layer_cache = cache.recur(layer_cache, transition, mixed, beta, decay)
+        output = self.norm_spec(output, self.norm, _HEADS) * jax.nn.silu(gate.astype(jnp.float32)).astype(x.dtype)
+        return self.out(output.reshape(*x.shape[:2], -1)), layer_cache
+
+    def _projected(self, x: Hidden) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Returns queries, keys and values side by side, [batch, seq, mixed]; and each head's gate, beta and decay."""
+        spec, shape = self.spec, x.shape[:2]
+        shared = spec.value_heads // spec.key_heads
+        wide = shared * spec.value_dim
+        parts = self.query_key_value_gate(x).reshape(*shape, spec.key_heads, -1)
+        query, key, value, gate = jnp.split(parts, [spec.key_dim, 2 * spec.key_dim, 2 * spec.key_dim + wide], axis=-1)
+        mixed = jnp.concatenate([part.reshape(*shape, -1) for part in (query, key, value)], axis=-1)
+        beta, decay = jnp.split(self.beta_decay(x).reshape(*shape, spec.key_heads, -1), 2, axis=-1)
+        beta, decay = (part.reshape(*shape, -1).astype(jnp.float32) for part in (beta, decay))
+        rate = -jnp.exp(self.log_rate[...].astype(jnp.float32))
+        decay = rate * jax.nn.softplus(decay + self.step[...].astype(jnp.float32))
+        return mixed, gate.reshape(*shape, spec.value_heads, -1), jax.nn.sigmoid(beta), decay
+
+    def _recur(
+        self,
+        state: tuple[jax.Array, jax.Array],
+        taps: jax.Array | None,
+        valid: jax.Array | None,
+        mixed: jax.Array,
+        beta: jax.Array,
+        decay: jax.Array,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Runs convolution and delta rule from a state, the convolution's last inputs and what the rule has stored.
+
+        Args:
+          taps: see `_convolved`.
+          valid: bool[batch, seq]; the others, behind them, move no state. None is all.
+        """
+        spec, (tail, stored) = self.spec, state
+        inputs = jnp.concatenate([tail.astype(mixed.dtype), mixed], axis=1)
+        if valid is None:
+            tail = inputs[:, mixed.shape[1] :]
+        else:
+            beta, decay = (jnp.where(valid[..., None], each, 0) for each in (beta, decay))
+            ends = jnp.sum(valid, axis=1)
+            tail = jax.vmap(lambda row, end: jax.lax.dynamic_slice_in_dim(row, end, spec.kernel - 1))(inputs, ends)
+        flat = jax.nn.silu(_convolved(inputs, self.convolution[...][:, 0, :].astype(mixed.dtype), taps))
+        keys = spec.key_heads * spec.key_dim
+        query, key, value = jnp.split(flat, [keys, 2 * keys], axis=-1)
+        query, key = (_unit(part.reshape(*part.shape[:2], spec.key_heads, -1)) for part in (query, key))
+        query = query / jnp.asarray(math.sqrt(spec.key_dim), query.dtype)
+        query, key = (jnp.repeat(part, spec.value_heads // spec.key_heads, axis=2) for part in (query, key))
+        value = value.reshape(*value.shape[:2], spec.value_heads, -1)
+        operands: Any = {"decay": decay, "beta": beta, "initial_state": stored}
+        output, stored = ops.linear_attention(query, key, value, **operands, axes=_AXES)
+        return output, (tail, stored)
+
+    def _empty(self, x: Hidden) -> tuple[jax.Array, jax.Array]:
+        spec, rows = self.spec, x.shape[0]
+        stored = jnp.zeros((rows, spec.value_heads, spec.key_dim, spec.value_dim), jnp.float32)
+        return jnp.zeros((rows, spec.kernel - 1, spec.mixed), x.dtype), stored
+
+
+def _convolved(inputs: jax.Array, kernel: jax.Array, taps: jax.Array | None) -> jax.Array:
+    """y_t = sum_k w_k x_(t + k), each feature by itself.
+
+    Args:
+      inputs: [batch, size - 1 + seq, features].
+      kernel: w, [features, size].
+      taps: bool[batch, seq, size], which of the products count; None is all.
+    """
+    size = kernel.shape[-1]
+    seq = inputs.shape[1] - size + 1
+    products = [inputs[:, tap : tap + seq] * kernel[:, tap] for tap in range(size)]
+    if taps is not None:
+        products = [jnp.where(taps[:, :, tap, None], product, 0) for tap, product in enumerate(products)]
+    return sum(products[1:], start=products[0])
+
+
+def _taps(segment_ids: jax.Array | None, size: int) -> jax.Array | None:
+    """For each token which of the `size` tokens that end with it are of its segment, [batch, seq, size]."""
+    if segment_ids is None:
+        return None
+    padded = jnp.pad(segment_ids, ((0, 0), (size - 1, 0)), constant_values=-1)
+    seq = segment_ids.shape[1]
+    return jnp.stack([padded[:, tap : tap + seq] == segment_ids for tap in range(size)], axis=-1)
+
+
+def _starts(segment_ids: jax.Array | None) -> jax.Array | None:
+    """Whether each token is the first of its segment, whose state forgets those before."""
+    if segment_ids is None:
+        return None
+    return jnp.diff(segment_ids, axis=1, prepend=-1) != 0
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + _UNIT_EPSILON)).astype(x.dtype)

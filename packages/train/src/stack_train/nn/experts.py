@@ -1,0 +1,219 @@
+"""Mixtures of experts: each token goes to a few of many gated layers, which several devices may share."""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from stack_core import ops
+from stack_core.mesh import axes_of, map_parts
+from stack_core.ops.building import ACTIVATIONS
+from stack_train.nn.build import Build
+from stack_train.nn.feed_forward import Activation, Facts, Gated
+from stack_train.nn.residual import Hidden, Rows
+
+__all__ = ["Experts", "Mixture", "Router", "route"]
+
+_NORMALIZER_EPSILON = 1e-20  # as DeepSeek-V3: sigmoid scores may all be 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """Which experts a token goes to, and how much each of them counts.
+
+    Attributes:
+      experts: how many there are.
+      active: how many each token goes to.
+      score: of the logits.
+      normalized: the weights of a token's experts add up to 1.
+      scale: what the weights are multiplied by.
+      groups, kept_groups: experts stand in so many groups, of which a token chooses among the best: those whose two
+        best experts have the largest sum.
+      bias_rate: each expert has a bias that takes part in the choice and not in the weights. The forward pass raises
+        it by so much where the expert's load is below the mean and lowers it where it is above (Wang et al., 2024,
+        arXiv:2408.15664). None is no bias.
+    """
+
+    experts: int
+    active: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    bias_rate: float | None = None
+
+
+def route(
+    logits: Float[Array, "tokens experts"], bias: Float[Array, " experts"] | None, router: Router
+) -> tuple[Float[Array, "tokens active"], Int[Array, "tokens active"], Float[Array, "tokens experts"]]:
+    """Returns the weights and the indices of each token's experts, and the scores of all."""
+    scores = jax.nn.softmax(logits, axis=-1) if router.score == "softmax" else jax.nn.sigmoid(logits)
+    choice = scores if bias is None else scores + bias
+    if router.groups > 1:
+        grouped = choice.reshape(len(choice), router.groups, -1)
+        best = jnp.sum(lax.top_k(grouped, 2)[0], axis=-1)
+        kept = jax.nn.one_hot(lax.top_k(best, router.kept_groups)[1], router.groups, dtype=bool).any(axis=1)
+        choice = jnp.where(kept[:, :, None], grouped, -math.inf).reshape(choice.shape)
+    chosen = lax.top_k(choice, router.active)[1]
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if router.normalized:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _NORMALIZER_EPSILON)
+    return weights * router.scale, chosen, scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """y = sum over a token's experts of weight * expert(x); each expert is a gated layer.
+
+    Attributes:
+      width: of each expert.
+      shared: width of a gated layer that every token goes through besides; 0 is none.
+      shared_gate: that layer's output is multiplied by sigmoid(x w).
+      buffer: rows that a device of several has room for, as a multiple of those that it sends; what exceeds it is cut
+        off, and counted in the fact "dropped". None has room for all that all devices could send.
+    """
+
+    router: Router
+    width: int
+    activation: Activation = "silu"
+    shared: int = 0
+    shared_gate: bool = False
+    buffer: float | None = None
+
+    def build(self, build: Build) -> "Mixture":
+        return Mixture(self, build)
+
+
+class Mixture(nnx.Module):
+    """What `Experts` builds."""
+
+    def __init__(self, spec: Experts, build: Build) -> None:
+        router, embed, width = spec.router, build.embed, spec.width
+        self.spec = spec
+        self.router = build.linear((embed, router.experts), ("embed", None))
+        self.expert_gate = build.normal((router.experts, embed, width), ("experts", "embed", "mlp"))
+        self.expert_up = build.normal((router.experts, embed, width), ("experts", "embed", "mlp"))
+        self.expert_down = build.normal((router.experts, width, embed), ("experts", "mlp", "embed"), residual=True)
+        bias = build.full(router.experts, None, 0.0, dtype="float32", trained=False)
+        self.selection_bias = None if router.bias_rate is None else bias
+        self.shared = Gated(width=spec.shared, activation=spec.activation).build(build.child()) if spec.shared else None
+        self.shared_gate = build.linear((embed, 1), ("embed", None)) if spec.shared_gate else None
+
+    def __call__(self, x: Hidden, rows: Rows) -> tuple[Hidden, Facts]:
+        counted = jnp.ones(x.shape[:2], bool) if rows.segment_ids is None else rows.segment_ids != 0
+        bias = None if self.selection_bias is None else self.selection_bias[...]
+        y, facts = _mixed(self.spec, x, counted, self.router.kernel[...], bias, self._kernels(x.dtype))
+        if self.selection_bias is not None and (rate := self.spec.router.bias_rate) is not None:
+            excess = lax.stop_gradient(facts["expert_load"]) - 1 / self.spec.router.experts
+            self.selection_bias[...] = self.selection_bias[...] - rate * jnp.sign(excess)
+        if self.shared is not None:
+            shared, _ = self.shared(x, rows)
+            y = y + (shared if self.shared_gate is None else shared * jax.nn.sigmoid(self.shared_gate(x)))
+        return y, facts
+
+    def _kernels(self, dtype: Any) -> list[jax.Array]:
+        return [kernel[...].astype(dtype) for kernel in (self.expert_gate, self.expert_up, self.expert_down)]
+
+
+def _mixed(
+    spec: Experts, x: Hidden, counted: jax.Array, router: jax.Array, bias: jax.Array | None, kernels: list[jax.Array]
+) -> tuple[Hidden, Facts]:
+    """The sum over experts and the facts, computed on each device for the tokens that lie there."""
+    tokens, wide = ("batch", "seq", "act_embed"), ("experts", "embed", "mlp")
+    arguments = [(x, tokens), (counted, tokens[:2]), (router, (None, None))]
+    arguments += zip(kernels, (wide, wide, ("experts", "mlp", "embed")), strict=True)
+    arguments += [] if bias is None else [(bias, (None,))]
+    names = ["expert_load", "balance_loss", "router_z", *(["dropped"] if axes_of("experts") else [])]
+    out_axes = (tokens, {name: (None,) if name == "expert_load" else () for name in names})
+    return map_parts(partial(_mixed_part, spec), arguments, out_axes, name="a mixture of experts")
+
+
+def _mixed_part(
+    spec: Experts,
+    x: jax.Array,
+    counted: jax.Array,
+    router: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    bias: jax.Array | None = None,
+) -> tuple[jax.Array, Facts]:
+    rows = x.reshape(-1, x.shape[-1])
+    logits = ops.linear(rows.astype(jnp.float32), router.astype(jnp.float32))
+    weights, chosen, scores = route(logits, bias, spec.router)
+    facts = _facts(spec.router, logits, scores, chosen, counted.reshape(-1))
+    gate, up, down = _gathered(gate, 1), _gathered(up, 1), _gathered(down, 2)
+    outputs, dropped = _outputs_of_experts(spec, rows, chosen, (gate, up, down))
+    y = jnp.einsum("tkd,tk->td", outputs, weights.astype(x.dtype), preferred_element_type=jnp.float32).astype(x.dtype)
+    y = lax.psum(y, axes_of("mlp")) if axes_of("mlp") else y  # each device of these has a part of every expert
+    return y.reshape(x.shape), facts if dropped is None else {**facts, "dropped": dropped}
+
+
+def _outputs_of_experts(
+    spec: Experts, rows: jax.Array, chosen: jax.Array, kernels: tuple[jax.Array, jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array | None]:
+    """What each token's experts make of it, [tokens, active, embed]; and the share of rows that were cut off."""
+    axis, active = axes_of("experts"), chosen.shape[-1]
+    order = jnp.argsort(chosen.reshape(-1), stable=True)
+    sent = rows[order // active]
+    sizes = jnp.bincount(chosen.reshape(-1), length=spec.router.experts)
+    if not axis:
+        outputs, dropped = _gated(spec.activation, sent, kernels, sizes), None
+    else:
+        devices = lax.axis_size(axis)
+        room = math.ceil(len(sent) * (devices if spec.buffer is None else min(spec.buffer, devices)))
+        received = ops.exchange(sent, sizes, axis_name=axis, out_rows=room)
+        own_sizes, cut = ops.received_sizes(sizes, axis_name=axis, out_rows=room)
+        outputs = _gated(spec.activation, received, kernels, own_sizes)
+        outputs = ops.exchange(outputs, sizes, axis_name=axis, out_rows=len(sent), kind="return")
+        dropped = _mean_of_devices(cut.astype(jnp.float32)) / len(sent)
+    places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
+    return outputs[places].reshape(*chosen.shape, -1), dropped
+
+
+def _gated(
+    activation: Activation, x: jax.Array, kernels: tuple[jax.Array, jax.Array, jax.Array], sizes: jax.Array
+) -> jax.Array:
+    """Each group of rows through its own gated layer."""
+    gate, up = (ops.ragged_dot(x, kernel, sizes).astype(jnp.float32) for kernel in kernels[:2])
+    return ops.ragged_dot((ACTIVATIONS[activation](gate) * up).astype(x.dtype), kernels[2], sizes)
+
+
+def _facts(router: Router, logits: jax.Array, scores: jax.Array, chosen: jax.Array, counted: jax.Array) -> Facts:
+    """Measurements over the tokens of all devices, padding left out.
+
+    expert_load: the share of each expert in what tokens chose. balance_loss: experts * sum of load * mean share of the
+    scores, 1 where tokens are spread evenly (Fedus et al., Switch Transformers, 2021, arXiv:2101.03961, equation 4).
+    router_z: the mean of logsumexp(logits)^2 (Zoph et al., ST-MoE, 2022, arXiv:2202.08906, equation 5).
+    """
+    weight = counted.astype(jnp.float32)
+    shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
+    sums = {
+        "tokens": jnp.sum(weight),
+        "chosen": jnp.zeros(router.experts).at[chosen].add(jnp.broadcast_to(weight[:, None], chosen.shape)),
+        "shares": weight @ shares,
+        "z": weight @ jnp.square(jax.nn.logsumexp(logits, axis=-1)),
+    }
+    axes = (*axes_of("batch"), *axes_of("seq"))
+    sums = lax.psum(sums, axes) if axes else sums
+    tokens = jnp.maximum(sums["tokens"], 1)
+    load = sums["chosen"] / (tokens * router.active)
+    balance = router.experts * jnp.sum(load * sums["shares"]) / tokens
+    return {"expert_load": load, "balance_loss": balance, "router_z": sums["z"] / tokens}
+
+
+def _gathered(kernel: jax.Array, axis: int) -> jax.Array:
+    """A kernel's whole residual axis, which "embed" splits; its gradient is scattered again."""
+    return lax.all_gather(kernel, axes_of("embed"), axis=axis, tiled=True) if axes_of("embed") else kernel
+
+
+def _mean_of_devices(x: jax.Array) -> jax.Array:
+    axes = (*axes_of("batch"), *axes_of("seq"))
+    return lax.pmean(x, axes)

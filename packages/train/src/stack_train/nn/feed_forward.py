@@ -1,0 +1,61 @@
+"""A gated feed-forward layer."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax
+from flax import nnx
+
+from stack_core import ops
+from stack_core.mesh import constrain
+from stack_core.ops.building import ACTIVATIONS
+from stack_train.nn.build import Build
+from stack_train.nn.residual import Hidden, Rows
+
+__all__ = ["Activation", "Facts", "FeedForward", "Gated", "TokenLayer"]
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+Facts = dict[str, jax.Array]
+"""What a layer says of its work besides its output, by name."""
+
+
+@runtime_checkable
+class TokenLayer(Protocol):
+    """A kind of layer that takes each token by itself, as a hashable value."""
+
+    def build(self, build: Build) -> Any:
+        """Returns a module that is called with (x, rows) and returns (output, facts)."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gated:
+    """y = (f(x G) * (x U)) D, each product with a bias if `bias`."""
+
+    width: int
+    activation: Activation = "silu"
+    bias: bool = False
+
+    def build(self, build: Build) -> "FeedForward":
+        return FeedForward(self, build)
+
+
+class FeedForward(nnx.Module):
+    """What `Gated` builds."""
+
+    def __init__(self, spec: Gated, build: Build) -> None:
+        self.spec = spec
+        self.gate = build.linear((build.embed, spec.width), ("embed", "mlp"), bias=spec.bias)
+        self.up = build.linear((build.embed, spec.width), ("embed", "mlp"), bias=spec.bias)
+        self.down = build.linear((spec.width, build.embed), ("mlp", "embed"), bias=spec.bias, residual=True)
+
+    def __call__(self, x: Hidden, rows: Rows) -> tuple[Hidden, Facts]:
+        del rows
+        activation = self.spec.activation
+        if self.gate.bias is None:
+            gate, up = (linear.kernel[...].astype(x.dtype) for linear in (self.gate, self.up))
+            axes = {"x": ("batch", "seq", "act_embed"), "w_gate": self.gate.axes, "w_up": self.up.axes}
+            gated = ops.gated_linear_unit(x, gate, up, activation=activation, axes=axes)
+        else:
+            gated = ACTIVATIONS[activation](self.gate(x)) * self.up(x)  # the op has no biases
+        return self.down(constrain(gated, "batch", "seq", "act_mlp", name="gated activations")), {}

@@ -1,0 +1,120 @@
+"""Multi-head latent attention: keys and values are unfolded from one narrow vector a token.
+
+Source: DeepSeek-AI, DeepSeek-V2, 2024 (arXiv:2405.04434), section 2.1.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from stack_core import ops
+from stack_core.contracts.caches import AttentionSpec, KVCache, Latent
+from stack_core.mesh import constrain
+from stack_train.nn.attention import Rope
+from stack_train.nn.build import Build
+from stack_train.nn.residual import Hidden, Norm, Rows
+
+__all__ = ["LatentAttention", "MultiHeadLatentAttention"]
+
+_LATENT = ("batch", "seq", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Each head's keys are [c K, rope(k)] and its values c V, of c = norm(x C) and one rotated key k = x R for all.
+
+    Without a cache keys and values are unfolded. A cache keeps [c, rope(k)]: K moves to the queries and V behind the
+    sum over tokens, which gives the same without unfolding what is kept.
+
+    Attributes:
+      query_rank: width of the vector that queries are unfolded from; None makes them of x.
+      kv_rank: width of c.
+      nope_dim, rope_dim: features of a head's query and key that do not rotate, and that do.
+      scale: of the products.
+    """
+
+    heads: int
+    query_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rope: Rope
+    scale: float
+
+    def build(self, build: Build) -> "MultiHeadLatentAttention":
+        return MultiHeadLatentAttention(self, build)
+
+    def state(self, repeats: int, dtype: str) -> Latent:
+        return Latent(repeats=repeats, dim=self.kv_rank + self.rope_dim, value_dim=self.kv_rank, dtype=dtype)
+
+
+class MultiHeadLatentAttention(nnx.Module):
+    """What `LatentAttention` builds."""
+
+    def __init__(self, spec: LatentAttention, build: Build) -> None:
+        embed, heads, rank = build.embed, spec.heads, spec.query_rank
+        queries, unfolded = heads * (spec.nope_dim + spec.rope_dim), heads * (spec.nope_dim + spec.value_dim)
+        self.spec, self.norm = spec, Norm()  # of the latents, whose epsilon no config.json says
+        self.query_down = None if rank is None else build.linear((embed, rank), ("embed", None))
+        self.query_norm = None if rank is None else build.full(rank, "norm", 1.0)
+        self.query_up = None if rank is None else build.linear((rank, queries), ("latent", "heads"))
+        self.query = build.linear((embed, queries), ("embed", "heads")) if rank is None else None
+        self.kv_down = build.linear((embed, spec.kv_rank + spec.rope_dim), ("embed", None))
+        self.kv_norm = build.full(spec.kv_rank, "norm", 1.0)
+        self.kv = build.linear((spec.kv_rank, unfolded), ("latent", "heads"))
+        self.output = build.linear((heads * spec.value_dim, embed), ("heads", "embed"), residual=True)
+
+    def __call__(self, x: Hidden, rows: Rows, cache: KVCache | None, layer_cache: Any) -> tuple[Hidden, Any]:
+        spec, shape = self.spec, x.shape[:2]
+        query = constrain(self._queries(x).reshape(*shape, spec.heads, -1), "batch", "seq", "act_heads", None)
+        still, turning = jnp.split(query, [spec.nope_dim], axis=-1)
+        turning = spec.rope(turning, rows.positions, "act_heads")
+        latent, key = jnp.split(self.kv_down(x), [spec.kv_rank], axis=-1)
+        latent = self.norm(latent, self.kv_norm, _LATENT)
+        key = spec.rope(key[:, :, None, :], rows.positions, None)
+        if cache is None:
+            output = self._unfolded(jnp.concatenate([still, turning], axis=-1), latent, key, rows)
+        else:
+            output, layer_cache = self._absorbed(still, turning, latent, key, cache, layer_cache)
+        return self.output(output.reshape(*shape, -1)), layer_cache
+
+    def _queries(self, x: Hidden) -> jax.Array:
+        if self.query_down is None or self.query_up is None:
+            assert self.query is not None
+            return self.query(x)
+        return self.query_up(self.norm(self.query_down(x), self.query_norm, _LATENT))
+
+    def _unfolded(self, query: jax.Array, latent: jax.Array, turned_key: jax.Array, rows: Rows) -> jax.Array:
+        spec = self.spec
+        unfolded = self.kv(latent).reshape(*latent.shape[:2], spec.heads, -1)
+        unfolded = constrain(unfolded, "batch", "seq", "act_heads", None)
+        key, value = jnp.split(unfolded, [spec.nope_dim], axis=-1)
+        turned_key = jnp.broadcast_to(turned_key, (*key.shape[:3], spec.rope_dim))
+        key = jnp.concatenate([key, turned_key], axis=-1)
+        axes = dict.fromkeys(("query", "key", "value"), ("batch", "seq", "act_heads", None))
+        output: Any = ops.attention(
+            query, key, value, causal=True, scale=spec.scale, segment_ids=rows.segment_ids, axes=axes
+        )
+        return output
+
+    def _absorbed(
+        self,
+        still: jax.Array,
+        turning: jax.Array,
+        latent: jax.Array,
+        turned_key: jax.Array,
+        cache: KVCache,
+        layer_cache: Any,
+    ) -> tuple[jax.Array, Any]:
+        spec = self.spec
+        kernel = self.kv.kernel[...].astype(latent.dtype).reshape(spec.kv_rank, spec.heads, -1)
+        to_keys, to_values = jnp.split(kernel, [spec.nope_dim], axis=-1)
+        query = jnp.concatenate([jnp.einsum("bshn,lhn->bshl", still, to_keys), turning], axis=-1)
+        kept = jnp.concatenate([latent, turned_key[:, :, 0, :]], axis=-1)
+        attention = AttentionSpec(scale=spec.scale)
+        output, layer_cache = cache.attend_latent(layer_cache, query, kept, attention, value_dim=spec.kv_rank)
+        return jnp.einsum("bshl,lhv->bshv", output, to_values), layer_cache

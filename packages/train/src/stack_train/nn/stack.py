@@ -1,0 +1,76 @@
+"""Runs a group of stacked layers: the one place that decides on loops, unrolling and rematerialization."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+
+from stack_core import ops
+
+__all__ = ["RematPolicy", "scan_layers"]
+
+RematPolicy = Literal["none", "full", "dots", "dots_no_batch"]
+
+_SAVED = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": ops.seen_into(jax.checkpoint_policies.dots_saveable),
+    "dots_no_batch": ops.seen_into(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+}
+
+
+def scan_layers(
+    body: Callable[[Any, Any, Any, Any], tuple[Any, Any]],
+    period: Sequence[nnx.Module],
+    carry: Any,
+    inputs: Sequence[Any],
+    *,
+    per_row: Any,
+    remat: RematPolicy,
+    unroll: bool,
+    moves: bool,
+) -> tuple[Any, list[Any]]:
+    """Runs the layers of a period one after the other, again and again, traced once for all repetitions.
+
+    Args:
+      body: (layer, carry, per_row, its slice of its inputs) -> (carry, output).
+      period: modules whose parameters lead with [repeats, ...].
+      inputs: of each module a pytree whose leaves lead with [repeats, ...], or None.
+      per_row: arrays that lead with [batch, ...], the same for all layers.
+      remat: what the backward pass finds saved of each layer's forward pass. "none": everything it needs, without any
+        `jax.checkpoint`; "dots": matrix products; "dots_no_batch": matrix products without batch axes, so none of
+        attention's; "full": the layer's input alone. The rest is computed again.
+      unroll: compile every layer by itself and no loop, which would copy what it saves of each layer in and out of
+        arrays of all layers.
+      moves: keep what layers assign to their variables with the metadata `trained=False`.
+
+    Returns:
+      The last carry, and each module's outputs stacked [repeats, ...].
+    """
+    graphs, states = zip(*(nnx.split(layer) for layer in period), strict=True)
+
+    def run(place: int, carry: Any, per_row: Any, per_layer: Any) -> tuple[Any, Any]:
+        layer_state, layer_input = per_layer
+        layer = nnx.merge(graphs[place], layer_state)
+        carry, output = body(layer, carry, per_row, layer_input)
+        return carry, (output, nnx.state(layer, _is_moved) if moves else None)
+
+    if remat != "none":
+        run = jax.checkpoint(run, policy=_SAVED[remat], prevent_cse=unroll, static_argnums=0)  # loops keep layers apart
+
+    def step(carry: Any, per_layer: Any) -> tuple[Any, list[Any]]:
+        outputs = []
+        for place, (layer_state, layer_input) in enumerate(zip(*per_layer, strict=True)):
+            carry, output = run(place, carry, per_row, (layer_state, layer_input))
+            outputs.append(output)
+        return carry, outputs
+
+    carry, results = jax.lax.scan(step, carry, (list(states), list(inputs)), unroll=unroll)
+    for layer, (_, moved) in zip(period, results, strict=True):
+        if moved:
+            nnx.update(layer, moved)
+    return carry, [output for output, _ in results]
+
+
+def _is_moved(path: Any, variable: Any) -> bool:
+    return isinstance(variable, nnx.Variable) and not variable.get_metadata().get("trained", True)

@@ -1,0 +1,60 @@
+"""`history.jsonl` in the run's directory: when it began, went on and ended, and how."""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from stack_core.errors import Interrupted
+from stack_core.events import Event, RunFailed, RunFinished, RunStarted, StepFinished
+from stack_core.runs.event_bus import ObserverContext
+
+__all__ = ["HistoryObserver", "history_observer"]
+
+
+def history_observer(context: ObserverContext) -> "HistoryObserver":
+    """The history of the run of `context`."""
+    return HistoryObserver(context.directory / "history.jsonl")
+
+
+class HistoryObserver:
+    """Appends `{"event": "started" | "finished" | "stopped" | "failed", "time": ..., "step": ...}`.
+
+    What is killed leaves no end behind.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._step = 0
+        self._runs = False
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._runs, self._step = True, event.first_step
+                facts = {"steps": event.steps, "parameters": event.parameters, "work": event.work}
+                devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+                self._append("started", **facts, compile_s=event.compile_s, devices=devices)
+            case StepFinished():
+                self._step = event.step
+            case RunFinished():
+                self._end("finished")
+            case RunFailed(error=Interrupted() | KeyboardInterrupt()):
+                self._end("stopped")
+            case RunFailed():
+                self._end("failed", error=f"{type(event.error).__name__}: {event.error}")
+
+    def close(self) -> None:
+        self._end("stopped")  # by a signal, which no event tells of
+
+    def _end(self, how: str, **facts: Any) -> None:
+        if self._runs:
+            self._runs = False
+            self._append(how, **facts)
+
+    def _append(self, event: str, **facts: Any) -> None:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"event": event, "time": now, "step": self._step, **facts}) + "\n")

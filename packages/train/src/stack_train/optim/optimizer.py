@@ -1,0 +1,121 @@
+"""What optimizers share: schedule, clipping, groups of parameters, skipped spikes, an average of the weights."""
+
+import abc
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from stack_core.config import config
+from stack_core.metrics import Metric
+from stack_train.optim.averaging import AveragedState, average_weights
+from stack_train.optim.axes import AxesTree
+from stack_train.optim.groups import REST, GroupConfig, check_groups, group_names, group_of
+from stack_train.optim.schedule import ScheduleConfig
+from stack_train.optim.spikes import SkippedState, SpikeConfig, skip_spikes
+
+__all__ = ["OptimizerConfig", "states_of"]
+
+
+@config
+class OptimizerConfig(abc.ABC):
+    """An optimizer's settings. A subclass adds the field `name`, fields of its own, and `transformation`.
+
+    Attributes:
+      learning_rate: at the peak of the schedule.
+      weight_decay: decoupled from the gradient: each step takes this share times the learning rate from every matrix.
+        Scales of norms and biases are left alone.
+      clip_norm: the largest global norm of the gradients; larger ones are scaled down to it.
+      skip_spikes: skips updates whose gradient norm is a spike or not finite; None applies every update.
+      ema_decay: keeps a moving average of the weights, which is evaluated and exported in their place.
+      groups: parameters with other settings, by a pattern of their paths; the first that matches holds.
+    """
+
+    learning_rate: PositiveFloat = 3e-4
+    schedule: ScheduleConfig = ScheduleConfig()
+    weight_decay: NonNegativeFloat = 0.1
+    clip_norm: PositiveFloat | None = 1.0
+    skip_spikes: SpikeConfig | None = None
+    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    groups: Mapping[str, GroupConfig] = Field(default_factory=dict)
+
+    @abc.abstractmethod
+    def transformation(self, rate: optax.Schedule, axes: AxesTree) -> optax.GradientTransformation:
+        """Returns the update rule alone.
+
+        Args:
+          rate: the learning rate by the number of updates done, which the transformation multiplies with.
+          axes: the logical axes of every parameter. With groups, the trees that the transformation is given lack the
+            parameters of the others (`optax.MaskedNode` stands for each), and `axes` has them all.
+        """
+
+    def learning_rate_schedule(self, steps: int) -> optax.Schedule:
+        return self.schedule.build(self.learning_rate, steps)
+
+    def check(self, paths: Sequence[str]) -> None:
+        """Compares the groups with the paths of a model's parameters.
+
+        Raises:
+          ConfigError: a group's pattern is malformed, or matches no parameter.
+        """
+        check_groups(self.groups, paths)
+
+    def freezes(self, path: str) -> bool:
+        """Whether a parameter is in a group that is not trained."""
+        group = group_of(self.groups, path)
+        return group is not None and self.groups[group].frozen
+
+    def build(self, steps: int, axes: AxesTree) -> optax.GradientTransformation:
+        """Returns the whole optimizer for a run of `steps` updates of the parameters that are not frozen."""
+        update = self._grouped(self.learning_rate_schedule(steps), axes)
+        if self.clip_norm is not None:
+            update = optax.chain(optax.clip_by_global_norm(self.clip_norm), update)
+        if self.ema_decay is not None:
+            update = average_weights(update, self.ema_decay)
+        return update if self.skip_spikes is None else skip_spikes(update, self.skip_spikes)
+
+    @property
+    def averages(self) -> bool:
+        """Whether the parameters to evaluate are others than those that are trained."""
+        return self.ema_decay is not None
+
+    def evaluation_params(self, params: Any, opt_state: Any) -> Any:
+        """The parameters to evaluate and export: their average, where the optimizer keeps one."""
+        for state in states_of(opt_state, AveragedState):
+            params = jax.tree.map(lambda average, param: average.astype(param.dtype), state.average, params)
+        return params
+
+    def metrics(self, opt_state: Any, step: jax.Array, steps: int) -> dict[str, Metric]:
+        """What an update reports, from the state after it.
+
+        Args:
+          step: updates done before it, the skipped ones included.
+        """
+        schedule = self.learning_rate_schedule(steps)
+        if not isinstance(opt_state, SkippedState):
+            return {"learning_rate": Metric.mean(jnp.asarray(schedule(step), jnp.float32))}
+        skipped_before = opt_state.skipped_in_all - opt_state.skipped
+        rate = jnp.asarray(schedule(step - skipped_before), jnp.float32)
+        return {"learning_rate": Metric.mean(rate), "skipped": Metric.sum(opt_state.skipped.astype(jnp.float32))}
+
+    def _grouped(self, rate: optax.Schedule, axes: AxesTree) -> optax.GradientTransformation:
+        if not self.groups:
+            return self.transformation(rate, axes)
+        transformations: dict[Hashable, optax.GradientTransformation] = {REST: self.transformation(rate, axes)}
+        for place, group in enumerate(self.groups.values()):
+            transformations[str(place)] = self._with(group).transformation(group.scale(rate), axes)
+        return optax.partition(transformations, group_names(self.groups, axes))
+
+    def _with(self, group: GroupConfig) -> "OptimizerConfig":
+        decay = self.weight_decay if group.weight_decay is None else group.weight_decay
+        return dataclasses.replace(self, weight_decay=decay)
+
+
+def states_of(opt_state: Any, kind: type) -> list[Any]:
+    """The states of one kind within an optimizer's state."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in nodes if isinstance(node, kind)]

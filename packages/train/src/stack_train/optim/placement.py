@@ -1,0 +1,46 @@
+"""Where the leaves of an optimizer's state lie."""
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+__all__ = ["like_parameters"]
+
+
+def like_parameters(state: Any, params: Any, shardings: Any, replicated: NamedSharding) -> Any:
+    """The sharding of every leaf of an optimizer's state: that of the parameter whose path its own path ends with.
+
+    A leaf that lacks some of its parameter's axes, as a factored moment does, is split along those that it has. All
+    other leaves are replicated.
+
+    Args:
+      state: the optimizer's state, or its shapes.
+      params: the parameters, or their shapes.
+      shardings: of the parameters, in their structure.
+    """
+    known = {
+        _names(path): (leaf.shape, sharding)
+        for (path, leaf), sharding in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(shardings), strict=True)
+    }
+
+    def place(path: Any, leaf: Any) -> NamedSharding:
+        names = _names(path)
+        found = next((known[names[start:]] for start in range(len(names)) if names[start:] in known), None)
+        return replicated if found is None else _along(leaf.shape, *found) or replicated
+
+    return jax.tree.map_with_path(place, state)
+
+
+def _along(shape: tuple[int, ...], param_shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding | None:
+    """The sharding of an array with some of a parameter's axes, in order; None where its axes are others."""
+    spec = (*sharding.spec, *[None] * (len(param_shape) - len(sharding.spec)))
+    split: list[Any] = []
+    for size, mesh_axes in zip(param_shape, spec, strict=True):
+        if len(split) < len(shape) and shape[len(split)] == size:
+            split.append(mesh_axes)
+    return NamedSharding(sharding.mesh, PartitionSpec(*split)) if len(split) == len(shape) else None
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    return tuple(map(str, path))

@@ -1,0 +1,47 @@
+"""Learning rates over a run: a warm-up, the peak, a decay."""
+
+from typing import Annotated, Literal
+
+import optax
+from pydantic import Field, NonNegativeInt
+
+from stack_core.config import config
+
+__all__ = ["Fraction", "ScheduleConfig"]
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+@config
+class ScheduleConfig:
+    """A linear warm-up to the peak learning rate, then a decay that ends at a fraction of it at the last step.
+
+    With `decay_fraction` below 1 the rate stays at its peak first: `decay: linear` with `decay_fraction: 0.2` is the
+    warmup-stable-decay schedule (WSD) of Hu et al., MiniCPM, 2024 (arXiv:2404.06395).
+
+    Attributes:
+      decay_fraction: share of the steps after the warm-up, the last of them, over which the rate decays.
+      final_fraction: learning rate at the last step over that at the peak.
+    """
+
+    warmup_steps: NonNegativeInt = 0
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    decay_fraction: Fraction = 1.0
+    final_fraction: Fraction = 0.1
+
+    def build(self, peak: float, steps: int) -> optax.Schedule:
+        """Returns the learning rate as a function of the number of updates done."""
+        warmup = min(self.warmup_steps, steps)
+        decay_steps = max(round((steps - warmup) * self.decay_fraction), 1)
+        phases = [(optax.linear_schedule(peak / (warmup + 1), peak, warmup), warmup)] if warmup else []
+        if self.decay != "constant" and decay_steps < steps - warmup:
+            phases.append((optax.constant_schedule(peak), steps - decay_steps))
+        ends = [end for _, end in phases]
+        return optax.join_schedules([*(schedule for schedule, _ in phases), self._decay(peak, decay_steps)], ends)
+
+    def _decay(self, peak: float, steps: int) -> optax.Schedule:
+        if self.decay == "cosine":
+            return optax.cosine_decay_schedule(peak, steps, alpha=self.final_fraction)
+        if self.decay == "linear":
+            return optax.linear_schedule(peak, peak * self.final_fraction, steps)
+        return optax.constant_schedule(peak)

@@ -1,0 +1,82 @@
+"""Schedule-free AdamW."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax import contrib
+from pydantic import PositiveFloat
+
+from stack_core.config import config
+from stack_core.errors import ConfigError
+from stack_train.optim.axes import AxesTree, is_matrix, map_axes
+from stack_train.optim.optimizer import OptimizerConfig, states_of
+from stack_train.optim.schedule import Fraction, ScheduleConfig
+
+__all__ = ["ScheduleFreeConfig"]
+
+
+@config
+class ScheduleFreeConfig(OptimizerConfig):
+    """AdamW whose weights are averaged, in the place of a learning rate that decays.
+
+    The loss is differentiated between the fast weights and their average, and the average is evaluated and exported.
+    Source: Defazio et al., The Road Less Scheduled, 2024 (arXiv:2405.15682).
+
+    Attributes:
+      beta1: how far towards the average gradients are taken, above 0.
+    """
+
+    name: Literal["schedule_free"] = "schedule_free"
+    learning_rate: PositiveFloat = 2.5e-3
+    schedule: ScheduleConfig = ScheduleConfig(decay="constant")
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    epsilon: PositiveFloat = 1e-8
+
+    def __post_init__(self) -> None:
+        if self.ema_decay is not None:
+            raise ConfigError("optimizer.ema_decay: schedule_free averages the weights already. Leave it out.")
+        if self.schedule.decay != "constant":
+            raise ConfigError(
+                f"optimizer.schedule.decay is {self.schedule.decay!r}; schedule_free takes 'constant', with or without "
+                "a warm-up."
+            )
+        if self.beta1 == 0:
+            raise ConfigError("optimizer.beta1 is 0; schedule_free needs more than that, such as 0.9.")
+
+    def transformation(self, rate: optax.Schedule, axes: AxesTree) -> optax.GradientTransformation:
+        fast = optax.chain(
+            optax.scale_by_rms(self.beta2, self.epsilon, eps_in_sqrt=False, bias_correction=True),
+            optax.add_decayed_weights(self.weight_decay, map_axes(is_matrix, axes)),
+            optax.scale_by_learning_rate(rate),
+        )
+        free = contrib.schedule_free(fast, rate, self.beta1)
+        return optax.GradientTransformation(partial(_init_float32, free.init), free.update)
+
+    @property
+    def averages(self) -> bool:
+        return True
+
+    def evaluation_params(self, params: Any, opt_state: Any) -> Any:
+        def average(fast: Any, param: Any) -> Any:
+            return param if _is_masked(fast) else (param - (1 - self.beta1) * fast) / self.beta1
+
+        for state in states_of(opt_state, contrib.ScheduleFreeState):
+            params = jax.tree.map(average, state.z, params, is_leaf=_is_masked)
+        return params
+
+
+def _init_float32(init: Callable[[Any], Any], params: Any) -> Any:
+    """Refuses parameters in whose dtype the average's sum of weights would stop growing after a few hundred updates."""
+    dtype = optax.tree.dtype(params, "lowest")
+    if dtype != jnp.float32:
+        raise ConfigError(f"schedule_free averages float32 parameters, but some are {dtype}. Set model.param_dtype.")
+    return init(params)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)

@@ -1,0 +1,85 @@
+"""The panel `curves`: the loss, and every further metric of `metrics.jsonl` in a small chart of its own."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from stack_core.contracts.reports import Fragment
+from stack_core.report.fields import title
+from stack_core.report.markup import element
+from stack_core.report.plots import Chart, Series
+from stack_core.report.svg import draw
+from stack_train.panels.records import number_in, records
+
+__all__ = ["curves"]
+
+_TITLES: Final = {"grad_norm": "gradient norm", "mfu": "MFU", "duration_s": "time of a step"}
+_FROM_ZERO: Final = ("_s", "mfu", "learning_rate", "weight")
+_SMOOTH_FROM_POINTS: Final = 200
+
+Points = list[tuple[float, float]]
+
+
+def curves(directory: Path, config: Mapping[str, Any]) -> Fragment | None:
+    """Draws every metric over the steps, training's and the held-out one in a chart; None before the first step."""
+    found = records(directory / "metrics.jsonl")
+    train = [record for record in found if record.get("kind") == "train"]
+    held_out = [record for record in found if record.get("kind") == "evaluation"]
+    if not found:
+        return None
+    charts = {name: _chart(name, _points(train, name), _points(held_out, name)) for name in _names(found)}
+    charts = {name: chart for name, chart in charts.items() if chart.series}
+    loss = charts.pop("loss", None)
+    steps = 2 * _half_width(_points(train, "loss")) + 1
+    note = f"Lines are means over {steps} steps, drawn over a faint one of every step." if steps > 1 else None
+    body = element(
+        "div",
+        None if note is None else element("p", note, class_="help"),
+        None if loss is None else draw(loss),
+        element("div", *map(draw, charts.values()), class_="small plots"),
+    )
+    return Fragment("curves", body)
+
+
+def _names(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The metrics: those of every run first, then the others by name."""
+    names = sorted({name for record in found for name in record} - {"kind", "step"})
+    rates = [name for name in names if name.endswith("_per_s")]
+    first = ["loss", "learning_rate", "grad_norm", *rates, "mfu", "duration_s"]
+    return [name for name in first if name in names] + [name for name in names if name not in first]
+
+
+def _points(found: Sequence[dict[str, Any]], name: str) -> Points:
+    numbers = ((record["step"], number_in(record, name)) for record in found)
+    return [(float(step), value) for step, value in numbers if value is not None and math.isfinite(value)]
+
+
+def _chart(name: str, train: Points, held_out: Points) -> Chart:
+    held_out = [] if name == "duration_s" else held_out  # an evaluation's is another thing than a step's
+    series = [_series("training", train), _series("held out", held_out)]
+    half = _half_width(train)
+    if half and name != "learning_rate":
+        series = [Series("training", "line", _smoothed(train, half)), series[1], Series("", "faint", train)]
+    shown = [each for each in series if each.points]
+    heading, size = _TITLES.get(name, title(name)), "whole" if name == "loss" else "small"
+    return Chart(heading, "step", name, shown, from_zero=name.endswith(_FROM_ZERO), size=size)
+
+
+def _series(name: str, points: Points) -> Series:
+    """A line, or a dot where there is a single point, which a line would not show."""
+    return Series(name, "line" if len(points) > 1 else "dots", points)
+
+
+def _half_width(points: Points) -> int:
+    """How many neighbours on each side a mean is of, 0 where there are few points."""
+    return len(points) // 100 if len(points) >= _SMOOTH_FROM_POINTS else 0
+
+
+def _smoothed(points: Points, half: int) -> Points:
+    """Means of each point and `half` neighbours on both sides; nearer to an end, of as many as there are."""
+    sums = [0.0, *itertools.accumulate(value for _, value in points)]
+    spans = ((max(at - half, 0), min(at + half + 1, len(points))) for at in range(len(points)))
+    means = ((sums[end] - sums[start]) / (end - start) for start, end in spans)
+    return [(step, mean) for (step, _), mean in zip(points, means, strict=True)]

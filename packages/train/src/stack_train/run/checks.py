@@ -1,0 +1,51 @@
+"""What a run's config is refused for before anything is built: sections that contradict each other, or its start."""
+
+import warnings
+from pathlib import Path
+
+from stack_core.errors import ConfigError
+from stack_train.objectives import check_inputs
+from stack_train.run.config import RunConfig, run_config
+from stack_train.run.start import check_same_model
+from stack_train.run.transforms import recipe_differences, transform_names
+
+__all__ = ["check_run", "check_start"]
+
+
+def check_run(config: RunConfig) -> None:
+    """Raises a ConfigError where sections contradict each other."""
+    config.data.check(config.model)
+    shapes = config.data.spec(config.model)
+    check_inputs(config.objective.build(), shapes)
+    batch_size = next(iter(shapes.values())).shape[0]
+    if batch_size % config.run.accumulation_steps:
+        raise ConfigError(
+            f"data.batch_size {batch_size} is not a multiple of run.accumulation_steps {config.run.accumulation_steps}."
+        )
+
+
+def check_start(config: RunConfig, allow: tuple[str, ...] = ()) -> None:
+    """Raises where a run cannot start from `run.init_from`, warns where the model there is transformed and ours is not.
+
+    Raises:
+      ConfigError: it is no run directory, its model computes something else, or is transformed by another recipe.
+    """
+    source = config.run.init_from
+    if source is None:
+        return
+    if source.startswith("hf:"):
+        raise ConfigError(f"run.init_from takes a run directory. Convert first: stack convert {source} RUN.")
+    saved = run_config(Path(source))
+    check_same_model(config, saved, allow)
+    if missing := [name for name in transform_names(saved) if name not in transform_names(config)]:
+        warnings.warn(
+            f"The model of {source} is transformed by section {' and '.join(missing)} of its config, which this run's "
+            "does not have: it starts from the floats that the parameters of the family's model stand for.",
+            stacklevel=3,
+        )
+    if lines := recipe_differences(config, saved):
+        listing = "\n  ".join(lines)
+        raise ConfigError(
+            f"The model of {source} is transformed by another recipe; here is this run's, not that one's:\n"
+            f"  {listing}\nStart from the run that it was made from, or use the same recipe."
+        )

@@ -1,0 +1,152 @@
+"""The train step of a run, compiled for hardware that need not be there: does it fit, and how fast would it be?"""
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from stack_core.hardware import Flops, count_units, model_flops_per_step
+from stack_core.hardware.roofline import ProgramCost, program_cost
+from stack_core.hardware.targets import Target, use_target
+from stack_train.run.checks import check_run
+from stack_train.run.config import RunConfig
+from stack_train.run.program import build_trainer, traced_step
+
+__all__ = ["StepReport", "compile_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What a train step takes on a target.
+
+    Attributes:
+      platform: "tpu" or "gpu".
+      devices: of the target.
+      mesh: the mesh axes that span more than one of them.
+      model_flops: what the model needs, on all devices.
+      memory_bytes: of a device; None is "not known".
+      refusal: why the compiler gave up for lack of memory; None if it did not.
+      cost: of one device; None after a refusal.
+      mfu: predicted: model FLOPs over what the devices can do in the time of the roofline.
+      trace_s: seconds to trace and lower the step.
+    """
+
+    target: str
+    platform: str
+    devices: int
+    mesh: Mapping[str, int]
+    parameters: int
+    work: tuple[str, int]
+    model_flops: Flops
+    memory_bytes: int | None
+    refusal: str | None
+    cost: ProgramCost | None
+    mfu: float | None
+    trace_s: float
+    compile_s: float
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the step's memory fits that of a device; None is "not known"."""
+        if self.cost is None:
+            return False
+        return None if self.memory_bytes is None else self.cost.memory.total_bytes <= self.memory_bytes
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Plain values for JSON; of collectives, the sums by kind."""
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        plain |= {f"{self.work[0]}_per_step": self.work[1], "fits": self.fits, "model_flops": self.model_flops.total}
+        cost = self.cost
+        if cost is None:
+            return plain
+        memory = dataclasses.asdict(cost.memory) | {"total_bytes": cost.memory.total_bytes}
+        roofline = dataclasses.asdict(cost.roofline)
+        return plain | {
+            "memory": memory,
+            "hardware_flops": cost.flops.total * self.devices,
+            "hardware_flops_per_device": dict(cost.flops.by_dtype),
+            "uncounted_loops": list(cost.unknown_loops),
+            "memory_traffic_bytes_per_device": cost.traffic_bytes,
+            "collectives": self.collectives_by_kind(),
+            "roofline": roofline | {"step_s": cost.roofline.step_s, "binding": cost.roofline.binding},
+        }
+
+    def collectives_by_kind(self) -> dict[str, dict[str, int | float]]:
+        """Per kind, sums over a step of one device: executions, bytes of the arrays, bytes that it sends."""
+        sums: dict[str, dict[str, int | float]] = {}
+        for found in self.cost.collectives if self.cost else ():
+            sum_ = sums.setdefault(found.kind, {"count": 0, "array_bytes": 0, "sent_bytes": 0})
+            sum_["count"] += found.times
+            sum_["array_bytes"] += found.times * found.array_bytes
+            sum_["sent_bytes"] += found.times * found.sent_bytes
+        return dict(sorted(sums.items()))
+
+
+_PLAIN = (
+    "target",
+    "platform",
+    "devices",
+    "mesh",
+    "parameters",
+    "memory_bytes",
+    "refusal",
+    "mfu",
+    "trace_s",
+    "compile_s",
+)
+
+
+def compile_step(config: RunConfig, target: Target) -> StepReport:
+    """Compiles the step that `stack train` would run for a config, for a target; only shapes exist, no arrays.
+
+    Raises:
+      HardwareError: the target's compiler is missing.
+      StackError: model, batch and mesh do not fit together.
+    """
+    check_run(config)
+    trainer = build_trainer(config, target.devices)
+    started_s = time.perf_counter()
+    with use_target(target):
+        lowered = traced_step(config, trainer).lower()
+        traced_s = time.perf_counter()
+        compiled, refusal = _compiled(lowered)
+        compiled_s = time.perf_counter()
+        shapes, companions = config.data.spec(config.model), trainer.abstract_state.companions
+        model_flops = model_flops_per_step(trainer.evaluate, trainer.abstract_variables, shapes, companions)
+    chip, mesh_devices = target.chip, trainer.mesh.devices.flatten().tolist()
+    cost = None if compiled is None else program_cost(compiled, mesh_devices, chip, link_share=target.link_share)
+    units = count_units(chip, mesh_devices)
+    return StepReport(
+        target=target.name,
+        platform=mesh_devices[0].platform,
+        devices=len(mesh_devices),
+        mesh={axis: size for axis, size in trainer.mesh.shape.items() if size > 1},
+        parameters=trainer.parameter_count,
+        work=config.data.work(),
+        model_flops=model_flops,
+        memory_bytes=None if chip.hbm_bytes is None else chip.hbm_bytes * units // len(mesh_devices),
+        refusal=refusal,
+        cost=cost,
+        mfu=_mfu(model_flops.ideal_s(chip, units=units), cost),
+        trace_s=traced_s - started_s,
+        compile_s=compiled_s - traced_s,
+    )
+
+
+def _compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, str | None]:
+    """The program, or why the compiler found that it cannot fit; TPUs' compiler does not make one that does not."""
+    try:
+        return lowered.compile(), None
+    except jax.errors.JaxRuntimeError as error:
+        message = str(error)
+        if not message.startswith("RESOURCE_EXHAUSTED"):
+            raise
+        return None, message
+
+
+def _mfu(ideal_s: float | None, cost: ProgramCost | None) -> float | None:
+    step_s = None if cost is None else cost.roofline.step_s
+    return ideal_s / step_s if ideal_s is not None and step_s else None

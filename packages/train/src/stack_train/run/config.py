@@ -1,0 +1,68 @@
+"""The config of a training run."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from stack_core.config import Sections, Selected, config, parse, parse_yaml
+from stack_core.mesh import MeshConfig
+from stack_core.plugins import registries
+from stack_core.runs.directory import RunDirectory
+from stack_core.runs.processes import ProcessesConfig
+from stack_train.checkpoint import CheckpointConfig
+from stack_train.data.kinds.text import TextData
+from stack_train.objectives import CausalLMConfig
+from stack_train.optim import AdamWConfig
+
+__all__ = ["RunConfig", "RunSettings", "run_config"]
+
+
+@config
+class RunSettings:
+    """How long a model is trained, and from what it starts.
+
+    Attributes:
+      steps: optimizer updates of the whole run.
+      accumulation_steps: microbatches that each batch is cut into; their gradients are summed before the update.
+      evaluate_every_steps: 0 evaluates after the last step only.
+      init_from: a run directory whose newest weights this run starts from.
+    """
+
+    steps: PositiveInt = 1000
+    accumulation_steps: PositiveInt = 1
+    evaluate_every_steps: NonNegativeInt = 0
+    seed: NonNegativeInt = 0
+    init_from: str | None = None
+
+
+@config
+class RunConfig:
+    """A whole run; `output` is the directory that it owns.
+
+    Attributes:
+      sections: what installed packages add to a run, such as `profile:`.
+    """
+
+    output: str
+    model: Annotated[Any, Selected(registries.models, "family")]
+    data: Annotated[Any, Selected(registries.batches, "kind")] = TextData()
+    objective: Annotated[Any, Selected(registries.objectives, "name")] = CausalLMConfig()
+    optimizer: Annotated[Any, Selected(registries.optimizers, "name")] = AdamWConfig()
+    run: RunSettings = RunSettings()
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    mesh: MeshConfig = MeshConfig()
+    processes: ProcessesConfig = ProcessesConfig()
+    sections: Annotated[Mapping[str, Any], Sections(registries.sections)] = Field(default_factory=dict)
+
+
+def run_config(run: Path) -> RunConfig:
+    """Reads the resolved config of the run in a directory.
+
+    Raises:
+      RunDirectoryError: there is no run.
+      ConfigError: its config does not fit what is installed.
+    """
+    directory = RunDirectory(run)
+    return parse(RunConfig, parse_yaml(directory.config_yaml(), str(directory.config)))

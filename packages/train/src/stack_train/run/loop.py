@@ -1,0 +1,251 @@
+"""The training loop: steps, evaluation, checkpoints and stop requests, each told to observers as an event."""
+
+import math
+import signal
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from stack_core.config import to_yaml
+from stack_core.contracts.data import Describes, PolicyBatches, Validates
+from stack_core.errors import Interrupted, NonFiniteLoss
+from stack_core.events import EvaluationFinished, RunFinished, StepFinished, StepStarted
+from stack_core.metrics import Metrics, combine_all
+from stack_core.runs.event_bus import EventBus
+from stack_core.runs.signals import StopRequest
+from stack_train.checkpoint import CheckpointStore, FrozenRecord
+from stack_train.run.placing import placed
+from stack_train.run.run import Run
+from stack_train.state import TrainState
+
+__all__ = ["RunSummary", "TrainingLoop"]
+
+_RECENT_STEPS = 100
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run ended.
+
+    Attributes:
+      validation_loss: mean over the held-out tokens after the last step; None when nothing is held out, or the run was
+        stopped before its last step.
+      work_per_s: what `work_unit` counts, median over the last hundred completed steps; None when no step was done.
+    """
+
+    step: int
+    loss: float | None
+    validation_loss: float | None
+    work_per_s: float | None
+    work_unit: str
+    directory: Path
+    stopped_by: str | None = None
+
+
+@dataclass(frozen=True)
+class _Dispatched:
+    """A step whose results the device has yet to deliver."""
+
+    step: int
+    metrics: Metrics
+    row_ids: np.ndarray | None
+
+
+@dataclass
+class TrainingLoop:
+    """Drives one run over a compiled step.
+
+    The device is kept one step ahead of the host: step n is dispatched before the results of step n - 1 are read, so
+    durations are measured between completions. Nothing is saved before its loss has been read and found finite.
+
+    Attributes:
+      compiled: (state, batch) -> (state, metrics); donates the state.
+      ideal_step_s: a step's duration at the peak of the hardware, or None.
+      frozen: the sources of what a checkpoint does not hold, by model.
+    """
+
+    of: Run
+    compiled: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+    store: CheckpointStore
+    bus: EventBus
+    ideal_step_s: float | None = None
+    frozen: Mapping[str, FrozenRecord] = field(default_factory=dict)
+    _clock_s: float = 0.0
+    _saved_step: int = -1
+    _evaluate: Callable[..., Metrics] | None = None
+    _scorer: Callable[[Any, Any], Mapping[str, jax.Array]] | None = None
+    _last: Mapping[str, float] = field(default_factory=dict)
+    _durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
+
+    def run(self, state: TrainState, batches: Any, first_step: int, stop: StopRequest) -> RunSummary:
+        """Trains from `first_step` steps done to the config's last step, or to a stop request.
+
+        Args:
+          batches: an iterator with `get_state`; it stands where `first_step` steps left it.
+
+        Raises:
+          NonFiniteLoss: names the step and the documents of its batch; no checkpoint of it is written.
+          Interrupted: after Ctrl-C, once the state is saved.
+          CheckpointError: a checkpoint could not be written.
+        """
+        step, steps = first_step, self.of.config.run.steps
+        self._hand_over(state, step)
+        self._saved_step = first_step or -1
+        pending: _Dispatched | None = None
+        self._clock_s = time.perf_counter()
+        agreed = self.of.processes.name("stop")
+        while step < steps and not self.of.processes.agree_on_stop(agreed, step, stop):
+            step += 1
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                state, dispatched = self._dispatch(step, state, self._next(batches))
+                self._hand_over(state, step)
+                self._finish(pending)
+            pending = dispatched
+            self.store.poll()
+            if self._due(step):
+                self._finish(pending)
+                pending = None
+                self._pause(step, state, batches)
+        self._finish(pending)
+        return self._stopped(stop, step, state, batches) if step < steps else self._finished(step, state, batches)
+
+    def evaluate(self, state: TrainState) -> dict[str, float] | None:
+        """The metrics of all that is held out, or None when nothing is."""
+        data, trainer = self.of.data, self.of.trainer
+        variables = trainer.evaluation_variables(state)
+        found: list[Any] = []
+        for batch in data.validation_batches() if isinstance(data, Validates) else ():
+            arrays, _ = self._to_device(batch)
+            if self._evaluate is None:
+                self._evaluate = trainer.compile_evaluation(arrays)
+            found.append(jax.device_get(self._evaluate(variables, arrays, state.companions)))
+        metrics = combine_all(found)
+        weighed = "loss" in metrics and metrics["loss"].weight
+        return {name: float(metric) for name, metric in metrics.items()} if weighed else None
+
+    @staticmethod
+    def _next(batches: Any) -> Any:
+        with jax.profiler.TraceAnnotation("next_batch"):
+            return next(batches)
+
+    def _dispatch(self, step: int, state: TrainState, batch: Any) -> tuple[TrainState, _Dispatched]:
+        arrays, row_ids = self._to_device(batch, self.of.rows)
+        self.bus.emit(StepStarted(step))
+        state, metrics = self.compiled(state, arrays)
+        return state, _Dispatched(step, metrics, row_ids)
+
+    def _hand_over(self, state: TrainState, step: int) -> None:
+        """Gives data that the policy makes the weights that the next batch may be drawn from."""
+        if isinstance(self.of.data, PolicyBatches):
+            self.of.data.update_weights(self.of.trainer.variables(state), step, self._score)
+
+    def _score(self, params: Any, batch: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """What the trainer scores of host arrays, on the host."""
+        if self._scorer is None:
+            self._scorer = self.of.trainer.compiled_scores()
+        arrays, _ = self._to_device(batch)
+        return jax.device_get(self._scorer(params, arrays))
+
+    def _to_device(
+        self, batch: Mapping[str, np.ndarray], rows: np.ndarray | None = None
+    ) -> tuple[dict[str, jax.Array], np.ndarray | None]:
+        arrays = dict(batch)
+        row_ids = arrays.pop("row_ids", None)
+        shapes = None if rows is None else self.of.config.data.spec(self.of.config.model)
+        return placed(self.of.trainer, arrays, rows=rows, shapes=shapes), row_ids
+
+    def _finish(self, dispatched: _Dispatched | None) -> None:
+        """Waits for a step, checks its loss and reports it."""
+        if dispatched is None:
+            return
+        results = jax.device_get(self.of.processes.ready(dispatched.metrics))
+        metrics = {name: float(value) for name, value in results.items()}
+        now_s = time.perf_counter()
+        duration_s, self._clock_s = now_s - self._clock_s, now_s
+        skipped = metrics.get("skipped", 0.0) > 0
+        if not skipped and not all(math.isfinite(metrics[name]) for name in ("loss", "grad_norm")):
+            raise NonFiniteLoss(self._describe_non_finite(dispatched, metrics))
+        self._last = metrics
+        self._durations_s.append(duration_s)
+        mfu = None if self.ideal_step_s is None else self.ideal_step_s / duration_s
+        self.bus.emit(StepFinished(dispatched.step, metrics, duration_s, self._work / duration_s, mfu))
+
+    def _describe_non_finite(self, dispatched: _Dispatched, metrics: Mapping[str, float]) -> str:
+        self.store.wait()
+        data, row_ids = self.of.data, dispatched.row_ids
+        rows = ""
+        if isinstance(data, Describes) and row_ids is not None:
+            documents = "\n".join(f"  {line}" for line in data.describe_rows(row_ids))
+            rows = f" The batch holds rows {row_ids.tolist()}:\n{documents}"
+        saved = self.store.latest()
+        remedy = "no checkpoint was written yet" if saved is None else f"the last checkpoint is step {saved}"
+        return (
+            f"Step {dispatched.step}: the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}; both "
+            f"must be finite.{rows}\nNothing of this step is saved; {remedy}. Lower optimizer.learning_rate, or look "
+            "at the data of this step."
+        )
+
+    def _due(self, step: int) -> bool:
+        return self._evaluation_due(step) or self._save_due(step)
+
+    def _evaluation_due(self, step: int) -> bool:
+        every = self.of.config.run.evaluate_every_steps
+        return every > 0 and step % every == 0 and step < self.of.config.run.steps
+
+    def _save_due(self, step: int) -> bool:
+        every = self.of.config.checkpoint.every_steps
+        return every > 0 and step % every == 0
+
+    def _pause(self, step: int, state: TrainState, batches: Any) -> None:
+        if self._save_due(step):
+            self._save(step, state, batches)
+        if self._evaluation_due(step):
+            self._report_evaluation(step, state)
+        self._clock_s = time.perf_counter()
+
+    def _report_evaluation(self, step: int, state: TrainState) -> float | None:
+        started_s = time.perf_counter()
+        metrics = self.evaluate(state)
+        if metrics is None:
+            return None
+        self.bus.emit(EvaluationFinished(step, metrics, time.perf_counter() - started_s))
+        return metrics["loss"]
+
+    def _save(self, step: int, state: TrainState, batches: Any) -> None:
+        if step != self._saved_step:
+            stored, config_yaml = state.without_frozen(), to_yaml(self.of.config)
+            self.store.save(step, stored, batches.get_state(), config_yaml, frozen=self.frozen)
+            self._saved_step = step
+
+    def _finished(self, step: int, state: TrainState, batches: Any) -> RunSummary:
+        self._save(step, state, batches)
+        validation_loss = self._report_evaluation(step, state)
+        self.store.wait()
+        summary = self._summary(step, validation_loss)
+        self.bus.emit(RunFinished(step, self._last))
+        return summary
+
+    def _stopped(self, stop: StopRequest, step: int, state: TrainState, batches: Any) -> RunSummary:
+        self._save(step, state, batches)
+        self.store.wait()
+        if stop.received is signal.SIGINT:
+            raise Interrupted(
+                f"Stopped by Ctrl-C after step {step} of {self.of.config.run.steps}; it is saved. Go on with --resume."
+            )
+        return self._summary(step, None, stopped_by=stop.received.name if stop.received else None)
+
+    def _summary(self, step: int, validation_loss: float | None, stopped_by: str | None = None) -> RunSummary:
+        rate = self._work / statistics.median(self._durations_s) if self._durations_s else None
+        unit = self.of.config.data.work()[0]
+        return RunSummary(step, self._last.get("loss"), validation_loss, rate, unit, self.of.directory.path, stopped_by)
+
+    @property
+    def _work(self) -> int:
+        return self.of.config.data.work()[1]

@@ -1,0 +1,83 @@
+"""Whether a run fits its devices' memory: its state and gradients before anything is traced, then the compiled step."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from stack_core.errors import HardwareError
+from stack_core.hardware.memory import free_bytes
+from stack_core.hardware.roofline import program_memory
+from stack_train.trainer import Trainer
+
+__all__ = ["ADVICE", "check_state", "compile_fitting", "out_of_memory"]
+
+ADVICE = (
+    "Split it over more devices with mesh.fsdp or mesh.tensor, lower data.batch_size, raise run.accumulation_steps, or "
+    "set model.remat to full."
+)
+_STATE_ADVICE = (
+    "Split it over more devices with mesh.fsdp or mesh.tensor, train a smaller model, or choose an optimizer that "
+    "keeps less, such as adafactor. `stack compile RUN.yaml --target v5p:2x2x1` tells what fits where."
+)
+_GIB = 2**30
+
+
+def check_state(trainer: Trainer) -> None:
+    """Raises a HardwareError where a step's state and gradients alone are more than a device has left."""
+    state = trainer.abstract_state
+    parts = {
+        "parameters": _device_bytes((state.params, state.moved, state.frozen)),
+        "gradients": _device_bytes(state.params),
+        "optimizer state": _device_bytes(state.opt_state),
+        "companions": _device_bytes(state.companions),
+    }
+    _check("A step's state and gradients take", sum(parts.values()), parts, trainer, _STATE_ADVICE)
+
+
+def compile_fitting(step: jax.stages.Traced, trainer: Trainer) -> jax.stages.Compiled:
+    """Compiles a run's step.
+
+    Raises:
+      HardwareError: it takes more memory than a device has left.
+    """
+    with out_of_memory():
+        compiled = step.lower().compile()
+    memory = program_memory(compiled, trainer.mesh.devices.flat[0].platform)
+    parts = {
+        "state and batch": memory.argument_bytes,
+        "temporaries": memory.temporary_bytes,
+        "outputs beside those in their place": memory.output_bytes - memory.aliased_bytes,
+    }
+    _check("The compiled step takes", memory.total_bytes, parts, trainer, ADVICE)
+    return compiled
+
+
+@contextlib.contextmanager
+def out_of_memory() -> Iterator[None]:
+    """Turns a compiler's or an allocator's lack of memory into a HardwareError with advice."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        raise HardwareError(f"The run does not fit the memory of a device. {ADVICE}\n{error}") from error
+
+
+def _check(what: str, needed_bytes: int, parts: Mapping[str, int], trainer: Trainer, advice: str) -> None:
+    devices = [device for device in trainer.mesh.devices.flat if device.process_index == jax.process_index()]
+    left_bytes = free_bytes(devices)
+    if left_bytes is None or needed_bytes <= left_bytes:
+        return
+    listing = ", ".join(f"{name} {size / _GIB:,.2f}" for name, size in parts.items() if size)
+    raise HardwareError(
+        f"{what} {needed_bytes / _GIB:,.2f} GiB of a device's memory ({listing}); "
+        f"{devices[0].device_kind} has {left_bytes / _GIB:,.2f} GiB left. {advice}"
+    )
+
+
+def _device_bytes(tree: Any) -> int:
+    """The bytes of the parts of arrays that one device holds."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

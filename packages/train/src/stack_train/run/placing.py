@@ -1,0 +1,54 @@
+"""Batches of the host on the devices of a mesh, of which other processes may have some."""
+
+import jax
+import numpy as np
+from jaxtyping import Int64
+
+from stack_core.contracts.data import Batch, Shapes
+from stack_train.trainer import Trainer
+
+__all__ = ["own_rows", "placed"]
+
+
+def own_rows(trainer: Trainer, shapes: Shapes) -> Int64[np.ndarray, " own"]:
+    """The rows of a batch that lie on devices of this process, in rising order.
+
+    Args:
+      shapes: of the arrays of a batch, over all processes.
+    """
+    name, first = next(iter(shapes.items()))
+    places = trainer.batch_shardings({name: first})[name].addressable_devices_indices_map(first.shape)
+    size = first.shape[0]
+    return np.unique([row for index in places.values() for row in range(*_bounds(index, size))]).astype(np.int64)
+
+
+def placed(
+    trainer: Trainer, batch: Batch, *, rows: Int64[np.ndarray, " own"] | None = None, shapes: Shapes | None = None
+) -> dict[str, jax.Array]:
+    """Puts a batch where the trainer's mesh has it.
+
+    Args:
+      rows: those of a batch of `shapes` that the arrays hold; None is all, which every process has then.
+    """
+    if trainer.mesh.is_multi_process:
+        wholes = batch if rows is None or shapes is None else {name: shapes[name] for name in batch}
+        shardings = trainer.batch_shardings(wholes)
+        return {name: _part(array, wholes[name].shape, shardings[name], rows) for name, array in batch.items()}
+    return jax.device_put(dict(batch), trainer.batch_shardings(batch))
+
+
+def _part(
+    array: np.ndarray, shape: tuple[int, ...], sharding: jax.sharding.Sharding, rows: np.ndarray | None
+) -> jax.Array:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        first, end = _bounds(index, shape[0])
+        place = first if rows is None else int(np.searchsorted(rows, first))
+        return array[place : place + end - first]
+
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _bounds(index: tuple[slice, ...] | None, size: int) -> tuple[int, int]:
+    """The rows of a device's part; batches are split along their leading axis alone."""
+    first, end, _ = (slice(None) if index is None else index[0]).indices(size)
+    return first, end

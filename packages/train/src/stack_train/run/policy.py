@@ -1,0 +1,46 @@
+"""The model of a run as something to generate from, for data that the policy makes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.nnx.traversals import flatten_mapping
+
+from stack_core.errors import ConfigError
+from stack_train.generative import ModuleCheckpoint, generative_checkpoint
+from stack_train.run.model import stored_model
+from stack_train.run.run import Run
+from stack_train.variables import Tree
+
+__all__ = ["policy_of"]
+
+
+def policy_of(run: Run, variables: Tree) -> ModuleCheckpoint:
+    """The checkpoint that `NeedsPolicy.take_policy` is given.
+
+    Args:
+      variables: those that the run has now, which `load_params` copies; they need not outlive the next step.
+
+    Raises:
+      ConfigError: the run has several processes, none of which holds all variables.
+      GenerationError: the run's model is no language model, or its tokenizer is another's.
+    """
+    if run.processes.count > 1:
+        raise ConfigError(
+            f"data.kind {run.config.data.kind!r} generates with the run's model, which one process must hold; the "
+            f"run has {run.processes.count} processes. Start one, with all devices."
+        )
+
+    def read(shardings: Any) -> Iterator[tuple[Any, jax.Array]]:
+        return ((path, jnp.copy(value)) for path, value in flatten_mapping(variables).items())
+
+    start = run.config.run.init_from
+    return generative_checkpoint(
+        stored_model(run.config),
+        name=run.directory.path.name,
+        tokenizer=run.directory.tokenizer,
+        origin=(run.directory.path if start is None else Path(start)) / "huggingface",
+        read=read,
+    )

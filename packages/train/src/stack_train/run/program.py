@@ -1,0 +1,127 @@
+"""The trainer of a run, and its step traced for the run's batches; nothing is allocated."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+
+from stack_core.contracts.training import NeedsCompanions, Objective
+from stack_core.errors import ConfigError, ShardingError, nearest
+from stack_core.mesh import DEFAULT_RULES, ShardingRules, make_mesh
+from stack_core.plugins import registries
+from stack_train.companions import INIT, Companion
+from stack_train.run.config import RunConfig, run_config
+from stack_train.run.model import holds_codes
+from stack_train.run.transforms import transform_names, transform_of
+from stack_train.trainer import Trainer
+
+__all__ = ["build_trainer", "naming_sizes", "traced_step"]
+
+# Where the sizes of logical axes are set that are no fields of a model's config.
+_SIZES = {"batch": ("data.batch_size", "run.accumulation_steps"), "seq": ("data.seq_tokens",)}
+
+_IDLE = {
+    "stage": "layers are not split over stages yet; use mesh.fsdp or mesh.tensor",
+    "context": "sequences are not split over context yet; use mesh.fsdp, mesh.tensor, or shorter rows",
+}
+"""Mesh axes whose devices would repeat each other's work."""
+
+
+def build_trainer(config: RunConfig, devices: Sequence[jax.Device] | None = None) -> Trainer:
+    """The trainer of a run, on all of `devices`, by default those that are there.
+
+    Raises:
+      ShardingError: the sizes of the mesh do not multiply to the number of devices.
+      ConfigError: the recipe of the run leaves nothing to train, or a mesh axis would divide no work.
+    """
+    names = transform_names(config)
+    if len(names) == 1 and holds_codes(config):  # a further transform adds what is trained
+        raise ConfigError(
+            f"The recipe in section {names[0]} turns parameters into codes, which no optimizer can update. Train by a "
+            "method that keeps them in float, as method: qat of stack-quant does, and quantize what comes out of it."
+        )
+    mesh = make_mesh(config.mesh, devices)
+    for axis, advice in _IDLE.items():
+        if (size := mesh.shape[axis]) > 1:
+            raise ConfigError(f"mesh.{axis} is {size}, but its devices would divide no work: {advice}.")
+    objective = config.objective.build()
+    return Trainer(
+        family=registries.models[config.model.family],
+        model_config=config.model,
+        objective=objective,
+        optimizer=config.optimizer,
+        steps=config.run.steps,
+        mesh=mesh,
+        accumulation_steps=config.run.accumulation_steps,
+        rules=ShardingRules(config.mesh.rules),
+        transform=transform_of(config),
+        companions=_companions(objective),
+    )
+
+
+def _companions(objective: Objective) -> dict[str, Companion]:
+    """The models that an objective asks beside the trained one.
+
+    Raises:
+      ConfigError: an address is neither "init" nor that of a run.
+    """
+    asked = objective.companions if isinstance(objective, NeedsCompanions) else {}
+    found = {}
+    for name, address in asked.items():
+        scheme, _, directory = address.partition(":")
+        if address == INIT:
+            found[name] = Companion(INIT)
+        elif scheme == "run" and directory:
+            path = Path(directory).absolute()
+            config = run_config(path)
+            family = registries.models[config.model.family]
+            found[name] = Companion(f"run:{path}", family, config.model, transform_of(config))
+        else:
+            raise ConfigError(
+                f"The objective's companion {name!r} comes from {address!r}; expected 'init', the model as it was at "
+                "the start, or 'run:DIRECTORY'."
+            )
+    return found
+
+
+def traced_step(config: RunConfig, trainer: Trainer) -> jax.stages.Traced:
+    """The step, for `.lower().compile()`.
+
+    Raises:
+      ConfigError: a rule is for a logical axis that no array has.
+      ShardingError: the mesh does not divide an array; names the keys of the config that set the sizes.
+    """
+    known = {name for name, _ in DEFAULT_RULES.table} | set(jax.tree.leaves(trainer.logical_axes))
+    for name in config.mesh.rules:
+        if name not in known:
+            raise ConfigError(
+                f"mesh.rules.{name} is for a logical axis that no array has.{nearest(name, known)} "
+                f"There are: {', '.join(sorted(known))}."
+            )
+    with naming_sizes(config):
+        return trainer.trace(config.data.spec(config.model))
+
+
+@contextlib.contextmanager
+def naming_sizes(config: RunConfig) -> Iterator[None]:
+    """Adds the keys of the config that set the sizes to a ShardingError."""
+    try:
+        yield
+    except ShardingError as error:
+        keys = {key: None for axis in error.logical_axes for key in _size_keys(config, axis)}
+        if not keys:
+            raise
+        raise ShardingError(f"{error}\nSizes come from {', '.join(keys)}.", logical_axes=error.logical_axes) from error
+
+
+def _size_keys(config: RunConfig, logical_axis: str) -> list[str]:
+    """What in the config sets the size of a logical axis, as "key=value"."""
+    axis = logical_axis.removeprefix("act_").removeprefix("norm_").removeprefix("lookup_")
+    keys = _SIZES.get(axis, (f"model.{axis}", f"model.{axis}_size"))
+    sections = [(key, *key.split(".")) for key in keys]
+    return [
+        f"{key}={getattr(getattr(config, section), name)}"
+        for key, section, name in sections
+        if hasattr(getattr(config, section), name)
+    ]

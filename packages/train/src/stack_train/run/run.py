@@ -1,0 +1,116 @@
+"""A run as its config makes it: everything that can be refused is refused before a byte is written."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int64
+
+from stack_core import ops
+from stack_core.config import differences, parse_yaml, to_mapping
+from stack_core.contracts.data import Batches, ReadsRows
+from stack_core.errors import ConfigError
+from stack_core.plugins import registries
+from stack_core.runs.directory import RunDirectory
+from stack_core.runs.processes import ALONE, Processes, join
+from stack_train.run.checks import check_run, check_start
+from stack_train.run.config import RunConfig
+from stack_train.run.memory import check_state
+from stack_train.run.placing import own_rows
+from stack_train.run.program import build_trainer, naming_sizes, traced_step
+from stack_train.run.start import with_tokenizer_of_start
+from stack_train.trainer import Trainer
+
+__all__ = ["Run", "build"]
+
+# What a run learns may not change when it is resumed; how long it goes on, where it lies and what it writes may.
+_FIXED = ("model", "data", "objective", "optimizer", "run.accumulation_steps", "run.seed")
+_FREE = ("data.prefetch_batches", "model.remat", "model.unroll")
+
+
+def build(config: RunConfig, *, resume: bool = False, allow: Sequence[str] = ()) -> "Run":
+    """Makes all that a run needs, and writes nothing.
+
+    Args:
+      resume: the directory holds the run, which is to go on.
+      allow: keys that may differ from those of the run that goes on, or of the one that this one starts from.
+
+    Raises:
+      StackError: the config, the data, the directory or the devices' memory does not fit.
+    """
+    processes = join(config.processes)
+    with processes.ending_together():
+        return _built(config, resume, tuple(allow), processes)
+
+
+def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes: Processes) -> "Run":
+    mapping = to_mapping(replace(config, processes=replace(config.processes, id=None)))
+    processes.check_alike("config", mapping | {"--resume": resume, "--allow": list(allowed)})
+    config = with_tokenizer_of_start(config)
+    directory = RunDirectory(Path(config.output))
+    if processes.first:
+        directory.check(resume=resume)
+    check_start(config, allowed)
+    changes = _changes(config, directory, allowed) if resume else ()
+    check_run(config)
+    trainer = build_trainer(config)
+    with naming_sizes(config):
+        check_state(trainer)
+    step = traced_step(config, trainer)
+    # In turn, so that one alone trains a tokenizer and tokenizes; the others find that in the cache.
+    data = processes.in_turn("data", lambda: config.data.build(seed=config.run.seed, model=config.model))
+    rows = None
+    if processes.count > 1 and isinstance(data, ReadsRows):
+        rows = own_rows(trainer, config.data.spec(config.model))
+        data = data.with_rows(rows)
+    return Run(config, directory, trainer, step, data, resume, changes, processes, rows, ops.choices())
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that may start; `stack_train.run.train` starts it.
+
+    Attributes:
+      step: traced; nothing is allocated.
+      resume: go on from the newest checkpoint in the directory.
+      changes: in what the config differs from the one that it was run with before, "optimizer.learning_rate: ...".
+      processes: that do the run together.
+      rows: of the training batches that `data` makes; None makes them whole.
+      choices: `ops.choices()`, which implementations the step got.
+    """
+
+    config: RunConfig
+    directory: RunDirectory
+    trainer: Trainer
+    step: jax.stages.Traced
+    data: Batches
+    resume: bool = False
+    changes: tuple[str, ...] = ()
+    processes: Processes = ALONE
+    rows: Int64[np.ndarray, " own"] | None = None
+    choices: Sequence[Mapping[str, Any]] = ()
+
+
+def _changes(config: RunConfig, directory: RunDirectory, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """In what a run that goes on differs from what it was, of those keys that decide what it learns.
+
+    Raises:
+      ConfigError: a key differs that is not allowed to.
+    """
+    saved = parse_yaml(directory.config_yaml(), str(directory.config))
+    found = [
+        line
+        for line in differences(to_mapping(config), saved)
+        if line.startswith((*_FIXED, *registries.transforms.names())) and not line.startswith(_FREE)
+    ]
+    if changed := [line for line in found if not line.startswith(allowed)] if allowed else found:
+        listing = "\n  ".join(changed)
+        raise ConfigError(
+            f"This config is not that of the run in {directory.path}:\n  {listing}\n"
+            "Restore these values to resume; name those that may change, as in --allow "
+            f"{changed[0].partition(':')[0]}; or give the new run an output of its own and run.init_from."
+        )
+    return tuple(found)

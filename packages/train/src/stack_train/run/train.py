@@ -1,0 +1,176 @@
+"""Starts a run, and drives it to its last step or to a signal."""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from stack_core import ops
+from stack_core.config import to_yaml
+from stack_core.contracts.data import WritesFiles
+from stack_core.contracts.generation import NeedsPolicy
+from stack_core.events import RunFailed, RunStarted
+from stack_core.hardware import count_units, current_chip, model_flops_per_step
+from stack_core.mesh import check_shardings
+from stack_core.plugins import registries
+from stack_core.runs.event_bus import EventBus, ObserverContext, observers_from
+from stack_core.runs.signals import stop_requests
+from stack_train.checkpoint import CheckpointDirectory, CheckpointStore, FrozenRecord
+from stack_train.run.config import RunConfig
+from stack_train.run.loop import RunSummary, TrainingLoop
+from stack_train.run.memory import compile_fitting, out_of_memory
+from stack_train.run.policy import policy_of
+from stack_train.run.run import Run, build
+from stack_train.run.start import copy_tokenizer_of_start
+from stack_train.state import TrainState
+from stack_train.weights import first_state, with_frozen
+
+__all__ = ["start", "train"]
+
+
+def train(config: RunConfig, *, resume: bool = False, allow: Sequence[str] = (), terminal: bool = False) -> RunSummary:
+    """Trains a model as `config` says and returns how the run ended.
+
+    Args:
+      resume: go on from the newest whole checkpoint, or from the start where a killed run had none yet.
+      allow: keys that may differ from those of the run that goes on, or of the one that this one starts from.
+      terminal: draw progress bars.
+
+    Raises:
+      StackError: the config, the data, the directory or a checkpoint does not fit; or training cannot go on.
+    """
+    return start(build(config, resume=resume, allow=allow), terminal=terminal)
+
+
+def start(run: Run, *, terminal: bool = False) -> RunSummary:
+    """Trains to the last step, or to a signal; nothing is written before the compiled step is known to fit.
+
+    Args:
+      terminal: draw progress bars.
+
+    Raises:
+      StackError: the step, the directory or a checkpoint does not fit, or training cannot go on.
+    """
+    processes, ending = run.processes, run.processes.ending_together
+    with ending():
+        started_s = time.perf_counter()
+        compiled = compile_fitting(run.step, run.trainer)
+        compile_s = time.perf_counter() - started_s
+        processes.from_each("compiled", True)  # none writes before all know that it fits
+        # Inside, too: observers learn what an exception became.
+        with _opened(run), _observed(run, terminal=terminal) as bus, _released(run), ending(), out_of_memory():
+            processes.in_turn("files", lambda: _write_files(run))
+            directory, settings = run.directory.checkpoints, run.config.checkpoint
+            with CheckpointStore(directory, settings, emit=bus.emit, processes=processes) as store:
+                return _train(run, compiled, compile_s, store, bus)
+
+
+def _opened(run: Run) -> contextlib.AbstractContextManager[None]:
+    """The run's directory, held by the first process for all."""
+    return run.directory.open(resume=run.resume) if run.processes.first else contextlib.nullcontext()
+
+
+def _write_files(run: Run) -> None:
+    data = run.data
+    if run.processes.first:
+        run.directory.write(to_yaml(run.config), partial(_write_data_files, run))
+        if changes := [*run.changes, *_kept_choices(run)]:
+            run.directory.note_changes(changes)
+    elif isinstance(data, WritesFiles):
+        data.write(run.directory.path)  # what is there stays; the data learns where it is
+
+
+def _kept_choices(run: Run) -> list[str]:
+    """Writes which implementations of ops the run goes on with; returns where they are not those of before."""
+    path = run.directory.ops
+    before = json.loads(path.read_text(encoding="utf-8")) if run.resume and path.is_file() else []
+    path.write_text(json.dumps(run.choices, indent=1) + "\n", encoding="utf-8")
+    return ops.changed_choices(before, run.choices)
+
+
+def _train(
+    run: Run, compiled: jax.stages.Compiled, compile_s: float, store: CheckpointStore, bus: EventBus
+) -> RunSummary:
+    batches = run.data.train_iterator()
+    state, records, first_step = _first_state(run, store, batches)
+    run.processes.check_alike("data", {"position": batches.get_state()} if run.processes.count > 1 else {})
+    if isinstance(run.data, NeedsPolicy):
+        policy: Any = policy_of(run, run.trainer.variables(state))  # frozen, where the protocol has plain attributes
+        run.data.take_policy(policy)
+    flops, ideal_step_s = _cost(run)
+    step = run.trainer.runnable(compiled, run.config.data.spec(run.config.model))
+    loop = TrainingLoop(run, step, store, bus, ideal_step_s, records)
+    bus.emit(
+        RunStarted(
+            first_step=first_step,
+            steps=run.config.run.steps,
+            parameters=run.trainer.parameter_count,
+            work=run.config.data.work(),
+            flops_per_step=flops,
+            ideal_step_s=ideal_step_s,
+            compile_s=compile_s,
+            directory=run.directory.path,
+        )
+    )
+    with stop_requests() as stop:
+        return loop.run(state, batches, first_step, stop)
+
+
+def _write_data_files(run: Run, directory: Path) -> None:
+    if isinstance(run.data, WritesFiles):
+        run.data.write(directory)
+    copy_tokenizer_of_start(run.config, directory)
+
+
+def _first_state(run: Run, store: CheckpointStore, batches: Any) -> tuple[TrainState, Mapping[str, FrozenRecord], int]:
+    """The state to start from, the sources of what checkpoints do not hold, and the steps done; moves `batches` too."""
+    steps, trainer = 0, run.trainer
+    if store.latest() is not None:
+        restored = store.restore(trainer.abstract_state.without_frozen())
+        if not any(line.startswith("data.") for line in run.changes):  # other data begins anew
+            batches.set_state(restored.data_state)
+        steps, records = restored.step, restored.frozen
+        state = with_frozen(restored.state, trainer, run.config, records)
+    else:
+        state, records = first_state(trainer, run.config)
+    check_shardings(state, trainer.state_shardings)
+    return state, records, steps
+
+
+def _cost(run: Run) -> tuple[int, float | None]:
+    """The model's FLOPs of one step, and how long they take at the peak of all chips, where that is known."""
+    trainer = run.trainer
+    shapes = run.config.data.spec(run.config.model)
+    companions = trainer.abstract_state.companions
+    flops = model_flops_per_step(trainer.evaluate, trainer.abstract_variables, shapes, companions)
+    chip = current_chip()
+    return flops.total, flops.ideal_s(chip, units=count_units(chip, trainer.mesh.devices.flatten().tolist()))
+
+
+@contextlib.contextmanager
+def _observed(run: Run, *, terminal: bool) -> Iterator[EventBus]:
+    """The bus of all registered observers; tells them when the run fails."""
+    context = ObserverContext(run.directory.path, run.config, terminal)
+    observers = observers_from(registries.observers, context) if run.processes.first else []
+    with EventBus(observers) as bus:
+        try:
+            yield bus
+        except BaseException as error:  # Observers learn of every end, Ctrl-C's included; it goes on unchanged.
+            bus.emit(RunFailed(error))
+            raise
+
+
+@contextlib.contextmanager
+def _released(run: Run) -> Iterator[None]:
+    """Leaves the directory to another run where this one fails without a checkpoint, from which it could go on."""
+    try:
+        yield
+    except BaseException:  # Ctrl-C, too; it goes on unchanged.
+        if run.processes.first and not CheckpointDirectory(run.directory.checkpoints).steps():
+            run.directory.release()
+        raise

@@ -1,0 +1,34 @@
+"""Transforms of a run's model: sections of the config with the names of transforms, which apply in order."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from stack_core.config import differences, to_mapping
+from stack_core.plugins import registries
+from stack_train.run.config import RunConfig
+from stack_train.transform import Transforms
+
+__all__ = ["recipe_differences", "transform_names", "transform_of"]
+
+
+def transform_names(config: RunConfig) -> tuple[str, ...]:
+    """The sections that transform a run's model, in the order of the config, which is that in which they apply."""
+    return tuple(name for name in config.sections if name in registries.transforms)
+
+
+def transform_of(config: RunConfig) -> Transforms:
+    """What the sections of a run make of its model."""
+    shapes = config.data.spec(config.model)
+    return Transforms(
+        tuple(registries.transforms[name](config.sections[name], shapes) for name in transform_names(config))
+    )
+
+
+def recipe_differences(ours: RunConfig, theirs: RunConfig) -> list[str]:
+    """Lists in what the transforms that two runs have in common differ, "quant.rules.0.weights: 'int8', not 'int4'"."""
+    common = [name for name in transform_names(ours) if name in transform_names(theirs)]
+    return differences(_recipes(ours, common), _recipes(theirs, common))
+
+
+def _recipes(config: RunConfig, names: list[str]) -> Mapping[str, Any]:
+    return {name: to_mapping(config.sections[name]) for name in names}

@@ -1,0 +1,40 @@
+"""What a language model thinks of the tokens of a batch: log-probabilities, entropies, values."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from stack_core.contracts.data import IGNORED_TARGET
+from stack_core.contracts.models import Head, LanguageModel
+
+__all__ = ["scores"]
+
+_MOST_LOGITS = 1 << 24
+
+
+def scores(model: LanguageModel, batch: Mapping[str, jax.Array], *, entropy: bool) -> dict[str, jax.Array]:
+    """Scores the targets of a batch; see `Trainer.score`."""
+    outputs, targets = model(batch["tokens"], batch["positions"], batch["segment_ids"]), batch["targets"]
+    losses = model.head().cross_entropy(outputs.hidden, targets, ignore_index=IGNORED_TARGET, reduction="none")
+    found = {"logprobs": -losses.astype(jnp.float32)}
+    if entropy:
+        found["entropy"] = _entropy(model.head(), outputs.hidden)
+    if "values" in outputs.facts:
+        found["values"] = outputs.facts["values"].astype(jnp.float32)
+    return found
+
+
+def _entropy(head: Head, hidden: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq"]:
+    """-sum_v p_v log p_v of every position, in float32; a part of the positions has its logits in memory at a time."""
+    batch_size, seq, _ = hidden.shape
+    most = max(_MOST_LOGITS // (batch_size * head.weight.shape[-1]), 1)
+    tokens = max(size for size in range(1, seq + 1) if seq % size == 0 and size <= most)
+
+    def of_part(part: jax.Array) -> jax.Array:
+        logprobs = jax.nn.log_softmax(head.logits(part), axis=-1)
+        return -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+
+    parts = hidden.reshape(batch_size, seq // tokens, tokens, -1).swapaxes(0, 1)
+    return jax.lax.map(of_part, parts).swapaxes(0, 1).reshape(batch_size, seq)

@@ -1,0 +1,429 @@
+"""The engine `static`: requests in batches of one shape over the dense cache, each batch one jitted loop."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from pydantic import PositiveInt
+
+from stack_core.config import config
+from stack_core.contracts.caches import CacheStorage
+from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.errors import ConversionError, EngineStopped, GenerationError
+from stack_core.generation import (
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    GenerationUpdate,
+    RequestTimes,
+    SamplingParams,
+    TokenLogprob,
+)
+from stack_core.kv_cache import DenseKVCache
+from stack_core.paths import path_name
+from stack_train.sampling import draw
+
+__all__ = ["StaticEngine", "StaticEngineConfig"]
+
+_SMALLEST_BUCKET = 16
+_UNSUPPORTED = ("min_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "stop", "prompt_logprobs")
+
+
+@config
+class StaticEngineConfig:
+    """Sizes of a static engine.
+
+    Attributes:
+      rows: continuations in a batch; fewer are filled up, so that there is one shape.
+      kv_cache: what keys and values are held as.
+    """
+
+    rows: PositiveInt = 64
+    kv_cache: CacheStorage = "model"
+
+
+@dataclass
+class _Work:
+    """A request that has continuations to end, and what `stream` has not yielded of it."""
+
+    request: GenerationRequest
+    receive: Callable[[GenerationUpdate], None] | None
+    times: RequestTimes
+    left: int
+    updates: list[GenerationUpdate] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Continuation:
+    work: _Work
+    index: int
+    limit: int
+
+
+class StaticEngine:
+    """An `Engine` for small models: a batch runs until its last row has ended, and only then the next begins.
+
+    Prompts and caches are padded to powers of two, so that there are few programs: one for each pair of sizes. It has
+    no pages, no prefix cache and no streaming within a continuation; every continuation is one update. Requests whose
+    sampling it cannot do are refused: penalties, biases, stop texts, `min_tokens`, and log-probabilities of other
+    tokens than the drawn ones.
+
+    A request without `receive` is computed on the thread that asks for its `stream`, together with all that was
+    submitted before. So the batches of a single thread depend on the order of its calls alone, and so do its tokens,
+    bit for bit.
+
+    Raises:
+      StackError: the checkpoint cannot be read.
+    """
+
+    def __init__(self, checkpoint: GenerativeCheckpoint, config: StaticEngineConfig | None = None) -> None:
+        self._checkpoint, self._config = checkpoint, StaticEngineConfig() if config is None else config
+        self._params = checkpoint.load_params()
+        self._version = 0
+        self._generate = jax.jit(self._run_rows, static_argnames="capacity")
+        self._changed = threading.Condition()
+        self._device = threading.RLock()  # held while a batch runs, and while weights change
+        self._works: dict[str, _Work] = {}
+        self._queue: list[_Continuation] = []
+        self._is_started = self._is_closed = False
+        self._thread: threading.Thread | None = None
+        self._counts = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0, "compilations": 0}
+        self._shapes: set[tuple[int, int]] = set()
+        self._running = 0
+
+    def warm_up(self) -> None:
+        """Compiles every pair of sizes."""
+        sizes = sorted({self._bucket(1 << power) for power in range(self._checkpoint.max_positions.bit_length() + 1)})
+        for capacity in sizes:
+            for bucket in (size for size in sizes if size <= capacity):
+                self._compute([], bucket, capacity)
+
+    def start(self) -> None:
+        with self._changed:
+            self._is_started = True
+            self._counts["compilations"] = 0
+            self._changed.notify_all()
+
+    def close(self, *, drain_s: float = 0.0) -> None:
+        deadline_s = time.monotonic() + drain_s
+        with self._changed:
+            while self._queue and (left_s := deadline_s - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+            self._is_closed = True
+            queued = self._queue
+            self._queue = []
+            self._changed.notify_all()
+        self._end_all(queued, "abort")
+
+    def submit(self, request: GenerationRequest, receive: Callable[[GenerationUpdate], None] | None = None) -> None:
+        limit = self._limit(request)
+        with self._changed:
+            if self._is_closed:
+                raise EngineStopped("The engine was closed; it takes no more requests.")
+            if request.request_id in self._works:
+                raise GenerationError(f"A request {request.request_id!r} is there already.", parameter="request_id")
+            count = request.sampling.n
+            work = _Work(request, receive, RequestTimes(submitted_s=time.monotonic()), count)
+            self._works[request.request_id] = work
+            self._queue += [_Continuation(work, index, limit) for index in range(count)]
+            if receive is not None and self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="static-engine", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def stream(self, request_id: str) -> Iterator[GenerationUpdate]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_started or self._is_closed)
+            work = self._works.get(request_id)
+        if work is None or work.receive is not None:
+            raise GenerationError(f"No request {request_id!r} waits to be streamed.", parameter="request_id")
+        if work.left:
+            self._run_queued()
+        del self._works[request_id]
+        yield from work.updates
+
+    def abort(self, request_id: str) -> None:
+        with self._changed:
+            ended = [each for each in self._queue if each.work.request.request_id == request_id]
+            self._queue = [each for each in self._queue if each not in ended]
+        self._end_all(ended, "abort")
+
+    def update_weights(
+        self,
+        params: Any,
+        *,
+        version: int | None = None,
+        kv: Literal["keep", "recompute", "abort"] = "keep",
+        donate: bool = False,
+    ) -> None:
+        """Replaces the parameters between two batches; a request runs within one, so `kv` makes no difference."""
+        self._check_params(params)
+
+        def owned(new: Any, old: Any) -> jax.Array:
+            placed = jax.device_put(new, old.sharding)
+            return jnp.array(placed, old.dtype, copy=not donate)
+
+        placed = jax.tree.map(owned, params, self._params)
+        with self._device:
+            if self._is_closed:
+                raise EngineStopped("The engine was closed; it takes no more weights.")
+            self._params = placed
+            self._version = self._version + 1 if version is None else version
+
+    def stats(self) -> EngineStats:
+        with self._changed:
+            none = {"used_pages": 0, "pages": 0, "prefix_queries_tokens": 0, "prefix_hits_tokens": 0, "preemptions": 0}
+            return EngineStats(running=self._running, waiting=len(self._queue), **none, **self._counts)
+
+    def _limit(self, request: GenerationRequest) -> int:
+        """How many tokens each continuation may have.
+
+        Raises:
+          GenerationError: the request cannot be served.
+        """
+        sampling, positions = request.sampling, self._checkpoint.max_positions
+        plain = SamplingParams()
+        for name in _UNSUPPORTED:
+            if getattr(sampling, name) != getattr(plain, name):
+                given = getattr(sampling, name)
+                raise GenerationError(
+                    f"The static engine cannot do {name}={given!r}. Leave it out, or use the engine 'llm' of "
+                    "stack-serve.",
+                    parameter=name,
+                )
+        if sampling.repetition_penalty != 1.0 or sampling.logprobs not in (None, 0):
+            name = "logprobs" if sampling.repetition_penalty == 1.0 else "repetition_penalty"
+            raise GenerationError(
+                f"The static engine cannot do {name}={getattr(sampling, name)}. Use the engine 'llm' of stack-serve.",
+                parameter=name,
+            )
+        free = positions - len(request.prompt)
+        if not request.prompt or free < 1:
+            raise GenerationError(
+                f"A prompt of {len(request.prompt)} tokens, but max_positions is {positions}, one of which the "
+                f"continuation needs: give 1 to {positions - 1} tokens.",
+                parameter="prompt",
+            )
+        if any(not 0 <= token < self._checkpoint.vocab_size for token in request.prompt):
+            raise GenerationError(
+                f"The prompt has tokens outside of the vocabulary, 0 to {self._checkpoint.vocab_size - 1}.",
+                parameter="prompt",
+            )
+        return free if sampling.max_tokens is None else min(sampling.max_tokens, free)
+
+    def _check_params(self, params: Any) -> None:
+        """Raises a ConversionError where parameters are not in the structure and shapes of the checkpoint's."""
+        wanted = {path_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(self._params)}
+        given = {path_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
+        if wrong := [
+            f"{name}: {given.get(name)}, not {wanted.get(name)}"
+            for name in sorted(wanted.keys() | given.keys())
+            if given.get(name) != wanted.get(name)
+        ]:
+            raise ConversionError("The new weights are not those of this model:\n  " + "\n  ".join(wrong))
+
+    def _serve(self) -> None:
+        """Runs what is queued for receivers, until the engine is closed."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or (self._is_started and self._has_receivers()))
+                if self._is_closed:
+                    return
+            self._run_queued()
+
+    def _has_receivers(self) -> bool:
+        return any(each.work.receive is not None for each in self._queue)
+
+    def _run_queued(self) -> None:
+        """Runs all that is queued, batch by batch."""
+        with self._device:
+            with self._changed:
+                queued = self._queue
+                self._queue = []
+                self._running = len(queued)
+            queued.sort(key=lambda each: each.work.request.priority)
+            for first in range(0, len(queued), self._config.rows):
+                self._run_batch(queued[first : first + self._config.rows])
+            with self._changed:
+                self._running = 0
+                self._changed.notify_all()
+
+    def _run_batch(self, batch: Sequence[_Continuation]) -> None:
+        now_s = time.monotonic()
+        late = [each for each in batch if _deadline_s(each.work) < now_s]
+        self._end_all(late, "deadline")
+        batch = [each for each in batch if each not in late]
+        if not batch:
+            return
+        prompts = [len(each.work.request.prompt) for each in batch]
+        bucket = self._bucket(max(prompts))
+        capacity = self._bucket(max(tokens + each.limit for tokens, each in zip(prompts, batch, strict=True)))
+        try:
+            found = self._compute(batch, bucket, capacity)
+        except Exception as error:  # Whatever the device raises ends these requests, and no others.
+            self._end_all(batch, "error", f"{type(error).__name__}: {error}")
+            return
+        for row, each in enumerate(batch):
+            self._tell(each, self._update(each, {name: values[row] for name, values in found.items()}, now_s))
+        self._counts["prompt_tokens"] += sum(prompts)
+
+    def _compute(self, batch: Sequence[_Continuation], bucket: int, capacity: int) -> dict[str, np.ndarray]:
+        """Runs the program of two sizes; rows without a continuation end at once."""
+        if (bucket, capacity) not in self._shapes:
+            self._shapes.add((bucket, capacity))
+            self._counts["compilations"] += 1
+        self._counts["steps"] += 1
+        return jax.device_get(self._generate(self._params, self._rows(batch, bucket), capacity=capacity))
+
+    def _rows(self, batch: Sequence[_Continuation], bucket: int) -> dict[str, np.ndarray]:
+        rows, stops = self._config.rows, [self._stops(each.work.request.sampling) for each in batch]
+        most = 1 << max([len(each) for each in stops] + [1]).bit_length()
+        arrays = {
+            "tokens": np.zeros((rows, bucket), np.int32),
+            "lengths": np.ones(rows, np.int32),
+            "limits": np.zeros(rows, np.int32),
+            "stops": np.full((rows, most), -1, np.int32),
+            "seeds": np.zeros((rows, 2), np.uint32),
+            "indices": np.zeros(rows, np.int32),
+            "temperature": np.ones(rows, np.float32),
+            "top_k": np.zeros(rows, np.int32),
+            "top_p": np.ones(rows, np.float32),
+            "min_p": np.zeros(rows, np.float32),
+        }
+        for row, each in enumerate(batch):
+            request, sampling = each.work.request, each.work.request.sampling
+            seed = int(np.random.default_rng().integers(1 << 63)) if sampling.seed is None else sampling.seed
+            arrays["tokens"][row, : len(request.prompt)] = request.prompt
+            arrays["stops"][row, : len(stops[row])] = stops[row]
+            arrays["seeds"][row] = seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF
+            arrays["lengths"][row], arrays["limits"][row] = len(request.prompt), each.limit
+            arrays["indices"][row] = each.index
+            for name in ("temperature", "top_k", "top_p", "min_p"):
+                arrays[name][row] = getattr(sampling, name)
+        return arrays
+
+    def _stops(self, sampling: SamplingParams) -> list[int]:
+        own = () if sampling.ignore_eos else self._checkpoint.end_tokens
+        return sorted({*own, *sampling.stop_tokens})
+
+    def _run_rows(self, params: Any, rows: dict[str, jax.Array], *, capacity: int) -> dict[str, jax.Array]:
+        """Continues all rows; one program.
+
+        Returns:
+          count[rows], and arrays[rows, capacity] whose first `count` entries are tokens, their log-probabilities by the
+          model and by the processed distribution, and their ranks.
+        """
+        model, count = self._checkpoint.model(params), rows["lengths"].shape[0]
+        empty: Any = DenseKVCache.empty(
+            self._checkpoint.states, batch=count, capacity=capacity, storage=self._config.kv_cache
+        )
+        last = (rows["lengths"] - 1)[:, None]
+        positions = jnp.minimum(jnp.arange(rows["tokens"].shape[1]), last)
+        outputs = model(rows["tokens"], positions, cache=empty.expecting(rows["lengths"]))
+        hidden = jnp.take_along_axis(outputs.hidden, last[..., None], axis=1)
+        kinds = {"tokens": jnp.int32, "logprobs": jnp.float32, "processed": jnp.float32, "ranks": jnp.int32}
+        found = {name: jnp.zeros((count, capacity), dtype) for name, dtype in kinds.items()}
+        choose = partial(_choose, model, rows)
+        state = choose(0, hidden, found, rows["limits"] == 0)
+
+        def step(carry: Any) -> Any:
+            place, cache, (found, ended, counts) = carry
+            tokens = jax.lax.dynamic_slice_in_dim(found["tokens"], place - 1, 1, axis=1)
+            outputs = model(tokens, cache.lengths[:, None], cache=cache)
+            found, ended, drawn = choose(place, outputs.hidden, found, ended)
+            return place + 1, outputs.cache, (found, ended, counts + drawn)
+
+        goes_on = lambda carry: ~jnp.all(carry[2][1])
+        _, _, (found, _, counts) = jax.lax.while_loop(goes_on, step, (1, outputs.cache, state))
+        return {"count": counts, **found}
+
+    def _update(self, of: _Continuation, found: dict[str, Any], started_s: float) -> GenerationUpdate:
+        request, count = of.work.request, int(found["count"])
+        tokens = tuple(int(token) for token in found["tokens"][:count])
+        sampling, stopped = request.sampling, tokens[-1] in self._stops(request.sampling)
+        logprobs = None
+        if sampling.logprobs is not None:
+            values = found["processed" if sampling.logprobs_of == "processed" else "logprobs"][:count]
+            logprobs = tuple(map(TokenLogprob, tokens, map(float, values), map(int, found["ranks"][:count])))
+        shown = tokens[:-1] if stopped and not sampling.include_stop else tokens
+        tokenizer = self._checkpoint.tokenizer
+        is_own = not sampling.ignore_eos and tokens[-1] in self._checkpoint.end_tokens
+        self._counts["generated_tokens"] += count
+        ended_s = time.monotonic()
+        return GenerationUpdate(
+            request_id=request.request_id,
+            index=of.index,
+            tokens=tokens,
+            text="" if tokenizer is None else tokenizer.decode(shown),
+            weights_versions=(self._version,) * count,
+            logprobs=logprobs,
+            finish_reason="stop" if stopped else "length",
+            stop_reason=tokens[-1] if stopped and not is_own else None,
+            times=RequestTimes(of.work.times.submitted_s, started_s, ended_s, ended_s),
+        )
+
+    def _end_all(self, ended: Sequence[_Continuation], reason: FinishReason, error: str | None = None) -> None:
+        for each in ended:
+            update = GenerationUpdate(
+                request_id=each.work.request.request_id,
+                index=each.index,
+                finish_reason=reason,
+                times=RequestTimes(each.work.times.submitted_s, finished_s=time.monotonic()),
+                error=error,
+            )
+            self._tell(each, update)
+
+    def _tell(self, each: _Continuation, update: GenerationUpdate) -> None:
+        work = each.work
+        with self._changed:
+            work.left -= 1
+            if work.receive is None:
+                work.updates.append(update)
+            elif not work.left:
+                del self._works[work.request.request_id]
+        if work.receive is not None:
+            work.receive(update)
+
+    def _bucket(self, tokens: int) -> int:
+        return min(max(_SMALLEST_BUCKET, 1 << (tokens - 1).bit_length()), self._checkpoint.max_positions)
+
+
+def _deadline_s(work: _Work) -> float:
+    timeout_s = work.request.timeout_s
+    return float("inf") if timeout_s is None else work.times.submitted_s + timeout_s
+
+
+def _choose(
+    model: Any,
+    rows: dict[str, jax.Array],
+    place: Int[Array, ""] | int,
+    hidden: Float[Array, "rows 1 embed"],
+    found: dict[str, jax.Array],
+    ended: jax.Array,
+) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
+    """Draws the token at a place of each continuation; says which have ended then, and which drew one."""
+    keys = jax.vmap(lambda seed, index: jax.random.fold_in(jax.random.wrap_key_data(seed), index))(
+        rows["seeds"], rows["indices"]
+    )
+    drawn = draw(
+        model.logits(hidden[:, 0]),
+        temperature=rows["temperature"],
+        top_k=rows["top_k"],
+        top_p=rows["top_p"],
+        min_p=rows["min_p"],
+        keys=jax.vmap(lambda key: jax.random.fold_in(key, place))(keys),
+    )
+    stops = jnp.any(drawn.tokens[:, None] == rows["stops"], axis=1)
+    entries = {"tokens": drawn.tokens, "logprobs": drawn.logprobs, "processed": drawn.processed, "ranks": drawn.ranks}
+    found = {
+        name: jax.lax.dynamic_update_slice_in_dim(found[name], values[:, None], place, axis=1)
+        for name, values in entries.items()
+    }
+    return found, ended | stops | (rows["limits"] <= place + 1), (~ended).astype(jnp.int32)

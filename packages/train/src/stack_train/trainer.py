@@ -1,0 +1,419 @@
+"""The training step: one pure function, compiled once, whose state is donated."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from flax.nnx.traversals import flatten_mapping, unflatten_mapping
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from stack_core.contracts.models import ModelFamily, ShardsItself
+from stack_core.contracts.training import ModelTransform, Objective
+from stack_core.mesh import DEFAULT_RULES, ShardingRules, use_mesh
+from stack_core.metrics import Metric, Metrics
+from stack_core.paths import path_name
+from stack_train.companions import INIT, Companion
+from stack_train.microbatches import accumulate, check_metrics
+from stack_train.objectives import check_inputs
+from stack_train.optim import OptimizerConfig
+from stack_train.optim.placement import like_parameters
+from stack_train.scoring import scores
+from stack_train.state import TrainState
+from stack_train.transform import UNCHANGED
+from stack_train.variables import Kind, ModelVariables, Path, Tree, join, values_of, variable_shardings
+
+__all__ = ["Batch", "Trainer"]
+
+Batch = Mapping[str, jax.Array]
+
+_NO_PARAM = nnx.Not(nnx.Param)
+_MODEL_STREAM = 0x6D6F64  # apart from the streams that an objective folds into its key
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A `Trainer` of one model on one mesh.
+
+    Attributes:
+      model_config: config of `family`.
+      steps: updates of the whole run, which the learning-rate schedule spans.
+      accumulation_steps: microbatches into which a batch is cut; it divides the batch.
+      transform: what is trained instead of the family's model.
+      companions: the frozen models that the objective asks, by their names.
+      trained: the variables that the optimizer updates, an nnx filter. Those that have the metadata `trained=False`,
+        that the transform leaves out, or that `optimizer.groups` freezes, are not among them.
+      moved: those that the forward pass may assign, an nnx filter for the others; those with `trained=False` are among
+        them. What is left is frozen.
+    """
+
+    family: ModelFamily
+    model_config: Any
+    objective: Objective
+    optimizer: OptimizerConfig
+    steps: int
+    mesh: Mesh
+    accumulation_steps: int = 1
+    rules: ShardingRules = DEFAULT_RULES
+    transform: ModelTransform = UNCHANGED
+    companions: Mapping[str, Companion] = field(default_factory=dict)
+    trained: Any = nnx.Param
+    moved: Any = _NO_PARAM
+
+    def init(self, *, key: jax.Array, companions: Mapping[str, Tree] | None = None) -> TrainState:
+        """Returns the state before the first step, every leaf made where its sharding puts it.
+
+        Args:
+          companions: the variables of those that come from elsewhere.
+        """
+        return self.init_from({}, key=key, companions=companions)
+
+    def init_from(self, variables: Tree, *, key: jax.Array, companions: Mapping[str, Tree] | None = None) -> TrainState:
+        """Returns the state before the first step of a run that starts from given variables, which are donated.
+
+        Args:
+          variables: of the family's model, by their paths; those that are not given are initialized.
+          companions: as for `init`.
+        """
+        given = dict(companions or {})
+        shardings = replace(self.state_shardings, companions=self._companion_shardings(INIT))
+        state = jax.jit(self._init, out_shardings=shardings, donate_argnums=0)(variables, key)
+        return replace(state, companions={**state.companions, **given})
+
+    def init_frozen(self, variables: Tree, *, key: jax.Array) -> tuple[Tree, Mapping[str, Tree]]:
+        """What a checkpoint of the state that `init_from` returns does not hold: frozen variables and companions."""
+        shardings = (self.state_shardings.frozen, self._companion_shardings(INIT))
+
+        def frozen(given: Tree, key: jax.Array) -> tuple[Tree, Mapping[str, Tree]]:
+            state = self._init(given, key)
+            return state.frozen, state.companions
+
+        return jax.jit(frozen, out_shardings=shardings)(variables, key)
+
+    def compile(self, batch: Mapping[str, Any]) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+        """Compiles `step` for the shapes of `batch`; the state it is called with is donated."""
+        return self.runnable(self.trace(batch).lower().compile(), batch)
+
+    def runnable(
+        self, compiled: jax.stages.Compiled, batch: Mapping[str, Any]
+    ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+        """The compiled step in a form that takes the state's arrays.
+
+        Compiled programs refuse committed arrays of 4 bits on CPUs, whose layouts JAX reports in two ways (jax 0.10.2):
+        such a state goes through `jax.jit`, which compiles again, or finds the program in the cache.
+        """
+        return self._jitted(batch) if self._has_narrow_codes else compiled
+
+    def trace(self, batch: Mapping[str, Any]) -> jax.stages.Traced:
+        """Traces `step` for the shapes of `batch`; nothing is allocated.
+
+        Raises:
+          ShardingError: the mesh does not divide a variable, the batch, or what the step computes from them.
+          ConfigError: the objective reads other arrays than the batch has.
+          TrainingError: the forward pass assigns a variable that is trained or frozen.
+        """
+        check_inputs(self.objective, _shapes(batch))
+        return self._jitted(batch).trace(self.abstract_state, _shapes(batch))
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """One update; pure. It is `update` with what `gradients` gives, bit for bit.
+
+        Args:
+          batch: arrays that lead with [batch, ...].
+
+        Returns:
+          The next state and the metrics of `gradients` and `update`.
+        """
+        gradients, metrics, moved = self.gradients(state, batch)
+        # Keeps XLA from fusing the two halves, which would round some updates in another way than `update` alone.
+        gradients, moved = jax.lax.optimization_barrier((gradients, moved))
+        state, reported = self.update(state, gradients, moved)
+        return state, {**metrics, **reported}
+
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[Tree, Metrics, Tree]:
+        """The gradients of one batch; pure.
+
+        Returns:
+          The gradients, in the structure of `state.params`; the objective's metrics, combined over the microbatches;
+          and the variables that the forward pass moved.
+        """
+        with use_mesh(self.mesh, self._rules):
+            return self._gradients(state, batch, jax.random.fold_in(state.key, state.step))
+
+    def update(self, state: TrainState, gradients: Tree, moved: Tree) -> tuple[TrainState, Metrics]:
+        """The next state, by gradients and moved variables; pure.
+
+        Returns:
+          The state and its metrics: `grad_norm` before clipping, and what the optimizer reports.
+        """
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes Python scalars and dtypes
+            updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            reported = self.optimizer.metrics(opt_state, state.step, self.steps)
+            grad_norm = optax.tree.norm(gradients)
+        state = replace(state, step=state.step + 1, params=params, moved=moved, opt_state=opt_state)
+        return state, {**reported, "grad_norm": Metric.mean(grad_norm)}
+
+    def evaluate(self, variables: Tree, batch: Batch, companions: Mapping[str, Tree] | None = None) -> Metrics:
+        """The objective's metrics on one batch, without gradients; pure.
+
+        Args:
+          companions: the variables of each, as a state has them.
+        """
+        with use_mesh(self.mesh, self._rules):
+            objective = self._objective(variables, companions or {})
+            return self.transform.call(objective, self._evaluated(variables), batch, key=jax.random.key(0))[1]
+
+    def score(self, variables: Tree, batch: Batch, *, entropy: bool = False) -> Mapping[str, jax.Array]:
+        """Scores the targets of a batch by a language model, without gradients; pure.
+
+        Args:
+          batch: tokens, targets, positions and segment_ids, int32[batch, seq]; -100 is no target.
+          entropy: of the distribution of every target, which needs all logits, part by part.
+
+        Returns:
+          float32[batch, seq]: "logprobs", log p(target), the model's own, 0 where there is none; "entropy" if it is
+          asked for; "values" if the model's outputs have that fact.
+        """
+        with use_mesh(self.mesh, self._rules):
+            return self.transform.call(partial(scores, entropy=entropy), self._evaluated(variables), batch)
+
+    def compiled_scores(self) -> Callable[[Tree, Batch], Mapping[str, jax.Array]]:
+        """`score`, compiled for each shape of a batch when it first comes; what it gives is whole on every device."""
+        return jax.jit(self.score, out_shardings=self._replicated)
+
+    def compile_evaluation(self, batch: Mapping[str, Any]) -> Callable[..., Metrics]:
+        """Compiles `evaluate` for the shapes of `batch`."""
+        companions = self.state_shardings.companions
+        shardings = (self.variable_shardings, self.batch_shardings(batch), companions)
+        jitted = jax.jit(self.evaluate, in_shardings=shardings)
+        lowered = jitted.lower(self.abstract_variables, _shapes(batch), self.abstract_state.companions)
+        compiled: Any = jitted if self._has_narrow_codes else lowered.compile()  # see `runnable`
+
+        def evaluate(variables: Tree, batch: Mapping[str, Any], companions: Any = None) -> Metrics:
+            metrics: Metrics = compiled(variables, batch, companions or {})
+            return metrics
+
+        return evaluate
+
+    def variables(self, state: TrainState) -> Tree:
+        """All that the model of a state is made of, as nested dicts."""
+        return join(state.params, state.moved, state.frozen)
+
+    def evaluation_variables(self, state: TrainState) -> Tree:
+        """As `variables`, with the averages that the optimizer keeps of parameters in their place."""
+        with jax.numpy_dtype_promotion("standard"):
+            params = self.optimizer.evaluation_params(state.params, state.opt_state)
+        return self.variables(replace(state, params=params))
+
+    def model(self, variables: Tree, *, key: jax.Array | None = None) -> Any:
+        """The model with given variables; its streams of random numbers start from `key`."""
+        return self._model.merge(variables, key=key)
+
+    def batch_shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
+        """Batches are split along their leading axis over all data-parallel mesh axes."""
+        return {
+            name: self._rules.sharding(
+                self.mesh, ("batch", *[None] * (value.ndim - 1)), value.shape, name=f"batch[{name!r}]"
+            )
+            for name, value in batch.items()
+        }
+
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state; nothing is allocated."""
+        params, moved, frozen = self._model.split(self._model.abstract)
+        opt_state = jax.eval_shape(self._optimizer.init, params)
+        scalar, key = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
+        companions = {
+            name: join(params, moved) if companion.source == INIT else companion.model.abstract
+            for name, companion in self.companions.items()
+        }
+        shapes = TrainState(scalar, params, moved, frozen, companions, opt_state, key)
+        return jax.tree.map(_placed, shapes, self.state_shardings)
+
+    @cached_property
+    def state_shardings(self) -> TrainState:
+        """The sharding of every leaf: variables by their logical axes, the optimizer's state like its parameters."""
+        params, moved, frozen = self._model.split(self.variable_shardings)
+        shapes = self.abstract_params
+        abstract = jax.eval_shape(self._optimizer.init, shapes)
+        opt_state = like_parameters(abstract, shapes, params, self._replicated)
+        companions = self._companion_shardings(*(companion.source for companion in self.companions.values()))
+        return TrainState(self._replicated, params, moved, frozen, companions, opt_state, self._replicated)
+
+    @cached_property
+    def abstract_variables(self) -> Tree:
+        """Shapes, dtypes and shardings of all variables; nothing is allocated."""
+        return jax.tree.map(_placed, self._model.abstract, self.variable_shardings)
+
+    @property
+    def abstract_params(self) -> Tree:
+        """Shapes and dtypes of the variables that are trained."""
+        return self._model.select(self._model.shapes, "trained")
+
+    @property
+    def parameter_count(self) -> int:
+        """Entries of all parameters, frozen ones included."""
+        _, _, frozen = self._model.split(self._model.abstract)
+        return sum(leaf.size for leaf in jax.tree.leaves((self.abstract_params, frozen)))
+
+    @cached_property
+    def variable_shardings(self) -> Tree:
+        """Where every variable lies, as nested dicts."""
+        return self._shardings_of(self._model)
+
+    @property
+    def companions_from_runs(self) -> tuple[str, ...]:
+        """The names of the companions that are the models of other runs."""
+        return tuple(name for name, companion in self.companions.items() if companion.source != INIT)
+
+    @cached_property
+    def start_shardings(self) -> Tree:
+        """Where the variables of the family's own model lie, from which `init_from` starts, as nested dicts."""
+        return self._shardings_of(ModelVariables.of(self._built))
+
+    @cached_property
+    def logical_axes(self) -> Tree:
+        """The logical axis names of every variable, as nested dicts."""
+        return self._model.select(self._model.axes, "trained", "moved", "frozen")
+
+    def _jitted(self, batch: Mapping[str, Any]) -> Any:
+        return jax.jit(
+            self.step,
+            donate_argnums=0,
+            in_shardings=(self.state_shardings, self.batch_shardings(batch)),
+            out_shardings=(self.state_shardings, self._replicated),
+        )
+
+    @property
+    def _has_narrow_codes(self) -> bool:
+        """Whether the state has arrays of less than a byte an entry, on CPUs."""
+        dtypes = (leaf.dtype for leaf in jax.tree.leaves((self._model.shapes, self.abstract_state.companions)))
+        integers = (dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.integer))
+        return self.mesh.devices.flat[0].platform == "cpu" and any(jnp.iinfo(dtype).bits < 8 for dtype in integers)
+
+    @cached_property
+    def _built(self) -> nnx.Module:
+        return nnx.eval_shape(lambda: self.family.build(self.model_config, key=jax.random.key(0)))
+
+    @cached_property
+    def _model(self) -> ModelVariables:
+        model = self.transform.apply(self._built)
+        is_trained, is_moved = nnx.filterlib.to_predicate(self.trained), nnx.filterlib.to_predicate(self.moved)
+
+        def could_train(path: Path, variable: Any) -> bool:
+            may = variable.get_metadata().get("trained", True) and is_trained(path, variable)
+            return may and self.transform.trained(path, variable)
+
+        def kind_of(path: Path, variable: Any) -> Kind:
+            if could_train(path, variable):
+                return "frozen" if self.optimizer.freezes(path_name(path)) else "trained"
+            marked = not variable.get_metadata().get("trained", True)
+            return "moved" if marked or is_moved(path, variable) else "frozen"
+
+        flat = nnx.to_flat_state(nnx.state(model))
+        self.optimizer.check([path_name(path) for path, variable in flat if could_train(path, variable)])
+        return ModelVariables.of(model, kind_of)
+
+    @cached_property
+    def _optimizer(self) -> optax.GradientTransformation:
+        return self.optimizer.build(self.steps, self._model.select(self._model.axes, "trained"))
+
+    @cached_property
+    def _rules(self) -> ShardingRules:
+        """Those of the run, above the family's own, above the default rules."""
+        if not isinstance(self.family, ShardsItself):
+            return self.rules
+        defaults = dict(DEFAULT_RULES.table)
+        given = {axis: mesh_axes for axis, mesh_axes in self.rules.table if defaults.get(axis) != mesh_axes}
+        return DEFAULT_RULES.updated({**self.family.rules, **given})
+
+    @property
+    def _replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def _companion_shardings(self, *sources: str) -> dict[str, Tree]:
+        """Where the variables of companions lie, of those that come from some sources."""
+        params, moved, _ = self._model.split(self.variable_shardings)
+        return {
+            name: join(params, moved) if companion.source == INIT else self._shardings_of(companion.model)
+            for name, companion in self.companions.items()
+            if companion.source in sources
+        }
+
+    def _shardings_of(self, model: ModelVariables) -> Tree:
+        shapes = flatten_mapping(model.abstract)
+        axes = {path: model.axes[path] for path in shapes}
+        return unflatten_mapping(variable_shardings(shapes, axes, self._rules, self.mesh))
+
+    def _init(self, given: Tree, key: jax.Array) -> TrainState:
+        model_key, run_key = jax.random.split(key)
+        built = self.family.build(self.model_config, key=model_key)
+        values = {**values_of(built), **flatten_mapping(given)}
+        if self.transform != UNCHANGED:
+            model = nnx.merge(nnx.split(built)[0], nnx.State(unflatten_mapping(values)))
+            values = values_of(self.transform.apply(model))
+        params, moved, frozen = self._model.split(unflatten_mapping(values))
+        started = {name for name, companion in self.companions.items() if companion.source == INIT}
+        # Copied, as the trained parameters are donated to the first step.
+        companions = {name: jax.tree.map(jnp.copy, join(params, moved)) for name in started}
+        opt_state = self._optimizer.init(params)
+        return TrainState(jnp.zeros((), jnp.int32), params, moved, frozen, companions, opt_state, run_key)
+
+    def _gradients(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Tree, Metrics, Tree]:
+        gradients = partial(self._part_gradients, state)
+        if self.accumulation_steps == 1:
+            return gradients(state.moved, batch, key)
+        zeros = self._like_params(jax.tree.map(jnp.zeros_like, state.params))
+        return accumulate(gradients, zeros, state.moved, batch, jax.random.split(key, self.accumulation_steps))
+
+    def _part_gradients(
+        self, state: TrainState, moved: Tree, batch: Batch, key: jax.Array
+    ) -> tuple[Tree, Metrics, Tree]:
+        def loss(params: Tree) -> tuple[jax.Array, tuple[Metrics, Tree]]:
+            variables = join(params, moved, state.frozen)
+            model = self.model(variables, key=jax.random.fold_in(key, _MODEL_STREAM))
+            model.train()
+            before = values_of(model)
+            objective = self._objective(variables, state.companions)
+            value, metrics = self.transform.call(objective, model, batch, key=key)
+            check_metrics(metrics)
+            return value, (metrics, self._model.moved_values(model, before))
+
+        (_, (metrics, moved)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        return self._like_params(grads), metrics, moved
+
+    def _objective(self, variables: Tree, companions: Mapping[str, Tree]) -> Objective:
+        """The objective, with the companions that it needs handed to it."""
+        models = {name: self._companion(name, tree, variables) for name, tree in companions.items()}
+        return partial(self.objective, **models) if models else self.objective
+
+    def _companion(self, name: str, tree: Tree, variables: Tree) -> Any:
+        companion = self.companions[name]
+        # One that starts as the trained model does shares what is frozen with it.
+        model = self.model(join(variables, tree)) if companion.source == INIT else companion.model.merge(tree)
+        model.eval()
+        return model
+
+    def _evaluated(self, variables: Tree) -> Any:
+        """The model as it is evaluated: without dropout, batch norms by their running statistics."""
+        model = self.model(variables)
+        model.eval()
+        return model
+
+    def _like_params(self, grads: Tree) -> Tree:
+        """Splits gradients as their parameters are, so that sums and updates of them are split as well."""
+        return grads if self.mesh.size == 1 else jax.lax.with_sharding_constraint(grads, self.state_shardings.params)
+
+
+def _placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _shapes(batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}

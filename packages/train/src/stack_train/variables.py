@@ -1,0 +1,227 @@
+"""The variables of a model by kind: trained, moved by the forward pass, frozen."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.traversals import flatten_mapping, unflatten_mapping
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from stack_core.errors import TrainingError
+from stack_core.mesh import LogicalAxes, ShardingRules
+from stack_core.ops.building import is_quantized
+from stack_core.paths import path_name
+
+__all__ = [
+    "Kind",
+    "ModelVariables",
+    "Path",
+    "Tree",
+    "join",
+    "part_sharding",
+    "stored_values",
+    "values_of",
+    "variable_shardings",
+]
+
+Path = tuple[Any, ...]
+Tree = Mapping[Any, Any]
+"""Nested dicts of values, or of their shapes or shardings; the path to a value is that of its variable in the model."""
+
+Kind = Literal["trained", "moved", "frozen", "drawn"]
+"""What becomes of a variable in a step: the optimizer updates it; the forward pass assigns it; nothing does; it is a
+stream of random numbers, which starts anew from the step's key."""
+
+
+def _as_it_is(path: Path, variable: Any) -> Kind:
+    return "frozen"
+
+
+@dataclass(frozen=True, eq=False)
+class ModelVariables:
+    """What a model is made of, without its values.
+
+    Attributes:
+      graph: all of the model but its variables' values.
+      shapes: of each variable; a quantized array's is a tree.
+      axes: the logical axes of each variable; an axis without a name is None.
+    """
+
+    graph: Any
+    shapes: Mapping[Path, Any]
+    axes: Mapping[Path, tuple[str | None, ...]]
+    kinds: Mapping[Path, Kind]
+
+    @classmethod
+    def of(cls, model: nnx.Module, kind_of: Callable[[Path, Any], Kind] = _as_it_is) -> "ModelVariables":
+        """Describes an abstract model.
+
+        Args:
+          kind_of: what becomes of a variable that is no stream of random numbers.
+
+        Raises:
+          TrainingError: a variable to be trained is no array of floats, or its logical axes are not as many as its
+            axes; names the variable.
+        """
+        graph, state = nnx.split(model)
+        variables = dict(nnx.to_flat_state(state))
+        kinds: dict[Path, Kind] = {
+            path: "drawn" if isinstance(variable, nnx.RngState) else kind_of(path, variable)
+            for path, variable in variables.items()
+        }
+        for path, kind in kinds.items():
+            if kind == "trained":
+                _check_trainable(path, variables[path].get_value())
+        return cls(
+            graph=graph,
+            shapes={path: variable.get_value() for path, variable in variables.items()},
+            axes={path: _axes(path, variable) for path, variable in variables.items()},
+            kinds=kinds,
+        )
+
+    def paths(self, *kinds: Kind) -> tuple[Path, ...]:
+        return tuple(path for path, kind in self.kinds.items() if kind in kinds)
+
+    def select(self, values: Mapping[Path, Any], *kinds: Kind) -> Tree:
+        """The values of variables of some kinds, as nested dicts."""
+        return unflatten_mapping({path: values[path] for path in self.paths(*kinds)})
+
+    def split(self, tree: Tree) -> tuple[Tree, Tree, Tree]:
+        """Splits the values of all variables into trained, moved and frozen ones."""
+        values = flatten_mapping(tree)
+        return self.select(values, "trained"), self.select(values, "moved"), self.select(values, "frozen")
+
+    @cached_property
+    def abstract(self) -> Tree:
+        """Shapes and dtypes of all variables that have values between steps."""
+        return self.select(self.shapes, "trained", "moved", "frozen")
+
+    def merge(self, tree: Tree, *, key: jax.Array | None = None) -> Any:
+        """The model with the values of `tree`.
+
+        Args:
+          key: what its streams of random numbers start from.
+        """
+        drawn = self._drawn(jax.random.key(0) if key is None else key)
+        return nnx.merge(self.graph, nnx.State(unflatten_mapping({**flatten_mapping(tree), **drawn})))
+
+    def moved_values(self, model: Any, before: Mapping[Path, Any]) -> Tree:
+        """The variables that a forward pass may assign, after it.
+
+        Args:
+          before: the values of all variables before it.
+
+        Raises:
+          TrainingError: the forward pass assigned another variable, or a value of another shape or dtype.
+        """
+        after = values_of(model)
+        for path in self.paths("trained", "frozen"):
+            if not _is_same(after[path], before[path]):
+                raise TrainingError(
+                    f"The forward pass assigns variable {path_name(path)!r}, which is {self.kinds[path]}: the value "
+                    "would be lost. Hold it in an nnx.BatchStat or another nnx.Variable, or give the nnx.Param the "
+                    "metadata trained=False."
+                )
+        for path in self.paths("moved"):
+            _check_same_shape(path, after[path], before[path])
+        return self.select(after, "moved")
+
+    def _drawn(self, key: jax.Array) -> dict[Path, Any]:
+        drawn: dict[Path, Any] = {}
+        for place, path in enumerate(self.paths("drawn")):
+            shape = self.shapes[path]
+            if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+                drawn[path] = jax.random.split(jax.random.fold_in(key, place), shape.shape)
+            else:
+                drawn[path] = jnp.zeros(shape.shape, shape.dtype)
+        return drawn
+
+
+def values_of(model: nnx.Module) -> dict[Path, Any]:
+    """The values of a model's variables by their paths."""
+    return {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
+
+
+def stored_values(model: nnx.Module) -> Tree:
+    """The values of a model's variables as nested dicts, without its streams of random numbers."""
+    flat = nnx.to_flat_state(nnx.state(model))
+    return unflatten_mapping({path: item.get_value() for path, item in flat if not isinstance(item, nnx.RngState)})
+
+
+def join(*trees: Tree) -> Tree:
+    """The values of several trees in one; of two with the same path, the later."""
+    return unflatten_mapping({path: value for tree in trees for path, value in flatten_mapping(tree).items()})
+
+
+def variable_shardings(
+    shapes: Mapping[Path, Any], axes: Mapping[Path, LogicalAxes], rules: ShardingRules, mesh: Mesh
+) -> dict[Path, Any]:
+    """Where every variable lies by its logical axes; a quantized array's sharding is a tree of those of its parts.
+
+    Raises:
+      ShardingError: names every variable whose axes have no rule, collide or do not divide.
+    """
+    whole = {path: jax.ShapeDtypeStruct(value.shape, value.dtype) for path, value in shapes.items()}
+    shardings = flatten_mapping(rules.tree_shardings(mesh, unflatten_mapping(whole), unflatten_mapping(dict(axes))))
+    return {
+        path: jax.tree.map(lambda part, sharding=shardings[path]: part_sharding(part.shape, sharding), value)
+        if is_quantized(value)
+        else shardings[path]
+        for path, value in shapes.items()
+    }
+
+
+def part_sharding(shape: Sequence[int], sharding: NamedSharding) -> NamedSharding:
+    """Codes and scales have the axes of their array; one that the mesh does not divide, as of one scale, is whole."""
+
+    def divides(size: int, names: Any) -> bool:
+        axes = names if isinstance(names, tuple) else (names,)
+        return names is not None and size % math.prod(sharding.mesh.shape[axis] for axis in axes) == 0
+
+    names = zip(shape, sharding.spec, strict=False)
+    return NamedSharding(sharding.mesh, PartitionSpec(*(name if divides(size, name) else None for size, name in names)))
+
+
+def _axes(path: Path, variable: Any) -> tuple[str | None, ...]:
+    value = variable.get_value()
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        raise TrainingError(
+            f"Variable {path_name(path)!r} holds a {type(value).__name__}; a trainer takes models whose variables hold "
+            "arrays. Hold it as a plain attribute of the module."
+        )
+    axes = variable.get_metadata().get("logical_axes")
+    return tuple(axes) if axes is not None else (None,) * len(shape)
+
+
+def _check_trainable(path: Path, value: Any) -> None:
+    if is_quantized(value):
+        problem = "holds codes of a quantized array"
+    elif not jnp.issubdtype(getattr(value, "dtype", jnp.dtype(object)), jnp.floating):
+        problem = f"holds {getattr(value, 'dtype', type(value).__name__)}"
+    else:
+        return
+    raise TrainingError(
+        f"Variable {path_name(path)!r} {problem}; only floats can be trained. Hold it in another nnx.Variable than "
+        "nnx.Param, give it the metadata trained=False, or freeze it by optimizer.groups."
+    )
+
+
+def _is_same(after: Any, before: Any) -> bool:
+    """Whether two values are the same arrays; nnx rebuilds those that are trees, as quantized ones are."""
+    (ours, structure), (theirs, expected) = jax.tree.flatten(after), jax.tree.flatten(before)
+    return structure == expected and all(new is old for new, old in zip(ours, theirs, strict=True))
+
+
+def _check_same_shape(path: Path, after: Any, before: Any) -> None:
+    found, expected = (f"{x.dtype}{list(x.shape)}" for x in (after, before))
+    if found != expected:
+        raise TrainingError(
+            f"The forward pass assigns {found} to variable {path_name(path)!r}, which holds {expected}. A step keeps "
+            "shapes and dtypes: cast what is assigned."
+        )

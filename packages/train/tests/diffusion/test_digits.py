@@ -1,0 +1,123 @@
+"""Whole runs on scikit-learn's digits: what they write and sample, how they resume, what they refuse."""
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from stack_core.config import apply_overrides, load_yaml, parse
+from stack_core.errors import ConfigError, DataError, GenerationError
+from stack_core.runs.directory import RunDirectory
+from stack_train.checkpoint import CheckpointStore, named_leaves
+from stack_train.commands.sample import sample
+from stack_train.data.kinds.digits import digits
+from stack_train.diffusion.samplers import SamplerConfig
+from stack_train.diffusion.sampling import open_run
+from stack_train.run.config import RunConfig
+from stack_train.run.program import build_trainer
+from stack_train.run.train import train
+
+EXAMPLE = Path(__file__).parents[4] / "examples" / "digits.yaml"
+TINY = [
+    "model.layers=1",
+    "optimizer.schedule.warmup_steps=0",
+    "model.heads=2",
+    "model.head_dim=8",
+    "data.batch_size=16",
+    "optimizer.ema_decay=0.5",
+]
+SHORT = ["run.steps=2", "run.evaluate_every_steps=0", "checkpoint.every_steps=1"]
+
+
+def config_of(output, *overrides):
+    return parse(RunConfig, apply_overrides(load_yaml(EXAMPLE), [f"output={output}", *TINY, *SHORT, *overrides]))
+
+
+def leaves(config):
+    trainer = build_trainer(config)
+    with CheckpointStore(RunDirectory(Path(config.output)).checkpoints) as store:
+        state = store.restore(trainer.abstract_state).state
+    plain = jax.tree.map(
+        lambda leaf: jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf,
+        state,
+    )
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(plain).items()}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    config = config_of(tmp_path_factory.mktemp("digits") / "run")
+    assert np.isfinite(train(config).validation_loss)
+    return config
+
+
+def test_images_are_those_of_the_averaged_weights_and_of_their_seed(run):
+    opened = open_run(Path(run.output))
+    average = leaves(run)["opt_state/average/patches/kernel"]
+    np.testing.assert_array_equal(np.asarray(opened.model.patches.kernel[...]), average)
+    config = SamplerConfig(steps=3, guidance=2.0, guidance_rescale=0.5)
+    images = opened.images([3, 4, 5], config)
+    assert images.shape == (3, 8, 8, 1) and images.std() > 0
+    assert np.abs(opened.images([3, 4], config).astype(int) - images[:2]).max() <= 1  # another compilation rounds
+    assert (opened.images([3, 4], config, seed=1) != images[:2]).any()
+
+
+def test_the_command_writes_a_grid_and_the_report_shows_it(run, tmp_path, capsys):
+    sample(Path(run.output), label=(3,), grid="2x3", out=tmp_path / "grid.png", steps=2)
+    with Image.open(tmp_path / "grid.png") as image:
+        assert image.size == (3 * 65 - 1, 2 * 65 - 1)
+    sample(Path(run.output), grid="1x10", steps=2)
+    assert "step-2.png" in capsys.readouterr().out
+    report = (Path(run.output) / "report.html").read_text()
+    assert "step-2" in report and "data:image/png;base64," in report and "img-src data:" in report
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"label": (10,)}, GenerationError, r"labels 0 to 9, not 10"),
+        ({"grid": "8"}, ConfigError, "expected rows x columns"),
+        ({"steps": 0}, ConfigError, "sampler.steps"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(run, options, error, message):
+    with pytest.raises(error, match=message):
+        sample(Path(run.output), **options)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.image_size=16", "model.image_size is 16, not 8"),
+        ("model.channels=4", "model.channels is 4, not 1"),
+        ("model.classes=5", "model.classes is 5, fewer than 10"),
+        ("model.patch=3", "no multiple of patch=3"),
+        ("objective.name=causal_lm", "'tokens'"),
+    ],
+)
+def test_a_model_or_an_objective_that_does_not_take_digits_is_refused(tmp_path, override, message):
+    with pytest.raises(ConfigError, match=message):
+        train(config_of(tmp_path / "run", override))
+
+
+@pytest.mark.parametrize(("module", "package"), [("sklearn", "digits"), ("PIL", "images")])
+def test_what_is_not_installed_is_named(run, monkeypatch, module, package):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(DataError, match=rf"\[{package}\]"):
+        if module == "PIL":
+            sample(Path(run.output), steps=1)
+        else:
+            digits()
+
+
+def test_held_out_digits_come_once_and_rows_are_named():
+    config = config_of("unused")
+    batches = config.data.build(seed=0, model=config.model)
+    found = list(batches.validation_batches())
+    assert sum(batch["weights"].sum() for batch in found) == len(batches.validation) == round(0.05 * 1797)
+    assert batches.describe_rows(np.array([0, -1]))[0].startswith("digit ")
+    first = next(batches.train_iterator())
+    assert first["images"].min() == -1.0 and first["images"].max() == 1.0

@@ -1,0 +1,113 @@
+"""Samplers on denoisers whose answers are known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core.errors import ConfigError
+from stack_train.diffusion.noise import FlowConfig, NoiseConfig
+from stack_train.diffusion.samplers import SamplerConfig, guided, levels_of, sample, table_of
+
+NOISE = NoiseConfig(betas="scaled_linear", beta_start=0.00085, beta_end=0.012)
+SCHEDULES = {"epsilon": NOISE, "v": NOISE, "flow": FlowConfig(shift=2.0)}
+STD = 0.5
+SHAPE = (64, 4, 4, 1)
+
+
+def gaussian(prediction, schedule):
+    """The exact denoiser of images that are normal with mean 0.25 and standard deviation `STD`."""
+
+    def denoise(x, timestep):
+        if prediction == "flow":
+            sigma = timestep / 1000.0
+            alpha = 1.0 - sigma
+        else:
+            alphas, sigmas = schedule.alphas_and_sigmas()
+            ratio = jnp.interp(timestep, jnp.arange(1000.0), jnp.asarray(sigmas / alphas, jnp.float32))
+            alpha = 1.0 / jnp.sqrt(1.0 + ratio**2)
+            sigma = ratio * alpha
+        variance = alpha**2 * STD**2 + sigma**2
+        image = 0.25 + alpha * STD**2 / variance * (x - 0.25 * alpha)
+        noise = sigma / variance * (x - 0.25 * alpha)
+        return {"epsilon": noise, "v": alpha * noise - sigma * image, "flow": noise - image}[prediction]
+
+    return denoise
+
+
+def exact(schedule, noise):
+    """Where the flow that keeps every marginal normal leads `noise`: x0 = mean + std * (x - alpha mean) / std_t."""
+    levels = levels_of(schedule, 1, "trailing")
+    alpha, sigma = levels.alphas[0], levels.sigmas[0]
+    return 0.25 + STD * (noise - 0.25 * alpha) / np.sqrt(alpha**2 * STD**2 + sigma**2)
+
+
+def run(name, steps, prediction, **settings):
+    schedule = SCHEDULES[prediction]
+    config = SamplerConfig(name=name, steps=steps, spacing="trailing", **settings)
+    noise = jax.random.normal(jax.random.key(0), SHAPE)
+    table = table_of(config, levels_of(schedule, steps, config.spacing), prediction)
+    images = jax.jit(lambda x: sample(gaussian(prediction, schedule), table, x, key=jax.random.key(1)))(noise)
+    return np.asarray(images), exact(schedule, np.asarray(noise))
+
+
+@pytest.mark.parametrize("prediction", SCHEDULES)
+def test_samplers_follow_the_exact_flow_the_higher_their_order_the_closer(prediction):
+    errors = {}
+    for name in ("euler", "heun", "dpmpp_2m"):
+        images, wanted = run(name, 40, prediction)
+        errors[name] = np.abs(images - wanted).max()
+    # The last step, from where little noise is left to none, is Euler's for all of them.
+    assert errors["euler"] < 0.16 and errors["heun"] < 0.09 and errors["dpmpp_2m"] < 0.09, errors
+    assert max(errors["heun"], errors["dpmpp_2m"]) < 0.6 * errors["euler"], errors
+
+
+def test_noise_is_drawn_anew_where_eta_asks_for_it():
+    plain, _ = run("ddim", 40, "epsilon")
+    noisy, _ = run("ddim", 40, "epsilon", eta=1.0)
+    assert np.abs(plain - noisy).max() > 0.1
+    assert abs(noisy.mean() - 0.25) < 0.1 and abs(noisy.std() - STD) < 0.1
+    np.testing.assert_array_equal(plain, run("euler", 40, "epsilon")[0])
+
+
+@pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
+def test_levels_go_from_noise_to_none(spacing):
+    levels = levels_of(NOISE, 7, spacing)
+    assert levels.timesteps.shape == (7,) and levels.sigmas.shape == (8,)
+    assert (np.diff(levels.sigmas) < 0).all() and levels.sigmas[-1] == 0.0 and levels.alphas[-1] == 1.0
+    np.testing.assert_allclose(levels.alphas**2 + levels.sigmas**2, 1.0)
+    assert levels.timesteps[0] == {"leading": 852.0, "trailing": 999.0, "linspace": 999.0}[spacing]
+
+
+def test_a_shift_spends_more_steps_near_noise():
+    assert levels_of(FlowConfig(shift=3.0), 4).sigmas.tolist() == pytest.approx([1.0, 0.9, 0.75, 0.5, 0.0])
+    assert levels_of(FlowConfig(), 4).sigmas.tolist() == [1.0, 0.75, 0.5, 0.25, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"name": "heun", "eta": 0.5}, "ddim alone"), ({"steps": 2000}, "more than the 1000")]
+)
+def test_what_cannot_be_sampled_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        levels_of(NOISE, SamplerConfig(**settings).steps)
+
+
+class Two:
+    """Says its label, 7 for none, in the image's left half and 0 in its right half."""
+
+    def __call__(self, images, timesteps, condition):
+        left = jnp.arange(images.shape[2]) < images.shape[2] // 2
+        return jnp.where(left[:, None], condition["labels"].astype(jnp.float32)[:, None, None, None], 0.0) + images * 0
+
+    def unconditional(self, condition):
+        return {"labels": jnp.full_like(condition["labels"], 7)}
+
+
+def test_guidance_goes_beyond_the_condition_and_its_rescale_takes_contrast_back():
+    condition, x = {"labels": jnp.array([8, 9])}, jnp.zeros((2, 4, 4, 1))
+    said = guided(Two(), condition, images=2, guidance=3.0)(x, jnp.array(5.0))
+    np.testing.assert_allclose(said[:, 0, 0, 0], [10.0, 13.0])
+    said = guided(Two(), condition, images=2, guidance=3.0, rescale=1.0)(x, jnp.array(5.0))
+    np.testing.assert_allclose(said[:, 0, 0, 0], [8.0, 9.0], rtol=1e-6)
+    said = guided(Two(), condition, images=2, guidance=1.0)(x, jnp.array(5.0))
+    np.testing.assert_allclose(said[:, 0, 0, 0], [8.0, 9.0])

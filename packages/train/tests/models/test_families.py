@@ -1,0 +1,168 @@
+"""Every family decodes as it runs whole, goes through a checkpoint and back, and refuses what it cannot do."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from stack_core.config import parse, to_mapping
+from stack_core.errors import ConversionError
+from stack_core.kv_cache import DenseKVCache
+from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh
+from stack_core.plugins import registries
+from stack_train.checkpoint import named_leaves
+from stack_train.weights import abstract_params
+
+SIZES = {"vocab_size": 61, "embed": 24, "heads": 4, "kv_heads": 2, "mlp": 40, "max_positions": 32, "dtype": "float32"}
+FAMILIES = {
+    "llama": {"layers": 2, "attention_bias": True},
+    "mistral": {"layers": 2, "window": 5},
+    "qwen2": {"layers": 3, "window": 5, "full_layers": 1},
+    "mixtral": {"layers": 2, "experts": 5, "active_experts": 2},
+    "qwen3_moe": {"layers": 4, "dense_layers": (0,), "experts": 6, "active_experts": 3, "expert_mlp": 16},
+    "qwen3": {"layers": 2, "head_dim": 8},
+    "gemma3": {"layers": 5, "head_dim": 8, "period": 2, "window": 5, "query_scalar": 9, "logit_softcap": 3.0},
+    "deepseek_v3": {
+        "kv_heads": None,
+        "layers": 3,
+        "query_rank": 10,
+        "kv_rank": 7,
+        "nope_dim": 6,
+        "rope_dim": 4,
+        "value_dim": 5,
+        "experts": 6,
+        "active_experts": 2,
+        "expert_mlp": 16,
+        "expert_groups": 3,
+        "kept_groups": 2,
+    },
+    "qwen3_next": {
+        "layers": 3,
+        "period": 2,
+        "head_dim": 8,
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_dim": 6,
+        "value_dim": 5,
+        "experts": 4,
+        "active_experts": 2,
+        "expert_mlp": 16,
+        "shared_mlp": 12,
+    },
+}
+STATES = ("gemma3", "deepseek_v3", "qwen3_next")
+"""Families whose layers keep every kind of state, alone and beside others."""
+SEQ = 12
+ONE_DEVICE = make_mesh(MeshConfig(), jax.devices()[:1])
+
+
+def make_config(name, **changes):
+    return registries.models[name].config_class(**{**SIZES, "initializer_std": 0.2, **FAMILIES[name], **changes})
+
+
+def make_model(config):
+    return jax.jit(lambda: registries.models[config.family].build(config, key=jax.random.key(0)))()
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_pieces_through_the_cache_give_what_the_whole_gives(name):
+    model = make_model(make_config(name))
+    tokens = jax.random.randint(jax.random.key(1), (2, SEQ), 0, SIZES["vocab_size"])
+    positions = jnp.broadcast_to(jnp.arange(SEQ), tokens.shape)
+    run = jax.jit(lambda model, *arguments, cache=None: model(*arguments, cache=cache))
+    expected = run(model, tokens, positions).hidden
+    cache, start = DenseKVCache.empty(model.states, batch=2, capacity=16), 0
+    for seq in (7, 1, 1, 3):
+        piece = slice(start, start + seq)
+        outputs = run(model, tokens[:, piece], positions[:, piece], cache=cache)
+        np.testing.assert_allclose(outputs.hidden, expected[:, piece], atol=2e-5)
+        cache, start = outputs.cache, start + seq
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_packed_documents_do_not_see_each_other(name):
+    model = make_model(make_config(name))
+    tokens = jax.random.randint(jax.random.key(1), (1, 9), 0, SIZES["vocab_size"])
+    run = jax.jit(lambda model, *arguments: model(*arguments).hidden)  # an argument: the call moves some variables
+    positions, segments = jnp.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), jnp.array([[1, 1, 1, 1, 2, 2, 2, 2, 2]])
+    packed = run(model, tokens, positions, segments)
+    np.testing.assert_allclose(packed[:, :4], run(model, tokens[:, :4], jnp.arange(4)[None]), atol=2e-5)
+    np.testing.assert_allclose(packed[:, 4:], run(model, tokens[:, 4:], jnp.arange(5)[None]), atol=2e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_become_tensors_and_come_back(name):
+    """Every parameter has a rule, no two rules share a tensor, and what is written can be read, fused experts too."""
+    config = make_config(name)
+    family = registries.models[name]
+    random = np.random.default_rng(0)
+    leaves = {
+        path: random.normal(size=leaf.shape).astype(leaf.dtype)
+        for path, leaf in named_leaves(abstract_params(config)).items()
+    }
+    rules = family.weight_rules(config)
+    assert sorted(rule.parameter for rule in rules) == sorted(leaves)
+    tensors = {}
+    for rule in rules:
+        views = rule.tensors(leaves[rule.parameter])
+        assert {view: array.shape for view, array in views.items()} == rule.tensor_shapes(leaves[rule.parameter].shape)
+        assert not tensors.keys() & views.keys()
+        tensors |= views
+    for rule in rules:
+        assert rule.stored_in(tensors) is rule
+        read = np.empty_like(leaves[rule.parameter])
+        for tensor, part in rule.tensors(read).items():
+            part[...] = rule.part_of(tensors[tensor])
+        np.testing.assert_array_equal(read, leaves[rule.parameter])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_config_survives_config_json_and_yaml(name):
+    config = make_config(name, initializer_std=0.02)
+    written = json.loads(json.dumps(registries.models[name].config_map.write(config)))
+    fields = registries.models[name].config_map.read(written)
+    read = parse(type(config), {**fields, "dtype": "float32", "param_dtype": "float32"})
+    read = dataclasses.replace(read, head_dim=config.head_dim)  # resolved where it was None
+    assert read == config
+    assert parse(type(config), to_mapping(config)) == config
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_keys_that_nobody_reads_are_refused_by_name(name):
+    family = registries.models[name]
+    written = family.config_map.write(make_config(name))
+    with pytest.raises(ConversionError, match=r"frobnicate=3.*twist='left'"):
+        family.config_map.read({**written, "frobnicate": 3, "twist": "left", "off": False, "none": None})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_parameter_has_axes_that_the_default_rules_know(name):
+    config = make_config(name)
+    model = nnx.eval_shape(lambda: registries.models[name].build(config, key=jax.random.key(0)))
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        axes = leaf.get_metadata("logical_axes")
+        assert (axes[0] == "layers") == (path[0] == "blocks"), path
+        DEFAULT_RULES.sharding(ONE_DEVICE, axes, leaf.shape)
+
+
+def test_transformers_5_nests_what_transformers_4_does_not():
+    """The same Gemma 3 in both spellings."""
+    shared = {"num_hidden_layers": 7, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 64}
+    kinds = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+    four = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    five = {
+        "layer_types": kinds,
+        "_sliding_window_pattern": 6,
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 5e5, "rope_type": "linear", "factor": 8.0},
+            "sliding_attention": {"rope_theta": 2e4, "rope_type": "default"},
+        },
+    }
+    read = registries.models["gemma3"].config_map.read
+    assert read({**shared, **four}) == read({**shared, **five})
+    with pytest.raises(ConversionError, match=r"layer_types="):
+        read({**shared, **five, "layer_types": kinds[::-1]})

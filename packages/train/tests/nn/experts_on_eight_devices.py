@@ -1,0 +1,85 @@
+"""Mixtures of experts on meshes of eight devices; `test_experts.py` runs this in a process that has eight."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
+from stack_core.plugins import registries
+from stack_train.models.qwen3_moe import Qwen3MoeConfig
+
+CONFIG = Qwen3MoeConfig(
+    vocab_size=48,
+    layers=3,
+    embed=16,
+    heads=4,
+    kv_heads=2,
+    mlp=32,
+    max_positions=16,
+    dtype="float32",
+    initializer_std=0.2,
+    experts=8,
+    active_experts=3,
+    expert_mlp=24,
+    dense_layers=(0,),
+)
+MESHES = ({"expert": 8}, {"fsdp": 2, "expert": 4}, {"data": 2, "expert": 2, "tensor": 2}, {"fsdp": 8})
+ROWS, SEQ = 8, 12
+
+
+def batch():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, CONFIG.vocab_size, (ROWS, SEQ), dtype=np.int32)
+    segments = np.ones((ROWS, SEQ), np.int32)
+    segments[0, SEQ // 2 :] = 0
+    return tokens, np.broadcast_to(np.arange(SEQ, dtype=np.int32), tokens.shape), segments
+
+
+def loss(model, tokens, positions, segments):
+    outputs = model(tokens, positions, segments)
+    targets = jnp.where(segments == 0, -100, tokens)
+    facts = outputs.facts
+    cross_entropy = model.head().cross_entropy(outputs.hidden, targets)
+    return cross_entropy + 0.1 * facts["balance_loss"] + 0.01 * facts["router_z"], facts
+
+
+def results(model, sizes):
+    """The loss, the facts and the gradients, computed on a mesh."""
+    mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())])
+    graph, state = nnx.split(model)
+    axes = {path: leaf.get_metadata("logical_axes") for path, leaf in nnx.to_flat_state(state)}
+    params = nnx.to_pure_dict(state)
+    shardings = DEFAULT_RULES.tree_shardings(mesh, params, nnx.traversals.unflatten_mapping(axes))
+    inputs = DEFAULT_RULES.sharding(mesh, ("batch", "seq"), (ROWS, SEQ))
+
+    def function(params, *arrays):
+        with use_mesh(mesh):
+            return loss(nnx.merge(graph, nnx.State(params)), *arrays)
+
+    compiled = jax.jit(
+        jax.value_and_grad(function, has_aux=True),
+        in_shardings=(shardings, *[inputs] * 3),
+        out_shardings=(None, shardings),
+    )
+    (value, facts), gradients = compiled(*jax.device_put((params, *batch()), (shardings, *[inputs] * 3)))
+    kernel = jax.device_put(params, shardings)["blocks"][1][0]["feed_forward"]["expert_up"]
+    parts = math.prod(sizes.get(axis, 1) for axis in ("fsdp", "expert", "tensor"))
+    assert kernel.addressable_shards[0].data.size == kernel.size // parts
+    return jax.device_get((value, facts, gradients))
+
+
+if __name__ == "__main__":
+    model = jax.jit(lambda: registries.models["qwen3_moe"].build(CONFIG, key=jax.random.key(0)))()
+    value, facts, gradients = results(model, {"data": 1})
+    assert facts["expert_load"].shape == (2, 8)
+    for sizes in MESHES:
+        found, found_facts, found_gradients = results(model, sizes)
+        np.testing.assert_allclose(found, value, rtol=1e-5, err_msg=str(sizes))
+        assert found_facts.pop("dropped", 0) == 0, sizes
+        for name, fact in facts.items():
+            np.testing.assert_allclose(found_facts[name], fact, rtol=1e-5, atol=1e-7, err_msg=f"{name}, {sizes}")
+        for left, right in zip(jax.tree.leaves(found_gradients), jax.tree.leaves(gradients), strict=True):
+            np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5, err_msg=str(sizes))

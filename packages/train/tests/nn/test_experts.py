@@ -1,0 +1,117 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from stack_train.nn.build import Build
+from stack_train.nn.experts import Experts, Router, route
+from stack_train.nn.residual import Norm, Rows
+from stack_train.nn.stack import scan_layers
+
+EMBED, TOKENS = 8, (2, 6)
+X = jax.random.normal(jax.random.key(1), (*TOKENS, EMBED))
+ROWS = Rows(jnp.zeros(TOKENS, int), None)
+GROUPED = Router(experts=6, active=2, score="sigmoid", groups=3, kept_groups=2, scale=2.5, bias_rate=0.01)
+
+
+def build(spec, repeats=1):
+    return spec.build(Build(EMBED, repeats, 0.5, 0.5, Norm(), "float32", jax.random.key(0)))
+
+
+def first_layer(module):
+    graph, state = nnx.split(module)
+    return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], state))
+
+
+def by_hand(layer, x, router):
+    """Token by token in NumPy."""
+    gate, up, down = (np.asarray(each[...]) for each in (layer.expert_gate, layer.expert_up, layer.expert_down))
+    outputs = []
+    for token in np.asarray(x).reshape(-1, EMBED):
+        logits = token @ np.asarray(layer.router.kernel[...])
+        scores = 1 / (1 + np.exp(-logits)) if router.score == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
+        choice = scores if layer.selection_bias is None else scores + np.asarray(layer.selection_bias[...])
+        groups = choice.reshape(router.groups, -1)
+        best = np.argsort(-np.sort(groups, axis=1)[:, -2:].sum(axis=1))[: router.kept_groups]
+        allowed = np.isin(np.arange(router.experts) // groups.shape[1], best)
+        chosen = np.argsort(-np.where(allowed, choice, -np.inf))[: router.active]
+        weights = scores[chosen] / scores[chosen].sum() if router.normalized else scores[chosen]
+        hidden = [(h := token @ gate[e]) / (1 + np.exp(-h)) * (token @ up[e]) @ down[e] for e in chosen]
+        outputs.append(router.scale * sum(w * h for w, h in zip(weights, hidden, strict=True)))
+    return np.array(outputs).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    "router", [Router(experts=5, active=2), Router(experts=4, active=3, normalized=False), GROUPED], ids=str
+)
+def test_a_mixture_is_the_sum_over_each_tokens_experts(router):
+    layer = first_layer(build(Experts(router=router, width=12)))
+    if layer.selection_bias is not None:
+        layer.selection_bias[...] = jnp.array([0.5, -0.5, 0.0, 0.3, 0.0, -0.2])
+    expected = by_hand(layer, X, router)
+    np.testing.assert_allclose(layer(X, ROWS)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_bias_chooses_and_does_not_weigh():
+    logits = jnp.zeros((1, 4))
+    weights, chosen, _ = route(logits, jnp.array([0.0, 9.0, 0.0, 8.0]), Router(experts=4, active=2, score="sigmoid"))
+    assert sorted(chosen[0].tolist()) == [1, 3]
+    np.testing.assert_allclose(weights, [[0.5, 0.5]])
+
+
+def test_shared_experts_take_every_token():
+    plain = first_layer(build(Experts(router=Router(experts=4, active=2), width=12)))
+    both = first_layer(build(Experts(router=Router(experts=4, active=2), width=12, shared=10, shared_gate=True)))
+    shared = both.shared(X, ROWS)[0] * jax.nn.sigmoid(X @ both.shared_gate.kernel[...])
+    np.testing.assert_allclose(both(X, ROWS)[0], plain(X, ROWS)[0] + shared, rtol=1e-5, atol=1e-5)
+
+
+def test_facts_leave_padding_out():
+    layer = first_layer(build(Experts(router=Router(experts=5, active=2), width=12)))
+    padded = Rows(ROWS.positions, jnp.array([[1, 1, 1, 0, 0, 0]] * 2))
+    _, facts = layer(X, padded)
+    _, expected = layer(X[:, :3], Rows(ROWS.positions[:, :3], None))
+    for name in ("expert_load", "balance_loss", "router_z"):
+        np.testing.assert_allclose(facts[name], expected[name], rtol=1e-5)
+    assert np.isclose(facts["expert_load"].sum(), 1) and facts["balance_loss"] >= 0.5
+
+
+def test_an_even_router_has_a_balance_loss_of_one():
+    layer = first_layer(build(Experts(router=Router(experts=4, active=4), width=12)))
+    layer.router.kernel[...] = jnp.zeros((EMBED, 4))
+    _, facts = layer(X, ROWS)
+    np.testing.assert_allclose(facts["expert_load"], 0.25, rtol=1e-6)
+    np.testing.assert_allclose([facts["balance_loss"], facts["router_z"]], [1, np.log(4) ** 2], rtol=1e-5)
+
+
+def test_the_forward_pass_moves_the_bias_of_stacked_layers_and_a_cache_leaves_it():
+    def run(moves):
+        module = build(Experts(router=GROUPED, width=12), repeats=2)
+
+        def body(layer, x, rows, layer_input):
+            y, facts = layer(x, rows)
+            return x + y, facts
+
+        options = {"per_row": ROWS, "remat": "full", "unroll": False, "moves": moves}
+        _, (facts,) = scan_layers(body, [module], X, [None], **options)
+        return module.selection_bias[...], facts["expert_load"]
+
+    bias, load = run(moves=True)
+    np.testing.assert_allclose(bias, -0.01 * np.sign(load - 1 / 6), atol=1e-7)
+    assert bias.shape == (2, 6) and not jnp.array_equal(bias[0], bias[1])
+    assert not run(moves=False)[0].any()
+
+
+def test_eight_devices_give_what_one_gives():
+    """Losses, gradients and facts on meshes with an `expert` axis, in a process that has eight devices."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    script = Path(__file__).with_name("experts_on_eight_devices.py")
+    command = [sys.executable, "-W", "error", str(script)]
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,127 @@
+"""Trains a tiny Llama by each optimizer; `test_every_optimizer.py` runs this in a process, kills it and runs it again.
+
+    optimizers_on_devices.py DIRECTORY KILL_AFTER_STEPS DEVICES NAME...
+
+Each optimizer saves one checkpoint. With KILL_AFTER_STEPS the process dies once all have done as many steps. A process
+that finds checkpoints resumes from them. Prints a JSON object: by name, the last loss, a digest of every
+leaf, and the entropy of single tokens.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from stack_core.mesh import MeshConfig, check_shardings, make_mesh
+from stack_train.checkpoint import CheckpointConfig, CheckpointStore, named_leaves
+from stack_train.checkpoint.digest import array_digests
+from stack_train.models.llama import FAMILY, LlamaConfig
+from stack_train.objectives import CausalLMConfig
+from stack_train.optim import (
+    AdafactorConfig,
+    AdamWConfig,
+    GroupConfig,
+    LionConfig,
+    MuonConfig,
+    ScheduleConfig,
+    ScheduleFreeConfig,
+    SgdConfig,
+    SpikeConfig,
+)
+from stack_train.trainer import Trainer
+
+VOCAB, ROWS, SEQ, STEPS, SAVED_STEP = 32, 8, 32, 100, 50
+MODEL = LlamaConfig(
+    vocab_size=VOCAB, layers=2, embed=32, heads=4, kv_heads=2, mlp=64, max_positions=SEQ, dtype="float32"
+)
+WARM = ScheduleConfig(warmup_steps=10)
+OPTIMIZERS = {
+    "adafactor": AdafactorConfig(schedule=WARM, learning_rate=0.05, smallest_factored=8),
+    "adamw": AdamWConfig(schedule=WARM, learning_rate=1e-2),
+    "lion": LionConfig(schedule=WARM, learning_rate=3e-3),
+    "muon": MuonConfig(
+        schedule=ScheduleConfig(warmup_steps=10, decay="linear", decay_fraction=0.3),
+        learning_rate=1e-2,
+        groups={".*norm": GroupConfig(rate_factor=0.5, weight_decay=0.0)},
+        skip_spikes=SpikeConfig(window_steps=16),
+        ema_decay=0.9,
+    ),
+    "schedule_free": ScheduleFreeConfig(schedule=ScheduleConfig(warmup_steps=10, decay="constant"), learning_rate=2e-2),
+    "sgd": SgdConfig(schedule=WARM, learning_rate=0.3, weight_decay=0.0),
+}
+
+
+def batch_of(step):
+    """Tokens that mostly follow from the one before: their conditional entropy is far below the unigram entropy."""
+    rng = np.random.default_rng(step)
+    successor = np.random.default_rng(0).permutation(VOCAB)
+    tokens = rng.integers(0, VOCAB, (ROWS, SEQ + 1), dtype=np.int32)
+    for place in range(1, SEQ + 1):
+        follows = rng.random(ROWS) < 0.9
+        tokens[follows, place] = successor[tokens[follows, place - 1]]
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "positions": np.tile(np.arange(SEQ, dtype=np.int32), (ROWS, 1)),
+        "segment_ids": np.ones((ROWS, SEQ), np.int32),
+    }
+
+
+def unigram_entropy():
+    """In nats, of all targets."""
+    counts = np.bincount(np.concatenate([batch_of(step)["targets"].ravel() for step in range(STEPS)]))
+    shares = counts / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def make_trainer(name, devices):
+    mesh = MeshConfig(fsdp=devices // 2, tensor=2) if devices > 1 else MeshConfig()
+    return Trainer(
+        family=FAMILY,
+        model_config=MODEL,
+        objective=CausalLMConfig().build(),
+        optimizer=OPTIMIZERS[name],
+        steps=STEPS,
+        mesh=make_mesh(mesh, jax.devices()[:devices]),
+    )
+
+
+def train(name, directory, devices, stop):
+    """Goes on from the checkpoint, if there is one, up to `stop` steps; returns the trainer, the state and metrics."""
+    trainer = make_trainer(name, devices)
+    with CheckpointStore(directory / name, CheckpointConfig()) as store:
+        resumed = store.latest() is not None
+        state = store.restore(trainer.abstract_state).state if resumed else trainer.init(key=jax.random.key(0))
+        step, metrics = None, {}
+        for number in range(SAVED_STEP if resumed else 0, stop):
+            batch = jax.device_put(batch_of(number), trainer.batch_shardings(batch_of(number)))
+            step = step or trainer.compile(batch)
+            state, metrics = step(state, batch)
+            if number + 1 == SAVED_STEP:
+                store.save(SAVED_STEP, state, {}, "")
+    check_shardings(state, trainer.state_shardings)
+    return trainer, state, metrics
+
+
+def summary(name, directory, devices):
+    _, state, metrics = train(name, directory, devices, STEPS)
+    leaves = {path: jax.random.key_data(leaf) if path == "key" else leaf for path, leaf in named_leaves(state).items()}
+    return {
+        "loss": float(metrics["loss"]),
+        "digests": array_digests(leaves),
+    }
+
+
+if __name__ == "__main__":
+    directory, kill_after_steps, devices = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    if kill_after_steps:
+        for name in sys.argv[4:]:
+            train(name, directory, devices, kill_after_steps)
+        os.kill(os.getpid(), signal.SIGKILL)
+    entropy = unigram_entropy()
+    summaries = {name: {**summary(name, directory, devices), "unigram_entropy": entropy} for name in sys.argv[4:]}
+    sys.stdout.write(json.dumps(summaries))

@@ -1,0 +1,204 @@
+"""`stack compile` says what a step takes, without a run, and of TPUs and GPUs without having them."""
+
+import dataclasses
+import json
+import math
+from functools import cached_property
+from pathlib import Path
+
+import jax
+import pytest
+
+from stack_core.cli import main
+from stack_core.config import apply_overrides, load_yaml, parse
+from stack_core.errors import ConfigError, ShardingError
+from stack_core.hardware import Chip, Target, model_flops_per_step
+from stack_train.data.kinds.text import language_model_shapes
+from stack_train.run.compilation import compile_step
+from stack_train.run.config import RunConfig
+from stack_train.run.program import build_trainer
+
+PUBLISHED = Path(__file__).parents[4] / "examples" / "published"
+PARAMETERS = {
+    "gemma3_4b": 3_880_263_168,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "mistral_7b": 7_248_023_552,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen2_5_7b": 7_615_616_512,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_8b": 8_190_735_360,
+}
+CONFIG = """
+output: OUTPUT
+model: {family: llama, vocab_size: 512, layers: 3, embed: 128, heads: 8, mlp: 256, dtype: float32}
+data: {seq_tokens: 128, batch_size: 8}
+"""
+
+
+class Here(Target):
+    """This process's first device, as a target with a chip of its own."""
+
+    memory_bytes = 2**30
+
+    def __post_init__(self) -> None:
+        pass
+
+    @property
+    def chip(self) -> Chip:
+        return Chip(
+            kind="here",
+            unit="device",
+            peak_flops={"float32": 1e9},
+            hbm_bytes=self.memory_bytes,
+            hbm_bandwidth_bytes_s=1e12,
+            on_chip_bytes=None,
+            link_bandwidth_bytes_s=None,
+            provenance="made up",
+        )
+
+    @cached_property
+    def devices(self) -> tuple[jax.Device, ...]:
+        return (jax.devices()[0],)
+
+
+class Small(Here):
+    memory_bytes = 2**20
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG.replace("OUTPUT", str(tmp_path / "run")))
+    return path
+
+
+def config_of(path, *overrides):
+    return parse(RunConfig, apply_overrides(load_yaml(path), overrides))
+
+
+def test_a_report_adds_up(config_file):
+    config = config_of(config_file)
+    report = compile_step(config, Here("here:1"))
+    trainer = build_trainer(config)
+    leaves = jax.tree.leaves(trainer.abstract_state)
+    assert report.parameters == sum(leaf.size for leaf in jax.tree.leaves(trainer.abstract_params))
+    assert report.work == ("tokens", 8 * 128)
+    assert report.model_flops == model_flops_per_step(
+        trainer.evaluate, trainer.abstract_variables, language_model_shapes(8, 128)
+    )
+    memory = report.cost.memory
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves[:-1])  # all but the PRNG key
+    assert state_bytes < memory.argument_bytes < state_bytes + 5 * 8 * 128 * 4
+    assert memory.aliased_bytes > 0.99 * state_bytes  # the state is donated
+    assert 1.0 <= report.cost.flops.total / report.model_flops.total < 1.5
+    assert report.cost.roofline.binding == "compute"
+    assert 0.5 < report.mfu <= 1.0
+    assert report.fits is True
+    assert dataclasses.replace(report, memory_bytes=memory.total_bytes - 1).fits is False
+    assert dataclasses.replace(report, memory_bytes=None).fits is None
+
+
+def run_command(capsys, *arguments):
+    main(["compile", *map(str, arguments)])
+    return capsys.readouterr().out
+
+
+def test_the_command_prints_a_list_for_programs(config_file, capsys, monkeypatch):
+    monkeypatch.setattr("stack_core.hardware.targets.Target", Here)
+    printed = run_command(capsys, config_file, "--target", "a:1", "--target", "b:1", "--json", "--model.layers", "2")
+    first, second = json.loads(printed)
+    assert (first["target"], second["target"]) == ("a:1", "b:1")
+    assert first["fits"] is True and first["memory"]["total_bytes"] > 0
+    assert first["roofline"]["step_s"] > 0 and first["hardware_flops"] >= first["model_flops"] > 0
+    assert first["collectives"] == {} and first["mesh"] == {}
+    assert not (config_file.parent / "run").exists()
+
+
+def test_the_command_tells_people_whether_it_fits(config_file, capsys, monkeypatch):
+    monkeypatch.setattr("stack_core.hardware.targets.Target", Small)
+    with pytest.raises(SystemExit) as caught:
+        run_command(capsys, config_file, "--target", "small:1", "--check")
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert "does NOT fit" in printed.out and "bound by compute" in printed.out
+    assert "does not fit small:1" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--target", "v5p:3x5x7"), "Nearest: v5p:2x4x7"),
+        (("--target", "v5p:2x2x1", "--model.layer", "2"), "Unknown key 'model.layer'"),
+    ],
+)
+def test_the_command_refuses_what_no_compiler_is_needed_for(config_file, capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        run_command(capsys, config_file, *arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        ("data.seq_tokens=4096", ConfigError, "max_positions is 2048"),
+        ("mesh.tensor=3", ShardingError, "tensor=3"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_as_a_run_would(config_file, override, error, message):
+    with pytest.raises(error, match=message):
+        compile_step(config_of(config_file, override), Here("here:1"))
+
+
+@pytest.mark.parametrize(("name", "parameters"), PARAMETERS.items())
+def test_the_examples_are_the_published_models(name, parameters):
+    config = config_of(PUBLISHED / f"{name}.yaml", "mesh.fsdp=1", "mesh.expert=1")
+    trainer = build_trainer(config, jax.devices()[:1])
+    assert sum(leaf.size for leaf in jax.tree.leaves(trainer.abstract_params)) == parameters
+
+
+def check_gathers(report):
+    """Under fsdp a layer is gathered in its loop, never all layers at once."""
+    gathers = [found for found in report.cost.collectives if found.kind == "all-gather"]
+    matrices = {128 * 128, 128 * 256}
+    inside = {math.prod(shape.dims) for found in gathers if found.loops for shape in found.arrays}
+    outside = {math.prod(shape.dims) for found in gathers if not found.loops for shape in found.arrays}
+    assert inside >= matrices
+    assert not (inside | outside) & {3 * size for size in matrices}
+    assert not outside & matrices
+    assert {found.times for found in gathers if found.loops} == {3}
+
+
+@pytest.mark.tpu_aot
+def test_a_step_for_tpus_gathers_parameters_layer_by_layer(config_file):
+    report = compile_step(config_of(config_file, "model.dtype=bfloat16"), Target("v5p:2x2x2"))
+    assert report.mesh == {"fsdp": 8} and report.fits is True
+    assert report.cost.unknown_loops == ()
+    check_gathers(report)
+
+
+@pytest.mark.gpu_aot
+def test_a_step_for_gpus_gathers_parameters_layer_by_layer(config_file):
+    report = compile_step(config_of(config_file, "model.dtype=bfloat16"), Target("h100:1x1x8"))
+    assert report.mesh == {"fsdp": 8} and report.fits is True
+    assert report.cost.unknown_loops == ()
+    check_gathers(report)
+    assert any(found.kind == "reduce-scatter" and found.loops for found in report.cost.collectives)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if name != "llama3_70b"])
+def test_a_step_of_a_published_model_fits_64_tpus(name):
+    report = compile_step(config_of(PUBLISHED / f"{name}.yaml", "data.batch_size=64"), Target("v5p:4x4x4"))
+    assert report.devices == 64 and report.fits is True
+    assert 12 / 64 * PARAMETERS[name] < report.cost.memory.argument_bytes < 14 / 64 * PARAMETERS[name]
+
+
+@pytest.mark.tpu_aot
+def test_a_step_that_the_compiler_refuses_for_its_memory_does_not_fit(config_file):
+    report = compile_step(config_of(config_file, "model.embed=32768", "data.batch_size=1"), Target("v5e:1x1"))
+    assert report.fits is False and report.cost is None
+    assert report.refusal.startswith("RESOURCE_EXHAUSTED")
+    assert report.as_mapping()["fits"] is False

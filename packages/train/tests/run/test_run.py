@@ -1,0 +1,231 @@
+"""Whole runs on a tiny model and real files: what they write, how they resume, what they refuse."""
+
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from stack_core.config import apply_overrides, load_yaml, parse
+from stack_core.errors import ConfigError, DataError, Interrupted, NonFiniteLoss, RunDirectoryError, ShardingError
+from stack_core.events import StepFinished
+from stack_core.runs.directory import RunDirectory
+from stack_train.checkpoint import CheckpointStore, named_leaves
+from stack_train.run import train as run
+from stack_train.run.config import RunConfig
+from stack_train.run.program import build_trainer
+
+CONFIG = {
+    "model": {
+        "family": "llama",
+        "vocab_size": 280,
+        "layers": 2,
+        "embed": 16,
+        "heads": 2,
+        "mlp": 24,
+        "dtype": "float32",
+    },
+    "data": {"seq_tokens": 16, "batch_size": 4, "validation_fraction": 0.0},
+    "optimizer": {"name": "adamw", "learning_rate": 0.01},
+    "run": {"steps": 6},
+    "checkpoint": {"every_steps": 2, "keep": 10},
+}
+
+
+@pytest.fixture
+def config_of(tmp_path, monkeypatch):
+    """Builds configs over a small corpus; `config_of("section.key=value", ...)`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    rng = np.random.default_rng(0)
+    words = ["alpha", "beta", "gamma", "delta", "return", "yield", "(x)", "\n"]
+    for number in range(20):
+        (texts / f"{number}.txt").write_text(" ".join(rng.choice(words, 200)))
+
+    def build(*overrides):
+        base = apply_overrides(CONFIG, [f"data.source=text:{texts}/*.txt", f"output={tmp_path / 'run'}"])
+        return parse(RunConfig, apply_overrides(base, overrides))
+
+    return build
+
+
+def final_state(config):
+    """The newest checkpoint's leaves, as NumPy arrays by path."""
+    trainer = build_trainer(config)
+    with CheckpointStore(RunDirectory(config_path(config)).checkpoints) as store:
+        state = store.restore(trainer.abstract_state).state
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(jax.tree.map(_plain, state)).items()}
+
+
+def _plain(leaf):
+    return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def config_path(config):
+    from pathlib import Path
+
+    return Path(config.output)
+
+
+def records(config):
+    return [json.loads(line) for line in (config_path(config) / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+
+
+def test_a_run_writes_its_config_metrics_tokenizer_and_checkpoints(config_of):
+    config = config_of("run.evaluate_every_steps=3", "data.validation_fraction=0.2")
+    summary = run.train(config)
+    path = config_path(config)
+    assert summary.step == 6 and summary.directory == path
+    assert np.isfinite([summary.loss, summary.validation_loss, summary.work_per_s]).all()
+    assert parse(RunConfig, load_yaml(path / "config.yaml")).model == config.model
+    assert (path / "tokenizer" / "tokenizer.json").exists()
+    assert [(record["kind"], record["step"]) for record in records(config)] == [
+        *(("train", step) for step in (1, 2, 3)),
+        ("evaluation", 3),
+        *(("train", step) for step in (4, 5, 6)),
+        ("evaluation", 6),
+    ]
+    with CheckpointStore(path / "checkpoints") as store:
+        assert store.steps() == (2, 4, 6)
+
+
+def test_a_resumed_run_ends_bitwise_like_an_uninterrupted_one(config_of, tmp_path):
+    whole, cut = config_of(f"output={tmp_path / 'whole'}"), config_of(f"output={tmp_path / 'cut'}")
+    run.train(whole)
+
+    def stop_at_3(self, dispatched, original=run.TrainingLoop._finish):
+        original(self, dispatched)
+        if dispatched is not None and dispatched.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.TrainingLoop, "_finish", stop_at_3)
+        stopped = run.train(cut)
+    assert stopped.stopped_by == "SIGTERM" and 3 <= stopped.step < 6
+    assert run.train(cut, resume=True).step == 6
+    assert_equal(final_state(whole), final_state(cut))
+    assert [record["loss"] for record in records(whole)] == [record["loss"] for record in records(cut)]
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(config_of, monkeypatch):
+    config = config_of()
+
+    def interrupt(self, dispatched, original=run.TrainingLoop._finish):
+        original(self, dispatched)
+        if dispatched is not None and dispatched.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(run.TrainingLoop, "_finish", interrupt)
+    with pytest.raises(Interrupted, match=r"Stopped by Ctrl-C after step .* of 6; it is saved. Go on with --resume"):
+        run.train(config)
+    with CheckpointStore(config_path(config) / "checkpoints") as store:
+        assert store.latest() in (3, 4)
+
+
+def test_a_longer_run_goes_on_from_a_finished_one(config_of):
+    run.train(config_of())
+    summary = run.train(config_of("run.steps=9"), resume=True)
+    assert summary.step == 9
+    assert [record["step"] for record in records(config_of()) if record["kind"] == "train"] == list(range(1, 10))
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_resumes_from_the_start(config_of):
+    config = config_of()
+    directory = RunDirectory(config_path(config))
+    directory.path.mkdir()
+    directory.config.write_text(_resolved(config))
+    assert run.train(config, resume=True).step == 6
+
+
+def _resolved(config):
+    from stack_core.config import to_yaml
+
+    return to_yaml(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        ("data.vocab_size=288", ConfigError, "tokenizer has 288 tokens, but model.vocab_size is 280"),
+        ("model.max_positions=8", ConfigError, "seq_tokens is 16, but model.max_positions is 8"),
+        ("run.accumulation_steps=3", ConfigError, "batch_size 4 is not a multiple"),
+        ("data.source=text:nowhere/*.txt", DataError, "nowhere"),
+        ("mesh.tensor=64", ShardingError, "64"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(config_of, override, error, message):
+    config = config_of(override)
+    with pytest.raises(error, match=message):
+        run.train(config)
+    assert not config_path(config).exists()
+
+
+def test_a_directory_with_another_run_is_refused_and_left_alone(config_of):
+    config = config_of("run.steps=2")
+    run.train(config)
+    before = {path: path.stat().st_mtime_ns for path in config_path(config).rglob("*")}
+    with pytest.raises(RunDirectoryError, match="holds another run"):
+        run.train(config)
+    with pytest.raises(ConfigError, match=r"model.layers: 3, not 2"):
+        run.train(config_of("model.layers=3"), resume=True)
+    with pytest.raises(ConfigError, match=r"model.vocab_size: 270, not 280"):
+        run.train(config_of("model.vocab_size=270"), resume=True)
+    with pytest.raises(RunDirectoryError, match="nothing to resume"):
+        run.train(config_of("output=elsewhere"), resume=True)
+    assert {path: path.stat().st_mtime_ns for path in config_path(config).rglob("*")} == before
+
+
+def test_two_trainers_cannot_share_a_directory(config_of):
+    config = config_of("run.steps=2")
+    run.train(config)
+    with RunDirectory(config_path(config)).open(resume=True), pytest.raises(RunDirectoryError, match=str(os.getpid())):
+        run.train(config_of("run.steps=4"), resume=True)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_documents(config_of):
+    config = config_of("optimizer.learning_rate=1e30", "optimizer.clip_norm=null", "checkpoint.every_steps=1")
+    with pytest.raises(NonFiniteLoss, match=r"Step \d+: the loss is .* and the gradient norm (nan|inf)") as caught:
+        run.train(config)
+    assert ".txt (lines" in str(caught.value)
+    assert "last checkpoint is step" in str(caught.value)
+    assert all(np.isfinite(record["loss"]) for record in records(config))
+
+
+def test_the_step_is_compiled_exactly_once(config_of, tmp_path):
+    compilations = []
+
+    def count(event, duration_s, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compilations.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    counts = []
+    for steps in (3, 12):
+        compilations.clear()
+        run.train(config_of(f"run.steps={steps}", f"output={tmp_path / str(steps)}"))
+        counts.append(len(compilations))
+    assert counts[1] <= counts[0]
+    assert counts[0] > 0
+
+
+def test_rates_are_measured_between_completions(config_of, monkeypatch):
+    import time
+
+    seen = []
+    original = run.EventBus.emit
+    monkeypatch.setattr(run.EventBus, "emit", lambda self, event: (seen.append(event), original(self, event)))
+    started_s = time.perf_counter()
+    run.train(config_of("run.steps=20"))
+    wall_s = time.perf_counter() - started_s
+    durations_s = [event.duration_s for event in seen if isinstance(event, StepFinished)]
+    assert len(durations_s) == 20
+    assert 0 < sum(durations_s) < wall_s

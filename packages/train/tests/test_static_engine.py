@@ -1,0 +1,196 @@
+"""The static engine against the model itself: tokens, log-probabilities, weights, refusals."""
+
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core.contracts.generation import Engine
+from stack_core.errors import ConversionError, EngineStopped, GenerationError
+from stack_core.generation import GenerationRequest, SamplingParams
+from stack_train.generate import TokenGenerator
+from stack_train.generative import generative_checkpoint
+from stack_train.models.llama import FAMILY, LlamaConfig
+from stack_train.sampling import SamplingConfig, draw
+from stack_train.static_engine import StaticEngine, StaticEngineConfig
+
+CONFIG = LlamaConfig(
+    vocab_size=24, embed=16, layers=1, heads=2, mlp=24, max_positions=40, initializer_std=0.3, dtype="float32"
+)
+DRAW = jax.jit(draw)
+PROMPTS = [(3, 5, 7), (1,), (2, 4, 6, 8, 10)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    model = jax.jit(lambda: FAMILY.build(CONFIG, key=jax.random.key(0)))()
+    return generative_checkpoint(model, name="tiny", tokenizer=Path("nowhere"), origin=Path("nowhere"))
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint):
+    engine = StaticEngine(checkpoint, StaticEngineConfig(rows=4))
+    engine.start()
+    yield engine
+    engine.close()
+
+
+def request(name, prompt, **sampling):
+    settings = SamplingParams(**{"max_tokens": 6, "seed": 7, "logprobs": 0, **sampling})
+    return GenerationRequest(request_id=str(name), prompt=prompt, sampling=settings)
+
+
+def ask(engine, *requests):
+    for each in requests:
+        engine.submit(each)
+    return [list(engine.stream(each.request_id)) for each in requests]
+
+
+@pytest.fixture(scope="module")
+def model_logprobs(checkpoint):
+    """log p of every token after each prefix of a sequence, by the model itself."""
+    params, positions = checkpoint.load_params(), jnp.arange(16)[None]
+
+    @jax.jit
+    def logprobs(tokens):
+        model = checkpoint.model(params)
+        return jax.nn.log_softmax(model.logits(model(tokens, positions).hidden)[0], axis=-1)
+
+    def of(tokens):
+        return np.asarray(logprobs(jnp.asarray([[*tokens, *[0] * (16 - len(tokens))]])))[: len(tokens)]
+
+    return of
+
+
+def test_greedy_tokens_are_those_of_one_prompt_at_a_time(checkpoint, engine):
+    assert isinstance(engine, Engine)
+    generator = TokenGenerator(checkpoint)
+    found = ask(engine, *(request(place, prompt, temperature=0.0) for place, prompt in enumerate(PROMPTS)))
+    for prompt, (update,) in zip(PROMPTS, found, strict=True):
+        assert update.tokens == tuple(generator.stream(prompt, SamplingConfig(temperature=0, max_tokens=6)))
+        assert (update.finish_reason, {each.logprob for each in update.logprobs}) != ("stop", {0.0})
+
+
+def test_log_probabilities_are_those_of_the_model_and_of_the_processed_distribution(model_logprobs, engine):
+    for of in ("model", "processed"):
+        ((update,),) = ask(engine, request(of, PROMPTS[0], temperature=0.5, top_k=5, logprobs_of=of))
+        whole = (*PROMPTS[0], *update.tokens)
+        logits = model_logprobs(whole)[len(PROMPTS[0]) - 1 : -1]
+        if of == "processed":
+            least = np.sort(logits, axis=-1)[:, -5:-4]
+            kept = np.where(logits >= least, logits / 0.5, -np.inf)
+            logits = kept - np.log(np.exp(kept).sum(-1, keepdims=True))
+        expected = np.take_along_axis(logits, np.asarray(update.tokens)[:, None], axis=-1)[:, 0]
+        np.testing.assert_allclose([each.logprob for each in update.logprobs], expected, atol=1e-5)
+        assert all(each.rank <= 5 for each in update.logprobs)
+
+
+def test_draws_depend_on_seed_and_index_and_not_on_the_rest_of_the_batch(engine):
+    ((alone,),) = ask(engine, request("alone", PROMPTS[0]))
+    many = ask(engine, *(request(seed, PROMPTS[0], seed=seed) for seed in (9, 7, 11)), request("n", PROMPTS[0], n=6))
+    assert [each[0].tokens == alone.tokens for each in many[:3]] == [False, True, False]
+    continuations = {each.index: each.tokens for each in many[3]}
+    assert sorted(continuations) == [0, 1, 2, 3, 4, 5] and continuations[0] == alone.tokens
+    assert len(set(continuations.values())) > 1
+
+
+def test_drawn_shares_are_the_probabilities(model_logprobs, engine):
+    probabilities = np.exp(model_logprobs(PROMPTS[0])[-1])
+    ((*updates,),) = ask(engine, request("shares", PROMPTS[0], n=400, max_tokens=1))
+    counts = np.bincount([each.tokens[0] for each in updates], minlength=24)
+    chi_squared = np.sum((counts - 400 * probabilities) ** 2 / (400 * probabilities))
+    assert chi_squared < 49.7  # the 0.999 quantile with 23 degrees of freedom
+
+
+def test_a_stop_token_ends_a_continuation_and_belongs_to_it(engine):
+    ((free,),) = ask(engine, request("free", PROMPTS[0]))
+    stop = free.tokens[2]
+    ((update,),) = ask(engine, request("stopped", PROMPTS[0], stop_tokens=(stop,)))
+    assert update.tokens == free.tokens[: free.tokens.index(stop) + 1]
+    assert (update.finish_reason, update.stop_reason) == ("stop", stop)
+
+
+def test_the_engine_owns_the_weights_that_it_is_given(checkpoint, engine):
+    ((before,),) = ask(engine, request("before", PROMPTS[0]))
+    params = jax.tree.map(lambda leaf: leaf * 2, checkpoint.load_params())
+    engine.update_weights(params, version=5)
+    jax.tree.map(lambda leaf: leaf.delete(), params)
+    ((after,),) = ask(engine, request("after", PROMPTS[0]))
+    assert (before.weights_versions, after.weights_versions) == ((0,) * 6, (5,) * 6)
+    assert [each.logprob for each in before.logprobs] != [each.logprob for each in after.logprobs]
+    with pytest.raises(ConversionError, match=r"embedding.*not \(24, 16\)"):
+        engine.update_weights(jax.tree.map(lambda leaf: leaf[..., :1], checkpoint.load_params()))
+    engine.update_weights(checkpoint.load_params(), version=0)
+    ((again,),) = ask(engine, request("again", PROMPTS[0]))
+    assert (again.tokens, again.logprobs) == (before.tokens, before.logprobs)
+
+
+def test_receivers_are_served_and_every_request_ends_once(checkpoint):
+    engine = StaticEngine(checkpoint, StaticEngineConfig(rows=2))
+    ended, found = threading.Event(), []
+
+    def receive(update):
+        found.append(update)
+        if len(found) == 3:
+            ended.set()
+
+    engine.submit(request("kept", PROMPTS[0], n=3), receive)
+    engine.submit(request("aborted", PROMPTS[1]))
+    engine.abort("aborted")
+    assert engine.stats().waiting == 3
+    engine.start()
+    assert ended.wait(60)
+    assert sorted(each.index for each in found) == [0, 1, 2] and all(len(each.tokens) == 6 for each in found)
+    assert [each.finish_reason for each in engine.stream("aborted")] == ["abort"]
+    assert (engine.stats().generated_tokens, engine.stats().prompt_tokens) == (18, 9)
+    engine.close()
+    with pytest.raises(EngineStopped, match="closed"):
+        engine.submit(request("late", PROMPTS[0]))
+
+
+def test_what_the_device_raises_ends_its_requests_and_no_others(engine, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_generate", lambda *args, **options: 1 / 0)
+        ((update,),) = ask(engine, request("failing", PROMPTS[0]))
+    assert update.finish_reason == "error" and update.error == "ZeroDivisionError: division by zero"
+    assert ask(engine, request("next", PROMPTS[0]))[0][0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("change", "parameter"),
+    [
+        ({"stop": ("x",)}, "stop"),
+        ({"presence_penalty": 1.0}, "presence_penalty"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"min_tokens": 2}, "min_tokens"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(engine, change, parameter):
+    with pytest.raises(GenerationError, match="static engine cannot do") as caught:
+        engine.submit(request("refused", PROMPTS[0], **change))
+    assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize("prompt", [(), tuple(range(40)), (24,)])
+def test_prompts_that_do_not_fit_are_refused(engine, prompt):
+    with pytest.raises(GenerationError, match=r"max_positions is 40|outside of the vocabulary"):
+        engine.submit(request("unfit", prompt))
+
+
+@pytest.mark.parametrize(
+    ("settings", "candidates"),
+    [({"top_k": 2}, 3), ({"top_p": 0.5}, 1), ({"top_p": 0.75}, 3), ({"min_p": 0.3}, 3), ({"min_p": 0.1}, 4)],
+)
+def test_candidates_are_the_most_likely_and_those_as_likely_as_the_last(settings, candidates):
+    logits = jnp.log(jnp.asarray([[0.52, 0.18, 0.18, 0.08, 0.04]]))
+    plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | settings
+    arrays = {name: jnp.asarray([value] * 200) for name, value in plain.items()}
+    drawn = DRAW(jnp.tile(logits, (200, 1)), **arrays, keys=jax.random.split(jax.random.key(0), 200))
+    assert set(np.asarray(drawn.tokens).tolist()) == set(range(candidates))
+    kept = np.asarray([0.52, 0.18, 0.18, 0.08, 0.04])[:candidates]
+    expected = np.log(kept / kept.sum())[np.asarray(drawn.tokens)]
+    np.testing.assert_allclose(drawn.processed, expected, rtol=1e-5, atol=1e-6)

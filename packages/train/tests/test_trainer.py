@@ -1,0 +1,146 @@
+"""The training step: pure, compiled once, its state donated, its gradients those of the whole batch."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core.mesh import MeshConfig, make_mesh
+from stack_train.models.llama import FAMILY, LlamaConfig
+from stack_train.objectives import CausalLMConfig
+from stack_train.optim import AdamWConfig, ScheduleConfig
+from stack_train.trainer import Trainer
+
+MODEL = LlamaConfig(
+    vocab_size=61,
+    layers=2,
+    embed=16,
+    heads=4,
+    kv_heads=2,
+    mlp=24,
+    max_positions=32,
+    dtype="float32",
+    initializer_std=0.2,
+)
+
+
+def make_trainer(**changes):
+    fields = {
+        "family": FAMILY,
+        "model_config": MODEL,
+        "objective": CausalLMConfig().build(),
+        "optimizer": AdamWConfig(learning_rate=1e-2, schedule=ScheduleConfig(warmup_steps=2)),
+        "steps": 20,
+        "mesh": make_mesh(MeshConfig(), devices=jax.devices()[:1]),
+    }
+    return Trainer(**{**fields, **changes})
+
+
+def make_batch(seed=0, rows=4, seq=12):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, MODEL.vocab_size, (rows, seq + 1), dtype=np.int32)
+    targets = tokens[:, 1:].copy()
+    targets[0, : seq // 2] = -100  # rows weigh differently, so that a mean of means would be wrong
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": targets,
+        "positions": np.tile(np.arange(seq, dtype=np.int32), (rows, 1)),
+        "segment_ids": np.ones((rows, seq), np.int32),
+    }
+
+
+def leaves(tree):
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def test_a_run_of_steps_learns_one_batch_by_heart():
+    trainer, batch = make_trainer(), make_batch()
+    state, step = trainer.init(key=jax.random.key(0)), trainer.compile(batch)
+    losses = []
+    for _ in range(20):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == pytest.approx(np.log(MODEL.vocab_size), rel=0.2)
+    assert losses[-1] < 0.5 * losses[0]
+    assert int(state.step) == 20
+
+
+def test_the_state_is_donated():
+    trainer, batch = make_trainer(), make_batch()
+    state = trainer.init(key=jax.random.key(0))
+    before = jax.tree.leaves(state.params)
+    trainer.compile(batch)(state, batch)
+    assert all(leaf.is_deleted() for leaf in before)
+
+
+def test_the_same_key_gives_the_same_state_and_another_gives_another():
+    trainer = make_trainer()
+    first, same, other = (leaves(trainer.init(key=jax.random.key(seed)).params) for seed in (0, 0, 1))
+    assert all((first[name] == same[name]).all() for name in first)
+    assert any((first[name] != other[name]).any() for name in first)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_accumulated_gradients_are_those_of_the_whole_batch(parts):
+    batch = make_batch()
+    results = []
+    for accumulation_steps in (1, parts):
+        trainer = make_trainer(accumulation_steps=accumulation_steps)
+        results.append(trainer.compile(batch)(trainer.init(key=jax.random.key(0)), batch))
+    (whole, whole_metrics), (summed, summed_metrics) = results
+    assert float(whole_metrics["loss"].weight) == float(summed_metrics["loss"].weight)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(float(summed_metrics[name]), float(whole_metrics[name]), rtol=1e-5)
+    expected, got = leaves(whole.opt_state), leaves(summed.opt_state)
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], value, rtol=2e-3, atol=1e-7, err_msg=name)
+
+
+def test_metrics_report_the_schedule_and_the_norm_before_clipping():
+    trainer, batch = (
+        make_trainer(optimizer=AdamWConfig(clip_norm=1e-6, schedule=ScheduleConfig(warmup_steps=9))),
+        make_batch(),
+    )
+    _, metrics = trainer.compile(batch)(trainer.init(key=jax.random.key(0)), batch)
+    assert float(metrics["learning_rate"]) == pytest.approx(3e-4 / 10)
+    assert float(metrics["grad_norm"]) > 1e-3
+
+
+def test_evaluation_is_the_objective_without_an_update():
+    trainer, batch = make_trainer(), make_batch()
+    state = trainer.init(key=jax.random.key(0))
+    evaluated = float(trainer.compile_evaluation(batch)(trainer.variables(state), batch)["loss"])
+    _, metrics = trainer.compile(batch)(state, batch)
+    assert evaluated == pytest.approx(float(metrics["loss"]), rel=1e-6)
+
+
+def test_every_leaf_of_the_state_has_the_sharding_of_its_rule():
+    trainer = make_trainer()
+    state = trainer.init(key=jax.random.key(0))
+    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(trainer.state_shardings), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def test_optimizer_moments_have_the_structure_of_the_parameters():
+    trainer = make_trainer()
+    moments = [leaf.shape for leaf in jax.tree.leaves(trainer.abstract_state.opt_state) if leaf.ndim]
+    parameters = [leaf.shape for leaf in jax.tree.leaves(trainer.abstract_params)]
+    assert sorted(moments) == sorted(2 * parameters)
+
+
+def test_the_z_loss_changes_the_loss():
+    batch = make_batch()
+    plain, with_z = (
+        float(trainer.compile_evaluation(batch)(trainer.variables(trainer.init(key=jax.random.key(0))), batch)["loss"])
+        for trainer in (make_trainer(objective=CausalLMConfig(z_loss=z).build()) for z in (0.0, 0.1))
+    )
+    assert with_z > plain
+
+
+def test_bfloat16_compute_keeps_float32_parameters():
+    trainer, batch = make_trainer(model_config=dataclasses.replace(MODEL, dtype="bfloat16")), make_batch()
+    state, metrics = trainer.compile(batch)(trainer.init(key=jax.random.key(0)), batch)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+    assert np.isfinite(float(metrics["loss"]))

@@ -1,5 +1,9 @@
-"""The peer `before`: this repository at an earlier commit, in a separate environment; it shows what a change costs."""
+"""The peer `before`: this repository at an earlier commit, in a separate environment; it shows what a change costs.
 
+It is started as the benchmark of that commit starts it, so that keys and names may have changed since.
+"""
+
+import importlib.util
 import io
 import subprocess
 import sys
@@ -9,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from peers import stack_train
-from peers.peer import Peer, Workload, find_uv, run_quietly
+from peers.peer import Command, Peer, Workload, find_uv, run_quietly
 
-__all__ = ["environment_of", "full_commit", "name_of", "peer_of"]
+__all__ = ["benchmarks_of", "environment_of", "full_commit", "name_of", "peer_of"]
 
 _ROOT = Path(__file__).parents[2]
 _EXTRAS = {"kernels": "cpu"}
@@ -35,14 +39,33 @@ def name_of(commit: str) -> str:
 
 
 def peer_of(commit: str) -> Peer:
-    """The trainer of a whole commit; it has to know the keys of today's config."""
+    """The trainer of a whole commit."""
+    theirs: list[Peer] = []
 
     def install(folder: Path, workload: Workload) -> Path:
         python = environment_of(commit, folder)
-        stack_train.fill_cache(python, folder, workload)
+        theirs[:] = [_trainer_in(benchmarks_of(folder))]
+        stack_train.fill_cache(theirs[0], python, folder, workload)
         return python
 
-    return replace(stack_train.PEER, name=name_of(commit), install=install)
+    def command(python: Path, workload: Workload, steps: int) -> Command:
+        return theirs[0].command(python, workload, steps)
+
+    return replace(stack_train.PEER, name=name_of(commit), install=install, command=command)
+
+
+def benchmarks_of(folder: Path) -> Path:
+    """The benchmarks of the commit of which `folder` has the environment."""
+    return folder / "source" / "benchmarks"
+
+
+def _trainer_in(benchmarks: Path) -> Peer:
+    """How a commit's own benchmark starts its trainer; what the module imports is today's."""
+    spec = importlib.util.spec_from_file_location("trainer_before", benchmarks / "peers" / "stack_train.py")
+    assert spec is not None and spec.loader is not None, "the file's name ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.PEER
 
 
 def environment_of(commit: str, folder: Path) -> Path:

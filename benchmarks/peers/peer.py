@@ -87,8 +87,8 @@ def find_python(version: str) -> str:
     return found.stdout.strip()
 
 
-def run_quietly(*command: str | Path) -> None:
-    """Runs a command and shows its output only if it fails."""
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+def run_quietly(*command: str | Path, folder: str | None = None) -> None:
+    """Runs a command, in `folder` if one is given, and shows its output only if it fails."""
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}\nfailed with exit code {done.returncode}:\n{done.stdout}{done.stderr}")

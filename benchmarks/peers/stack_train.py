@@ -16,16 +16,15 @@ __all__ = ["PEER", "WITHOUT_KERNELS", "fill_cache"]
 
 def _install(folder: Path, workload: Workload) -> Path:
     """Leaves the environment alone, and fills the data cache."""
-    fill_cache(Path(sys.executable), folder, workload)
+    fill_cache(PEER, Path(sys.executable), folder, workload)
     return Path(sys.executable)
 
 
-def fill_cache(python: Path, folder: Path, workload: Workload) -> None:
+def fill_cache(peer: Peer, python: Path, folder: Path, workload: Workload) -> None:
     """Trains a small model for one step, which leaves tokenizer and tokens in the data cache of an environment."""
+    command = peer.command(python, replace(workload, layers=1, embed=8, heads=1, mlp=8), 1)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        options = _options(workload, steps=1)
-        options |= {"output": f"{scratch}/run", "model.layers": 1, "model.embed": 8, "model.heads": 1, "model.mlp": 8}
-        run_quietly(*_arguments(python, options))
+        run_quietly(*command.arguments, folder=scratch)
 
 
 def _command(python: Path, workload: Workload, steps: int) -> Command:

@@ -149,11 +149,13 @@ ENGINES: Sequence[Engine] = (
 
 
 def engine_of(commit: str) -> Engine:
-    """This repository's engine at a whole commit, driven by today's worker; its models are not quantized."""
+    """This repository's engine at a whole commit, driven by that commit's worker; its models are not quantized."""
 
     def command(places: Places, workload: Workload, precision: str) -> list[str | Path]:
-        python = before.environment_of(commit, places.environments / before.name_of(commit).replace(" ", "-"))
-        return [python, _HERE / "stack_engine.py", _stack_model(places, workload, precision)]
+        folder = places.environments / before.name_of(commit).replace(" ", "-")
+        python = before.environment_of(commit, folder)
+        worker = before.benchmarks_of(folder) / "serving" / "stack_engine.py"
+        return [python, worker, _stack_model(places, workload, precision)]
 
     return Engine(
         name=before.name_of(commit), precisions=_same("fp32", "bf16"), command=command, packages=OURS.packages

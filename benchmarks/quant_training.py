@@ -24,9 +24,8 @@ from report import RESULTS, circumstances, table, write
 
 from stack_core.config import load_yaml, parse
 from stack_core.metrics import combine_all
-from stack_quant import Rule, quantize_model
-from stack_quant.section import QUANTIZER
-from stack_train.data.pipeline import Pipeline, build_pipeline
+from stack_quant.section import QuantConfig, Quantization
+from stack_train.data.pipeline import Pipeline
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_trainer
 from stack_train.state import TrainState
@@ -64,9 +63,9 @@ def main() -> None:
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     """Trains and quantizes; returns what has limits, and the losses that it is made of."""
     mapping = load_yaml(CONFIG)
-    steps = arguments.steps or mapping["trainer"]["steps"]
+    steps = arguments.steps or mapping["run"]["steps"]
     run = parsed(mapping, steps)
-    pipeline = build_pipeline(run.data, seed=run.trainer.seed)
+    pipeline = data_of(run)
     held_out = [on_device(batch) for batch in itertools.islice(pipeline.validation_batches(), arguments.batches)]
 
     trainer = build_trainer(run)
@@ -77,7 +76,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
     onward = trained_on(mapping)
     aware = build_trainer(parsed(onward, arguments.qat_steps, {"method": "qat", "rules": W4}))
-    larger = build_pipeline(parsed(onward, arguments.qat_steps).data, seed=run.trainer.seed)
+    larger = data_of(parsed(onward, arguments.qat_steps))
     learned, _ = trained(aware, aware.init_from(params, key=jax.random.key(1)), larger, arguments.qat_steps)
     qat = loss_of(trainer, trainer.model(learned.params), held_out, W4)
     # The steps themselves lower the loss: the gap is that of a float model which is trained on as long.
@@ -145,8 +144,11 @@ def trained_on(mapping: Mapping[str, Any]) -> dict[str, Any]:
 def parsed(mapping: Mapping[str, Any], steps: int, quant: Mapping[str, Any] | None = None) -> RunConfig:
     """The run of so many steps, with a recipe."""
     run = parse(RunConfig, {**mapping, **({} if quant is None else {"quant": quant})})
-    run = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, steps=steps))
-    return dataclasses.replace(run, data=dataclasses.replace(run.data, vocab_size=run.model.vocab_size))
+    return dataclasses.replace(run, run=dataclasses.replace(run.run, steps=steps))
+
+
+def data_of(run: RunConfig) -> Pipeline:
+    return run.data.build(seed=run.run.seed, model=run.model)
 
 
 def trained(trainer: Trainer, state: TrainState, pipeline: Pipeline, steps: int) -> tuple[TrainState, np.ndarray]:
@@ -167,17 +169,18 @@ def on_device(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def loss_of(trainer: Trainer, model: nnx.Module, batches: Sequence[Any], rules: Sequence[Any] | None) -> float:
     """The mean loss of a model, or of what it is quantized to."""
-    if rules is not None:
-        model = quantize_model(model, [Rule(**rule) for rule in rules], batches[0])
+    transform = None if rules is None else Quantization(parse(QuantConfig, {"rules": rules}), batches[0])
+    if transform is not None:
+        model = transform.apply(model)
     graph, state = nnx.split(model)
     key = jax.random.key(0)
 
     @jax.jit
     def metrics(state: Any, batch: Any) -> Any:
         merged = nnx.merge(graph, state)
-        if rules is None:
+        if transform is None:
             return trainer.objective(merged, batch, key=key)[1]
-        return QUANTIZER.call(trainer.objective, merged, batch, key=key)[1]
+        return transform.call(trainer.objective, merged, batch, key=key)[1]
 
     return float(combine_all([metrics(state, batch) for batch in batches])["loss"])
 

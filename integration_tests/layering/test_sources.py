@@ -10,6 +10,9 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ("benchmarks/**/*.py", "examples/**/*.py", "integration_tests/**/*.py", "packages/*/tests/**/*.py")
+
 
 def _modules(source: Path) -> dict[str, ast.Module]:
     """The syntax tree of every module of a package, by its dotted name."""
@@ -69,3 +72,27 @@ def _declared(package: Path) -> set[str]:
 
 def _canonical(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def test_programs_beside_the_packages_import_what_there_is() -> None:
+    """Benchmarks, examples and what tests start are checked by no type checker, and some run only before a release."""
+    packages = {path.name for path in ROOT.glob("packages/*/src/stack_*")}
+    missing = []
+    for program in itertools.chain(*(ROOT.glob(pattern) for pattern in PROGRAMS)):
+        for node in ast.walk(ast.parse(program.read_text(), str(program))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in packages:
+                names = [alias.name for alias in node.names]
+                missing += [f"{program}: {node.module}.{name}" for name in names if not _is_there(node.module, name)]
+    assert not missing, "\n".join(missing)
+    assert not _is_there("stack_core.errors", "NoSuchError") and not _is_there("stack_core.no_module", "x")
+
+
+def _is_there(module: str, name: str) -> bool:
+    """Whether a module is a file of a package, and `name` stands in it or is a module below it."""
+    package, *parts = module.split(".")
+    path = ROOT.joinpath("packages", package.removeprefix("stack_"), "src", package, *parts)
+    file = next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None)
+    if file is None:
+        return False
+    is_below = (path / f"{name}.py").exists() or (path / name / "__init__.py").exists()
+    return is_below or re.search(rf"\b{name}\b", file.read_text()) is not None

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from stack_core.hardware.hlo import Execution, parse_hlo
+from stack_core.hardware.hlo_costs import executed_flops
 from stack_core.mesh import DEFAULT_RULES, MeshConfig, check_shardings, make_mesh
 from stack_core.ops import _attention_tiles, _linear_cross_entropy
 from stack_train.models.llama import FAMILY, LlamaConfig
@@ -34,6 +35,8 @@ MESHES = (
     {"fsdp": 2, "tensor": 4},
     {"data": 2, "fsdp": 2, "tensor": 2},
 )
+GRADIENTS = ({"fsdp": 8}, {"tensor": 4}, {"fsdp": 2, "tensor": 4})
+MOST_WORK = 1.1  # of a device's even share of the FLOPs
 SEQUENCE_SHARDED = DEFAULT_RULES.updated({"norm_seq": ("context", "tensor")})
 ROWS, SEQ, STEPS, CHUNKS = 16, 16, 4, 4
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
@@ -67,7 +70,7 @@ def trained(trainer, state):
     """The losses and gradient norms of all steps, the last state, and the compiled step."""
     results, compiled = [], None
     for batch in batches():
-        placed = jax.device_put(batch, trainer.batch_shardings(batch))
+        placed = _on(trainer, batch)
         compiled = compiled or trainer.compile(placed)
         state, metrics = compiled(state, placed)
         results.append([float(metrics["loss"]), float(metrics["grad_norm"])])
@@ -122,10 +125,20 @@ def check_collectives(trainer, compiled, sizes):
         assert not whole, whole
 
 
+def gradients(trainer, start):
+    batch = next(batches())
+    return jax.device_get(jax.jit(trainer.gradients)(_placed(trainer, start), _on(trainer, batch))[0])
+
+
+def flops(compiled):
+    return executed_flops(parse_hlo(compiled.as_text())).total
+
+
 def same_losses_on_every_mesh():
     single = make_trainer({"data": 1})
     start = jax.device_get(jax.tree.map(_plain, single.init(key=jax.random.key(0))))
-    expected, _, _ = trained(single, _placed(single, start))
+    expected, _, whole = trained(single, _placed(single, start))
+    of_one = gradients(single, start)
     assert expected[-1, 0] < expected[0, 0]
     for sizes in MESHES:
         for rules in (DEFAULT_RULES, SEQUENCE_SHARDED) if "tensor" in sizes else (DEFAULT_RULES,):
@@ -135,8 +148,12 @@ def same_losses_on_every_mesh():
             np.testing.assert_allclose(found[:, 0], expected[:, 0], rtol=1e-5, err_msg=f"losses, {where}")
             np.testing.assert_allclose(found[:, 1], expected[:, 1], rtol=1e-4, err_msg=f"gradient norms, {where}")
             check_state(trainer, state)
+            assert flops(compiled) <= MOST_WORK * flops(whole) / math.prod(sizes.values()), where
             if rules is DEFAULT_RULES and trainer.accumulation_steps == 1:
                 check_collectives(trainer, compiled, sizes)
+            if sizes in GRADIENTS:
+                for one, several in zip(*map(jax.tree.leaves, (of_one, gradients(trainer, start))), strict=True):
+                    np.testing.assert_allclose(several, one, rtol=0, atol=1e-5 * np.abs(one).max(), err_msg=where)
 
 
 def initial_values_do_not_depend_on_the_mesh():
@@ -148,6 +165,10 @@ def initial_values_do_not_depend_on_the_mesh():
 
 def _plain(leaf):
     return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def _on(trainer, batch):
+    return jax.device_put(batch, trainer.batch_shardings(batch))
 
 
 def _placed(trainer, start):

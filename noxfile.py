@@ -38,6 +38,7 @@ SHARES_PROGRAMS = ("train",)
 RELEASE = ("matrix", "slow", "aot", "parity", "clients", "lowest", "newest")
 PARITY_PYTHON = "3.11"
 TORCH = "torch==2.13.0"
+TRANSFORMERS_4 = "transformers>=4.57,<5"
 # Compilers for hardware that is not there: libtpu, and the CUDA plugin without what only running on a GPU needs.
 COMPILERS = ("jax[tpu,cuda13-local]", "nvidia-cuda-nvcc>=13,<14")
 NO_PARITY = "--ignore=integration_tests/parity"
@@ -133,10 +134,15 @@ def aot(session: nox.Session) -> None:
 
 # pip, because a machine may offer it a small CPU-only PyTorch through `find-links`, where uv does not look.
 @nox.session(default=False, python=PARITY_PYTHON, venv_backend="venv")
-def parity(session: nox.Session) -> None:
-    """Compares with PyTorch and transformers, in an environment of their own."""
+@nox.parametrize("transformers", [nox.param(major, id=f"transformers-{major}") for major in (5, 4)])
+def parity(session: nox.Session, transformers: int) -> None:
+    """Compares with PyTorch and its libraries, in environments of their own; of transformers 4 every family."""
     _install(session, "core", "train", "serve", TORCH, groups=("test", "parity"))
-    _pytest(session, ["integration_tests/parity"], "-m", "parity")
+    tests = "integration_tests/parity"
+    if transformers == 4:
+        session.install(TRANSFORMERS_4)
+        tests += "/test_families.py"
+    _pytest(session, [tests], "-m", "parity")
 
 
 @nox.session(default=False)

@@ -85,8 +85,8 @@ def write_tokenizer(directory: Path) -> None:
 class Served:
     """`stack serve` of a directory."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
-        command = [sys.executable, "-m", "stack_core.cli", "serve", str(directory), "--port", "0", "--json", *options]
+    def __init__(self, directory: Path, *options: str, python: str = sys.executable) -> None:
+        command = [python, "-m", "stack_core.cli", "serve", str(directory), "--port", "0", "--json", *options]
         environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
         assert self.process.stdout is not None and self.process.stderr is not None

@@ -9,10 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import openai
 import pytest
 
 from stack_core import ops
 from stack_core.abi import QView
+
+from .served import Served, write_checkpoint
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "plugins"
 TRAINING = """
@@ -26,7 +29,7 @@ output: {output}
 TRAINING_PLUGINS = ("model", "objective", "optimizer", "data_source", "data_kind")
 
 
-@pytest.mark.parametrize("name", ["op", "command", "observer", "analysis", *TRAINING_PLUGINS])
+@pytest.mark.parametrize("name", ["op", "command", "observer", "analysis", "engine", *TRAINING_PLUGINS])
 def test_an_example_is_a_whole_distribution_of_fewer_than_ninety_lines(name):
     files = [path for path in (EXAMPLES / name).rglob("*") if path.suffix in (".py", ".toml")]
     assert {"pyproject.toml", "plugin.py"} <= {path.name for path in files}
@@ -121,6 +124,21 @@ def test_a_run_of_a_strangers_model_objective_optimizer_and_data(environment, tm
     assert "There is no file nowhere.csv. Write csv:FILE#COLUMN." in wrong.stderr
     removed = environment.stack("train", str(names["bytes"]), check=False)
     assert removed.returncode == 2 and "bigram" in removed.stderr
+
+
+def test_an_engine_is_served_as_ours_is(environment, tmp_path):
+    write_checkpoint(tmp_path)
+    with environment.installed(EXAMPLES / "engine"):
+        refused = environment.stack("serve", str(tmp_path), "--engine", "lookup", "--pages", "9", check=False)
+        served = Served(tmp_path, "--engine", "lookup", python=str(environment.python))
+        answer = served.openai.completions.create(model=served.model, prompt="abcab", max_tokens=9)
+        with pytest.raises(openai.BadRequestError, match="Nothing is drawn, so leave top_p out"):
+            served.openai.completions.create(model=served.model, prompt="abcab", top_p=0.5)
+        served.stop()
+    assert "--pages is of the engine llm, not of lookup" in refused.stderr
+    assert answer.usage.completion_tokens == 9
+    assert answer.choices[0].text in "cab" * 9
+    assert "lookup" not in environment.plugins()
 
 
 CAPTURE = """

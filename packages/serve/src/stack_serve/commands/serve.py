@@ -36,6 +36,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     api_key_file: Path | None = None,
     model_name: tuple[str, ...] = (),
     chat_template: Path | None = None,
+    engine: str = "llm",
     timeout_s: float | None = None,
     drain_s: float | None = None,
     max_body_bytes: int | None = None,
@@ -76,6 +77,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       api_key_file: file with such keys, one a line.
       model_name: what clients call the model (its own name); may be given several times.
       chat_template: file with a Jinja template for messages (the model's own).
+      engine: what generates; the options from max-sequences to seed are of `llm`, the others have none.
       timeout_s: a request that takes longer ends with an error (never).
       drain_s: how long running requests may take to end after SIGTERM (30).
       max_body_bytes: of a request (8388608).
@@ -117,10 +119,10 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
         serve_repository(repository, config, options, json=json)
     else:
         assert model is not None
-        _serve(model, config, options, json=json)
+        _serve(model, engine, config, options, json=json)
 
 
-def _serve(model: str, config: Any, options: dict[str, Any], *, json: bool) -> None:
+def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *, json: bool) -> None:
     from stack_core.model_formats import open_for_generation
     from stack_core.plugins import registries
     from stack_serve.http.server import HttpServer, listen  # imports what `stack --help` should not wait for
@@ -128,8 +130,12 @@ def _serve(model: str, config: Any, options: dict[str, Any], *, json: bool) -> N
     from stack_serve.openai.served import OpenAIApp
     from stack_serve.openai.service import Service
 
-    engine_config = parse(EngineConfig, _only(EngineConfig, options))
-    make_engine = registries.engines["llm"]
+    given = _only(EngineConfig, options)
+    if engine_name != "llm" and given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"{flags} {'is' if len(given) == 1 else 'are'} of the engine llm, not of {engine_name}.")
+    engine_config = parse(EngineConfig, given)
+    make_engine = registries.engines[engine_name]
     with listen(config) as listener:  # before a large model is read for nothing
         keep_compiled()
         _say(f"loading {model}")
@@ -140,7 +146,8 @@ def _serve(model: str, config: Any, options: dict[str, Any], *, json: bool) -> N
 
         def engine() -> Any:
             nonlocal made
-            made = make_engine(checkpoint, engine_config, progress=progress)
+            is_llm = engine_name == "llm"
+            made = make_engine(checkpoint, engine_config, progress=progress) if is_llm else make_engine(checkpoint)
             service.progress = "compiling"
             _say("compiling; requests get status 503 until it is done")
             return made
@@ -164,7 +171,7 @@ def _serve(model: str, config: Any, options: dict[str, Any], *, json: bool) -> N
                 ready = {"address": address, "model": service.names[0], "process": os.getpid()}
                 print(json_format.dumps(ready), flush=True)
             _say(f"{service.names[0]} is served at {address}/v1")
-            if made is not None:
+            if engine_name == "llm" and made is not None:
                 _say(f"memory: {made.memory()}")
 
         # So long the event loop and the engine wait for another thread that computes in Python; 5 ms by default.

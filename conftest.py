@@ -1,7 +1,10 @@
 """What every test of every package runs under, and what a skipped test would have needed."""
 
 import importlib.util
+import itertools
 import os
+from collections import Counter
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -17,12 +20,42 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["STACK_TUNED_TABLES"] = ""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what this environment cannot run, and says what it would need."""
+    """Makes slow what a covering choice leaves out; skips what this environment cannot run, and says what it needs."""
+    for item in _left_out(items):
+        item.add_marker(pytest.mark.slow)
     for item in items:
         for marker, missing in _MISSING.items():
             if item.get_closest_marker(marker) is not None and (reason := missing(config)):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """The cases of tests marked `covering` that need not run by default."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("covering") is not None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        chosen = _chosen(cases)
+        yield from (case for place, case in enumerate(cases) if place not in chosen)
+
+
+def _chosen(cases: list[pytest.Function]) -> set[int]:
+    """Places of the cases to run: those that the contract of an op chooses, else the fewest a greedy search finds."""
+    if all(case.callspec.params.keys() == {"check"} for case in cases):
+        return {place for place, case in enumerate(cases) if case.callspec.params["check"].is_covering}
+    (size,) = cases[0].get_closest_marker("covering").args or (1,)
+    values = [sorted((name, id(value)) for name, value in case.callspec.params.items()) for case in cases]
+    covered_by = [set(itertools.combinations(each, size)) for each in values]
+    missing, chosen, uses = set().union(*covered_by), set(), Counter()
+    while missing:  # first what covers most; of several, the one whose values occurred least
+        best = max(range(len(cases)), key=lambda i: (len(covered_by[i] & missing), -sum(uses[v] for v in values[i])))
+        missing -= covered_by[best]
+        chosen.add(best)
+        uses.update(values[best])
+    return chosen
 
 
 def _slow(config: pytest.Config) -> str | None:

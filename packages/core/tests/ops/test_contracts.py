@@ -23,6 +23,7 @@ OPS = (
 )  # those that need several devices: test_collective_matmul.py, test_exchange.py
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", [pytest.param(check, id=f"{op}-{check}") for op in OPS for check in op_checks(op)])
 def test_reference_keeps_its_contract(check: OpCheck) -> None:
     check(importlib.import_module(f"stack_core.ops._{check.case.op}").REFERENCE)

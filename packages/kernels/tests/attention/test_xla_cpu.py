@@ -19,6 +19,7 @@ def _in_tiles(config: TileConfig) -> OpImplementation:
 SMALL_TILES = _in_tiles(TileConfig(rows=16, tile_bytes=2**13))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", op_checks("attention"), ids=str)
 def test_contract(check: OpCheck) -> None:
     check(XLA_CPU)

@@ -9,6 +9,7 @@ from stack_core.testing import OpCheck, op_checks
 from stack_kernels.gated_linear_unit.xla_cpu import XLA_CPU
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", op_checks("gated_linear_unit"), ids=str)
 def test_contract(check: OpCheck) -> None:
     check(XLA_CPU)

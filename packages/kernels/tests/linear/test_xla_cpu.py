@@ -11,6 +11,7 @@ from stack_core.testing import OpCheck, op_checks
 from stack_kernels.linear.xla_cpu import XLA_CPU
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", op_checks("linear"), ids=str)
 def test_contract(check: OpCheck) -> None:
     check(XLA_CPU)

@@ -13,6 +13,7 @@ from stack_kernels.linear.codes import columns, dequantized, interleaved
 from stack_kernels.linear.xla_cpu_quantized import XLA_CPU_QUANTIZED, QuantizedConfig
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", op_checks("linear"), ids=str)
 def test_contract(check: OpCheck) -> None:
     check(XLA_CPU_QUANTIZED)
@@ -35,6 +36,7 @@ def test_every_code_is_what_it_stands_for(dtype: str) -> None:
     np.testing.assert_array_equal(interleaved(parts), expected)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("levels", [1, 5, 16, 40])
 @pytest.mark.parametrize("codes", ["uint8", "int4", "int32"])
 def test_codes_of_any_width_look_their_levels_up(codes: str, levels: int) -> None:
@@ -55,6 +57,7 @@ FORMS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("tiles", [1, 4])

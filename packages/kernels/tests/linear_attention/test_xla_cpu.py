@@ -12,6 +12,7 @@ from stack_core.testing import OpCheck, op_checks
 from stack_kernels.linear_attention.xla_cpu import XLA_CPU, Chunks
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", op_checks("linear_attention"), ids=str)
 def test_contract(check: OpCheck) -> None:
     check(XLA_CPU)

@@ -21,11 +21,13 @@ KEPT, AGAIN = (_with(Chunks(chunk_rows=5, tile_bytes=16 * 5 * 4, keeps_exponenti
 BOTH = pytest.mark.parametrize("small", [KEPT, AGAIN], ids=["kept exponentials", "logits again"])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", op_checks("linear_cross_entropy"), ids=str)
 def test_contract(check: OpCheck) -> None:
     check(XLA_CPU)
 
 
+@pytest.mark.covering
 @BOTH
 @pytest.mark.parametrize(
     "check",

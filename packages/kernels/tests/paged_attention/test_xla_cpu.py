@@ -15,6 +15,7 @@ SLOTS, LENGTHS = 2, (23, 0, 1, 40, 9)
 TWO_PAGES_A_STEP = dataclasses.replace(XLA_CPU, default=lambda call, chip: StepConfig(slots=5))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", op_checks("paged_attention"), ids=str)
 def test_contract(check: OpCheck) -> None:
     check(XLA_CPU)

@@ -14,12 +14,14 @@ from stack_kernels.jit_cpu.host import Processor
 _SIZE = "stack_kernels.jit_cpu.many_numbers.LEAST_SIZE"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", op_checks("gated_linear_unit"), ids=str)
 def test_contract(check: OpCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_SIZE, 1)
     check(JIT_X86_WIDE)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu", "relu_squared"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_values_and_gradients_are_those_of_the_reference(processor: Processor, dtype: str, activation: str) -> None:

@@ -18,11 +18,13 @@ _COLUMNS = (2, 50, 128, 300)  # less than a vector; all but whole; a tile; tiles
 _ROWS = (1, 2, 3, 8, 21)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", op_checks("linear"), ids=str)
 def test_contract(check: OpCheck) -> None:
     check(JIT_X86)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("columns", _COLUMNS)
 @pytest.mark.parametrize("rows", _ROWS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -32,6 +34,7 @@ def test_products_of_any_size_are_exact_to_fp32(processor: Processor, dtype: str
     _assert_equal(_product(x, weight), np.asarray(x, np.float64) @ np.asarray(weight, np.float64))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("depth", [8, 136, 1408])
 @pytest.mark.parametrize("columns", [3, 300, 4100])
 @pytest.mark.parametrize("rows", [1, 2])
@@ -44,6 +47,7 @@ def test_one_or_two_rows_are_summed_in_parts(
     _assert_equal(_product(x, weight), np.asarray(x, np.float64) @ np.asarray(weight, np.float64))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("columns", _COLUMNS)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int4", "uint4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
 def test_every_code_is_read_as_its_value(processor: Processor, dtype: str, columns: int) -> None:
@@ -57,6 +61,7 @@ def test_every_code_is_read_as_its_value(processor: Processor, dtype: str, colum
     _assert_equal(_product(x, Quantized(codes, scale)), x.astype(np.float64) @ weight)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("scales", [1, 4100])
 @pytest.mark.parametrize("depth", [12, 136, 1408])
 def test_one_row_of_int8_codes_is_summed_in_parts(processor: Processor, depth: int, scales: int) -> None:
@@ -107,6 +112,7 @@ def test_tiles_of_integers_that_differ(processor: Processor, x_tiles: int, tiles
     _assert_equal(_product(Quantized(x, x_scale), Quantized(weight, scale)), exact)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("columns", _COLUMNS)
 @pytest.mark.parametrize("rows", _ROWS)
 def test_integer_products_are_exact_at_the_ends_of_their_range(processor: Processor, rows: int, columns: int) -> None:
@@ -143,6 +149,7 @@ def test_integer_products_do_not_overflow(depth: int) -> None:
     np.testing.assert_allclose(found, -128.0 * 127 * depth, rtol=1e-2)  # equal terms round alike in an fp32 sum
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("tiles", [1, 2, 40])
 @pytest.mark.parametrize("columns", [40, 256])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e5m2"])

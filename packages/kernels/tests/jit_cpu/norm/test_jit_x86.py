@@ -14,12 +14,14 @@ from stack_kernels.jit_cpu.norm.jit_x86 import JIT_X86
 _SIZE = "stack_kernels.jit_cpu.many_numbers.LEAST_SIZE"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", op_checks("norm"), ids=str)
 def test_contract(check: OpCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_SIZE, 1)
     check(JIT_X86)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("size", [5, 64, 515])  # less than a vector, whole ones, and a rest
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -46,6 +48,7 @@ def test_rows_of_many_numbers_are_normalized_by_it() -> None:
     assert decision.forward.implementation.name == "jit_x86"
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("has_residual", [False, True])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

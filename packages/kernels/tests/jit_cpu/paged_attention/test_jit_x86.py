@@ -14,11 +14,13 @@ from stack_kernels.jit_cpu.paged_attention.jit_x86 import JIT_X86
 _SEQUENCES = ((1, 45), (37, 61), (1, 1), (0, 20), (16, 16), (2, 33))  # queries and keys
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", op_checks("paged_attention"), ids=str)
 def test_contract(check: OpCheck) -> None:
     check(JIT_X86)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("heads", "kv_heads", "slots", "head_dim"), [(8, 4, 16, 64), (3, 1, 5, 80), (4, 4, 33, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_it_gives_what_the_reference_gives(
@@ -30,6 +32,7 @@ def test_it_gives_what_the_reference_gives(
     np.testing.assert_allclose(_attend(call, JIT_X86), exact, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", ["phsd", "pshd", "hpsd"])
 @pytest.mark.parametrize("option", ["window", "softcap", "sinks"])
 def test_options_mean_in_every_layout_what_they_mean_to_the_reference(layout: str, option: str) -> None:
@@ -40,6 +43,7 @@ def test_options_mean_in_every_layout_what_they_mean_to_the_reference(layout: st
     np.testing.assert_allclose(_attend(call, JIT_X86), _attend(call, "reference"), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("layout", ["phsd", "pshd", "hpsd"])
 @pytest.mark.parametrize(
     "option", [{}, {"window": (150, None)}, {"softcap": 0.7}, {"sinks": jnp.arange(-3.0, 3.0)}], ids=str
@@ -67,6 +71,7 @@ def test_what_is_not_a_number_stays_in_its_head(dtype: str) -> None:
     np.testing.assert_array_equal(np.isnan(_attend(call, JIT_X86)), np.isnan(expected))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("query", ["float32", "bfloat16"])
 def test_quantized_pages_are_read_as_their_values(processor: Processor, query: str, dtype: str) -> None:

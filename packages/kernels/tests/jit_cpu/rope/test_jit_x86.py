@@ -14,12 +14,14 @@ from stack_kernels.jit_cpu.rope.jit_x86 import JIT_X86
 _SIZE = "stack_kernels.jit_cpu.many_numbers.LEAST_SIZE"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", op_checks("rope"), ids=str)
 def test_contract(check: OpCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_SIZE, 1)
     check(JIT_X86)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (100, 36)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_heads_of_any_size_turn_forward_and_back(

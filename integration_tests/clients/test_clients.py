@@ -90,15 +90,16 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[s
     np.save(folder / "images.npy", x)
     np.save(folder / "expected.npy", np.asarray(predict(params, x)["probabilities"]))
     command = [sys.executable, "-m", "stack_core.cli", "serve", "--repository", str(folder / "models"), "--json"]
-    server = subprocess.Popen([*command, "--port", "0", "--grpc-port", "0"], stdout=subprocess.PIPE)
-    try:
-        assert server.stdout is not None
-        ready: dict[str, Any] = json.loads(server.stdout.readline())
-        http = ready["address"].removeprefix("http://")
-        yield {"http": http, "grpc": f"127.0.0.1:{ready['grpc_port']}"}, folder
-    finally:
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(30) == 0
+    arguments = [*command, "--port", "0", "--grpc-port", "0"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            ready: dict[str, Any] = json.loads(server.stdout.readline())
+            http = ready["address"].removeprefix("http://")
+            yield {"http": http, "grpc": f"127.0.0.1:{ready['grpc_port']}"}, folder
+        finally:
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(30) == 0
 
 
 @pytest.mark.parametrize("kind", ["http", "grpc"])

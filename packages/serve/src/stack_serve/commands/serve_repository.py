@@ -55,6 +55,8 @@ def serve_repository(repository: Path, config: "ServerConfig", options: Mapping[
                 if version.reason:
                     _say(f"{key.model} {key.version} is not served: {version.reason}")
 
+        # So long a lane waits for the event loop, once the device is done; 5 ms by default.
+        sys.setswitchinterval(0.001)
         HttpServer(app, listener, config, announce=announce).run()
 
 

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +15,11 @@ from stack_serve.bundle import calls
 from stack_serve.bundle.manifest import BATCH, Signature
 from stack_serve.bundle.opened import Bundle
 from stack_serve.inference.batching import Call, plan
+from stack_serve.inference.costs import Costs
 
 __all__ = ["Answer", "Job", "Lane", "Statistics"]
 
 _MEASURED = 5
-_DRIFT = 1.5
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,7 @@ class Lane:
         self._max_waiting = max_waiting
         self._tell = tell
         self._programs: dict[tuple[_Group, int], Callable[..., Any]] = {}
-        self._costs: dict[Hashable, dict[int, float]] = {}
-        self._drifts: Counter[tuple[Hashable, int]] = Counter()
+        self._costs: dict[Hashable, Costs] = {}
         self._waiting: deque[Job] = deque()
         self._rows = 0
         self._changed = threading.Condition()
@@ -114,13 +113,18 @@ class Lane:
 
     def warm_up(self) -> None:
         """Compiles every program and measures what each costs; on the caller's thread, before `start`."""
+        inputs: dict[tuple[_Group, int], list[np.ndarray]] = {}
         for name, signature in self.manifest.signatures.items():
             for sizes in signature.all_sizes():
-                group, size = _group(name, signature, sizes), sizes[BATCH] if signature.joins else 1
-                program = self._bundle.program(name, sizes)
-                arrays = [np.zeros(spec.at(sizes), jax.numpy.dtype(spec.dtype)) for spec in signature.inputs]
-                self._programs[group, size] = program
-                self._costs.setdefault(group, {})[size] = min(_seconds(program, arrays) for _ in range(_MEASURED))
+                key = _group(name, signature, sizes), sizes[BATCH] if signature.joins else 1
+                self._programs[key] = self._bundle.program(name, sizes)
+                inputs[key] = [np.zeros(spec.at(sizes), jax.numpy.dtype(spec.dtype)) for spec in signature.inputs]
+        measured: dict[_Group, dict[int, list[float]]] = {}
+        for _ in range(_MEASURED):  # in turns, so that a disturbance meets all sizes alike
+            for (group, size), arrays in inputs.items():
+                seconds = _seconds(self._programs[group, size], arrays)
+                measured.setdefault(group, {}).setdefault(size, []).append(seconds)
+        self._costs = {group: Costs(of_group) for group, of_group in measured.items()}
 
     def start(self) -> None:
         """Takes jobs from now on."""
@@ -187,7 +191,8 @@ class Lane:
                     return
                 jobs = list(self._waiting)
                 now_s = time.monotonic()
-                planned = plan(jobs, self._costs, now_s)
+                costs = {group: costs.at(now_s) for group, costs in self._costs.items()}
+                planned = plan(jobs, costs, now_s)
                 outcomes: list[tuple[Job, Outcome]] = [
                     (jobs[number], _late(jobs[number])) for number in planned.expired
                 ]
@@ -241,15 +246,10 @@ class Lane:
             self._rows = sum(job.rows for job in self._waiting)
 
     def _note(self, call: Call, took_s: float) -> None:
-        """Counts a call; a size that costs something else than measured, several times in a row, is measured anew."""
+        """Counts a call."""
         count, seconds = self.statistics.calls.get(call.size, (0, 0.0))
         self.statistics.calls[call.size] = (count + 1, seconds + took_s)
-        costs, key = self._costs[call.group], (call.group, call.size)
-        drifts = not costs[call.size] / _DRIFT < took_s < costs[call.size] * _DRIFT
-        self._drifts[key] = self._drifts[key] + 1 if drifts else 0
-        if self._drifts[key] >= _MEASURED:
-            costs[call.size] = took_s
-            self._drifts[key] = 0
+        self._costs[call.group].note(call.size, took_s, time.monotonic())
 
     def _count(self, outcomes: Sequence[tuple[Job, Outcome]]) -> None:
         statistics = self.statistics
@@ -265,7 +265,8 @@ class Lane:
 
     def _wait_s(self) -> float:
         """How long the rows that wait will take."""
-        by_row = [min(cost / size for size, cost in costs.items()) for costs in self._costs.values()]
+        now_s = time.monotonic()
+        by_row = [min(cost / size for size, cost in costs.at(now_s).items()) for costs in self._costs.values()]
         return self._rows * max(by_row, default=0.0)
 
 

@@ -59,6 +59,13 @@ def test_every_damage_is_refused_by_the_name_of_the_file_before_it_is_parsed(
     assert parsed == []
 
 
+def test_it_shows_what_it_computes(digits: Path) -> None:
+    assert repr(bundle.load(digits, replay=False)) == (
+        "<Bundle 'digits' on cpu, 0.00964 MB: predict(pixels: float32[batch, 64]) -> "
+        "(probabilities: float32[batch, 10]) with batch in 1, 2, 8>"
+    )
+
+
 def test_a_manifest_of_another_format_is_refused(digits: Path, tmp_path: Path) -> None:
     shutil.copytree(digits, tmp_path / "digits")
     for old, new, message in (

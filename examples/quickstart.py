@@ -1,4 +1,4 @@
-"""Trains a small Llama on the standard library, kills and resumes it, lets it write, profiles, quantizes and serves it.
+"""Trains a small Llama on the standard library, kills and resumes it; generates, profiles, quantizes, serves, exports.
 
     python examples/quickstart.py [DIRECTORY]
 
@@ -48,6 +48,9 @@ def main() -> None:
     say("6. Serve that over HTTP, and ask as OpenAI's clients do.")
     serve(quantized)
 
+    say("7. Export how likely the model finds a text, as a bundle that core and serve open alone.")
+    export(directory, directory.with_name("scores"))
+
     say(
         f"Validation loss {summary['validation_loss']:.3f} nats per token after {summary['step']} steps, "
         f"{summary['work_per_s']:,.0f} {summary['work_unit']}/s; {time.monotonic() - started_s:.0f} s in all. "
@@ -79,6 +82,13 @@ def serve(directory: Path) -> None:
     finally:
         server.terminate()
         server.wait()
+
+
+def export(directory: Path, bundle: Path) -> None:
+    sizes = ("--batch", "1", "--seq", "64", "--licence", "PSF-2.0")  # of the standard library, which it has learned
+    subprocess.run([*STACK, "export", str(directory), str(bundle), *sizes], check=True)
+    subprocess.run([*STACK, "bundle", "inspect", str(bundle)], check=True)
+    subprocess.run([*STACK, "bundle", "verify", str(bundle)], check=True)
 
 
 def kill_after_checkpoint(command: tuple[str, ...], directory: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from peers.peer import Command
 
-__all__ = ["Measurement", "PeerFailed", "measure"]
+__all__ = ["Measurement", "PeerFailed", "measure", "tree_usage"]
 
 _POLL_S = 0.02
 _SILENCE_S = 600.0
@@ -99,6 +99,13 @@ def measure(command: Command, *, steps: int, folder: Path) -> Measurement:
     )
 
 
+def tree_usage(root: int) -> tuple[float, int]:
+    """CPU seconds that a process and its living descendants have used, and their resident bytes."""
+    tree = list(_tree(root))
+    ticks = sum(int(count) for fields in tree for count in fields[_CPU_TICKS])
+    return ticks / _TICKS_PER_S, sum(int(fields[_RSS_PAGES]) for fields in tree) * _PAGE_BYTES
+
+
 def _observe(
     process: subprocess.Popen[bytes], lines: "_Follower", steps: int, started_s: float
 ) -> tuple[list[tuple[float, float]], int]:
@@ -110,12 +117,11 @@ def _observe(
         if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             break
         time.sleep(_POLL_S)
-        tree = list(_tree(process.pid))
-        peak_bytes = max(peak_bytes, sum(int(fields[_RSS_PAGES]) for fields in tree) * _PAGE_BYTES)
+        cpu_s, rss_bytes = tree_usage(process.pid)
+        peak_bytes = max(peak_bytes, rss_bytes)
         for _ in range(lines.new_matches()):
             last_s = time.monotonic()
-            ticks = sum(int(count) for fields in tree for count in fields[_CPU_TICKS])
-            completed.append((last_s - started_s, ticks / _TICKS_PER_S))
+            completed.append((last_s - started_s, cpu_s))
     return completed[:steps], peak_bytes
 
 

@@ -5,6 +5,7 @@ import math
 
 import jax
 import numpy as np
+from guided import GuidedConfig
 
 from stack_core.hardware.hlo import Execution, parse_hlo
 from stack_core.hardware.hlo_costs import executed_flops
@@ -163,6 +164,18 @@ def initial_values_do_not_depend_on_the_mesh():
         np.testing.assert_array_equal(one, other)
 
 
+def further_models_lie_by_their_rules_and_learn_as_on_one_device():
+    kernels = []
+    for sizes in ({"data": 1}, {"fsdp": 4, "tensor": 2}):
+        trainer = make_trainer(sizes, objective=GuidedConfig())
+        _, state, _ = trained(trainer, trainer.init(key=jax.random.key(0)))
+        guide = state.further["guide"]
+        kernels.append(guide.params["kernel"])
+        for leaf in (kernels[-1], *(each for each in jax.tree.leaves(guide.opt_state) if each.ndim == 2)):
+            assert leaf.addressable_shards[0].data.size == leaf.size // math.prod(sizes.values())
+    np.testing.assert_allclose(kernels[1], kernels[0], rtol=1e-4, atol=1e-6)
+
+
 def _plain(leaf):
     return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
@@ -185,3 +198,4 @@ if __name__ == "__main__":
     _linear_cross_entropy._MOST_CHUNKS = CHUNKS
     same_losses_on_every_mesh()
     initial_values_do_not_depend_on_the_mesh()
+    further_models_lie_by_their_rules_and_learn_as_on_one_device()

@@ -1,21 +1,31 @@
 """What a language model thinks of the tokens of a batch: log-probabilities, entropies, values."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.contracts.models import Head, LanguageModel
+from stack_core.contracts.models import Head, LanguageModel, Outputs
 
 __all__ = ["scores"]
 
 _MOST_LOGITS = 1 << 24
 
 
-def scores(model: LanguageModel, batch: Mapping[str, jax.Array], *, entropy: bool) -> dict[str, jax.Array]:
-    """Scores the targets of a batch; see `Trainer.score`."""
+def scores(
+    model: LanguageModel,
+    batch: Mapping[str, jax.Array],
+    *,
+    entropy: bool,
+    more: Callable[[Outputs, Mapping[str, jax.Array]], Mapping[str, jax.Array]] | None = None,
+) -> dict[str, jax.Array]:
+    """Scores the targets of a batch; see `Trainer.score`.
+
+    Args:
+      more: what else there is to say of the model's outputs.
+    """
     outputs, targets = model(batch["tokens"], batch["positions"], batch["segment_ids"]), batch["targets"]
     losses = model.head().cross_entropy(outputs.hidden, targets, ignore_index=IGNORED_TARGET, reduction="none")
     found = {"logprobs": -losses.astype(jnp.float32)}
@@ -23,7 +33,7 @@ def scores(model: LanguageModel, batch: Mapping[str, jax.Array], *, entropy: boo
         found["entropy"] = _entropy(model.head(), outputs.hidden)
     if "values" in outputs.facts:
         found["values"] = outputs.facts["values"].astype(jnp.float32)
-    return found
+    return found if more is None else {**found, **more(outputs, batch)}
 
 
 def _entropy(head: Head, hidden: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq"]:

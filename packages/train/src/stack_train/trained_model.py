@@ -12,7 +12,7 @@ import numpy as np
 
 from stack_core.config import to_yaml
 from stack_core.contracts.data import Batches, Validates
-from stack_core.contracts.training import NeedsCompanions
+from stack_core.contracts.training import NeedsCompanions, TrainsModels
 from stack_core.errors import ConversionError
 from stack_core.metrics import Metrics
 from stack_core.runs.atomic_directory import atomic_directory
@@ -59,13 +59,15 @@ class TrainedLanguageModel:
         return map(_for_the_device, data.validation_batches() if isinstance(data, Validates) else ())
 
     def metrics(self, model: Any, batch: Mapping[str, Any]) -> Metrics:
-        if isinstance(self._objective, NeedsCompanions):
-            asked = ", ".join(self._objective.companions)
+        objective = self._objective
+        companions = objective.companions if isinstance(objective, NeedsCompanions) else {}
+        trained = objective.trained_models if isinstance(objective, TrainsModels) else {}
+        if asked := ", ".join([*companions, *trained]):
             raise ConversionError(
                 f"Objective {self.config.objective.name!r} asks further models ({asked}), which are not opened with "
                 "this one. Open a run of another objective, such as causal_lm."
             )
-        return self._objective(model, batch, key=jax.random.key(0))[1]
+        return objective(model, batch, key=jax.random.key(0))[1]
 
     def save(self, directory: Path, model: Any, sections: Mapping[str, Any]) -> None:
         config = replace(

@@ -13,11 +13,12 @@ from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stack_core.contracts.models import ModelFamily, ShardsItself
-from stack_core.contracts.training import ModelTransform, Objective
+from stack_core.contracts.training import ModelTransform, Objective, ScoresTokens
 from stack_core.mesh import DEFAULT_RULES, ShardingRules, use_mesh
 from stack_core.metrics import Metric, Metrics
 from stack_core.paths import path_name
 from stack_train.companions import INIT, Companion
+from stack_train.further import FurtherModel, FurtherState, further_models
 from stack_train.microbatches import accumulate, check_metrics
 from stack_train.objectives import check_inputs
 from stack_train.optim import OptimizerConfig
@@ -32,7 +33,8 @@ __all__ = ["Batch", "Trainer"]
 Batch = Mapping[str, jax.Array]
 
 _NO_PARAM = nnx.Not(nnx.Param)
-_MODEL_STREAM = 0x6D6F64  # apart from the streams that an objective folds into its key
+# Apart from the streams that an objective folds into its key.
+_MODEL_STREAM, _FURTHER_STREAM = 0x6D6F64, 0x667274
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class Trainer:
         """The gradients of one batch; pure.
 
         Returns:
-          The gradients, in the structure of `state.params`; the objective's metrics, combined over the microbatches;
+          The gradients, in the structure of `state.trained`; the objective's metrics, combined over the microbatches;
           and the variables that the forward pass moved.
         """
         with use_mesh(self.mesh, self._rules):
@@ -148,54 +150,67 @@ class Trainer:
         """The next state, by gradients and moved variables; pure.
 
         Returns:
-          The state and its metrics: `grad_norm` before clipping, and what the optimizer reports.
+          The state and its metrics: `grad_norm` before clipping, that of further models under their names, and what
+          the optimizer reports.
         """
+        own = {name: gradients[name] for name in state.params}
         with jax.numpy_dtype_promotion("standard"):  # optax mixes Python scalars and dtypes
-            updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.params)
+            updates, opt_state = self._optimizer.update(own, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             reported = self.optimizer.metrics(opt_state, state.step, self.steps)
-            grad_norm = optax.tree.norm(gradients)
-        state = replace(state, step=state.step + 1, params=params, moved=moved, opt_state=opt_state)
-        return state, {**reported, "grad_norm": Metric.mean(grad_norm)}
+            reported["grad_norm"] = Metric.mean(optax.tree.norm(own))
+            further = dict(state.further)
+            for name, each in self._further.items():
+                further[name], norm = each.update(state.further[name], gradients[name])
+                reported |= norm
+        changes = {"params": params, "moved": moved, "opt_state": opt_state, "further": further}
+        return replace(state, step=state.step + 1, **changes), reported
 
-    def evaluate(self, variables: Tree, batch: Batch, companions: Mapping[str, Tree] | None = None) -> Metrics:
+    def evaluate(self, variables: Tree, batch: Batch, beside: Mapping[str, Tree] | None = None) -> Metrics:
         """The objective's metrics on one batch, without gradients; pure.
 
         Args:
-          companions: the variables of each, as a state has them.
+          beside: the variables of companions and further models, as `evaluation_beside` gives them.
         """
         with use_mesh(self.mesh, self._rules):
-            objective = self._objective(variables, companions or {})
+            objective = self._objective(variables, beside or {})
             return self.transform.call(objective, self._evaluated(variables), batch, key=jax.random.key(0))[1]
 
-    def score(self, variables: Tree, batch: Batch, *, entropy: bool = False) -> Mapping[str, jax.Array]:
+    def score(
+        self, variables: Tree, batch: Batch, further: Mapping[str, Tree] | None = None, *, entropy: bool = False
+    ) -> Mapping[str, jax.Array]:
         """Scores the targets of a batch by a language model, without gradients; pure.
 
         Args:
           batch: tokens, targets, positions and segment_ids, int32[batch, seq]; -100 is no target.
+          further: the parameters of further models; without them an objective's own scores are left out.
           entropy: of the distribution of every target, which needs all logits, part by part.
 
         Returns:
           float32[batch, seq]: "logprobs", log p(target), the model's own, 0 where there is none; "entropy" if it is
-          asked for; "values" if the model's outputs have that fact.
+          asked for; "values" if the model's outputs have that fact; what the objective says, if it `ScoresTokens`.
         """
         with use_mesh(self.mesh, self._rules):
-            return self.transform.call(partial(scores, entropy=entropy), self._evaluated(variables), batch)
+            more = None
+            if isinstance(self.objective, ScoresTokens) and (further or not self._further):
+                models = {name: self._beside(name, tree, variables) for name, tree in (further or {}).items()}
+                more = partial(self.objective.scores, **models)
+            scored = partial(scores, entropy=entropy, more=more)
+            return self.transform.call(scored, self._evaluated(variables), batch)
 
-    def compiled_scores(self) -> Callable[[Tree, Batch], Mapping[str, jax.Array]]:
+    def compiled_scores(self) -> Callable[..., Mapping[str, jax.Array]]:
         """`score`, compiled for each shape of a batch when it first comes; what it gives is whole on every device."""
         return jax.jit(self.score, out_shardings=self._replicated)
 
     def compile_evaluation(self, batch: Mapping[str, Any]) -> Callable[..., Metrics]:
         """Compiles `evaluate` for the shapes of `batch`."""
-        companions = self.state_shardings.companions
-        shardings = (self.variable_shardings, self.batch_shardings(batch), companions)
+        shardings = (self.variable_shardings, self.batch_shardings(batch), self.state_shardings.beside)
         jitted = jax.jit(self.evaluate, in_shardings=shardings)
-        lowered = jitted.lower(self.abstract_variables, _shapes(batch), self.abstract_state.companions)
+        lowered = jitted.lower(self.abstract_variables, _shapes(batch), self.abstract_state.beside)
         compiled: Any = jitted if self._has_narrow_codes else lowered.compile()  # see `runnable`
 
-        def evaluate(variables: Tree, batch: Mapping[str, Any], companions: Any = None) -> Metrics:
-            metrics: Metrics = compiled(variables, batch, companions or {})
+        def evaluate(variables: Tree, batch: Mapping[str, Any], beside: Any = None) -> Metrics:
+            metrics: Metrics = compiled(variables, batch, beside or {})
             return metrics
 
         return evaluate
@@ -209,6 +224,12 @@ class Trainer:
         with jax.numpy_dtype_promotion("standard"):
             params = self.optimizer.evaluation_params(state.params, state.opt_state)
         return self.variables(replace(state, params=params))
+
+    def evaluation_beside(self, state: TrainState) -> Mapping[str, Tree]:
+        """The variables of companions and, with averages in their place, of further models, by name."""
+        with jax.numpy_dtype_promotion("standard"):
+            further = {name: each.evaluated(state.further[name]) for name, each in self._further.items()}
+        return {**state.companions, **further}
 
     def model(self, variables: Tree, *, key: jax.Array | None = None) -> Any:
         """The model with given variables; its streams of random numbers start from `key`."""
@@ -233,7 +254,8 @@ class Trainer:
             name: join(params, moved) if companion.source == INIT else companion.model.abstract
             for name, companion in self.companions.items()
         }
-        shapes = TrainState(scalar, params, moved, frozen, companions, opt_state, key)
+        further = {name: each.abstract for name, each in self._further.items()}
+        shapes = TrainState(scalar, params, moved, frozen, companions, opt_state, key, further)
         return jax.tree.map(_placed, shapes, self.state_shardings)
 
     @cached_property
@@ -244,7 +266,11 @@ class Trainer:
         abstract = jax.eval_shape(self._optimizer.init, shapes)
         opt_state = like_parameters(abstract, shapes, params, self._replicated)
         companions = self._companion_shardings(*(companion.source for companion in self.companions.values()))
-        return TrainState(self._replicated, params, moved, frozen, companions, opt_state, self._replicated)
+        further = {
+            name: each.shardings(self._shardings_of(each.model), self._replicated)
+            for name, each in self._further.items()
+        }
+        return TrainState(self._replicated, params, moved, frozen, companions, opt_state, self._replicated, further)
 
     @cached_property
     def abstract_variables(self) -> Tree:
@@ -317,8 +343,16 @@ class Trainer:
             return "moved" if marked or is_moved(path, variable) else "frozen"
 
         flat = nnx.to_flat_state(nnx.state(model))
-        self.optimizer.check([path_name(path) for path, variable in flat if could_train(path, variable)])
+        paths = [path_name(path) for path, variable in flat if could_train(path, variable)]
+        self.optimizer.check([*paths, *(path for each in self._further.values() for path in each.paths)])
         return ModelVariables.of(model, kind_of)
+
+    @cached_property
+    def _further(self) -> Mapping[str, FurtherModel]:
+        """The models of the objective's own that are trained, by their names."""
+        modules = {str(path[0]) for path, _ in nnx.to_flat_state(nnx.state(self.transform.apply(self._built)))}
+        settings = (self.objective, self.model_config, self.optimizer, self.steps)
+        return further_models(*settings, taken={*self.companions, *modules})
 
     @cached_property
     def _optimizer(self) -> optax.GradientTransformation:
@@ -363,37 +397,46 @@ class Trainer:
         # Copied, as the trained parameters are donated to the first step.
         companions = {name: jax.tree.map(jnp.copy, join(params, moved)) for name in started}
         opt_state = self._optimizer.init(params)
-        return TrainState(jnp.zeros((), jnp.int32), params, moved, frozen, companions, opt_state, run_key)
+        further_key = jax.random.fold_in(model_key, _FURTHER_STREAM)
+        further: dict[str, FurtherState] = {
+            name: each.init(key=jax.random.fold_in(further_key, place))
+            for place, (name, each) in enumerate(self._further.items())
+        }
+        return TrainState(jnp.zeros((), jnp.int32), params, moved, frozen, companions, opt_state, run_key, further)
 
     def _gradients(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Tree, Metrics, Tree]:
         gradients = partial(self._part_gradients, state)
         if self.accumulation_steps == 1:
             return gradients(state.moved, batch, key)
-        zeros = self._like_params(jax.tree.map(jnp.zeros_like, state.params))
+        zeros = self._like_params(jax.tree.map(jnp.zeros_like, state.trained))
         return accumulate(gradients, zeros, state.moved, batch, jax.random.split(key, self.accumulation_steps))
 
     def _part_gradients(
         self, state: TrainState, moved: Tree, batch: Batch, key: jax.Array
     ) -> tuple[Tree, Metrics, Tree]:
-        def loss(params: Tree) -> tuple[jax.Array, tuple[Metrics, Tree]]:
-            variables = join(params, moved, state.frozen)
+        def loss(trained: Tree) -> tuple[jax.Array, tuple[Metrics, Tree]]:
+            variables = join({name: trained[name] for name in state.params}, moved, state.frozen)
+            further = {name: trained[name] for name in self._further}
             model = self.model(variables, key=jax.random.fold_in(key, _MODEL_STREAM))
             model.train()
             before = values_of(model)
-            objective = self._objective(variables, state.companions)
+            objective = self._objective(variables, {**state.companions, **further})
             value, metrics = self.transform.call(objective, model, batch, key=key)
             check_metrics(metrics)
             return value, (metrics, self._model.moved_values(model, before))
 
-        (_, (metrics, moved)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        (_, (metrics, moved)), grads = jax.value_and_grad(loss, has_aux=True)(state.trained)
         return self._like_params(grads), metrics, moved
 
-    def _objective(self, variables: Tree, companions: Mapping[str, Tree]) -> Objective:
-        """The objective, with the companions that it needs handed to it."""
-        models = {name: self._companion(name, tree, variables) for name, tree in companions.items()}
+    def _objective(self, variables: Tree, beside: Mapping[str, Tree]) -> Objective:
+        """The objective, with the companions and further models that it needs handed to it."""
+        models = {name: self._beside(name, tree, variables) for name, tree in beside.items()}
         return partial(self.objective, **models) if models else self.objective
 
-    def _companion(self, name: str, tree: Tree, variables: Tree) -> Any:
+    def _beside(self, name: str, tree: Tree, variables: Tree) -> Any:
+        """A companion or a further model."""
+        if name in self._further:
+            return self._further[name].model.merge(tree)
         companion = self.companions[name]
         # One that starts as the trained model does shares what is frozen with it.
         model = self.model(join(variables, tree)) if companion.source == INIT else companion.model.merge(tree)
@@ -408,7 +451,7 @@ class Trainer:
 
     def _like_params(self, grads: Tree) -> Tree:
         """Splits gradients as their parameters are, so that sums and updates of them are split as well."""
-        return grads if self.mesh.size == 1 else jax.lax.with_sharding_constraint(grads, self.state_shardings.params)
+        return grads if self.mesh.size == 1 else jax.lax.with_sharding_constraint(grads, self.state_shardings.trained)
 
 
 def _placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -17,7 +17,6 @@ from stack_core.plugins import registries
 from stack_core.runs.directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore, FrozenRecord
 from stack_train.companions import INIT
-from stack_train.objectives import CausalLMConfig
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_params, stored_model
 from stack_train.run.program import build_trainer
@@ -185,8 +184,7 @@ def _on_one_device(config: RunConfig) -> Trainer:
     """The trainer of a run, for its initial values and the shapes of its optimizer's state."""
     sizes: dict[str, Any] = dict.fromkeys(config.mesh.sizes, 1)
     mesh = replace(config.mesh, **sizes)
-    # The objective is not called, and the companions that it would ask need not be there.
-    return build_trainer(replace(config, mesh=mesh, objective=CausalLMConfig()), jax.local_devices()[:1])
+    return build_trainer(replace(config, mesh=mesh), jax.local_devices()[:1], with_companions=False)
 
 
 def _placed(leaf: Any, sharding: Any) -> Any:

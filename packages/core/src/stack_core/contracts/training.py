@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import jax
 
+    from stack_core.contracts.models import Outputs
     from stack_core.events import Event
     from stack_core.metrics import Metrics
 
@@ -18,7 +19,9 @@ __all__ = [
     "Objective",
     "Observer",
     "ReadsInputs",
+    "ScoresTokens",
     "Trainer",
+    "TrainsModels",
     "TransformFactory",
 ]
 
@@ -66,6 +69,33 @@ class NeedsCompanions(Protocol):
 
 
 @runtime_checkable
+class TrainsModels(Protocol):
+    """An objective that trains further models beside the run's, which it is called with by their names: a critic.
+
+    Attributes:
+      trained_models: what makes each, `build(model_config, *, key)`: an `nnx.Module` of which every variable is an
+        `nnx.Param`, with the metadata `logical_axes` where it is to be split over a mesh.
+    """
+
+    @property
+    def trained_models(self) -> Mapping[str, Callable[..., Any]]: ...
+
+
+@runtime_checkable
+class ScoresTokens(Protocol):
+    """An objective that says more of a batch's tokens than their log-probabilities, such as a critic's values."""
+
+    def scores(self, outputs: Outputs, batch: Mapping[str, jax.Array], **models: Any) -> Mapping[str, jax.Array]:
+        """Pure: float32[batch, seq] arrays by name, which `Trainer.score` gives along with its own.
+
+        Args:
+          outputs: of the model that is trained, for the batch.
+          models: the further models that the objective trains, by their names.
+        """
+        ...
+
+
+@runtime_checkable
 class Trainer(Protocol):
     """A state machine over a pytree; the loop around it and the checkpoints of its state belong to others."""
 
@@ -96,7 +126,8 @@ class Trainer(Protocol):
 
         Returns:
           float32[batch, seq]: "logprobs", log p(target), 0 where there is none; "entropy" of the distribution that the
-          target was to be drawn from; and "values", where the model's outputs have that fact.
+          target was to be drawn from; "values", where the model's outputs have that fact; and what an objective that
+          `ScoresTokens` gives.
         """
         ...
 

@@ -114,8 +114,8 @@ def compile_step(config: RunConfig, target: Target) -> StepReport:
         traced_s = time.perf_counter()
         compiled, refusal = _compiled(lowered)
         compiled_s = time.perf_counter()
-        shapes, companions = config.data.spec(config.model), trainer.abstract_state.companions
-        model_flops = model_flops_per_step(trainer.evaluate, trainer.abstract_variables, shapes, companions)
+        shapes, beside = config.data.spec(config.model), trainer.abstract_state.beside
+        model_flops = model_flops_per_step(trainer.evaluate, trainer.abstract_variables, shapes, beside)
     chip, mesh_devices = target.chip, trainer.mesh.devices.flatten().tolist()
     cost = None if compiled is None else program_cost(compiled, mesh_devices, chip, link_share=target.link_share)
     units = count_units(chip, mesh_devices)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ class TrainingLoop:
     _clock_s: float = 0.0
     _saved_step: int = -1
     _evaluate: Callable[..., Metrics] | None = None
-    _scorer: Callable[[Any, Any], Mapping[str, jax.Array]] | None = None
+    _scorer: Callable[..., Mapping[str, jax.Array]] | None = None
     _last: Mapping[str, float] = field(default_factory=dict)
     _durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
 
@@ -119,13 +120,13 @@ class TrainingLoop:
     def evaluate(self, state: TrainState) -> dict[str, float] | None:
         """The metrics of all that is held out, or None when nothing is."""
         data, trainer = self.of.data, self.of.trainer
-        variables = trainer.evaluation_variables(state)
+        variables, beside = trainer.evaluation_variables(state), trainer.evaluation_beside(state)
         found: list[Any] = []
         for batch in data.validation_batches() if isinstance(data, Validates) else ():
             arrays, _ = self._to_device(batch)
             if self._evaluate is None:
                 self._evaluate = trainer.compile_evaluation(arrays)
-            found.append(jax.device_get(self._evaluate(variables, arrays, state.companions)))
+            found.append(jax.device_get(self._evaluate(variables, arrays, beside)))
         metrics = combine_all(found)
         weighed = "loss" in metrics and metrics["loss"].weight
         return {name: float(metric) for name, metric in metrics.items()} if weighed else None
@@ -144,14 +145,15 @@ class TrainingLoop:
     def _hand_over(self, state: TrainState, step: int) -> None:
         """Gives data that the policy makes the weights that the next batch may be drawn from."""
         if isinstance(self.of.data, PolicyBatches):
-            self.of.data.update_weights(self.of.trainer.variables(state), step, self._score)
+            further = {name: each.params for name, each in state.further.items()}
+            self.of.data.update_weights(self.of.trainer.variables(state), step, partial(self._score, further))
 
-    def _score(self, params: Any, batch: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    def _score(self, further: Any, params: Any, batch: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """What the trainer scores of host arrays, on the host."""
         if self._scorer is None:
             self._scorer = self.of.trainer.compiled_scores()
         arrays, _ = self._to_device(batch)
-        return jax.device_get(self._scorer(params, arrays))
+        return jax.device_get(self._scorer(params, arrays, further))
 
     def _to_device(
         self, batch: Mapping[str, np.ndarray], rows: np.ndarray | None = None
@@ -170,7 +172,7 @@ class TrainingLoop:
         now_s = time.perf_counter()
         duration_s, self._clock_s = now_s - self._clock_s, now_s
         skipped = metrics.get("skipped", 0.0) > 0
-        if not skipped and not all(math.isfinite(metrics[name]) for name in ("loss", "grad_norm")):
+        if not skipped and not all(map(math.isfinite, _checked(metrics).values())):
             raise NonFiniteLoss(self._describe_non_finite(dispatched, metrics))
         self._last = metrics
         self._durations_s.append(duration_s)
@@ -186,9 +188,10 @@ class TrainingLoop:
             rows = f" The batch holds rows {row_ids.tolist()}:\n{documents}"
         saved = self.store.latest()
         remedy = "no checkpoint was written yet" if saved is None else f"the last checkpoint is step {saved}"
+        found = ", ".join(f"{name} is {value}" for name, value in _checked(metrics).items())
         return (
-            f"Step {dispatched.step}: the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}; both "
-            f"must be finite.{rows}\nNothing of this step is saved; {remedy}. Lower optimizer.learning_rate, or look "
+            f"Step {dispatched.step}: {found}; all must be finite.{rows}\n"
+            f"Nothing of this step is saved; {remedy}. Lower optimizer.learning_rate, or look "
             "at the data of this step."
         )
 
@@ -249,3 +252,8 @@ class TrainingLoop:
     @property
     def _work(self) -> int:
         return self.of.config.data.work()[1]
+
+
+def _checked(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What must be finite: the loss, and the norms of the gradients of the model and of further models."""
+    return {name: metrics[name] for name in ("loss", *(name for name in metrics if name.endswith("grad_norm")))}

@@ -30,9 +30,10 @@ def check_state(trainer: Trainer) -> None:
     state = trainer.abstract_state
     parts = {
         "parameters": _device_bytes((state.params, state.moved, state.frozen)),
-        "gradients": _device_bytes(state.params),
+        "gradients": _device_bytes(state.trained),
         "optimizer state": _device_bytes(state.opt_state),
         "companions": _device_bytes(state.companions),
+        "further models": _device_bytes(state.further),
     }
     _check("A step's state and gradients take", sum(parts.values()), parts, trainer, _STATE_ADVICE)
 

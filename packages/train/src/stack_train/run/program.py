@@ -28,8 +28,13 @@ _IDLE = {
 """Mesh axes whose devices would repeat each other's work."""
 
 
-def build_trainer(config: RunConfig, devices: Sequence[jax.Device] | None = None) -> Trainer:
+def build_trainer(
+    config: RunConfig, devices: Sequence[jax.Device] | None = None, *, with_companions: bool = True
+) -> Trainer:
     """The trainer of a run, on all of `devices`, by default those that are there.
+
+    Args:
+      with_companions: without them, which need not be there then, the trainer makes and describes states alone.
 
     Raises:
       ShardingError: the sizes of the mesh do not multiply to the number of devices.
@@ -56,7 +61,7 @@ def build_trainer(config: RunConfig, devices: Sequence[jax.Device] | None = None
         accumulation_steps=config.run.accumulation_steps,
         rules=ShardingRules(config.mesh.rules),
         transform=transform_of(config),
-        companions=_companions(objective),
+        companions=_companions(objective) if with_companions else {},
     )
 
 

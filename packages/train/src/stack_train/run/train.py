@@ -146,8 +146,8 @@ def _cost(run: Run) -> tuple[int, float | None]:
     """The model's FLOPs of one step, and how long they take at the peak of all chips, where that is known."""
     trainer = run.trainer
     shapes = run.config.data.spec(run.config.model)
-    companions = trainer.abstract_state.companions
-    flops = model_flops_per_step(trainer.evaluate, trainer.abstract_variables, shapes, companions)
+    beside = trainer.abstract_state.beside
+    flops = model_flops_per_step(trainer.evaluate, trainer.abstract_variables, shapes, beside)
     chip = current_chip()
     return flops.total, flops.ideal_s(chip, units=count_units(chip, trainer.mesh.devices.flatten().tolist()))
 

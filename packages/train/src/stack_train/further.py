@@ -1,0 +1,128 @@
+"""Models of an objective's own that a run trains beside its model: a critic, the head of a reward model."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from flax.nnx.traversals import flatten_mapping
+
+from stack_core.contracts.training import Objective, TrainsModels
+from stack_core.errors import ConfigError, TrainingError
+from stack_core.metrics import Metric, Metrics
+from stack_core.paths import path_name
+from stack_train.optim import OptimizerConfig
+from stack_train.optim.placement import like_parameters
+from stack_train.variables import Kind, ModelVariables, Path, Tree, values_of
+
+__all__ = ["FurtherModel", "FurtherState", "further_models"]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["params", "opt_state"], meta_fields=[])
+@dataclass(frozen=True)
+class FurtherState:
+    """What an update of a further model reads and writes; or its shapes, or its shardings, in the same structure."""
+
+    params: Any
+    opt_state: Any
+
+
+@dataclass(frozen=True)
+class FurtherModel:
+    """A model of the objective's own, with an optimizer state of its own.
+
+    Attributes:
+      make: `make(model_config, *, key)` builds it.
+      model_config: of the run's model.
+      optimizer: the run's settings; their groups match paths that begin with `name`.
+      steps: updates of the whole run.
+    """
+
+    name: str
+    make: Callable[..., Any]
+    model_config: Any
+    optimizer: OptimizerConfig
+    steps: int
+
+    def init(self, *, key: jax.Array) -> FurtherState:
+        params = self.model.select(values_of(self.make(self.model_config, key=key)), "trained")
+        return FurtherState(params, self._optimizer.init({self.name: params}))
+
+    def update(self, state: FurtherState, gradients: Tree) -> tuple[FurtherState, Metrics]:
+        """The next state, and the norm of the gradients before clipping; call it with standard dtype promotion."""
+        named = {self.name: state.params}
+        updates, opt_state = self._optimizer.update({self.name: gradients}, state.opt_state, named)
+        params: Any = optax.apply_updates(named, updates)
+        norm = Metric.mean(optax.tree.norm(gradients))
+        return FurtherState(params[self.name], opt_state), {f"{self.name}_grad_norm": norm}
+
+    def evaluated(self, state: FurtherState) -> Tree:
+        """The parameters to evaluate: their averages, where the optimizer keeps them."""
+        return self.optimizer.evaluation_params({self.name: state.params}, state.opt_state)[self.name]
+
+    def shardings(self, params: Tree, replicated: Any) -> FurtherState:
+        """Where the state lies, by where the parameters lie."""
+        shapes = {self.name: self.model.abstract}
+        abstract = jax.eval_shape(self._optimizer.init, shapes)
+        return FurtherState(params, like_parameters(abstract, shapes, {self.name: params}, replicated))
+
+    @property
+    def abstract(self) -> FurtherState:
+        """Shapes and dtypes of the state."""
+        shapes = self.model.abstract
+        return FurtherState(shapes, jax.eval_shape(self._optimizer.init, {self.name: shapes}))
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of all parameters, as patterns of optimizer groups see them."""
+        return [path_name((self.name, *path)) for path in flatten_mapping(self.model.abstract)]
+
+    @cached_property
+    def model(self) -> ModelVariables:
+        """What the model is made of, without its values.
+
+        Raises:
+          TrainingError: a variable is no parameter.
+          ConfigError: a group freezes a parameter.
+        """
+        return ModelVariables.of(
+            nnx.eval_shape(lambda: self.make(self.model_config, key=jax.random.key(0))), self._kind
+        )
+
+    def _kind(self, path: Path, variable: Any) -> Kind:
+        name = path_name((self.name, *path))
+        if not isinstance(variable, nnx.Param):
+            raise TrainingError(
+                f"Variable {name!r} of a model that the objective trains is a {type(variable).__name__}; hold it in an "
+                "nnx.Param, or as a plain attribute of the module."
+            )
+        if self.optimizer.freezes(name):
+            raise ConfigError(f"optimizer.groups freezes {name!r}, which the objective trains. Write another pattern.")
+        return "trained"
+
+    @cached_property
+    def _optimizer(self) -> optax.GradientTransformation:
+        return self.optimizer.build(self.steps, {self.name: self.model.select(self.model.axes, "trained")})
+
+
+def further_models(
+    objective: Objective, model_config: Any, optimizer: OptimizerConfig, steps: int, *, taken: Iterable[str]
+) -> Mapping[str, FurtherModel]:
+    """The models that an objective trains, by their names.
+
+    Args:
+      taken: names of companions, and of modules at the top of the run's model.
+
+    Raises:
+      ConfigError: a name is taken.
+    """
+    made = objective.trained_models if isinstance(objective, TrainsModels) else {}
+    if same := sorted({*made} & {*taken}):
+        raise ConfigError(
+            f"The objective trains a model {same[0]!r}, which is the name of a companion or of a module of the run's "
+            "model. Call it otherwise."
+        )
+    return {name: FurtherModel(name, make, model_config, optimizer, steps) for name, make in made.items()}

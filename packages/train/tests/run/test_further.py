@@ -1,0 +1,119 @@
+"""Objectives that train models of their own: optimized, saved and resumed beside the run's model."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from stack_core.config import parse
+from stack_core.errors import ConfigError, TrainingError
+from stack_core.plugins import registries
+from stack_train.checkpoint import CheckpointStore, named_leaves
+from stack_train.run.config import RunConfig
+from stack_train.run.program import build_trainer
+from stack_train.run.train import train
+from stack_train.weights import load_params
+
+from ..guided import Guide, GuidedConfig
+
+
+@pytest.fixture
+def config_of(tmp_path, monkeypatch):
+    monkeypatch.setitem(registries.objectives._resolved, "guided", GuidedConfig)  # as a plugin would register it
+    for word in ("one two", "three four", "five six"):
+        (tmp_path / f"{word}.txt").write_text(f"{word} buckle my shoe, knock at the door. " * 8)
+
+    def build(name, steps=4, **optimizer):
+        data = {"source": f"text:{tmp_path}/*.txt", "seq_tokens": 16, "batch_size": 4, "validation_fraction": 0.2}
+        settings = {"learning_rate": 0.02, "schedule": {"decay": "constant"}, "weight_decay": 0.0, **optimizer}
+        base = {
+            "output": str(tmp_path / name),
+            "data": data,
+            "model": {"family": "llama", "vocab_size": 262, "layers": 1, "embed": 8, "heads": 2, "mlp": 16},
+            "objective": {"name": "guided"},
+            "optimizer": settings,
+            "run": {"steps": steps, "accumulation_steps": 2},
+            "checkpoint": {"every_steps": 2},
+        }
+        return parse(RunConfig, base)
+
+    return build
+
+
+def saved(config, step):
+    trainer = build_trainer(config)
+    with CheckpointStore(Path(config.output) / "checkpoints") as store:
+        state = store.restore(trainer.abstract_state.without_frozen(), step).state
+    return state, {name: np.asarray(leaf) for name, leaf in named_leaves(replace(state, key=0)).items()}
+
+
+def records(config, kind):
+    lines = (Path(config.output) / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def test_a_further_model_learns_and_a_run_that_goes_on_ends_bitwise_as_one_that_was_not_cut(config_of):
+    whole, half, cut = config_of("whole"), config_of("cut", steps=2), config_of("cut")
+    train(whole)
+    steps = records(whole, "train")
+    assert steps[-1]["loss"] < steps[0]["loss"] and all(each["guide_grad_norm"] > 0 for each in steps)
+    assert records(whole, "evaluation")[-1]["loss"] < steps[0]["loss"]
+    train(half)
+    train(cut, resume=True)
+    (state, ours), (_, theirs) = saved(cut, 4), saved(whole, 4)
+    assert ours.keys() == theirs.keys()
+    assert {"further/guide/params/kernel", "further/guide/params/bias"} < ours.keys()
+    for name, leaf in ours.items():
+        np.testing.assert_array_equal(leaf, theirs[name], err_msg=name)
+    assert np.abs(state.further["guide"].params["bias"]).min() > 0.03  # four steps of 0.02
+    assert set(load_params(Path(whole.output), whole.model)) == {"blocks", "embedding", "lm_head", "norm"}
+
+
+def test_groups_and_averages_hold_for_further_models(config_of):
+    slow = config_of("slow", steps=2, groups={"guide/kernel": {"rate_factor": 0.0}}, ema_decay=0.9)
+    train(slow)
+    first = build_trainer(slow).init(key=jax.random.key(0)).further["guide"].params
+    state, _ = saved(slow, 2)
+    np.testing.assert_array_equal(state.further["guide"].params["kernel"], first["kernel"])
+    averaged = build_trainer(slow).evaluation_beside(state)["guide"]["bias"]
+    assert (np.abs(averaged) < np.abs(state.further["guide"].params["bias"])).all()
+    assert set(load_params(Path(slow.output), slow.model)) == {"blocks", "embedding", "lm_head", "norm"}
+
+
+def test_what_an_objective_says_of_tokens_is_scored(config_of):
+    trainer = build_trainer(config_of("scored"))
+    state = trainer.init(key=jax.random.key(0))
+    tokens = jnp.ones((2, 8), jnp.int32)
+    batch = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), tokens)
+    found = trainer.compiled_scores()(trainer.variables(state), batch, {"guide": state.further["guide"].params})
+    assert found["places"].shape == found["logprobs"].shape == (2, 8)
+    assert set(trainer.score(trainer.variables(state), batch)) == {"logprobs"}
+
+
+class Counting(Guide):
+    def __init__(self, model, *, key):
+        super().__init__(model, key=key)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("made", "optimizer", "error", "message"),
+    [
+        ({"norm": Guide}, {}, ConfigError, "trains a model 'norm', which is the name of a companion or of a module"),
+        ({"guide": Counting}, {}, TrainingError, "'guide/calls' .* is a Variable; hold it in an nnx.Param"),
+        ({"guide": Guide}, {"groups": {"guide": {"frozen": True}}}, ConfigError, "freezes 'guide/"),
+        ({"guide": Guide}, {"groups": {"gide": {}}}, ConfigError, "'gide' in its path"),
+    ],
+)
+def test_what_a_run_cannot_train_is_refused(config_of, made, optimizer, error, message):
+    class Other(GuidedConfig):
+        trained_models = made
+
+    config = replace(config_of("refused", **optimizer), objective=Other())
+    with pytest.raises(error, match=message):
+        _ = build_trainer(config).abstract_state

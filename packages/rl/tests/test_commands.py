@@ -5,7 +5,22 @@ import pytest
 
 from stack_core.cli import main
 
-PRESETS = ["cispo", "dapo", "distill", "dpo", "dr_grpo", "grpo", "gspo", "ipo", "orpo", "reinforce_pp", "rloo", "simpo"]
+PRESETS = [
+    "cispo",
+    "dapo",
+    "distill",
+    "dpo",
+    "dr_grpo",
+    "grpo",
+    "gspo",
+    "ipo",
+    "kto",
+    "orpo",
+    "reinforce_pp",
+    "reward_model",
+    "rloo",
+    "simpo",
+]
 
 
 def test_every_algorithm_is_listed_with_its_equation_and_paper(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,7 @@ def stack_register_batches(registry: Registrar) -> None:
     registry.add("text", "stack_train.data.kinds.text:TextData")
     registry.add("chat", "stack_train.data.kinds.chat:ChatData")
     registry.add("preferences", "stack_train.data.kinds.preferences:PreferenceData")
+    registry.add("judged", "stack_train.data.kinds.judged:JudgedData")
     registry.add("arrays", "stack_train.data.kinds.arrays:ArraysData")
     registry.add("images", "stack_train.data.kinds.images:ImagesData")
     registry.add("digits", "stack_train.data.kinds.digits:DigitsData")

@@ -27,14 +27,37 @@ from stack_train.data.tokenizer import HuggingFaceTokenizer, write_tokenizer
 if TYPE_CHECKING:
     from stack_train.data.rows import TrainIterator
 
-__all__ = ["Pair", "PreferenceBatches", "PreferenceData"]
+__all__ = ["AnswersData", "Pair", "PreferenceBatches", "PreferenceData", "fitting_pairs"]
 
 _REFERENCE = "reference_logprobs.npy"
 _NAMES = ("tokens", "targets", "positions", "segment_ids")
 
 
 @config
-class PreferenceData:
+class AnswersData:
+    """What kinds of answers to prompts share; the fields are described in `PreferenceData`."""
+
+    source: str
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    seq_tokens: PositiveInt = 512
+    too_long: TooLong = "error"
+    reference: bool = True
+    batch_size: PositiveInt = 8
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
+    prefetch_batches: NonNegativeInt = 2
+
+    def spec(self, model: Any) -> Shapes:
+        answers = jax.ShapeDtypeStruct((self.batch_size, 2, self.seq_tokens), np.int32)
+        logprobs = {"reference_logprobs": jax.ShapeDtypeStruct((self.batch_size, 2), np.float32)}
+        return dict.fromkeys(_NAMES, answers) | (logprobs if self.reference else {})
+
+    def check(self, model: Any) -> None:
+        check_positions(self.seq_tokens, model)
+
+
+@config
+class PreferenceData(AnswersData):
     """Pairs in JSONL files, a record a line: `prompt`, `chosen` and `rejected`, each a text or a list of messages.
 
     Without `prompt`, what both lists of messages begin with is the prompt. A batch holds both answers of each pair, the
@@ -53,27 +76,10 @@ class PreferenceData:
       prefetch_batches: batches assembled ahead of the step by a thread.
     """
 
-    source: str
     kind: Literal["preferences"] = "preferences"
-    tokenizer: str | None = None
-    chat_template: str | None = None
-    seq_tokens: PositiveInt = 512
-    too_long: TooLong = "error"
-    reference: bool = True
-    batch_size: PositiveInt = 8
-    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
-    prefetch_batches: NonNegativeInt = 2
-
-    def spec(self, model: Any) -> Shapes:
-        answers = jax.ShapeDtypeStruct((self.batch_size, 2, self.seq_tokens), np.int32)
-        logprobs = {"reference_logprobs": jax.ShapeDtypeStruct((self.batch_size, 2), np.float32)}
-        return dict.fromkeys(_NAMES, answers) | (logprobs if self.reference else {})
 
     def work(self) -> tuple[str, int]:
         return "pairs", self.batch_size
-
-    def check(self, model: Any) -> None:
-        check_positions(self.seq_tokens, model)
 
     def build(self, *, seed: int, model: Any) -> "PreferenceBatches":
         """Reads and tokenizes every pair.
@@ -89,7 +95,7 @@ class PreferenceData:
         pairs = [_pair(tokenization, name, record) for name, record in records]
         if not pairs:
             raise DataError(f"{self.source} holds no pair. Point data.source at files with some.")
-        return PreferenceBatches(self, tokenizer, _fitting(pairs, self.seq_tokens, self.too_long), seed=seed)
+        return PreferenceBatches(self, tokenizer, fitting_pairs(pairs, self.seq_tokens, self.too_long), seed=seed)
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,7 @@ class PreferenceBatches(OwnRows):
     """Rows of pairs; see `Batches`. Scores them by the first weights that it is given, if the section asks for it."""
 
     def __init__(
-        self, config: PreferenceData, tokenizer: HuggingFaceTokenizer, pairs: Sequence[Pair], *, seed: int
+        self, config: AnswersData, tokenizer: HuggingFaceTokenizer, pairs: Sequence[Pair], *, seed: int
     ) -> None:
         self.tokenizer = tokenizer
         self._config, self._pairs, self._seed = config, pairs, seed
@@ -224,7 +230,7 @@ def _common(name: str, chosen: Any, rejected: Any) -> tuple[Any, list[Any]]:
     return chosen[:alike], [chosen[alike:], rejected[alike:]]
 
 
-def _fitting(pairs: Sequence[Pair], seq_tokens: int, too_long: TooLong) -> list[Pair]:
+def fitting_pairs(pairs: Sequence[Pair], seq_tokens: int, too_long: TooLong) -> list[Pair]:
     """Pairs of which both answers fit."""
     names = {each.name for each in fitting([pair.chosen for pair in pairs], seq_tokens, too_long)}
     names &= {each.name for each in fitting([pair.rejected for pair in pairs], seq_tokens, too_long)}

@@ -1,0 +1,91 @@
+"""A model of which answer people prefer, which gives each a number."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from pydantic import NonNegativeFloat
+
+from stack_core.config import config
+from stack_core.contracts.data import IGNORED_TARGET
+from stack_core.contracts.models import LanguageModel
+from stack_core.contracts.training import Objective
+from stack_core.metrics import Metric, Metrics
+from stack_rl.math.preference import accuracy, reward_loss
+from stack_rl.objectives.heads import scalar_head
+
+__all__ = ["RewardModelConfig", "answer_rewards"]
+
+
+def answer_rewards(
+    model: LanguageModel, head: Callable[[jax.Array], jax.Array], batch: Mapping[str, jax.Array]
+) -> Float[Array, "batch answers"]:
+    """r(answer): the head at the token before the answer's last target, which ends it; 0 without a target.
+
+    The token that ends an answer is none of the inputs, so whether it also pads makes no difference.
+
+    Args:
+      batch: tokens, targets, positions and segment_ids, int32[batch, answers, seq]; targets are -100 in prompts.
+    """
+    names = ("tokens", "positions", "segment_ids")
+    batch_size, answers, seq = batch["tokens"].shape
+    tokens, positions, segment_ids = (batch[name].reshape(batch_size * answers, seq) for name in names)
+    hidden = model(tokens, positions, segment_ids).hidden
+    drawn = (batch["targets"] != IGNORED_TARGET).reshape(batch_size * answers, seq)
+    last = jnp.max(jnp.where(drawn, jnp.arange(seq), 0), axis=-1)
+    rewards = head(jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
+    return jnp.where(jnp.any(drawn, axis=-1), rewards, 0).reshape(batch_size, answers)
+
+
+@config
+class RewardModelConfig:
+    """A reward model: a head on the hidden state at an answer's end, by which chosen answers are worth more.
+
+        l = -log sigmoid(r(chosen) - r(rejected) - margin) + centre (r(chosen) + r(rejected))^2
+
+    The head is a further trained model, `reward`; the body starts from the run's start and is trained along.
+    `data.reference: false` saves scoring a reference. A run is a reward of rollouts by its address, `run:DIRECTORY`.
+
+    Attributes:
+      margin: by which the chosen answer is to be better.
+      centre: keeps rewards around 0, which their differences alone leave open.
+
+    Source: Bradley and Terry, 1952, as Ouyang et al., InstructGPT, 2022 (arXiv:2203.02155), equation 1.
+    """
+
+    name: Literal["reward_model"] = "reward_model"
+    margin: NonNegativeFloat = 0.0
+    centre: NonNegativeFloat = 0.01
+
+    inputs: ClassVar[Mapping[str, str]] = MappingProxyType(
+        dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "batch answers seq")
+    )
+    trained_models: ClassVar[Mapping[str, Callable[..., Any]]] = MappingProxyType({"reward": scalar_head})
+
+    def build(self) -> Objective:
+        return self
+
+    def __call__(
+        self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **models: Any
+    ) -> tuple[jax.Array, Metrics]:
+        del key  # nothing is drawn
+        rewards = answer_rewards(model, models["reward"], batch)
+        # A pair of padding, as the last held-out batch has, has no targets and weighs nothing.
+        real = jnp.any(batch["targets"] != IGNORED_TARGET, axis=(1, 2)).astype(rewards.dtype)
+        weight = jnp.sum(real)
+
+        def mean(values: jax.Array) -> Metric:
+            return Metric.mean(jnp.sum(values * real) / jnp.maximum(weight, 1.0), weight)
+
+        margin = rewards[:, 0] - rewards[:, 1]
+        loss = mean(reward_loss(rewards, margin=self.margin, centre=self.centre))
+        return loss.value, {
+            "loss": loss,
+            "margin": mean(margin),
+            "accuracy": mean(accuracy(margin).astype(margin.dtype)),
+            "reward_chosen": mean(rewards[:, 0]),
+            "reward_rejected": mean(rewards[:, 1]),
+        }

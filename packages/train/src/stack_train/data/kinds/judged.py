@@ -1,0 +1,123 @@
+"""`data.kind: judged`: single answers to prompts, each known to be good or bad."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Int64
+
+from stack_core.config import config
+from stack_core.contracts.data import Shapes
+from stack_core.errors import DataError
+from stack_train.data.cache import digest_of
+from stack_train.data.conversations import Conversation, Tokenization
+from stack_train.data.files import expand_glob
+from stack_train.data.jsonl import jsonl_records
+from stack_train.data.kinds.chat import load_tokenizer
+from stack_train.data.kinds.preferences import AnswersData, Pair, PreferenceBatches, fitting_pairs
+from stack_train.data.kinds.text import check_vocabulary
+from stack_train.data.tokenizer import HuggingFaceTokenizer
+
+__all__ = ["JudgedBatches", "JudgedData"]
+
+
+@config
+class JudgedData(AnswersData):
+    """Answers in JSONL files, a record a line: `prompt`, `completion`, each a text or a list of messages, and `label`.
+
+    The label is true where the answer is desirable. A batch holds each answer and, behind the same prompt, that of a
+    record with another prompt, from which KTO estimates a divergence: int32[batch, 2, seq_tokens] arrays, the answer
+    first; `reference_logprobs`, float32[batch, 2]; and `desirable`, float32[batch], 1 or 0.
+
+    The fields are those of `PreferenceData`; `batch_size` counts answers.
+    """
+
+    kind: Literal["judged"] = "judged"
+
+    def spec(self, model: Any) -> Shapes:
+        return {**super().spec(model), "desirable": jax.ShapeDtypeStruct((self.batch_size,), np.float32)}
+
+    def work(self) -> tuple[str, int]:
+        return "answers", self.batch_size
+
+    def build(self, *, seed: int, model: Any) -> "JudgedBatches":
+        """Reads and tokenizes every answer.
+
+        Raises:
+          ConfigError: no tokenizer is named.
+          DataError: a record is malformed or too long, or there are not two prompts.
+        """
+        tokenizer = load_tokenizer(self.tokenizer, self.kind, self.chat_template)
+        check_vocabulary(tokenizer.vocab_size, model)
+        tokenization = Tokenization.by_template_of(tokenizer)
+        records = [
+            (name, _checked(name, record)) for name, record in jsonl_records(expand_glob(self.source, self.kind))
+        ]
+        others = _others([record["prompt"] for _, record in records], self.source)
+        pairs: list[Pair] = []
+        labels: dict[str, bool] = {}
+        for (name, record), other in zip(records, others, strict=True):
+            answer = tokenization.conversation(name, record)
+            mismatched = {"prompt": record["prompt"], "completion": records[other][1]["completion"]}
+            cut = _cut(tokenization.conversation(name, mismatched), self.seq_tokens)
+            pairs.append(Pair(answer, cut if cut.supervised.any() else answer))
+            labels[name] = bool(record["label"])
+        kept = fitting_pairs(pairs, self.seq_tokens, self.too_long)
+        desirable = np.asarray([labels[pair.chosen.name] for pair in kept])
+        return JudgedBatches(self, tokenizer, kept, desirable, seed=seed)
+
+
+class JudgedBatches(PreferenceBatches):
+    """Rows of an answer and a mismatched one; see `Batches`."""
+
+    def __init__(
+        self,
+        config: JudgedData,
+        tokenizer: HuggingFaceTokenizer,
+        pairs: Sequence[Pair],
+        desirable: Bool[np.ndarray, " pairs"],
+        *,
+        seed: int,
+    ) -> None:
+        super().__init__(config, tokenizer, pairs, seed=seed)
+        self._desirable = desirable
+        self.fingerprint["the labels (digest)"] = digest_of([int(label) for label in desirable])
+
+    def _batch(self, chosen: Int64[np.ndarray, " batch"]) -> dict[str, np.ndarray]:
+        return {**super()._batch(chosen), "desirable": self._desirable[chosen].astype(np.float32)}
+
+
+def _checked(name: str, record: Mapping[str, Any]) -> Mapping[str, Any]:
+    missing = [field for field in ("prompt", "completion", "label") if field not in record]
+    if missing:
+        fields = ", ".join(map(repr, record)) or "none"
+        raise DataError(f"{name}: the record has no {' and no '.join(missing)}. Its fields: {fields}.")
+    if record["label"] not in (0, 1):
+        raise DataError(f"{name}: the label is {record['label']!r}; expected true, for a desirable answer, or false.")
+    return record
+
+
+def _others(prompts: Sequence[Any], source: str) -> list[int]:
+    """For each record, the next one that has another prompt.
+
+    Raises:
+      DataError: there are not two prompts.
+    """
+    if all(prompt == prompts[0] for prompt in prompts):
+        raise DataError(
+            f"{source} holds {len(prompts)} answers to one prompt; those to other prompts are needed to estimate how "
+            "far the policy is from its reference. Add records with another prompt."
+        )
+
+    def differs(first: int) -> Callable[[int], bool]:
+        return lambda step: prompts[(first + step) % len(prompts)] != prompts[first]
+
+    steps = range(1, len(prompts))
+    return [(place + next(filter(differs(place), steps))) % len(prompts) for place in range(len(prompts))]
+
+
+def _cut(answer: Conversation, seq_tokens: int) -> Conversation:
+    """An answer without what is beyond a row: a mismatched one is no example, and need not be whole."""
+    most = seq_tokens + 1
+    return Conversation(answer.name, answer.tokens[:most], answer.supervised[:most])

@@ -12,7 +12,7 @@ import pytest
 from stack_core.config import apply_overrides, load_yaml, parse
 from stack_core.contracts.data import PolicyBatches, Validates, WritesFiles
 from stack_core.contracts.generation import NeedsPolicy
-from stack_core.errors import ConfigError, UnknownName
+from stack_core.errors import ConfigError, DataError, UnknownName
 from stack_rl.environments.prompts import PromptsConfig
 from stack_rl.objectives.presets import GRPOConfig
 from stack_rl.rollouts import RolloutData
@@ -104,6 +104,7 @@ def _digests(checkpoint: Path) -> dict[str, str]:
         ("data.seq_tokens=32", ConfigError, "seq_tokens is 32, but model.max_positions is 16"),
         ("model.vocab_size=8", ConfigError, "the environment 'cell' has 12 tokens"),
         ("objective.name=causal_lm", ConfigError, "entropy"),
+        ("objective.name=ppo", ConfigError, "reads 'old_values' of a batch"),
         ("objective.kl_estimator=k1", ConfigError, "whose expectation is zero"),
     ],
 )
@@ -111,6 +112,27 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, overr
     with pytest.raises(error, match=message):
         train(cell(tmp_path / "run", override))
     assert not (tmp_path / "run").exists()
+
+
+def test_ppo_trains_its_critic_with_the_policy_and_resumes_bitwise(tmp_path):
+    ppo = ("objective.name=ppo", "data.advantage=gae", "data.weights=token", "run.evaluate_every_steps=0")
+    train(cell(tmp_path / "whole", *ppo, "run.steps=4"))
+    train(cell(tmp_path / "cut", *ppo, "run.steps=2"))
+    train(cell(tmp_path / "cut", *ppo, "run.steps=4"), resume=True)
+    ours, theirs = (records(tmp_path / name, "train") for name in ("cut", "whole"))
+    for name in ("loss", "reward", "value", "value_loss", "critic_grad_norm"):
+        assert [each[name] for each in ours] == [each[name] for each in theirs], name
+    assert theirs[0]["value"] == 0.0 != theirs[-1]["value"]
+    assert all(each["critic_grad_norm"] > 0 for each in theirs)
+    digests = [_digests(tmp_path / name / "checkpoints" / "00000004") for name in ("cut", "whole")]
+    assert digests[0] == digests[1] and "further/critic/params/kernel" in digests[0]
+
+
+def test_values_are_asked_of_an_objective_that_has_a_critic(tmp_path):
+    batches = build(cell(tmp_path / "run", "data.advantage=gae")).data
+    batches._scores = lambda batch: {"logprobs": 0.0}
+    with pytest.raises(DataError, match="needs a critic's values, but the objective gives none"):
+        batches._values(dict.fromkeys(("tokens", "targets", "positions", "segment_ids")))
 
 
 def briefly(completion):

@@ -16,6 +16,7 @@ PRESETS = [
     "ipo",
     "kto",
     "orpo",
+    "ppo",
     "reinforce_pp",
     "reward_model",
     "rloo",
@@ -31,6 +32,7 @@ def test_every_algorithm_is_listed_with_its_equation_and_paper(capsys: pytest.Ca
         assert "l = " in found[name]["equation"], name
         assert "arXiv:" in found[name]["source"], name
     assert found["dr_grpo"]["data"] == {"advantage": "centred", "weights": "constant"}
+    assert found["ppo"]["data"] == {"advantage": "gae", "weights": "token"}
     assert found["dpo"]["data"] == {}
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from stack_core.contracts.environments import Trajectory
-from stack_rl.experience import batch_of, batch_shapes
+from stack_rl.experience import batch_of, batch_shapes, credited_by_values
 
 
 def trajectory(group, tokens, sampled, reward, version=3):
@@ -86,3 +86,22 @@ def test_weights_are_of_the_whole_batch_without_padding_and_dropped_rows(weights
 
 def test_without_an_advantage_nothing_is_credited():
     assert not batch(advantage=None)["advantages"].any()
+
+
+def test_tokens_are_credited_by_what_was_expected_before_each():
+    shapes = batch_shapes(6, 5, values=True)
+    laid = batch_of(ROWS, shapes=shapes, advantage=None, weights="token", version=3)
+    values = np.full((6, 5), 0.25)
+    found = credited_by_values(laid, ROWS, values, discount=0.9, decay=0.5, whiten=False)
+    assert {name: (array.shape, array.dtype) for name, array in found.items()} == {
+        name: (each.shape, each.dtype) for name, each in shapes.items()
+    }
+    last = 0.25 - 0.25  # the third row's second action, which the reward follows
+    first = 0.9 * 0.25 - 0.25 + 0.9 * 0.5 * last  # what was shown between the two is no step
+    np.testing.assert_allclose(found["advantages"][2], [first, 0, last, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(found["returns"][2], [first + 0.25, 0, last + 0.25, 0, 0], rtol=1e-6)
+    drawn = found["targets"] != -100
+    assert not found["returns"][~drawn].any() and not found["old_values"][~drawn].any()
+    white = credited_by_values(laid, ROWS, values, discount=0.9, decay=0.5, whiten=True)
+    assert white["advantages"][drawn].std() == pytest.approx(1, rel=1e-5)
+    np.testing.assert_array_equal(white["returns"], found["returns"])

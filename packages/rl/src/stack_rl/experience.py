@@ -8,10 +8,10 @@ import numpy as np
 
 from stack_core.contracts.data import IGNORED_TARGET, Shapes
 from stack_core.contracts.environments import Trajectory
-from stack_rl.math.advantages import ADVANTAGES, equal_groups
+from stack_rl.math.advantages import ADVANTAGES, equal_groups, gae, whitened_tokens
 from stack_rl.math.weights import token_weights
 
-__all__ = ["batch_of", "batch_shapes"]
+__all__ = ["batch_of", "batch_shapes", "credited_by_values"]
 
 _TOKENS: Final = {
     "tokens": np.int32,
@@ -22,14 +22,20 @@ _TOKENS: Final = {
     "weights": np.float32,
     "old_logprobs": np.float32,
 }
+_VALUES: Final = ("old_values", "returns")
 # Objectives report the means of what an episode's row says besides whether it is real, dropped, and its share.
 _FACTS: Final = ("reward", "correct", "action_tokens", "staleness", "truncated", "flat_groups")
 _ROWS: Final = ("real", "dropped", "share", *_FACTS)
 
 
-def batch_shapes(rows: int, seq_tokens: int) -> Shapes:
-    """The arrays of a batch: of tokens [rows, seq_tokens], and of rows [rows]."""
-    tokens = {name: jax.ShapeDtypeStruct((rows, seq_tokens), np.dtype(dtype)) for name, dtype in _TOKENS.items()}
+def batch_shapes(rows: int, seq_tokens: int, *, values: bool = False) -> Shapes:
+    """The arrays of a batch: of tokens [rows, seq_tokens], and of rows [rows].
+
+    Args:
+      values: those of `credited_by_values` are among them.
+    """
+    dtypes = _TOKENS | (dict.fromkeys(_VALUES, np.float32) if values else {})
+    tokens = {name: jax.ShapeDtypeStruct((rows, seq_tokens), np.dtype(dtype)) for name, dtype in dtypes.items()}
     return tokens | {name: jax.ShapeDtypeStruct((rows,), np.dtype(np.float32)) for name in _ROWS}
 
 
@@ -64,6 +70,36 @@ def batch_of(
     batch["weights"][there] = drawn[there] * weigh[:, None]
     batch["flat_groups"][there] = equal_groups(rewards, groups) & _has_others(groups)
     return batch
+
+
+def credited_by_values(
+    batch: Mapping[str, np.ndarray],
+    trajectories: Sequence[Trajectory | None],
+    values: np.ndarray,
+    *,
+    discount: float,
+    decay: float,
+    whiten: bool,
+) -> dict[str, np.ndarray]:
+    """A batch of `batch_of` whose tokens are credited by what a critic expected from before each on.
+
+    Args:
+      values: [rows, seq_tokens], of the critic, at each target.
+      discount, decay: gamma and lambda of `gae`.
+      whiten: advantages over the batch; `returns` are those before.
+    """
+    drawn = batch["targets"] != IGNORED_TARGET
+    rewards, expected = np.zeros(drawn.shape), np.where(drawn, values, 0).astype(np.float64)
+    for row, each in enumerate(trajectories):
+        if each is not None:
+            rewards[row, : len(each.tokens) - 1] = each.rewards[1:]
+    advantages = gae(rewards, expected, drawn, discount=discount, decay=decay)
+    found = {
+        "advantages": whitened_tokens(advantages, drawn) if whiten else advantages,
+        "old_values": expected,
+        "returns": np.where(drawn, advantages + expected, 0),
+    }
+    return {**batch, **{name: array.astype(np.float32) for name, array in found.items()}}
 
 
 def _lay_out(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajectory, version: int) -> None:

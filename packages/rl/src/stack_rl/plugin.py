@@ -20,6 +20,7 @@ def stack_register_objectives(registry: Registrar) -> None:
     registry.add("gspo", "stack_rl.objectives.presets:GSPOConfig")
     registry.add("cispo", "stack_rl.objectives.presets:CISPOConfig")
     registry.add("rloo", "stack_rl.objectives.presets:RLOOConfig")
+    registry.add("ppo", "stack_rl.objectives.ppo:PPOConfig")
     registry.add("reinforce_pp", "stack_rl.objectives.presets:ReinforceConfig")
     registry.add("distill", "stack_rl.objectives.presets:DistillConfig")
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,13 +17,16 @@ from stack_core.contracts.generation import Engine
 from stack_core.errors import ConfigError, DataError
 from stack_core.plugins import registries
 from stack_rl.episodes import Attempt, OnFailure, Player
-from stack_rl.experience import batch_of, batch_shapes
+from stack_rl.experience import batch_of, batch_shapes, credited_by_values
 
 __all__ = ["RolloutBatches", "RolloutData", "RolloutIterator"]
 
 SAMPLES_FILE = "samples.jsonl"
 _SHOWN = 16
+_SCORED = ("tokens", "targets", "positions", "segment_ids")
 _TRAINING, _HELD_OUT = 0, 1
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 @config
@@ -43,7 +47,9 @@ class RolloutData:
       seq_tokens: of an episode, prompts and observations included, at most.
       advantage: what of its reward an episode is credited with, among those of its group: "group", the reward's
         distance from the mean in standard deviations; "centred", the distance; "leave_one_out", that from the mean of
-        the others; "whitened", the distance in standard deviations of the whole batch.
+        the others; "whitened", the distance in standard deviations of the whole batch; "gae", each token by what
+        the objective's critic expected from before it on, which "ppo" has.
+      discount, decay, whiten: of "gae": gamma and lambda, and whether advantages are whitened over the batch's tokens.
       weights: what tokens weigh in the loss. "sequence": episodes weigh the same; "token": tokens do; "constant": a
         token is 1 / (rows * seq_tokens); "prompt": tasks weigh the same, and within them tokens; "sum": a token is 1.
       engine: an entry of the registry `engines`, which generates.
@@ -55,7 +61,10 @@ class RolloutData:
     groups: PositiveInt = 16
     group_size: Annotated[int, Field(ge=2)] = 8
     seq_tokens: PositiveInt = 256
-    advantage: Literal["group", "centred", "leave_one_out", "whitened"] = "group"
+    advantage: Literal["group", "centred", "leave_one_out", "whitened", "gae"] = "group"
+    discount: Fraction = 1.0
+    decay: Fraction = 0.95
+    whiten: bool = True
     weights: Literal["sequence", "token", "constant", "prompt", "sum"] = "sequence"
     engine: str = "static"
     on_failure: OnFailure = "stop"
@@ -66,7 +75,7 @@ class RolloutData:
         return self.groups * self.group_size
 
     def spec(self, model: Any) -> Shapes:
-        return batch_shapes(self.batch_size, self.seq_tokens)
+        return batch_shapes(self.batch_size, self.seq_tokens, values=self.advantage == "gae")
 
     def work(self) -> tuple[str, int]:
         return "episodes", self.batch_size
@@ -93,6 +102,7 @@ class RolloutBatches:
         self._engine: Engine | None = None
         self._player: Player | None = None
         self._version = 0
+        self._scores: Callable[[Batch], Mapping[str, Any]] | None = None
         self._directory: Path | None = None
 
     def take_policy(self, policy: GenerativeCheckpoint) -> None:
@@ -114,7 +124,7 @@ class RolloutBatches:
         if self._engine is None:
             raise DataError("No policy was given yet to draw from: call take_policy first.")
         self._engine.update_weights(params, version=version)
-        self._version = version
+        self._version, self._scores = version, partial(score, params)
 
     def train_iterator(self) -> "RolloutIterator":
         settings = self._config
@@ -136,7 +146,8 @@ class RolloutBatches:
             found = player.play(attempts, seed=(self._seed, _HELD_OUT, first), greedy=True)
             self._write_samples(tasks, found[:shown])
             shown = max(shown - len(found), 0)
-            yield self._batch(found, advantage=None)
+            batch = self._batch(found, training=False)
+            yield {**batch, "advantages": np.zeros_like(batch["advantages"])}
 
     def write(self, directory: Path) -> None:
         """Remembers where samples of evaluations are to be written."""
@@ -153,7 +164,7 @@ class RolloutBatches:
         found = player.play(attempts, seed=(self._seed, _TRAINING, number), greedy=False)
         if all(each is None for each in found):
             raise DataError("Every episode of a batch failed and was dropped; set data.on_failure: stop to see why.")
-        return self._batch(found, advantage=self._config.advantage)
+        return self._batch(found, training=True)
 
     def _task(self, tasks: Tasks, group: int) -> int:
         """The task of a group: all tasks in an order of their own in each epoch."""
@@ -162,9 +173,30 @@ class RolloutBatches:
         epoch, place = divmod(group, tasks.training)
         return int(np.random.default_rng([self._seed, epoch]).permutation(tasks.training)[place])
 
-    def _batch(self, found: Sequence[Trajectory | None], *, advantage: str | None) -> dict[str, np.ndarray]:
-        weights, shapes = self._config.weights, self._shapes
-        return batch_of(found, shapes=shapes, advantage=advantage, weights=weights, version=self._version)
+    def _batch(self, found: Sequence[Trajectory | None], *, training: bool) -> dict[str, np.ndarray]:
+        settings, by_values = self._config, self._config.advantage == "gae"
+        advantage = settings.advantage if training and not by_values else None
+        options = {"shapes": self._shapes, "weights": settings.weights, "version": self._version}
+        batch = batch_of(found, advantage=advantage, **options)
+        if not by_values:
+            return batch
+        how = {"discount": settings.discount, "decay": settings.decay, "whiten": settings.whiten}
+        return credited_by_values(batch, found, self._values(batch), **how)
+
+    def _values(self, batch: Batch) -> np.ndarray:
+        """What the critic expects before each target of a batch.
+
+        Raises:
+          DataError: the objective has no critic.
+        """
+        assert self._scores is not None, "no weights were given yet"
+        scores = self._scores({name: batch[name] for name in _SCORED})
+        if "values" not in scores:
+            raise DataError(
+                "data.advantage is 'gae', which needs a critic's values, but the objective gives none. Choose "
+                "objective.name: ppo, or another data.advantage."
+            )
+        return np.asarray(scores["values"])
 
     def _playing(self) -> tuple[Tasks, Player]:
         if self._tasks is None or self._player is None:

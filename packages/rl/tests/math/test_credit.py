@@ -103,3 +103,12 @@ def test_weights_sum_to_what_their_aggregation_says() -> None:
 def test_a_batch_without_a_token_weighs_nothing_infinite(name: str) -> None:
     assert np.isfinite(token_weights(name, np.zeros(3, int), np.array([0, 0, 1]), most_tokens=4)).all()
     assert len(token_weights(name, np.zeros(0, int), np.zeros(0, int), most_tokens=4)) == 0
+
+
+def test_whitened_tokens_have_mean_0_and_variance_1_where_they_were_drawn() -> None:
+    values, mask = RNG.normal(3, 2, (4, 6)), RNG.random((4, 6)) < 0.6
+    drawn = values[mask]
+    found = advantages.whitened_tokens(values, mask)
+    np.testing.assert_allclose(found[mask], (drawn - drawn.mean()) / drawn.std(), rtol=1e-6)
+    assert not found[~mask].any()
+    assert not advantages.whitened_tokens(values, np.zeros_like(mask)).any()

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,11 +15,12 @@ import pytest
 
 from stack_core.contracts.data import IGNORED_TARGET
 from stack_core.contracts.models import Head, Outputs
-from stack_core.contracts.training import NeedsCompanions
+from stack_core.contracts.training import NeedsCompanions, ScoresTokens, TrainsModels
 from stack_core.errors import ConfigError
 from stack_rl.math.advantages import distilled
 from stack_rl.math.weights import WEIGHTS, token_weights
 from stack_rl.objectives.policy import Correction, PolicyConfig
+from stack_rl.objectives.ppo import PPOConfig
 from stack_rl.objectives.presets import (
     CISPOConfig,
     DAPOConfig,
@@ -29,6 +31,7 @@ from stack_rl.objectives.presets import (
     ReinforceConfig,
     RLOOConfig,
 )
+from stack_rl.objectives.scalar import ScalarHead
 
 README = Path(__file__).parents[2] / "README.md"
 VOCAB, EMBED, SEQ = 11, 4, 12
@@ -192,6 +195,52 @@ def test_a_preset_minimizes_the_loss_of_its_paper(preset: type[PolicyConfig]) ->
         for name, values in {"kl": divergence, "entropy": entropies, "mismatch": np.abs(moved)}.items():
             assert metrics[name].value == pytest.approx(values[drawn].mean(), rel=1e-5)
         assert metrics["largest_mismatch"].value == pytest.approx(np.abs(moved).max(), rel=1e-5)
+
+
+def test_ppo_minimizes_the_losses_of_policy_and_critic() -> None:
+    members, rng = episodes(), np.random.default_rng(5)
+    kernel = rng.normal(0, 0.5, EMBED)
+    config = PPOConfig(dual_clip=1.1, value_weight=0.3, value_clip=0.1, kl=0.2)
+    objective = config.build()
+    assert isinstance(objective, TrainsModels)
+    assert isinstance(objective, ScoresTokens)
+    assert PPOConfig().build().companions == {}
+    with jax.enable_x64(True):
+        batch = laid_out([[each] for each in members], weights_of("token", members), 8)
+        batch |= {name: jnp.asarray(rng.normal(0, 0.3, (8, SEQ))) for name in ("old_values", "returns")}
+        drawn = np.asarray(batch["targets"] != IGNORED_TARGET)
+
+        def critic(kernel: Any) -> ScalarHead:
+            head = ScalarHead(SimpleNamespace(embed=EMBED), key=jax.random.key(0))
+            head.kernel.set_value(jnp.asarray(kernel))
+            return head
+
+        def loss(kernel: jax.Array) -> Any:
+            return objective(model(), batch, key=jax.random.key(0), critic=critic(kernel), reference=model(1))
+
+        (found, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(kernel))
+        hidden = np.asarray(model()(batch["tokens"], None, batch["segment_ids"]).hidden)
+        scored = objective.scores(Outputs(jnp.asarray(hidden)), batch, critic=critic(kernel))["values"]
+        logprobs, reference = (picked(log_softmax(model(seed), batch), batch) for seed in (0, 1))
+        old, returns, advantages, weights = (
+            np.asarray(batch[name]) for name in ("old_values", "returns", "advantages", "weights")
+        )
+        ratio = np.exp(np.where(drawn, logprobs - np.asarray(batch["old_logprobs"]), 0))
+    kept = np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
+    policy = -np.where(advantages < 0, np.maximum(kept, 1.1 * advantages), kept) + 0.2 * (logprobs - reference) ** 2 / 2
+
+    def expected(kernel: np.ndarray) -> float:
+        values = hidden @ kernel
+        near = old + np.clip(values - old, -0.1, 0.1)
+        of_values = 0.3 * np.maximum((values - returns) ** 2, (near - returns) ** 2) / 2
+        return float(np.where(drawn, weights * (policy + of_values), 0).sum())
+
+    np.testing.assert_allclose(scored, hidden @ kernel, rtol=1e-6)
+    assert float(found) == pytest.approx(expected(kernel), rel=1e-6)
+    steps = 1e-6 * np.eye(EMBED)
+    differences = [(expected(kernel + step) - expected(kernel - step)) / 2e-6 for step in steps]
+    np.testing.assert_allclose(gradient, differences, rtol=1e-5, atol=1e-9)
+    assert float(metrics["value"]) == pytest.approx((hidden @ kernel)[drawn].mean(), rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ __all__ = [
     "leave_one_out",
     "overlong",
     "whitened",
+    "whitened_tokens",
 ]
 
 Rewards = Float[np.ndarray, " episodes"]
@@ -124,6 +125,17 @@ def gae(rewards: Tokens, values: Tokens, mask: Mask, *, discount: float = 1.0, d
         next_value = np.where(drawn, values[:, place], next_value)
         advantages[:, place] = np.where(drawn, following, 0)
     return advantages
+
+
+def whitened_tokens(advantages: Tokens, mask: Mask, *, epsilon: float = 1e-8) -> Tokens:
+    """A'_t = (A_t - mean) / sqrt(variance + e), both over the tokens in `mask` of the whole batch; 0 of others.
+
+    Source: Andrychowicz et al., What matters in on-policy reinforcement learning, 2020 (arXiv:2006.05990), section 3.3.
+    Departures: (1) the variance divides by the number of tokens, where verl divides by one fewer.
+    """
+    count = max(np.count_nonzero(mask), 1)
+    distance = np.where(mask, advantages - np.where(mask, advantages, 0).sum() / count, 0)
+    return distance / np.sqrt(np.square(distance).sum() / count + epsilon)
 
 
 def kl_to_go(rewards: Rewards, k1: Tokens, mask: Mask, *, coefficient: float) -> Tokens:

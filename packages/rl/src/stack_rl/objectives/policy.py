@@ -3,7 +3,7 @@
 An algorithm is a subclass of `PolicyConfig` with one method, the loss of each token; `presets` has those of papers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal
@@ -130,6 +130,15 @@ class PolicyConfig:
         del tokens
         return {}
 
+    def value_losses(
+        self,
+        values: Float[Array, "batch seq"],
+        old_values: Float[Array, "batch seq"],
+        returns: Float[Array, "batch seq"],
+    ) -> Float[Array, "batch seq"]:
+        """What to minimize for the critic of an algorithm that has one."""
+        raise NotImplementedError
+
     def build(self) -> Objective:
         return ReferencedObjective(self) if self.kl else PolicyObjective(self)
 
@@ -148,7 +157,11 @@ class PolicyObjective:
         return self._loss(model, batch, None)
 
     def _loss(
-        self, model: LanguageModel, batch: Mapping[str, jax.Array], reference: LanguageModel | None
+        self,
+        model: LanguageModel,
+        batch: Mapping[str, jax.Array],
+        reference: LanguageModel | None,
+        critic: Callable[[jax.Array], jax.Array] | None = None,
     ) -> tuple[jax.Array, Metrics]:
         settings, drawn = self.config, batch["targets"] != IGNORED_TARGET
         segment_ids, count = batch["segment_ids"], jnp.sum(drawn.astype(batch["weights"].dtype))
@@ -167,6 +180,10 @@ class PolicyObjective:
         if settings.entropy:
             entropies = token_entropies(model.head(), hidden).astype(logprobs.dtype)
             losses, report["entropy"] = losses - settings.entropy * entropies, entropies
+        if critic is not None:
+            values = critic(hidden).astype(logprobs.dtype)
+            of_values = settings.value_losses(values, batch["old_values"], batch["returns"])
+            losses, report["value"], report["value_loss"] = losses + of_values, values, of_values
         report |= {"logprob": logprobs, "mismatch": jnp.abs(moved)}
         # The batch's rows share the loss, so that microbatches add up to the sum over all tokens.
         share = jnp.sum(batch["share"])

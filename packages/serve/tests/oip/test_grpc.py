@@ -80,7 +80,12 @@ def test_health_is_grpcs_own(call: Any) -> None:
         (request(images(1), model_name="digit"), "NOT_FOUND", "Did you mean 'digits'"),
         (request(images(1), model_version="4"), "NOT_FOUND", "Live versions: 1"),
         (request(images(1), model_version="x"), "NOT_FOUND", "is no number"),
-        (request(images(1), raw_input_contents=[b"more"]), "INVALID_ARGUMENT", "each input needs one"),
+        (
+            request(images(1), raw_input_contents=[b"more"]),
+            "INVALID_ARGUMENT",
+            "each input needs one, or none has one. Expected predict(pixels",
+        ),
+        (request(images(1), raw_input_contents=[bytes(255)]), "INVALID_ARGUMENT", "Expected predict(pixels"),
         (messages()["ModelInferRequest"](model_name="digits"), "INVALID_ARGUMENT", "'pixels' is missing"),
     ],
 )

@@ -75,7 +75,7 @@ def test_what_the_protocol_tells_of_server_and_models(serve: Serve) -> None:
         ({"inputs": [tensor(images(1), datatype="FP64")]}, "dtype float64. Expected (pixels: float32[batch, 64])"),
         ({"inputs": [tensor(images(1), name="image")]}, "Expected (pixels: float32[batch, 64])"),
         ({"inputs": [tensor(images(1)[:, 1:])]}, "shape [1, 63]. Expected (pixels: float32[batch, 64])"),
-        ({"inputs": [tensor(images(1), shape=[2, 64])]}, "needs 128"),
+        ({"inputs": [tensor(images(1), shape=[2, 64])]}, "needs 128. Expected predict(pixels: float32[batch, 64])"),
         ({"inputs": []}, "'pixels' is missing. Expected (pixels: float32[batch, 64])"),
         ({}, "inputs"),
         ({"inputs": [tensor(images(1))], "outputs": [{"name": "nothing"}]}, "Outputs: probabilities"),
@@ -95,7 +95,11 @@ def test_bodies_that_are_no_requests_are_refused(shared: Served) -> None:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         answer = shared.client.post("/v2/models/digits/infer", content=content, headers=named)
         assert answer.status_code == status, answer.text
-        return answer.json()["error"]
+        error = answer.json()["error"]
+        assert (
+            status != 400 or "number was expected" in error or "Expected predict(pixels: float32[batch, 64])" in error
+        )
+        return error
 
     head = json.dumps(
         {"inputs": [{"name": "pixels", "datatype": "FP32", "shape": [1, 64], "parameters": {"binary_data_size": 256}}]}
@@ -114,7 +118,10 @@ def test_bodies_that_are_no_requests_are_refused(shared: Served) -> None:
 def test_unknown_models_versions_signatures_and_paths_are_404(shared: Served) -> None:
     body = {"inputs": [tensor(images(1))]}
     assert "Did you mean 'digits'" in shared.infer(body, model="digit", status=404)["error"]
-    assert "Live versions: 1" in shared.infer(body, version="2", status=404)["error"]
+    assert (
+        "Live versions: 1; 1 computes predict(pixels: float32[batch, 64])"
+        in shared.infer(body, version="2", status=404)["error"]
+    )
     assert "versions are numbers" in shared.infer(body, version="latest", status=404)["error"]
     named = {**body, "parameters": {"signature": "score"}}
     assert "It has: predict" in shared.infer(named, status=404)["error"]

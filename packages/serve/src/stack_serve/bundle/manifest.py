@@ -194,6 +194,11 @@ class Manifest:
         """The signature of who names none."""
         return next(iter(self.signatures)) if len(self.signatures) == 1 else "predict"
 
+    @property
+    def computes(self) -> str:
+        """The signatures by name, for people."""
+        return ", ".join(f"{name}{signature}" for name, signature in self.signatures.items())
+
     def to_json(self) -> bytes:
         """The content of `manifest.json`."""
         return json.dumps(to_mapping(self), indent=1).encode() + b"\n"

@@ -65,9 +65,10 @@ class Bundle:
         self._compiling = threading.Lock()
 
     def __repr__(self) -> str:
-        signatures = ", ".join(f"{name}{signature}" for name, signature in self.manifest.signatures.items())
         weights_bytes = sum(array.nbytes for array in self._weights)
-        return f"<Bundle {self.manifest.name!r} on {self._target}, {weights_bytes / 1e6:.3g} MB: {signatures}>"
+        return (
+            f"<Bundle {self.manifest.name!r} on {self._target}, {weights_bytes / 1e6:.3g} MB: {self.manifest.computes}>"
+        )
 
     def __call__(self, inputs: Mapping[str, np.ndarray], *, signature: str | None = None) -> dict[str, np.ndarray]:
         """Computes the outputs of a signature by name; `None` is its only one, or `predict`.

@@ -126,7 +126,9 @@ class Service:
         key = Key(model, newest if version is None else version)
         if key not in self.lanes:
             live = ", ".join(str(known.version) for known in sorted(self.lanes) if known.model == model)
-            raise UnknownName(f"{model!r} has no version {version} that is served. Live versions: {live}.")
+            computes = self.lanes[Key(model, newest)].manifest.computes
+            message = f"{model!r} has no version {version} that is served. Live versions: {live}; {newest} computes"
+            raise UnknownName(f"{message} {computes}.")
         return key, self.lanes[key]
 
     async def start(self) -> None:

@@ -1,11 +1,13 @@
 """What goes wrong with a request, as HTTP and gRPC tell it."""
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from stack_core.errors import DeadlineExceeded, EngineBusy, EngineStopped, InferenceError, StackError, UnknownName
+from stack_serve.bundle.manifest import Manifest
 
-__all__ = ["ProtocolError", "http_headers", "http_status", "message_of"]
+__all__ = ["ProtocolError", "expecting", "http_headers", "http_status", "message_of"]
 
 _STATUSES = (
     (InferenceError, 400),
@@ -22,6 +24,15 @@ class ProtocolError(StackError):
     def __init__(self, message: str, *, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
+
+
+@contextlib.contextmanager
+def expecting(manifest: Manifest) -> Iterator[None]:
+    """Adds to errors of reading a request what the model expects."""
+    try:
+        yield
+    except (InferenceError, ProtocolError) as error:
+        raise ProtocolError(f"{error} Expected {manifest.computes}.", status=http_status(error)) from error
 
 
 def http_status(error: Exception) -> int:

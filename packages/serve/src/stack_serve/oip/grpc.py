@@ -15,7 +15,7 @@ from stack_serve.inference.repository import Key, latest
 from stack_serve.inference.service import Answered, Service
 from stack_serve.inference.tensors import datatype, from_bytes, from_values
 from stack_serve.oip import statistics
-from stack_serve.oip.errors import ProtocolError, http_status, message_of
+from stack_serve.oip.errors import ProtocolError, expecting, http_status, message_of
 from stack_serve.oip.messages import health_messages, messages
 from stack_serve.oip.wire import joined, split
 
@@ -162,10 +162,14 @@ class GrpcServer:
         except Exception as error:  # protobuf's DecodeError has no public base
             raise ProtocolError("The request is no ModelInferRequest.") from error
         named = request.parameters.get("signature") if "signature" in request.parameters else None
+        number = _number(request.model_version)
+        _, lane = self._service.lane(request.model_name, number)
+        with expecting(lane.manifest):
+            inputs = _inputs(request, raw)
         answered = await self._service.infer(
             request.model_name,
-            _inputs(request, raw),
-            version=_number(request.model_version),
+            inputs,
+            version=number,
             signature=None if named is None else named.string_param,
             timeout_s=context.time_remaining(),
         )

@@ -15,7 +15,7 @@ from stack_serve.inference.repository import latest
 from stack_serve.inference.service import Service
 from stack_serve.oip import statistics
 from stack_serve.oip.bodies import HEADER, parse, write
-from stack_serve.oip.errors import ProtocolError, http_headers, http_status, message_of
+from stack_serve.oip.errors import ProtocolError, expecting, http_headers, http_status, message_of
 
 __all__ = ["App"]
 
@@ -80,14 +80,15 @@ class App:
     async def _infer(self, scope: Scope, receive: Receive, model: str, version: str | None) -> Reply:
         headers = dict(scope["headers"])
         number = _number(version)
-        self._service.lane(model, number)  # before much is read for nothing
+        _, lane = self._service.lane(model, number)  # before much is read for nothing
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise ProtocolError("Compressed bodies are not taken. Send them as they are.", status=415)
         announced = headers.get(HEADER)
         if announced is not None and not announced.isdigit():
             raise ProtocolError(f"Inference-Header-Content-Length is {announced[:100]!r}; a number was expected.")
         body = await self._read(headers, receive)
-        request = parse(body, None if announced is None else int(announced))
+        with expecting(lane.manifest):
+            request = parse(body, None if announced is None else int(announced))
         answered = await self._service.infer(
             model, request.inputs, version=number, signature=request.signature, timeout_s=request.timeout_s
         )

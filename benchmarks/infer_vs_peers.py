@@ -6,7 +6,8 @@
 Each server has a process group of its own and runs only while it is its turn: speed drifts on a shared machine, so
 ratios are formed within a round. A client in one more process keeps 1, 16 or 64 connections busy with requests for one
 row. CPU time is that of all processes of a server; a shared machine changes it less than wall time. Before anything is
-measured every answer is compared with NumPy's. Writes `results/infer_vs_peers.md` and `.json`.
+measured every answer is compared with NumPy's. Writes `results/infer_vs_peers.md` and `.json`; what is not measured
+again stays in them.
 """
 
 import argparse
@@ -143,18 +144,27 @@ def main() -> None:
     places = Places(options.environments.resolve(), options.models_folder.resolve())
     places.models.mkdir(parents=True, exist_ok=True)
     contenders = [contender for contender in CONTENDERS if contender.server in options.servers]
-    record: dict[str, Any] = {**circumstances(), "seconds": options.seconds, "versions": {}, "runs": []}
-    record["load_average"] = {"before": os.getloadavg()[0]}
+    path = options.results / "infer_vs_peers.json"
+    record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"versions": {}, "runs": []}
+    record |= {**circumstances(), "seconds": options.seconds}
     for name in options.models:
-        measured(MODELS[name], contenders, places, options, record)
-    record["load_average"]["after"] = os.getloadavg()[0]
-    write(options.results, "infer_vs_peers", record, _markdown(record))
+        for clients in options.clients:
+            known = [run for run in record["runs"] if (run["model"], run["clients"]) != (name, clients)]
+            record["runs"] = known
+            measured(MODELS[name], clients, contenders, places, options, record)
+            record["load_average"] = os.getloadavg()[0]
+            write(options.results, "infer_vs_peers", record, _markdown(record))
 
 
 def measured(
-    model: Perceptron, contenders: Sequence[Contender], places: Places, options: argparse.Namespace, record: Any
+    model: Perceptron,
+    clients: int,
+    contenders: Sequence[Contender],
+    places: Places,
+    options: argparse.Namespace,
+    record: Any,
 ) -> None:
-    """Appends the runs of all rounds with one model to the record."""
+    """Appends the runs of all rounds with one model and so many clients to the record."""
     with contextlib.ExitStack() as stack:
         running: dict[str, Running] = {}
         for name in dict.fromkeys(contender.server for contender in contenders):
@@ -162,14 +172,13 @@ def measured(
             running[name] = Running(SERVERS[name], model, places)
             stack.callback(running[name].close)
             record["versions"][name] = running[name].versions
-        for clients in options.clients:
-            for number in range(options.rounds):
-                first = number % len(contenders)
-                for contender in (*contenders[first:], *contenders[:first]):
-                    figures = running[contender.server].ask(contender, model, clients=clients, seconds=options.seconds)
-                    run = {"model": model.name, "clients": clients, "round": number, "contender": contender.name}
-                    record["runs"].append(run | figures)
-                    print(json.dumps(record["runs"][-1]), flush=True)
+        for number in range(options.rounds):
+            first = number % len(contenders)
+            for contender in (*contenders[first:], *contenders[:first]):
+                figures = running[contender.server].ask(contender, model, clients=clients, seconds=options.seconds)
+                run = {"model": model.name, "clients": clients, "round": number, "contender": contender.name}
+                record["runs"].append(run | figures)
+                print(json.dumps(record["runs"][-1]), flush=True)
 
 
 def _free_port() -> int:
@@ -192,15 +201,15 @@ def _versions(python: str, server: Server) -> dict[str, str]:
 
 
 def _markdown(record: Mapping[str, Any]) -> str:
-    machine, runs, load = record["machine"], record["runs"], record["load_average"]
-    others = statistics.median(run["others_cpu_per_wall"] for run in runs)
+    machine, runs = record["machine"], record["runs"]
+    others = _spread([run["others_cpu_per_wall"] for run in runs])
     rounds = max(run["round"] for run in runs) + 1
     lines = [
         "# Inference servers beside their peers",
         "",
         f"{record['date']}, {machine['cpus']} CPUs of {machine['cpu']}, {machine['memory_bytes'] / 1e9:.0f} GB. "
-        f"Load average {load['before']:.1f} before and {load['after']:.1f} after; what else ran on the machine took "
-        f"{others:.2f} CPU seconds a second (median).",
+        f"The load average was {record['load_average']:.1f} at the end; what else ran on the machine took {others} CPU "
+        "seconds a second.",
         f"Requests for one row of 784 float32, each client with one under way; {rounds} rounds of "
         f"{record['seconds']:.3g} s in which the servers took turns. Medians, with least and most in brackets. The "
         "client shares the processors and is not counted.",

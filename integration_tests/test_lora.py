@@ -115,7 +115,7 @@ def test_the_frozen_base_takes_at_most_0_6_bytes_a_parameter(tmp_path):
     assert len(nf4) == 7 and max(sizes) <= 0.6
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_the_step_holds_at_most_one_layer_of_the_base_in_float(tmp_path, remat):
     config = config_of(on_text() | {"model": SIZES | {"remat": remat}}, tmp_path)
     program = traced_step(config, build_trainer(config)).lower().compile().as_text()

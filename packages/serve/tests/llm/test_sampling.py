@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -140,16 +141,36 @@ COMBINATIONS = {
 }
 
 
-@pytest.mark.parametrize("shift", [0.0, 3.0], ids=["negative", "mixed signs"])
-@pytest.mark.parametrize("changes", COMBINATIONS.values(), ids=COMBINATIONS)
-def test_draws_follow_what_is_documented(changes, shift):
-    params = SamplingParams(**changes)
+OF_SIGNS = ("repetition", "encouraged repetition", "all penalties", "bias before repetition", "top_p", "everything")
+
+
+@pytest.mark.parametrize(
+    ("name", "shift"),
+    [
+        *((name, 3.0) for name in COMBINATIONS),
+        *(pytest.param(name, 0.0, marks=() if name in OF_SIGNS else pytest.mark.slow) for name in COMBINATIONS),
+    ],
+)
+def test_draws_follow_what_is_documented(name, shift):
+    """The logits have mixed signs where they are shifted, and are negative where they are not."""
+    params = SamplingParams(**COMBINATIONS[name])
     assert_drawn_from(draws(LOGITS + shift, params, **RICH), probabilities(LOGITS + shift, params, **RICH))
 
 
-@pytest.mark.parametrize("changes", [{}, {"top_p": 0.9}, {"top_k": 40}, {"top_k": 300, "top_p": 0.8}, {"min_p": 0.01}])
-@pytest.mark.parametrize("scale", [0.3, 3.0], ids=["flat", "peaked"])
-@pytest.mark.parametrize("vocab", [1, 100, 1000, 32000, 50257])
+CUTS = ({}, {"top_p": 0.9}, {"top_k": 40}, {"top_k": 300, "top_p": 0.8}, {"min_p": 0.01})
+VOCABS = (1, 100, 1000, 32000, 50257)
+
+
+def of_vocabularies():
+    """(vocab, scale, changes): by default each size with two cuts, and each cut on flat and on peaked logits."""
+    for (place, vocab), (cut, changes), (peaked, scale) in itertools.product(
+        enumerate(VOCABS), enumerate(CUTS), enumerate((0.3, 3.0))
+    ):
+        chosen = (place + cut) % len(CUTS) == peaked
+        yield pytest.param(vocab, scale, changes, marks=() if chosen else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("vocab", "scale", "changes"), list(of_vocabularies()))
 def test_draws_follow_what_is_documented_in_vocabularies_of_any_size(vocab, scale, changes):
     logits = np.random.default_rng(vocab).normal(size=vocab).astype(np.float32) * np.float32(scale)
     params = SamplingParams(**changes)
@@ -274,11 +295,17 @@ def streams(params, *, positions, batch=1, place=0, others=None):
     return [jitted(logits, settings, history, 4 + position * at_place) for position in range(positions)]
 
 
+ALONE = ({"top_k": 20, "top_p": 0.9}, {}, {"top_p": 0.3}, {"top_k": 200}, {"repetition_penalty": 1.5}, {"logprobs": 4})
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"top_p": 0.3}, {"top_k": 20, "top_p": 0.9}, {"top_k": 200}, {"repetition_penalty": 1.5}, {"logprobs": 4}],
+    ("batch", "place", "changes"),
+    [
+        pytest.param(*where, changes, marks=() if where == (8, 3) or number == 0 else pytest.mark.slow)
+        for where in ((2, 1), (8, 3), (32, 0), (32, 31))
+        for number, changes in enumerate(ALONE)
+    ],
 )
-@pytest.mark.parametrize(("batch", "place"), [(2, 1), (8, 3), (32, 0), (32, 31)])
 def test_a_row_draws_alone_what_it_draws_among_others(changes, batch, place):
     params = SamplingParams(seed=11, **changes)
     busy = SamplingParams(top_k=100, top_p=0.4, frequency_penalty=1.0, logprobs=20, logit_bias={3: 2.0}, min_tokens=2)

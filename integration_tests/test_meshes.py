@@ -18,6 +18,6 @@ def test_every_mesh_trains_as_one_device_does(tmp_path):
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "XDG_CACHE_HOME": str(tmp_path),
     }
-    command = [sys.executable, "-W", "error", TRAIN_TESTS / "steps_on_eight_devices.py"]
+    command = [sys.executable, "-W", "error", TRAIN_TESTS / "steps_on_eight_devices.py", "all"]
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

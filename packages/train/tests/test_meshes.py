@@ -30,8 +30,9 @@ def on_eight_devices(tmp_path):
     return run
 
 
-def test_every_mesh_trains_as_one_device_does(on_eight_devices):
-    printed = on_eight_devices("steps_on_eight_devices.py")
+@pytest.mark.parametrize("meshes", [(), pytest.param(("all",), marks=pytest.mark.slow)], ids=["few", "all"])
+def test_every_mesh_trains_as_one_device_does(on_eight_devices, meshes):
+    printed = on_eight_devices("steps_on_eight_devices.py", *meshes)
     # XLA's warning that it found no way from one sharding to another but to gather the whole array on every device.
     assert "rematerialization" not in printed
 

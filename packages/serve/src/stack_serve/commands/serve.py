@@ -36,7 +36,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     api_key_file: Path | None = None,
     model_name: tuple[str, ...] = (),
     chat_template: Path | None = None,
-    engine: str = "llm",
+    engine: str | None = None,
     timeout_s: float | None = None,
     drain_s: float | None = None,
     max_body_bytes: int | None = None,
@@ -77,7 +77,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       api_key_file: file with such keys, one a line.
       model_name: what clients call the model (its own name); may be given several times.
       chat_template: file with a Jinja template for messages (the model's own).
-      engine: what generates; the options from max-sequences to seed are of `llm`, the others have none.
+      engine: what generates (llm); the options from max-sequences to seed are of `llm`, the others have none.
       timeout_s: a request that takes longer ends with an error (never).
       drain_s: how long running requests may take to end after SIGTERM (30).
       max_body_bytes: of a request (8388608).
@@ -119,7 +119,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
         serve_repository(repository, config, options, json=json)
     else:
         assert model is not None
-        _serve(model, engine, config, options, json=json)
+        _serve(model, engine or "llm", config, options, json=json)
 
 
 def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *, json: bool) -> None:

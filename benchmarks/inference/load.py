@@ -20,7 +20,7 @@ _LENGTH = b"content-length:"
 
 
 class _Connection(asyncio.Protocol):
-    """Asks again as soon as it is answered; notes the seconds of each answer from `begin_s` on."""
+    """Asks again as soon as it is answered; notes the seconds of each answer that comes after `begin_s`."""
 
     def __init__(self, request: bytes, end_s: float, begin_s: float) -> None:
         self.seconds: list[float] = []
@@ -42,7 +42,7 @@ class _Connection(asyncio.Protocol):
         now_s = time.perf_counter()
         if b" 200 " not in head[:13]:
             self.failed.append(self._answer[:500].decode(errors="replace"))
-        elif self._asked_s >= self._begin_s:
+        elif now_s >= self._begin_s:
             self.seconds.append(now_s - self._asked_s)
         self._answer, self.body = b"", body
         if now_s < self._end_s and not self.failed:

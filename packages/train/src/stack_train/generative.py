@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from stack_core.config import parse
+from stack_core.contracts.adapters import Adapters
 from stack_core.contracts.caches import KeysValues
 from stack_core.contracts.models import LanguageModel
 from stack_core.errors import ConfigError, GenerationError
@@ -35,12 +36,13 @@ _OF_HEADS = ("heads", "kv_heads")
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleCheckpoint:
-    """A `GenerativeCheckpoint` of an `nnx.Module`; its parameters are nested dicts.
+    """A `GenerativeCheckpoint`, and `ReadsAdapters`, of an `nnx.Module`; its parameters are nested dicts.
 
     Attributes:
       dtype: what matrices are computed in.
       read: gives the values.
       graph: what of the module is not a parameter.
+      adapters_at: reads the adapters at an address, for this model.
       logical_axes: of each parameter, a tuple in the place that it has in `parameters`; empty if it names none.
     """
 
@@ -58,6 +60,10 @@ class ModuleCheckpoint:
     read: _Read
     graph: Any
     logical_axes: Any
+    adapters_at: Callable[[str], Adapters]
+
+    def read_adapters(self, address: str) -> Adapters:
+        return self.adapters_at(address)
 
     def load_params(self, shardings: Any = None) -> Any:
         axes = nnx.traversals.flatten_mapping(self.logical_axes)
@@ -92,8 +98,19 @@ class ModuleCheckpoint:
         return DEFAULT_RULES.sharding(mesh, split, shape)
 
 
+def no_adapters(address: str) -> Adapters:
+    """Says that a model which is not on disk has no adapters there."""
+    raise GenerationError(f"Adapters, as {address}, are read for a model on disk. Open a run or a checkpoint.")
+
+
 def generative_checkpoint(
-    model: Any, *, name: str, tokenizer: Path, origin: Path, read: _Read | None = None
+    model: Any,
+    *,
+    name: str,
+    tokenizer: Path,
+    origin: Path,
+    read: _Read | None = None,
+    adapters_at: Callable[[str], Adapters] = no_adapters,
 ) -> ModuleCheckpoint:
     """Describes a model to those who generate from it.
 
@@ -102,6 +119,7 @@ def generative_checkpoint(
         is given. Its property `kv_cache_positions`, if any, says how many tokens of a sequence a cache may keep.
       read: gives the values, anew at each call; None where `model` has them.
       tokenizer: directory of its tokenizer; need not be there.
+      adapters_at: reads the adapters at an address, for this model.
       origin: directory of the `config.json` and `generation_config.json` that it came with, if it came with any.
 
     Raises:
@@ -151,6 +169,7 @@ def generative_checkpoint(
         read=(lambda shardings: parameters_of(model)) if read is None else read,
         graph=graph,
         logical_axes=nnx.traversals.unflatten_mapping(logical_axes),
+        adapters_at=adapters_at,
     )
 
 

@@ -65,6 +65,7 @@ def stack_register_engines(registry: Registrar) -> None:
 @hookimpl
 def stack_register_model_formats(registry: Registrar) -> None:
     registry.add("hf", "stack_train.huggingface:FORMAT")
+    registry.add("peft", "stack_train.peft:FORMAT")
     registry.add("run", "stack_train.trained_model:RUN_FORMAT")
 
 

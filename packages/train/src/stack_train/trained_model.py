@@ -17,11 +17,13 @@ from stack_core.errors import ConversionError
 from stack_core.metrics import Metrics
 from stack_core.runs.atomic_directory import atomic_directory
 from stack_core.runs.directory import RunDirectory
+from stack_train.adapters import read_adapters
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.generative import ModuleCheckpoint, generative_checkpoint, parameters_of
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_model, holds_codes, stored_model
 from stack_train.run.transforms import transform_names, transform_of
+from stack_train.trained_adapters import digests_of_run
 from stack_train.variables import ModelVariables, stored_values
 from stack_train.weights import load_model, load_start
 
@@ -145,6 +147,7 @@ class RunFormat:
         return generative_checkpoint(
             stored_model(config),
             read=lambda shardings: parameters_of(load_model(directory, config, shardings)[0]),
+            adapters_at=lambda address: read_adapters(address, config.model, lambda: digests_of_run(directory)),
             name=directory.resolve().name,
             tokenizer=run.tokenizer,
             origin=directory / "huggingface",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from stack_core.contracts.adapters import AdaptsModels
 from stack_core.contracts.training import MergesModel, ModelTransform
 
 __all__ = ["UNCHANGED", "Transforms"]
@@ -33,6 +34,11 @@ class Transforms:
     def merges(self) -> bool:
         """Whether `merged` changes a model."""
         return any(isinstance(transform, MergesModel) for transform in self.members)
+
+    @property
+    def adapting(self) -> AdaptsModels | None:
+        """The last member that adds adapters."""
+        return next((member for member in reversed(self.members) if isinstance(member, AdaptsModels)), None)
 
     def merged(self, model: Any) -> Any:
         """The model without what transforms added that merge; what the others did to it stays."""

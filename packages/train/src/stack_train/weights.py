@@ -26,7 +26,7 @@ from stack_train.trainer import Trainer
 from stack_train.variables import ModelVariables, Tree, part_sharding, values_of, variable_shardings
 from stack_train.variables import Path as _Path
 
-__all__ = ["first_state", "load_model", "load_params", "load_start", "with_frozen"]
+__all__ = ["first_state", "load_model", "load_params", "load_start", "on_one_device", "with_frozen"]
 
 
 def load_model(run: Path, config: RunConfig, shardings: Any = None) -> tuple[Any, int]:
@@ -160,15 +160,16 @@ def _restored(
         if latest is not None:
             _check_recipe(store.path(latest) / "config.yaml", config)
         restored = store.restore_variables(abstract, step)
-        if restored.kind == "weights" or not (config.optimizer.averages or "model" in restored.frozen):
+        averages = config.optimizer.averages and restored.kind != "weights"
+        if not (averages or "model" in restored.frozen):
             return restored.state, restored.step
-        trainer = _on_one_device(config)
+        trainer = on_one_device(config)
         variables = flatten_mapping(restored.state)
         if "model" in restored.frozen:
             frozen, _ = _frozen(trainer, config, restored.frozen)
             restored.frozen["model"].check(frozen)
             variables |= flatten_mapping(frozen)
-        if config.optimizer.averages:
+        if averages:
             state = trainer.abstract_state
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.opt_state)
             opt_state = store.restore_params(shapes, restored.step, under="opt_state").state
@@ -180,7 +181,7 @@ def _restored(
     return (jax.device_put(tree, jax.tree.map(lambda leaf: leaf.sharding, abstract)) if places else tree), restored.step
 
 
-def _on_one_device(config: RunConfig) -> Trainer:
+def on_one_device(config: RunConfig) -> Trainer:
     """The trainer of a run, for its initial values and the shapes of its optimizer's state."""
     sizes: dict[str, Any] = dict.fromkeys(config.mesh.sizes, 1)
     mesh = replace(config.mesh, **sizes)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from stack_core.contracts.adapters import Adapters
     from stack_core.contracts.data import Tokenizer
     from stack_core.contracts.models import LanguageModel
     from stack_core.metrics import Metrics
@@ -19,6 +20,7 @@ __all__ = [
     "Conversion",
     "ExportsRuns",
     "GenerativeCheckpoint",
+    "ImportsAdapters",
     "ImportsRuns",
     "ModelFormat",
     "OpensForGeneration",
@@ -91,6 +93,25 @@ class ImportsRuns(ModelFormat, Protocol):
 
     def import_run(self, directory: Path, run: Path, *, progress: Progress | None = None) -> Conversion:
         """Makes a run directory of a checkpoint, which training and generation start from; whole or not at all."""
+        ...
+
+
+@runtime_checkable
+class ImportsAdapters(ModelFormat, Protocol):
+    """A format of adapters, whose `import_run` takes the base that they are for."""
+
+    def read_adapters(self, directory: Path, config: Any, digests: Callable[[], Any]) -> Adapters:
+        """Reads the adapters for a model of this config.
+
+        Args:
+          digests: gives the shapes, dtypes and digests of the model's leaves, by path.
+        """
+        ...
+
+    def import_run(
+        self, directory: Path, run: Path, *, progress: Progress | None = None, base: Path | None = None
+    ) -> Conversion:
+        """As `ImportsRuns.import_run`, of adapters and their base; None is the base that the adapters name."""
         ...
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, NonNegativeInt
 
 from stack_core.config import config
+from stack_core.contracts.adapters import Adapters
 from stack_quant.lora.rules import AdapterRule, as_adapter_rules
 
 __all__ = ["LoRAConfig", "LowRankAdaptation"]
@@ -30,6 +31,8 @@ class LoRAConfig:
 @dataclass(frozen=True)
 class LowRankAdaptation:
     """The `ModelTransform` of `lora:`, for models in float and for those that a section before it quantized.
+
+    It also is `MergesModel` and `AdaptsModels`.
 
     Attributes:
       sample_batch: arrays that the model is called with, or their shapes.
@@ -60,3 +63,20 @@ class LowRankAdaptation:
         from stack_quant.lora.module import merge_module  # as above
 
         return merge_module(model)
+
+    def adapters(self, model: Any) -> Adapters:
+        from stack_quant.lora.exchange import adapters_of  # as above
+
+        return adapters_of(model)
+
+    def with_adapters(self, model: Any, adapters: Adapters) -> Any:
+        from stack_quant.lora.exchange import model_with_adapters  # as above
+
+        return model_with_adapters(model, adapters)
+
+    @staticmethod
+    def section_of(adapters: Adapters) -> LoRAConfig:
+        from stack_quant.lora.exchange import rules_of  # as above
+
+        dtypes = {str(each.down.dtype) for each in adapters.values()}
+        return LoRAConfig(rules=tuple(rules_of(adapters)), dtype="bfloat16" if dtypes == {"bfloat16"} else "float32")

@@ -9,21 +9,30 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stack_core.contracts.formats import ImportsRuns
+from stack_core.contracts.formats import ImportsAdapters, ImportsRuns
 from stack_core.errors import ConversionError, nearest
 from stack_core.plugins import registries
 
 __all__ = ["convert"]
 
 
-def convert(source: str, destination: str, /, *, json: Annotated[bool, Parameter(negative=())] = False) -> None:
+def convert(
+    source: str,
+    destination: str,
+    /,
+    *,
+    base: Path | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
     """Convert weights: stack convert hf:DIR RUN, or stack convert RUN hf:DIR
 
-    Nothing is overwritten, and a conversion that fails leaves nothing behind.
+    Nothing is overwritten, and a conversion that fails leaves nothing behind. A run with adapters becomes a
+    Hugging Face checkpoint with the adapters merged, or a directory of PEFT with the adapters alone.
 
     Args:
-      source: a run directory, or `hf:` and a directory with a Hugging Face checkpoint.
+      source: a run directory, or a format and a directory: `hf:DIR`, a Hugging Face checkpoint; `peft:DIR`, an adapter.
       destination: the other of the two; it must not exist.
+      base: the run that holds the model which an adapter is for; by default the one that the adapter names.
       json: print machine-readable results.
     """
     from_format, from_path = _split(source)
@@ -33,6 +42,8 @@ def convert(source: str, destination: str, /, *, json: Annotated[bool, Parameter
             f"Cannot convert {source!r} to {destination!r}: one of the two is a run directory, the other FORMAT:DIR "
             f"with a format among {', '.join(_convertible())}."
         )
+    if base is not None and not isinstance(from_format, ImportsAdapters):
+        raise ConversionError(f"--base is for adapters, and {source!r} is none. Leave it out.")
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -47,13 +58,15 @@ def convert(source: str, destination: str, /, *, json: Annotated[bool, Parameter
             bar.update(task, description=path, completed=done_bytes, total=total_bytes)
 
         if from_format is not None:
-            result = from_format.import_run(from_path, to_path, progress=report)
+            based = {} if base is None else {"base": base}
+            result = from_format.import_run(from_path, to_path, progress=report, **based)
         else:
             result = to_format.export_run(from_path, to_path, progress=report)
     if json:
         print(json_format.dumps(dataclasses.asdict(result), default=str))
         return
     kept = f"; kept {', '.join(result.kept)}" if result.kept else "; it has no tokenizer"
+    kept = "" if isinstance(from_format or to_format, ImportsAdapters) else kept
     print(f"{result.destination}: {result.parameters:,} parameters in {result.dtype}{kept}")
 
 

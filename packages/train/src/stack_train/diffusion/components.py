@@ -16,8 +16,8 @@ from stack_core.config import parse
 from stack_core.contracts.models import ModelFamily
 from stack_core.errors import ConfigError, ConversionError
 from stack_core.runs.atomic_directory import atomic_directory
-from stack_train.huggingface.safetensors_files import StoredTensor, TensorSpec, plan_shards, read_tensors, write_shards
 from stack_train.models.reader import Reader, Setting
+from stack_train.safetensors_files import StoredTensor, TensorSpec, plan_shards, read_tensors, write_shards
 from stack_train.variables import ModelVariables, values_of
 
 __all__ = ["Component", "load_component", "save_component"]

@@ -18,16 +18,17 @@ from stack_core.errors import ConversionError
 from stack_core.plugins import registries
 from stack_core.runs.atomic_directory import atomic_directory
 from stack_core.runs.directory import RunDirectory
+from stack_train.adapters import read_adapters
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.checkpoint.frozen import FROZEN
 from stack_train.data.kinds.text import TextData
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.generative import ModuleCheckpoint, generative_checkpoint
-from stack_train.huggingface.safetensors_files import TensorSpec, plan_shards, write_shards
 from stack_train.huggingface.source import HuggingFaceSource, open_source, read_config
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_model, abstract_params, holds_codes
 from stack_train.run.transforms import transform_names
+from stack_train.safetensors_files import TensorSpec, plan_shards, write_shards
 from stack_train.trained_model import TrainedLanguageModel
 from stack_train.weights import load_params
 
@@ -163,6 +164,7 @@ class HuggingFaceFormat:
         return generative_checkpoint(
             abstract_model(source.config),
             read=lambda shardings: _parameters(source),
+            adapters_at=lambda address: read_adapters(address, source.config, lambda: source.digests),
             name=directory.resolve().name,
             tokenizer=directory,
             origin=directory,

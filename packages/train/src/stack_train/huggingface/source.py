@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from stack_core.contracts.models import ConvertibleFamily
 from stack_core.errors import ConfigError, ConversionError, nearest
 from stack_core.plugins import registries
 from stack_train.checkpoint import named_leaves
-from stack_train.huggingface.safetensors_files import StoredTensor, read_tensors
+from stack_train.checkpoint.digest import array_digests
+from stack_train.checkpoint.leaves import LeafSpec, spec_of
 from stack_train.models.weight_map import WeightRule
 from stack_train.run.model import abstract_params
+from stack_train.safetensors_files import StoredTensor, read_tensors
 
 __all__ = ["HuggingFaceSource", "open_source", "read_config"]
 
@@ -42,6 +45,11 @@ class HuggingFaceSource:
     @property
     def total_bytes(self) -> int:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self.parameters.values())
+
+    @cached_property
+    def digests(self) -> Mapping[str, tuple[LeafSpec, str]]:
+        """What the parameters are, and their digests, by path; reads all of them."""
+        return {name: (spec_of(leaf), array_digests({name: leaf})[name]) for name, leaf in self.leaves()}
 
     def leaves(self) -> Iterator[tuple[str, np.ndarray]]:
         """Reads the parameters one by one, each with its path; memory holds one of them and one tensor."""

@@ -7,7 +7,7 @@ from stack_core.errors import ConfigError
 from stack_train.objectives import check_inputs
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.start import check_same_model
-from stack_train.run.transforms import recipe_differences, transform_names
+from stack_train.run.transforms import recipe_differences, transform_names, transform_of
 
 __all__ = ["check_run", "check_start"]
 
@@ -25,11 +25,15 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_start(config: RunConfig, allow: tuple[str, ...] = ()) -> None:
-    """Raises where a run cannot start from `run.init_from`, warns where the model there is transformed and ours is not.
+    """Raises where a run cannot start from what `run` names; warns where the model there is transformed, ours not.
 
     Raises:
       ConfigError: it is no run directory, its model computes something else, or is transformed by another recipe.
     """
+    if config.run.adapters_from is not None and transform_of(config).adapting is None:
+        raise ConfigError(
+            "run.adapters_from needs a section that adds adapters, such as lora. Add one, or leave it out."
+        )
     source = config.run.init_from
     if source is None:
         return

@@ -28,6 +28,7 @@ class RunSettings:
       accumulation_steps: microbatches that each batch is cut into; their gradients are summed before the update.
       evaluate_every_steps: 0 evaluates after the last step only.
       init_from: a run directory whose newest weights this run starts from.
+      adapters_from: a run or a PEFT directory (`peft:DIR`) whose adapters those of this run start as.
     """
 
     steps: PositiveInt = 1000
@@ -35,6 +36,7 @@ class RunSettings:
     evaluate_every_steps: NonNegativeInt = 0
     seed: NonNegativeInt = 0
     init_from: str | None = None
+    adapters_from: str | None = None
 
 
 @config

@@ -11,7 +11,13 @@ from stack_core.errors import ConfigError
 from stack_core.runs.directory import RunDirectory
 from stack_train.run.config import RunConfig
 
-__all__ = ["check_same_model", "copy_tokenizer_of_start", "with_model_of_start", "with_tokenizer_of_start"]
+__all__ = [
+    "check_same_model",
+    "copy_tokenizer_of_start",
+    "model_differences",
+    "with_model_of_start",
+    "with_tokenizer_of_start",
+]
 
 # How a model is computed, held or drawn at first may change with a new run; what it computes may not.
 _FREE = ("model.dtype", "model.param_dtype", "model.remat", "model.unroll", "model.initializer_std")
@@ -58,6 +64,12 @@ def copy_tokenizer_of_start(config: RunConfig, directory: Path) -> None:
         partial.replace(destination)
 
 
+def model_differences(config: Any, saved: Any) -> list[str]:
+    """In what a model computes something else than another, by the keys of their configs."""
+    lines = differences({"model": to_mapping(config)}, {"model": to_mapping(saved)})
+    return [line for line in lines if not line.startswith(_FREE)]
+
+
 def check_same_model(config: RunConfig, saved: RunConfig, allow: tuple[str, ...] = ()) -> None:
     """Raises a ConfigError where the model of a run computes something else than the one it starts from.
 
@@ -65,8 +77,8 @@ def check_same_model(config: RunConfig, saved: RunConfig, allow: tuple[str, ...]
       saved: of the run that it starts from.
       allow: keys that may differ.
     """
-    lines = differences({"model": to_mapping(config.model)}, {"model": to_mapping(saved.model)})
-    if changed := [line for line in lines if not line.startswith((*_FREE, *allow))]:
+    lines = model_differences(config.model, saved.model)
+    if changed := [line for line in lines if not line.startswith(allow)] if allow else lines:
         listing = "\n  ".join(changed)
         raise ConfigError(
             f"The model is not that of {config.run.init_from}, whose weights it starts from:\n  {listing}\n"

@@ -20,6 +20,7 @@ from stack_core.mesh import check_shardings
 from stack_core.plugins import registries
 from stack_core.runs.event_bus import EventBus, ObserverContext, observers_from
 from stack_core.runs.signals import stop_requests
+from stack_train.adapters import read_adapters
 from stack_train.checkpoint import CheckpointDirectory, CheckpointStore, FrozenRecord
 from stack_train.run.config import RunConfig
 from stack_train.run.loop import RunSummary, TrainingLoop
@@ -28,6 +29,7 @@ from stack_train.run.policy import policy_of
 from stack_train.run.run import Run, build
 from stack_train.run.start import copy_tokenizer_of_start
 from stack_train.state import TrainState
+from stack_train.trained_adapters import with_adapters
 from stack_train.weights import first_state, with_frozen
 
 __all__ = ["start", "train"]
@@ -138,8 +140,19 @@ def _first_state(run: Run, store: CheckpointStore, batches: Any) -> tuple[TrainS
         state = with_frozen(restored.state, trainer, run.config, records)
     else:
         state, records = first_state(trainer, run.config)
+        state = _with_given_adapters(state, records, run)
     check_shardings(state, trainer.state_shardings)
     return state, records, steps
+
+
+def _with_given_adapters(state: TrainState, records: Mapping[str, FrozenRecord], run: Run) -> TrainState:
+    """The state with the adapters of `run.adapters_from`, if it names any, in the place of new ones."""
+    address = run.config.run.adapters_from
+    if address is None:
+        return state
+    frozen = records["model"]
+    base = {name: (spec, frozen.digests[name]) for name, spec in frozen.specs.items()}
+    return with_adapters(state, run.trainer, run.config, read_adapters(address, run.config.model, lambda: base))
 
 
 def _cost(run: Run) -> tuple[int, float | None]:

@@ -8,7 +8,7 @@ and the last byte after the header), and the tensors, row-major and without gaps
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,11 +117,13 @@ def write_shards(
     shards: Sequence[Sequence[TensorSpec]],
     tensors: Iterable[tuple[str, np.ndarray]],
     stem: str = _STEM,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes the tensors, which come in the planned order, to one file, or to several and their index.
 
     Args:
       stem: what the files' names begin with.
+      metadata: of each file, besides its format.
     """
     incoming = iter(tensors)
     count = len(shards)
@@ -132,7 +134,7 @@ def write_shards(
     )
     for name, specs in zip(names, shards, strict=True):
         with (directory / name).open("wb") as file:
-            file.write(_header(specs))
+            file.write(_header(specs, metadata or {}))
             for spec in specs:
                 tensor_name, tensor = next(incoming)
                 if (tensor_name, tensor.dtype, tensor.shape) != (spec.name, spec.dtype, spec.shape):
@@ -148,8 +150,8 @@ def write_shards(
         path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _header(specs: Sequence[TensorSpec]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     start = 0
     for spec in specs:
         end = start + spec.size_bytes

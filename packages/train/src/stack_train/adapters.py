@@ -1,0 +1,39 @@
+"""Adapters by their address: a run, or a directory of PEFT."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stack_core.contracts.adapters import Adapters
+from stack_core.errors import ConversionError
+from stack_core.runs.directory import RunDirectory
+from stack_train.peft import FORMAT as PEFT
+from stack_train.trained_adapters import Digests, check_base, check_model, run_adapters
+
+__all__ = ["read_adapters"]
+
+
+def read_adapters(address: str, config: Any, digests: Callable[[], Digests]) -> Adapters:
+    """Reads the adapters of a run or of a PEFT directory for a model.
+
+    Args:
+      address: a directory, or "run:" or "peft:" and one.
+      config: of the model.
+      digests: of the leaves of the model that is there; asked where the adapters say what theirs held.
+
+    Raises:
+      ConversionError: there are none, or they are of another base; names the keys, tensors or digests that differ.
+    """
+    scheme, separator, path = address.partition(":")
+    directory = Path(path if separator and scheme in ("peft", "run") else address)
+    if scheme == "peft" or PEFT.recognizes(directory):
+        return PEFT.read_adapters(directory, config, digests)
+    if not RunDirectory(directory).config.is_file():
+        what = "holds neither a run nor an adapter of PEFT" if directory.is_dir() else "is no directory"
+        raise ConversionError(f"{address} {what}. Give a run that was trained with lora, or a directory of PEFT.")
+    found = run_adapters(directory)
+    check_model(directory, found, config)
+    if found.base is not None:
+        known = {name: (spec, found.base.digests[name]) for name, spec in found.base.specs.items()}
+        check_base(address, known, digests())
+    return found.adapters

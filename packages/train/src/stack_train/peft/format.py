@@ -1,0 +1,132 @@
+"""Conversions between PEFT directories and run directories."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stack_core.config import to_yaml
+from stack_core.contracts.adapters import Adapters
+from stack_core.contracts.formats import Conversion, Progress
+from stack_core.errors import ConversionError
+from stack_core.runs.atomic_directory import atomic_directory
+from stack_core.runs.directory import RunDirectory
+from stack_train.checkpoint import CheckpointStore
+from stack_train.checkpoint.leaves import LeafSpec
+from stack_train.peft.reading import read_base_digests, read_peft
+from stack_train.peft.settings import CONFIG, read_settings
+from stack_train.peft.writing import write_peft
+from stack_train.run.config import run_config
+from stack_train.run.start import copy_tokenizer_of_start
+from stack_train.run.transforms import transform_names
+from stack_train.trained_adapters import (
+    Digests,
+    adapter_section,
+    check_base,
+    digests_of_run,
+    run_adapters,
+    with_adapters,
+)
+from stack_train.weights import first_state, on_one_device
+
+__all__ = ["FORMAT", "PeftFormat"]
+
+
+class PeftFormat:
+    """The model format `peft:DIR`: an adapter, which needs its base beside it."""
+
+    def recognizes(self, directory: Path) -> bool:
+        return (directory / CONFIG).is_file()
+
+    def read_adapters(self, directory: Path, config: Any, digests: Callable[[], Digests]) -> Adapters:
+        """Reads an adapter for a model.
+
+        Args:
+          digests: of the leaves of the model; asked where the directory says what its base held, as ours do.
+
+        Raises:
+          ConversionError: it is no adapter of such a model, or was trained on another base.
+        """
+        adapters = read_peft(directory, config)
+        known = {name: (_spec(leaf), leaf["digest"]) for name, leaf in read_base_digests(directory).items()}
+        if known:
+            check_base(str(directory), known, digests())
+        return adapters
+
+    def import_run(
+        self, directory: Path, run: Path, *, progress: Progress | None = None, base: Path | None = None
+    ) -> Conversion:
+        """Makes a run of an adapter and its base: a section that adds such adapters, and a checkpoint of them alone.
+
+        Args:
+          base: a run with the model that the adapter is for, in float; None is what the adapter's config names.
+
+        Raises:
+          ConversionError: no base is known, the adapter does not fit it, or `run` exists.
+          RunDirectoryError: the base is no run.
+        """
+        named = read_settings(directory).base if base is None else str(base)
+        if named is None or not RunDirectory(Path(named)).config.is_file():
+            raise ConversionError(
+                f"{directory} is an adapter of {named!r}, which is no run. Name the run that holds its base, "
+                "--base RUN; `stack convert hf:DIR RUN` makes one of a Hugging Face checkpoint."
+            )
+        source = Path(named).absolute()
+        saved = run_config(source)
+        if transform_names(saved):
+            raise ConversionError(
+                f"The model of {source} is changed by section {' and '.join(transform_names(saved))} of its config. "
+                "Give the run that it was made from."
+            )
+        adapters = self.read_adapters(directory, saved.model, lambda: digests_of_run(source))
+        name, section = adapter_section(adapters)
+        settings = replace(saved.run, init_from=str(source))
+        config = replace(saved, output=str(run), run=settings, sections={**saved.sections, name: section})
+        trainer = on_one_device(config)
+        state, records = first_state(trainer, config)
+        state = with_adapters(state, trainer, config, adapters)
+        with atomic_directory(run) as partial:
+            paths = RunDirectory(partial)
+            copy_tokenizer_of_start(config, partial)
+            with CheckpointStore(paths.checkpoints) as store:
+                held = {"params": state.params, "moved": state.moved}
+                store.save(0, held, None, to_yaml(config), frozen=records, kind="weights")
+            paths.config.write_text(to_yaml(config), encoding="utf-8")
+        return _conversion(run, adapters, progress)
+
+    def export_run(self, run: Path, directory: Path, *, progress: Progress | None = None) -> Conversion:
+        """Makes a PEFT directory of the adapters in a run's newest checkpoint.
+
+        Raises:
+          ConversionError: the run has no adapters, or PEFT has no place for one; or `directory` exists.
+          RunDirectoryError: there is no run.
+          CheckpointError: there is no checkpoint, or it is damaged.
+        """
+        found = run_adapters(run)
+        base = None if found.base is None else found.base.source.removeprefix("run:")
+        digests = {} if found.base is None else found.base.to_plain()["leaves"]
+        with atomic_directory(directory) as partial:
+            write_peft(partial, found.adapters, found.config.model, base=base, digests=digests)
+        return _conversion(directory, found.adapters, progress)
+
+
+FORMAT = PeftFormat()
+
+
+def _conversion(destination: Path, adapters: Adapters, progress: Progress | None) -> Conversion:
+    arrays = {
+        f"{path}/{name}": array
+        for path, factors in adapters.items()
+        for name, array in (("down", factors.down), ("up", factors.up), ("magnitude", factors.magnitude))
+        if array is not None
+    }
+    total_bytes = sum(array.nbytes for array in arrays.values())
+    if progress is not None:
+        progress(list(arrays)[-1], total_bytes, total_bytes)
+    dtype = str(next(iter(arrays.values())).dtype)
+    return Conversion(destination, sum(array.size for array in arrays.values()), total_bytes, dtype, ())
+
+
+def _spec(leaf: Mapping[str, Any]) -> LeafSpec:
+    spec = leaf["spec"]
+    return LeafSpec(tuple(spec["shape"]), spec["dtype"], spec["key_impl"])

@@ -1,0 +1,60 @@
+"""Which module of a transformers model each slice of a parameter is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stack_core.contracts.models import ConvertibleFamily
+from stack_core.errors import ConversionError
+from stack_core.plugins import registries
+from stack_train.checkpoint import named_leaves
+from stack_train.run.model import abstract_params
+
+__all__ = ["AdaptedModule", "modules_of"]
+
+_END = ".weight"
+
+
+@dataclass(frozen=True)
+class AdaptedModule:
+    """A linear map in transformers.
+
+    Attributes:
+      parameter: the path of the parameter that holds its weight.
+      place: which entry of the parameter's first axis it is; None where it is all of it.
+      layer: of the model; None outside of layers.
+    """
+
+    name: str
+    parameter: str
+    place: int | None
+    layer: int | None
+    d_in: int
+    d_out: int
+
+
+def modules_of(config: Any) -> dict[str, AdaptedModule]:
+    """The linear maps of a model of this config by their names in transformers, in the order of its checkpoints.
+
+    Parameters that transformers keeps otherwise, such as experts, are not among them.
+
+    Raises:
+      ConversionError: the family has no counterpart in transformers.
+    """
+    family = registries.models[config.family]
+    if not isinstance(family, ConvertibleFamily):
+        raise ConversionError(f"Models of family {config.family!r} have no Hugging Face counterpart.")
+    shapes: Mapping[str, Any] = named_leaves(abstract_params(config))
+    found = {}
+    for rule in family.weight_rules(config):
+        shape = shapes[rule.parameter].shape
+        is_linear = rule.transposed and rule.part == (0, 1) and rule.fused is None and rule.tensor.endswith(_END)
+        if not is_linear or len(shape) != (3 if rule.layers else 2):
+            continue
+        for place, tensor in enumerate(rule.tensor_shapes(shape)):
+            name = tensor.removesuffix(_END)
+            layer = rule.layers[place] if rule.layers else None
+            found[name] = AdaptedModule(
+                name, rule.parameter, place if rule.layers else None, layer, shape[-2], shape[-1]
+            )
+    return found

@@ -1,0 +1,143 @@
+"""From the tensors of a PEFT directory to factors of parameters, checked whole before a value is read."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+from stack_core.contracts.adapters import Adapters, LowRankFactors
+from stack_core.errors import ConversionError, nearest
+from stack_train.peft.modules import AdaptedModule, modules_of
+from stack_train.peft.settings import PeftSettings, read_settings
+from stack_train.safetensors_files import StoredTensor, read_tensors
+
+__all__ = ["BASE_DIGESTS", "STEM", "read_base_digests", "read_peft"]
+
+STEM = "adapter_model"
+BASE_DIGESTS = "stack_base_digests"
+"""The entry of the file's metadata that says what the base of an adapter held: its leaves and their digests."""
+
+_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(\.weight)?")
+
+_Parts = Mapping[str, StoredTensor]
+
+
+def read_peft(directory: Path, config: Any) -> Adapters:
+    """Reads an adapter for a model of this config.
+
+    Raises:
+      ConversionError: it is no adapter of such a model; names each tensor that is missing, unknown or of another shape.
+    """
+    settings, modules = read_settings(directory), modules_of(config)
+    tensors, problems = _by_module(read_tensors(directory, STEM), modules)
+    problems += [
+        f"target_modules has {target!r}, which none of the tensors is of"
+        for target in settings.unmatched_targets(list(tensors))
+    ]
+    for name, parts in tensors.items():
+        problems += _problems_of(modules[name], parts, settings)
+    of_parameters: dict[str, list[AdaptedModule]] = {}
+    for module in modules.values():
+        of_parameters.setdefault(module.parameter, []).append(module)
+    adapted = {
+        parameter: members
+        for parameter, members in of_parameters.items()
+        if any(member.name in tensors for member in members)
+    }
+    for members in adapted.values():
+        problems += _problems_of_layers(members, tensors, settings)
+    if not (problems or adapted):
+        problems = ["it holds no tensors"]
+    if problems:
+        raise ConversionError(
+            f"The adapter in {directory} does not fit the model ({config.family}):\n  " + "\n  ".join(sorted(problems))
+        )
+    return {parameter: _factors(members, tensors, settings) for parameter, members in adapted.items()}
+
+
+def read_base_digests(directory: Path) -> Mapping[str, Any]:
+    """What the base held, by path, if the one who wrote the directory said so."""
+    path = directory / f"{STEM}.safetensors"
+    with safe_open(path, framework="numpy") as file:
+        return json.loads((file.metadata() or {}).get(BASE_DIGESTS, "{}"))
+
+
+def _by_module(
+    stored: Mapping[str, StoredTensor], modules: Mapping[str, AdaptedModule]
+) -> tuple[dict[str, dict[str, StoredTensor]], list[str]]:
+    found: dict[str, dict[str, StoredTensor]] = {}
+    problems = []
+    for name, tensor in stored.items():
+        match = _NAME.fullmatch(name)
+        if match is None or match["module"] not in modules:
+            near = "" if match is None else nearest(match["module"], modules)
+            problems.append(f"{name} is of no linear map of the model.{near}")
+        else:
+            found.setdefault(match["module"], {})[match["part"]] = tensor
+    return found, problems
+
+
+def _problems_of(module: AdaptedModule, parts: _Parts, settings: PeftSettings) -> list[str]:
+    rank = settings.rank_of(module.name)
+    expected: dict[str, tuple[int, ...]] = {"lora_A": (rank, module.d_in), "lora_B": (module.d_out, rank)}
+    if settings.magnitude:
+        expected["lora_magnitude_vector"] = (module.d_out,)
+    problems = [f"{module.name}.{part} is missing" for part in expected if part not in parts]
+    problems += [f"{module.name}.{part}: use_dora is not set" for part in parts if part not in expected]
+    problems += [
+        f"{tensor.name} has shape {tensor.shape}; expected {expected[part]}, of rank {rank}"
+        for part, tensor in parts.items()
+        if part in expected and tensor.shape != expected[part]
+    ]
+    problems += [
+        f"{tensor.name} has dtype {tensor.dtype}; F32, F16 and BF16 are read"
+        for tensor in parts.values()
+        if tensor.numpy_dtype is None
+    ]
+    return problems
+
+
+def _problems_of_layers(
+    members: Sequence[AdaptedModule], tensors: Mapping[str, _Parts], settings: PeftSettings
+) -> list[str]:
+    """What is wrong where the layers of one parameter are together: one lacks its adapter, or their ranks differ."""
+    here = [member.name for member in members if member.name in tensors]
+    problems = [
+        f"{member.name} has no tensors, but {here[0]} has"
+        for member in members
+        if member.name not in tensors and (member.layer is None or settings.has_layer(member.layer))
+    ]
+    kinds = {(settings.rank_of(name), settings.scale_of(name)): name for name in reversed(here)}
+    if len(kinds) > 1:
+        listing = ", ".join(f"{name} rank {rank} and scale {scale:g}" for (rank, scale), name in kinds.items())
+        problems.append(f"{members[0].parameter} holds layers of different ranks or scales: {listing}")
+    if not settings.magnitude or len(here) == len(members):
+        return problems
+    return [*problems, f"{members[0].parameter}: with use_dora every layer needs an adapter"]
+
+
+def _factors(members: Sequence[AdaptedModule], tensors: Mapping[str, _Parts], settings: PeftSettings) -> LowRankFactors:
+    name = next(member.name for member in members if member.name in tensors)
+    dtypes = {tensor.numpy_dtype for member in members for tensor in tensors.get(member.name, {}).values()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
+    stacked = members[0].place is not None
+
+    def joined(part: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A part of all layers; layers without an adapter have zeros."""
+        arrays = [
+            tensors[member.name][part].read().T.astype(dtype) if member.name in tensors else np.zeros(shape, dtype)
+            for member in members
+        ]
+        return np.stack(arrays) if stacked else arrays[0]
+
+    rank = settings.rank_of(name)
+    return LowRankFactors(
+        down=joined("lora_A", (members[0].d_in, rank)),
+        up=joined("lora_B", (rank, members[0].d_out)),
+        scale=settings.scale_of(name),
+        magnitude=joined("lora_magnitude_vector", (members[0].d_out,)) if settings.magnitude else None,
+    )

@@ -1,0 +1,121 @@
+"""`adapter_config.json`: what PEFT says of an adapter, and what of it is read."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stack_core.errors import ConversionError
+
+__all__ = ["CONFIG", "PeftSettings", "read_settings"]
+
+CONFIG = "adapter_config.json"
+
+# What a key must say, besides nothing: with anything else the adapter computes something that is not read here.
+_PLAIN = {"peft_type": "LORA", "bias": "none"}
+_ABSENT = (
+    "alora_invocation_tokens",
+    "fan_in_fan_out",
+    "layer_replication",
+    "lora_bias",
+    "megatron_config",
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+)
+_CHANGES_BASE = ("corda", "loftq", "olora", "pissa")
+
+
+@dataclass(frozen=True)
+class PeftSettings:
+    """An adapter's config.
+
+    Attributes:
+      layers: those with adapters; None is all.
+    """
+
+    rank: int
+    alpha: float
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    rank_stabilized: bool
+    magnitude: bool
+    targets: Sequence[str]
+    layers: Sequence[int] | None
+    base: str | None
+
+    def rank_of(self, module: str) -> int:
+        return _of_pattern(self.rank_pattern, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """What the product of a module's factors is multiplied by."""
+        rank, alpha = self.rank_of(module), _of_pattern(self.alpha_pattern, module, self.alpha)
+        return alpha / (rank**0.5 if self.rank_stabilized else rank)
+
+    def has_layer(self, layer: int) -> bool:
+        return self.layers is None or layer in self.layers
+
+    def unmatched_targets(self, modules: Sequence[str]) -> list[str]:
+        """The entries of `target_modules` that none of the modules has."""
+        return [target for target in self.targets if not any(_is_target(target, module) for module in modules)]
+
+
+def read_settings(directory: Path) -> PeftSettings:
+    """Reads the config of an adapter.
+
+    Raises:
+      ConversionError: there is none, or it says what is not read; names each key.
+    """
+    path = directory / CONFIG
+    try:
+        mapping = json.loads(path.read_bytes())
+        settings = _parsed(mapping)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(
+            f"{path} cannot be read: {type(error).__name__}: {error}. A directory of PEFT has one."
+        ) from error
+    problems = [
+        f"{key} is {mapping[key]!r}; {expected!r} alone is read"
+        for key, expected in _PLAIN.items()
+        if mapping.get(key) not in (None, expected)
+    ]
+    problems += [f"{key} is {mapping[key]!r}, which is not read" for key in _ABSENT if mapping.get(key)]
+    initial = mapping.get("init_lora_weights")
+    if isinstance(initial, str) and initial.startswith(_CHANGES_BASE):
+        problems.append(f"init_lora_weights is {initial!r}, which changed the base: save it with PEFT's conversion")
+    if problems:
+        raise ConversionError(f"{path} describes no adapter that is read:\n  " + "\n  ".join(problems))
+    return settings
+
+
+def _parsed(mapping: Mapping[str, Any]) -> PeftSettings:
+    layers, targets = mapping.get("layers_to_transform"), mapping.get("target_modules") or ()
+    if isinstance(targets, str):  # one regular expression, or "all-linear"
+        targets = () if targets == "all-linear" else (f"^{targets}$",)
+    return PeftSettings(
+        rank=int(mapping["r"]),
+        alpha=float(mapping["lora_alpha"]),
+        rank_pattern={key: int(value) for key, value in (mapping.get("rank_pattern") or {}).items()},
+        alpha_pattern={key: float(value) for key, value in (mapping.get("alpha_pattern") or {}).items()},
+        rank_stabilized=bool(mapping.get("use_rslora")),
+        magnitude=bool(mapping.get("use_dora")),
+        targets=tuple(targets),
+        layers=(layers,) if isinstance(layers, int) else layers,
+        base=mapping.get("base_model_name_or_path"),
+    )
+
+
+def _of_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The value of the first key that matches the end of a module's name, as PEFT looks it up."""
+    found = (value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(found, default)
+
+
+def _is_target(target: str, module: str) -> bool:
+    if target.startswith("^"):
+        return re.fullmatch(target, module) is not None
+    return module == target or module.endswith(f".{target}")

@@ -24,6 +24,7 @@ from stack_train.checkpoint.frozen import FROZEN
 from stack_train.data.kinds.text import TextData
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.generative import ModuleCheckpoint, generative_checkpoint
+from stack_train.huggingface.blocks import QUANTIZATION
 from stack_train.huggingface.source import HuggingFaceSource, open_source, read_config
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_model, abstract_params, holds_codes
@@ -261,8 +262,11 @@ def _write_config(kept: Path, config: Any, family: Any, special_ids: Mapping[str
     """Writes the config; the one that the run was converted from stays as it is as long as it says the same."""
     mapping = family.config_map.write(config)
     if kept.is_file():
-        original = read_config(family, json.loads(kept.read_bytes()), dtype=config.param_dtype)
-        if family.config_map.write(original) == mapping:
+        given = json.loads(kept.read_bytes())
+        # Weights are written in float, whatever they came in.
+        plain = {name: value for name, value in given.items() if name != QUANTIZATION}
+        original = read_config(family, plain, dtype=config.param_dtype)
+        if plain == given and family.config_map.write(original) == mapping:
             shutil.copyfile(kept, path)
             return
     _write_json({**mapping, **special_ids}, path)

@@ -19,6 +19,7 @@ from stack_core.plugins import registries
 from stack_train.checkpoint import named_leaves
 from stack_train.checkpoint.digest import array_digests
 from stack_train.checkpoint.leaves import LeafSpec, spec_of
+from stack_train.huggingface.blocks import with_blocks
 from stack_train.models.weight_map import WeightRule
 from stack_train.run.model import abstract_params
 from stack_train.safetensors_files import StoredTensor, read_tensors
@@ -71,9 +72,8 @@ def open_source(directory: Path) -> HuggingFaceSource:
       ConversionError: the directory holds no checkpoint, its architecture or a feature of it is not supported, or
         tensors are missing, unexpected, or of another shape or dtype; names all of them at once.
     """
-    mapping = _read_config(directory)
+    mapping, tensors = with_blocks(_read_config(directory), read_tensors(directory))
     family = _family_of(mapping, directory)
-    tensors = read_tensors(directory)
     config = read_config(family, mapping, dtype="bfloat16")
     rules = [rule.stored_in(tensors) for rule in family.weight_rules(config)]
     parameters = named_leaves(abstract_params(config))

@@ -1,0 +1,94 @@
+"""Weights in FP8 with a scale for each block, as DeepSeek-V3 is published: read as the floats that they stand for."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from stack_core.errors import ConversionError
+from stack_train.safetensors_files import StoredTensor
+
+__all__ = ["QUANTIZATION", "BlockTensor", "with_blocks"]
+
+QUANTIZATION = "quantization_config"
+"""The key of `config.json` that says how a checkpoint's weights are coded."""
+
+_CODES, _SCALE = "F8_E4M3", "_scale_inv"
+
+
+@dataclass(frozen=True)
+class BlockTensor(StoredTensor):
+    """A matrix w[i, j] = code[i, j] * scale[i // rows, j // columns], rounded to bfloat16.
+
+    Attributes:
+      scales: float32[ceil(d_out / rows), ceil(d_in / columns)].
+      block: (rows, columns).
+
+    Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024 (arXiv:2412.19437), section 3.3.
+    """
+
+    scales: StoredTensor
+    block: tuple[int, int]
+
+    def read(self) -> np.ndarray:
+        codes = _bytes_of(self).view(ml_dtypes.float8_e4m3fn).reshape(self.shape).astype(np.float32)
+        scales = self.scales.read()
+        for axis, size in enumerate(self.block):
+            scales = np.repeat(scales, size, axis).take(range(self.shape[axis]), axis)
+        return (codes * scales).astype(ml_dtypes.bfloat16)
+
+
+def with_blocks(
+    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> tuple[Mapping[str, Any], Mapping[str, StoredTensor]]:
+    """A checkpoint's `config.json` and tensors as those of one in bfloat16; unchanged if it is not quantized.
+
+    Raises:
+      ConversionError: it is quantized otherwise, or a scale is missing or of another shape; names each.
+    """
+    coding = config.get(QUANTIZATION)
+    if coding is None:
+        return config, tensors
+    block = coding.get("weight_block_size")
+    if coding.get("quant_method") != "fp8" or not isinstance(block, list) or len(block) != 2:
+        raise ConversionError(
+            f"The checkpoint is quantized by {coding.get('quant_method')!r}, weight_block_size={block!r}. Read are "
+            "weights in float, and in FP8 by blocks (quant_method 'fp8', weight_block_size [rows, columns])."
+        )
+    size = (int(block[0]), int(block[1]))
+    found, problems = dict[str, StoredTensor](), list[str]()
+    for name, tensor in tensors.items():
+        if name.endswith(_SCALE) and _is_coded(tensors.get(name.removesuffix(_SCALE))):
+            continue
+        found[name] = tensor
+        if not _is_coded(tensor):
+            continue
+        expected = tuple(-(-length // entries) for length, entries in zip(tensor.shape, size, strict=True))
+        scales = tensors.get(name + _SCALE)
+        if scales is None or (scales.shape, scales.dtype) != (expected, "F32"):
+            there = "is missing" if scales is None else f"is {scales.dtype}{list(scales.shape)}"
+            problems.append(f"{name}{_SCALE} {there}; expected F32{list(expected)}")
+        else:
+            found[name] = BlockTensor(tensor.path, name, "BF16", tensor.shape, scales, size)
+    if problems:
+        raise ConversionError("The scales of FP8 weights do not fit:\n  " + "\n  ".join(sorted(problems)))
+    return {key: value for key, value in config.items() if key != QUANTIZATION}, found
+
+
+def _is_coded(tensor: StoredTensor | None) -> bool:
+    return tensor is not None and tensor.dtype == _CODES and len(tensor.shape) == 2
+
+
+def _bytes_of(tensor: StoredTensor) -> np.ndarray:
+    """The bytes of a tensor, for which NumPy has no dtype that the safetensors library knows."""
+    with tensor.path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        start, end = json.loads(file.read(header_bytes))[tensor.name]["data_offsets"]
+        file.seek(8 + header_bytes + start)
+        content = file.read(end - start)
+    if len(content) != end - start:
+        raise ConversionError(f"{tensor.path} is no whole safetensors file: {tensor.name} is cut. Download it again.")
+    return np.frombuffer(content, np.uint8)

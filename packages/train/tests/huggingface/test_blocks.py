@@ -1,0 +1,83 @@
+"""Checkpoints in FP8 with a scale for each block."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from stack_core.errors import ConversionError
+from stack_train.huggingface.format import FORMAT
+from stack_train.huggingface.source import open_source
+from stack_train.run.config import run_config
+from stack_train.weights import load_params
+
+ROWS, COLUMNS = 8, 6  # neither divides every matrix
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
+
+
+def write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """A safetensors file, which its library writes from NumPy without FP8."""
+    header, start = {}, 0
+    for name, tensor in tensors.items():
+        end = start + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype.name], "shape": tensor.shape, "data_offsets": [start, end]}
+        start = end
+    content = json.dumps(header).encode()
+    path.write_bytes(len(content).to_bytes(8, "little") + content + b"".join(map(np.ndarray.tobytes, tensors.values())))
+
+
+def coded(directory: Path, tensors: dict[str, np.ndarray], **coding: object) -> dict[str, np.ndarray]:
+    """Writes the layers' matrices in FP8 and returns what all tensors stand for, block by block."""
+    random = np.random.default_rng(2)
+    stored, expected = {}, {}
+    for name, tensor in tensors.items():
+        if tensor.ndim != 2 or "layers" not in name:
+            stored[name] = expected[name] = tensor.astype(ml_dtypes.bfloat16)
+            continue
+        scales = random.uniform(0.5, 2, (-(-tensor.shape[0] // ROWS), -(-tensor.shape[1] // COLUMNS)))
+        stored[name], stored[f"{name}_scale_inv"] = tensor.astype(ml_dtypes.float8_e4m3fn), scales.astype(np.float32)
+        whole = np.empty(tensor.shape, ml_dtypes.bfloat16)
+        for row, column in np.ndindex(tensor.shape):
+            scale = stored[f"{name}_scale_inv"][row // ROWS, column // COLUMNS]
+            whole[row, column] = np.float32(stored[name][row, column]) * scale
+        expected[name] = whole
+    write_file(directory / "model.safetensors", stored)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [ROWS, COLUMNS]} | coding
+    (directory / "config.json").write_text(json.dumps(config))
+    return expected
+
+
+def test_blocks_are_read_as_the_floats_that_they_stand_for(make_checkpoint, tmp_path):
+    directory, tensors = make_checkpoint()
+    expected = coded(directory, tensors)
+    source = open_source(directory)
+    assert source.config.param_dtype == "bfloat16"
+    leaves = dict(source.leaves())
+    for rule in source.rules:
+        for name, part in rule.tensors(leaves[rule.parameter]).items():
+            np.testing.assert_array_equal(part, expected[name], err_msg=name)
+    FORMAT.import_run(directory, tmp_path / "run")
+    params = load_params(tmp_path / "run", run_config(tmp_path / "run").model)
+    np.testing.assert_array_equal(params["lm_head"], leaves["lm_head"])
+    FORMAT.export_run(tmp_path / "run", tmp_path / "back")
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+    back = dict(open_source(tmp_path / "back").leaves())
+    assert all(np.array_equal(back[name], leaf) for name, leaf in leaves.items())
+
+
+@pytest.mark.parametrize(
+    ("coding", "message"),
+    [
+        ({"quant_method": "awq"}, "quantized by 'awq'"),
+        ({"weight_block_size": None}, "weight_block_size=None"),
+        ({"weight_block_size": [4, 4]}, r"q_proj.weight_scale_inv is F32\[2, 3\]; expected F32\[4, 4\]"),
+    ],
+)
+def test_what_is_coded_otherwise_is_refused(make_checkpoint, coding, message):
+    directory, tensors = make_checkpoint()
+    coded(directory, tensors, **coding)
+    with pytest.raises(ConversionError, match=message):
+        open_source(directory)

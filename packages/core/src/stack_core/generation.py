@@ -93,6 +93,7 @@ class GenerationRequest:
       prompt: its token ids, at least one.
       priority: of two requests that wait, the one with the lower number goes first; equal ones as they came. An engine
         may bound it, and lets what waits rise, so that every request begins; or it takes none but 0.
+      adapter: the name of the adapter that continues it; None is the model without. An engine may have none.
       timeout_s: after so long, counted from `submit`, it ends with "deadline"; None never.
     """
 
@@ -101,6 +102,7 @@ class GenerationRequest:
     sampling: SamplingParams
     priority: int = 0
     timeout_s: float | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

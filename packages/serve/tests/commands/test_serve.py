@@ -94,13 +94,21 @@ def test_the_engine_is_made_of_its_options(
             "int8",
             "--memory-fraction",
             "0.3",
+            "--adapter",
+            "mine=runs/lora",
+            "--adapter",
+            "yours=peft:a=b",
+            "--max-adapters",
+            "2",
         ]
     )
     (server,) = served
     server._app.make_engine()
     _, config, progress = made
     assert (config.max_sequences, config.prefix_caching, config.cache_dtype) == (3, False, "int8")
-    assert config.memory_fraction == 0.3
+    assert config.memory_fraction == 0.3 and config.max_adapters == 2
+    assert config.adapters == {"mine": "runs/lora", "yours": "peft:a=b"}
+    assert server._app.service.adapters == ("mine", "yours")
     capsys.readouterr()
     for done in (1, 2, 9):
         progress("decode of 8", done, 9)
@@ -123,4 +131,6 @@ def test_mistakes_are_told(capsys: Any, tmp_path: Path) -> None:
     assert "holds no key" in refusal(capsys, "RUN", "--api-key-file", str(nothing))
     assert "port" in refusal(capsys, "RUN", "--port", "70000")
     assert "is no directory" in refusal(capsys, str(tmp_path / "none"), "--port", "0")
+    assert "expected NAME=DIR" in refusal(capsys, "RUN", "--adapter", "mine")
+    assert "Two adapters are called 'a'" in refusal(capsys, "RUN", "--adapter", "a=x", "--adapter", "a=y")
     assert "step_tokens=4 is less than" in refusal(capsys, "RUN", "--port", "0", "--step-tokens", "4")

@@ -455,3 +455,31 @@ def test_a_plan_of_nothing_is_no_step():
     state = state_of()
     assert schedule(state, []).rows == ()
     assert state.steps == 0
+
+
+def test_who_waits_for_an_adapters_slot_begins_when_one_is_free():
+    state = state_of(max_adapters=1)
+    first, other = sequence_of(0, 3, new=2, adapter=5), sequence_of(1, 3, new=2, adapter=6)
+    behind, same = sequence_of(2, 3, new=2), sequence_of(3, 3, new=2, adapter=5)
+    plan = step(state, first, same, other, behind)
+    assert arrivals_of(plan.admitted) == [0] and plan.loading == (first,)
+    assert [(row.sequence.arrival, row.adapter) for row in plan.rows] == [(0, 0)]
+    assert step(state).loading == () and first.ended
+    plan = step(state)
+    assert arrivals_of(plan.admitted) == [1, 2] and plan.loading == (other,)
+    assert [row.adapter for row in plan.rows] == [0, -1]
+    while not same.ended:
+        plan = step(state)
+    assert (state.running, state.waiting) == ([], [])
+
+
+def test_pages_are_shared_only_where_the_adapter_is_the_same():
+    state, prompt = state_of(max_adapters=4), list(range(9))
+    for arrival, adapter in enumerate((None, 1, 2)):
+        sequence = sequence_of(arrival, prompt, new=1, adapter=adapter)
+        step(state, sequence)
+        assert sequence.cached_tokens == 0
+    for arrival, adapter in enumerate((None, 1, 2)):
+        sequence = sequence_of(3 + arrival, prompt, new=1, adapter=adapter)
+        step(state, sequence)
+        assert sequence.cached_tokens == 8

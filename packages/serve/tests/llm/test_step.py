@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from stack_core.generation import SamplingParams
+from stack_serve.llm.adapters import Weights
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.sampling import SamplingSettings
 from stack_serve.llm.step import Step
@@ -19,21 +20,21 @@ def test_what_a_row_wants_that_does_not_sample_is_no_work(samples: int) -> None:
     wanted = SamplingSettings.row(SamplingParams(logprobs=0), seed=(0, 0), end_tokens=(), prompt_tokens=2)
     settings = jnp.asarray(wanted.packed()[None])
     hidden = jnp.linspace(-1, 1, EMBED)[None]
-    rows = jnp.array([[0, 0, 2, samples, 0]], jnp.int32)
-    known, sampled = step.sample(random_params(), jnp.zeros((1, 8), jnp.int32), settings, hidden, rows)
+    rows = jnp.array([[0, 0, 2, samples, -1, 0]], jnp.int32)
+    known, sampled = step.sample(Weights(random_params()), jnp.zeros((1, 8), jnp.int32), settings, hidden, rows)
     assert (np.asarray(sampled.logprobs) != 0).all() == bool(samples)
     assert np.asarray(known)[0, 2] == (sampled.tokens[0, 0] if samples else 0)
 
 
 def test_what_some_rows_sample_is_what_they_sample_among_all() -> None:
-    step, params = Step(TinyCheckpoint(), EngineConfig(max_sequences=4), pages=4), random_params()
+    step, params = Step(TinyCheckpoint(), EngineConfig(max_sequences=4), pages=4), Weights(random_params())
     wanted = [
         SamplingSettings.row(SamplingParams(logprobs=1), seed=(0, number), end_tokens=(), prompt_tokens=2).packed()
         for number in range(5)
     ]
     settings, known = jnp.asarray(np.stack(wanted)), jnp.zeros((5, 8), jnp.int32)
     hidden = jnp.linspace(-1, 1, 4 * EMBED).reshape(4, EMBED)
-    rows = jnp.array([[0, 0, 2, 0, 0], [1, 0, 3, 1, 0], [2, 0, 4, 0, 0], [3, 1, 2, 1, 0]], jnp.int32)
+    rows = jnp.array([[0, 0, 2, 0, -1, 0], [1, 0, 3, 1, -1, 0], [2, 0, 4, 0, -1, 0], [3, 1, 2, 1, -1, 0]], jnp.int32)
     known_of_all, of_all = step.sample(params, known, settings, hidden, rows)
     known_of_some, of_some = step.sample_some(params, known, settings, hidden, rows, jnp.array([1, 3, 4]))
     np.testing.assert_array_equal(known_of_some, known_of_all)

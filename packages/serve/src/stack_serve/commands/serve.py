@@ -5,6 +5,7 @@ import json as json_format
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -52,6 +53,9 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     cache_dtype: Literal["model", "float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"] | None = None,
     tensor: int | None = None,
     prefix_caching: bool | None = None,
+    adapter: tuple[str, ...] = (),
+    max_adapters: int | None = None,
+    adapter_rank: int | None = None,
     max_waiting: int | None = None,
     priorities: int | None = None,
     seed: int | None = None,
@@ -94,6 +98,10 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       tensor: devices that each layer is split over (1).
       prefix_caching: keep prompts for later requests that begin alike (yes).
       max_waiting: requests that may wait before others are refused (1024).
+      adapter: NAME=DIR, an adapter that requests name as their model: a run that was trained with adapters, or a
+        directory of PEFT; may be given several times.
+      max_adapters: that are ready at once (8); of those that no request uses, the one used longest ago gives way.
+      adapter_rank: the most that adapters may have which are loaded later (that of those given).
       priorities: let requests go before or behind others, by a `priority` that counts from -N to N (0: they may not).
       seed: of requests without one (a new one each time).
       json: print address, model and process on standard output when it is ready, as JSON.
@@ -130,7 +138,8 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
     from stack_serve.openai.served import OpenAIApp
     from stack_serve.openai.service import Service
 
-    given = _only(EngineConfig, options)
+    adapters = _adapters_of(options.get("adapter", ()))
+    given = _only(EngineConfig, options) | ({"adapters": adapters} if adapters else {})
     if engine_name != "llm" and given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(f"{flags} {'is' if len(given) == 1 else 'are'} of the engine llm, not of {engine_name}.")
@@ -140,7 +149,7 @@ def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *
         keep_compiled()
         _say(f"loading {model}")
         checkpoint = open_for_generation(model)
-        service = Service(checkpoint, config, engine_config.max_tokens)
+        service = Service(checkpoint, config, engine_config.max_tokens, tuple(engine_config.adapters))
 
         made: Any = None
 
@@ -183,6 +192,19 @@ def _only(cls: type, options: dict[str, Any]) -> dict[str, Any]:
     """The options that are fields of a config."""
     names = {field.name for field in fields(cls)}
     return {name: value for name, value in options.items() if name in names}
+
+
+def _adapters_of(given: Sequence[str]) -> dict[str, str]:
+    """The addresses of adapters by their names, of NAME=DIR."""
+    found: dict[str, str] = {}
+    for each in given:
+        name, _, address = each.partition("=")
+        if not name or not address:
+            raise ConfigError(f"--adapter {each}: expected NAME=DIR, such as mine=runs/lora.")
+        if name in found:
+            raise ConfigError(f"Two adapters are called {name!r}. Give each a name of its own.")
+        found[name] = address
+    return found
 
 
 def _keys_of(path: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """What a generation engine is made with."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -30,6 +31,11 @@ class EngineConfig:
       page_layout: axes of a pool of pages, as `ops.paged_attention` names them.
       tensor: devices that each layer's heads and features are split over.
       prefix_caching: keep pages of prompts for later requests that begin alike.
+      adapters: addresses of adapters by the names that requests have for them: runs that were trained with adapters, or
+        directories of PEFT.
+      max_adapters: that lie on the devices at once; of those that nobody uses, the one used longest ago gives way.
+      adapter_rank: the most that adapters may have which are loaded later; None is that of `adapters`. It is rounded up
+        to a power of two.
       max_waiting: requests that may wait; one more is refused.
       priorities: a request's priority counts from `-priorities` to `priorities`, so that none waits for ever; with 0
         requests may not have one.
@@ -47,6 +53,9 @@ class EngineConfig:
     page_layout: PageLayout = "pshd"
     tensor: PositiveInt = 1
     prefix_caching: bool = True
+    adapters: Mapping[str, str] = Field(default_factory=dict)
+    max_adapters: PositiveInt = 8
+    adapter_rank: PositiveInt | None = None
     max_waiting: PositiveInt = 1024
     priorities: NonNegativeInt = 0
     seed: int | None = None

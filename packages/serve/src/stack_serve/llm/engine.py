@@ -14,10 +14,12 @@ from typing import Any, get_args
 import jax
 
 from stack_core import ops
+from stack_core.contracts.adapters import Adapters
 from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import EngineBusy, EngineStopped, GenerationError
+from stack_core.errors import EngineBusy, EngineStopped, GenerationError, nearest
 from stack_core.generation import EngineStats, GenerationRequest, GenerationUpdate
 from stack_core.machine import give_memory_back, resident_bytes
+from stack_serve.llm.adapters import AdapterShapes, HostAdapter, read_all
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.loop import EngineLoop, KeysOfOldWeights
@@ -53,10 +55,14 @@ class LLMEngine:
         self, checkpoint: GenerativeCheckpoint, config: EngineConfig | None = None, *, progress: Progress | None = None
     ) -> None:
         config = EngineConfig() if config is None else config
+        given = read_all(checkpoint, config.adapters)
+        self._shapes = AdapterShapes.of(checkpoint, config, given) if given else None
+        self._adapters = {name: self._fitted(name, adapters) for name, adapters in given.items()}
         self.limits = Limits.of(checkpoint, config)
         self._max_waiting = config.max_waiting
-        self._parameters = checkpoint.parameters
-        self._programs = Programs(checkpoint, config, max_tokens=self.limits.max_tokens, pages=self.limits.pages)
+        self._checkpoint, self._parameters = checkpoint, checkpoint.parameters
+        max_tokens, pages = self.limits.max_tokens, self.limits.pages
+        self._programs = Programs(checkpoint, config, max_tokens=max_tokens, pages=pages, adapters=self._shapes)
         give_memory_back()  # what reading and placing the parameters took beside them
         self._teller = Teller(stopped=self._stop, ended=self._forget)
         self._loop = EngineLoop(checkpoint, config, self.limits, self._programs, self._teller.put)
@@ -114,6 +120,44 @@ class LLMEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of adapters that requests may have."""
+        return tuple(self._adapters)
+
+    def load_adapter(self, name: str, adapters: str | Adapters) -> None:
+        """Takes up an adapter, whose place the devices give it with the first request that names it.
+
+        Another of this name is replaced: requests that were submitted go on with the one that they began with.
+
+        Args:
+          adapters: a run that was trained with adapters, a directory of PEFT, or the factors themselves.
+
+        Raises:
+          GenerationError: the engine was started without adapters, or this one needs another program.
+          StackError: it cannot be read, or is of another model.
+        """
+        if isinstance(adapters, str):
+            adapters = read_all(self._checkpoint, {name: adapters})[name]
+        fitted = self._fitted(name, adapters)
+        with self._lock:
+            self._adapters[name] = fitted
+
+    def unload_adapter(self, name: str) -> None:
+        """Lets go of an adapter; requests that were submitted with it end as they would have.
+
+        Raises:
+          GenerationError: there is none of this name.
+        """
+        with self._lock:
+            self._adapter(name)
+            del self._adapters[name]
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises a GenerationError that names the parameter if the request cannot be served."""
+        self.limits.check(request)
+        self._adapter(request.adapter)
+
     def submit(self, request: GenerationRequest, receive: Callable[[GenerationUpdate], None] | None = None) -> None:
         """Queues a request; see `Engine`.
 
@@ -122,7 +166,7 @@ class LLMEngine:
         """
         self.limits.check(request)
         updates = queue.SimpleQueue[GenerationUpdate]()
-        work = self._loop.work(request, receive or updates.put)
+        work = self._loop.work(request, receive or updates.put, self._adapter(request.adapter))
         with self._lock:
             self._check_running()
             if request.request_id in self._work or request.request_id in self._streams:
@@ -210,6 +254,26 @@ class LLMEngine:
         if self._failure is not None:
             self._check_running()
         return self._loop.stats
+
+    def _adapter(self, name: str | None) -> HostAdapter | None:
+        """The adapter of a name; None for none."""
+        adapter = None if name is None else self._adapters.get(name)
+        if name is not None and adapter is None:
+            raise GenerationError(
+                f"There is no adapter {name!r}.{nearest(name, self._adapters)} There are: "
+                f"{', '.join(self._adapters) or 'none'}.",
+                parameter="adapter",
+            )
+        return adapter
+
+    def _fitted(self, name: str, adapters: Adapters) -> HostAdapter:
+        if self._shapes is None:
+            raise GenerationError(
+                f"The engine was started without adapters, so that its programs have no place for {name!r}. Start it "
+                "with one (stack serve BASE --adapter NAME=RUN).",
+                parameter="adapter",
+            )
+        return self._shapes.fitted(name, adapters)
 
     def _post(self, action: Callable[[], None]) -> None:
         self._inbox.append(action)

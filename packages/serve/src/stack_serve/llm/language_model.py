@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stack_core.config import parse
+from stack_core.contracts.adapters import Adapters
 from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.errors import EngineBusy, GenerationError
 from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams, TokenLogprob
@@ -85,7 +86,7 @@ class LLM:
 
     Args:
       model: directory of a run or of a Hugging Face checkpoint, or a checkpoint that is open.
-      settings: fields of `EngineConfig`, such as `max_sequences=8`.
+      settings: fields of `EngineConfig`, such as `max_sequences=8` or `adapters={"mine": "runs/lora"}`.
 
     Raises:
       StackError: the model cannot be opened, or a setting does not fit it.
@@ -103,6 +104,14 @@ class LLM:
         """Compiles every program that a prompt can need."""
         self._engine.warm_up()
 
+    def load_adapter(self, name: str, adapter: str | Adapters) -> None:
+        """Takes up an adapter: a run, a directory of PEFT, or factors; see `LLMEngine.load_adapter`."""
+        self._engine.load_adapter(name, adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """Lets go of an adapter."""
+        self._engine.unload_adapter(name)
+
     def close(self) -> None:
         """Ends what is being generated, and lets go of the model."""
         self._close()
@@ -118,12 +127,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Output]:
         """Generates from all prompts at once.
 
         Args:
           sampling: of all prompts, or one for each; None is what the model's makers recommend.
+          adapter: the name of an adapter, of all prompts, or one for each; None is the model without.
           chat_template_kwargs: what the template of messages reads besides, such as `enable_thinking`.
 
         Returns:
@@ -132,7 +143,7 @@ class LLM:
         Raises:
           GenerationError: the model cannot serve a prompt or a setting, or failed at one.
         """
-        requests, texts = self._requests(prompts, sampling, chat_template_kwargs)
+        requests, texts = self._requests(prompts, sampling, adapter, chat_template_kwargs)
         made = [[list[GenerationUpdate]() for _ in range(request.sampling.n)] for request in requests]
         scores: dict[int, tuple[TokenLogprob | None, ...]] = {}
         for number, update in self._updates(requests):
@@ -154,13 +165,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[Piece]:
         """Generates from all prompts at once, and yields what is new as it comes; to leave early is to end it.
 
         Takes and raises what `generate` does.
         """
-        requests, _ = self._requests(prompts, sampling, chat_template_kwargs)
+        requests, _ = self._requests(prompts, sampling, adapter, chat_template_kwargs)
         for number, update in self._updates(requests):
             yield Piece(
                 prompt=number,
@@ -174,6 +186,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: str | Sequence[str | None] | None,
         variables: Mapping[str, Any] | None,
     ) -> tuple[list[GenerationRequest], list[str | None]]:
         """The requests that prompts make, all checked, and the texts of their prompts."""
@@ -186,11 +199,19 @@ class LLM:
                 f"{len(params)} SamplingParams were given for {len(each)} prompts. Give one for all, or one for each.",
                 parameter="sampling",
             )
+        adapters = [adapter] * len(each) if isinstance(adapter, str | None) else list(adapter)
+        if len(adapters) != len(each):
+            raise GenerationError(
+                f"{len(adapters)} adapters were given for {len(each)} prompts. Give one for all, or one for each.",
+                parameter="adapter",
+            )
         requests, texts = list[GenerationRequest](), list[str | None]()
-        for prompt, wanted in zip(each, params, strict=True):
+        for prompt, wanted, name in zip(each, params, adapters, strict=True):
             tokens, text = self._tokens(prompt, variables)
-            request = GenerationRequest(request_id=f"llm-{next(self._ids)}", prompt=tokens, sampling=wanted)
-            self._engine.limits.check(request)
+            request = GenerationRequest(
+                request_id=f"llm-{next(self._ids)}", prompt=tokens, sampling=wanted, adapter=name
+            )
+            self._engine.check(request)
             requests.append(request)
             texts.append(text)
         return requests, texts

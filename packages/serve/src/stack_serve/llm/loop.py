@@ -10,6 +10,7 @@ import numpy as np
 
 from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.generation import FinishReason, GenerationRequest, GenerationUpdate
+from stack_serve.llm.adapters import HostAdapter
 from stack_serve.llm.compilations import compilations_here
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.limits import Limits
@@ -94,9 +95,14 @@ class EngineLoop:
         """Whether a turn would do anything."""
         return bool(self._continuations) or self._started is not None
 
-    def work(self, request: GenerationRequest, receive: Callable[[GenerationUpdate], None]) -> Work:
+    def work(
+        self,
+        request: GenerationRequest,
+        receive: Callable[[GenerationUpdate], None],
+        adapter: HostAdapter | None = None,
+    ) -> Work:
         """What is to be done for a request; any thread may ask."""
-        work = Work(request, receive)
+        work = Work(request, receive, adapter)
         sampling = request.sampling
         seed = int(self._seeds.integers(_MOST_SEED)) if sampling.seed is None else sampling.seed
         leader: Sequence | None = None
@@ -110,6 +116,7 @@ class EngineLoop:
                 max_total_tokens=self._limits.total_tokens(request),
                 priority=request.priority,
                 arrival=-1,
+                adapter=None if adapter is None else adapter.number,
                 cacheable=sampling.prompt_logprobs is None or index > 0,
                 leader=leader,
             )
@@ -189,6 +196,10 @@ class EngineLoop:
             continuation.work.started_s = continuation.work.started_s or now_s
             assert sequence.slot is not None
             self._programs.admit(sequence.slot, sequence.tokens, continuation.settings)
+        for sequence in plan.loading:
+            adapter = self._continuations[sequence.id].work.adapter
+            assert adapter is not None
+            self._programs.load_adapter(sequence.adapter_slot, adapter)
         tables = self._state.block_tables[[row.slot for row in plan.rows]]
         result = self._programs.step([row[1:] for row in plan.rows], tables, repeats=plan.repeats)
         return _StartedStep(plan, self._version, result, self._prompt_logprobs(plan.rows, result), now_s)

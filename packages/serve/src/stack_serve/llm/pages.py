@@ -93,13 +93,17 @@ class PagePool:
         self._kept.clear()
 
 
-def extend_digests(digests: list[bytes], tokens: Sequence[int], *, page_tokens: int, pages: int) -> None:
+def extend_digests(
+    digests: list[bytes], tokens: Sequence[int], *, page_tokens: int, pages: int, adapter: int | None = None
+) -> None:
     """Appends digests until there are `pages` of them, all of which `tokens` must fill.
 
         digests[i] = sha256(digests[i - 1] + tokens[i page_tokens : (i + 1) page_tokens])
 
-    Each stands for its page's tokens and all before them, which are what keys and values depend on.
+    Each stands for its page's tokens and all before them, which with the adapter are what keys and values depend on.
+    The adapter's number stands in the place of digests[-1].
     """
+    first = b"" if adapter is None else adapter.to_bytes(8, "little")
     for page in range(len(digests), pages):
         contents = array("i", tokens[page * page_tokens : (page + 1) * page_tokens]).tobytes()
-        digests.append(sha256((digests[-1] if digests else b"") + contents).digest())
+        digests.append(sha256((digests[-1] if digests else first) + contents).digest())

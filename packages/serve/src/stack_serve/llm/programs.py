@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_serve.llm.adapters import AdapterShapes, HostAdapter, Weights, put, unusable
 from stack_serve.llm.buckets import Buckets
 from stack_serve.llm.cache import empty_layers
 from stack_serve.llm.config import EngineConfig
@@ -45,6 +46,7 @@ class Programs:
 
     Args:
       placement: where they lie; by default on the devices of this process.
+      adapters: that are served beside the model, by their shapes.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Programs:
         max_tokens: int,
         pages: int,
         placement: Placement | None = None,
+        adapters: AdapterShapes | None = None,
     ) -> None:
         self._config, self._checkpoint = config, checkpoint
         self._max_tokens = max_tokens
@@ -65,7 +68,7 @@ class Programs:
         self._compiled: dict[Key, Any] = {}
 
         self._slots = self._placement.replicated(self._empty_slots())
-        empty = partial(
+        self._empty = empty = partial(
             empty_layers,
             checkpoint.states,
             pages=pages,
@@ -73,10 +76,19 @@ class Programs:
             layout=config.page_layout,
             dtype=config.cache_dtype,
         )
-        whole = (checkpoint.parameters, jax.eval_shape(empty))
-        self._looped, looped_pools = self._placement.traced(loops_over, self._smallest_step, whole)
+        pool = None if adapters is None else jax.eval_shape(adapters.pool)
+        whole = (Weights(checkpoint.parameters, pool), jax.eval_shape(empty))
+        try:
+            looped, looped_pools = self._placement.traced(loops_over, self._smallest_step, whole)
+        except Exception:  # whatever a model does with what is no array
+            if adapters is not None:
+                self._check_adapters(adapters)
+            raise
+        self._looped = looped.params
         self._layers = self._placement.pools(lambda: split_layers(empty(), looped_pools), config.page_layout)
-        self._params = self._placement.load(checkpoint, self._looped)
+        params = self._placement.load(checkpoint, self._looped)
+        held = None if adapters is None else self._placement.replicated(split_layers(adapters.pool(), looped.pool))
+        self._weights, self._adapters = Weights(params, held), adapters
 
     def compile_all(self, progress: Progress | None = None) -> None:
         """Compiles every program that can be needed.
@@ -114,7 +126,7 @@ class Programs:
         padded[: len(tokens)] = tokens
         self._slots = self._program(("admit",))(self._slots, np.int32(slot), padded, settings.packed())
 
-    def step(self, rows: Sequence[tuple[int, int, int, int]], tables: np.ndarray, *, repeats: int = 1) -> StepResult:
+    def step(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray, *, repeats: int = 1) -> StepResult:
         """Computes the tokens of some sequences.
 
         Args:
@@ -127,18 +139,18 @@ class Programs:
         if repeats > 1 or tokens == len(rows):
             row_bucket = self._buckets.of_decoding(len(rows))
             packed, decode = self._packed(rows, tables, row_bucket), self._program(("decode", row_bucket))
-            self._layers, hidden, known, sampled = decode(self._params, self._layers, known, settings, packed)
+            self._layers, hidden, known, sampled = decode(self._weights, self._layers, known, settings, packed)
         else:
             row_bucket = self._buckets.most_rows
             packed = self._packed(rows, tables, row_bucket)
             prefill = self._program(("prefill", self._buckets.of_prompts(tokens)))
-            self._layers, hidden, last = prefill(self._params, self._layers, known, packed)
+            self._layers, hidden, last = prefill(self._weights, self._layers, known, packed)
             sampled, places = None, [place for place, row in enumerate(rows) if row[3]]
             if places:
                 chosen = np.full(self._buckets.of_samples(len(places)), row_bucket, np.int32)
                 chosen[: len(places)] = places
                 sample = self._program(("sample", len(chosen)))
-                known, sampled = sample(self._params, known, settings, last, packed, chosen)
+                known, sampled = sample(self._weights, known, settings, last, packed, chosen)
         self._slots = SlotState(known, settings)
         return StepResult(sampled, hidden)
 
@@ -147,11 +159,12 @@ class Programs:
         padded = np.zeros(len(result.hidden), np.int32)
         padded[: len(targets)] = targets
         program = self._program(("prompt_logprobs", len(padded)))
-        return program(self._params, result.hidden, padded, np.int32(len(targets)))
+        return program(self._weights, result.hidden, padded, np.int32(len(targets)))
 
     def sizes_bytes(self) -> dict[str, int]:
         """Memory of the arrays on the devices, by what they are for."""
-        held = {"parameters": self._params, "pages": self._layers, "slots": self._slots}
+        held = {"parameters": self._weights.params, "pages": self._layers, "slots": self._slots}
+        held |= {} if self._weights.pool is None else {"adapters": self._weights.pool}
         return {name: sum(array.nbytes for array in jax.tree.leaves(tree)) for name, tree in held.items()}
 
     def place(self, params: Any, *, donate: bool) -> Any:
@@ -164,12 +177,18 @@ class Programs:
 
     def use(self, placed: Any) -> None:
         """Computes with other parameters from the next step on."""
-        self._params = placed
+        self._weights = replace(self._weights, params=placed)
+
+    def load_adapter(self, slot: int, adapter: HostAdapter) -> None:
+        """Puts an adapter into one of its slots, from the next step on."""
+        pool = self._program(("adapter",))(self._weights.pool, np.int32(slot), adapter.factors)
+        self._weights = replace(self._weights, pool=pool)
 
     def _packed(self, rows: Sequence[tuple[int, ...]], tables: np.ndarray, row_bucket: int) -> np.ndarray:
         """The rows of a step in one array, padded by rows of no sequence."""
         packed = np.zeros((row_bucket, self._row_fields), np.int32)
         packed[:, 0] = self._config.max_sequences
+        packed[:, ROW_FIELDS.index("adapter")] = -1
         packed[: len(rows), : len(ROW_FIELDS)] = rows
         packed[: len(rows), len(ROW_FIELDS) :] = tables
         return packed
@@ -182,7 +201,8 @@ class Programs:
             "prefill": buckets.prompts,
             "prompt_logprobs": sorted({buckets.most_rows, buckets.most_tokens}),
         }
-        return [("admit",), *((kind, size) for kind, sizes in of_kinds.items() for size in sizes)]
+        loads: list[Key] = [] if self._adapters is None else [("adapter",)]
+        return [("admit",), *loads, *((kind, size) for kind, sizes in of_kinds.items() for size in sizes)]
 
     def _program(self, key: Key) -> Any:
         if key not in self._compiled:
@@ -196,51 +216,69 @@ class Programs:
         words = self._slots.settings.shape[1]
         return jax.jit(admit, donate_argnums=0).lower(self._slots, _int32(), _int32(self._max_tokens), _int32(words))
 
+    def _lowered_adapter(self) -> Any:
+        assert self._adapters is not None
+        factors = self._adapters.fitted("", {}).factors
+        return jax.jit(put, donate_argnums=0).lower(self._weights.pool, _int32(), factors)
+
     def _lowered_decode(self, rows: int) -> Any:
         repeats, most_rows = self._config.decode_repeats, self._buckets.most_rows
 
-        def decode(params: Any, layers: Any, known: Any, settings: Any, packed: Any) -> Any:
-            return self._step.decode(params, layers, known, settings, packed, repeats=repeats, most_rows=most_rows)
+        def decode(weights: Weights, layers: Any, known: Any, settings: Any, packed: Any) -> Any:
+            return self._step.decode(weights, layers, known, settings, packed, repeats=repeats, most_rows=most_rows)
 
         slots, packed = self._slots, _int32(rows, self._row_fields)
         jitted = jax.jit(decode, donate_argnums=(1, 2))
-        return jitted.lower(self._params, self._layers, slots.tokens, slots.settings, packed)
+        return jitted.lower(self._weights, self._layers, slots.tokens, slots.settings, packed)
 
     def _lowered_prefill(self, tokens: int) -> Any:
         most_tokens = self._buckets.most_tokens
 
-        def prefill(params: Any, layers: Any, known: Any, packed: Any) -> Any:
+        def prefill(weights: Weights, layers: Any, known: Any, packed: Any) -> Any:
             step = layer_by_layer(partial(self._step.prefill, tokens=tokens, most_tokens=most_tokens))
-            return step(params, layers, known, packed)
+            return step(weights, layers, known, packed)
 
         packed = _int32(self._buckets.most_rows, self._row_fields)
-        return jax.jit(prefill, donate_argnums=1).lower(self._params, self._layers, self._slots.tokens, packed)
+        return jax.jit(prefill, donate_argnums=1).lower(self._weights, self._layers, self._slots.tokens, packed)
 
     def _lowered_sample(self, samples: int) -> Any:
-        def sample(params: Any, known: Any, settings: Any, last: Any, packed: Any, chosen: Any) -> Any:
-            return layer_by_layer(self._step.sample_some)(params, known, settings, last, packed, chosen)
+        def sample(weights: Weights, known: Any, settings: Any, last: Any, packed: Any, chosen: Any) -> Any:
+            return layer_by_layer(self._step.sample_some)(weights, known, settings, last, packed, chosen)
 
         rows = self._buckets.most_rows
         last = jax.ShapeDtypeStruct((rows, *self._hidden.shape[1:]), self._hidden.dtype)
         slots, packed = self._slots, _int32(rows, self._row_fields)
         jitted = jax.jit(sample, donate_argnums=1)
-        return jitted.lower(self._params, slots.tokens, slots.settings, last, packed, _int32(samples))
+        return jitted.lower(self._weights, slots.tokens, slots.settings, last, packed, _int32(samples))
 
     def _lowered_prompt_logprobs(self, tokens: int) -> Any:
-        def prompt_logprobs(params: Any, hidden: Any, targets: Any, count: Any) -> Any:
-            return layer_by_layer(self._step.prompt_logprobs)(params, hidden, targets, count)
+        def prompt_logprobs(weights: Weights, hidden: Any, targets: Any, count: Any) -> Any:
+            return layer_by_layer(self._step.prompt_logprobs)(weights, hidden, targets, count)
 
         hidden = jax.ShapeDtypeStruct((tokens, 1, *self._hidden.shape[1:]), self._hidden.dtype)
-        return jax.jit(prompt_logprobs).lower(self._params, hidden, _int32(tokens), _int32())
+        return jax.jit(prompt_logprobs).lower(self._weights, hidden, _int32(tokens), _int32())
 
     @cached_property
     def _hidden(self) -> jax.ShapeDtypeStruct:
         """[rows, embed] of the smallest step."""
-        return jax.eval_shape(self._smallest_step, (self._params, self._layers))[-1]
+        return jax.eval_shape(self._smallest_step, (self._weights, self._layers))[-1]
 
-    def _smallest_step(self, params_and_layers: Any) -> Any:
+    def _smallest_step(self, weights_and_layers: Any) -> Any:
         rows = jnp.zeros((1, self._row_fields), jnp.int32)
-        return layer_by_layer(partial(self._step, tokens=1))(*params_and_layers, self._slots.tokens, rows)
+        return layer_by_layer(partial(self._step, tokens=1))(*weights_and_layers, self._slots.tokens, rows)
+
+    def _check_adapters(self, adapters: AdapterShapes) -> None:
+        """Raises a GenerationError that names the parameters whose adapters alone a step cannot be traced with."""
+        layers, params = jax.eval_shape(self._empty), self._checkpoint.parameters
+        faults: dict[str, Exception] = {}
+        for path in adapters.targets:
+            weights = Weights(params, jax.eval_shape(adapters.only(path).pool))
+            try:
+                self._placement.traced(jax.eval_shape, self._smallest_step, (weights, layers))
+            except Exception as error:  # as above
+                faults[path] = error
+        if faults:
+            raise unusable(faults)
 
     def _empty_slots(self) -> SlotState:
         slots = self._config.max_sequences + 1

@@ -11,6 +11,7 @@ only. Guarantees, for any workload of sequences each of which fits into the cach
     level of priority is worth `PRIORITY_ARRIVALS` numbers. So at most `2 priorities PRIORITY_ARRIVALS` later arrivals
     overtake a sequence, whatever they ask for. The first is not overtaken by ones that would fit, save a continuation
     that waits for its request's first to compute the prompt.
+  - Who runs keeps its adapter's slot; who waits for one has all behind it wait, as with pages.
   - Who runs is not preempted by one that waits, whatever its priority.
   - The first of the running is never preempted while others run. So every sequence begins and ends, whatever keeps
     coming.
@@ -26,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stack_core.generation import EngineStats
+from stack_serve.llm.adapter_slots import AdapterSlots
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.pages import PagePool, extend_digests
 from stack_serve.llm.sequence import Sequence
@@ -52,6 +54,7 @@ class Row(NamedTuple):
     Attributes:
       samples: how many tokens are sampled: one after the sequence's last, one after each in a step that is repeated,
         or none in a part of a prompt.
+      adapter: the slot of the sequence's adapter; -1 is none.
     """
 
     sequence: Sequence
@@ -59,6 +62,7 @@ class Row(NamedTuple):
     start: int
     tokens: int
     samples: int
+    adapter: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +75,14 @@ class Plan:
         tokens is left out of the last times. Above 1 if all rows decode.
       admitted: sequences that got a slot, each of which has a row; their known tokens are all that they have.
       preempted: sequences that lost theirs; none of them has a row.
+      loading: those of the admitted whose adapters are to be loaded into their slots before the step.
     """
 
     rows: tuple[Row, ...]
     repeats: int
     admitted: tuple[Sequence, ...]
     preempted: tuple[Sequence, ...]
+    loading: tuple[Sequence, ...] = ()
 
 
 @dataclass(slots=True)
@@ -89,6 +95,8 @@ class SchedulerState:
       free_slots: numbers below `max_sequences` that no running sequence has.
       block_tables: int32[max_sequences, pages_per_sequence], the pages of the sequence in each slot; what lies behind
         them is left from others.
+      adapters: the slots of adapters.
+      loading: sequences that were admitted in the plan that is being made, and whose adapters are to be loaded.
       weights_version: goes up when `forget_prefixes` is called.
       steps, prompt_tokens, generated_tokens, prefix_queries_tokens, prefix_hits_tokens, preemptions: as in
         `EngineStats`; a prompt counts once for each of its continuations.
@@ -101,6 +109,8 @@ class SchedulerState:
     pool: PagePool
     free_slots: list[int]
     block_tables: np.ndarray
+    adapters: AdapterSlots = field(default_factory=lambda: AdapterSlots(0))
+    loading: list[Sequence] = field(default_factory=list)
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     weights_version: int = 0
@@ -127,6 +137,7 @@ class SchedulerState:
             pool=PagePool(pages),
             free_slots=list(reversed(range(config.max_sequences))),
             block_tables=np.zeros((config.max_sequences, -(-max_tokens // config.page_tokens)), np.int32),
+            adapters=AdapterSlots(config.max_adapters),
         )
 
     def stats(self, *, compilations: int) -> EngineStats:
@@ -184,7 +195,8 @@ def schedule(state: SchedulerState, arrivals: Iterable[Sequence], *, repeats: in
     for row in rows:  # only now, for a step's rows do not read each other's pages
         _register(state, row.sequence)
     state.steps += bool(rows)
-    return Plan(rows, repeats, tuple(admitted), tuple(preempted))
+    loading, state.loading = tuple(state.loading), list[Sequence]()
+    return Plan(rows, repeats, tuple(admitted), tuple(preempted), loading)
 
 
 def record(state: SchedulerState, sequence: Sequence, token: int) -> None:
@@ -255,7 +267,7 @@ def _advance(sequence: Sequence, tokens: int, *, samples: int) -> Row:
     sequence.computed_tokens = start + tokens
     sequence.in_flight += samples
     assert sequence.slot is not None
-    return Row(sequence, sequence.slot, start, tokens, samples)
+    return Row(sequence, sequence.slot, start, tokens, samples, sequence.adapter_slot)
 
 
 def _make_room(state: SchedulerState, sequence: Sequence, tokens: int, preempted: list[Sequence]) -> bool:
@@ -287,7 +299,9 @@ def _release(state: SchedulerState, sequence: Sequence) -> None:
     state.running.remove(sequence)
     state.free_slots.append(sequence.slot)
     state.pool.release(sequence.pages)
-    sequence.slot = None
+    if sequence.adapter is not None:
+        state.adapters.release(sequence.adapter)
+    sequence.slot, sequence.adapter_slot = None, -1
     sequence.pages = []
     sequence.computed_tokens = 0
 
@@ -302,6 +316,10 @@ def _admit(state: SchedulerState) -> Sequence | None:
     insort(state.running, sequence, key=_order)
     state.pool.share(pages)
     sequence.slot = state.free_slots.pop()
+    if sequence.adapter is not None:
+        sequence.adapter_slot, is_new = state.adapters.hold(sequence.adapter)
+        if is_new:
+            state.loading.append(sequence)
     sequence.pages = pages
     sequence.computed_tokens = len(pages) * state.page_tokens
     sequence.registered_pages = len(pages)
@@ -315,13 +333,14 @@ def _admit(state: SchedulerState) -> Sequence | None:
 def _next_to_begin(state: SchedulerState) -> tuple[Sequence, list[int]] | None:
     """The first that waits, and the kept pages that it begins with, if it can begin.
 
-    It can if there is room for all of its tokens and the next, and for one more page for each that runs, lest it be
-    preempted at once. Those that run have pages for all of their tokens but the next, or nothing is left of the step.
+    It can if its adapter has a slot or can have one, and if there is room for all of its tokens and the next, and for
+    one more page for each that runs, lest it be preempted at once. Those that run have pages for all of their tokens
+    but the next, or nothing is left of the step.
     """
     if not state.free_slots:
         return None
     sequence = next((sequence for sequence in state.waiting if not _waits_for_leader(state, sequence)), None)
-    if sequence is None or sequence.in_flight:
+    if sequence is None or sequence.in_flight or not state.adapters.can_hold(sequence.adapter):
         return None
     pages = _find_prefix(state, sequence)
     needed = sequence.total_tokens // state.page_tokens + 1 - len(pages) + state.pool.kept_among(pages)
@@ -340,8 +359,13 @@ def _find_prefix(state: SchedulerState, sequence: Sequence) -> list[int]:
     if not (state.prefix_caching and sequence.cacheable):
         return []
     pages = (len(sequence.tokens) - 1) // state.page_tokens
-    extend_digests(sequence.digests, sequence.tokens, page_tokens=state.page_tokens, pages=pages)
+    _extend_digests(state, sequence, pages)
     return state.pool.find(sequence.digests)
+
+
+def _extend_digests(state: SchedulerState, sequence: Sequence, pages: int) -> None:
+    digests, tokens = sequence.digests, sequence.tokens
+    extend_digests(digests, tokens, page_tokens=state.page_tokens, pages=pages, adapter=sequence.adapter)
 
 
 def _count_prompt(state: SchedulerState, sequence: Sequence) -> None:
@@ -360,7 +384,7 @@ def _register(state: SchedulerState, sequence: Sequence) -> None:
         return
     if sequence.weights_version != state.weights_version:
         return
-    extend_digests(sequence.digests, sequence.tokens, page_tokens=state.page_tokens, pages=pages)
+    _extend_digests(state, sequence, pages)
     for page in range(sequence.registered_pages, pages):
         state.pool.register(sequence.pages[page], sequence.digests[page])
     sequence.registered_pages = pages

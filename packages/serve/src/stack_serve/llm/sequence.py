@@ -23,11 +23,13 @@ class Sequence:
       priority: the lower number goes first, within the scheduler's bounds.
       arrival: number of its arrival; no two are the same.
       turn: who has the lower one goes first, of equal ones the earlier arrival.
+      adapter: the number of its adapter; None is none.
       cacheable: its prompt may come from kept pages; no, if something is wanted of each token of the prompt.
       leader: the request's first continuation, whose prompt this one waits for in order to share its pages.
       computed_tokens: tokens whose keys and values are in its pages once the steps that are planned have run.
       in_flight: tokens that steps sample which are planned, but which the host has not seen.
       slot: its place among the running.
+      adapter_slot: where its adapter lies while it is running; -1 if it has none.
       pages: numbers of its pages in the order of its tokens; those that others hold too are only read.
       cached_tokens: tokens of its prompt that lay in kept pages when it first began.
       preemptions: how often it lost its pages.
@@ -47,11 +49,13 @@ class Sequence:
     priority: int
     arrival: int
     turn: int = 0
+    adapter: int | None = None
     cacheable: bool = True
     leader: Sequence | None = None
     computed_tokens: int = 0
     in_flight: int = 0
     slot: int | None = None
+    adapter_slot: int = -1
     pages: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     preemptions: int = 0

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_serve.llm.adapters import Weights, with_rows
 from stack_serve.llm.cache import PagedKVCache, Rows
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.logprobs import TokenLogprobs, token_logprobs
@@ -16,9 +17,9 @@ from stack_serve.llm.unstacking import layer_by_layer
 
 __all__ = ["ROW_FIELDS", "SlotState", "Step", "admit"]
 
-ROW_FIELDS = ("slot", "start", "tokens", "samples")
+ROW_FIELDS = ("slot", "start", "tokens", "samples", "adapter")
 """What a row of a step begins with: the sequence's slot, the position of the first token that is computed, how many
-are, and how many are sampled. The numbers of the sequence's pages follow."""
+are, how many are sampled, and the slot of its adapter, -1 for none. The numbers of the sequence's pages follow."""
 
 _PROMPT_LOGPROB_ROWS = 32
 
@@ -57,7 +58,7 @@ class Step:
     @jax.named_scope("prefill")
     def prefill(
         self,
-        params: Any,
+        weights: Weights,
         layers: Any,
         known: Int[Array, "slots max_tokens"],
         rows: Int[Array, "rows fields"],
@@ -66,12 +67,12 @@ class Step:
         most_tokens: int,
     ) -> tuple[Any, Float[Array, "most_tokens 1 embed"], Float[Array, "rows embed"]]:
         """A step with parts of prompts; the hidden states are padded, so that programs that read them are few."""
-        layers, hidden, last = self(params, layers, known, rows, tokens=tokens)
+        layers, hidden, last = self(weights, layers, known, rows, tokens=tokens)
         return layers, _padded(hidden, most_tokens), last
 
     def __call__(
         self,
-        params: Any,
+        weights: Weights,
         layers: Any,
         known: Int[Array, "slots max_tokens"],
         rows: Int[Array, "rows fields"],
@@ -87,9 +88,10 @@ class Step:
         Returns:
           The pools of pages after it, the hidden states of all tokens, and those of each row's last.
         """
-        places, token_ids, positions = self._places(known, rows, tokens)
+        places, token_ids, positions, adapters = self._places(known, rows, tokens)
         cache: Any = PagedKVCache(layers, places, self.config.page_layout)
-        outputs = self.checkpoint.model(params)(token_ids[:, None], positions[:, None], cache=cache)
+        model = self.checkpoint.model(with_rows(weights, adapters))
+        outputs = model(token_ids[:, None], positions[:, None], cache=cache)
         after: Any = outputs.cache
         hidden = outputs.hidden
         return after.layers, hidden, hidden[jnp.maximum(places.query_starts[1:] - 1, 0), 0]
@@ -97,7 +99,7 @@ class Step:
     @jax.named_scope("decode")
     def decode(
         self,
-        params: Any,
+        weights: Weights,
         layers: Any,
         known: Int[Array, "slots max_tokens"],
         settings: Int[Array, "slots words"],
@@ -114,21 +116,21 @@ class Step:
 
         Returns:
           The pools of pages after them, the hidden states of the last, padded, the tokens of each slot, and what was
-          sampled, [repeats, rows]. The parameters and pools may be `Layers`.
+          sampled, [repeats, rows]. The weights and pools may be `Layers`.
         """
 
         @layer_by_layer
-        def once(params: Any, layers: Any, known: jax.Array, settings: jax.Array, rows: jax.Array) -> Any:
-            layers, hidden, last = self(params, layers, known, rows, tokens=len(rows))
-            known, sampled = self.sample(params, known, settings, last, rows)
+        def once(weights: Weights, layers: Any, known: jax.Array, settings: jax.Array, rows: jax.Array) -> Any:
+            layers, hidden, last = self(weights, layers, known, rows, tokens=len(rows))
+            known, sampled = self.sample(weights, known, settings, last, rows)
             return layers, hidden, known, sampled
 
         def turn(number: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
             layers, _, known, found = state
-            layers, hidden, known, sampled = once(params, layers, known, settings, _of_turn(rows, number))
+            layers, hidden, known, sampled = once(weights, layers, known, settings, _of_turn(rows, number))
             return layers, hidden, known, jax.tree.map(lambda rest, new: rest.at[number].set(new[0]), found, sampled)
 
-        _, hidden, _, sampled = jax.eval_shape(once, params, layers, known, settings, rows)
+        _, hidden, _, sampled = jax.eval_shape(once, weights, layers, known, settings, rows)
         found = jax.tree.map(lambda each: jnp.zeros((repeats, *each.shape[1:]), each.dtype), sampled)
         state = (layers, jnp.zeros(hidden.shape, hidden.dtype), known, found)
         layers, hidden, known, found = jax.lax.fori_loop(0, jnp.max(rows[:, 2]), turn, state)
@@ -137,7 +139,7 @@ class Step:
     @jax.named_scope("sample")
     def sample(
         self,
-        params: Any,
+        weights: Weights,
         known: Int[Array, "slots max_tokens"],
         settings: Int[Array, "slots words"],
         hidden: Float[Array, "rows embed"],
@@ -151,19 +153,19 @@ class Step:
         Returns:
           The tokens of each slot with it, and tokens [1, rows], which mean nothing where none was to be sampled.
         """
-        slot, start, count, samples = (rows[:, field] for field in range(len(ROW_FIELDS)))
+        slot, start, count, samples = (rows[:, field] for field in range(4))
         lengths = start + count
         # What a row that does not sample wants is no work.
         wanted = jnp.where((samples > 0)[:, None], settings[slot], SamplingSettings.greedy_row().packed())
         of_rows = SamplingSettings.unpacked(wanted)
-        sampled = sample(self.checkpoint.model(params).logits(hidden), of_rows, known[slot], lengths)
+        sampled = sample(self.checkpoint.model(weights.params).logits(hidden), of_rows, known[slot], lengths)
         target = jnp.where(samples > 0, slot, len(known))
         known = known.at[target, lengths].set(sampled.tokens, mode="drop")
         return known, jax.tree.map(lambda array: array[None], sampled)
 
     def sample_some(
         self,
-        params: Any,
+        weights: Weights,
         known: Int[Array, "slots max_tokens"],
         settings: Int[Array, "slots words"],
         hidden: Float[Array, "rows embed"],
@@ -179,7 +181,7 @@ class Step:
           chosen: their places among the rows; `len(rows)` for none.
         """
         taken = (jnp.take(array, chosen, axis=0, mode="fill", fill_value=0) for array in (hidden, rows))
-        known, sampled = self.sample(params, known, settings, *taken)
+        known, sampled = self.sample(weights, known, settings, *taken)
 
         def placed(figures: jax.Array) -> jax.Array:
             empty = jnp.zeros((1, len(rows), *figures.shape[2:]), figures.dtype)
@@ -190,7 +192,7 @@ class Step:
     @jax.named_scope("prompt_logprobs")
     def prompt_logprobs(
         self,
-        params: Any,
+        weights: Weights,
         hidden: Float[Array, "tokens 1 embed"],
         targets: Int[Array, " tokens"],
         count: Int[Array, ""],
@@ -200,7 +202,7 @@ class Step:
         Args:
           count: of the tokens; what is given for those behind them means nothing.
         """
-        model = self.checkpoint.model(params)
+        model = self.checkpoint.model(weights.params)
         rows = min(_PROMPT_LOGPROB_ROWS, len(targets))
 
         def block(number: Any) -> TokenLogprobs:
@@ -220,8 +222,8 @@ class Step:
         )
         return jax.lax.fori_loop(0, -(-count // rows), add_block, empty)
 
-    def _places(self, known: jax.Array, rows: jax.Array, tokens: int) -> tuple[Rows, jax.Array, jax.Array]:
-        """Where the tokens of a step lie, which they are, and at which positions they stand."""
+    def _places(self, known: jax.Array, rows: jax.Array, tokens: int) -> tuple[Rows, jax.Array, jax.Array, jax.Array]:
+        """Where the tokens of a step lie, which they are, at which positions they stand, and their adapters' slots."""
         slot, start, count = (rows[:, field] for field in range(3))
         tables = rows[:, len(ROW_FIELDS) :]
         ends = jnp.cumsum(count, dtype=jnp.int32)
@@ -233,7 +235,8 @@ class Step:
         page_tokens = self.config.page_tokens
         page = jnp.where(real, tables[row, position // page_tokens], self.pages)
         places = Rows(tables, start + count, query_starts, page, position % page_tokens)
-        return places, jnp.where(real, known[slot[row], position], 0), position
+        adapters = jnp.where(real, rows[row, ROW_FIELDS.index("adapter")], -1)
+        return places, jnp.where(real, known[slot[row], position], 0), position, adapters
 
 
 def _padded(hidden: Float[Array, "tokens 1 embed"], size: int) -> Float[Array, "size 1 embed"]:
@@ -243,5 +246,5 @@ def _padded(hidden: Float[Array, "tokens 1 embed"], size: int) -> Float[Array, "
 def _of_turn(rows: jax.Array, number: Any) -> jax.Array:
     """The rows of single tokens after so many steps; one that has had all of its tokens computes none."""
     goes_on = (number < rows[:, 2]).astype(rows.dtype)
-    turn = jnp.stack([rows[:, 0], rows[:, 1] + number, goes_on, rows[:, 3] * goes_on], axis=1)
+    turn = jnp.stack([rows[:, 0], rows[:, 1] + number, goes_on, rows[:, 3] * goes_on, rows[:, 4]], axis=1)
     return jnp.concatenate([turn, rows[:, len(ROW_FIELDS) :]], axis=1)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from stack_core.generation import GenerationRequest, GenerationUpdate, RequestTimes, TokenLogprob
+from stack_serve.llm.adapters import HostAdapter
 from stack_serve.llm.output import Ending, Output
 from stack_serve.llm.sampling import SamplingSettings
 from stack_serve.llm.sequence import Sequence
@@ -38,6 +39,7 @@ class Work:
 
     Attributes:
       receive: gets its updates.
+      adapter: of all its continuations.
       waits: nothing of it has begun or ended.
       unfinished: continuations of whose end nobody was told.
       prompt_logprobs: of the tokens of the prompt, as far as they were asked for and computed.
@@ -45,6 +47,7 @@ class Work:
 
     request: GenerationRequest
     receive: Callable[[GenerationUpdate], None]
+    adapter: HostAdapter | None = None
     submitted_s: float = field(default_factory=time.monotonic)
     continuations: list[Continuation] = field(default_factory=list)
     unfinished: int = field(init=False)

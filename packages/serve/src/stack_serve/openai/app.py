@@ -82,7 +82,8 @@ class _Handlers:
         return await self._service.complete(await self._body(request, CompletionBody), request.state.request_id)
 
     async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._card(name) for name in self._service.names]})
+        names = (*self._service.names, *self._service.adapters)
+        return _json({"object": "list", "data": [self._card(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         return _json(self._card(self._service.check_model(request.path_params["name"])))
@@ -144,8 +145,8 @@ class _Handlers:
             "object": "model",
             "created": service.created,
             "owned_by": "stack",
-            "root": service.names[0],
-            "parent": None,
+            "root": name if name in service.adapters else service.names[0],
+            "parent": service.names[0] if name in service.adapters else None,
             "max_model_len": service.max_tokens,
         }
 

@@ -82,6 +82,7 @@ class Generation:
                     sampling=job.sampling,
                     priority=job.priority,
                     timeout_s=backend.timeout_s,
+                    adapter=job.adapter,
                 )
                 backend.engine.submit(request, backend.office.receiver(self._mailbox, number))
                 self._open |= {(number, index): request.request_id for index in range(job.sampling.n)}

@@ -24,6 +24,7 @@ class Job:
 
     Attributes:
       id: of the answer.
+      adapter: the name of the adapter that continues the prompts, or None.
       created: seconds since 1970.
       texts: writes tokens and log-probabilities.
       echo: texts that the continuations begin with, one for each prompt; empty for none.
@@ -36,6 +37,7 @@ class Job:
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
     texts: LogprobWriter
+    adapter: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     priority: int = 0
     stream: bool = False

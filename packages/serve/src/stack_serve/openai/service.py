@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+from stack_core.contracts.adapters import ServesAdapters
 from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.contracts.generation import Engine
-from stack_core.errors import GenerationError
+from stack_core.errors import ConfigError, GenerationError
 from stack_core.generation import EngineStats, SamplingParams
 from stack_core.text.chat_template import ChatTemplate
 from stack_serve.openai.answer import Answer
@@ -42,16 +43,26 @@ class Service:
 
     Args:
       max_tokens: None is the model's `max_positions`.
+      adapters: names of those that the engine will have.
 
     Raises:
+      ConfigError: an adapter has the model's name.
       GenerationError: the chat template cannot be read.
     """
 
-    def __init__(self, checkpoint: GenerativeCheckpoint, config: OpenAIConfig, max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: GenerativeCheckpoint,
+        config: OpenAIConfig,
+        max_tokens: int | None = None,
+        adapters: Sequence[str] = (),
+    ) -> None:
         self.state: Literal["starting", "ready", "draining"] = "starting"
         self.progress = "loading the model"
         self.config = config
         self.names = config.model_names or (checkpoint.name,)
+        if taken := set(self.names).intersection(adapters):
+            raise ConfigError(f"The model and an adapter are both called {taken.pop()!r}. Name the adapter otherwise.")
         self.max_tokens = min(max_tokens or checkpoint.max_positions, checkpoint.max_positions)
         self.created = int(time.time())
         self.prompts = Prompts(checkpoint.tokenizer, checkpoint.vocab_size, self.max_tokens)
@@ -59,6 +70,7 @@ class Service:
         self.token_texts = None if checkpoint.tokenizer is None else TokenTexts(checkpoint.tokenizer)
         self._template = _template(checkpoint, config)
         self._defaults = dict(checkpoint.sampling_defaults)
+        self._adapters = tuple(adapters)
         self._backend: Backend | None = None
 
     def serve(self, engine: Engine) -> None:
@@ -70,6 +82,12 @@ class Service:
     def stats(self) -> EngineStats | None:
         """The engine's counts, once there is one."""
         return self._backend.engine.stats() if self._backend is not None else None
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of adapters, which clients give as that of the model."""
+        engine = None if self._backend is None else self._backend.engine
+        return self._adapters if engine is None or not isinstance(engine, ServesAdapters) else engine.adapters
 
     def cut_short(self) -> None:
         """Ends what is running; clients are told that the server did so."""
@@ -83,8 +101,8 @@ class Service:
         Raises:
           ApiError: another model was asked for.
         """
-        if name is not None and name not in self.names:
-            known = ", ".join(map(repr, self.names))
+        if name is not None and name not in self.names and name not in self.adapters:
+            known = ", ".join(map(repr, (*self.names, *self.adapters)))
             message = f"The model {name[:200]!r} does not exist. This server has: {known}."
             raise ApiError(404, message, param="model", code="model_not_found")
         return name or self.names[0]
@@ -171,6 +189,7 @@ class Service:
         return Job(
             id=body.request_id or request_id,
             model=model,
+            adapter=model if model in self.adapters else None,
             prompts=tuple(prompts),
             sampling=sampling,
             texts=LogprobWriter(self.token_texts, as_ids=body.return_tokens_as_token_ids),

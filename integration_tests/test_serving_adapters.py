@@ -1,0 +1,129 @@
+"""Many adapters beside one model: what each request gets, what is compiled, and what is refused."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stack_core.cli import main
+from stack_core.contracts.adapters import LowRankFactors, ServesAdapters
+from stack_core.contracts.generation import Engine
+from stack_core.errors import ConversionError, GenerationError
+from stack_core.generation import SamplingParams
+from stack_core.model_formats import open_for_generation
+from stack_serve import LLM
+from stack_train.peft.writing import write_peft
+from stack_train.run.config import run_config
+
+from .test_peft import factors, made_run
+
+PROMPT = [3, 5, 7, 9, 11, 2, 4, 6, 8]
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+SIZES = {"max_sequences": 3, "step_tokens": 12, "max_tokens": 24, "page_tokens": 4}
+
+
+def written(directory: Path, base: Path, **settings: Any) -> str:
+    directory.mkdir()
+    config = run_config(base).model
+    write_peft(directory, factors(config, **settings), config, base=None, digests={})
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_run(tmp_path_factory.mktemp("base") / "run")
+
+
+@pytest.fixture(scope="module")
+def llm(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("adapters")
+    adapters = {
+        "twice": written(root / "twice", base, rank=4, scale=2.0),
+        "against": written(root / "against", base, rank=3, scale=-3.0),
+        "strong": written(root / "strong", base, rank=2, scale=6.0),
+    }
+    with LLM(base, adapters=adapters, max_adapters=2, **SIZES) as found:
+        found.warm_up()
+        yield found
+
+
+def answer(llm: LLM, adapter: str | None) -> tuple[int, ...]:
+    return llm.generate(PROMPT, GREEDY, adapter=adapter)[0].outputs[0].token_ids
+
+
+def compiled(llm: LLM) -> int:
+    return llm._engine.stats().compilations
+
+
+def test_an_answer_does_not_depend_on_the_others_adapters(llm, base):
+    names = (None, "twice", "against", "strong")
+    alone = {name: answer(llm, name) for name in names}
+    assert len(set(alone.values())) == 4
+    # Three adapters in turn on the two places of adapters, and with others' pages of the same prompt kept.
+    order = [*names, *reversed(names)]
+    mixed = llm.generate([PROMPT] * 8, GREEDY, adapter=order)
+    assert [each.outputs[0].token_ids for each in mixed] == [alone[name] for name in order]
+    assert compiled(llm) == 0
+    with LLM(base, **SIZES) as plain:
+        assert answer(plain, None) == alone[None]
+
+
+def test_what_is_served_is_what_is_merged(llm, base, tmp_path):
+    written(tmp_path / "peft", base, rank=4, scale=2.0)
+    main(["convert", f"peft:{tmp_path}/peft", str(tmp_path / "run"), "--base", str(base)])
+    main(["convert", str(tmp_path / "run"), f"hf:{tmp_path}/merged"])
+    with LLM(f"hf:{tmp_path}/merged", **SIZES) as merged:
+        assert answer(merged, None) == answer(llm, "twice")
+
+
+def test_adapters_come_and_go_while_it_serves(llm, base, tmp_path):
+    before = answer(llm, "twice")
+    llm.load_adapter("new", written(tmp_path / "new", base, rank=4, scale=-6.0))
+    config = run_config(base).model
+    first = answer(llm, "new")
+    llm.load_adapter("new", factors(config, rank=4, scale=2.0))  # replaced: what was kept of its prompts is not used
+    assert answer(llm, "new") == before != first
+    llm.unload_adapter("new")
+    with pytest.raises(GenerationError, match="There is no adapter 'new'"):
+        answer(llm, "new")
+    assert answer(llm, "twice") == before and compiled(llm) == 0
+
+
+def test_what_does_not_fit_is_refused(llm, base, tmp_path):
+    config = run_config(base).model
+    path, one = next(iter(factors(config, rank=2).items()))
+    for given, message in (
+        (factors(config, rank=5), "has rank 5; the engine was started for 4. .*adapter_rank=5"),
+        ({path.replace("query", "key"): one}, "attention/key/kernel, which no adapter was for"),
+        ({path: dataclasses.replace(one, magnitude=np.ones((2, 32)))}, r"has magnitudes \(DoRA\), which cannot"),
+    ):
+        with pytest.raises(GenerationError, match=message):
+            llm.load_adapter("bad", given)
+    other = written(tmp_path / "other", made_run(tmp_path / "wider", embed=64))
+    with pytest.raises(ConversionError, match=r"lora_A.weight has shape \(4, 64\); expected \(4, 32\)"):
+        llm.load_adapter("bad", other)
+    with pytest.raises(GenerationError, match=r"no adapter 'twise'. Did you mean 'twice'"):
+        answer(llm, "twise")
+    with LLM(base, **SIZES) as plain, pytest.raises(GenerationError, match="started without adapters"):
+        plain.load_adapter("late", factors(config))
+
+
+def test_what_is_in_no_product_of_its_own_is_refused(tmp_path):
+    """Experts, whose rows stand in another order than the tokens, and the router that sorts them."""
+    sizes = {"layers": 1, "experts": 4, "active_experts": 2, "expert_mlp": 16}
+    checkpoint: Any = open_for_generation(str(made_run(tmp_path / "run", family="qwen3_moe", **sizes)))
+    of_experts = LowRankFactors(np.zeros((1, 4, 32, 2)), np.zeros((1, 4, 2, 16)), 1.0)
+    of_router = LowRankFactors(np.zeros((1, 32, 2), np.float32), np.zeros((1, 2, 4), np.float32), 1.0)
+    for path, given, message in (
+        ("blocks/0/0/feed_forward/expert_up", of_experts, "is of 2 axes of layers and experts, which cannot be served"),
+        ("blocks/0/0/feed_forward/router/kernel", of_router, "otherwise than in one product.*(?s:.*)router/kernel: "),
+    ):
+        reads = dataclasses.replace(checkpoint, adapters_at=lambda _, path=path, given=given: {path: given})
+        with pytest.raises(GenerationError, match=message):
+            LLM(reads, adapters={"mine": "anywhere"}, **SIZES)
+
+
+def test_an_engine_of_adapters_is_an_engine(llm):
+    assert isinstance(llm._engine, Engine) and isinstance(llm._engine, ServesAdapters)

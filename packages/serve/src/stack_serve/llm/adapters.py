@@ -1,0 +1,293 @@
+"""Adapters of low rank beside a model's parameters: which fit, how they lie on the devices, how a step uses them."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core.abi import LowRankView
+from stack_core.contracts.adapters import Adapters, ReadsAdapters
+from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.errors import GenerationError
+from stack_core.ops.building import is_quantized
+from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.unstacking import Layers
+
+__all__ = [
+    "AdapterShapes",
+    "HostAdapter",
+    "LowRankWeight",
+    "Pool",
+    "Weights",
+    "put",
+    "read_all",
+    "unusable",
+    "with_rows",
+]
+
+_MERGE = "Merge it into its base (stack convert RUN hf:DIR) and serve that."
+
+
+@dataclass(frozen=True)
+class HostAdapter:
+    """An adapter in the host's memory.
+
+    Attributes:
+      number: which no other has, also not an earlier one of the same name.
+      factors: of each parameter of the pool, by path: down[layers, d_in, rank], up[layers, rank, d_out] and scale[], of
+        the pool's rank; of zeros where the adapter has none.
+    """
+
+    name: str
+    factors: Mapping[str, Mapping[str, np.ndarray]]
+    number: int = field(default_factory=itertools.count().__next__)
+
+
+@dataclass(frozen=True)
+class AdapterShapes:
+    """Which parameters of a model have adapters, and of what rank; programs are compiled for these.
+
+    Attributes:
+      slots: adapters that lie on the devices at once.
+      targets: [layers, d_in, d_out] and the dtype of each adapted parameter, by path.
+    """
+
+    slots: int
+    rank: int
+    targets: Mapping[str, jax.ShapeDtypeStruct]
+
+    @classmethod
+    def of(cls, checkpoint: GenerativeCheckpoint, config: EngineConfig, adapters: Mapping[str, Adapters]) -> Any:
+        """What some adapters need together: their parameters, and the power of two that no rank of theirs exceeds.
+
+        Raises:
+          GenerationError: one is of a kind that is not served beside others.
+        """
+        if config.tensor > 1:
+            raise GenerationError(
+                f"Adapters are served on one device, not with tensor={config.tensor}. {_MERGE}", parameter="adapter"
+            )
+        targets, most = dict[str, jax.ShapeDtypeStruct](), config.adapter_rank or 1
+        for name, factors in adapters.items():
+            for path, each in factors.items():
+                _check_kind(name, path, each)
+                parameter = _at(checkpoint.parameters, path)
+                if is_quantized(parameter):
+                    raise GenerationError(
+                        f"{path} of {checkpoint.name} is quantized; adapters are served beside parameters in float. "
+                        "Serve the run that it was made from.",
+                        parameter="adapter",
+                    )
+                targets[path] = jax.ShapeDtypeStruct(parameter.shape, parameter.dtype)
+                most = max(most, each.rank)
+        return cls(config.max_adapters, 1 << (most - 1).bit_length(), targets)
+
+    def only(self, path: str) -> "AdapterShapes":
+        """Those of one parameter."""
+        return AdapterShapes(self.slots, self.rank, {path: self.targets[path]})
+
+    def pool(self) -> "Pool":
+        """Slots of zeros."""
+        return Pool(
+            {
+                path: {
+                    "down": jnp.zeros((shape[0], self.slots, shape[1], self.rank), target.dtype),
+                    "up": jnp.zeros((shape[0], self.slots, self.rank, shape[2]), target.dtype),
+                    "scale": jnp.zeros(self.slots, jnp.float32),
+                }
+                for path, target in self.targets.items()
+                for shape in (target.shape,)
+            }
+        )
+
+    def fitted(self, name: str, adapters: Adapters) -> HostAdapter:
+        """An adapter in the shapes of a slot.
+
+        Raises:
+          GenerationError: it is of a higher rank, or of other parameters, than the engine was started for.
+        """
+        for path, each in adapters.items():
+            _check_kind(name, path, each)
+        if unknown := [path for path in adapters if path not in self.targets]:
+            raise GenerationError(
+                f"Adapter {name!r} is for {', '.join(unknown)}, which no adapter was for when the engine started: a "
+                f"program would have to be compiled. There are: {', '.join(self.targets)}. Start the engine with it.",
+                parameter="adapter",
+            )
+        most = max((each.rank for each in adapters.values()), default=0)
+        if most > self.rank:
+            raise GenerationError(
+                f"Adapter {name!r} has rank {most}; the engine was started for {self.rank}. Start it with "
+                f"adapter_rank={most} (stack serve --adapter-rank {most}).",
+                parameter="adapter",
+            )
+        return HostAdapter(name, {path: self._padded(path, adapters.get(path)) for path in self.targets})
+
+    def _padded(self, path: str, factors: Any) -> Mapping[str, np.ndarray]:
+        target = self.targets[path]
+        layers, d_in, d_out = target.shape
+        down, up = np.zeros((layers, d_in, self.rank), target.dtype), np.zeros((layers, self.rank, d_out), target.dtype)
+        if factors is not None:
+            down[..., : factors.rank], up[:, : factors.rank] = factors.down, factors.up
+        return {"down": down, "up": up, "scale": np.array(0.0 if factors is None else factors.scale, np.float32)}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Pool:
+    """The adapters on the devices.
+
+    Attributes:
+      factors: by the path of the parameter, down[layers, slots, d_in, rank], up[layers, slots, rank, d_out], which may
+        be `Layers`, and scale[slots].
+    """
+
+    factors: Mapping[str, Mapping[str, Any]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Weights:
+    """What a step computes with.
+
+    Attributes:
+      params: of the model; some may be `Layers`.
+      pool: None where no adapters are served.
+    """
+
+    params: Any
+    pool: Pool | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LowRankWeight:
+    """A parameter with the adapters of the pool; a loop over layers takes one layer of each of its arrays.
+
+    Attributes:
+      rows: [layers, tokens], the slot of each token's adapter; -1 is none.
+      path: of the parameter.
+    """
+
+    base: Any
+    down: Any
+    up: Any
+    scale: Any
+    rows: Any
+    path: str = field(metadata={"static": True})
+
+    def __stack_low_rank__(self) -> LowRankView:
+        return LowRankView((1, 0), self.base, self.down, self.up, self.scale, self.rows)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.base.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.base.dtype
+
+    def __getitem__(self, index: Any) -> "LowRankWeight":
+        if index is not Ellipsis:
+            raise TypeError(f"{self.path} has adapters, which are cut by their layers alone.")
+        return self
+
+    def astype(self, dtype: Any, copy: bool = True) -> "LowRankWeight":
+        """Cast for a product."""
+        del copy
+        base, down, up = (array.astype(dtype) for array in (self.base, self.down, self.up))
+        return LowRankWeight(base, down, up, self.scale, self.rows, self.path)
+
+
+def read_all(checkpoint: GenerativeCheckpoint, addresses: Mapping[str, str]) -> dict[str, Adapters]:
+    """Reads adapters by name.
+
+    Raises:
+      GenerationError: the checkpoint takes no adapters.
+      StackError: one cannot be read, or is of another model.
+    """
+    if not addresses:
+        return {}
+    if not isinstance(checkpoint, ReadsAdapters):
+        raise GenerationError(f"{checkpoint.name} takes no adapters.", parameter="adapter")
+    return {name: checkpoint.read_adapters(address) for name, address in addresses.items()}
+
+
+def with_rows(weights: Weights, rows: jax.Array) -> Any:
+    """The parameters of a model each of whose tokens has its own adapter.
+
+    Args:
+      rows: int32[tokens], slots; -1 is none.
+    """
+    params = weights.params
+    if weights.pool is None:
+        return params
+    for path, factors in weights.pool.factors.items():
+        base = _at(params, path)
+        layers = base.shape[0]
+        scale, of_layers = (jnp.broadcast_to(each, (layers, *each.shape)) for each in (factors["scale"], rows))
+        weight = LowRankWeight(base, factors["down"], factors["up"], scale, of_layers, path)
+        params = _replaced(params, _keys(path), weight)
+    return params
+
+
+def put(pool: Pool, slot: jax.Array, factors: Mapping[str, Mapping[str, jax.Array]]) -> Pool:
+    """The pool with an adapter in one of its slots."""
+
+    def placed(held: Any, new: jax.Array) -> Any:
+        if isinstance(held, Layers):
+            return Layers(tuple(array.at[slot].set(new[layer]) for layer, array in enumerate(held.arrays)))
+        return held.at[:, slot].set(new) if new.ndim else held.at[slot].set(new)
+
+    return Pool(
+        {
+            path: {name: placed(held[name], factors[path][name]) for name in ("down", "up", "scale")}
+            for path, held in pool.factors.items()
+        }
+    )
+
+
+def _check_kind(name: str, path: str, factors: Any) -> None:
+    if factors.magnitude is not None:
+        fault = "has magnitudes (DoRA)"
+    elif len(factors.down.shape) != 3:
+        fault = f"is of {len(factors.down.shape) - 2} axes of layers and experts"
+    else:
+        return
+    raise GenerationError(
+        f"Adapter {name!r} of {path} {fault}, which cannot be served beside others. {_MERGE}", parameter="adapter"
+    )
+
+
+def unusable(faults: Mapping[str, Exception]) -> GenerationError:
+    """Says which parameters' adapters a model cannot take, by the errors that their traces ended with."""
+    listing = "\n".join(f"  {path}: {str(error).splitlines()[0]}" for path, error in faults.items())
+    return GenerationError(
+        "The model uses these parameters otherwise than in one product with their input, so that adapters of them "
+        f"cannot be served beside others:\n{listing}\n{_MERGE}",
+        parameter="adapter",
+    )
+
+
+def _keys(path: str) -> Sequence[str | int]:
+    return [int(step) if step.isdigit() else step for step in path.split("/")]
+
+
+def _at(tree: Any, path: str) -> Any:
+    for key in _keys(path):
+        tree = tree[key]
+    return tree
+
+
+def _replaced(tree: Any, keys: Sequence[str | int], value: Any) -> Any:
+    """Nested dicts with another value at a path."""
+    first, *rest = keys
+    return {**tree, first: _replaced(tree[first], rest, value) if rest else value}

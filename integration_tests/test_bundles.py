@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stack_core.cli import main
 from stack_core.model_formats import open_for_generation
 
 CONFIG = """
-model: {family: llama, vocab_size: 300, layers: 1, embed: 16, heads: 2, mlp: 32, max_positions: 64}
-data: {source: stdlib, seq_tokens: 16, batch_size: 2}
+model: {family: llama, vocab_size: 280, layers: 1, embed: 16, heads: 2, mlp: 32, max_positions: 64}
+data: {source: "text:text.txt", seq_tokens: 16, batch_size: 2, validation_fraction: 0}
 optimizer: {name: adamw}
 run: {steps: 1}
 """
 ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / "packages/serve/tests/bundle"
-STACK = (sys.executable, "-m", "stack_core.cli")
 OPEN = """
 import json, sys
 import numpy as np
@@ -48,16 +48,19 @@ print(jax.__version__, *(bundle.load(directory).manifest.jax for directory in ot
 """
 
 
-def test_a_run_exports_its_scoring_function(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(CONFIG)
+def test_a_run_exports_its_scoring_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(CONFIG)
+    Path("text.txt").write_text("def main():\n    return 'one two buckle my shoe'\n" * 40)
     sizes = ("--batch", "2", "--seq", "12", "--licence", "Apache-2.0")
     for command in (
-        ("train", "run.yaml", "--output", "run"),
-        ("export", "run", "scorer", *sizes),
-        ("bundle", "verify", "scorer"),
+        ["train", "run.yaml", "--output", "run"],
+        ["export", "run", "scorer", *sizes],
+        ["bundle", "verify", "scorer"],
     ):
-        subprocess.run([*STACK, *command], cwd=tmp_path, check=True)
-    tokens = np.random.default_rng(0).integers(300, size=(3, 9), dtype="i4")
+        main(command)
+    tokens = np.random.default_rng(0).integers(280, size=(3, 9), dtype="i4")
     command = [sys.executable, "-c", OPEN, json.dumps(tokens.tolist())]
     opened = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     manifest = json.loads((tmp_path / "scorer/manifest.json").read_text())

@@ -1,4 +1,4 @@
-"""The Python in the READMEs runs as it stands."""
+"""The Python in the READMEs and the docs runs as it stands."""
 
 import re
 import subprocess
@@ -7,28 +7,48 @@ from pathlib import Path
 
 import pytest
 
+from stack_core.cli import main
+
 ROOT = Path(__file__).parents[1]
-BLOCKS = [
-    pytest.param(block, id=f"{path.relative_to(ROOT)}:{number}")
+PAGES = {
+    str(path.relative_to(ROOT)): re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
     for path in [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("docs/*.md"))]
-    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE))
-]
-# Those that speak of a run find it where the commands of the main README put it.
+}
+# Blocks that speak of a run find it where the commands of the main README put it.
 RUN = "runs/mine"
 TRAIN = """
-model: {family: llama, vocab_size: 300, layers: 1, embed: 16, heads: 2, mlp: 32, max_positions: 64}
-data: {source: stdlib, seq_tokens: 16, batch_size: 2}
+model: {family: llama, vocab_size: 280, layers: 1, embed: 16, heads: 2, mlp: 32, max_positions: 64}
+data: {source: "text:text.txt", seq_tokens: 16, batch_size: 2, validation_fraction: 0}
 optimizer: {name: adamw}
 run: {steps: 1}
 """
+# One process for the blocks of a page, each with names of its own: starting costs more than a block.
+EACH = """
+import sys
+for number, block in enumerate(sys.argv[1:]):
+    sys.stderr.write(f"block {number}\\n")
+    exec(compile(block, f"block {number}", "exec"), {"__name__": "__main__"})
+"""
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_the_block_runs(block: str, tmp_path: Path) -> None:
-    if RUN in block:
-        (tmp_path / "run.yaml").write_text(TRAIN)
-        train = [sys.executable, "-m", "stack_core.cli", "train", "run.yaml", "--output", RUN]
-        subprocess.run(train, cwd=tmp_path, check=True)
-    command = [sys.executable, "-W", "error", "-c", block]
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that the commands of the main README train, in the smallest size."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "run.yaml").write_text(TRAIN)
+    (folder / "text.txt").write_text("def main():\n    return 'one two buckle my shoe'\n" * 40)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.chdir(folder)
+        main(["train", "run.yaml", "--output", "mine"])
+    return folder / "mine"
+
+
+@pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks])
+def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if any(RUN in block for block in PAGES[page]):
+        (tmp_path / RUN).parent.mkdir()
+        (tmp_path / RUN).symlink_to(request.getfixturevalue("run"))
+    command = [sys.executable, "-W", "error", "-c", EACH, *PAGES[page]]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,11 @@
-"""Sharded arrays stay sharded, and give what one device gives; `test_conversion.py` runs this in its own process."""
+"""Sharded arrays stay sharded, and give what one device gives; `test_conversion.py` runs this in its own process.
 
+The argument `all` runs every combination of blocks, kinds of axes and layouts; without it a choice is run.
+"""
+
+import itertools
 import os
+import sys
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
@@ -22,18 +27,24 @@ SPECS = (
 )
 LAYOUTS = (P(None, "fsdp", "tensor"), P(None, "tensor", None), P(None, ("fsdp", "tensor"), None))
 
+EVERY = tuple(itertools.product((AxisType.Auto, AxisType.Explicit), LAYOUTS))
+FEW = {
+    2**20: ((AxisType.Auto, LAYOUTS[2]), (AxisType.Explicit, LAYOUTS[0])),
+    2**10: ((AxisType.Explicit, LAYOUTS[2]), (AxisType.Auto, LAYOUTS[1])),
+}
+
 
 def main() -> None:
     values = np.random.default_rng(0).normal(size=(3, 256, 64)).astype(np.float32)
     for fewest_entries in (2**20, 2**10):
         blocks._FEWEST_ENTRIES = fewest_entries
-        for axis_type in (AxisType.Auto, AxisType.Explicit):
+        expected = [quantize(jnp.asarray(values), spec) for spec in SPECS]
+        for axis_type, layout in EVERY if "all" in sys.argv else FEW[fewest_entries]:
             mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(axis_type,) * 2)
-            for layout in LAYOUTS:
-                sharding = NamedSharding(mesh, layout)
-                x = jax.device_put(values, sharding)
-                for spec in SPECS:
-                    compare(quantize(x, spec), quantize(jnp.asarray(values), spec), sharding)
+            sharding = NamedSharding(mesh, layout)
+            x = jax.device_put(values, sharding)
+            for spec, alone in zip(SPECS, expected, strict=True):
+                compare(quantize(x, spec), alone, sharding)
 
 
 def compare(found, expected, sharding) -> None:

@@ -13,6 +13,8 @@ from stack_quant import ArraySpec, Range, dequantize, fake_quantize, quantize
 from stack_quant import blocks as blocks_module
 from stack_quant.qtypes import QTYPES
 
+SLOW = pytest.mark.slow
+
 
 def drawn(shape: tuple[int, ...], dtype: Any = jnp.float32, std: float = 1.0, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(scale=std, size=shape), dtype)
@@ -92,13 +94,13 @@ def test_nan_and_infinities_are_named() -> None:
         quantize(jnp.ones(3, jnp.int32), ArraySpec(), name="w")
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", QTYPES)
-def test_compiled_programs_do_not_hide_what_is_not_finite(name: str, value: float) -> None:
-    x = drawn((64, 2)).at[3, 0].set(value)
-    found = jax.jit(lambda x: dequantize(quantize(x, tiled(name, tile_size=32))))(x)
-    assert np.all(np.isnan(found[:16, 0]) | np.isinf(found[:16, 0]))
-    assert np.all(np.isfinite(found[:, 1])) or name == "nvfp4"  # whose columns have a second scale in common
+def test_compiled_programs_do_not_hide_what_is_not_finite(name: str) -> None:
+    run = jax.jit(lambda x: dequantize(quantize(x, tiled(name, tile_size=32))))
+    for value in (np.nan, np.inf, -np.inf):
+        found = run(drawn((64, 2)).at[3, 0].set(value))
+        assert np.all(np.isnan(found[:16, 0]) | np.isinf(found[:16, 0]))
+        assert np.all(np.isfinite(found[:, 1])) or name == "nvfp4"  # whose columns have a second scale in common
 
 
 @pytest.mark.parametrize("name", QTYPES)
@@ -141,18 +143,23 @@ def test_blocks_give_the_same(spec: ArraySpec, monkeypatch: pytest.MonkeyPatch) 
     assert not np.array_equal(halves[:128], halves[128:])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+LARGE = (
+    ArraySpec(channel_axes=(1,)),
+    tiled("int4"),
+    ArraySpec(),
+    tiled("int7"),
+    tiled("nf4", calibration="mse"),
+    tiled("fp8_e4m3"),
+)
+
+
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "dtype"),
     [
-        ArraySpec(channel_axes=(1,)),
-        ArraySpec(),
-        tiled("int4"),
-        tiled("int7"),
-        tiled("nf4", calibration="mse"),
-        tiled("fp8_e4m3"),
+        pytest.param(spec, dtype, id=f"{spec.type}-{len(spec.channel_axes)}-{dtype}", marks=marks)
+        for place, spec in enumerate(LARGE)
+        for dtype, marks in (("float32", SLOW if place == 0 else ()), ("bfloat16", SLOW if place else ()))
     ],
-    ids=lambda spec: f"{spec.type}-{len(spec.channel_axes)}",
 )
 def test_a_large_parameter_costs_at_most_1_3_of_its_size(
     spec: ArraySpec, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -199,7 +206,10 @@ def test_under_jit_vmap_and_shapes_alone() -> None:
     assert (abstract.shape, abstract.scale.shape, abstract.dtype) == ((128, 8), (4, 8), "float32")
 
 
-def test_on_eight_devices() -> None:
+@pytest.mark.parametrize("cases", [(), pytest.param(("all",), marks=SLOW)], ids=["few", "all"])
+def test_on_eight_devices(cases: tuple[str, ...]) -> None:
     script = Path(__file__).with_name("conversion_on_eight_devices.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script), *cases], capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -128,8 +128,14 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("name", ["int8", "int3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"])
-@pytest.mark.parametrize("op", TAKEN)
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        pytest.param(op, name, marks=() if op == "linear" or name in ("int8", "nvfp4") else pytest.mark.slow)
+        for op in TAKEN
+        for name in ("int8", "int3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4")
+    ],
+)
 def test_values_and_gradients_are_those_of_what_it_stands_for(op: str, name: str) -> None:
     shape, call = TAKEN[op]
     x, weight = drawn(5, 64), quantize(drawn(*shape), spec_of(name, *range(len(shape) - 2)))

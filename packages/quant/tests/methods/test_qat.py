@@ -55,9 +55,17 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("fn", PRODUCTS.values(), ids=PRODUCTS)
-@pytest.mark.parametrize("kinds", [("int8", "int8"), ("int4", "int4"), ("fp8_e4m3", "fp8_e5m2")])
-def test_each_product_rounds_as_the_quantized_one(fn: Any, kinds: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        *((name, ("int8", "int8")) for name in PRODUCTS),
+        ("batched", ("int4", "int4")),
+        ("gated", ("fp8_e4m3", "fp8_e5m2")),
+        ("ragged", ("int4", "int4")),
+    ],
+)
+def test_each_product_rounds_as_the_quantized_one(name: str, kinds: tuple[str, str]) -> None:
+    fn = PRODUCTS[name]
     weight, x = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in ((0, (32, 8)), (1, (8, 16))))
     rules = [Rule(path=".*", weights=kinds[0], activations=kinds[1])]
     trained, _, found = quantize_function(fn, weight, rules, (x,), method="qat")

@@ -29,8 +29,7 @@ def gradients(fn: Any, params: Any, *args: Any) -> Any:
     return jax.jit(jax.grad(lambda params: jnp.sum(fn(params, *args) * weights)))(params)
 
 
-@pytest.mark.parametrize(("rule", "most"), [(INT8, 0.15), (FP8, 0.5)])
-@pytest.mark.parametrize("key", [None, jax.random.key(3)])
+@pytest.mark.parametrize(("rule", "most", "key"), [(INT8, 0.15, jax.random.key(3)), (FP8, 0.5, None)])
 def test_all_gradients_are_near_those_in_float(params: Any, args: Any, rule: Rule, most: float, key: Any) -> None:
     fn = trained(network, params, *args, rule=rule).with_key(key)
     found, expected = gradients(fn, params, *args), gradients(network, params, *args)

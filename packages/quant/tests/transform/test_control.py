@@ -103,8 +103,19 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("where", INSIDE)
-@pytest.mark.parametrize("activations", [None, "int8"])
+WITHOUT_ACTIVATIONS = ("jit", "remat", "carried by while", "cond", "vmap of scan")
+
+
+@pytest.mark.parametrize(
+    ("where", "activations"),
+    [
+        *((where, "int8") for where in INSIDE),
+        *(
+            pytest.param(where, None, marks=() if where in WITHOUT_ACTIVATIONS else pytest.mark.slow)
+            for where in INSIDE
+        ),
+    ],
+)
 def test_a_parameter_is_quantized_wherever_it_is_used(where: str, activations: Any, check: Any) -> None:
     rules = [Rule(path="w", weights="int8", activations=activations)]
     tol = 1e-5 if activations is None else 0.03

@@ -51,8 +51,13 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("rules", [ONE, BOTH])
+@pytest.mark.parametrize(
+    ("call", "rules"),
+    [
+        *((call, BOTH) for call in CALLS),
+        *(pytest.param(call, ONE, marks=() if "_" in call else pytest.mark.slow) for call in CALLS),
+    ],
+)
 def test_weights_go_into_ops_quantized(call: str, rules: Any, check: Any) -> None:
     fn, params, scale = CALLS[call]
     report = check(fn, params, X, rules=rules, tol=1e-5 if rules == ONE else 0.03)

@@ -13,6 +13,7 @@ from stack_quant.rules import Rule
 
 from .conftest import computed, scales
 
+WEIGHTS = (Rule(path=".*", weights="int8"),)
 BOTH = (Rule(path=".*", weights="int8", activations="int8"),)
 
 
@@ -47,9 +48,12 @@ FORMS = {
     "an alias": (lambda w, x: (x @ w) @ w, (32, 32), (1, 32)),
     "nothing contracted": (lambda w, x: jnp.einsum("bs,d->bsd", x[..., 0], w), (16,), (16,)),
 }
+WEIGHTS_ALONE = ("x @ w", "two contracted", "batched last", "reshaped", "sliced", "a traced one of a stack", "cast")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [form if form in WEIGHTS_ALONE else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
+)
 def test_a_parameter_keeps_its_codes_in_any_form_of_product(form: str, check: Any) -> None:
     fn, shape, scale = FORMS[form]
     report = check(lambda p, x: fn(p["w"], x), {"w": normal(1, *shape)}, X, tol=1e-2 if form == "cast" else 1e-5)
@@ -59,8 +63,9 @@ def test_a_parameter_keeps_its_codes_in_any_form_of_product(form: str, check: An
 
 @pytest.mark.parametrize("form", FORMS)
 def test_activations_are_quantized_along_what_is_contracted(form: str, check: Any) -> None:
-    fn, shape, _ = FORMS[form]
+    fn, shape, scale = FORMS[form]
     report = check(lambda p, x: fn(p["w"], x), {"w": normal(1, *shape)}, X, rules=BOTH, tol=0.02)
+    assert scales(report) == {"w": scale}
     kinds = {row.operands for row in report.operations if row.paths}
     assert kinds == {("int8", "int8/t32" if form == "part of an axis" else "int8")}
 
@@ -140,8 +145,7 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.mark.parametrize("form", CONVOLUTIONS)
-@pytest.mark.parametrize("rules", [(Rule(path=".*", weights="int8"),), BOTH])
+@pytest.mark.parametrize(("form", "rules"), [*((form, BOTH) for form in CONVOLUTIONS), ("NCHW", WEIGHTS)])
 def test_convolutions(form: str, rules: Any, check: Any) -> None:
     numbers, x_shape, shape, scale, groups = CONVOLUTIONS[form]
 

@@ -23,7 +23,7 @@ def _call(op: Callable[..., Any], arrays: Mapping[str, Any], options: Mapping[st
     return op(**arrays, **options)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OpCase:
     """One call of an op.
 

@@ -156,7 +156,7 @@ def _oracle(
     value_dim: int | None = None,
     **scoring: Any,
 ) -> Any:
-    """The definition, one sequence at a time, with indices that are out of range brought into it."""
+    """The definition, each token with its own keys, with indices that are out of range brought into it."""
     order = [layout.index(axis) for axis in _AXES]
     key_pages = dense(key_pages).transpose(order)
     value_pages = key_pages[..., :value_dim] if value_pages is None else dense(value_pages).transpose(order)
@@ -164,30 +164,39 @@ def _oracle(
     block_tables = np.clip(np.asarray(block_tables), 0, pages - 1)
     kv_lengths = np.clip(np.asarray(kv_lengths), 0, block_tables.shape[1] * slots)
     query_starts = np.maximum.accumulate(np.clip(np.asarray(query_starts), 0, len(query)))
-    outputs = [jnp.zeros((query_starts[0], query.shape[1], value_pages.shape[-1]))]
+    places = np.zeros((len(query), max(kv_lengths, default=0)), np.int32)
+    distances = np.full(places.shape, -1)
     for row, length in enumerate(kv_lengths):
+        start, stop = query_starts[row : row + 2]
         keys = np.arange(length)
-        key, value = (pages[block_tables[row, keys // slots], :, keys % slots] for pages in (key_pages, value_pages))
-        outputs.append(_attended(query[query_starts[row] : query_starts[row + 1]], key, value, **scoring))
-    padding = jnp.zeros((len(query) - int(query_starts[-1]), query.shape[1], value_pages.shape[-1]))
-    return jnp.concatenate([*outputs, padding])
+        places[start:stop, :length] = block_tables[row, keys // slots] * slots + keys % slots
+        distances[start:stop, :length] = np.arange(length - (stop - start), length)[:, None] - keys
+    pools = (pool.swapaxes(1, 2).reshape(pages * slots, *pool.shape[1::2]) for pool in (key_pages, value_pages))
+    return _attended(query, *(pool[places] for pool in pools), distances, **scoring)
 
 
 def _attended(
-    query: Any, key: Any, value: Any, *, window: Any = None, softcap: Any = None, sinks: Any = None, scale: Any = None
+    query: Any,
+    key: Any,
+    value: Any,
+    distances: np.ndarray,
+    *,
+    window: Any = None,
+    softcap: Any = None,
+    sinks: Any = None,
+    scale: Any = None,
 ) -> Any:
-    """The last queries of a sequence, [queries, heads, head_dim], with all its keys, [keys, kv_heads, head_dim]."""
-    queries, heads, head_dim = query.shape
-    key, value = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (key, value))
-    scores = jnp.einsum("qhd,khd->hqk", query, key) * (head_dim**-0.5 if scale is None else scale)
+    """Queries, [tokens, heads, head_dim], each with keys of its own, [tokens, keys, kv_heads, head_dim]."""
+    seen = (distances >= 0) & (window is None or window[0] is None or distances <= window[0])
+    key, value = (jnp.where(seen[..., None, None], x, 0.0) for x in (key, value))
+    key, value = (jnp.repeat(x, query.shape[1] // x.shape[2], axis=2) for x in (key, value))
+    scores = jnp.einsum("thd,tkhd->thk", query, key) * (query.shape[2] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    distances = (len(key) - queries + np.arange(queries))[:, None] - np.arange(len(key))
-    seen = (distances >= 0) & (window is None or window[0] is None or distances <= window[0])
-    weights = jnp.where(seen, jnp.exp(scores), 0.0)
-    denominator = jnp.sum(weights, axis=-1) + (0.0 if sinks is None else jnp.exp(sinks)[:, None])
+    weights = jnp.where(seen[:, None], jnp.exp(scores), 0.0)
+    denominator = jnp.sum(weights, axis=-1) + (0.0 if sinks is None else jnp.exp(sinks))
     safe = jnp.where(denominator == 0, 1.0, denominator)
-    return jnp.einsum("hqk,khd->qhd", weights / safe[..., None], value)
+    return jnp.einsum("thk,tkhd->thd", weights / safe[..., None], value)
 
 
 SUITE = OpSuite(_CASES, _oracle)

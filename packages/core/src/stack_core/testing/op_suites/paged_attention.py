@@ -171,8 +171,8 @@ def _oracle(
         keys = np.arange(length)
         places[start:stop, :length] = block_tables[row, keys // slots] * slots + keys % slots
         distances[start:stop, :length] = np.arange(length - (stop - start), length)[:, None] - keys
-    pools = (pool.swapaxes(1, 2).reshape(pages * slots, *pool.shape[1::2]) for pool in (key_pages, value_pages))
-    return _attended(query, *(pool[places] for pool in pools), distances, **scoring)
+    key, value = (pool.swapaxes(1, 2).reshape(pages * slots, *pool.shape[1::2]) for pool in (key_pages, value_pages))
+    return _attended(query, key[places], value[places], distances, **scoring)
 
 
 def _attended(

@@ -342,14 +342,13 @@ def test_submitting_is_as_quick_when_many_wait() -> None:
 
     def cost_s(first: int) -> float:
         began_s = time.process_time()
-        for number in range(first, first + 200):
+        for number in range(first, first + 20):
             engine.submit(request_of(str(number)), lambda _: None)
         return time.process_time() - began_s
 
-    early_s = cost_s(0)
-    for first in range(200, 4000, 200):
-        cost_s(first)
-    assert cost_s(4000) < 3 * early_s
+    costs_s = [cost_s(first) for first in range(0, 4000, 20)]
+    # The least of ten: others hold a search for garbage, or what else the machine does.
+    assert min(costs_s[-10:]) < 3 * min(costs_s[:10])
 
 
 def test_logits_that_are_not_finite_fail_their_request_alone() -> None:

@@ -91,7 +91,8 @@ def _check_transformations(case: OpCase, implementation: OpImplementation) -> No
     scanned = jax.jit(lambda stacked: jax.lax.scan(lambda carry, arrays: (carry, vmapped(arrays)), (), stacked)[1])
     actual = jax.tree.map(np.asarray, scanned(stacked))
     for place, seed in np.ndenumerate(seeds):
-        assert_close(jax.tree.map(operator.itemgetter(place), actual), _expected(case, "float32", int(seed)), 2e-5)
+        one = jax.tree.map(operator.itemgetter(place), actual)
+        assert_close(one, _expected(case, "float32", int(seed)), TOLERANCES["float32"])
 
 
 @functools.cache

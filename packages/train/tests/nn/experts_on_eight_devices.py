@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from stack_core.hardware.hlo import parse_hlo
-from stack_core.hardware.hlo_costs import instruction_costs
+from stack_core.hardware.hlo_costs import instruction_flops
 from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
 from stack_core.plugins import registries
 from stack_train.models.qwen3_moe import Qwen3MoeConfig
@@ -81,9 +81,9 @@ def results(model, sizes):
 
 
 def flops_beside_the_experts(program):
-    """The experts' products are in loops over the rows that a device receives, whose number only the run knows."""
-    costs = instruction_costs(parse_hlo(program)).values()
-    return sum(cost.flops.total * cost.times for cost in costs if cost.times is not None)
+    """The experts' products are in loops within the loop over layers, over the rows for which a device has room."""
+    executions = [each for each in parse_hlo(program).executions() if len(each.loops) < 2]
+    return sum(instruction_flops(each.instruction, each.computation).total * each.times for each in executions)
 
 
 if __name__ == "__main__":

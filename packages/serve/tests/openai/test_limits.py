@@ -72,7 +72,9 @@ def test_a_large_body(serve: Callable[..., Served]) -> None:
 def test_a_full_queue(serve: Callable[..., Served]) -> None:
     engine = FakeEngine(most=2)
     server = serve(engine)
+    engine.running.clear()  # so that neither of the first two ends before the third comes
     answer = server.post(PATH, prompt=["a", "b", "c"])
+    engine.running.set()
     assert answer.status_code == 429 and answer.headers["retry-after"] == "2"
     assert answer.json()["error"]["code"] == "rate_limit_exceeded"
     server.wait_until(lambda: engine.stats().running == 0)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -45,7 +46,8 @@ def _oracle(
     rotary_dim = rotary_dim or x.shape[-1]
     frequencies, factor = theta ** -(np.arange(0, rotary_dim, 2) / rotary_dim), 1.0
     if scaling is not None:
-        frequencies, factor = scaling.frequencies(theta, rotary_dim, jnp.asarray(positions))
+        with jax.ensure_compile_time_eval():  # of positions that are no tracers
+            frequencies, factor = scaling.frequencies(theta, rotary_dim, jnp.asarray(positions))
     angles = np.asarray(positions)[..., None, None] * np.asarray(frequencies, np.float64)
     turning, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     pairs = turning.reshape(*x.shape[:-1], *((rotary_dim // 2, 2) if interleaved else (2, rotary_dim // 2)))

@@ -98,7 +98,7 @@ def _check_transformations(case: OpCase, implementation: OpImplementation) -> No
 @functools.cache
 def _expected(case: OpCase, dtype: str, seed: int = 0) -> Any:
     """The oracle's (output, gradients) at the arrays of a case, rounded to a dtype."""
-    leaves, structure = jax.tree.flatten(draw(case, dtype, seed))
+    leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, draw(case, dtype, seed)))
     floating = [place for place, leaf in enumerate(leaves) if _is_floating(leaf)]
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         exact = [leaves[place].astype(np.float64) for place in floating]
@@ -108,7 +108,7 @@ def _expected(case: OpCase, dtype: str, seed: int = 0) -> Any:
 @functools.cache
 def _oracle(case: OpCase, seed: int, structure: Any) -> Callable[[list[Any]], Any]:
     """The oracle as a function of the floating arrays: the others are constants to it."""
-    constants = jax.tree.leaves(draw(case, "float32", seed))
+    constants = jax.tree.leaves(jax.tree.map(np.asarray, draw(case, "float32", seed)))
 
     def value_and_gradients(exact: list[Any]) -> Any:
         floating = iter(exact)
@@ -159,7 +159,7 @@ def draw(case: OpCase, dtype: str, seed: int = 0) -> dict[str, Any]:
     """The arrays of a case, floating ones in a dtype."""
     rng = np.random.default_rng([seed, zlib.crc32(f"{case.op}/{case.name}".encode())])
     return jax.tree.map(
-        lambda x: np.asarray(x, jnp.dtype(dtype) if x.dtype == np.float64 else None), dict(case.arrays(rng))
+        lambda x: jnp.asarray(x, dtype) if x.dtype == np.float64 else jnp.asarray(x), dict(case.arrays(rng))
     )
 
 

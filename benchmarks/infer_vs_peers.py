@@ -3,9 +3,8 @@
     nox -s bench -- infer_vs_peers
     nox -s bench -- infer_vs_peers --models small --clients 64 --rounds 9
 
-Each server has a process group of its own and runs only while it is its turn: speed drifts on a shared machine, so
-ratios are formed within a round. A client in one more process keeps 1, 16 or 64 connections busy with requests for one
-row. CPU time is that of all processes of a server; a shared machine changes it less than wall time. Before anything is
+Speed drifts on a shared machine, so the servers take turns, each paused while another is asked, and ratios are formed
+within a round. A separate client process keeps 1, 16 or 64 connections busy with requests for one row. CPU time is that of all processes of a server; a shared machine changes it less than wall time. Before anything is
 measured every answer is compared with NumPy's. Writes `results/infer_vs_peers.md` and `.json`; what is not measured
 again stays in them.
 """
@@ -46,7 +45,7 @@ _RATIOS = ("requests_per_s", "p50_s", "p99_s", "request_cpu_s")
 
 
 class Running:
-    """A server that is stopped by the system but while it is asked, and a client of it."""
+    """A server, paused by a signal except while it is asked, and its client."""
 
     def __init__(self, server: Server, model: Perceptron, places: Places) -> None:
         port = _free_port()
@@ -63,7 +62,7 @@ class Running:
         )
         try:
             self._wait_for(port, server)
-        except BaseException:
+        except BaseException:  # Ctrl-C too must leave no server behind
             self.close()
             raise
         self.versions = _versions(command[0], server)

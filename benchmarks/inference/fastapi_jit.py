@@ -1,4 +1,4 @@
-"""FastAPI around a jitted function: one request, one call. Runs in an environment of its own.
+"""FastAPI around a jitted function, which each request calls once. Runs in a separate environment.
 
 Usage: python fastapi_jit.py MODEL PORT
 """

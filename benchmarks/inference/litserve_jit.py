@@ -1,4 +1,4 @@
-"""LitServe around a jitted function, with its own batching. Runs in an environment of its own.
+"""LitServe around a jitted function, batched by LitServe. Runs in a separate environment.
 
 Usage: python litserve_jit.py MODEL PORT
 """

@@ -1,4 +1,4 @@
-"""A client in a process of its own: so many connections, each with one request under way, for some seconds.
+"""A client process that keeps many connections busy for some seconds, one request at a time on each.
 
 Usage: python load.py PORT, then lines of JSON on standard input.
 

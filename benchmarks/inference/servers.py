@@ -29,7 +29,7 @@ class Places:
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A server in a process group of its own.
+    """A server, started in a separate process group.
 
     Attributes:
       command: (places, model, port) -> how to start it; installs it and writes its model, if need be.
@@ -56,7 +56,7 @@ class Contender:
     outputs: Callable[[bytes], np.ndarray]
 
     def request(self, model: Perceptron) -> dict[str, object]:
-        """What the client is told to send."""
+        """The request that the client sends."""
         content, headers = self.content(model.pixels())
         path = self.path.format(model=model.name)
         return {"path": path, "content": base64.b64encode(content).decode(), "headers": dict(headers)}

@@ -43,7 +43,7 @@ def _left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def _chosen(cases: list[pytest.Function]) -> set[int]:
-    """The indices of the cases to run: an op's contract chooses its own, a greedy search covers the values of others."""
+    """The indices of the cases to run: an op's contract marks them, and a greedy search finds those of other tests."""
     if all(case.callspec.params.keys() == {"check"} for case in cases):
         return {place for place, case in enumerate(cases) if case.callspec.params["check"].is_covering}
     (size,) = cases[0].get_closest_marker("covering").args or (1,)

@@ -4,9 +4,9 @@
     nox -s bench -- infer_vs_peers --models small --clients 64 --rounds 9
 
 Speed drifts on a shared machine, so the servers take turns, each paused while another is asked, and ratios are formed
-within a round. A separate client process keeps 1, 16 or 64 connections busy with requests for one row. CPU time is that of all processes of a server; a shared machine changes it less than wall time. Before anything is
-measured every answer is compared with NumPy's. Writes `results/infer_vs_peers.md` and `.json`; what is not measured
-again stays in them.
+within a round. A separate client process keeps 1, 16 or 64 connections busy with requests for one row. CPU time is the
+sum over a server's processes; a shared machine changes it less than wall time. Every answer is compared with NumPy's
+before anything is measured. Writes `results/infer_vs_peers.md` and `.json`; cases that are not measured again stay.
 """
 
 import argparse

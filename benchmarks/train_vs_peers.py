@@ -7,8 +7,8 @@ Speed drifts on a shared machine, so the trainers take turns: each round starts 
 process, and ratios are formed within a round. The share of the matmul peak is what the model's products must do over
 what the cores do in large products of XLA's, as `stack chips` shows. Writes
 `results/train_vs_peers-DTYPE-jaxVERSION.md` and `.json`, the version being that of the environment it runs in.
-With `--before COMMIT` one more peer is this repository at that commit, built in an environment of its own; the ratios
-over it are printed, and saved in a record that names the commit.
+`--before COMMIT` adds a peer: this repository at that commit, built in a separate environment. The ratios over it are
+printed, and saved in a record that names the commit.
 """
 
 import argparse

@@ -3,10 +3,10 @@
     nox -s bench -- serve_vs_peers
     nox -s bench -- serve_vs_peers --engines stack --before main     # what a change costs
 
-Each engine has a process of its own with a random Llama in it, and runs only while it is its turn: speed drifts on a
-shared machine, so ratios are formed within a round. Writes `results/serve_vs_peers.md` and `.json`; precisions that are
-not measured again stay in them. With `--before COMMIT` one more engine is this repository's at that commit, built in an
-environment of its own; the ratios over it are printed, and saved in a record that names the commit.
+Speed drifts on a shared machine, so the engines take turns, each in a separate process with a random Llama, and ratios
+are formed within a round. Writes `results/serve_vs_peers.md` and `.json`; precisions that are not measured again stay
+in them. `--before COMMIT` adds an engine: this repository's at that commit, built in a separate environment. The ratios
+over it are printed, and saved in a record that names the commit.
 """
 
 import argparse

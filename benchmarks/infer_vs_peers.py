@@ -88,6 +88,7 @@ class Running:
             print(json.dumps(asked), file=self._client.stdin, flush=True)
             self._read()  # the client has warmed up
             busy_s, (cpu_s, _) = _busy_s(), tree_usage(self._process.pid)
+            print(file=self._client.stdin, flush=True)
             answer = self._read()
             busy_s = _busy_s() - busy_s
             end_cpu_s, rss_bytes = tree_usage(self._process.pid)

@@ -13,6 +13,7 @@
     ├── DataError              a data source that is empty, unreadable or malformed
     ├── ConversionError        weights that do not match the model they are meant for
     ├── RunDirectoryError      a run directory that is busy, taken or missing
+    ├── JournalError           a journal that cannot be opened, read or written
     ├── CheckpointError        a checkpoint that cannot be written or read
     │   ├── CheckpointDamaged      its contents differ from their digests
     │   └── CheckpointIncomplete   a part of the unit is missing
@@ -56,6 +57,7 @@ __all__ = [
     "HardwareError",
     "InferenceError",
     "Interrupted",
+    "JournalError",
     "NonFiniteLoss",
     "PluginError",
     "RunDirectoryError",
@@ -113,6 +115,9 @@ class ConversionError(StackError): ...
 
 
 class RunDirectoryError(StackError): ...
+
+
+class JournalError(StackError): ...
 
 
 class CheckpointError(StackError): ...

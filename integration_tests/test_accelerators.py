@@ -64,12 +64,18 @@ def gathers(compiled, target):
 
 
 def check_step(target, folder, call, *texts):
-    """All that `call` names is one kernel on one device's part of the operands, and no more is gathered for it."""
+    """Each device calls a kernel on its part of the operands, and no more is gathered for it.
+
+    Args:
+      call: what the text of a custom call holds, and a reference's program does not.
+      texts: what the calls of this kernel hold: first its name, then its operands on one device.
+    """
     compiled = step_for(target, folder)
     with ops.use_tuned_table(OnlyReferences()):
         reference = step_for(target, folder)
     of_kernels, of_references = (
-        [line for line in program.as_text().splitlines() if call in line] for program in (compiled, reference)
+        [line for line in program.as_text().splitlines() if call in line and texts[0] in line]
+        for program in (compiled, reference)
     )
     assert of_kernels and not of_references
     assert all(text in line for line in of_kernels for text in texts), of_kernels
@@ -85,7 +91,9 @@ def test_on_tpus_each_device_runs_splash_attention_on_its_part(tmp_path):
 @pytest.mark.gpu_aot
 @pytest.mark.usefixtures("cudnn")
 def test_on_gpus_each_device_runs_cudnns_attention_on_its_part(tmp_path):
-    check_step(Target("h100:1x1x4"), tmp_path, "__cudnn$fmha", f"bf16[{ROWS // 2},{SEQ},{HEADS // 2},64]")
+    check_step(
+        Target("h100:1x1x4"), tmp_path, "custom_call_target", "__cudnn$fmha", f"bf16[{ROWS // 2},{SEQ},{HEADS // 2},64]"
+    )
 
 
 def check_engine(target):

@@ -22,6 +22,7 @@ _OPS: dict[str, str] = {
     "linear_attention/xla_cpu": "linear_attention.xla_cpu:XLA_CPU",
     "linear_cross_entropy/jit_amx": "jit_cpu.linear_cross_entropy.jit_amx:JIT_AMX",
     "linear_cross_entropy/xla_cpu": "linear_cross_entropy.xla_cpu:XLA_CPU",
+    "norm/mosaic_tpu": "norm.mosaic_tpu:MOSAIC_TPU",
     "norm/jit_x86": "jit_cpu.norm.jit_x86:JIT_X86",
     "paged_attention/jit_x86": "jit_cpu.paged_attention.jit_x86:JIT_X86",
     "paged_attention/xla_cpu": "paged_attention.xla_cpu:XLA_CPU",

@@ -1,0 +1,1 @@
+"""`norm`: root mean square norms, a file a backend."""

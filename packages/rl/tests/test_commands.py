@@ -15,6 +15,7 @@ PRESETS = [
     "gspo",
     "ipo",
     "kto",
+    "logit_distill",
     "orpo",
     "ppo",
     "reinforce_pp",

@@ -1,12 +1,13 @@
 """Models on disk by their address: "DIR", whose format is found, or "FORMAT:DIR"."""
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from stack_core.contracts.formats import (
     GenerativeCheckpoint,
     ModelFormat,
     OpensForGeneration,
+    OpensFurtherModels,
     OpensModels,
     TrainedModel,
 )
@@ -14,7 +15,7 @@ from stack_core.errors import ConversionError, nearest
 from stack_core.installing import install_command
 from stack_core.plugins import registries
 
-__all__ = ["open_for_generation", "open_model"]
+__all__ = ["open_for_generation", "open_further", "open_model"]
 
 Format = TypeVar("Format", bound=ModelFormat)
 
@@ -42,6 +43,17 @@ def open_for_generation(address: str) -> GenerativeCheckpoint:
     """
     format_, directory = _found(address, OpensForGeneration)
     return format_.open_for_generation(directory)
+
+
+def open_further(address: str, name: str, abstract: Any) -> Any:
+    """Reads the parameters of a model that an objective trained beside a run's model; see `OpensFurtherModels`.
+
+    Raises:
+      ConversionError: as `open_model`.
+      StackError: no such model was trained, or its parameters are others.
+    """
+    format_, directory = _found(address, OpensFurtherModels)
+    return format_.open_further(directory, name, abstract)
 
 
 def _found(address: str, ability: type[Format]) -> tuple[Format, Path]:

@@ -23,6 +23,7 @@ def stack_register_objectives(registry: Registrar) -> None:
     registry.add("ppo", "stack_rl.objectives.ppo:PPOConfig")
     registry.add("reinforce_pp", "stack_rl.objectives.presets:ReinforceConfig")
     registry.add("distill", "stack_rl.objectives.presets:DistillConfig")
+    registry.add("logit_distill", "stack_rl.objectives.distillation:LogitDistillConfig")
 
 
 @hookimpl
@@ -33,6 +34,11 @@ def stack_register_commands(registry: Registrar) -> None:
         help="List the algorithms of post-training, with their equations and papers.",
     )
     registry.add("rl audit", "stack_rl.commands.audit:audit", help="Compare a recipe with the algorithm that it names.")
+    registry.add(
+        "rl evaluate",
+        "stack_rl.commands.evaluate:evaluate",
+        help="Play the held-out tasks of a recipe with a model, greedily.",
+    )
 
 
 @hookimpl

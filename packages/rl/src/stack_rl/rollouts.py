@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from stack_core.config import Selected, config
 from stack_core.contracts.data import Batch, Shapes
@@ -50,6 +50,8 @@ class RolloutData:
         the others; "whitened", the distance in standard deviations of the whole batch; "gae", each token by what
         the objective's critic expected from before it on, which "ppo" has.
       discount, decay, whiten: of "gae": gamma and lambda, and whether advantages are whitened over the batch's tokens.
+      critic_warmup_steps: of "gae": the first steps, in which nothing is credited and the critic alone learns. While it
+        expects 0 and rewards are far from 0, tokens would be credited by how near they stand to an answer's end.
       weights: what tokens weigh in the loss. "sequence": episodes weigh the same; "token": tokens do; "constant": a
         token is 1 / (rows * seq_tokens); "prompt": tasks weigh the same, and within them tokens; "sum": a token is 1.
       engine: an entry of the registry `engines`, which generates.
@@ -65,6 +67,7 @@ class RolloutData:
     discount: Fraction = 1.0
     decay: Fraction = 0.95
     whiten: bool = True
+    critic_warmup_steps: NonNegativeInt = 0
     weights: Literal["sequence", "token", "constant", "prompt", "sum"] = "sequence"
     engine: str = "static"
     on_failure: OnFailure = "stop"
@@ -181,7 +184,10 @@ class RolloutBatches:
         if not by_values:
             return batch
         how = {"discount": settings.discount, "decay": settings.decay, "whiten": settings.whiten}
-        return credited_by_values(batch, found, self._values(batch), **how)
+        credited = credited_by_values(batch, found, self._values(batch), **how)
+        if self._version >= settings.critic_warmup_steps:
+            return credited
+        return {**credited, "advantages": np.zeros_like(credited["advantages"])}
 
     def _values(self, batch: Batch) -> np.ndarray:
         """What the critic expects before each target of a batch.

@@ -19,6 +19,7 @@ from stack_core.runs.atomic_directory import atomic_directory
 from stack_core.runs.directory import RunDirectory
 from stack_train.adapters import read_adapters
 from stack_train.checkpoint import CheckpointStore, named_leaves
+from stack_train.further import FurtherModel, FurtherState
 from stack_train.generative import ModuleCheckpoint, generative_checkpoint, parameters_of
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_model, holds_codes, stored_model
@@ -152,6 +153,32 @@ class RunFormat:
             tokenizer=run.tokenizer,
             origin=directory / "huggingface",
         )
+
+    def open_further(self, directory: Path, name: str, abstract: Any) -> Any:
+        """Reads a further model from the newest intact checkpoint of a run; averages where its optimizer keeps them.
+
+        Raises:
+          RunDirectoryError: there is no run.
+          ConversionError: its objective trains no such model.
+          CheckpointError: no checkpoint can be used, or the model has other parameters; names each.
+        """
+        config = run_config(directory)
+        objective = config.objective.build()
+        trained = objective.trained_models if isinstance(objective, TrainsModels) else {}
+        if name not in trained:
+            raise ConversionError(
+                f"Objective {config.objective.name!r} of {directory} trains no model {name!r}; it trains: "
+                f"{', '.join(trained) or 'none'}. Give a run of another objective."
+            )
+        further = FurtherModel(name, trained[name], config.model, config.optimizer, config.run.steps)
+        with CheckpointStore(RunDirectory(directory).checkpoints) as store:
+            restored = store.restore_params(abstract, under=f"further/{name}/params")
+            if not config.optimizer.averages:
+                return restored.state
+            opt_state = store.restore_params(
+                further.abstract.opt_state, restored.step, under=f"further/{name}/opt_state"
+            ).state
+        return further.evaluated(FurtherState(restored.state, opt_state))
 
 
 RUN_FORMAT = RunFormat()

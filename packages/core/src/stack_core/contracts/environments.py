@@ -146,8 +146,10 @@ class Completion:
 
     Attributes:
       text: without the token that ended it.
+      tokens: that the policy drew, the one that ended it included.
       record: what the task's record says besides, such as the right answer.
       is_finished: the policy ended it; False where a limit of tokens did.
+      prompt_tokens: the prompt as the policy saw it.
     """
 
     prompt: str
@@ -155,6 +157,7 @@ class Completion:
     tokens: tuple[int, ...]
     is_finished: bool
     record: Mapping[str, Any]
+    prompt_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ __all__ = [
     "ImportsRuns",
     "ModelFormat",
     "OpensForGeneration",
+    "OpensFurtherModels",
     "OpensModels",
     "Progress",
     "TrainedModel",
@@ -67,6 +68,26 @@ class OpensForGeneration(ModelFormat, Protocol):
 
         Raises:
           StackError: the checkpoint cannot be used.
+        """
+        ...
+
+
+@runtime_checkable
+class OpensFurtherModels(ModelFormat, Protocol):
+    """A format that keeps what an objective trained beside the model, such as the head of a reward model."""
+
+    def open_further(self, directory: Path, name: str, abstract: Any) -> Any:
+        """Reads the parameters of a further model.
+
+        Args:
+          name: of `TrainsModels.trained_models`.
+          abstract: shapes and dtypes of its parameters, nested dicts of `jax.ShapeDtypeStruct`.
+
+        Returns:
+          Arrays in the structure of `abstract`, on the default device.
+
+        Raises:
+          StackError: no such model was trained, or its parameters are others.
         """
         ...
 

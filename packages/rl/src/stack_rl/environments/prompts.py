@@ -12,7 +12,7 @@ from stack_core.contracts.environments import Action, Completion, Environment, O
 from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.errors import DataError
 from stack_rl.environments.records import Record, read_records
-from stack_rl.rewards.weighted import WeightedReward, resolved, total_score
+from stack_rl.rewards.weighted import ReadsTokens, WeightedReward, check_reward, resolved, total_score
 
 __all__ = ["PromptsConfig"]
 
@@ -46,7 +46,7 @@ class PromptsConfig:
 
     def check(self, model: Any) -> None:
         for each in self.rewards:
-            resolved(each.reward)
+            check_reward(each.reward)
         self._records()
 
     def build(self, policy: GenerativeCheckpoint, *, seq_tokens: int, seed: int) -> Tasks:
@@ -56,6 +56,9 @@ class PromptsConfig:
         if not policy.end_tokens:
             raise DataError("The tokenizer names no end token, so that no answer could end. Name its eos_token.")
         rewards = [(*resolved(each.reward), each.weight) for each in self.rewards]
+        for _, reward, _ in rewards:
+            if isinstance(reward, ReadsTokens):
+                reward.check(tokenizer)
         encode = _encoder(policy, tokenizer)
         training, held_out = ([encode(*record) for record in records] for records in self._records())
         fitting = [self._fitting(prompts, seq_tokens) for prompts in (training, held_out)]
@@ -150,6 +153,7 @@ class _Episode:
             tokens=action.tokens,
             is_finished=is_finished,
             record=self.prompt.record,
+            prompt_tokens=self.prompt.tokens,
         )
         score = await total_score(self.rewards, completion)
         return Outcome(reward=score.value, verdict=score.verdict, facts=score.facts)

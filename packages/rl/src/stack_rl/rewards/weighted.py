@@ -4,14 +4,16 @@ import importlib
 import inspect
 import math
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from stack_core.config import config
+from stack_core.contracts.data import Tokenizer
 from stack_core.contracts.environments import Completion, Reward, Score, Verdict
 from stack_core.errors import ConfigError, EnvironmentFailed
 from stack_core.plugins import registries
 
-__all__ = ["WeightedReward", "resolved", "total_score"]
+__all__ = ["ReadsTokens", "WeightedReward", "check_reward", "resolved", "total_score"]
 
 
 @config
@@ -19,11 +21,30 @@ class WeightedReward:
     """A reward and its share in the sum.
 
     Attributes:
-      reward: an entry of the registry `rewards`, "module:function", or in Python the function itself.
+      reward: an entry of the registry `rewards`, "module:function", "run:DIRECTORY" of a reward model, or in Python the
+        function itself.
     """
 
     reward: Any
     weight: float = 1.0
+
+
+@runtime_checkable
+class ReadsTokens(Protocol):
+    """A reward that reads a completion's tokens, which have to be of its own tokenizer."""
+
+    def check(self, tokenizer: Tokenizer | None) -> None:
+        """Raises a StackError where the policy's tokenizer is another."""
+        ...
+
+
+def check_reward(reward: Any) -> None:
+    """Raises as `resolved` does, but reads no reward model: of one, only the directory has to be there."""
+    address = str(reward)
+    if callable(reward) or not address.startswith("run:"):
+        resolved(reward)
+    elif not Path(address.removeprefix("run:")).is_dir():
+        raise ConfigError(f"Reward {address!r} is no directory. Give that of a run whose objective is reward_model.")
 
 
 def resolved(reward: Any) -> tuple[str, Reward]:
@@ -38,6 +59,10 @@ def resolved(reward: Any) -> tuple[str, Reward]:
     module, separator, name = str(reward).partition(":")
     if not separator:
         return str(reward), registries.rewards[reward]
+    if module == "run":
+        from stack_rl.rewards.model import ModelReward  # reads the model
+
+        return str(reward), ModelReward(name)
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

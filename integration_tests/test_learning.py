@@ -1,0 +1,170 @@
+"""The examples of post-training, from their commands to what they learn; models for which a few minutes suffice."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core.config import apply_overrides, load_yaml, parse
+from stack_core.contracts.environments import Completion
+from stack_core.errors import ConfigError, ConversionError, DataError
+from stack_core.model_formats import open_for_generation, open_further
+from stack_rl.environments.prompts import PromptsConfig
+from stack_rl.objectives.heads import scalar_head
+from stack_rl.objectives.reward_model import answer_rewards
+from stack_rl.rewards.model import ModelReward
+from stack_train import RunConfig
+from stack_train.run.config import run_config
+from stack_train.run.start import with_model_of_start
+from stack_train.run.train import train
+from stack_train.weights import load_model
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SMALL = ("model.layers=1", "model.embed=16", "model.heads=2", "model.mlp=16")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where examples find `runs/`, as they do in the folder they are started in."""
+    folder = tmp_path_factory.mktemp("learning")
+    for name in ("letters.py", "add.py"):
+        subprocess.run([sys.executable, EXAMPLES / name], check=True, cwd=folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def run(name: str, *overrides: str, resume: bool = False):
+    """Trains an example."""
+    mapping = with_model_of_start(apply_overrides(load_yaml(EXAMPLES / name), list(overrides)))
+    return train(parse(RunConfig, mapping), resume=resume)
+
+
+def evaluations(output: str) -> list[dict]:
+    records = map(json.loads, (Path(output) / "metrics.jsonl").read_text().splitlines())
+    return [record for record in records if record["kind"] == "evaluation"]
+
+
+@pytest.fixture(scope="module")
+def tiny(folder):
+    """A reward model of a few steps, and the run that it starts from."""
+    patch = pytest.MonkeyPatch()
+    patch.chdir(folder)
+    run("letters_chat.yaml", *SMALL, "run.steps=2", "output=runs/tiny")
+    start = ("run.init_from=runs/tiny", "run.steps=3", "run.evaluate_every_steps=0", "data.batch_size=8")
+    run("letters_reward.yaml", *start, "output=runs/tiny-reward")
+    patch.undo()
+
+
+async def scored(reward: ModelReward, completions: list[Completion]) -> list[float]:
+    return await asyncio.gather(*map(reward, completions))
+
+
+def test_a_reward_model_scores_answers_as_it_was_trained_to(tiny):
+    """At the last token before the end; an answer that a limit cut has its last token there."""
+    reward = ModelReward("runs/tiny-reward")
+    config, model = (
+        run_config(Path("runs/tiny-reward")),
+        load_model(Path("runs/tiny-reward"), run_config(Path("runs/tiny-reward")))[0],
+    )
+    tokenizer = open_for_generation("runs/tiny-reward").tokenizer
+    prompt, end = tuple(tokenizer.encode("c:")), tokenizer.eos_id
+    answers = [tuple(tokenizer.encode(text)) for text in ("cchh", "ab", "h" * 4)] * 30  # more than a batch of rows
+    completions = [
+        Completion(prompt="c:", text="", tokens=(*each, end), is_finished=True, record={}, prompt_tokens=prompt)
+        for each in answers
+    ]
+    cut = Completion(prompt="c:", text="", tokens=answers[0], is_finished=False, record={}, prompt_tokens=prompt)
+    *found, of_cut = asyncio.run(scored(reward, [*completions, cut]))
+
+    shapes = {"kernel": jax.ShapeDtypeStruct((16,), jnp.float32), "bias": jax.ShapeDtypeStruct((), jnp.float32)}
+    values, head = open_further("runs/tiny-reward", "reward", shapes), scalar_head(config.model, key=jax.random.key(0))
+    head.kernel.set_value(values["kernel"])
+    head.bias.set_value(values["bias"])
+    assert float(jnp.abs(values["kernel"]).max()) > 0
+    tokens, targets = np.zeros((3, 1, 8), np.int32), np.full((3, 1, 8), -100, np.int32)
+    for row, answer in enumerate(answers[:3]):
+        whole = (*prompt, *answer, end)
+        tokens[row, 0, : len(whole) - 1], targets[row, 0, 1 : len(whole) - 1] = whole[:-1], whole[2:]
+    positions = np.broadcast_to(np.arange(8, dtype=np.int32), tokens.shape)
+    batch = {"tokens": tokens, "targets": targets, "positions": positions, "segment_ids": np.ones_like(tokens)}
+    expected = answer_rewards(model, head, jax.tree.map(jnp.asarray, batch))[:, 0]
+    np.testing.assert_allclose(found[:3], expected, rtol=1e-5, atol=1e-6)
+    assert np.ptp(found[:3]) > 1e-4
+    np.testing.assert_allclose(found[-3:], found[:3], rtol=1e-6)
+    assert of_cut == pytest.approx(found[0], rel=1e-5)
+
+
+def test_what_is_no_reward_model_for_a_policy_is_refused(tiny):
+    with pytest.raises(ConversionError, match=r"trains no model 'reward'; it trains: none"):
+        ModelReward("runs/tiny")
+    with pytest.raises(ConfigError, match="'run:runs/nowhere' is no directory"):
+        PromptsConfig(source="runs/letters-data/prompts.jsonl", rewards=("run:runs/nowhere",)).check(None)
+    reward = ModelReward("runs/tiny-reward")
+    reward.check(open_for_generation("runs/tiny").tokenizer)
+    with pytest.raises(DataError, match="another tokenizer than the policy's"):
+        reward.check(None)
+
+
+@pytest.mark.slow
+def test_ppo_finds_what_a_reward_model_learned_from_pairs(folder):
+    """Chat, reward model and PPO on one file of pairs; the hidden worth of answers rises, too."""
+    for name in ("letters_chat.yaml", "letters_reward.yaml", "letters_ppo.yaml"):
+        run(name)
+    assert evaluations("runs/letters-reward")[-1]["accuracy"] >= 0.95
+    first, *_, last = evaluations("runs/letters-ppo")
+    assert last["reward"] > first["reward"]
+    samples = [json.loads(line) for line in Path("runs/letters-ppo/samples.jsonl").read_text().splitlines()]
+    worth = {step: [each["facts"]["letters:worth"] for each in samples if each["step"] == step] for step in (50, 200)}
+    assert np.mean(worth[200]) >= 26  # of 29 to 40 that the best answers to the eight prompts are worth
+
+
+@pytest.mark.slow
+def test_dpo_prefers_the_worthier_of_held_out_pairs(folder):
+    if not Path("runs/letters-chat/report.html").exists():
+        run("letters_chat.yaml")
+    run("letters_dpo.yaml")
+    assert evaluations("runs/letters-dpo")[-1]["accuracy"] >= 0.95
+
+
+@pytest.mark.slow
+def test_grpo_learns_to_add_though_it_is_killed(folder):
+    """The sequence of examples/add.yaml, whose last part is killed and resumed."""
+    run("add_chat.yaml")
+    evaluated = [sys.executable, "-m", "stack_core.cli", "rl", "evaluate", EXAMPLES / "add.yaml", "runs/add-chat"]
+    before = json.loads(subprocess.run([*evaluated, "--json"], check=True, stdout=subprocess.PIPE).stdout)
+    assert before["correct"] >= 0.35
+    command = [sys.executable, "-m", "stack_core.cli", "train", EXAMPLES / "add.yaml"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as child:
+        while child.poll() is None and not Path("runs/add/checkpoints/00000200").exists():
+            time.sleep(0.1)
+        child.send_signal(signal.SIGKILL)
+    assert child.returncode == -signal.SIGKILL, "the child ended by itself"
+    run("add.yaml", resume=True)
+    assert evaluations("runs/add")[-1]["correct"] >= 0.9
+
+
+@pytest.mark.slow
+def test_distillation_from_a_teacher_needs_fewer_samples_than_rewards(folder):
+    if not Path("runs/add-chat/report.html").exists():
+        run("add_chat.yaml")
+    run("add_chat.yaml", "data.source=runs/add-data/solutions.jsonl", "run.steps=300", "output=runs/add-teacher")
+    run("add_distill.yaml")
+    assert evaluations("runs/add-distill")[-1]["correct"] >= 0.95
+    samples = [load_yaml(EXAMPLES / name) for name in ("add.yaml", "add_distill.yaml")]
+    of_grpo, of_distillation = (
+        each["run"]["steps"] * each["data"]["groups"] * each["data"]["group_size"] for each in samples
+    )
+    assert of_distillation <= of_grpo / 2

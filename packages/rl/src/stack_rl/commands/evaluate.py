@@ -1,0 +1,95 @@
+"""`stack rl evaluate`: how a model does on the held-out tasks of a recipe."""
+
+import json as json_format
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from cyclopts import Parameter
+
+from stack_core.config import load_yaml, parse
+from stack_core.contracts.environments import Tasks, Trajectory
+from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.errors import ConfigError
+from stack_core.plugins import registries
+from stack_rl.episodes import Attempt, Player
+from stack_rl.rollouts import RolloutData
+
+__all__ = ["Played", "evaluate", "played"]
+
+Played = Mapping[str, float]
+"""How many tasks were played, and means over them: `reward`, `correct`, and the facts that every episode has."""
+
+
+def evaluate(
+    file: Path,
+    run: str,
+    /,
+    *,
+    samples: Annotated[int, Parameter(negative=())] = 0,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Play the held-out tasks of a recipe once, greedily: stack rl evaluate examples/add.yaml runs/add-chat
+
+    Args:
+      file: the YAML file of a run whose data are rollouts.
+      run: the model: a run, or another address that `stack generate` takes.
+      samples: print so many episodes, too.
+      json: print the means as JSON.
+    """
+    from stack_core.model_formats import open_for_generation  # imports jax, which `stack --help` should not wait for
+
+    data = _rollouts(load_yaml(file), file)
+    policy = open_for_generation(run)
+    tasks = data.environment.build(policy, seq_tokens=data.seq_tokens, seed=0)
+    episodes = played(data, policy, tasks)
+    means = _means(episodes)
+    if json:
+        print(json_format.dumps(means))
+        return
+    for each in episodes[:samples]:
+        print(f"{tasks.text(tuple(map(int, each.tokens)))}   {each.rewards.sum():.3g} {each.verdict or ''}")
+    print(", ".join(f"{name} {value:,.4g}" for name, value in means.items()))
+
+
+def played(data: RolloutData, policy: GenerativeCheckpoint, tasks: Tasks) -> list[Trajectory]:
+    """Every held-out task, played greedily, a batch of `data` at a time; episodes that fail are left out.
+
+    Raises:
+      ConfigError: no task is held out.
+      EnvironmentFailed: an environment or a reward failed, and `data.on_failure` is "stop".
+    """
+    if not tasks.held_out:
+        raise ConfigError("The environment holds no task out to evaluate on; set data.environment.held_out.")
+    engine = registries.engines[data.engine](policy)
+    engine.start()
+    player = Player(tasks, engine, seq_tokens=data.seq_tokens, on_failure=data.on_failure)
+    found: list[Trajectory | None] = []
+    try:
+        for first in range(0, tasks.held_out, data.batch_size):
+            numbers = range(first, min(first + data.batch_size, tasks.held_out))
+            attempts = [Attempt(number, number, held_out=True) for number in numbers]
+            found += player.play(attempts, seed=(0, first), greedy=True)
+    finally:
+        engine.close()
+    return [each for each in found if each is not None]
+
+
+def _means(episodes: Sequence[Trajectory]) -> Played:
+    common = set.intersection(*(set(each.facts) for each in episodes)) if episodes else set()
+    facts = {name: float(np.mean([each.facts[name] for each in episodes])) for name in sorted(common)}
+    return {
+        "tasks": len(episodes),
+        "reward": float(np.mean([each.rewards.sum() for each in episodes])),
+        "correct": float(np.mean([each.verdict == "correct" for each in episodes])),
+        **facts,
+    }
+
+
+def _rollouts(recipe: Mapping[str, Any], file: Path) -> RolloutData:
+    data = recipe.get("data")
+    kind = data.get("kind") if isinstance(data, Mapping) else None
+    if kind != "rollouts":
+        raise ConfigError(f"{file}: data.kind is {kind!r}; a recipe whose data.kind is 'rollouts' was expected.")
+    return parse(registries.batches[kind], data, path="data")

@@ -1,0 +1,102 @@
+"""Distillation on given text: the student's distribution at each token goes towards the teacher's."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from pydantic import Field, PositiveFloat
+
+from stack_core.config import config
+from stack_core.contracts.data import IGNORED_TARGET
+from stack_core.contracts.models import Head, LanguageModel
+from stack_core.contracts.training import Objective
+from stack_core.errors import ConfigError
+from stack_core.metrics import Metric, Metrics
+from stack_rl.math.distillation import forward_kl, generalized_jsd, reverse_kl
+from stack_rl.objectives.parts import MOST_LOGITS, by_parts
+
+__all__ = ["LogitDistillConfig", "token_divergences"]
+
+Divergence = Callable[[Float[Array, "*tokens vocab"], Float[Array, "*tokens vocab"]], Float[Array, "*tokens"]]
+
+
+@config
+class LogitDistillConfig:
+    """Distillation by logits: at every target, the student's whole distribution goes towards the teacher's.
+
+        l = T^2 KL(p_teacher || p) ("forward"), T^2 KL(p || p_teacher) ("reverse"), or
+        l = beta KL(p_teacher || m) + (1 - beta) KL(p || m), m = beta p_teacher + (1 - beta) p ("jsd")
+
+    Both distributions are at temperature T. It reads any data with targets, such as `data.kind: chat`, and `text`;
+    `distill` does it at what the student itself draws.
+
+    Attributes:
+      teacher: "run:DIRECTORY", a model with the student's vocabulary.
+      divergence: which one.
+      temperature: T.
+      beta: of "jsd".
+
+    Source: Hinton et al., Distilling the knowledge in a neural network, 2015 (arXiv:1503.02531), section 2; "jsd":
+    Agarwal et al., On-policy distillation of language models (GKD), 2023 (arXiv:2306.13649), equation 1.
+    """
+
+    teacher: str
+    name: Literal["logit_distill"] = "logit_distill"
+    divergence: Literal["forward", "reverse", "jsd"] = "forward"
+    temperature: PositiveFloat = 1.0
+    beta: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+
+    inputs: ClassVar[Mapping[str, str]] = MappingProxyType(
+        dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "batch seq")
+    )
+
+    def __post_init__(self) -> None:
+        if not self.teacher.startswith("run:"):
+            raise ConfigError(f"objective.teacher is {self.teacher!r}; name the teacher's run: run:DIRECTORY.")
+
+    @property
+    def companions(self) -> Mapping[str, str]:
+        return {"teacher": self.teacher}
+
+    def build(self) -> Objective:
+        return self
+
+    def __call__(
+        self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
+    ) -> tuple[jax.Array, Metrics]:
+        del key  # nothing is drawn
+        inputs = batch["tokens"], batch["positions"], batch["segment_ids"]
+        teacher: LanguageModel = companions["teacher"]
+        hidden, of_teacher = model(*inputs).hidden, teacher(*inputs).hidden
+        losses = token_divergences(model.head(), hidden, teacher.head(), of_teacher, self._divergence)
+        real = batch["targets"] != IGNORED_TARGET
+        count = jnp.sum(real.astype(losses.dtype))
+        loss = Metric.mean(jnp.sum(jnp.where(real, losses, 0)) / jnp.maximum(count, 1), count)
+        return loss.value, {"loss": loss}
+
+    @property
+    def _divergence(self) -> Divergence:
+        if self.divergence == "jsd":
+            return partial(generalized_jsd, beta=self.beta, temperature=self.temperature)
+        return partial(forward_kl if self.divergence == "forward" else reverse_kl, temperature=self.temperature)
+
+
+def token_divergences(
+    head: Head,
+    hidden: Float[Array, "batch seq embed"],
+    teacher_head: Head,
+    teacher_hidden: Float[Array, "batch seq teacher_embed"],
+    divergence: Divergence,
+    *,
+    most_logits: int = MOST_LOGITS,
+) -> Float[Array, "batch seq"]:
+    """The divergence at every token; logits are formed part by part, and the teacher gets no gradient."""
+
+    def of_part(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+        return divergence(head.logits(ours), jax.lax.stop_gradient(teacher_head.logits(theirs)))
+
+    return by_parts(of_part, hidden, teacher_hidden, vocab=head.weight.shape[-1], most_logits=most_logits)

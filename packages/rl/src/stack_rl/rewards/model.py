@@ -1,0 +1,103 @@
+"""Rewards by a reward model that a run trained, `reward: run:DIRECTORY`."""
+
+import asyncio
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from stack_core.contracts.data import Tokenizer
+from stack_core.contracts.environments import Completion
+from stack_core.errors import DataError
+from stack_core.model_formats import open_for_generation, open_further
+
+__all__ = ["ModelReward"]
+
+_ROWS: Final = 64
+_SMALLEST_BUCKET: Final = 16
+
+
+class ModelReward:
+    """Scores answers by the head of a reward model at their last token, without the token that ends them.
+
+    That is where `reward_model` trained it. The model reads the tokens that the policy drew, so its tokenizer has to be
+    the policy's. All answers that end a turn together are scored together, in batches of one number of rows; a
+    power of two of tokens is one program.
+
+    Args:
+      address: of the run, or of another directory that holds a reward model.
+
+    Raises:
+      ConversionError: the run trained no reward model.
+      StackError: its checkpoint cannot be read.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._model = open_for_generation(address)
+        self._params = self._model.load_params()
+        embed, _ = jax.eval_shape(lambda params: self._model.model(params).head().weight, self._params).shape
+        shapes = {"kernel": (embed,), "bias": ()}
+        self._head = open_further(
+            address, "reward", {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+        )
+        self._scores = jax.jit(self._scored)
+        self._waiting: list[tuple[tuple[int, ...], asyncio.Future[float]]] = []
+
+    def check(self, tokenizer: Tokenizer | None) -> None:
+        """Raises a DataError where the policy's tokenizer is not the reward model's own."""
+        own = self._model.tokenizer
+        if tokenizer is None or own is None or not _same_tokens(own, tokenizer):
+            raise DataError(
+                f"Reward model {self.address} reads tokens of another tokenizer than the policy's. Train it from the "
+                "model that the policy starts from."
+            )
+
+    async def __call__(self, completion: Completion) -> float:
+        answer = completion.tokens[:-1] if completion.is_finished else completion.tokens
+        found = asyncio.get_running_loop().create_future()
+        self._waiting.append(((*completion.prompt_tokens, *answer), found))
+        if len(self._waiting) == 1:  # the others of this turn come before the loop calls this
+            asyncio.get_running_loop().call_soon(self._score_waiting)
+        return await found
+
+    def _score_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        try:
+            scores = [score for first in range(0, len(waiting), _ROWS) for score in self._of(waiting[first:][:_ROWS])]
+        except Exception as error:  # Whoever waits gets it.
+            for _, found in waiting:
+                found.set_exception(error)
+            return
+        for (_, found), score in zip(waiting, scores, strict=True):
+            found.set_result(score)
+
+    def _of(self, rows: list[tuple[tuple[int, ...], Any]]) -> list[float]:
+        longest = max(len(tokens) for tokens, _ in rows)
+        seq = min(max(_SMALLEST_BUCKET, 1 << (longest - 1).bit_length()), self._model.max_positions)
+        if longest > seq:
+            raise DataError(
+                f"An answer and its prompt have {longest} tokens, but reward model {self.address} reads {seq}. Lower "
+                "data.seq_tokens."
+            )
+        tokens, lengths = np.zeros((_ROWS, seq), np.int32), np.ones(_ROWS, np.int32)
+        for row, (each, _) in enumerate(rows):
+            tokens[row, : len(each)], lengths[row] = each, len(each)
+        return np.asarray(self._scores(self._params, self._head, tokens, lengths))[: len(rows)].tolist()
+
+    def _scored(
+        self, params: Any, head: Any, tokens: Int[Array, "rows seq"], lengths: Int[Array, " rows"]
+    ) -> Float[Array, " rows"]:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
+        hidden = self._model.model(params)(tokens, positions, segment_ids).hidden
+        last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        return last.astype(jnp.float32) @ head["kernel"] + head["bias"]
+
+
+def _same_tokens(ours: Tokenizer, theirs: Tokenizer) -> bool:
+    return ours.vocab_size == theirs.vocab_size and all(
+        ours.token_bytes(token) == theirs.token_bytes(token) for token in range(ours.vocab_size)
+    )

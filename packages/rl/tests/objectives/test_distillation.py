@@ -1,0 +1,76 @@
+"""Distillation by logits against NumPy, its gradient against central differences."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core.contracts.data import IGNORED_TARGET
+from stack_core.contracts.training import NeedsCompanions
+from stack_core.errors import ConfigError
+from stack_rl.math.distillation import forward_kl
+from stack_rl.objectives.distillation import LogitDistillConfig, token_divergences
+
+from .test_judgements import differences
+from .test_preference import EMBED, VOCAB, Bigrams
+
+RNG = np.random.default_rng(2)
+EMBEDDING, WEIGHT, TEACHER = (RNG.normal(0, 1, shape) for shape in ((VOCAB, EMBED), (EMBED, VOCAB), (EMBED, VOCAB)))
+TOKENS, TARGETS = RNG.integers(VOCAB, size=(2, 3, 6))
+TARGETS[:, :2] = TARGETS[2] = IGNORED_TARGET
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    powers = np.exp(logits - logits.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def expected(config: LogitDistillConfig, weight: np.ndarray) -> float:
+    student, teacher = (softmax(EMBEDDING[TOKENS] @ each / config.temperature) for each in (weight, TEACHER))
+    mixed = config.beta * teacher + (1 - config.beta) * student
+    square = config.temperature**2
+    of_tokens = {
+        "forward": square * (teacher * np.log(teacher / student)).sum(-1),
+        "reverse": square * (student * np.log(student / teacher)).sum(-1),
+        "jsd": config.beta * (teacher * np.log(teacher / mixed)).sum(-1)
+        + (1 - config.beta) * (student * np.log(student / mixed)).sum(-1),
+    }[config.divergence]
+    return float(of_tokens[TARGETS != IGNORED_TARGET].mean())
+
+
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
+def test_the_loss_is_the_divergence_from_the_teacher_at_the_targets(divergence: Any) -> None:
+    config = LogitDistillConfig(teacher="run:runs/teacher", divergence=divergence, temperature=1.5, beta=0.3)
+    objective = config.build()
+    assert isinstance(objective, NeedsCompanions)
+    assert objective.companions == {"teacher": "run:runs/teacher"}
+    weight, teacher = (each.astype(np.float32).astype(np.float64) for each in (WEIGHT, TEACHER))
+    with jax.enable_x64(True):
+        batch = {name: jnp.asarray(value, jnp.int32) for name, value in {"tokens": TOKENS, "targets": TARGETS}.items()}
+        batch |= {"positions": batch["tokens"], "segment_ids": batch["tokens"]}
+
+        def loss(weight: jax.Array) -> Any:
+            of = Bigrams(jnp.asarray(EMBEDDING), weight)
+            return objective(of, batch, key=jax.random.key(0), teacher=Bigrams(of.embedding, jnp.asarray(teacher)))
+
+        (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(weight))
+    # Heads give float32 logits.
+    assert float(value) == pytest.approx(expected(config, weight), rel=1e-5)
+    assert float(metrics["loss"].weight) == 2 * 4
+    np.testing.assert_allclose(gradient, differences(lambda each: expected(config, each), weight), rtol=1e-4, atol=1e-6)
+
+
+def test_parts_of_the_tokens_make_no_difference() -> None:
+    hidden = jnp.asarray(RNG.normal(0, 1, (2, 6, EMBED)), jnp.float32)
+    head, teacher = (Bigrams(None, jnp.asarray(each, jnp.float32)).head() for each in (WEIGHT, TEACHER))
+    whole, parts = (
+        token_divergences(head, hidden, teacher, hidden, forward_kl, most_logits=most) for most in (1 << 24, 2 * VOCAB)
+    )
+    np.testing.assert_allclose(whole, parts, rtol=1e-6)
+
+
+def test_a_teacher_is_a_run() -> None:
+    with pytest.raises(ConfigError, match="name the teacher's run"):
+        LogitDistillConfig(teacher="init")

@@ -1,0 +1,169 @@
+"""`ragged_dot` on TPUs: the grouped product of the jax wheel, megablox.
+
+The kernel takes whole tiles of rows and leaves the rows after all groups unwritten. Here rows are padded to tiles,
+sizes are cut off at the last row, and the rows after all groups get zeros.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stack_core.abi import OpCall, OpImplementation
+from stack_core.hardware import Chip
+from stack_kernels.cpu import takes_no, unquantized
+from stack_kernels.untyped import untyped
+
+__all__ = ["MEGABLOX", "GroupedTiles", "megablox"]
+
+_DTYPES = ("bfloat16", "float32")
+_SUBLANES = 16  # bf16 is laid out in tiles of 16 rows
+_SIZES = (1024, 512, 256, 128)
+_MOST_ROWS = 512
+_VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a kernel has by default on the smallest chip
+
+
+@dataclass(frozen=True)
+class GroupedTiles:
+    """How large a tile of rows, of d_in and of d_out is, at most."""
+
+    rows: int
+    d_in: int
+    d_out: int
+
+
+def megablox(*, interpret: bool = False) -> OpImplementation:
+    """The implementation; interpreted, it runs on any device, operation by operation."""
+    return OpImplementation(
+        "ragged_dot",
+        "megablox",
+        lambda **call: _forward(**call, interpret=interpret),
+        lambda *gradient, **settings: _backward(*gradient, **settings, interpret=interpret),
+        platforms=("tpu",),
+        supports=_supports,
+        default=lambda call, chip: next(_space(call, chip)),
+        space=_space,
+        is_opaque=True,
+    )
+
+
+def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
+    if (plain := unquantized(call, chip)) is not True:
+        return plain
+    if (refused := takes_no(call, "bias")) is not True:
+        return refused
+    lhs, rhs = call.arrays["lhs"], call.arrays["rhs"]
+    problems = {
+        f"it takes {' or '.join(_DTYPES)}, not {lhs.dtype.name}": lhs.dtype.name not in _DTYPES,
+        "there is no row, or matrices are empty": lhs.size * rhs.size == 0,
+    }
+    return next((reason for reason, applies in problems.items() if applies), True)
+
+
+def _space(call: OpCall, chip: Chip) -> Iterator[GroupedTiles]:
+    """Tiles that fit into VMEM, operands held twice while the next ones are fetched; large and square ones first."""
+    lhs, rhs = call.arrays["lhs"], call.arrays["rhs"]
+    of_rows, of_in, of_out = (_tile_sizes(size) for size in (lhs.shape[0], *rhs.shape[1:]))
+    tiles = [
+        GroupedTiles(rows, d_in, d_out)
+        for rows in of_rows
+        for d_in in of_in
+        for d_out in of_out
+        if rows <= _MOST_ROWS and _held_bytes(rows, d_in, d_out, lhs.dtype.itemsize) <= _VMEM_BYTES
+    ]
+    yield from sorted(tiles, key=lambda tile: (-tile.rows * tile.d_in * tile.d_out, abs(tile.d_in - tile.d_out)))
+
+
+def _tile_sizes(size: int) -> list[int]:
+    """Sizes of tiles that waste less than half of the last one, the largest first."""
+    return [of_tile for of_tile in _SIZES if of_tile < 2 * size] or [_SIZES[-1]]
+
+
+def _held_bytes(rows: int, d_in: int, d_out: int, itemsize: int) -> int:
+    """The larger of the two passes: the gradient of the matrices accumulates d_in x d_out, and widens both operands."""
+    operands, result = rows * (d_in + d_out), d_in * d_out
+    return operands * (2 * itemsize + 4) + result * (2 * itemsize + 4)
+
+
+def _forward(
+    *, lhs: Any, rhs: Any, group_sizes: Any, bias: None, wants: Any, config: GroupedTiles, interpret: bool
+) -> tuple[Any, Mapping[str, Any]]:
+    del bias, wants
+    return _multiply(lhs, rhs, _cut(group_sizes, len(lhs)), config, transposed=False, interpret=interpret), {}
+
+
+def _backward(
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    outputs: Any,
+    residuals: Mapping[str, Any],
+    cotangents: Any,
+    *,
+    wants: frozenset[str],
+    config: GroupedTiles,
+    interpret: bool,
+) -> Mapping[str, Any]:
+    lhs, rhs = arrays["lhs"], arrays["rhs"]
+    sizes, found = _cut(arrays["group_sizes"], len(lhs)), {}
+    if "lhs" in wants:
+        found["lhs"] = _multiply(cotangents, rhs, sizes, config, transposed=True, interpret=interpret)
+    if "rhs" in wants:
+        found["rhs"] = _outer_products(lhs, cotangents, sizes, config, interpret=interpret)
+    return found
+
+
+def _multiply(rows: Any, matrices: Any, sizes: Any, config: GroupedTiles, *, transposed: bool, interpret: bool) -> Any:
+    """Each row times the matrix of its group, or times its transpose; zeros after the last group."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    of_sums, of_results = (config.d_out, config.d_in) if transposed else (config.d_in, config.d_out)
+    widths = matrices.shape[:0:-1] if transposed else matrices.shape[1:]
+    tile = _rows_of_tile(len(rows), config)
+    product = functools.partial(
+        gmm,
+        preferred_element_type=rows.dtype,
+        tiling=(tile, min(of_sums, widths[0]), min(of_results, widths[1])),
+        transpose_rhs=transposed,
+        interpret=interpret,
+    )
+    found = _untyped(product, _padded(rows, tile), matrices, sizes)[: len(rows)]
+    return jnp.where(jnp.arange(len(rows))[:, None] < jnp.sum(sizes), found, 0)
+
+
+def _outer_products(lhs: Any, cotangent: Any, sizes: Any, config: GroupedTiles, *, interpret: bool) -> Any:
+    """[groups, d_in, d_out]: the gradient of each group's matrix."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    tile = _rows_of_tile(len(lhs), config)
+    product = functools.partial(
+        tgmm,
+        preferred_element_type=lhs.dtype,
+        tiling=(tile, min(config.d_in, lhs.shape[1]), min(config.d_out, cotangent.shape[1])),
+        interpret=interpret,
+    )
+    return _untyped(product, _padded(lhs, tile).T, _padded(cotangent, tile), sizes)
+
+
+def _untyped(product: Any, *arrays: Any) -> Any:
+    with jax.numpy_dtype_promotion("standard"):  # the library's own arithmetic on tiles
+        return untyped(product, *arrays)
+
+
+def _cut(group_sizes: Any, rows: int) -> Any:
+    """The sizes in int32, without what exceeds the rows."""
+    ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows)
+    return jnp.diff(ends, prepend=0).astype(jnp.int32)
+
+
+def _rows_of_tile(rows: int, config: GroupedTiles) -> int:
+    return min(config.rows, -(-rows // _SUBLANES) * _SUBLANES)
+
+
+def _padded(rows: Any, tile: int) -> Any:
+    return jnp.pad(rows, ((0, -len(rows) % tile), (0, 0)))
+
+
+MEGABLOX = megablox()

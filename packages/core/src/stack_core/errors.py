@@ -10,6 +10,9 @@
     ├── ShardingError          logical axes that collide or do not divide
     ├── HardwareError          a device that is missing or unknown
     ├── BenchmarkError         a measurement that cannot be taken, read or compared
+    ├── ClusterError           hosts that cannot be joined, do not fit together, or are gone
+    │   ├── FormationLost          an array or a call of processes that have ended
+    │   └── RunGivenUp             a run that fails again and again; says where and by what
     ├── DataError              a data source that is empty, unreadable or malformed
     ├── ConversionError        weights that do not match the model they are meant for
     ├── RunDirectoryError      a run directory that is busy, taken or missing
@@ -46,6 +49,7 @@ __all__ = [
     "CheckpointDamaged",
     "CheckpointError",
     "CheckpointIncomplete",
+    "ClusterError",
     "ConfigError",
     "ConversionError",
     "DataError",
@@ -53,6 +57,7 @@ __all__ = [
     "EngineBusy",
     "EngineStopped",
     "EnvironmentFailed",
+    "FormationLost",
     "GenerationError",
     "HardwareError",
     "InferenceError",
@@ -61,6 +66,7 @@ __all__ = [
     "NonFiniteLoss",
     "PluginError",
     "RunDirectoryError",
+    "RunGivenUp",
     "ShapeError",
     "ShardingError",
     "StackError",
@@ -106,6 +112,15 @@ class HardwareError(StackError): ...
 
 
 class BenchmarkError(StackError): ...
+
+
+class ClusterError(StackError): ...
+
+
+class FormationLost(ClusterError): ...
+
+
+class RunGivenUp(ClusterError): ...
 
 
 class DataError(StackError): ...

@@ -10,11 +10,13 @@ __all__ = [
     "CheckpointSkipped",
     "EvaluationFinished",
     "Event",
+    "FormationFormed",
     "RunFailed",
     "RunFinished",
     "RunStarted",
     "StepFinished",
     "StepStarted",
+    "WorkerDied",
 ]
 
 
@@ -115,3 +117,27 @@ class RunFailed(Event):
     """The run ends before its last step, by an error or by Ctrl-C."""
 
     error: BaseException
+
+
+@dataclass(frozen=True)
+class FormationFormed(Event):
+    """The workers of a run over several hosts were forked; `hosts` is where each rank is."""
+
+    number: int
+    hosts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WorkerDied(Event):
+    """A formation ends, and the next one goes on from the last checkpoint.
+
+    Attributes:
+      rank: of the worker that caused it; None where nobody can be blamed.
+      step: that was being done; None before the first.
+      reason: a sentence that names the culprit and its evidence.
+    """
+
+    rank: int | None
+    host: int | None
+    step: int | None
+    reason: str

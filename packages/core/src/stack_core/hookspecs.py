@@ -79,6 +79,11 @@ def stack_register_environments(registry: Registrar) -> None:
 
 
 @hookspec
+def stack_register_launchers(registry: Registrar) -> None:
+    """Launchers of agents, each a `Launcher` class made of a `ClusterConfig`."""
+
+
+@hookspec
 def stack_register_observers(registry: Registrar) -> None:
     """Observers, each a function from an `ObserverContext` to an `Observer`, or to None when it has nothing to do."""
 

@@ -51,6 +51,11 @@ def stack_register_chips(registry: Registrar) -> None:
 
 
 @hookimpl
+def stack_register_launchers(registry: Registrar) -> None:
+    registry.add("processes", "stack_core.launchers.processes:ProcessesLauncher")
+
+
+@hookimpl
 def stack_register_commands(registry: Registrar) -> None:
     registry.add("chips", "stack_core.commands.chips:chips", help="List chips and their peaks, and what is here.")
     registry.add("doctor", "stack_core.commands.doctor:doctor", help="Check this installation; say what to do.")

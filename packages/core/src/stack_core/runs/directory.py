@@ -12,6 +12,7 @@ A run called small:
     ├── report.html     curves and a summary, written at evaluations and at the end
     ├── changes.jsonl   what was changed when it was resumed, if anything was
     ├── ops.json        the implementation that each call of an op got, and why
+    ├── cluster/        of a run over several hosts: its journal, and what its workers printed
     └── run.lock        held by flock(2), which the kernel releases however its holder ends
 """
 
@@ -146,7 +147,9 @@ class RunDirectory:
                 f"{self.path} holds another run. Go on with it by --resume, or give this run an output of its own."
             )
         # A lock without a config is what a failed start leaves; anything else is not ours to fill.
-        if not resume and self.path.exists() and not self._lock.exists() and any(self.path.iterdir()):
+        # Nor is the record of the cluster that is about to do the run.
+        foreign = self.path.exists() and any(each.name != "cluster" for each in self.path.iterdir())
+        if not resume and foreign and not self._lock.exists():
             raise RunDirectoryError(f"{self.path} is not empty and holds no run. Choose a new or empty output.")
 
     @contextlib.contextmanager

@@ -21,6 +21,8 @@ def train(
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)],
     resume: Annotated[bool, Parameter(negative=())] = False,
     allow: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    hosts: int | None = None,
+    launcher: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Train a model: stack train run.yaml --run.steps 300 --model.layers 6
@@ -32,9 +34,13 @@ def train(
       overrides: --section.key VALUE, any number of them.
       resume: go on from the newest whole checkpoint of the run's directory.
       allow: a key that may differ from that of the run which goes on, or which this one starts from; may be repeated.
+      hosts: train over so many hosts, through failures of them (cluster.hosts).
+      launcher: what starts the agents on the hosts, such as processes (cluster.launcher).
       json: print the run's summary as JSON on standard output.
     """
-    mapping = apply_overrides(load_yaml(config), overrides_from(overrides))
+    named = {"cluster.hosts": hosts, "cluster.launcher": launcher}
+    given = [f"{key}={value}" for key, value in named.items() if value is not None]
+    mapping = apply_overrides(load_yaml(config), [*overrides_from(overrides), *given])
     import jax
 
     from stack_train.run.config import RunConfig  # imports jax, which a mistyped file should not wait for
@@ -43,6 +49,8 @@ def train(
 
     keep_compiled()
     wanted = parse(RunConfig, with_model_of_start(mapping))
+    if wanted.cluster.hosts is not None:
+        from stack_train.run.cluster import train_on_cluster as run
     summary = run(wanted, resume=resume, allow=allow, terminal=sys.stderr.isatty())
     if json and jax.process_index() == 0:
         print(json_format.dumps(dataclasses.asdict(summary), default=str))

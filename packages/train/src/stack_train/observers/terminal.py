@@ -12,9 +12,11 @@ from stack_core.events import (
     CheckpointSkipped,
     EvaluationFinished,
     Event,
+    FormationFormed,
     RunFinished,
     RunStarted,
     StepFinished,
+    WorkerDied,
 )
 from stack_core.runs.event_bus import ObserverContext
 
@@ -95,6 +97,15 @@ class TerminalObserver:
     @observe.register
     def _(self, event: RunFinished) -> None:
         self._print(f"finished at step {event.step:,}")
+
+    @observe.register
+    def _(self, event: FormationFormed) -> None:
+        hosts = len(event.hosts)
+        self._print(f"formation {event.number}: {hosts} {'host' if hosts == 1 else 'hosts'}")
+
+    @observe.register
+    def _(self, event: WorkerDied) -> None:
+        self._print(f"lost {event.reason}; going on from the last checkpoint")
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False)

@@ -11,6 +11,7 @@ from stack_core.mesh import MeshConfig
 from stack_core.plugins import registries
 from stack_core.runs.directory import RunDirectory
 from stack_core.runs.processes import ProcessesConfig
+from stack_core.runtime.config import ClusterConfig
 from stack_train.checkpoint import CheckpointConfig
 from stack_train.data.kinds.text import TextData
 from stack_train.objectives import CausalLMConfig
@@ -56,6 +57,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     mesh: MeshConfig = MeshConfig()
     processes: ProcessesConfig = ProcessesConfig()
+    cluster: ClusterConfig = ClusterConfig()
     sections: Annotated[Mapping[str, Any], Sections(registries.sections)] = Field(default_factory=dict)
 
 

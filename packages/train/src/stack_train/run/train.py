@@ -20,8 +20,10 @@ from stack_core.mesh import check_shardings
 from stack_core.plugins import registries
 from stack_core.runs.event_bus import EventBus, ObserverContext, observers_from
 from stack_core.runs.signals import stop_requests
+from stack_core.runtime.worker import current_worker
 from stack_train.adapters import read_adapters
 from stack_train.checkpoint import CheckpointDirectory, CheckpointStore, FrozenRecord
+from stack_train.observers.terminal import TerminalObserver
 from stack_train.run.config import RunConfig
 from stack_train.run.loop import RunSummary, TrainingLoop
 from stack_train.run.memory import compile_fitting, out_of_memory
@@ -170,6 +172,8 @@ def _observed(run: Run, *, terminal: bool) -> Iterator[EventBus]:
     """The bus of all registered observers; tells them when the run fails."""
     context = ObserverContext(run.directory.path, run.config, terminal)
     observers = observers_from(registries.observers, context) if run.processes.first else []
+    if (worker := current_worker()) is not None:  # whose driver watches every rank, and draws for all
+        observers = [*(each for each in observers if not isinstance(each, TerminalObserver)), worker]
     with EventBus(observers) as bus:
         try:
             yield bus

@@ -1,0 +1,1 @@
+"""Launchers: how agents are started on hosts, one file each."""

@@ -1,0 +1,310 @@
+"""The agent of a host: forks workers, watches them, and tells the driver. `python -m stack_core.runtime.agent`.
+
+It imports what workers need, dials the driver, and dials again for `orphan_s` after it lost it, so that another driver
+can attach. It has one thread, as only such a process forks safely, and never blocks on the driver or on a worker.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from stack_core.contracts.launching import Invitation
+from stack_core.errors import StackError
+from stack_core.runtime.channel import ChannelClosed, Link, Message, dial
+from stack_core.runtime.config import parsed_address
+from stack_core.runtime.versions import installed
+from stack_core.runtime.worker import Order, work
+from stack_core.runtime.zygote import Child, die_with_parent, fork, state_of
+
+__all__ = ["Agent", "invitation_json", "main", "prepared"]
+
+_REDIAL_S = 0.2
+_LOOK_S = 0.25  # from one look at the states of workers to the next
+_PORTS = range(20_000, 32_000)  # below those that the kernel gives to outgoing connections
+_MOST_LOG_BYTES = 1 << 20
+
+
+@dataclass
+class _Held:
+    """A worker of this host, with what was last heard of it."""
+
+    order: Order
+    child: Child
+    said: bytearray = field(default_factory=bytearray)
+    facts: dict[str, Any] = field(default_factory=dict)
+    stopped_since_s: float | None = None
+
+
+class Agent:
+    """Serves one driver after the other, until told to exit or orphaned for too long."""
+
+    def __init__(self, invitation: Invitation, facts: Mapping[str, Any]) -> None:
+        self._invitation = invitation
+        self._facts = facts
+        self._address = parsed_address(invitation.address)
+        self._token = bytes.fromhex(invitation.token)
+        self._selector = selectors.DefaultSelector()
+        self._link: Link | None = None
+        self._held: dict[int, _Held] = {}  # by pid
+        self._orphaned_since_s = time.monotonic()
+        self._look_s = 0.0
+        self._leaving = False
+        self.refusal: str | None = None
+
+    def serve(self) -> None:
+        """Returns when the driver says so, or was away for `orphan_s`; no worker is left then."""
+        try:
+            while not self._leaving:
+                if self._link is None:
+                    self._dial()
+                for key, _ in self._selector.select(_REDIAL_S if self._link is None else _LOOK_S):
+                    if key.fd in self._selector.get_map():  # an earlier one may have closed it
+                        key.data()
+                self._look()
+                self._write()
+        finally:
+            self._end_workers(None)
+
+    def _dial(self) -> None:
+        try:
+            link = dial(self._address, self._token)
+        except (OSError, ChannelClosed) as error:
+            if time.monotonic() - self._orphaned_since_s > self._invitation.orphan_s:
+                self.refusal = f"No driver was at {self._invitation.address} for {self._invitation.orphan_s} s: {error}"
+                self._leaving = True
+            return
+        self._link = link
+        self._selector.register(link, selectors.EVENT_READ, self._read)
+        hello = {**self._facts, "host": self._invitation.host, "pid": os.getpid(), "name": socket.gethostname()}
+        hello["at"] = link.socket.getsockname()[0]
+        self._tell(hello={"role": "agent", **hello, "workers": [held.facts for held in self._held.values()]})
+
+    def _read(self) -> None:
+        assert self._link is not None, "registered with it"
+        try:
+            for message in self._link.read():
+                self._obey(message)
+        except ChannelClosed:
+            self._lose_driver()
+
+    def _write(self) -> None:
+        if self._link is not None:
+            try:
+                self._link.flush()
+            except ChannelClosed:
+                self._lose_driver()
+
+    def _lose_driver(self) -> None:
+        if self._link is not None:
+            self._selector.unregister(self._link)
+            self._link.close()
+            self._link = None
+            self._orphaned_since_s = time.monotonic()
+
+    def _tell(self, **message: Any) -> None:
+        """Tells the driver; what nobody hears stays in the facts of the workers, which the next one is told."""
+        if self._link is None:
+            return
+        try:
+            self._link.send(message)
+        except ChannelClosed:
+            self._lose_driver()
+
+    def _obey(self, message: Message) -> None:
+        if not isinstance(message, dict):
+            return
+        if "ping" in message:
+            self._tell(
+                pong=message["ping"], steps={str(pid): held.facts.get("step") for pid, held in self._held.items()}
+            )
+        if "port" in message:
+            self._tell(port=_free_port(self._link), ask=message["port"])
+        if "fork" in message:
+            self._fork(Order(**message["fork"]))
+        if "signal" in message:
+            self._signal(message["signal"]["formation"], message["signal"]["number"])
+        if "end" in message:
+            self._end_workers(message["end"])
+            self._tell(ended=message["end"])
+        if "refused" in message:
+            self.refusal = message["refused"]
+        if "exit" in message:
+            self._leaving = True
+
+    def _fork(self, order: Order) -> None:
+        child = fork(lambda out: work(order, out))
+        facts = {"formation": order.formation, "rank": order.rank, "pid": child.pid, "status": "running"}
+        self._held = {pid: each for pid, each in self._held.items() if each.order.formation == order.formation}
+        held = self._held[child.pid] = _Held(order, child, facts=facts)
+        self._selector.register(child.said, selectors.EVENT_READ, lambda: self._hear(held))
+        self._selector.register(child.printed, selectors.EVENT_READ, lambda: self._log(held))
+        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._bury(held))
+        self._tell(worker=facts)
+
+    def _hear(self, held: _Held) -> None:
+        data = _read_all(held.child.said)
+        if data is None:
+            self._forget(held.child.said)
+            return
+        held.said += data
+        *lines, rest = held.said.split(b"\n")
+        held.said = bytearray(rest)
+        for line in lines:
+            with contextlib.suppress(ValueError):  # the last line of one that was killed while it wrote
+                self._note(held, json.loads(line))
+
+    def _note(self, held: _Held, said: dict[str, Any]) -> None:
+        """Keeps what a driver that attaches must know; passes on what this one should."""
+        facts = held.facts
+        facts.update({key: said[key] for key in ("result", "error") if key in said})
+        if "step" in said:
+            facts["step"] = said["step"]
+        event = said.get("event")
+        if event is not None:
+            if event["event"] == "RunStarted":
+                facts["started"] = event
+            self._tell(event=event, formation=held.order.formation, rank=held.order.rank)
+        elif "step" in said:
+            if said["completed"] and held.order.rank == 0:
+                self._tell(step=said["step"], formation=held.order.formation, rank=held.order.rank)
+        elif "say" in said:
+            self._tell(say=said["say"], formation=held.order.formation, rank=held.order.rank)
+        else:
+            self._tell(worker=facts)
+
+    def _log(self, held: _Held) -> None:
+        data = _read_all(held.child.printed)
+        if data is None:
+            self._forget(held.child.printed)
+        elif self._link is not None and self._link.waiting_bytes < _MOST_LOG_BYTES:
+            text = data.decode(errors="replace")
+            self._tell(log=text, formation=held.order.formation, rank=held.order.rank)
+
+    def _bury(self, held: _Held) -> None:
+        """Takes the last words of a worker that has ended, and tells how it ended."""
+        _, status = os.waitpid(held.child.pid, 0)
+        for descriptor, take in ((held.child.said, self._hear), (held.child.printed, self._log)):
+            if descriptor in self._selector.get_map():
+                take(held)
+        code = os.waitstatus_to_exitcode(status)
+        held.facts.update(status="done" if code == 0 and "result" in held.facts else "dead", exit_status=code)
+        for descriptor in (held.child.said, held.child.printed, held.child.pidfd):
+            self._forget(descriptor)
+        held.child.close()
+        self._tell(worker=held.facts)
+
+    def _forget(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(descriptor)
+
+    def _look(self) -> None:
+        """Looks which workers a signal has stopped."""
+        now_s = time.monotonic()
+        if now_s < self._look_s:
+            return
+        self._look_s = now_s + _LOOK_S
+        for held in self._alive():
+            if state_of(held.child.pid) != "T":
+                if held.facts.pop("stopped_s", None) is not None:
+                    self._tell(worker=held.facts)
+                held.stopped_since_s = None
+                continue
+            held.stopped_since_s = held.stopped_since_s or now_s
+            held.facts["stopped_s"] = now_s - held.stopped_since_s
+            self._tell(worker=held.facts)
+
+    def _alive(self, formation: int | None = None) -> list[_Held]:
+        return [
+            held
+            for held in self._held.values()
+            if held.facts["status"] == "running" and formation in (None, held.order.formation)
+        ]
+
+    def _signal(self, formation: int, number: int) -> None:
+        for held in self._alive(formation):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(held.child.pid, number)
+
+    def _end_workers(self, formation: int | None) -> None:
+        """Kills the workers of a formation, or all, and waits for them."""
+        doomed = self._alive(formation)
+        for held in doomed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(held.child.pid, signal.SIGKILL)
+        for held in doomed:
+            self._bury(held)
+        self._held = {pid: held for pid, held in self._held.items() if held not in doomed}
+
+
+def _read_all(descriptor: int) -> bytes | None:
+    """What a pipe holds now; None at its end."""
+    parts = []
+    while True:
+        try:
+            data = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            break
+        if not data:
+            return b"".join(parts) or None
+        parts.append(data)
+    return b"".join(parts)
+
+
+def _free_port(link: Link | None) -> int:
+    """A port of this host that nobody listens at, where the kernel puts no outgoing connection."""
+    host = link.socket.getsockname()[0] if link is not None else "127.0.0.1"
+    while True:
+        port = random.choice(_PORTS)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with contextlib.suppress(OSError), socket.create_server((host, port), family=family):
+            return port
+
+
+def prepared(preload: tuple[str, ...]) -> dict[str, Any]:
+    """Imports what workers need, and returns the facts of this host; an import that fails is its "problem"."""
+    problem = None
+    try:
+        for module in preload:
+            importlib.import_module(module)
+    except Exception as error:  # a module may fail in any way, and the driver must hear of it
+        problem = f"it cannot import {module}: {type(error).__name__}: {error}"
+    gc.collect()
+    gc.freeze()  # what forks share stays shared
+    return {**installed(), "problem": problem}
+
+
+def main() -> None:
+    """Reads an invitation, as JSON, from standard input and serves."""
+    parent = os.getppid()
+    fields = json.loads(sys.stdin.readline())
+    invitation = Invitation(**{**fields, "preload": tuple(fields.get("preload", ()))})
+    if invitation.follows_parent:
+        die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, which tells the workers
+    agent = Agent(invitation, prepared(invitation.preload))
+    try:
+        agent.serve()
+    except StackError as error:
+        sys.exit(f"stack agent: {error}")
+    if agent.refusal:
+        sys.exit(f"stack agent: {agent.refusal}")
+
+
+def invitation_json(invitation: Invitation) -> str:
+    """The line that an agent reads from standard input."""
+    return json.dumps(asdict(invitation)) + "\n"
+
+
+if __name__ == "__main__":
+    main()

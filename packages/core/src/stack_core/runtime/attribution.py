@@ -1,0 +1,130 @@
+"""Tells the cause of a formation's end from its casualties. Pure.
+
+When one process dies, its peers follow within milliseconds, by "connection reset", by an abort of JAX's runtime, or
+because the driver ends them, and any of them may be seen first. So the driver gathers what dies within a moment and
+asks here who began.
+"""
+
+import signal
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from stack_core.runtime.formation import Formation, Member
+
+__all__ = ["Failure", "attributed"]
+
+Kind = Literal["lost host", "signal", "stopped", "error", "exit", "hang"]
+
+_CASUALTIES = (
+    "has lost another process",
+    "of this run failed",
+    "Gloo",
+    "Connection closed by peer",
+    "Connection reset",
+    "Socket closed",
+    "NCCL",
+    "UNAVAILABLE",
+    "coordination service",
+    "DEADLINE_EXCEEDED",
+    "heartbeat",
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a formation ended.
+
+    Attributes:
+      rank: that began it; None for a hang that nobody can be blamed for.
+      step: the last that the formation began; None before its first.
+      mendable: an error of the user's, which another formation would meet again.
+      evidence: of the culprit: its message, traceback or signal.
+    """
+
+    kind: Kind
+    rank: int | None
+    host: int | None
+    step: int | None
+    evidence: str
+    mendable: bool = False
+    signal: str | None = None
+
+    def __str__(self) -> str:
+        who = "no single rank" if self.rank is None else f"rank {self.rank} on host {self.host}"
+        where = "before its first step" if self.step is None else f"at step {self.step}"
+        return f"{who}: {self.evidence} ({where})"
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What two failures have in common that are one: who, how and where."""
+        return (self.kind, self.rank, self.signal, self.step, self.evidence if self.kind == "error" else "")
+
+
+def attributed(formation: Formation, *, lost_hosts: Collection[int] = (), hangs_for_s: float | None = None) -> Failure:
+    """Names who began: a lost host, a signal from outside, a stopped worker, an error of its own, in this order.
+
+    Args:
+      lost_hosts: hosts whose agents are gone or silent.
+      hangs_for_s: how long the formation completed nothing, if that is why it ends.
+    """
+    candidates = sorted((_severity(member, lost_hosts), member.rank, member) for member in formation.members)
+    severity, _, culprit = candidates[0]
+    if severity == _INNOCENT or (severity == _CASUALTY and hangs_for_s is not None):
+        return _hang(formation, hangs_for_s or 0.0)
+    return _failure(formation, culprit, severity)
+
+
+_LOST, _SIGNAL, _STOPPED, _ERROR, _EXIT, _ABORT, _CASUALTY, _INNOCENT = range(8)
+
+
+def _severity(member: Member, lost_hosts: Collection[int]) -> int:
+    """How likely a member is the cause, the lowest first."""
+    if member.host in lost_hosts:
+        return _LOST
+    if member.stopped and member.status in ("starting", "running"):
+        return _STOPPED
+    if member.status != "dead":
+        return _INNOCENT
+    status = member.exit_status or 0
+    if member.error is not None:
+        return _CASUALTY if _is_casualty(member.error) else _ERROR
+    if status < 0:
+        return _ABORT if -status == signal.SIGABRT else _SIGNAL  # JAX aborts where its coordinator is gone
+    return _EXIT
+
+
+def _is_casualty(error: dict[str, Any]) -> bool:
+    return any(sign in str(error.get("message", "")) for sign in _CASUALTIES)
+
+
+def _failure(formation: Formation, culprit: Member, severity: int) -> Failure:
+    rank, host, step = culprit.rank, culprit.host, formation.step
+    if severity == _LOST:
+        return Failure("lost host", rank, host, step, "its agent is gone or answers nothing")
+    if severity == _STOPPED:
+        return Failure("stopped", rank, host, step, "a signal has stopped it", signal="SIGSTOP")
+    status = culprit.exit_status or 0
+    if culprit.error is not None:
+        said = culprit.error
+        evidence = f"{said.get('type')}: {said.get('message')}"
+        mendable = bool(said.get("mendable")) and severity == _ERROR
+        return Failure("error", rank, host, step, evidence, mendable=mendable)
+    if status < 0:
+        name = signal.Signals(-status).name
+        return Failure("signal", rank, host, step, f"ended by {name}", signal=name)
+    return Failure("exit", rank, host, step, f"exited with status {status} and no result")
+
+
+def _hang(formation: Formation, hangs_for_s: float) -> Failure:
+    """The member that is behind the others is the one that they wait for."""
+    behind = min(formation.members, key=lambda member: -1 if member.step is None else member.step)
+    steps = {member.step for member in formation.members}
+    blamed = behind if len(steps) > 1 else None
+    return Failure(
+        "hang",
+        None if blamed is None else blamed.rank,
+        None if blamed is None else blamed.host,
+        formation.step,
+        f"nothing was completed for {hangs_for_s:.1f} s",
+    )

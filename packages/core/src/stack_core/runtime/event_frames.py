@@ -1,0 +1,50 @@
+"""Events of a run as JSON, for observers in another process."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stack_core import events
+from stack_core.errors import ClusterError, TrainingError
+from stack_core.events import Event, RunFailed
+
+__all__ = ["from_frame", "to_frame"]
+
+
+def to_frame(event: Event) -> dict[str, Any]:
+    """{"event": the name of its class, and its fields}; an exception becomes its name and message."""
+    fields = {field.name: _plain(getattr(event, field.name)) for field in dataclasses.fields(event)}
+    return {"event": type(event).__name__, **fields}
+
+
+def from_frame(frame: Mapping[str, Any]) -> Event:
+    """The event that a frame holds.
+
+    Raises:
+      ClusterError: this stack-core knows no such event, or not with these fields.
+    """
+    fields = dict(frame)
+    name = fields.pop("event", None)
+    kind = getattr(events, str(name), None) if name in events.__all__ else None
+    if kind is None:
+        raise ClusterError(f"A worker told of the event {name!r}, which this stack-core does not know.")
+    if kind is RunFailed:
+        fields["error"] = TrainingError(str(fields.get("error")))
+    for field in dataclasses.fields(kind):
+        if field.type in (Path, "Path") and field.name in fields:
+            fields[field.name] = Path(fields[field.name])
+        elif field.name == "work" and field.name in fields:
+            fields[field.name] = tuple(fields[field.name])
+    try:
+        return kind(**fields)
+    except TypeError as error:
+        raise ClusterError(f"A worker told of the event {name!r} with other fields: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseException):
+        return f"{type(value).__name__}: {value}"
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,314 @@
+"""The driver's side of a cluster: listens, knows the agents, and hands out what they tell."""
+
+import contextlib
+import selectors
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stack_core.contracts.launching import Invitation, Launcher
+from stack_core.errors import ClusterError, ConfigError
+from stack_core.runtime.channel import ChannelClosed, Link, Message
+from stack_core.runtime.config import ClusterConfig, parsed_address
+from stack_core.runtime.versions import differing, installed
+
+__all__ = ["Host", "Hosts"]
+
+_GREETING_S = 10.0
+_MOST_STRANGERS = 64
+_STALL_S = 1.0
+_TURN_S = 0.1
+
+
+@dataclass
+class Host:
+    """One host, by its agent.
+
+    Attributes:
+      name: of the machine.
+      at: the address at which the host reaches the driver, and others reach it.
+      heard_s: when its agent last said anything, by the monotonic clock.
+    """
+
+    number: int
+    link: Link
+    pid: int
+    name: str
+    at: str
+    workers: list[dict[str, Any]] = field(default_factory=list)
+    heard_s: float = 0.0
+
+
+class Hosts:
+    """All hosts of a cluster.
+
+    Args:
+      count: how many there are to be.
+      address: where to listen; the attribute `address` is where it does.
+
+    Attributes:
+      misfits: why agents were refused.
+      strangers: how many connections did not hold the token.
+
+    Raises:
+      ConfigError: the address cannot be listened at.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        launcher: Launcher,
+        token: bytes,
+        *,
+        count: int,
+        address: str | None = None,
+        preload: Collection[str] = (),
+    ) -> None:
+        self._config = config
+        self._launcher = launcher
+        self._token = token
+        self._preload = tuple(preload)
+        self._selector = selectors.DefaultSelector()
+        self._listener = _listening(parsed_address(address or config.address))
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        host, port = self._listener.getsockname()[:2]
+        self.address = f"{host}:{port}"
+        self.count = count
+        self.present: dict[int, Host] = {}
+        self.strangers = 0
+        self.misfits: list[str] = []
+        self.arrivals: list[tuple[dict[str, Any], Link]] = []
+        self._facts = installed()
+        self._greeting: dict[Link, float] = {}
+        self._told: list[dict[str, Any]] = []
+        self._polled_s = self._pinged_s = time.monotonic()
+
+    def start(self, numbers: Collection[int]) -> None:
+        """Starts agents and returns when all are there.
+
+        Raises:
+          ClusterError: some did not come in `start_s`, or a host does not fit; names each.
+        """
+        for number in numbers:
+            self._launcher.start(number, self.invitation(number))
+        self.wait_for(numbers, self._config.start_s)
+
+    def invitation(self, number: int | None) -> Invitation:
+        return Invitation(self.address, self._token.hex(), number, self._config.orphan_s, self._preload)
+
+    def wait_for(self, numbers: Collection[int], timeout_s: float) -> None:
+        """Returns when the agents of these hosts are there; what others tell meanwhile is kept for `poll`."""
+        until_s = time.monotonic() + timeout_s
+        kept: list[dict[str, Any]] = []
+        while missing := [number for number in numbers if number not in self.present]:
+            kept += self.poll(_TURN_S)
+            if self.misfits:
+                raise ClusterError("\n".join(self.misfits))
+            problems = [f"host {each}: {said}" for each in missing if (said := self._launcher.problem(each))]
+            if problems:
+                raise ClusterError("An agent cannot start. " + "\n".join(problems))
+            if time.monotonic() > until_s:
+                strangers = f" {self.strangers} connections did not hold the token." if self.strangers else ""
+                raise ClusterError(
+                    f"Hosts {', '.join(map(str, missing))} of {self.count} did not come to {self.address} in "
+                    f"{timeout_s:g} s.{strangers} Look whether their agents run and reach this address, or raise "
+                    "cluster.start_s."
+                )
+        self._told = kept + self._told
+
+    def poll(self, timeout_s: float) -> list[dict[str, Any]]:
+        """What agents told since the last call, each with its "host"; a host that is gone is {"lost": reason}."""
+        told, self._told = self._told, []
+        for key, _ in self._selector.select(0 if told else timeout_s):
+            if key.fd in self._selector.get_map():
+                key.data()
+        self._look_after()
+        told += self._told
+        self._told = []
+        return told
+
+    def tell(self, number: int, **message: Any) -> None:
+        """Sends to the agent of a host; one that is gone is told about by `poll`."""
+        host = self.present.get(number)
+        if host is None:
+            return
+        try:
+            host.link.send(message)
+        except ChannelClosed as error:
+            self._lose(host, str(error))
+
+    def ask(self, number: int, question: str, timeout_s: float = 10.0) -> Any:
+        """The answer of an agent to `{question: ...}`; what else is told meanwhile is kept for `poll`.
+
+        Raises:
+          ClusterError: the host is gone, or does not answer.
+        """
+        until_s = time.monotonic() + timeout_s
+        self.tell(number, **{question: True})
+        kept: list[dict[str, Any]] = []
+        try:
+            while time.monotonic() < until_s and number in self.present:
+                for said in self.poll(_TURN_S):
+                    if said["host"] == number and "ask" in said:
+                        return said[question]
+                    kept.append(said)
+        finally:
+            self._told = kept + self._told
+        raise ClusterError(f"Host {number} is gone or does not answer.")
+
+    def end(self, number: int) -> None:
+        """Ends an agent by force, and with it its workers."""
+        host = self.present.get(number)
+        self._launcher.end(number, host.pid if host else None)
+        if host is not None:
+            self._forget(host)
+
+    def close(self, *, exit_agents: bool = True) -> None:
+        """Tells all agents to exit and waits for it; ends by force who does not."""
+        if exit_agents:
+            pids = {number: host.pid for number, host in self.present.items()}
+            for number in pids:
+                self.tell(number, exit=True)
+            until_s = time.monotonic() + 5.0
+            while self.present and time.monotonic() < until_s:
+                self.poll(_TURN_S)
+            for number in tuple(self.present):
+                self._launcher.end(number, pids[number])
+        for host in tuple(self.present.values()):
+            self._forget(host)
+        for link in tuple(self._greeting):
+            self._drop(link)
+        self._selector.close()
+        self._listener.close()
+        self._launcher.close()
+
+    def watch(self, link: Link, read: Callable[[], None]) -> None:
+        """Calls `read` during `poll` whenever a further connection can be read."""
+        self._selector.register(link, selectors.EVENT_READ, read)
+
+    def unwatch(self, link: Link) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(link)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it went away meanwhile
+            return
+        if len(self._greeting) >= _MOST_STRANGERS:
+            connection.close()
+            return
+        link = Link(connection, self._token, listening=True)
+        self._greeting[link] = time.monotonic() + _GREETING_S
+        self._selector.register(link, selectors.EVENT_READ, lambda: self._greet(link))
+        with contextlib.suppress(ChannelClosed):
+            link.flush()
+
+    def _greet(self, link: Link) -> None:
+        try:
+            messages = link.read()
+        except ChannelClosed:
+            self.strangers += not link.ready
+            self._drop(link)
+            return
+        if not messages:
+            return
+        first, *rest = messages
+        hello = first.get("hello") if isinstance(first, dict) else None
+        if not isinstance(hello, dict) or hello.get("role") not in ("agent", "worker"):
+            self._drop(link)
+            return
+        del self._greeting[link]
+        self._selector.unregister(link)
+        if hello["role"] == "worker":
+            self.arrivals.append((hello, link))
+        else:
+            self._admit(hello, link, rest)
+
+    def _admit(self, hello: Mapping[str, Any], link: Link, rest: list[Message]) -> None:
+        number = hello["host"]
+        if number is None:
+            number = next((each for each in range(self.count) if each not in self.present), self.count)
+        problem = self._misfit(number, hello)
+        if problem:
+            with contextlib.suppress(ChannelClosed):
+                link.send({"refused": problem, "exit": True})
+            link.close()
+            self.misfits.append(problem)
+            return
+        host = Host(number, link, hello["pid"], hello["name"], hello["at"], hello["workers"], time.monotonic())
+        self.present[number] = host
+        self._selector.register(link, selectors.EVENT_READ, lambda: self._read(host))
+        self._told.append({"came": True, "host": number, "workers": hello["workers"]})
+        self._told += [{**said, "host": number} for said in rest if isinstance(said, dict)]
+
+    def _misfit(self, number: int, hello: Mapping[str, Any]) -> str | None:
+        name = f"host {number} ({hello['name']})"
+        if number in self.present:
+            return f"{name} is there already, by the agent with pid {self.present[number].pid}."
+        if number >= self.count:
+            return f"{name} came, but this cluster has {self.count} hosts. Raise cluster.hosts, or start fewer."
+        if hello["problem"]:
+            return f"{name} cannot run this: {hello['problem']}"
+        lines = differing(name, hello, self._facts)
+        return "The hosts do not fit together:\n  " + "\n  ".join(lines) if lines else None
+
+    def _read(self, host: Host) -> None:
+        try:
+            messages = host.link.read()
+        except ChannelClosed as error:
+            self._lose(host, str(error))
+            return
+        host.heard_s = time.monotonic()
+        self._told += [{**said, "host": host.number} for said in messages if isinstance(said, dict)]
+
+    def _lose(self, host: Host, reason: str) -> None:
+        if self.present.get(host.number) is host:
+            self._forget(host, keep_pid=True)
+            self._told.append({"lost": reason, "host": host.number})
+
+    def _forget(self, host: Host, *, keep_pid: bool = False) -> None:
+        if keep_pid:
+            self._launcher.end(host.number, host.pid)  # who cannot be reached must not run on beside its successor
+        self.unwatch(host.link)
+        host.link.close()
+        self.present.pop(host.number, None)
+
+    def _look_after(self) -> None:
+        """Pings agents, and gives up the silent; after a stall of this process all get another chance."""
+        now_s = time.monotonic()
+        if now_s - self._polled_s > _STALL_S:
+            for host in self.present.values():
+                host.heard_s = now_s
+        self._polled_s = now_s
+        if now_s - self._pinged_s > self._config.silence_s / 4:
+            self._pinged_s = now_s
+            for number in tuple(self.present):
+                self.tell(number, ping=now_s)
+        for host in tuple(self.present.values()):
+            with contextlib.suppress(ChannelClosed):
+                host.link.flush()
+            if now_s - host.heard_s > self._config.silence_s:
+                self._lose(host, f"silent for {now_s - host.heard_s:.1f} s")
+        for link in [link for link, until_s in self._greeting.items() if now_s > until_s]:
+            self._drop(link)
+
+    def _drop(self, link: Link) -> None:
+        self._greeting.pop(link, None)
+        self.unwatch(link)
+        link.close()
+
+
+def _listening(address: tuple[str, int]) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    try:
+        listener = socket.create_server(address, family=family, backlog=128)
+    except OSError as error:
+        raise ConfigError(
+            f"The driver cannot listen at cluster.address {address[0]}:{address[1]}: {error}. Is it this machine's "
+            "address, and the port free? Port 0 takes a free one."
+        ) from error
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,363 @@
+"""Drives one run over a cluster: forms, watches, attributes, and forms again, until it is done or given up."""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stack_core import errors
+from stack_core.config import differences, to_mapping
+from stack_core.contracts.launching import Launcher
+from stack_core.errors import ClusterError, RunGivenUp, StackError
+from stack_core.events import CheckpointSaved, Event, FormationFormed, RunStarted, WorkerDied
+from stack_core.plugins import registries
+from stack_core.runs.signals import StopRequest
+from stack_core.runtime.attribution import Failure, attributed
+from stack_core.runtime.config import ClusterConfig
+from stack_core.runtime.event_frames import from_frame
+from stack_core.runtime.formation import Formation, Member, formed
+from stack_core.runtime.hosts import Hosts
+from stack_core.runtime.ledger import Ledger
+from stack_core.runtime.record import ClusterRecord
+from stack_core.runtime.supervisor import GiveUp, after
+
+__all__ = ["Job", "supervise"]
+
+_TURN_S = 0.2
+_GATHER_S = 0.15  # a cause may be seen after its casualties
+_ATTACH_S = 5.0
+_NOTE_S = 5.0
+_ENDED_S = 10.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker of a run calls.
+
+    Attributes:
+      target: "module:attribute", a function that goes on where an earlier formation was cut off, and returns JSON.
+      arguments: by keyword, as JSON has them.
+      preload: modules that agents import once, before they fork.
+    """
+
+    target: str
+    arguments: Mapping[str, Any]
+    preload: tuple[str, ...] = ()
+
+
+def supervise(
+    job: Job, config: ClusterConfig, output: Path, *, observe: Callable[[Event], None], stop: StopRequest
+) -> Any:
+    """Returns what rank 0 returned, once all ranks are done; a run that a killed driver left is attached to.
+
+    Args:
+      output: the run's directory; the record lies in `output / "cluster"`.
+      observe: receives the events of rank 0, `FormationFormed` and `WorkerDied`.
+      stop: once it is set, the workers get its signal, and end as they do.
+
+    Raises:
+      RunGivenUp: it fails again and again; says where.
+      StackError: of a worker, which the user must mend; or hosts do not come or do not fit.
+    """
+    assert config.hosts is not None, "the caller asks for hosts"
+    record = ClusterRecord(output / "cluster")
+    with record.driving():
+        launcher: Launcher = registries.launchers[config.launcher](config)
+        return _Driver(job, config, record, launcher, observe, stop).run()
+
+
+@dataclass
+class _Driver:
+    job: Job
+    config: ClusterConfig
+    record: ClusterRecord
+    launcher: Launcher
+    tell_observers: Callable[[Event], None]
+    stop: StopRequest
+    failures: list[Failure] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=lambda: Ledger(time.time()))
+    lost: set[int] = field(default_factory=set)
+    _progress_s: float = 0.0
+    _noted_s: float = 0.0
+    _started: bool = False
+    _stop_sent: bool = False
+
+    def run(self) -> Any:
+        left = self.record.unfinished()
+        self._check_same_job(left)
+        token = self.record.token(self.config.token_file)
+        count = self.config.hosts or 1
+        address = left["address"] if left else None
+        preload = self.job.preload
+        self.hosts = Hosts(self.config, self.launcher, token, count=count, address=address, preload=preload)
+        exit_agents = True
+        try:
+            formation = self._attached(left) if left else self._fresh()
+            result = self._watch(formation)
+            self._close_record("finished")
+            return result
+        except (StackError, KeyboardInterrupt) as error:
+            self._close_record(f"{type(error).__name__}: {error}")
+            raise
+        except BaseException:  # a defect of the driver, as its death is: another may attach
+            exit_agents = False
+            raise
+        finally:
+            self.hosts.close(exit_agents=exit_agents)
+
+    def _fresh(self) -> Formation:
+        self._note_session()
+        self.hosts.start(range(self.hosts.count))
+        return self._form(1)
+
+    def _attached(self, left: Mapping[str, Any]) -> Formation:
+        """The formation that agents held without a driver, or the next one where too little of it is left."""
+        saved = [each for each in self.record.notes("ledger") if each["time"] >= left["time"]]
+        if saved:
+            self.ledger = Ledger.restored(saved[-1], time.time())
+        everyone = range(self.hosts.count)
+        with contextlib.suppress(ClusterError):
+            self.hosts.wait_for(everyone, _ATTACH_S)
+        self._note_session()
+        numbers = [each["number"] for each in self.record.notes("formation") if each["time"] >= left["time"]]
+        if not self.hosts.present:
+            self.hosts.start(everyone)
+            return self._form(max(numbers, default=0) + 1)
+        self.hosts.start([number for number in everyone if number not in self.hosts.present])
+        last = next((each for each in reversed(self.record.notes("formation"))), None)
+        if last is None:
+            return self._form(1)
+        members = [Member(rank, host) for rank, host in enumerate(last["hosts"])]
+        formation = Formation(last["number"], last["coordinator"], members)
+        held = [facts for host in self.hosts.present.values() for facts in host.workers]
+        ours = [facts for facts in held if facts["formation"] == formation.number]
+        if len(ours) < len(members):
+            self._end(formation)
+            return self._form(formation.number + 1)
+        for facts in ours:
+            self._update(formation, facts)
+        self._progress_s = time.monotonic()
+        self._started = formation.step is not None
+        self.record.note("attached", number=formation.number, step=formation.step)
+        return formation
+
+    def _form(self, number: int) -> Formation:
+        """Forks a worker on every host."""
+        self._switch("forming")
+        for _ in range(3):  # a host may be lost meanwhile
+            try:
+                at = self.config.interface or self.hosts.present[0].at
+                formation = formed(number, f"{at}:{self.hosts.ask(0, 'port')}", self.hosts.present, self.hosts.count)
+                break
+            except (ClusterError, KeyError):
+                self._replace_lost()
+        else:
+            raise ClusterError(f"No formation of {self.hosts.count} hosts comes together. See `stack cluster logs`.")
+        count = len(formation.members)
+        facts = {"number": number, "coordinator": formation.coordinator, "hosts": list(formation.hosts)}
+        self.record.note("formation", **facts)
+        order = {"formation": number, "count": count, "coordinator": formation.coordinator}
+        for member in formation.members:
+            arguments = dict(self.job.arguments)
+            self.hosts.tell(
+                member.host, fork={**order, "rank": member.rank, "target": self.job.target, "arguments": arguments}
+            )
+        self._progress_s = time.monotonic()
+        self._started = self._stop_sent = False
+        self.tell_observers(FormationFormed(number, formation.hosts))
+        return formation
+
+    def _watch(self, formation: Formation) -> Any:
+        while True:
+            self._turn(formation, _TURN_S)
+            self._pass_stop_on(formation)
+            if formation.done:
+                return formation.members[0].result
+            hangs_for_s = self._hangs_for_s()
+            if not (self._is_broken(formation) or hangs_for_s):
+                continue
+            until_s = time.monotonic() + _GATHER_S
+            while time.monotonic() < until_s:
+                self._turn(formation, 0.02)
+            if formation.done:
+                return formation.members[0].result
+            failure = attributed(formation, lost_hosts=self.lost, hangs_for_s=hangs_for_s)
+            formation = self._after(formation, failure)
+
+    def _after(self, formation: Formation, failure: Failure) -> Formation:
+        """The formation that follows one that failed.
+
+        Raises:
+          RunGivenUp: another would fail likewise.
+          StackError: the error of a worker, for the user to mend.
+        """
+        self.failures.append(failure)
+        self._failed(formation, failure)
+        self._end(formation)
+        self._replace_lost()
+        verdict = after(self.failures, most_failures=self.config.most_failures)
+        if isinstance(verdict, GiveUp):
+            raise self._reason(formation, failure, verdict)
+        if self.stop:
+            raise errors.Interrupted(
+                f"Stopped by {self.stop.received!r} while a worker failed: {failure}. Use --resume."
+            )
+        return self._form(formation.number + 1)
+
+    def _failed(self, formation: Formation, failure: Failure) -> None:
+        now_s = time.time()
+        self.ledger.failed(now_s)
+        self.record.note(
+            "failure",
+            number=formation.number,
+            cause=failure.kind,
+            rank=failure.rank,
+            failed_host=failure.host,
+            step=failure.step,
+            signal=failure.signal,
+            evidence=failure.evidence,
+        )
+        self.tell_observers(WorkerDied(failure.rank, failure.host, failure.step, str(failure)))
+
+    def _reason(self, formation: Formation, failure: Failure, verdict: GiveUp) -> StackError:
+        if failure.mendable and failure.rank is not None:
+            said = formation.members[failure.rank].error or {}
+            kind = getattr(errors, str(said.get("type")), None)
+            if isinstance(kind, type) and issubclass(kind, StackError):
+                with contextlib.suppress(TypeError):
+                    return kind(str(said.get("message")))
+            return StackError(str(said.get("message")))
+        return RunGivenUp(
+            f"{verdict.reason}\nIts last checkpoint stays; look at "
+            f"`stack cluster logs {self.record.directory.parent}`, mend the cause, and go on with --resume."
+        )
+
+    def _turn(self, formation: Formation, timeout_s: float) -> None:
+        for said in self.hosts.poll(timeout_s):
+            self._hear(formation, said)
+        if time.time() - self._noted_s > _NOTE_S:
+            self._switch(self.ledger.activity)
+
+    def _hear(self, formation: Formation, said: dict[str, Any]) -> None:
+        host = said["host"]
+        if "log" in said:
+            self.record.log(host, said["log"])
+        elif "lost" in said:
+            self.lost.add(host)
+            self.record.note("lost", on=host, reason=said["lost"])
+        elif "came" in said:
+            self.record.note("agent", on=host, pid=self.hosts.present[host].pid, name=self.hosts.present[host].name)
+        elif said.get("formation") not in (None, formation.number):
+            return
+        elif "worker" in said:
+            self._update(formation, said["worker"])
+        elif "event" in said:
+            self._observe(formation, from_frame(said["event"]), said["rank"])
+        elif "pong" in said:
+            self._progress(formation, said["steps"])
+
+    def _observe(self, formation: Formation, event: Event, rank: int) -> None:
+        self._progress_s = time.monotonic()
+        step = getattr(event, "step", getattr(event, "first_step", None))
+        member = formation.members[rank]
+        if step is not None:
+            member.step = max(step, member.step or 0)
+        self._started = self._started or isinstance(event, RunStarted)
+        self.ledger.observe(event, time.time())
+        if isinstance(event, (RunStarted, CheckpointSaved)):
+            self.record.note("event", event=type(event).__name__, step=step)
+        self.tell_observers(event)
+
+    def _progress(self, formation: Formation, steps: Mapping[str, int | None]) -> None:
+        for member in formation.members:
+            step = steps.get(str(member.pid))
+            if step is not None:
+                member.step = max(step, member.step or 0)
+
+    def _update(self, formation: Formation, facts: Mapping[str, Any]) -> None:
+        if facts["formation"] != formation.number:
+            return
+        member = formation.members[facts["rank"]]
+        if member.pid is None:
+            self.record.note("worker", number=formation.number, rank=member.rank, on=member.host, pid=facts["pid"])
+        member.pid, member.status = facts["pid"], facts["status"]
+        member.exit_status = facts.get("exit_status")
+        member.result, member.error = facts.get("result"), facts.get("error")
+        member.stopped = facts.get("stopped_s", 0.0) >= self.config.stopped_s
+        if facts.get("step") is not None:
+            member.step = max(facts["step"], member.step or 0)
+
+    def _is_broken(self, formation: Formation) -> bool:
+        dead = any(member.status == "dead" or member.stopped for member in formation.members)
+        return dead or bool(self.lost.intersection(formation.hosts))
+
+    def _hangs_for_s(self) -> float | None:
+        limit_s = self.config.deadline_s if self._started else self.config.first_deadline_s
+        spent_s = time.monotonic() - self._progress_s
+        return spent_s if spent_s > limit_s else None
+
+    def _pass_stop_on(self, formation: Formation) -> None:
+        if self.stop.received is not None and not self._stop_sent:
+            self._stop_sent = True
+            first = formation.members[0].host
+            self.hosts.tell(first, signal={"formation": formation.number, "number": int(self.stop.received)})
+
+    def _end(self, formation: Formation) -> None:
+        """Ends what is left of a formation; returns when no worker of it lives."""
+        waiting = {host for host in formation.hosts if host in self.hosts.present}
+        for host in waiting:
+            self.hosts.tell(host, end=formation.number)
+        until_s = time.monotonic() + _ENDED_S
+        while waiting and time.monotonic() < until_s:
+            for said in self.hosts.poll(_TURN_S):
+                if said.get("ended") == formation.number:
+                    waiting.discard(said["host"])
+                self._hear(formation, said)
+            waiting -= self.lost
+        for host in waiting:
+            self.hosts.end(host)
+            self.lost.add(host)
+
+    def _replace_lost(self) -> None:
+        gone = [number for number in range(self.hosts.count) if number not in self.hosts.present]
+        if gone:
+            self.record.note("replaced", hosts=gone)
+            self.hosts.start(gone)
+        self.lost.clear()
+
+    def _switch(self, activity: str) -> None:
+        self.ledger.switch(activity, time.time())
+        self._noted_s = time.time()
+        self.record.note("ledger", **self.ledger.saved())
+
+    def _note_session(self) -> None:
+        self.record.note(
+            "session",
+            address=self.hosts.address,
+            hosts=self.hosts.count,
+            launcher=self.config.launcher,
+            target=self.job.target,
+            arguments=dict(self.job.arguments),
+            settings=to_mapping(self.config),
+        )
+
+    def _check_same_job(self, left: Mapping[str, Any] | None) -> None:
+        if left is None:
+            return
+        lines = differences(
+            {**self.job.arguments, "hosts": self.config.hosts}, {**left["arguments"], "hosts": left["hosts"]}
+        )
+        if lines:
+            listing = "\n  ".join(lines)
+            raise ClusterError(
+                f"A run of another config goes on in {self.record.directory.parent}, without a driver; here is this "
+                f"one's, not that one's:\n  {listing}\nStart it with the config that it has, or wait until its agents "
+                "have ended."
+            )
+
+    def _close_record(self, how: str) -> None:
+        self._switch(self.ledger.activity)
+        self.record.note("end", how=how, goodput=self.ledger.goodput(), seconds=self.ledger.seconds)
+        self.record.finish()

@@ -1,0 +1,49 @@
+"""What the hosts of a cluster must have in common: Python, jax, the packages of stack, and their plugins."""
+
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+__all__ = ["differing", "installed"]
+
+_WATCHED = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
+
+
+def installed() -> dict[str, Any]:
+    """{"versions": of Python and what computes, "plugins": name and version of each that loaded}."""
+    from stack_core.plugins import plugins
+
+    versions = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for name in _WATCHED:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    loaded = {f"{each.name}": str(each.version) for each in plugins.reports() if each.status != "blocked"}
+    failed = {each.name: "; ".join(each.problems) for each in plugins.reports() if each.status == "failed"}
+    return {"versions": versions, "plugins": loaded, "failed": failed}
+
+
+def differing(host: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """One line for each way in which a host is not like the driver's; empty when they can run together."""
+    lines = []
+    for name in sorted({*ours["versions"], *theirs["versions"]}):
+        there, here = theirs["versions"].get(name, "none"), ours["versions"].get(name, "none")
+        if there != here:
+            lines.append(f"{host} has {name} {there}, and the driver {here}. Install {name} {here} there.")
+    for name, version in sorted(ours["plugins"].items()):
+        there = theirs["plugins"].get(name)
+        if there is None:
+            lines.append(f"{host} lacks the plugin {name!r} ({version}), which the driver has. Install it there.")
+        elif there != version:
+            lines.append(f"{host} has the plugin {name!r} in version {there}, and the driver in {version}.")
+    lines += [
+        f"{host} has the plugin {name!r} ({version}), which the driver lacks. Install it here, or block it there."
+        for name, version in sorted(theirs["plugins"].items())
+        if name not in ours["plugins"]
+    ]
+    for name, problem in sorted(theirs["failed"].items()):
+        if name not in ours["failed"]:
+            lines.append(f"{host} cannot load the plugin {name!r}: {problem}")
+    return lines

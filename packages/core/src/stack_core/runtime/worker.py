@@ -1,0 +1,105 @@
+"""A worker: a forked process that runs one function of a formation, and says how far it is."""
+
+import importlib
+import json
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from stack_core.errors import ClusterError, StackError
+from stack_core.events import Event, RunStarted, StepFinished, StepStarted
+from stack_core.runs.rendezvous import ProcessesConfig
+from stack_core.runtime.event_frames import to_frame
+
+__all__ = ["Order", "Worker", "current_worker", "work"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker is forked for.
+
+    Attributes:
+      target: "module:attribute" of the function; it returns what JSON can hold.
+      arguments: by keyword, as JSON has them.
+      coordinator: where JAX's coordinator of this formation listens.
+    """
+
+    formation: int
+    rank: int
+    count: int
+    coordinator: str
+    target: str
+    arguments: Mapping[str, Any]
+
+    @property
+    def processes(self) -> ProcessesConfig:
+        """How the processes of this formation find each other."""
+        return ProcessesConfig(count=self.count, id=self.rank, coordinator=self.coordinator)
+
+
+class Worker:
+    """This process, as a member of a formation; an observer of its run."""
+
+    def __init__(self, order: Order, out: TextIO) -> None:
+        self.order = order
+        self._out = out
+        self._lock = threading.Lock()
+
+    def say(self, **facts: Any) -> None:
+        """Tells the agent, and through it the driver."""
+        line = json.dumps(facts) + "\n"
+        with self._lock:
+            self._out.write(line)
+            self._out.flush()
+
+    def observe(self, event: Event) -> None:
+        """Passes an event on: all of rank 0's, and of the others how far they are."""
+        if self.order.rank == 0:
+            self.say(event=to_frame(event))
+        if isinstance(event, (StepStarted, StepFinished)):
+            self.say(step=event.step, completed=isinstance(event, StepFinished))
+        elif isinstance(event, RunStarted):
+            self.say(step=event.first_step, completed=True)
+
+    def close(self) -> None:
+        """An observer's end; the worker goes on."""
+
+
+_current: Worker | None = None
+
+
+def current_worker() -> Worker | None:
+    """The worker that this process is; None in a process that no agent forked."""
+    return _current
+
+
+def work(order: Order, out: TextIO) -> int:
+    """Runs the function of an order and says what it returned or raised; returns the exit status."""
+    global _current  # noqa: PLW0603  a process is one worker at most, and code of any depth may report
+    worker = _current = Worker(order, out)
+    worker.say(running=True)
+    try:
+        result = _resolved(order.target)(**order.arguments)
+        worker.say(result=result)
+    except BaseException as error:  # whatever ends it, the driver must hear why
+        worker.say(
+            error={
+                "type": type(error).__name__,
+                "message": str(error),
+                "mendable": isinstance(error, StackError),
+                "traceback": traceback.format_exc(),
+            }
+        )
+        print(traceback.format_exc(), flush=True)  # noqa: T201  its standard output is a log
+        return 2 if isinstance(error, StackError) else 1
+    return 0
+
+
+def _resolved(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ClusterError(f"A worker cannot import {target!r}: {error}. Install the same on all hosts.") from error

@@ -1,0 +1,71 @@
+"""A run over the hosts of a cluster: what each worker does, and the driver that watches them."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stack_core.compile_cache import keep_compiled
+from stack_core.config import parse, to_mapping
+from stack_core.runs.directory import RunDirectory
+from stack_core.runs.event_bus import EventBus
+from stack_core.runs.processes import join
+from stack_core.runs.signals import stop_requests
+from stack_core.runtime.supervised import Job, supervise
+from stack_core.runtime.worker import current_worker
+from stack_train.observers.terminal import TerminalObserver
+from stack_train.run.config import RunConfig
+from stack_train.run.loop import RunSummary
+from stack_train.run.train import train
+
+__all__ = ["train_on_cluster", "worker"]
+
+_PRELOAD = ("stack_train.run.cluster", "orbax.checkpoint", "stack_core.ops")
+
+
+def train_on_cluster(
+    config: RunConfig, *, resume: bool = False, allow: Sequence[str] = (), terminal: bool = False
+) -> RunSummary:
+    """Trains on `config.cluster.hosts` hosts, through failures of workers and hosts; otherwise as `train`.
+
+    A run whose driver was killed is attached to, while its agents hold it (`cluster.orphan_s`).
+
+    Raises:
+      RunGivenUp: it fails again and again.
+      StackError: the config, the data, the directory, a checkpoint or a host does not fit.
+    """
+    arguments = {"config": to_mapping(config), "resume": resume, "allow": list(allow)}
+    job = Job("stack_train.run.cluster:worker", arguments, _PRELOAD)
+    with stop_requests() as stop, EventBus([TerminalObserver(live=terminal)]) as bus:
+        found = supervise(job, config.cluster, Path(config.output), observe=bus.emit, stop=stop)
+    return RunSummary(**{**found, "directory": Path(found["directory"])})
+
+
+def worker(config: dict[str, Any], resume: bool, allow: list[str]) -> dict[str, Any]:
+    """Trains as one rank of a formation; those after the first go on where there is something to go on with."""
+    member = current_worker()
+    assert member is not None, "an agent forked this process"
+    _keep_small_programs()
+    wanted = parse(RunConfig, config)
+    wanted = replace(
+        wanted, processes=replace(member.order.processes, start_timeout_s=wanted.processes.start_timeout_s)
+    )
+    processes = join(wanted.processes)
+    if member.order.formation > 1:
+        directory = RunDirectory(Path(wanted.output))
+        resume = processes.on_first("resume", directory.config.exists)
+    return _plain(train(wanted, resume=resume, allow=allow))
+
+
+def _keep_small_programs() -> None:
+    """Keeps every compiled program: a formation compiles what the one before it did."""
+    import jax
+
+    keep_compiled()
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _plain(summary: RunSummary) -> dict[str, Any]:
+    return {**dataclasses.asdict(summary), "directory": str(summary.directory)}

@@ -33,8 +33,9 @@ GAINS = (
     ("train", "serve"),
     ("train", "profile"),
 )
-# Tests that run the same programs again and again, in processes of their own too.
-SHARES_PROGRAMS = ("train",)
+# Of these, tests find what others have compiled, also in processes of their own and in another package's session;
+# not of stack-profile, which looks at what is compiled.
+SHARES_PROGRAMS = ("core", "kernels", "quant", "train", "rl", "serve", "integration")
 RELEASE = ("matrix", "slow", "aot", "parity", "clients", "lowest", "newest")
 PARITY_PYTHON = "3.11"
 # With what needs it: in the group `parity` it would have `constraints/` pin PyTorch and CUDA's libraries.
@@ -108,7 +109,7 @@ def together(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """Each package alone with core, in an environment of its own; then all of them together."""
     if package in SHARES_PROGRAMS:
-        session.env.update(_shared_programs(session))
+        session.env.update(_shared_programs())
     if package == "integration":
         _install(session, *PACKAGES, groups=("test",))
         _pytest(session, ["integration_tests"], "--ignore=integration_tests/layering", NO_PARITY, "-m", "not slow")
@@ -235,9 +236,10 @@ def _install(session: nox.Session, *requirements: str, groups: tuple[str, ...] =
     session.install(*wheels, *others, *GROUPS(*groups), "--constraint", str(_constraints(python)))
 
 
-def _shared_programs(session: nox.Session) -> dict[str, str]:
-    """Lets tests, and the processes that they start, find what another has compiled in this session."""
-    folder = Path(session.create_tmp()) / "compiled"
+@functools.cache
+def _shared_programs() -> dict[str, str]:
+    """Lets tests, and the processes that they start, find what another has compiled in this run of nox."""
+    folder = ROOT / ".nox" / "compiled"
     shutil.rmtree(folder, ignore_errors=True)
     return {
         "JAX_COMPILATION_CACHE_DIR": str(folder),
@@ -292,11 +294,16 @@ def _try_together(session: nox.Session, packages: tuple[str, ...], *, steps: boo
 
 
 def _pytest(session: nox.Session, folders: list[str], *options: str) -> None:
-    """Runs tests, in two processes where each has some files, a processor and 4 GiB of memory to itself."""
+    """Runs tests, in two processes where each has some files, a processor and 4 GiB of memory to itself.
+
+    Each begins with half of the tests and then takes from what the other has left, so that few files, with what their
+    tests share, are set up in both.
+    """
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     files = sum(1 for folder in folders for _ in (ROOT / folder).rglob("test_*.py"))
     divided = min(os.cpu_count() or 1, memory_bytes // 2**32, files // 2) >= 2
-    session.run("pytest", *folders, *options, *(["--numprocesses=2"] if divided else []), *session.posargs)
+    processes = ["--numprocesses=2", "--dist=worksteal"] if divided else []
+    session.run("pytest", *folders, *options, *processes, *session.posargs)
 
 
 def _wheels(*packages: str) -> list[str]:

@@ -53,7 +53,11 @@ def params(run):
 
 
 @pytest.mark.parametrize(
-    "quant", [{"method": "qt", "rules": INT8}, {"method": "qat", "rules": "w8a8"}], ids=["qt", "qat"]
+    "quant",
+    [
+        pytest.param({"method": "qt", "rules": INT8}, id="qt"),
+        pytest.param({"method": "qat", "rules": "w8a8"}, id="qat", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_goes_on_as_if_it_had_not_been_stopped(config, tmp_path, quant):
     path = config("whole", quant)

@@ -136,7 +136,7 @@ def assert_equal_but_for_rounding(actual, expected):
     assert jnp.median(difference) < 1e-4 and difference.max() < 0.02, difference
 
 
-@pytest.mark.parametrize("rules", [W4, MIXED], ids=["w4", "mixed"])
+@pytest.mark.parametrize("rules", [pytest.param(W4, id="w4", marks=pytest.mark.slow), pytest.param(MIXED, id="mixed")])
 def test_a_loaded_model_has_the_logits_of_its_fake_quantized_reference(folder, quantized, rules):
     loaded = model_of(quantized(rules))
     original = model_of(folder / "run")
@@ -390,7 +390,13 @@ def test_static_ranges_are_measured_on_the_runs_data_and_kept_with_the_model(fol
     np.testing.assert_array_equal(params["lm_head"], ops.dequantize(model.lm_head.get_value(), jnp.float32))
 
 
-@pytest.mark.parametrize("rules", [[{"path": ".*", "weights": "int8"}], W4], ids=["int8 by channel", "int4 in tiles"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        pytest.param([{"path": ".*", "weights": "int8"}], id="int8 by channel", marks=pytest.mark.slow),
+        pytest.param(W4, id="int8 by channel and int4 in tiles"),
+    ],
+)
 def test_a_quantized_run_comes_to_its_places_on_eight_devices(quantized, rules):
     script = Path(__file__).with_name("quantized_run_on_eight_devices.py")
     arguments = [sys.executable, str(script), str(quantized(rules))]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
+from stack_core.ops.building import is_quantized
 from stack_kernels.cpu import takes_no, unquantized
 from stack_kernels.untyped import untyped
 
@@ -44,7 +45,7 @@ def megablox(*, interpret: bool = False) -> OpImplementation:
         lambda *gradient, **settings: _backward(*gradient, **settings, interpret=interpret),
         platforms=("tpu",),
         supports=_supports,
-        default=lambda call, chip: next(_space(call, chip)),
+        default=lambda call, chip: next(_space(call, chip), None),
         space=_space,
         is_opaque=True,
     )
@@ -66,6 +67,8 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 def _space(call: OpCall, chip: Chip) -> Iterator[GroupedTiles]:
     """Tiles that fit into VMEM, operands held twice while the next ones are fetched; large and square ones first."""
     lhs, rhs = call.arrays["lhs"], call.arrays["rhs"]
+    if is_quantized(rhs):
+        return
     of_rows, of_in, of_out = (_tile_sizes(size) for size in (lhs.shape[0], *rhs.shape[1:]))
     tiles = [
         GroupedTiles(rows, d_in, d_out)

@@ -39,7 +39,7 @@ SHARES_PROGRAMS = ("core", "kernels", "quant", "train", "rl", "serve", "integrat
 RELEASE = ("matrix", "slow", "aot", "parity", "clients", "lowest", "newest")
 PARITY_PYTHON = "3.11"
 # With what needs it: in the group `parity` it would have `constraints/` pin PyTorch and CUDA's libraries.
-TORCH = ("torch==2.13.0", "peft==0.21.2")
+TORCH = ("torch==2.13.0", "peft==0.21.2", "trl==1.16.0")
 TRANSFORMERS_4 = "transformers>=4.57,<5"
 # Compilers for hardware that is not there: libtpu, and the CUDA plugin without what only running on a GPU needs.
 COMPILERS = ("jax[tpu,cuda13-local]", "nvidia-cuda-nvcc>=13,<14")
@@ -139,7 +139,7 @@ def aot(session: nox.Session) -> None:
 @nox.parametrize("transformers", [nox.param(major, id=f"transformers-{major}") for major in (5, 4)])
 def parity(session: nox.Session, transformers: int) -> None:
     """Compares with PyTorch and its libraries, in environments of their own; of transformers 4 every family."""
-    _install(session, "core", "quant", "train", "serve", *TORCH, groups=("test", "parity"))
+    _install(session, "core", "quant", "train", "rl", "serve", *TORCH, groups=("test", "parity"))
     tests = "integration_tests/parity"
     if transformers == 4:
         session.install(TRANSFORMERS_4)

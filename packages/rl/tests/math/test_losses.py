@@ -20,6 +20,7 @@ ADVANTAGES = RNG.normal(0, 1, SHAPE)
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1], [1, 2, 2, 3, 3, 3, 3]])
 MASK = (SEGMENTS > 0) & (RNG.random(SHAPE) < 0.7)
 PAIRS = -RNG.gamma(2.0, 0.6, (5, 2))
+PAIR_REFERENCE = PAIRS + np.linspace(-0.7, 0.5, 10).reshape(5, 2)
 SINGLE = RNG.normal(0, 2, 6)
 DESIRABLE = np.array([True, False, True, True, False, False])
 VOCAB = 5
@@ -154,6 +155,15 @@ CASES = [
         LOGPROBS,
         lambda x: value.value_loss(x, on(OLD), on(ADVANTAGES), clip=None),
         lambda x: (x - ADVANTAGES) ** 2 / 2,
+    ),
+    Case(
+        "dpo",
+        PAIRS,
+        lambda x: preference.dpo_loss(preference.dpo_margin(x, on(PAIR_REFERENCE), beta=0.3), label_smoothing=0.1),
+        lambda x: (
+            -0.9 * np.log(sigmoid(0.3 * (x - PAIR_REFERENCE) @ [1, -1]))
+            - 0.1 * np.log(sigmoid(0.3 * (x - PAIR_REFERENCE) @ [-1, 1]))
+        ),
     ),
     Case("ipo", SINGLE, lambda x: preference.ipo_loss(x, beta=0.3), lambda x: (x - 1 / 0.6) ** 2),
     Case(

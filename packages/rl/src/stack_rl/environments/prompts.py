@@ -4,14 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt
+import numpy as np
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from stack_core.config import config
 from stack_core.contracts.data import Tokenizer
 from stack_core.contracts.environments import Action, Completion, Environment, Observation, Outcome, Reward, Tasks
 from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import DataError
+from stack_core.errors import ConfigError, DataError
 from stack_rl.environments.records import Record, read_records
+from stack_rl.math.advantages import overlong
 from stack_rl.rewards.weighted import ReadsTokens, WeightedReward, check_reward, resolved, total_score
 
 __all__ = ["PromptsConfig"]
@@ -34,6 +36,8 @@ class PromptsConfig:
       rewards: entries of the registry `rewards` or "module:function", by themselves or as `reward` with a `weight`.
       held_out: files with the tasks that a run is evaluated on; None evaluates on none.
       max_tokens: of an answer.
+      overlong_tokens: how many tokens before `max_tokens` the reward begins to fall, by 1 up to there (DAPO,
+        arXiv:2503.14476, equation 13); 0 charges nothing.
       too_long: what becomes of a prompt that leaves no room for an answer: "error" or "drop".
     """
 
@@ -42,7 +46,15 @@ class PromptsConfig:
     name: Literal["prompts"] = "prompts"
     held_out: str | None = None
     max_tokens: PositiveInt = 128
+    overlong_tokens: NonNegativeInt = 0
     too_long: Literal["error", "drop"] = "error"
+
+    def __post_init__(self) -> None:
+        if self.overlong_tokens > self.max_tokens:
+            raise ConfigError(
+                f"data.environment.overlong_tokens is {self.overlong_tokens}, but answers have at most "
+                f"{self.max_tokens} tokens. Lower the first or raise max_tokens."
+            )
 
     def check(self, model: Any) -> None:
         for each in self.rewards:
@@ -62,7 +74,7 @@ class PromptsConfig:
         encode = _encoder(policy, tokenizer)
         training, held_out = ([encode(*record) for record in records] for records in self._records())
         fitting = [self._fitting(prompts, seq_tokens) for prompts in (training, held_out)]
-        return _Prompts(tokenizer, rewards, self.max_tokens, *fitting)
+        return _Prompts(tokenizer, rewards, self.max_tokens, self.overlong_tokens, *fitting)
 
     def _records(self) -> tuple[list[Record], list[Record]]:
         held_out = [] if self.held_out is None else read_records(self.held_out, "data.environment.held_out")
@@ -114,16 +126,18 @@ class _Prompts:
         tokenizer: Tokenizer,
         rewards: Sequence[tuple[str, Reward, float]],
         max_tokens: int,
+        overlong_tokens: int,
         training: Sequence[_Prompt],
         held_out: Sequence[_Prompt],
     ) -> None:
-        self._tokenizer, self._rewards, self._max_tokens = tokenizer, rewards, max_tokens
+        self._tokenizer, self._rewards = tokenizer, rewards
+        self._max_tokens, self._overlong_tokens = max_tokens, overlong_tokens
         self._training, self._held_out = training, held_out
         self.training, self.held_out = len(training), len(held_out)
 
     def episode(self, task: int, *, held_out: bool = False) -> Environment:
         prompt = self._prompt(task, held_out=held_out)
-        return _Episode(prompt, self._tokenizer, self._rewards, self._max_tokens)
+        return _Episode(prompt, self._tokenizer, self._rewards, self._max_tokens, self._overlong_tokens)
 
     def name(self, task: int, *, held_out: bool = False) -> str:
         return self._prompt(task, held_out=held_out).name
@@ -141,6 +155,7 @@ class _Episode:
     tokenizer: Tokenizer
     rewards: Sequence[tuple[str, Reward, float]]
     max_tokens: int
+    overlong_tokens: int
 
     async def reset(self) -> Observation:
         return Observation(tokens=self.prompt.tokens, max_tokens=self.max_tokens)
@@ -156,6 +171,10 @@ class _Episode:
             prompt_tokens=self.prompt.tokens,
         )
         score = await total_score(self.rewards, completion)
-        return Outcome(reward=score.value, verdict=score.verdict, facts=score.facts)
+        if not self.overlong_tokens:
+            return Outcome(reward=score.value, verdict=score.verdict, facts=score.facts)
+        lengths = np.asarray([len(action.tokens)])
+        (charge,) = overlong(lengths, most_tokens=self.max_tokens, buffer_tokens=self.overlong_tokens).tolist()
+        return Outcome(reward=score.value + charge, verdict=score.verdict, facts={**score.facts, "overlong": charge})
 
     async def close(self) -> None: ...

@@ -22,7 +22,7 @@ import nox.virtualenv
 PACKAGES = ("core", "kernels", "quant", "train", "rl", "serve", "profile")
 JAX_OF_PYTHON = {"3.11": "jax==0.10.2", "3.12": "jax==0.11.2", "3.13": "jax==0.12.0.*"}
 # What tests of a package alone need beside it; `constraints/` pins it.
-TEST_NEEDS = {"core": ("jinja2",), "quant": ("flax",), "rl": ("flax",), "profile": ("grain",)}
+TEST_NEEDS = {"core": ("cloudpickle", "jinja2"), "quant": ("flax",), "rl": ("flax",), "profile": ("grain",)}
 EXTRAS = {"kernels": "[cpu]"}
 # Packages that do more beside each other; `together` tries these pairs, `matrix` every combination.
 GAINS = (

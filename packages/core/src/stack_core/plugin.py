@@ -52,12 +52,18 @@ def stack_register_chips(registry: Registrar) -> None:
 
 @hookimpl
 def stack_register_launchers(registry: Registrar) -> None:
+    registry.add("joined", "stack_core.launchers.joined:JoinedLauncher")
     registry.add("processes", "stack_core.launchers.processes:ProcessesLauncher")
+    registry.add("ray", "stack_core.launchers.ray:RayLauncher")
 
 
 @hookimpl
 def stack_register_commands(registry: Registrar) -> None:
     registry.add("chips", "stack_core.commands.chips:chips", help="List chips and their peaks, and what is here.")
+    registry.add("cluster events", "stack_core.commands.cluster:events", help="List what happened to a run's hosts.")
+    registry.add("cluster join", "stack_core.commands.cluster:join", help="Let this host take part in a run.")
+    registry.add("cluster logs", "stack_core.commands.cluster:logs", help="Print what a run's workers printed.")
+    registry.add("cluster status", "stack_core.commands.cluster:status", help="Show a run's hosts, workers, failures.")
     registry.add("doctor", "stack_core.commands.doctor:doctor", help="Check this installation; say what to do.")
     registry.add("plugins", "stack_core.commands.plugins:plugins", help="List plugins and what they register.")
     registry.add("report", "stack_core.commands.report:report", help="Write the report of a run again.")

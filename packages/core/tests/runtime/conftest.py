@@ -51,11 +51,14 @@ class Bench:
                 found.append(int(path.parent.name))
         return found
 
-    def assert_nothing_is_left(self, record):
+    def wait_until_gone(self):
         until_s = time.monotonic() + 10
         while self.processes() and time.monotonic() < until_s:
             time.sleep(0.1)
         assert self.processes() == []
+
+    def assert_nothing_is_left(self, record):
+        self.wait_until_gone()
         for session in record.notes("session"):
             with pytest.raises(OSError, match="refused"):
                 socket.create_connection(parsed_address(session["address"]), timeout=1).close()

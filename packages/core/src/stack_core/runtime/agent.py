@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from stack_core.runtime.versions import installed
 from stack_core.runtime.worker import Order, work
 from stack_core.runtime.zygote import Child, die_with_parent, fork, state_of
 
-__all__ = ["Agent", "invitation_json", "main", "prepared"]
+__all__ = ["Agent", "imported", "invitation_json", "main", "prepared"]
 
 _REDIAL_S = 0.2
 _LOOK_S = 0.25  # from one look at the states of workers to the next
@@ -51,7 +51,9 @@ class Agent:
 
     def __init__(self, invitation: Invitation, facts: Mapping[str, Any]) -> None:
         self._invitation = invitation
-        self._facts = facts
+        self._facts = dict(facts)
+        self._number = invitation.host
+        self._preloaded = list(invitation.preload)
         self._address = parsed_address(invitation.address)
         self._token = bytes.fromhex(invitation.token)
         self._selector = selectors.DefaultSelector()
@@ -61,6 +63,17 @@ class Agent:
         self._look_s = 0.0
         self._leaving = False
         self.refusal: str | None = None
+        self._commands: dict[str, Callable[[Any], None]] = {
+            "end": self._end,
+            "exit": self._exit,
+            "fork": self._fork,
+            "numbered": self._set_number,
+            "ping": self._ping,
+            "port": self._port,
+            "preload": self._preload,
+            "refused": self._take_refusal,
+            "signal": self._signal,
+        }
 
     def serve(self) -> None:
         """Returns when the driver says so, or was away for `orphan_s`; no worker is left then."""
@@ -86,7 +99,13 @@ class Agent:
             return
         self._link = link
         self._selector.register(link, selectors.EVENT_READ, self._read)
-        hello = {**self._facts, "host": self._invitation.host, "pid": os.getpid(), "name": socket.gethostname()}
+        hello = {
+            **self._facts,
+            "host": self._number,
+            "preloaded": self._preloaded,
+            "pid": os.getpid(),
+            "name": socket.gethostname(),
+        }
         hello["at"] = link.socket.getsockname()[0]
         self._tell(hello={"role": "agent", **hello, "workers": [held.facts for held in self._held.values()]})
 
@@ -122,28 +141,37 @@ class Agent:
             self._lose_driver()
 
     def _obey(self, message: Message) -> None:
-        if not isinstance(message, dict):
-            return
-        if "ping" in message:
-            self._tell(
-                pong=message["ping"], steps={str(pid): held.facts.get("step") for pid, held in self._held.items()}
-            )
-        if "port" in message:
-            self._tell(port=_free_port(self._link), ask=message["port"])
-        if "fork" in message:
-            self._fork(Order(**message["fork"]))
-        if "signal" in message:
-            self._signal(message["signal"]["formation"], message["signal"]["number"])
-        if "end" in message:
-            self._end_workers(message["end"])
-            self._tell(ended=message["end"])
-        if "refused" in message:
-            self.refusal = message["refused"]
-        if "exit" in message:
-            self._leaving = True
+        """Carries out the commands of a message, by their names; unknown ones are passed over."""
+        for name, value in message.items() if isinstance(message, dict) else ():
+            if name in self._commands:
+                self._commands[name](value)
 
-    def _fork(self, order: Order) -> None:
-        child = fork(lambda out: work(order, out))
+    def _ping(self, number: float) -> None:
+        self._tell(pong=number, steps={str(pid): held.facts.get("step") for pid, held in self._held.items()})
+
+    def _port(self, asked: Any) -> None:
+        self._tell(port=_free_port(self._link), ask=asked)
+
+    def _end(self, formation: int) -> None:
+        self._end_workers(formation)
+        self._tell(ended=formation)
+
+    def _preload(self, modules: list[str]) -> None:
+        self._tell(preloaded=imported(modules))
+        self._preloaded += modules
+
+    def _set_number(self, number: int) -> None:
+        self._number = number
+
+    def _take_refusal(self, reason: str) -> None:
+        self.refusal = reason
+
+    def _exit(self, asked: Any) -> None:
+        self._leaving = True
+
+    def _fork(self, fields: dict[str, Any]) -> None:
+        order = Order(**fields)
+        child = fork(lambda out: work(order, out, (self._address, self._token)))
         facts = {"formation": order.formation, "rank": order.rank, "pid": child.pid, "status": "running"}
         self._held = {pid: each for pid, each in self._held.items() if each.order.formation == order.formation}
         held = self._held[child.pid] = _Held(order, child, facts=facts)
@@ -231,10 +259,10 @@ class Agent:
             if held.facts["status"] == "running" and formation in (None, held.order.formation)
         ]
 
-    def _signal(self, formation: int, number: int) -> None:
-        for held in self._alive(formation):
+    def _signal(self, which: dict[str, int]) -> None:
+        for held in self._alive(which["formation"]):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(held.child.pid, number)
+                os.kill(held.child.pid, which["number"])
 
     def _end_workers(self, formation: int | None) -> None:
         """Kills the workers of a formation, or all, and waits for them."""
@@ -273,15 +301,20 @@ def _free_port(link: Link | None) -> int:
 
 def prepared(preload: tuple[str, ...]) -> dict[str, Any]:
     """Imports what workers need, and returns the facts of this host; an import that fails is its "problem"."""
-    problem = None
-    try:
-        for module in preload:
+    problem = imported(preload)
+    return {**installed(), "problem": problem}
+
+
+def imported(modules: Sequence[str]) -> str | None:
+    """Imports modules, for all workers that are forked from now on; returns what is wrong, if anything is."""
+    for module in modules:
+        try:
             importlib.import_module(module)
-    except Exception as error:  # a module may fail in any way, and the driver must hear of it
-        problem = f"it cannot import {module}: {type(error).__name__}: {error}"
+        except Exception as error:  # a module may fail in any way, and the driver must hear of it
+            return f"it cannot import {module}: {type(error).__name__}: {error}"
     gc.collect()
     gc.freeze()  # what forks share stays shared
-    return {**installed(), "problem": problem}
+    return None
 
 
 def main() -> None:

@@ -84,11 +84,11 @@ def _severity(member: Member, lost_hosts: Collection[int]) -> int:
         return _LOST
     if member.stopped and member.status in ("starting", "running"):
         return _STOPPED
+    if member.error is not None:  # its process may still be about to end
+        return _CASUALTY if _is_casualty(member.error) else _ERROR
     if member.status != "dead":
         return _INNOCENT
     status = member.exit_status or 0
-    if member.error is not None:
-        return _CASUALTY if _is_casualty(member.error) else _ERROR
     if status < 0:
         return _ABORT if -status == signal.SIGABRT else _SIGNAL  # JAX aborts where its coordinator is gone
     return _EXIT

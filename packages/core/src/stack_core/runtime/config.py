@@ -1,6 +1,8 @@
 """Which hosts a run has, and how soon their silence is taken for a failure."""
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from collections.abc import Mapping
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from stack_core.config import config
 from stack_core.errors import ConfigError
@@ -19,6 +21,7 @@ class ClusterConfig:
       token_file: holds the secret that agents and driver share; None makes one for this cluster.
       interface: the host name or address by which workers of different hosts reach each other; None takes the
         address at which each host reaches the driver.
+      resources: what a launcher reserves on each host, such as {"CPU": 8, "TPU": 4} for ray.
       start_s: how long the driver waits for agents to start, imports included.
       silence_s: after how long an agent that answers nothing is taken for lost.
       stopped_s: after how long a worker that a signal has stopped is taken for lost.
@@ -33,6 +36,7 @@ class ClusterConfig:
     address: str = "127.0.0.1:0"
     token_file: str | None = None
     interface: str | None = None
+    resources: Mapping[str, float] = Field(default_factory=dict)
     start_s: PositiveFloat = 300.0
     silence_s: PositiveFloat = 10.0
     stopped_s: PositiveFloat = 3.0

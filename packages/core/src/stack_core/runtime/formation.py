@@ -1,12 +1,12 @@
 """A formation: fresh processes on some hosts, joined into one JAX program, never repaired. Pure."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stack_core.errors import ClusterError
 
-__all__ = ["Formation", "Member", "formed"]
+__all__ = ["Formation", "Member", "formed", "updated"]
 
 Status = Literal["starting", "running", "done", "dead"]
 
@@ -48,6 +48,11 @@ class Formation:
     members: list[Member] = field(default_factory=list)
 
     @property
+    def broken(self) -> bool:
+        """Whether a member is dead, stopped or failed, so that the others wait in vain."""
+        return any(member.status == "dead" or member.stopped or member.error is not None for member in self.members)
+
+    @property
     def done(self) -> bool:
         return all(member.status == "done" for member in self.members)
 
@@ -63,6 +68,24 @@ class Formation:
     def step(self) -> int | None:
         """The last step that any member is known to have reached."""
         return max((member.step for member in self.members if member.step is not None), default=None)
+
+
+def updated(formation: Formation, facts: Mapping[str, Any], stopped_s: float) -> Member | None:
+    """Takes what an agent tells of a worker; returns its member, or None where it is of another formation.
+
+    Args:
+      stopped_s: after how long a member that a signal stopped counts as stopped.
+    """
+    if facts["formation"] != formation.number:
+        return None
+    member = formation.members[facts["rank"]]
+    member.pid, member.status = facts["pid"], facts["status"]
+    member.exit_status = facts.get("exit_status")
+    member.result, member.error = facts.get("result"), facts.get("error")
+    member.stopped = facts.get("stopped_s", 0.0) >= stopped_s
+    if facts.get("step") is not None:
+        member.step = max(facts["step"], member.step or 0)
+    return member
 
 
 def formed(number: int, coordinator: str, free: Collection[int], count: int) -> Formation:

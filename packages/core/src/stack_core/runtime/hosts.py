@@ -30,6 +30,7 @@ class Host:
       name: of the machine.
       at: the address at which the host reaches the driver, and others reach it.
       heard_s: when its agent last said anything, by the monotonic clock.
+      imports_until_s: until when its agent may be silent, as it imports what it was not invited with.
     """
 
     number: int
@@ -39,6 +40,7 @@ class Host:
     at: str
     workers: list[dict[str, Any]] = field(default_factory=list)
     heard_s: float = 0.0
+    imports_until_s: float | None = None
 
 
 class Hosts:
@@ -102,7 +104,7 @@ class Hosts:
         """Returns when the agents of these hosts are there; what others tell meanwhile is kept for `poll`."""
         until_s = time.monotonic() + timeout_s
         kept: list[dict[str, Any]] = []
-        while missing := [number for number in numbers if number not in self.present]:
+        while missing := [number for number in numbers if not self._is_there(number)]:
             kept += self.poll(_TURN_S)
             if self.misfits:
                 raise ClusterError("\n".join(self.misfits))
@@ -110,7 +112,9 @@ class Hosts:
             if problems:
                 raise ClusterError("An agent cannot start. " + "\n".join(problems))
             if time.monotonic() > until_s:
-                strangers = f" {self.strangers} connections did not hold the token." if self.strangers else ""
+                strangers = (
+                    f" {self.strangers} connections were of no agent that holds the token." if self.strangers else ""
+                )
                 raise ClusterError(
                     f"Hosts {', '.join(map(str, missing))} of {self.count} did not come to {self.address} in "
                     f"{timeout_s:g} s.{strangers} Look whether their agents run and reach this address, or raise "
@@ -192,12 +196,19 @@ class Hosts:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(link)
 
+    def _is_there(self, number: int) -> bool:
+        return number in self.present and self.present[number].imports_until_s is None
+
     def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # it went away meanwhile
-            return
-        if len(self._greeting) >= _MOST_STRANGERS:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # no further one, or it went away meanwhile
+                return
+            self._begin_greeting(connection)
+
+    def _begin_greeting(self, connection: socket.socket) -> None:
+        if len(self._greeting) >= _MOST_STRANGERS:  # an agent comes again
             connection.close()
             return
         link = Link(connection, self._token, listening=True)
@@ -217,8 +228,9 @@ class Hosts:
             return
         first, *rest = messages
         hello = first.get("hello") if isinstance(first, dict) else None
-        if not isinstance(hello, dict) or hello.get("role") not in ("agent", "worker"):
-            self._drop(link)
+        if not isinstance(hello, dict) or not _is_whole(hello):
+            self._drop(link)  # a holder of the token, but no agent or worker of this version
+            self.strangers += 1
             return
         del self._greeting[link]
         self._selector.unregister(link)
@@ -241,6 +253,10 @@ class Hosts:
         host = Host(number, link, hello["pid"], hello["name"], hello["at"], hello["workers"], time.monotonic())
         self.present[number] = host
         self._selector.register(link, selectors.EVENT_READ, lambda: self._read(host))
+        self.tell(number, numbered=number)
+        if missing := [module for module in self._preload if module not in hello["preloaded"]]:
+            host.imports_until_s = time.monotonic() + self._config.start_s
+            self.tell(number, preload=missing)
         self._told.append({"came": True, "host": number, "workers": hello["workers"]})
         self._told += [{**said, "host": number} for said in rest if isinstance(said, dict)]
 
@@ -262,7 +278,14 @@ class Hosts:
             self._lose(host, str(error))
             return
         host.heard_s = time.monotonic()
-        self._told += [{**said, "host": host.number} for said in messages if isinstance(said, dict)]
+        for said in messages:
+            if not isinstance(said, dict):
+                continue
+            if "preloaded" in said:
+                host.imports_until_s = None
+                if said["preloaded"] is not None:
+                    self.misfits.append(f"host {host.number} ({host.name}) cannot run this: {said['preloaded']}")
+            self._told.append({**said, "host": host.number})
 
     def _lose(self, host: Host, reason: str) -> None:
         if self.present.get(host.number) is host:
@@ -290,7 +313,7 @@ class Hosts:
         for host in tuple(self.present.values()):
             with contextlib.suppress(ChannelClosed):
                 host.link.flush()
-            if now_s - host.heard_s > self._config.silence_s:
+            if now_s > max(host.heard_s + self._config.silence_s, host.imports_until_s or 0.0):
                 self._lose(host, f"silent for {now_s - host.heard_s:.1f} s")
         for link in [link for link, until_s in self._greeting.items() if now_s > until_s]:
             self._drop(link)
@@ -299,6 +322,33 @@ class Hosts:
         self._greeting.pop(link, None)
         self.unwatch(link)
         link.close()
+
+
+_HELLOS: Mapping[Any, Mapping[str, tuple[type, ...]]] = {
+    "worker": {"formation": (int,), "rank": (int,), "devices": (int,)},
+    "agent": {
+        "host": (int, type(None)),
+        "pid": (int,),
+        "name": (str,),
+        "at": (str,),
+        "workers": (list,),
+        "versions": (dict,),
+        "plugins": (dict,),
+        "failed": (dict,),
+        "preloaded": (list,),
+        "problem": (str, type(None)),
+    },
+}
+
+
+def _is_whole(hello: Mapping[str, Any]) -> bool:
+    """Whether a greeting says what its role must say."""
+    role = hello.get("role")
+    wanted = _HELLOS.get(role) if isinstance(role, str) else None
+    if wanted is None:
+        return False
+    fits = all(isinstance(hello.get(name), kinds) for name, kinds in wanted.items())
+    return fits and all(isinstance(facts, dict) for facts in hello.get("workers", ()))
 
 
 def _listening(address: tuple[str, int]) -> socket.socket:

@@ -55,10 +55,12 @@ class ClusterRecord:
             self._journal = None
             os.close(descriptor)
 
-    def note(self, kind: str, **facts: Any) -> None:
-        """Appends to the journal: {"time": seconds since 1970, and the facts}."""
+    def note(self, kind: str, *, alone: bool = False, **facts: Any) -> None:
+        """Appends to the journal: {"time": seconds since 1970, and the facts}; `alone` forgets the last of its kind."""
         assert self._journal is not None, "only its driver writes"
+        before = [entry.number for entry in self._journal.read(kind)] if alone else []
         self._journal.append(kind, json.dumps({"time": time.time(), **facts}).encode())
+        self._journal.drop(before)
 
     def notes(self, kind: str | None = None) -> list[dict[str, Any]]:
         """What the journal holds, each with its "kind", oldest first; empty where there was no cluster."""

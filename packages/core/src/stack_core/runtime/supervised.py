@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from stack_core.runs.signals import StopRequest
 from stack_core.runtime.attribution import Failure, attributed
 from stack_core.runtime.config import ClusterConfig
 from stack_core.runtime.event_frames import from_frame
-from stack_core.runtime.formation import Formation, Member, formed
+from stack_core.runtime.formation import Formation, Member, formed, updated
 from stack_core.runtime.hosts import Hosts
 from stack_core.runtime.ledger import Ledger
 from stack_core.runtime.record import ClusterRecord
@@ -83,6 +83,7 @@ class _Driver:
     _noted_s: float = 0.0
     _started: bool = False
     _stop_sent: bool = False
+    _noted_ranks: set[int] = field(default_factory=set)
 
     def run(self) -> Any:
         left = self.record.unfinished()
@@ -166,6 +167,7 @@ class _Driver:
             )
         self._progress_s = time.monotonic()
         self._started = self._stop_sent = False
+        self._noted_ranks.clear()
         self.tell_observers(FormationFormed(number, formation.hosts))
         return formation
 
@@ -200,6 +202,7 @@ class _Driver:
         verdict = after(self.failures, most_failures=self.config.most_failures)
         if isinstance(verdict, GiveUp):
             raise self._reason(formation, failure, verdict)
+        self.tell_observers(WorkerDied(failure.rank, failure.host, failure.step, str(failure)))
         if self.stop:
             raise errors.Interrupted(
                 f"Stopped by {self.stop.received!r} while a worker failed: {failure}. Use --resume."
@@ -219,7 +222,6 @@ class _Driver:
             signal=failure.signal,
             evidence=failure.evidence,
         )
-        self.tell_observers(WorkerDied(failure.rank, failure.host, failure.step, str(failure)))
 
     def _reason(self, formation: Formation, failure: Failure, verdict: GiveUp) -> StackError:
         if failure.mendable and failure.rank is not None:
@@ -248,7 +250,7 @@ class _Driver:
             self.lost.add(host)
             self.record.note("lost", on=host, reason=said["lost"])
         elif "came" in said:
-            self.record.note("agent", on=host, pid=self.hosts.present[host].pid, name=self.hosts.present[host].name)
+            self._greet(formation, host, said["workers"])
         elif said.get("formation") not in (None, formation.number):
             return
         elif "worker" in said:
@@ -257,6 +259,15 @@ class _Driver:
             self._observe(formation, from_frame(said["event"]), said["rank"])
         elif "pong" in said:
             self._progress(formation, said["steps"])
+
+    def _greet(self, formation: Formation, number: int, workers: Sequence[Mapping[str, Any]]) -> None:
+        """Notes an agent, and ends what it still holds of formations that were followed by others."""
+        if number in self.hosts.present:
+            host = self.hosts.present[number]
+            self.record.note("agent", on=number, pid=host.pid, name=host.name)
+        for facts in workers:
+            if facts["formation"] != formation.number and facts["status"] == "running":
+                self.hosts.tell(number, end=facts["formation"])
 
     def _observe(self, formation: Formation, event: Event, rank: int) -> None:
         self._progress_s = time.monotonic()
@@ -277,21 +288,13 @@ class _Driver:
                 member.step = max(step, member.step or 0)
 
     def _update(self, formation: Formation, facts: Mapping[str, Any]) -> None:
-        if facts["formation"] != formation.number:
-            return
-        member = formation.members[facts["rank"]]
-        if member.pid is None:
-            self.record.note("worker", number=formation.number, rank=member.rank, on=member.host, pid=facts["pid"])
-        member.pid, member.status = facts["pid"], facts["status"]
-        member.exit_status = facts.get("exit_status")
-        member.result, member.error = facts.get("result"), facts.get("error")
-        member.stopped = facts.get("stopped_s", 0.0) >= self.config.stopped_s
-        if facts.get("step") is not None:
-            member.step = max(facts["step"], member.step or 0)
+        member = updated(formation, facts, self.config.stopped_s)
+        if member is not None and member.rank not in self._noted_ranks:
+            self._noted_ranks.add(member.rank)
+            self.record.note("worker", number=formation.number, rank=member.rank, on=member.host, pid=member.pid)
 
     def _is_broken(self, formation: Formation) -> bool:
-        dead = any(member.status == "dead" or member.stopped for member in formation.members)
-        return dead or bool(self.lost.intersection(formation.hosts))
+        return formation.broken or bool(self.lost.intersection(formation.hosts))
 
     def _hangs_for_s(self) -> float | None:
         limit_s = self.config.deadline_s if self._started else self.config.first_deadline_s
@@ -330,7 +333,7 @@ class _Driver:
     def _switch(self, activity: str) -> None:
         self.ledger.switch(activity, time.time())
         self._noted_s = time.time()
-        self.record.note("ledger", **self.ledger.saved())
+        self.record.note("ledger", alone=True, **self.ledger.saved())
 
     def _note_session(self) -> None:
         self.record.note(

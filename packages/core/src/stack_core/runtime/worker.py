@@ -42,8 +42,9 @@ class Order:
 class Worker:
     """This process, as a member of a formation; an observer of its run."""
 
-    def __init__(self, order: Order, out: TextIO) -> None:
+    def __init__(self, order: Order, out: TextIO, driver: tuple[tuple[str, int], bytes]) -> None:
         self.order = order
+        self.driver = driver
         self._out = out
         self._lock = threading.Lock()
 
@@ -75,10 +76,14 @@ def current_worker() -> Worker | None:
     return _current
 
 
-def work(order: Order, out: TextIO) -> int:
-    """Runs the function of an order and says what it returned or raised; returns the exit status."""
+def work(order: Order, out: TextIO, driver: tuple[tuple[str, int], bytes]) -> int:
+    """Runs the function of an order and says what it returned or raised; returns the exit status.
+
+    Args:
+      driver: its address and the token, for functions that talk to it directly.
+    """
     global _current  # noqa: PLW0603  a process is one worker at most, and code of any depth may report
-    worker = _current = Worker(order, out)
+    worker = _current = Worker(order, out, driver)
     worker.say(running=True)
     try:
         result = _resolved(order.target)(**order.arguments)

@@ -1,5 +1,6 @@
 """Forks workers from a process that has imported everything and used no device, and watches them end."""
 
+import atexit
 import ctypes
 import os
 import signal
@@ -93,10 +94,10 @@ def _settle(parent: int, says: int, prints: int) -> None:
 
 
 def _leave(status: int) -> None:
+    """Exits; after a failure at once, as JAX's farewell would wait for the other processes."""
     try:
-        import atexit
-
-        atexit._run_exitfuncs()  # JAX leaves the other processes in such a function
+        if status == 0:
+            atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

@@ -1,0 +1,138 @@
+"""`stack cluster`: what the hosts of a run do, what happened to them, and what their workers printed."""
+
+import json as json_format
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from stack_core.errors import ClusterError
+from stack_core.runtime.record import ClusterRecord
+
+__all__ = ["events", "join", "logs", "status"]
+
+
+def status(run: Path, /, *, json: Annotated[bool, Parameter(negative=())] = False) -> None:
+    """Show the hosts and workers of a run, its failures, and where its time went.
+
+    Args:
+      run: the run's directory.
+      json: print JSON.
+    """
+    found = _status(_record(run))
+    if json:
+        print(json_format.dumps(found))
+        return
+    driver = f"driven by the process with pid {found['driver']}" if found["driver"] else found["ended"] or "no driver"
+    print(f"{run}: {driver}, {found['hosts']} hosts by {found['launcher']} at {found['address']}")
+    print(f"formation {found['formation']}, {len(found['failures'])} failures")
+    for worker in found["workers"]:
+        print(f"  rank {worker['rank']} on host {worker['on']}, pid {worker['pid']}")
+    for failure in found["failures"]:
+        print(f"  {_when(failure)} {_sentence(failure)}")
+    total_s = sum(found["seconds"].values())
+    if total_s:
+        print(f"goodput {found['seconds']['training'] / total_s:.1%} of {total_s:.1f} s")
+        for activity, spent_s in sorted(found["seconds"].items(), key=lambda item: -item[1]):
+            print(f"  {activity:<16} {spent_s:>10.1f} s  {spent_s / total_s:>6.1%}")
+
+
+def events(run: Path, /, *, json: Annotated[bool, Parameter(negative=())] = False) -> None:
+    """List what happened to a run's cluster, oldest first.
+
+    Args:
+      run: the run's directory.
+      json: print one JSON object a line.
+    """
+    for note in _record(run).notes():
+        if json:
+            print(json_format.dumps(note))
+        elif note["kind"] != "ledger":
+            print(f"{_when(note)} {_sentence(note)}")
+
+
+def logs(run: Path, /, *, host: int | None = None) -> None:
+    """Print what the workers of a run printed.
+
+    Args:
+      run: the run's directory.
+      host: of this host alone.
+    """
+    record = _record(run)
+    known = {int(path.stem.removeprefix("host-")): path for path in sorted(record.directory.glob("host-*.log"))}
+    if host is not None and host not in known:
+        listing = ", ".join(map(str, sorted(known))) or "none"
+        raise ClusterError(f"There is no log of host {host} in {record.directory}. Hosts with logs: {listing}.")
+    for number, path in sorted(known.items()):
+        if host in (None, number):
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                print(f"host {number}: {line}")
+
+
+def join(address: str, /, *, token_file: Path, host: int | None = None, orphan_s: float = 60.0) -> None:
+    """Let this host take part in a run whose launcher is joined; returns when the run ends.
+
+    Args:
+      address: where the run's driver listens, "host:port".
+      token_file: holds the token of the cluster, as the driver's cluster.token_file.
+      host: the number of this host; by default SLURM_NODEID, JOB_COMPLETION_INDEX, TPU_WORKER_ID, or the lowest free.
+      orphan_s: how long to wait for a driver, before the run and after it was lost.
+    """
+    from stack_core.launchers.joined import join_cluster
+
+    refusal = join_cluster(address, token_file, host, orphan_s)
+    if refusal:
+        raise ClusterError(refusal)
+
+
+def _record(run: Path) -> ClusterRecord:
+    record = ClusterRecord(run / "cluster")
+    if not record.exists():
+        raise ClusterError(
+            f"{run} holds no record of a cluster. Name the output of a run that was started with --hosts."
+        )
+    return record
+
+
+def _status(record: ClusterRecord) -> dict[str, Any]:
+    notes = record.notes()
+    last: dict[str, dict[str, Any]] = {note["kind"]: note for note in notes}
+    session, formation = last.get("session", {}), last.get("formation", {})
+    end = last.get("end")
+    ended = end["how"] if end and end["time"] >= session.get("time", 0.0) else None
+    number = formation.get("number")
+    return {
+        "driver": record.driver_pid(),
+        "ended": ended,
+        "address": session.get("address"),
+        "launcher": session.get("launcher"),
+        "hosts": session.get("hosts"),
+        "formation": number,
+        "workers": [note for note in notes if note["kind"] == "worker" and note["number"] == number],
+        "failures": [note for note in notes if note["kind"] == "failure"],
+        "seconds": last.get("ledger", {}).get("seconds", {}),
+    }
+
+
+def _when(note: dict[str, Any]) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note["time"]))
+
+
+def _sentence(note: dict[str, Any]) -> str:
+    who = "no single rank" if note.get("rank") is None else f"rank {note['rank']} on host {note.get('failed_host')}"
+    return _SENTENCES.get(note["kind"], note["kind"]).format(**{**note, "who": who})
+
+
+_SENTENCES = {
+    "session": "a driver starts: {hosts} hosts by {launcher}, at {address}",
+    "agent": "host {on} is there: {name}, agent with pid {pid}",
+    "formation": "formation {number} on hosts {hosts}",
+    "worker": "rank {rank} runs on host {on} with pid {pid}",
+    "event": "{event} at step {step}",
+    "lost": "host {on} is lost: {reason}",
+    "failure": "formation {number} ended by {who}: {evidence}, at step {step}",
+    "replaced": "agents start again on hosts {hosts}",
+    "attached": "the driver attaches to formation {number}, at step {step}",
+    "end": "the driver ends: {how}",
+}

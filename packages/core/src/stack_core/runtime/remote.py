@@ -1,0 +1,182 @@
+"""Arrays and functions of a mesh of other processes, as one driver handles them."""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import jax
+import numpy as np
+
+from stack_core.errors import ArgumentError, ClusterError, FormationLost
+
+__all__ = ["ArrayMesh", "RemoteArray", "get", "remote"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@runtime_checkable
+class ArrayMesh(Protocol):
+    """What holds remote arrays: a `RemoteMesh`."""
+
+    formation_number: int
+
+    def next_number(self) -> int: ...
+
+    def tell(self, *command: Any) -> None: ...
+
+    def tell_each(self, name: str, operands: Sequence[Sequence[Any]]) -> None: ...
+
+    def ask(self, question: str, *operands: Any) -> list[Any]: ...
+
+    def unused(self, formation: int, number: int) -> None: ...
+
+
+class RemoteArray:
+    """A handle to an array that the processes of a mesh hold, or will hold once they have computed it.
+
+    It belongs to one formation: after that has ended, every use raises `FormationLost`. When the handle is collected,
+    the array is freed.
+
+    Attributes:
+      shape: of the whole array, over all devices.
+    """
+
+    def __init__(self, mesh: ArrayMesh, number: int, shape: tuple[int, ...], dtype: Any) -> None:
+        self.mesh, self.number = mesh, number
+        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self.formation = mesh.formation_number
+        weakref.finalize(self, mesh.unused, self.formation, number).atexit = False
+
+    def __repr__(self) -> str:
+        return f"RemoteArray({self.dtype}{list(self.shape)}, formation {self.formation})"
+
+    def check(self, mesh: ArrayMesh | None = None) -> None:
+        """Raises if the array is gone, or not on `mesh`."""
+        if mesh is not None and mesh is not self.mesh:
+            raise ArgumentError(f"{self!r} is on another mesh. Move it with `array.reshard(mesh)`.")
+        if self.formation != self.mesh.formation_number:
+            raise FormationLost(
+                f"{self!r} is gone: its mesh has formation {self.mesh.formation_number}. Put the array again, from the "
+                "last copy that the driver has."
+            )
+
+    def get(self) -> np.ndarray:
+        """Waits for the array and returns a copy of all of it.
+
+        Raises:
+          FormationLost: its processes have ended, or end meanwhile.
+          ClusterError: what should have computed it raised; has the traceback.
+        """
+        self.check()
+        whole = np.empty(self.shape, self.dtype)
+        for parts in self.mesh.ask("get", self.number):
+            for index, part in parts:
+                whole[tuple(slice(start, stop) for start, stop in index)] = part
+        return whole
+
+    def wait(self) -> "RemoteArray":
+        """Waits until the array is computed."""
+        self.check()
+        self.mesh.ask("ready", self.number)
+        return self
+
+    def reshard(self, mesh: ArrayMesh, spec: Sequence[Any] = ()) -> "RemoteArray":
+        """The same array on another mesh, or split otherwise on its own; the driver sees none of its bytes.
+
+        Args:
+          spec: one mesh axis, tuple of axes or None for each axis of the array, as `PartitionSpec` takes them.
+        """
+        self.check()
+        held = self.mesh.ask("held", self.number)
+        needed = mesh.ask("needed", self.shape, tuple(spec))
+        offers: list[list[Any]] = [[] for _ in held]
+        pulls: list[list[Any]] = [[] for _ in needed]
+        for source, (address, indices) in enumerate(held):
+            for index in indices:
+                for destination, regions in enumerate(needed):
+                    if any(_overlap(index, region) for region in regions):
+                        key = self.mesh.next_number()
+                        offers[source].append((index, key))
+                        pulls[destination].append((address, key, index))
+        self.mesh.tell_each("offer", [(self.number, each) for each in offers])
+        result = RemoteArray(mesh, mesh.next_number(), self.shape, self.dtype)
+        name = self.dtype.name
+        mesh.tell_each("pull", [(result.number, self.shape, name, tuple(spec), each) for each in pulls])
+        return result
+
+
+def get(tree: Any) -> Any:
+    """A pytree with the values of its remote arrays in their places."""
+    return jax.tree.map(lambda leaf: leaf.get() if isinstance(leaf, RemoteArray) else leaf, tree)
+
+
+def remote(mesh: ArrayMesh, *, donate_argnums: Sequence[int] = ()) -> Callable[[F], F]:
+    """Makes a function one that the processes of a mesh compute, jitted; calls return at once, with remote arrays.
+
+    The function takes and returns pytrees. Its remote arrays are on `mesh`; NumPy arrays and numbers are sent along.
+    It sees the mesh as JAX's current one. It is sent once for each formation and structure of its arguments.
+
+    Args:
+      donate_argnums: positions of arguments whose arrays it may overwrite; their handles are gone after a call.
+    """
+
+    def decorate(function: F) -> F:
+        sent: dict[Any, tuple[int, Any, tuple[int, ...]]] = {}
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            leaves, tree = jax.tree.flatten((arguments, keywords))
+            for leaf in leaves:
+                if isinstance(leaf, RemoteArray):
+                    leaf.check(mesh)
+            key = (mesh.formation_number, tree, tuple(map(_kind, leaves)))
+            if key not in sent:
+                donated = _donated(arguments, donate_argnums)
+                shapes, named = jax.tree.unflatten(tree, map(_shape, leaves))
+                found = jax.eval_shape(function, *shapes, **named)
+                sent[key] = (_send(mesh, function, tree, donated), found, donated)
+            code, shape_tree, donated = sent[key]
+            outputs, out_tree = jax.tree.flatten(shape_tree)
+            results = [RemoteArray(mesh, mesh.next_number(), out.shape, out.dtype) for out in outputs]
+            operands = [(True, leaf.number) if isinstance(leaf, RemoteArray) else (False, leaf) for leaf in leaves]
+            mesh.tell("call", code, operands, [each.number for each in results])
+            for position in donated:
+                if isinstance(leaves[position], RemoteArray):
+                    leaves[position].formation = -1
+            return jax.tree.unflatten(out_tree, results)
+
+        return call  # pyrefly: ignore
+
+    return decorate
+
+
+def _send(mesh: ArrayMesh, function: Callable[..., Any], tree: Any, donated: tuple[int, ...]) -> int:
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise ClusterError(
+            "Functions are sent to workers by cloudpickle, which is not installed. Install stack-core[cluster]."
+        ) from error
+    number = mesh.next_number()
+    mesh.tell("function", number, cloudpickle.dumps((function, tree)), donated)
+    return number
+
+
+def _donated(arguments: Sequence[Any], donate_argnums: Sequence[int]) -> tuple[int, ...]:
+    """The positions of the donated leaves among all leaves; positional arguments come first."""
+    ends = np.cumsum([0, *(len(jax.tree.leaves(each)) for each in arguments)])
+    return tuple(int(leaf) for each in donate_argnums for leaf in range(ends[each], ends[each + 1]))
+
+
+def _shape(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, RemoteArray) else leaf
+
+
+def _kind(leaf: Any) -> Any:
+    """What a function is traced again for."""
+    return (leaf.shape, np.dtype(leaf.dtype)) if hasattr(leaf, "shape") else type(leaf)
+
+
+def _overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> bool:
+    return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(one, other, strict=True))

@@ -59,3 +59,9 @@ def stack_register_commands(registry: Registrar) -> None:
         help="Measure ops; compare with a baseline.",
         huge_pages=True,
     )
+    registry.add(
+        "bench burn-in",
+        "stack_kernels.commands.burn_in:burn_in",
+        help="Try every kernel on a new chip: contracts, tuning, speeds, a profile.",
+        huge_pages=True,
+    )

@@ -1,0 +1,96 @@
+"""Child processes that report line by line: one that crashes, hangs or breaks its device loses its own work alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Ended", "run_child"]
+
+_LAST_CHARACTERS = 2000
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child ended.
+
+    Attributes:
+      status: its exit status, negative for a signal; None where it was killed at the deadline.
+      errors: the end of what it wrote to standard error.
+    """
+
+    status: int | None
+    errors: str
+
+    @property
+    def problem(self) -> str | None:
+        """What went wrong, in a line; None if nothing did."""
+        if self.status is None:
+            return "the time budget ended it"
+        if self.status == 0:
+            return None
+        how = signal.Signals(-self.status).name if self.status < 0 else f"exit status {self.status}"
+        last = next((line.strip() for line in reversed(self.errors.splitlines()) if line.strip()), "")
+        return f"{how}: {last[:300]}" if last else how
+
+
+def run_child(
+    arguments: Sequence[str],
+    deadline_s: float,
+    *,
+    log: Path,
+    told: Callable[[dict[str, Any]], None] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Ended:
+    """Runs `python ARGUMENTS` in a session of its own until it ends, or until `deadline_s` of `time.monotonic`.
+
+    Args:
+      log: where its standard error goes.
+      told: is called with each line of its standard output that is a JSON object; other lines are passed over.
+    """
+    with log.open("wb") as errors:
+        child = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
+    over = threading.Event()
+    timer = threading.Timer(max(0.0, deadline_s - time.monotonic()), lambda: (over.set(), _kill(child)))
+    timer.daemon = True
+    timer.start()
+    with child:
+        try:
+            assert child.stdout is not None
+            for line in child.stdout:
+                found = _object(line)
+                if found is not None and told is not None:
+                    told(found)
+            status = child.wait()
+        finally:
+            timer.cancel()
+            _kill(child)
+    said = log.read_text(errors="replace")[-_LAST_CHARACTERS:]
+    return Ended(None if over.is_set() else status, said)
+
+
+def _kill(child: "subprocess.Popen[bytes]") -> None:
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

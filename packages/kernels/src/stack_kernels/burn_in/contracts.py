@@ -1,0 +1,120 @@
+"""The contract of an op on this device, against float64. `python -m stack_kernels.burn_in.contracts OP SKIP`.
+
+Prints a JSON object before each check, so that one that takes the process down is known, and another with its outcome.
+"""
+
+import json
+import sys
+import time
+import unittest
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stack_kernels.burn_in.children import run_child
+
+__all__ = ["Contract", "contract_of", "implementations_for", "main"]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What an implementation did with the checks of its op.
+
+    Attributes:
+      outcomes: how many checks "passed", were "refused", "failed", or "died" with the process.
+      problems: what failed or died, in a line each.
+    """
+
+    op: str
+    implementation: str
+    outcomes: Counter[str]
+    problems: tuple[str, ...]
+
+
+def implementations_for(op: str, platform: str) -> list[str]:
+    """The names of the implementations of an op that run on a platform, in the order of the registry."""
+    from stack_core.plugins import registries
+
+    names = [name.partition("/")[2] for name in registries.ops.names() if name.partition("/")[0] == op]
+    found = {name: registries.ops[f"{op}/{name}"].platforms for name in names}
+    return [name for name, platforms in found.items() if platforms is None or platform in platforms]
+
+
+def contract_of(op: str, deadline_s: float, *, log: Path) -> tuple[list[Contract], str | None]:
+    """Runs an op's checks in children; returns what each implementation did, and what was not reached.
+
+    A check that takes its child down counts as "died", and another child goes on with the next one.
+    """
+    rows: list[dict[str, Any]] = []
+    skip = 0
+    while True:
+        begun: list[dict[str, Any]] = []
+        before = len(rows)
+
+        def told(said: dict[str, Any], begun: list[dict[str, Any]] = begun) -> None:
+            (rows if "outcome" in said else begun).append(said)
+
+        ended = run_child(["-m", __spec__.name, op, str(skip)], deadline_s, log=log, told=told)
+        done = len(rows) - before
+        if ended.problem is None:
+            return _contracts(op, rows), None
+        if ended.status is None or len(begun) == done:  # out of time, or it died between two checks
+            return _contracts(op, rows), f"{op}: {ended.problem}"
+        rows.append({**begun[-1], "outcome": "died", "reason": ended.problem})
+        skip += done + 1
+
+
+def _contracts(op: str, rows: Sequence[dict[str, Any]]) -> list[Contract]:
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_name.setdefault(row["implementation"], []).append(row)
+    return [
+        Contract(
+            op,
+            name,
+            Counter(row["outcome"] for row in own),
+            tuple(f"{row['check']}: {row['reason']}" for row in own if row["outcome"] in ("failed", "died")),
+        )
+        for name, own in by_name.items()
+    ]
+
+
+def _outcomes(op: str, skip: int) -> Iterator[dict[str, Any]]:
+    import jax
+
+    from stack_core.plugins import registries
+    from stack_core.testing import op_checks
+
+    # Else accelerators round fp32 operands to TF32 or bf16, and float64 is not what they can be held to.
+    jax.config.update("jax_default_matmul_precision", "highest")
+    planned = [
+        (name, check)
+        for name in implementations_for(op, jax.default_backend())
+        for check in op_checks(op)
+        if check.is_covering
+    ]
+    for name, check in planned[skip:]:
+        row = {"implementation": name, "check": str(check)}
+        yield row
+        started_s = time.monotonic()
+        outcome, reason = "passed", ""
+        try:
+            check(registries.ops[f"{op}/{name}"])
+        except unittest.SkipTest as error:
+            outcome, reason = "refused", str(error)
+        except Exception as error:  # whatever a kernel does on a new chip is a finding
+            outcome, reason = "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        yield {**row, "outcome": outcome, "reason": reason, "seconds": round(time.monotonic() - started_s, 3)}
+
+
+def main() -> None:
+    """Checks the op that the command line names, without the first checks."""
+    op, skip = sys.argv[1], int(sys.argv[2])
+    for row in _outcomes(op, skip):
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

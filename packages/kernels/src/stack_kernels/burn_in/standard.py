@@ -1,0 +1,55 @@
+"""The standard calls of `stack bench ops`, to be tuned; as a program, `-m stack_kernels.burn_in.standard`, profiled."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from stack_core.hardware import current_chip
+from stack_kernels.bench.cases import CASES, BenchCase, drawn
+from stack_kernels.bench.run import Task
+
+__all__ = ["main", "shapes", "standard_calls", "standard_cases"]
+
+_DTYPE = "bfloat16"
+_STEPS = 10
+_PROFILED = ("attention", "gated_linear_unit", "norm", "linear_cross_entropy")
+
+
+def standard_cases() -> list[BenchCase]:
+    """Those of the small model on a CPU and of the large one elsewhere."""
+    small, large = dict.fromkeys(case.model for case in CASES)
+    model = small if current_chip().kind == "cpu" else large
+    return [case for case in CASES if case.model == model]
+
+
+def shapes(ops: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """The shapes of the arrays of the cases of some ops."""
+    cases = [case for case in standard_cases() if case.op in ops]
+    return {_key(case): jax.eval_shape(lambda case=case: drawn(case, _DTYPE)) for case in cases}
+
+
+def standard_calls(arrays: Mapping[str, Mapping[str, Any]]) -> list[Any]:
+    """Each of these cases once, with its gradient where it has one."""
+    return [_call(case)(arrays[_key(case)]) for case in standard_cases() if _key(case) in arrays]
+
+
+def _call(case: BenchCase) -> Any:
+    return Task(case, _DTYPE, "gradient" if case.gradient else "forward", "").call(None)
+
+
+def _key(case: BenchCase) -> str:
+    return f"{case.op} {case.name}"
+
+
+def main() -> None:
+    """Some steps of what a training step is made of, for a profile."""
+    cases = {case.op: case for case in standard_cases() if case.op in _PROFILED and case.gradient}
+    arrays = {_key(case): drawn(case, _DTYPE) for case in cases.values()}
+    step = jax.jit(standard_calls)
+    for _ in range(_STEPS):
+        jax.block_until_ready(step(arrays))
+
+
+if __name__ == "__main__":
+    main()

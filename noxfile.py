@@ -9,11 +9,13 @@ import functools
 import itertools
 import json
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
@@ -256,22 +258,37 @@ def _combinations(optional: list[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _try_combinations(session: nox.Session, combinations: Iterable[tuple[str, ...]]) -> None:
-    """Tries combinations of packages one by one, with a row each."""
+    """Tries combinations of packages, two at a time where there are processors for it, with a row each."""
     python = str(session.python or _running_python())
-    rows, failures = [], []
-    for packages in combinations:
-        duration_s, failure = _try_together(session, packages, steps=packages in {("core", "train"), PACKAGES})
-        rows.append(f"{'+'.join(packages):50} {duration_s:6.1f} s  {'failed' if failure else 'ok'}")
-        session.debug(rows[-1])
-        failures += [f"{'+'.join(packages)}:\n{failure}"] if failure else []
-    session.log("\n".join([f"Python {python}, {JAX_OF_PYTHON[python]}:", *rows]))
+    _built_wheels()  # before threads ask for them
+    places: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    workers = min(os.cpu_count() or 1, 2)
+    for number in range(workers):
+        places.put(Path(session.create_tmp()) / f"together-{number}")
+
+    def tried(packages: tuple[str, ...]) -> tuple[str, str]:
+        place = places.get()
+        try:
+            steps = packages in {("core", "train"), PACKAGES}
+            duration_s, failure = _try_together(session, packages, place, steps=steps)
+        finally:
+            places.put(place)
+        row = f"{'+'.join(packages):50} {duration_s:6.1f} s  {'failed' if failure else 'ok'}"
+        session.debug(row)
+        return row, failure and f"{'+'.join(packages)}:\n{failure}"
+
+    with ThreadPoolExecutor(workers) as threads:
+        found = list(threads.map(tried, combinations))
+    session.log("\n".join([f"Python {python}, {JAX_OF_PYTHON[python]}:", *(row for row, _ in found)]))
+    failures = [failure for _, failure in found if failure]
     if failures:
         session.error("\n".join(failures))
 
 
-def _try_together(session: nox.Session, packages: tuple[str, ...], *, steps: bool) -> tuple[float, str]:
+def _try_together(
+    session: nox.Session, packages: tuple[str, ...], environment: Path, *, steps: bool
+) -> tuple[float, str]:
     """Installs packages into a fresh environment and tries them; returns how long it took, and what failed."""
-    environment = Path(session.create_tmp()) / "together"
     python = str(environment / "bin" / "python")
     uv = str(nox.virtualenv.UV)
     constraints = f"--constraints={_constraints(str(session.python or _running_python()))}"

@@ -229,6 +229,7 @@ def losses_of(run):
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_quantized_training_follows_training_in_float(folder):
     rules = [{**W8A8[0], "gradients": "int8"}]
     run = config(folder, output=str(folder / "in-int8"), quant={"method": "qt", "rules": rules})

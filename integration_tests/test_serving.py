@@ -200,10 +200,13 @@ def assert_equals_its_reference(checkpoint, config=PAIR, *, tolerance=0.0):
 @pytest.mark.parametrize(
     ("variant", "layout", "page_tokens"),
     [
-        ({"kv_heads": 4, "tie_embeddings": True}, "phsd", 1),
-        ({"kv_heads": 1, "attention_bias": True, "mlp_bias": True}, "hpsd", 16),
+        pytest.param(
+            {"kv_heads": 4, "tie_embeddings": True}, "phsd", 1, id="heads alike, tied", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"kv_heads": 1, "attention_bias": True, "mlp_bias": True}, "hpsd", 16, id="one head of keys, biases"
+        ),
     ],
-    ids=["heads alike, tied", "one head of keys, biases"],
 )
 def test_models_and_layouts_of_pages(variant, layout, page_tokens):
     checkpoint = opened(model_of(dataclasses.replace(CONFIG, **variant)))
@@ -214,7 +217,9 @@ def test_bfloat16():
     assert_equals_its_reference(opened(model_of(dataclasses.replace(CONFIG, dtype="bfloat16"))), tolerance=0.1)
 
 
-@pytest.mark.parametrize(("cache_dtype", "tolerance"), [("int8", 0.04), ("fp8_e4m3", 0.2)])
+@pytest.mark.parametrize(
+    ("cache_dtype", "tolerance"), [("int8", 0.04), pytest.param("fp8_e4m3", 0.2, marks=pytest.mark.slow)]
+)
 def test_a_cache_of_codes_is_close(checkpoint, reference, cache_dtype, tolerance):
     config = dataclasses.replace(PAIR, cache_dtype=cache_dtype)
     for prompt, continuation in pair_of_continuations(checkpoint, config):
@@ -228,10 +233,13 @@ def test_a_cache_of_codes_is_close(checkpoint, reference, cache_dtype, tolerance
     ("rules", "tolerance"),
     [
         # Where sums in another order take an activation to its next code, a token may be less likely by that much.
-        ([Rule(path=".*", weights="int8", activations="int8")], 0.1),
-        ([Rule(path="embedding|lm_head", weights="int8"), Rule(path=".*", weights="int4", tile_size=4)], 0.0),
+        pytest.param([Rule(path=".*", weights="int8", activations="int8")], 0.1, id="w8a8", marks=pytest.mark.slow),
+        pytest.param(
+            [Rule(path="embedding|lm_head", weights="int8"), Rule(path=".*", weights="int4", tile_size=4)],
+            0.0,
+            id="w4",
+        ),
     ],
-    ids=["w8a8", "w4"],
 )
 def test_quantized_models(rules, tolerance):
     sample = {name: jnp.zeros((1, 8), jnp.int32) for name in ("tokens", "positions")}

@@ -78,6 +78,7 @@ def _compare(actual: Any, expected: Any, tolerance: float) -> None:
         np.testing.assert_allclose(a, e, rtol=0, atol=tolerance * max(float(np.max(np.abs(e))), 1e-3))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("case", ONE_OF_EACH)
 @pytest.mark.parametrize("derive", [_jvp, _hessian_times_vector, _gradient_of_gradient])
 def test_forward_mode_and_second_derivatives_are_those_of_the_definition(case: OpCase, derive: Any) -> None:

@@ -337,6 +337,23 @@ def test_a_few_tokens_at_most_are_computed_behind_a_stop_text(
     assert stats.running == stats.used_pages == 0 and stats.generated_tokens < before + 40
 
 
+@pytest.mark.slow
+def test_a_token_costs_the_same_processor_time_when_many_wait() -> None:
+    """Steps are repeated in one program also while requests wait that could not begin."""
+    engine = LLMEngine(TinyCheckpoint(), EngineConfig(max_sequences=8, step_tokens=64, max_waiting=64))
+    engine.warm_up()
+
+    def seconds_per_token(requests: int, turn: int) -> float:
+        started_s = time.process_time()
+        found = run(engine, *(request_of(f"{turn} {requests} {each}", max_tokens=40) for each in range(requests)))
+        assert [len(tokens_of(updates)) for updates in found] == [40] * requests
+        return (time.process_time() - started_s) / (40 * requests)
+
+    with engine:
+        few, many = ([seconds_per_token(requests, turn) for turn in range(12)] for requests in (8, 64))
+    assert min(many) <= 1.15 * min(few), (min(few), min(many))
+
+
 def test_submitting_is_as_quick_when_many_wait() -> None:
     engine = LLMEngine(TinyCheckpoint(), dataclasses.replace(CONFIG, max_waiting=5000))
 

@@ -246,7 +246,7 @@ def _shared_programs() -> dict[str, str]:
     return {
         "JAX_COMPILATION_CACHE_DIR": str(folder),
         "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**31),  # of several processes, JAX locks only a cache that has a limit
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",  # each entry makes adding another slower
     }
 
 

@@ -29,6 +29,7 @@
     ├── EngineBusy             an engine whose queue is full
     ├── EngineStopped          an engine that was closed, or that failed
     ├── TuningError            what cannot be tuned, or a tuned table that cannot be read or merged
+    ├── SandboxError           a sandbox that cannot keep a program in, and does not start
     ├── EnvironmentFailed      an environment, or a reward, that raised or gave no finite number
     └── TrainingError          training that cannot go on
         ├── NonFiniteLoss          the loss became NaN or infinite
@@ -67,6 +68,7 @@ __all__ = [
     "PluginError",
     "RunDirectoryError",
     "RunGivenUp",
+    "SandboxError",
     "ShapeError",
     "ShardingError",
     "StackError",
@@ -184,6 +186,9 @@ class EngineStopped(StackError): ...
 
 
 class TuningError(StackError): ...
+
+
+class SandboxError(StackError): ...
 
 
 class EnvironmentFailed(StackError): ...

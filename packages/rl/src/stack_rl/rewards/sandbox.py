@@ -1,0 +1,365 @@
+"""Runs programs that nobody trusts: an answer's code, and libraries that check answers and may hang on one.
+
+| attack | what stops it |
+|---|---|
+| much memory | `memory_bytes` of address space |
+| full disk | a /tmp in memory of `files_bytes`; in a session, `file_bytes` of each file alone |
+| endless loop, sleep | `cpu_s`, `wall_s`, by a launcher that the program cannot reach |
+| threads, forks, a fork bomb | one process, its first, for a user who is not root; process ids that end with it |
+| endless output | pipes that are read up to `output_bytes` |
+| raising limits | hard limits, no root, no new privileges |
+| network | a network of its own, without an interface |
+| files of the machine | a file system that holds Python alone, read-only |
+
+A sandbox tries the attacks on itself before its first program, and does not start where one goes through that
+`SandboxConfig.open` does not name.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import selectors
+import shutil
+import signal
+import site
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final, Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from stack_core.config import config
+from stack_core.errors import SandboxError
+from stack_rl.rewards.sandbox_launcher import DEVICES, NOBODY, SHOWN
+
+__all__ = ["Ended", "Gap", "Sandbox", "SandboxConfig"]
+
+Level = Literal["bubblewrap", "namespaces", "session"]
+Gap = Literal["network", "processes", "files", "disk"]
+"""What a program may get at: the network; more processes; files of the machine; all of the disk, file by file."""
+
+_LAUNCHER: Final = Path(__file__).with_name("sandbox_launcher.py")
+_GRACE_S: Final = 2.0
+_READ_BYTES: Final = 1 << 16
+
+
+@config
+class SandboxConfig:
+    """What a program may use, and how it is kept in.
+
+    Attributes:
+      level: "bubblewrap", which must be installed; "namespaces", which the kernel must allow; or a "session" of its
+        own with limits. None takes the first that works.
+      open: gaps that are put up with. A session leaves "network", "files" and "disk" open.
+      wall_s, cpu_s: seconds of a program.
+      memory_bytes: of its address space.
+      output_bytes: of each of its outputs.
+      file_bytes: of a file; and of all files, where the level has a file system of its own.
+    """
+
+    level: Level | None = None
+    open: tuple[Gap, ...] = ()
+    wall_s: PositiveFloat = 5.0
+    cpu_s: PositiveInt = 5
+    memory_bytes: PositiveInt = 1 << 29
+    output_bytes: PositiveInt = 1 << 16
+    file_bytes: PositiveInt = 1 << 24
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended.
+
+    Attributes:
+      how: "exit"; "timeout"; "killed", by a signal such as that of its CPU time; "flood", for what it wrote.
+      code: its exit status, or minus the signal.
+      output, errors: what it wrote, up to the limit.
+    """
+
+    how: Literal["exit", "timeout", "killed", "flood"]
+    code: int
+    output: bytes
+    errors: bytes
+    duration_s: float
+
+    @property
+    def succeeded(self) -> bool:
+        return self.how == "exit" and self.code == 0
+
+
+class Sandbox:
+    """Runs Python programs, several at a time.
+
+    Attributes:
+      level: how programs are kept in.
+      open: the gaps that were found, of those that the config puts up with.
+
+    Raises:
+      SandboxError: no level works, or one leaves a gap that `config.open` does not name; says which, and why.
+    """
+
+    def __init__(self, config: SandboxConfig | None = None) -> None:
+        self._config = SandboxConfig() if config is None else config
+        self.level, self.open = _chosen(self._config)
+        self._workers = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="sandbox")
+
+    def run(self, program: str, *, given: bytes = b"", libraries: bool = False) -> Ended:
+        """Runs a Python program to its end, or to a limit; whatever it does is an `Ended`.
+
+        Args:
+          given: its standard input.
+          libraries: it may import what is installed beside stack.
+
+        Raises:
+          SandboxError: it could not be started.
+        """
+        return _run(self._config, self.level, program, given, libraries)
+
+    async def run_soon(self, program: str, *, given: bytes = b"", libraries: bool = False) -> Ended:
+        """As `run`, without holding up the event loop."""
+        running = asyncio.get_running_loop()
+        call = functools.partial(self.run, program, given=given, libraries=libraries)
+        return await running.run_in_executor(self._workers, call)
+
+
+def _chosen(settings: SandboxConfig) -> tuple[Level, tuple[Gap, ...]]:
+    """The first level that leaves no gap open but those that the config puts up with, and the gaps it leaves."""
+    levels: Sequence[Level] = (settings.level,) if settings.level else ("bubblewrap", "namespaces", "session")
+    reasons = []
+    for level in levels:
+        try:
+            gaps = _gaps(settings, level)
+        except SandboxError as error:
+            reasons.append(f"{level}: {error}")
+            continue
+        if not gaps.keys() - set(settings.open):
+            return level, tuple(gaps)
+        reasons += [f"{level}: {name} is open: {why}" for name, why in gaps.items() if name not in settings.open]
+    listing = "\n  ".join(reasons)
+    raise SandboxError(
+        f"No sandbox keeps a program in on this machine:\n  {listing}\nInstall bubblewrap, or allow user namespaces "
+        "(sysctl user.max_user_namespaces), or name the gaps that may stay open: sandbox.open: [...]."
+    )
+
+
+_PROBE = """
+import json, os, socket, sys
+found = {}
+try:
+    socket.create_connection(("127.0.0.1", %d), timeout=2).close()
+    found["network"] = "the machine's loopback can be reached"
+except OSError:
+    pass
+try:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    found["processes"] = "a fork succeeded"
+except OSError:
+    pass
+if os.path.exists(%r):
+    found["files"] = "files of the machine can be seen"
+try:
+    for number in range(3):
+        with open(f"fill{number}", "wb") as file:
+            file.write(bytes(%d))
+    found["disk"] = "only the size of each file is limited"
+except OSError:
+    pass
+print(json.dumps(found))
+"""
+
+
+def _gaps(settings: SandboxConfig, level: Level) -> Mapping[Gap, str]:
+    """Tries a level, and what a program gets at from within.
+
+    Raises:
+      SandboxError: it does not work here.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        probe = _PROBE % (server.getsockname()[1], __file__, settings.file_bytes // 2)
+        ended = _run(settings, level, probe, b"", libraries=False)
+    try:
+        return json.loads(ended.output)
+    except json.JSONDecodeError as error:
+        raise SandboxError(f"a first program ended by {ended.how} {ended.code}: {_last(ended.errors)}") from error
+
+
+def _run(settings: SandboxConfig, level: Level, program: str, given: bytes, libraries: bool) -> Ended:
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder, _report() as report:
+        if os.geteuid() == 0:
+            os.chown(folder, NOBODY, NOBODY)
+        order = _order(settings, level, program, libraries) | {"folder": folder, "report": report.written}
+        command, options = _command(settings, level, order, folder)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        environment = {"PATH": "/usr/bin:/bin"}
+        with subprocess.Popen(
+            command,
+            **pipes,
+            **options,
+            cwd=folder,
+            env=environment,
+            pass_fds=(report.written,),
+            start_new_session=True,
+        ) as child:
+            until_s = time.monotonic() + settings.wall_s + (_GRACE_S if level == "namespaces" else 0)
+            try:
+                output, errors, how = _exchange(child, json.dumps(order).encode() + b"\n" + given, settings, until_s)
+                how = how or _awaited(child, until_s)
+            finally:
+                _end(child)
+            code = child.wait()
+        said = report.read()
+    if said.startswith("refused: "):
+        raise SandboxError(said.removeprefix("refused: "))
+    how = how or ("timeout" if said == "timeout" else "killed" if code < 0 or code > 128 else "exit")
+    return Ended(how, code, output, errors, time.monotonic() - started_s)
+
+
+@dataclass
+class _Report:
+    """A pipe that the launcher tells of itself by, and the program does not have."""
+
+    ends: tuple[int, int]
+
+    @property
+    def written(self) -> int:
+        return self.ends[1]
+
+    def read(self) -> str:
+        os.set_blocking(self.ends[0], False)
+        try:
+            return os.read(self.ends[0], _READ_BYTES).decode(errors="replace")
+        except BlockingIOError:
+            return ""
+
+
+@contextlib.contextmanager
+def _report() -> Iterator[_Report]:
+    report = _Report(os.pipe())
+    try:
+        yield report
+    finally:
+        for end in report.ends:
+            os.close(end)
+
+
+def _order(settings: SandboxConfig, level: Level, program: str, libraries: bool) -> dict[str, Any]:
+    """What the launcher is to do, but for the folder and the descriptor."""
+    folders = [str(Path(each).resolve()) for each in site.getsitepackages()] if libraries else []
+    return {
+        "level": "namespaces" if level == "namespaces" else "session",
+        "program": program,
+        "python": str(Path(sys.executable).resolve()),
+        "paths": [str(Path(sys.base_prefix).resolve()), *folders],
+        "libraries": folders,
+        "wall_s": settings.wall_s,
+        "files_bytes": settings.file_bytes,
+        "limits": {
+            "RLIMIT_CPU": settings.cpu_s,
+            "RLIMIT_AS": settings.memory_bytes,
+            "RLIMIT_FSIZE": settings.file_bytes,
+            "RLIMIT_NPROC": 1,
+            "RLIMIT_NOFILE": 64,
+            "RLIMIT_CORE": 0,
+        },
+    }
+
+
+def _command(
+    settings: SandboxConfig, level: Level, order: dict[str, Any], folder: str
+) -> tuple[list[str], dict[str, Any]]:
+    """What is started, and as whom; changes the folder in `order` where the program sees another.
+
+    Raises:
+      SandboxError: bubblewrap is not there.
+    """
+    launch = [order["python"], "-I", "-S", "-B", str(_LAUNCHER)]
+    if level != "bubblewrap":
+        return launch, {}
+    if (found := shutil.which("bwrap")) is None:
+        raise SandboxError("bwrap is not installed")
+    order["folder"] = "/tmp"  # of the program's own file system
+    shown = [*SHOWN, *order["paths"], str(_LAUNCHER)]
+    binds = [part for path in shown for part in ("--ro-bind-try", path, path)]
+    devices = [part for path in DEVICES for part in ("--dev-bind-try", path, path)]
+    alone = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    room = ["--size", str(settings.file_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+    # For root the kernel does not count processes.
+    user = {"user": NOBODY, "group": NOBODY, "extra_groups": ()} if os.geteuid() == 0 else {}
+    return [found, *alone, *binds, *devices, *room, "--", *launch], user
+
+
+def _exchange(
+    child: "subprocess.Popen[bytes]", given: bytes, settings: SandboxConfig, until_s: float
+) -> tuple[bytes, bytes, Literal["timeout", "flood"] | None]:
+    """Writes to a child and reads from it, no more than the limits and no longer than its time."""
+    assert child.stdin is not None and child.stdout is not None and child.stderr is not None
+    found = {child.stdout.fileno(): bytearray(), child.stderr.fileno(): bytearray()}
+    left, how = memoryview(given), None
+    os.set_blocking(child.stdin.fileno(), False)
+    with selectors.DefaultSelector() as selector:
+        for each in found:
+            selector.register(each, selectors.EVENT_READ)
+        selector.register(child.stdin, selectors.EVENT_WRITE)
+        while selector.get_map() and how is None:
+            ready = selector.select(max(0.0, until_s - time.monotonic()))
+            how = None if ready else "timeout"
+            for key, _ in ready:
+                if key.fileobj is child.stdin:
+                    left = _written(child.stdin, left)
+                    if not left:
+                        selector.unregister(child.stdin)
+                        child.stdin.close()
+                    continue
+                part = os.read(key.fd, _READ_BYTES)
+                found[key.fd] += part
+                if not part:
+                    selector.unregister(key.fd)
+                if len(found[key.fd]) > settings.output_bytes:
+                    how = "flood"
+    output, errors = (bytes(each[: settings.output_bytes]) for each in found.values())
+    return output, errors, how
+
+
+def _written(pipe: IO[bytes], left: memoryview) -> memoryview:
+    """What is left after one write; nothing once the other side is gone."""
+    try:
+        return left[os.write(pipe.fileno(), left) :]
+    except BrokenPipeError:
+        return left[:0]
+
+
+def _awaited(child: "subprocess.Popen[bytes]", until_s: float) -> Literal["timeout"] | None:
+    """Waits for the end of a child that has closed its outputs."""
+    try:
+        child.wait(timeout=max(0.0, until_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return "timeout"
+    return None
+
+
+def _end(child: "subprocess.Popen[bytes]") -> None:
+    """Ends the launcher, which ends the program, and then whatever of the session is left."""
+    if child.poll() is None:
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=_GRACE_S)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def _last(errors: bytes) -> str:
+    lines = errors.decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it wrote nothing"

@@ -1,0 +1,188 @@
+"""Run as a script, `python -I -S sandbox_launcher.py`: shuts itself in and then runs a program that nobody trusts.
+
+Standard input begins with a line of JSON, the order, and goes on with what the program reads. The order:
+
+    {"level": "namespaces" | "session", "program": text, "python": path, "paths": [...], "libraries": [...],
+     "folder": path, "wall_s": s, "limits": {"RLIMIT_AS": bytes, ...}, "files_bytes": bytes, "report": descriptor}
+
+"namespaces" makes a file system that holds Python alone, read-only, with a small /tmp in memory, no network but a
+loopback that is down, and process ids of its own, which end with the first; the launcher stays outside, ends the
+program after `wall_s` or on SIGTERM, and exits like it. "session" takes none of these, and becomes the program. Both
+drop root, set the limits and forbid new privileges. What the launcher has to say goes to the descriptor `report`, which
+the program does not have: "timeout", or "refused: " and why it could not begin.
+"""
+
+# Each start of a program pays for what is imported here, so `pathlib` is not.
+# ruff: noqa: PTH103, PTH106, PTH110, PTH112, PTH114, PTH115, PTH120, PTH123, PTH211
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+import time
+
+NOBODY = 65534
+_NEW_USER, _NEW_PIDS, _NEW_MOUNTS, _NEW_NETWORK, _NEW_IPC = 0x10000000, 0x20000000, 0x20000, 0x40000000, 0x8000000
+_READ_ONLY, _NO_SETUID, _NO_DEVICES, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_DETACH = 2
+SHOWN = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/etc/ld.so.cache", "/etc/localtime")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def called(name, *arguments):
+    """Calls a function of the C library.
+
+    Raises:
+      OSError: it failed.
+    """
+    if getattr(_libc, name)(*arguments) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def _mount(source, target, kind=None, flags=0, options=None):
+    encoded = [None if each is None else each.encode() for each in (source, target, kind, options)]
+    called("mount", encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
+
+
+def unshare(is_root):
+    """Leaves the network, the mounts and the process ids of the machine; who is not root needs a user namespace."""
+    flags = _NEW_MOUNTS | _NEW_NETWORK | _NEW_IPC | _NEW_PIDS | (0 if is_root else _NEW_USER)
+    user, group = os.geteuid(), os.getegid()
+    called("unshare", flags)
+    if not is_root:
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{NOBODY} {user} 1"),
+            ("gid_map", f"{NOBODY} {group} 1"),
+        ):
+            with open(f"/proc/self/{name}", "w") as file:  # pathlib is one more import at each start
+                file.write(text)
+
+
+def enter_root(order):
+    """Makes a file system with Python and what it needs, read-only, and a /tmp of `files_bytes`, and enters it."""
+    _mount(None, "/", None, _RECURSIVE | _PRIVATE)
+    root = order["folder"]
+    _mount("root", root, "tmpfs", _NO_SETUID | _NO_DEVICES, "mode=755,size=1m")
+    for path in [*SHOWN, *DEVICES, *order["paths"]]:
+        if os.path.exists(path):
+            _show(path, root + path)
+    os.makedirs(root + "/tmp", exist_ok=True)
+    _mount("tmp", root + "/tmp", "tmpfs", _NO_SETUID | _NO_DEVICES, f"mode=777,size={order['files_bytes']}")
+    os.makedirs(root + "/old", exist_ok=True)
+    called("syscall", _pivot_root(), root.encode(), (root + "/old").encode())
+    os.chdir("/")
+    called("umount2", b"/old", _DETACH)
+    os.rmdir("/old")
+    _mount(None, "/", None, _REMOUNT | _BIND | _READ_ONLY | _NO_SETUID | _NO_DEVICES)
+
+
+def _show(path, place):
+    """Shows a file or a folder of the machine at a place, read-only; a link stays one."""
+    os.makedirs(os.path.dirname(place), exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), place)
+        return
+    if os.path.exists(place):  # within a folder that is shown already
+        return
+    if os.path.isdir(path):
+        os.makedirs(place)
+    else:
+        os.close(os.open(place, os.O_CREAT, 0o644))
+    _mount(path, place, None, _BIND | _RECURSIVE)
+    if path not in DEVICES:
+        _make_read_only(place)
+
+
+def _make_read_only(place):
+    """Makes a tree of mounts read-only, by the system call `mount_setattr`, which Linux has from 5.12 on."""
+    attributes = struct.pack("QQQQ", 1, 0, 0, 0)  # MOUNT_ATTR_RDONLY
+    called("syscall", 442, -100, place.encode(), 0x8000, attributes, len(attributes))
+
+
+def _pivot_root():
+    return {"x86_64": 155, "aarch64": 41, "riscv64": 41}[os.uname().machine]
+
+
+def begin(order):
+    """Becomes the program; nothing of the launcher is left in its memory."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    called("prctl", 1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG, which a change of the user clears
+    called("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    for name, value in order["limits"].items():
+        resource.setrlimit(getattr(resource, name), (value, value))
+    folder = "/tmp" if order["level"] == "namespaces" else order["folder"]
+    os.chdir(folder)
+    environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LC_ALL": "C.UTF-8"}
+    paths = f"import sys; sys.path += {order['libraries']!r}\n" if order["libraries"] else ""
+    arguments = [order["python"], "-I", "-S", "-B", "-c", paths + order["program"]]
+    os.execve(order["python"], arguments, environment)
+
+
+def run(order):
+    """Runs the program as a child, and ends it with all that it began when its time is over; returns the status."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            begin(order)
+        except BaseException as error:
+            _refuse(order, error)
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+    called("prctl", 4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no process of the same user reads its memory
+    until_s = time.monotonic() + order["wall_s"]
+    while time.monotonic() < until_s:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.write(order["report"], b"timeout")
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return 1
+
+
+def _refuse(order, error):
+    os.write(order["report"], f"refused: {type(error).__name__}: {error}".encode())
+    os._exit(1)
+
+
+def _read_order():
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)  # no more than the line, as what follows is the program's
+        if not byte:
+            sys.exit("no order on standard input")
+        line += byte
+    return json.loads(line)
+
+
+def _main():
+    order = _read_order()
+    os.set_inheritable(order["report"], False)  # execve closes it
+    try:
+        if order["level"] == "session":
+            begin(order)
+        unshare(os.geteuid() == 0)
+        enter_root(order)
+        status = run(order)
+    except (OSError, KeyError) as error:
+        _refuse(order, error)
+    if status < 0:  # ends as the program did
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    _main()

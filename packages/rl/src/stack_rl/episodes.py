@@ -1,11 +1,13 @@
 """Plays episodes: an engine acts in environments, all of them turn by turn together."""
 
 import asyncio
+import contextlib
 import math
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -14,10 +16,26 @@ from stack_core.contracts.generation import Engine
 from stack_core.errors import EnvironmentFailed, StackError
 from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams
 
-__all__ = ["Attempt", "OnFailure", "Player"]
+__all__ = [
+    "STEP_TIMEOUT_S",
+    "Attempt",
+    "Episode",
+    "EventLoop",
+    "OnFailure",
+    "Player",
+    "described",
+    "joined",
+    "sampling_for",
+]
 
 OnFailure = Literal["stop", "drop"]
 """What becomes of an episode whose environment or reward fails: it stops the run, or it is dropped and counted."""
+
+
+STEP_TIMEOUT_S: Final = 300.0
+"""How long a step of an environment may take, by default."""
+
+_FAREWELL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -30,7 +48,7 @@ class Attempt:
 
 
 @dataclass
-class _Episode:
+class Episode:
     """An episode under way; lists have an entry for each token."""
 
     attempt: Attempt
@@ -46,6 +64,16 @@ class _Episode:
     is_truncated: bool = False
     facts: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
+
+    def begin(self, observation: Observation, seq_tokens: int) -> None:
+        """Shows the prompt.
+
+        Raises:
+          ValueError: it leaves no room for an action.
+        """
+        self.show(observation, seq_tokens)
+        if self.observation is None:
+            raise ValueError(f"no room for an action in data.seq_tokens: {seq_tokens}")
 
     def show(self, observation: Observation | None, seq_tokens: int) -> None:
         """Appends what the environment shows; without room for it and an action, the episode ends."""
@@ -105,12 +133,21 @@ class Player:
 
     Args:
       seq_tokens: of an episode, prompts and observations included, at most.
+      timeout_s: of each step of an environment; one that takes longer has failed.
     """
 
-    def __init__(self, tasks: Tasks, engine: Engine, *, seq_tokens: int, on_failure: OnFailure) -> None:
+    def __init__(
+        self,
+        tasks: Tasks,
+        engine: Engine,
+        *,
+        seq_tokens: int,
+        on_failure: OnFailure,
+        timeout_s: float = STEP_TIMEOUT_S,
+    ) -> None:
         self._tasks, self._engine = tasks, engine
-        self._seq_tokens, self._on_failure = seq_tokens, on_failure
-        self._loop = _EventLoop()
+        self._seq_tokens, self._on_failure, self._timeout_s = seq_tokens, on_failure, timeout_s
+        self._loop = EventLoop()
         self._requests = 0
 
     def play(self, attempts: Sequence[Attempt], *, seed: Sequence[int], greedy: bool) -> list[Trajectory | None]:
@@ -126,7 +163,7 @@ class Player:
           EnvironmentFailed: an environment or a reward failed, and failures stop the run.
         """
         made = [self._tasks.episode(each.task, held_out=each.held_out) for each in attempts]
-        episodes = [_Episode(*pair) for pair in zip(attempts, made, strict=True)]
+        episodes = [Episode(*pair) for pair in zip(attempts, made, strict=True)]
         try:
             self._together(episodes, self._reset)
             for turn in range(self._seq_tokens):
@@ -137,63 +174,70 @@ class Player:
                 self._act([episodes[place] for place in acting], seeds[acting], greedy=greedy)
                 self._together([episodes[place] for place in acting], self._step)
         finally:
-            self._loop.run([each.environment.close() for each in episodes])
+            closing = [each.environment.close() for each in episodes]
+            self._loop.run(closing, timeout_s=self._timeout_s + _FAREWELL_S)
         return [each.trajectory() if each.failure is None else None for each in episodes]
 
-    async def _reset(self, episode: _Episode) -> None:
-        episode.show(await episode.environment.reset(), self._seq_tokens)
-        if episode.observation is None:
-            raise ValueError(f"no room for an action in data.seq_tokens: {self._seq_tokens}")
+    async def _reset(self, episode: Episode) -> None:
+        episode.begin(await episode.environment.reset(), self._seq_tokens)
 
-    async def _step(self, episode: _Episode) -> None:
+    async def _step(self, episode: Episode) -> None:
         assert episode.action is not None
         episode.take(await episode.environment.step(episode.action), self._seq_tokens)
 
-    def _act(self, acting: Sequence[_Episode], seeds: np.ndarray, *, greedy: bool) -> None:
+    def _act(self, acting: Sequence[Episode], seeds: np.ndarray, *, greedy: bool) -> None:
         """One action in each episode."""
         names = []
         for episode, seed in zip(acting, seeds, strict=True):
-            observation = episode.observation
-            assert observation is not None
-            sampling = SamplingParams(
-                max_tokens=min(observation.max_tokens, self._seq_tokens - len(episode.tokens)),
-                temperature=0.0 if greedy else 1.0,
-                seed=int(seed),
-                stop_tokens=observation.stop_tokens,
-                logprobs=0,
-                logprobs_of="model" if greedy else "processed",
-            )
+            sampling = sampling_for(episode, seed=int(seed), seq_tokens=self._seq_tokens, greedy=greedy)
             names.append(f"rollout-{self._requests}")
             self._requests += 1
             request = GenerationRequest(request_id=names[-1], prompt=tuple(episode.tokens), sampling=sampling)
             self._engine.submit(request)
         for episode, name in zip(acting, names, strict=True):
-            episode.act(_joined(list(self._engine.stream(name))))
+            episode.act(joined(list(self._engine.stream(name))))
 
-    def _together(self, episodes: Sequence[_Episode], work: Callable[[_Episode], Awaitable[None]]) -> None:
+    def _together(self, episodes: Sequence[Episode], work: Callable[[Episode], Awaitable[None]]) -> None:
         """Awaits the same of every episode at once; each failure is its episode's own."""
 
-        async def guarded(episode: _Episode) -> None:
+        async def guarded(episode: Episode) -> None:
             try:
-                await work(episode)
+                await asyncio.wait_for(work(episode), self._timeout_s)
             except Exception as error:  # Environments are a user's code and may raise whatever they like.
-                episode.failure, episode.observation = f"{type(error).__name__}: {error}", None
+                late = isinstance(error, TimeoutError)
+                said = f"no answer within {self._timeout_s:g} s" if late else f"{type(error).__name__}: {error}"
+                episode.failure, episode.observation = said, None
                 if self._on_failure == "stop":
-                    raise EnvironmentFailed(self._described(episode)) from error
+                    raise EnvironmentFailed(described(episode, self._tasks)) from error
 
-        self._loop.run([guarded(each) for each in episodes])
-
-    def _described(self, episode: _Episode) -> str:
-        attempt = episode.attempt
-        name = self._tasks.name(attempt.task, held_out=attempt.held_out)
-        return (
-            f"The episode at {name} failed: {episode.failure}. Its tokens so far:\n"
-            f"  {self._tasks.text(tuple(episode.tokens))}\n"
-            "Mend the environment or the reward, or leave such episodes out: data.on_failure: drop counts them."
-        )
+        self._loop.run([guarded(each) for each in episodes], timeout_s=self._timeout_s + _FAREWELL_S)
 
 
-def _joined(updates: Sequence[GenerationUpdate]) -> GenerationUpdate:
+def sampling_for(episode: Episode, *, seed: int, seq_tokens: int, greedy: bool) -> SamplingParams:
+    """How the next action of an episode is drawn: from all tokens at temperature 1, or greedily."""
+    observation = episode.observation
+    assert observation is not None
+    return SamplingParams(
+        max_tokens=min(observation.max_tokens, seq_tokens - len(episode.tokens)),
+        temperature=0.0 if greedy else 1.0,
+        seed=seed,
+        stop_tokens=observation.stop_tokens,
+        logprobs=0,
+        logprobs_of="model" if greedy else "processed",
+    )
+
+
+def described(episode: Episode, tasks: Tasks) -> str:
+    """The message about an episode that failed."""
+    attempt = episode.attempt
+    return (
+        f"The episode at {tasks.name(attempt.task, held_out=attempt.held_out)} failed: {episode.failure}. Its tokens "
+        f"so far:\n  {tasks.text(tuple(episode.tokens))}\n"
+        "Mend the environment or the reward, or leave such episodes out: data.on_failure: drop counts them."
+    )
+
+
+def joined(updates: Sequence[GenerationUpdate]) -> GenerationUpdate:
     """The updates of one continuation as one.
 
     Raises:
@@ -212,20 +256,49 @@ def _joined(updates: Sequence[GenerationUpdate]) -> GenerationUpdate:
     )
 
 
-class _EventLoop:
+class EventLoop:
     """An event loop on a thread of its own, as the caller's thread may have one that runs."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
+        self._thread.start()
 
-    def run(self, work: Sequence[Awaitable[Any]]) -> None:
-        """Awaits all; raises the first error once all have ended."""
+    def begin(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Begins to run a coroutine."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Sequence[Awaitable[Any]], *, timeout_s: float | None = None) -> None:
+        """Awaits all; raises the first error once all have ended.
+
+        Raises:
+          EnvironmentFailed: they had not ended after `timeout_s`.
+        """
 
         async def together() -> list[Any]:
             return await asyncio.gather(*work, return_exceptions=True)
 
-        ended = asyncio.run_coroutine_threadsafe(together(), self._loop).result()
+        try:
+            ended = self.begin(together()).result(timeout_s)
+        except TimeoutError as error:
+            raise EnvironmentFailed(
+                f"An environment or a reward has kept its thread for more than {timeout_s:g} s, so that none could go "
+                "on. A step that takes long must await, or run in a process of its own."
+            ) from error
         for each in ended:
             if isinstance(each, BaseException):
                 raise each
+
+    def close(self) -> None:
+        """Cancels what runs, and ends the thread."""
+
+        async def end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for each in others:
+                each.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        with contextlib.suppress(TimeoutError):  # what does not end is left to the end of the process
+            self.begin(end()).result(_FAREWELL_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=_FAREWELL_S)

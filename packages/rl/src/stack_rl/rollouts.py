@@ -7,24 +7,31 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from stack_core.config import Selected, config
 from stack_core.contracts.data import Batch, Shapes
 from stack_core.contracts.environments import Tasks, Trajectory
 from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.contracts.generation import Engine
+from stack_core.digest import tree_digest
 from stack_core.errors import ConfigError, DataError
 from stack_core.plugins import registries
-from stack_rl.episodes import Attempt, OnFailure, Player
+from stack_core.runs.directory import RunDirectory
+from stack_rl.concurrent import ConcurrentPlayer
+from stack_rl.episodes import STEP_TIMEOUT_S, Attempt, OnFailure, Player
 from stack_rl.experience import batch_of, batch_shapes, credited_by_values
+from stack_rl.groups import Group, Ledger
+from stack_rl.pacing import Pacing
+from stack_rl.rollout_journal import RolloutJournal
+from stack_rl.supply import AheadSupply, Rounds, Supply, TogetherSupply, Weights
 
 __all__ = ["RolloutBatches", "RolloutData", "RolloutIterator"]
 
-SAMPLES_FILE = "samples.jsonl"
+SAMPLES_FILE, JOURNAL_FILE = "samples.jsonl", "rollouts.journal"
 _SHOWN = 16
 _SCORED = ("tokens", "targets", "positions", "segment_ids")
-_TRAINING, _HELD_OUT = 0, 1
+_HELD_OUT = 1
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -36,6 +43,14 @@ class RolloutData:
     A batch has a row for each episode: what the policy saw and drew, the log-probabilities by which it drew, and for
     each token the advantage of its episode within the group and its weight in the loss. The policy draws at temperature
     1 from all tokens, which is the distribution that an objective differentiates.
+
+    With `max_staleness` 0 a batch is drawn when it is asked for, by the weights that it trains: a function of its
+    number and of them. Otherwise groups are drawn while the policy trains, and tokens by the weights of their moment,
+    up to so many steps before their use; nothing that was dispatched is left out, and slow groups are waited for once
+    they are due.
+
+    What was drawn lies in the run's `rollouts.journal` until a checkpoint has learned from it: a run that goes on takes
+    it from there, draws again what had been under way, and skips nothing.
 
     Evaluation plays every held-out task once, taking the most likely token each time, and keeps the first episodes for
     the run's report.
@@ -56,6 +71,10 @@ class RolloutData:
         token is 1 / (rows * seq_tokens); "prompt": tasks weigh the same, and within them tokens; "sum": a token is 1.
       engine: an entry of the registry `engines`, which generates.
       on_failure: an episode whose environment or reward fails stops the run ("stop"), or is left out ("drop").
+      step_timeout_s: of a step of an environment; one that takes longer has failed.
+      max_staleness: steps that may lie between the dispatch of a group and its use: 0 is synchronous, 1 one step off.
+      stale_keys: what becomes of the keys and values that older weights made when the engine gets new ones: they "keep"
+        their place, or the engine makes them again ("recompute").
     """
 
     environment: Annotated[Any, Selected(registries.environments, "name")]
@@ -71,6 +90,9 @@ class RolloutData:
     weights: Literal["sequence", "token", "constant", "prompt", "sum"] = "sequence"
     engine: str = "static"
     on_failure: OnFailure = "stop"
+    step_timeout_s: PositiveFloat = STEP_TIMEOUT_S
+    max_staleness: NonNegativeInt = 0
+    stale_keys: Literal["keep", "recompute"] = "keep"
 
     @property
     def batch_size(self) -> int:
@@ -96,7 +118,7 @@ class RolloutData:
 
 
 class RolloutBatches:
-    """Batches that the policy makes; see `PolicyBatches`, `NeedsPolicy`, `Validates` and `WritesFiles`."""
+    """Batches that the policy makes; see `PolicyBatches`, `NeedsPolicy`, `Validates`, `WritesFiles`, `Closes`."""
 
     def __init__(self, config: RolloutData, model: Any, *, seed: int) -> None:
         self._config, self._seed = config, seed
@@ -104,7 +126,10 @@ class RolloutBatches:
         self._tasks: Tasks | None = None
         self._engine: Engine | None = None
         self._player: Player | None = None
-        self._version = 0
+        self._supply: Supply | None = None
+        self._journal: RolloutJournal | None = None
+        self._ledger = Ledger()
+        self._weights: Weights | None = None
         self._scores: Callable[[Batch], Mapping[str, Any]] | None = None
         self._directory: Path | None = None
 
@@ -120,14 +145,28 @@ class RolloutBatches:
             raise DataError(f"The environment {settings.environment.name!r} has no task to train on.")
         self._engine = registries.engines[settings.engine](policy)
         self._engine.start()
-        self._player = Player(self._tasks, self._engine, seq_tokens=settings.seq_tokens, on_failure=settings.on_failure)
+        playing = {
+            "seq_tokens": settings.seq_tokens,
+            "on_failure": settings.on_failure,
+            "timeout_s": settings.step_timeout_s,
+        }
+        self._player = Player(self._tasks, self._engine, **playing)
+        rounds = Rounds(
+            self._tasks, settings.groups, settings.group_size, self._seed, self._ledger, journal=self._journal
+        )
+        if settings.max_staleness:
+            beside = ConcurrentPlayer(self._tasks, self._engine, seed=self._seed, **playing)
+            self._supply = AheadSupply(rounds, beside, Pacing(settings.groups, settings.max_staleness))
+        else:
+            self._supply = TogetherSupply(rounds, self._player)
 
     def update_weights(self, params: Any, version: int, score: Callable[[Any, Batch], Mapping[str, Any]]) -> None:
-        """Hands the engine a copy of the weights, which the next batch is drawn from."""
-        if self._engine is None:
+        """Hands the engine a copy of the weights, which the next batch is drawn from; in flight if it draws ahead."""
+        if self._engine is None or self._supply is None:
             raise DataError("No policy was given yet to draw from: call take_policy first.")
-        self._engine.update_weights(params, version=version)
-        self._version, self._scores = version, partial(score, params)
+        self._weights, self._scores = Weights(version, tree_digest(params)), partial(score, params)
+        self._engine.update_weights(params, version=version, kv=self._config.stale_keys)
+        self._supply.advance(self._weights)
 
     def train_iterator(self) -> "RolloutIterator":
         settings = self._config
@@ -137,7 +176,21 @@ class RolloutBatches:
             "data.groups": settings.groups,
             "data.group_size": settings.group_size,
         }
-        return RolloutIterator(self._training_batch, fingerprint)
+        return RolloutIterator(self._next_batch, self._state, self._restore, fingerprint)
+
+    def checkpoint_saved(self, step: int, kept: Sequence[int]) -> None:
+        """Acknowledges what a checkpoint has learned from; see `FollowsCheckpoints`."""
+        if self._journal is not None:
+            self._journal.saved(step, kept)
+
+    def close(self) -> None:
+        """Ends what is under way; the journal keeps what was drawn."""
+        if self._supply is not None:
+            self._supply.close()
+        if self._engine is not None:
+            self._engine.close()
+        if self._journal is not None:
+            self._journal.close()
 
     def validation_batches(self) -> Iterator[Batch]:
         """Every held-out task, played greedily by the weights of now."""
@@ -153,28 +206,43 @@ class RolloutBatches:
             yield {**batch, "advantages": np.zeros_like(batch["advantages"])}
 
     def write(self, directory: Path) -> None:
-        """Remembers where samples of evaluations are to be written."""
+        """Opens the journal in the run's directory, and remembers where samples of evaluations are to be written."""
         self._directory = directory
+        if self._journal is None:
+            is_new = not RunDirectory(directory).config.exists()  # which is written last
+            self._journal = RolloutJournal.open(directory / JOURNAL_FILE, new=is_new)
 
-    def _training_batch(self, number: int) -> Batch:
-        """The batch of a step, a function of its number and of the weights."""
-        tasks, player = self._playing()
-        first = number * self._config.groups
-        groups = range(first, first + self._config.groups)
-        attempts = [
-            Attempt(group, self._task(tasks, group)) for group in groups for _ in range(self._config.group_size)
-        ]
-        found = player.play(attempts, seed=(self._seed, _TRAINING, number), greedy=False)
+    def _next_batch(self) -> Batch:
+        """The next batch: as the journal has it where the run was here before with the same weights, or a new one."""
+        weights, supply, journal, number = self._weights, self._supply, self._journal, self._ledger.batches
+        if weights is None or supply is None:
+            raise DataError("No policy was given yet to play with: call take_policy and update_weights first.")
+        if journal is not None and not journal.is_begun:
+            journal.begin(self._ledger, step=0)
+        groups = None if journal is None else journal.replayed(number, weights.digest)
+        if groups is None:
+            groups = supply.take(weights)
+            if journal is not None:
+                journal.note(number, [each.number for each in groups], weights.digest)
+        self._ledger.use([each.number for each in groups])
+        return self._batch_of(groups)
+
+    def _batch_of(self, groups: Sequence[Group]) -> Batch:
+        found = [each for group in groups for each in group.trajectories]
         if all(each is None for each in found):
             raise DataError("Every episode of a batch failed and was dropped; set data.on_failure: stop to see why.")
         return self._batch(found, training=True)
 
-    def _task(self, tasks: Tasks, group: int) -> int:
-        """The task of a group: all tasks in an order of their own in each epoch."""
-        if tasks.training is None:
-            return group
-        epoch, place = divmod(group, tasks.training)
-        return int(np.random.default_rng([self._seed, epoch]).permutation(tasks.training)[place])
+    def _state(self) -> dict[str, Any]:
+        """Where the run stands, in a checkpoint that is being saved."""
+        if self._journal is not None:
+            self._journal.position(self._version, self._ledger.batches)
+        return {"step": self._version, **self._ledger.state()}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self._ledger.restore(state)
+        if self._journal is not None:
+            self._journal.begin(self._ledger, state["step"])
 
     def _batch(self, found: Sequence[Trajectory | None], *, training: bool) -> dict[str, np.ndarray]:
         settings, by_values = self._config, self._config.advantage == "gae"
@@ -204,6 +272,10 @@ class RolloutBatches:
             )
         return np.asarray(scores["values"])
 
+    @property
+    def _version(self) -> int:
+        return 0 if self._weights is None else self._weights.version
+
     def _playing(self) -> tuple[Tasks, Player]:
         if self._tasks is None or self._player is None:
             raise DataError("No policy was given yet to play with: call take_policy first.")
@@ -232,22 +304,25 @@ class RolloutBatches:
 
 
 class RolloutIterator:
-    """Batches of rollouts; its state is how many were taken, as a batch is a function of its number and the weights."""
+    """Batches of rollouts; its state is which groups were used, and of which step the weights are."""
 
-    def __init__(self, make: Callable[[int], Batch], fingerprint: Mapping[str, Any]) -> None:
-        self._make, self._fingerprint = make, dict(fingerprint)
-        self._taken = 0
+    def __init__(
+        self,
+        take: Callable[[], Batch],
+        state: Callable[[], dict[str, Any]],
+        restore: Callable[[Mapping[str, Any]], None],
+        fingerprint: Mapping[str, Any],
+    ) -> None:
+        self._take, self._state, self._restore, self._fingerprint = take, state, restore, dict(fingerprint)
 
     def __iter__(self) -> "RolloutIterator":
         return self
 
     def __next__(self) -> Batch:
-        batch = self._make(self._taken)
-        self._taken += 1
-        return batch
+        return self._take()
 
     def get_state(self) -> dict[str, Any]:
-        return {"batches": self._taken, **self._fingerprint}
+        return {**self._state(), **self._fingerprint}
 
     def set_state(self, state: Any) -> None:
         """Makes the next batch the one that followed when `state` was taken.
@@ -255,6 +330,10 @@ class RolloutIterator:
         Raises:
           DataError: the state is of other rollouts.
         """
-        if not isinstance(state, Mapping) or {**state, "batches": 0} != {"batches": 0, **self._fingerprint}:
+        places = ("step", *Ledger().state())
+        if not isinstance(state, Mapping) or {**dict.fromkeys(places), **state} != {
+            **{name: state.get(name) for name in places},
+            **self._fingerprint,
+        }:
             raise DataError(f"The saved position {state!r} is not one of these rollouts: {self._fingerprint}.")
-        self._taken = state["batches"]
+        self._restore(state)

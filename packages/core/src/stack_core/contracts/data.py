@@ -23,10 +23,12 @@ __all__ = [
     "Batch",
     "BatchIterator",
     "Batches",
+    "Closes",
     "DataKind",
     "DataSource",
     "Describes",
     "Document",
+    "FollowsCheckpoints",
     "PolicyBatches",
     "ReadsRows",
     "Shapes",
@@ -157,6 +159,29 @@ class PolicyBatches(Batches, Protocol):
           params: the trained parameters; valid until the next step begins, which donates them.
           version: steps done.
           score: `score(params, batch)`, see `Trainer`.
+        """
+        ...
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """Data that works beside the run."""
+
+    def close(self) -> None:
+        """Ends what is under way; called once when the run ends, however it does."""
+        ...
+
+
+@runtime_checkable
+class FollowsCheckpoints(Protocol):
+    """Data that holds something until a checkpoint has used it."""
+
+    def checkpoint_saved(self, step: int, kept: Sequence[int]) -> None:
+        """Learns that a checkpoint is whole on disk, so that the iterator's state in it may be gone back to.
+
+        Args:
+          step: of the checkpoint.
+          kept: the steps of all checkpoints that there are, oldest first; nothing before the first can be gone back to.
         """
         ...
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stack_core.digest import array_digests
 from stack_core.errors import CheckpointError
-from stack_train.checkpoint.digest import array_digests
 from stack_train.checkpoint.leaves import LeafSpec, named_leaves, spec_of, stored_array
 
 __all__ = ["FROZEN", "FrozenRecord", "frozen_document", "frozen_records"]
@@ -23,7 +23,7 @@ class FrozenRecord:
       source: "init" where they are made from the run's seed, or "run:DIRECTORY".
       step: training steps of the source's checkpoint; 0 of "init".
       specs: of each leaf by its path.
-      digests: of each leaf; see `digest.py`.
+      digests: of each leaf; see `stack_core.digest`.
     """
 
     source: str

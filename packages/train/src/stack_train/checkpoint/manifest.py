@@ -28,7 +28,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class LeafRecord:
-    """A stored leaf: what it is, its digest (see `digest.py`), and the folder of `arrays/` that it lies in."""
+    """A stored leaf: what it is, its digest (see `stack_core.digest`), and the folder of `arrays/` that it lies in."""
 
     spec: LeafSpec
     digest: str

@@ -14,10 +14,10 @@ import numpy as np
 
 from stack_core.config import parse
 from stack_core.contracts.models import ConvertibleFamily
+from stack_core.digest import array_digests
 from stack_core.errors import ConfigError, ConversionError, nearest
 from stack_core.plugins import registries
 from stack_train.checkpoint import named_leaves
-from stack_train.checkpoint.digest import array_digests
 from stack_train.checkpoint.leaves import LeafSpec, spec_of
 from stack_train.huggingface.blocks import with_blocks
 from stack_train.models.weight_map import WeightRule

@@ -12,9 +12,9 @@ import jax
 
 from stack_core import ops
 from stack_core.config import to_yaml
-from stack_core.contracts.data import WritesFiles
+from stack_core.contracts.data import Closes, FollowsCheckpoints, WritesFiles
 from stack_core.contracts.generation import NeedsPolicy
-from stack_core.events import RunFailed, RunStarted
+from stack_core.events import CheckpointSaved, Event, RunFailed, RunStarted
 from stack_core.hardware import count_units, current_chip, model_flops_per_step
 from stack_core.mesh import check_shardings
 from stack_core.plugins import registries
@@ -70,8 +70,26 @@ def start(run: Run, *, terminal: bool = False) -> RunSummary:
         with _opened(run), _observed(run, terminal=terminal) as bus, _released(run), ending(), out_of_memory():
             processes.in_turn("files", lambda: _write_files(run))
             directory, settings = run.directory.checkpoints, run.config.checkpoint
-            with CheckpointStore(directory, settings, emit=bus.emit, processes=processes) as store:
+            tell = partial(_tell, run, bus)
+            with _closing(run), CheckpointStore(directory, settings, emit=tell, processes=processes) as store:
                 return _train(run, compiled, compile_s, store, bus)
+
+
+@contextlib.contextmanager
+def _closing(run: Run) -> Iterator[None]:
+    """Ends what the run's data does beside it, once its last checkpoint is safe."""
+    try:
+        yield
+    finally:
+        if isinstance(run.data, Closes):
+            run.data.close()
+
+
+def _tell(run: Run, bus: EventBus, event: Event) -> None:
+    """Tells observers what became of a checkpoint, and the run's data that one is safe."""
+    if isinstance(event, CheckpointSaved) and isinstance(run.data, FollowsCheckpoints):
+        run.data.checkpoint_saved(event.step, CheckpointDirectory(run.directory.checkpoints).steps())
+    bus.emit(event)
 
 
 def _opened(run: Run) -> contextlib.AbstractContextManager[None]:

@@ -1,0 +1,108 @@
+"""Plays groups of episodes side by side: each goes on as soon as its own environment and the engine let it."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from stack_core.contracts.environments import Tasks, Trajectory
+from stack_core.contracts.generation import Engine
+from stack_core.errors import EngineBusy, EnvironmentFailed
+from stack_core.generation import GenerationRequest, GenerationUpdate
+from stack_rl.episodes import Attempt, Episode, EventLoop, OnFailure, described, joined, sampling_for
+
+__all__ = ["ConcurrentPlayer"]
+
+
+class ConcurrentPlayer:
+    """Plays groups while the caller does something else.
+
+    The draws of an episode are a function of the seed, its group, its place in it and the turn, whatever is played
+    beside it; tokens may be of several weights, and say of which.
+
+    Args:
+      seq_tokens: of an episode, prompts and observations included, at most.
+      seed: of the draws.
+      timeout_s: of each step of an environment.
+    """
+
+    def __init__(
+        self, tasks: Tasks, engine: Engine, *, seq_tokens: int, seed: int, on_failure: OnFailure, timeout_s: float
+    ) -> None:
+        self._tasks, self._engine, self._seed = tasks, engine, seed
+        self._seq_tokens, self._on_failure, self._timeout_s = seq_tokens, on_failure, timeout_s
+        self._loop = EventLoop()
+        self._requests = itertools.count()
+
+    def begin(
+        self,
+        attempts: Sequence[Attempt],
+        done: Callable[[list[Trajectory | None]], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Begins to play a group.
+
+        Args:
+          done: gets its trajectories, on another thread; None for attempts that failed and are dropped.
+          failed: gets the error if failures stop the run, on another thread.
+        """
+
+        async def group() -> None:
+            playing = [asyncio.ensure_future(self._play(attempt, place)) for place, attempt in enumerate(attempts)]
+            try:
+                done(list(await asyncio.gather(*playing)))
+            except Exception as error:  # whatever it is belongs to the thread that asks for batches
+                for each in playing:
+                    each.cancel()
+                failed(error)
+
+        self._loop.begin(group())
+
+    def close(self) -> None:
+        """Ends all that is played."""
+        self._loop.close()
+
+    async def _play(self, attempt: Attempt, place: int) -> Trajectory | None:
+        episode = Episode(attempt, self._tasks.episode(attempt.task))
+        try:
+            await self._turns(episode, place)
+        except Exception as error:  # Environments are a user's code and may raise whatever they like.
+            episode.failure = f"{type(error).__name__}: {error}"
+            if self._on_failure == "stop":
+                raise EnvironmentFailed(described(episode, self._tasks)) from error
+        finally:
+            await episode.environment.close()
+        return None if episode.failure else episode.trajectory()
+
+    async def _turns(self, episode: Episode, place: int) -> None:
+        environment, within = episode.environment, self._timeout_s
+        episode.begin(await asyncio.wait_for(environment.reset(), within), self._seq_tokens)
+        for turn in itertools.count():
+            if episode.observation is None:
+                return
+            seed = np.random.default_rng([self._seed, episode.attempt.group, place, turn]).integers(1 << 62)
+            episode.act(await self._act(episode, int(seed)))
+            assert episode.action is not None
+            episode.take(await asyncio.wait_for(environment.step(episode.action), within), self._seq_tokens)
+
+    async def _act(self, episode: Episode, seed: int) -> GenerationUpdate:
+        """One action, which the engine gives on a thread of its own."""
+        loop, name = asyncio.get_running_loop(), f"group-{episode.attempt.group}-{next(self._requests)}"
+        ended, updates = loop.create_future(), list[GenerationUpdate]()
+
+        def arrive(update: GenerationUpdate) -> None:
+            updates.append(update)
+            if update.finish_reason is not None and not ended.done():
+                ended.set_result(None)
+
+        sampling = sampling_for(episode, seed=seed, seq_tokens=self._seq_tokens, greedy=False)
+        request = GenerationRequest(request_id=name, prompt=tuple(episode.tokens), sampling=sampling)
+        while True:
+            try:
+                self._engine.submit(request, lambda update: loop.call_soon_threadsafe(arrive, update))
+                break
+            except EngineBusy as busy:
+                await asyncio.sleep(busy.retry_after_s)
+        await ended
+        return joined(updates)

@@ -1,0 +1,181 @@
+"""Run as a script: a run on rollouts without a model, which is killed at a named moment.
+
+Its "weights" are two numbers that each batch changes, bit for bit by what the batch holds; a scripted engine draws by
+them. It goes on from its newest checkpoint, and writes what each step used to `steps.json`.
+
+Arguments: the directory, the largest staleness, and "module:Class.method:before|after:nth call" to die at, or "never".
+"""
+
+import asyncio
+import hashlib
+import importlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core.config import config
+from stack_core.contracts.environments import Observation, Outcome
+from stack_core.generation import GenerationUpdate, TokenLogprob
+from stack_rl import rollouts
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.scripted import Policy, ScriptedEngine
+
+STEPS, EVERY, KEPT = 8, 3, 2
+
+
+class Engine(ScriptedEngine):
+    """Draws by the weights and the seed, now or for a receiver."""
+
+    def __init__(self, policy):
+        super().__init__(lambda prompt: ())
+        self._weights = np.zeros(2)
+
+    def update_weights(self, params, *, version=None, kv="keep", donate=False):
+        self._version, self._weights = version, np.asarray(params["w"])
+
+    def submit(self, request, receive=None):
+        super().submit(request)
+        if receive is not None:
+            for update in self.stream(request.request_id):
+                receive(update)
+
+    def stream(self, request_id):
+        (request,) = (each for each in self.requests if each.request_id == request_id)
+        self.requests.remove(request)
+        seed = [request.sampling.seed, int(self._weights[0]), int(self._weights[1])]
+        token = int(np.random.default_rng(seed).integers(10))
+        logprob = TokenLogprob(token, float(-token) - 0.1, 1)
+        yield GenerationUpdate(
+            request_id=request_id,
+            tokens=(token,),
+            logprobs=(logprob,),
+            weights_versions=(self._version,),
+            finish_reason="stop",
+        )
+
+
+class Sleepy:
+    """An episode of two turns; its second takes a time of its own."""
+
+    def __init__(self, task):
+        self._task, self._turns = task, 0
+
+    async def reset(self):
+        return Observation(tokens=(self._task % 100,), max_tokens=1)
+
+    async def step(self, action):
+        self._turns += 1
+        if self._turns == 1:
+            await asyncio.sleep(0.001 * (self._task * 7919 % 13))
+            return Outcome(observation=Observation(tokens=(9,), max_tokens=1))
+        return Outcome(reward=float(action.tokens[0] % 2))
+
+    async def close(self): ...
+
+
+class Tasks:
+    training, held_out = None, 0
+
+    def episode(self, task, *, held_out=False):
+        return Sleepy(task)
+
+    def name(self, task, *, held_out=False):
+        return str(task)
+
+    def text(self, tokens):
+        return str(tokens)
+
+
+@config
+class SleepyConfig:
+    name: str = "sleepy"
+
+    def check(self, model): ...
+
+    def build(self, policy, *, seq_tokens, seed):
+        return Tasks()
+
+
+def die_at(moment):
+    where, when, count = moment.rsplit(":", 2)
+    module, path = where.split(":")
+    owner, name = path.split(".")
+    owner = getattr(importlib.import_module(module), owner)
+    method, calls = getattr(owner, name), [0]
+
+    def dying(*args, **options):
+        calls[0] += 1
+        if calls[0] == int(count) and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = method(*args, **options)
+        if calls[0] == int(count) and when == "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    setattr(owner, name, dying)
+
+
+class Training:
+    """The loop: weights, checkpoints, and what each step used."""
+
+    def learn(self, weights, batch):
+        text = b"".join(batch[name].tobytes() for name in sorted(batch) if name != "staleness")
+        digest = hashlib.sha256(weights.tobytes() + text).digest()
+        return np.frombuffer(digest[:4], np.uint16).astype(np.float32)
+
+    def save(self, directory, step, weights, state, steps):
+        partial = directory / "checkpoints" / "partial"
+        partial.write_text(json.dumps({"step": step, "weights": weights.tolist(), "state": state, "steps": steps}))
+        partial.rename(directory / "checkpoints" / f"{step:08d}.json")
+
+
+def main():
+    directory, staleness, moment = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    if moment != "never":
+        die_at(moment if moment.startswith("stack_") else f"__main__:{moment}")
+    rollouts.registries = SimpleNamespace(engines={"static": Engine})
+    data = rollouts.RolloutData(
+        environment=SleepyConfig(), groups=2, group_size=2, seq_tokens=8, max_staleness=staleness
+    ).build(seed=0, model=None)
+    (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
+    data.write(directory)
+    (directory / "config.yaml").touch()
+    iterator = data.train_iterator()
+    found = sorted((directory / "checkpoints").glob("*.json"))
+    step, weights, steps = 0, np.asarray([1, 2], np.float32), []
+    if found:
+        saved = json.loads(found[-1].read_text())
+        step, steps, weights = saved["step"], saved["steps"], np.asarray(saved["weights"], np.float32)
+        iterator.set_state(saved["state"])
+    data.take_policy(Policy())
+    training = Training()
+    data.update_weights({"w": jnp.asarray(weights)}, step, lambda params, batch: {})
+    while step < STEPS:
+        before = data._ledger.state()
+        batch = next(iterator)
+        weights = training.learn(weights, batch)
+        step += 1
+        used = [n for n in range(200) if data._ledger.is_used(n)]
+        used = [n for n in used if not (n < before["frontier"] or n in before["beyond"])]
+        stale = float(batch["staleness"].max())
+        steps.append({"groups": used, "weights": weights.tolist(), "reward": batch["reward"].tolist(), "stale": stale})
+        data.update_weights({"w": jnp.asarray(weights)}, step, lambda params, batch: {})
+        if step % EVERY == 0 or step == STEPS:
+            training.save(directory, step, weights, iterator.get_state(), steps)
+            paths = sorted((directory / "checkpoints").glob("*.json"))
+            for old in paths[:-KEPT]:
+                old.unlink()
+            data.checkpoint_saved(step, [int(each.stem) for each in paths[-KEPT:]])
+    data.close()
+    (directory / "steps.json").write_text(json.dumps(steps))
+
+
+if __name__ == "__main__":
+    main()

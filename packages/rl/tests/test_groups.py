@@ -1,0 +1,69 @@
+"""Groups as bytes, and the ledger of those that were used."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stack_core.contracts.environments import Trajectory
+from stack_core.errors import DataError
+from stack_rl.groups import Group, Ledger
+
+
+def trajectory(group=0, tokens=(5, 6, 7), version=3, reward=0.5):
+    count = len(tokens)
+    return Trajectory(
+        group=group,
+        task=2,
+        tokens=np.asarray(tokens, np.int32),
+        sampled=np.arange(count) > 0,
+        logprobs=np.linspace(-1, 0, count, dtype=np.float32),
+        versions=np.where(np.arange(count) > 0, version, -1).astype(np.int32),
+        rewards=np.linspace(0, reward, count, dtype=np.float32),
+        verdict="correct",
+        is_truncated=True,
+        facts={"exact": 0.1},
+    )
+
+
+def same(left, right):
+    assert (left.group, left.task, left.verdict, left.is_truncated, left.facts) == (
+        (right.group, right.task, right.verdict, right.is_truncated, right.facts)
+    )
+    for name in ("tokens", "sampled", "logprobs", "versions", "rewards"):
+        ours, theirs = getattr(left, name), getattr(right, name)
+        assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist(), name
+
+
+def test_a_group_is_read_as_it_was_written():
+    written = Group(7, 2, "abcd", [trajectory(7), None, trajectory(7, tokens=(1, 2))])
+    read = Group.from_bytes(7, written.to_bytes())
+    assert (read.number, read.version, read.digest, read.newest) == (7, 2, "abcd", 3)
+    first, dropped, last = read.trajectories
+    assert dropped is None
+    for ours, theirs in zip((first, last), (written.trajectories[0], written.trajectories[2]), strict=True):
+        same(ours, theirs)
+    assert Group.from_bytes(1, Group(1, 4, "", [None]).to_bytes()).newest == 4
+
+
+@given(st.permutations(range(12)), st.integers(0, 12))
+def test_the_ledger_knows_what_was_used_after_it_was_saved(order, cut):
+    ledger = Ledger()
+    for number in order[:cut]:
+        ledger.use([number])
+    again = Ledger()
+    again.restore(json.loads(json.dumps(ledger.state())))
+    assert again == ledger and again.batches == cut
+    unused = again.unused()
+    left = [next(unused) for _ in range(15 - cut)]
+    assert left == sorted(set(range(15)) - set(order[:cut]))
+    assert again.frontier == left[0] and not any(each < again.frontier for each in again.beyond)
+
+
+def test_a_group_cannot_be_used_twice():
+    ledger = Ledger()
+    ledger.use([0, 2])
+    with pytest.raises(DataError, match="Group 2 would be trained on twice; batch 1 holds it again"):
+        ledger.use([1, 2])

@@ -1,0 +1,76 @@
+"""Runs on rollouts that are killed with -9: no trajectory is counted twice, and no prompt skipped."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHILD = Path(__file__).with_name("rollouts_child.py")
+EARLY = (
+    "stack_rl.rollout_journal:RolloutJournal.add:after:2",
+    "Training.save:after:1",
+    "stack_rl.rollout_journal:RolloutJournal.note:after:3",
+)
+MOMENTS = (
+    *EARLY,
+    "Engine.stream:before:9",
+    "Sleepy.step:before:17",
+    "stack_rl.rollout_journal:RolloutJournal.add:before:3",
+    "stack_rl.rollout_journal:RolloutJournal.note:before:4",
+    "stack_rl.groups:Ledger.use:after:4",
+    "Training.learn:before:5",
+    "Training.learn:after:7",
+    "Training.save:before:2",
+    "stack_core.runs.journal:Journal.acknowledge:before:4",
+    "stack_core.runs.journal:Journal.acknowledge:after:3",
+    "stack_core.runs.journal:Journal.forget:after:1",
+)
+
+
+def finished(directory, staleness, *moments):
+    """What the steps of a run used that was killed at each moment in turn, and then went on to its end."""
+    for moment in moments:
+        child = subprocess.run([sys.executable, CHILD, directory, str(staleness), moment], check=False)
+        assert child.returncode == -signal.SIGKILL, f"it was not killed at {moment}"
+    subprocess.run([sys.executable, CHILD, directory, str(staleness), "never"], check=True)
+    return json.loads((directory / "steps.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return finished(tmp_path_factory.mktemp("whole"), 0)
+
+
+def check_synchronous(whole, steps):
+    assert steps == whole
+    assert [each["groups"] for each in steps] == [[2 * step, 2 * step + 1] for step in range(8)]
+    assert len({tuple(each["weights"]) for each in steps}) == 8
+
+
+def check_ahead(steps):
+    used = [number for each in steps for number in each["groups"]]
+    assert len(used) == 16 == len(set(used))
+    assert set(range(16 - 2 * 3)) <= set(used)  # what is not among them may yet be used when it is due
+    assert max(each["stale"] for each in steps) <= 2
+
+
+def test_a_run_that_is_killed_thrice_ends_bitwise_like_a_whole_one(whole, tmp_path):
+    check_synchronous(whole, finished(tmp_path, 0, *EARLY))
+
+
+def test_a_run_that_draws_ahead_uses_every_group_once_whenever_it_is_killed(tmp_path):
+    check_ahead(finished(tmp_path, 2, EARLY[1]))
+
+
+@pytest.mark.slow  # two processes each
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_every_moment_to_be_killed_at(whole, tmp_path, staleness, moment):
+    steps = finished(tmp_path, staleness, moment)
+    if staleness:
+        check_ahead(steps)
+    else:
+        check_synchronous(whole, steps)

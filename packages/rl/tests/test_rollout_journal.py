@@ -1,0 +1,116 @@
+"""What a journal of rollouts hands out again, and when it forgets."""
+
+import pytest
+
+from stack_rl.groups import Group, Ledger
+from stack_rl.rollout_journal import RolloutJournal
+
+from .test_groups import trajectory
+
+
+class Run:
+    """A run of batches of two groups each, whose weights of version v have the digest "w<v>"."""
+
+    def __init__(self, path, *, new=False):
+        self.path, self.ledger = path, Ledger()
+        self.journal = RolloutJournal.open(path, new=new)
+
+    def draw(self, number, version, course="w"):
+        self.journal.add([Group(number, version, f"{course}{version}", [trajectory(number, version=version)])])
+
+    def batch(self, version, course="w"):
+        """The groups of a batch and whether the journal had them."""
+        number = self.ledger.batches
+        found = self.journal.replayed(number, f"{course}{version}")
+        groups = [each.number for each in found or ()]
+        if found is None:
+            recorded = self.journal.usable(version, f"{course}{version}")
+            numbers = self.ledger.unused()
+            groups = [next(numbers) for _ in range(2)]
+            for each in set(groups) - recorded:
+                self.draw(each, version, course)
+            self.journal.note(number, groups, f"{course}{version}")
+        self.ledger.use(groups)
+        return groups, found is not None
+
+    def save(self, step):
+        self.journal.position(step, self.ledger.batches)
+        return step, self.ledger.state()
+
+    def again(self, saved=None):
+        """The run after a kill, from a checkpoint or from its start."""
+        other = Run(self.path)
+        step, state = saved or (0, Ledger().state())
+        other.ledger.restore(state)
+        other.journal.begin(other.ledger, step)
+        return other
+
+
+@pytest.fixture
+def run(tmp_path):
+    begun = Run(tmp_path / "rollouts.journal", new=True)
+    begun.journal.begin(begun.ledger, 0)
+    return begun
+
+
+def test_a_killed_run_gets_the_same_batches_and_then_what_was_drawn_for_none(run):
+    for version in range(2):
+        run.batch(version)
+    saved = run.save(2)
+    later = [run.batch(version)[0] for version in (2, 3)]
+    run.draw(9, 4)
+    other = run.again(saved)
+    assert [other.batch(version) for version in (2, 3)] == [(groups, True) for groups in later]
+    assert other.journal.usable(4, "w4") == {9}
+    assert other.batch(4) == ([8, 9], False)
+    assert other.ledger.frontier == 10
+
+
+def test_a_run_without_a_checkpoint_begins_with_what_it_had(run):
+    first = run.batch(0)[0]
+    assert run.again().batch(0) == (first, True)
+
+
+def test_another_course_of_weights_draws_again_what_later_ones_had_drawn(run):
+    for version in range(4):
+        run.batch(version)
+    run.draw(8, 1)
+    other = run.again()
+    assert other.batch(0) == ([0, 1], True)
+    with pytest.warns(UserWarning, match=r"before batch 1 .* 3 batches are made again, of which 7 groups"):
+        assert other.batch(1, course="other") == ([2, 3], False)
+    third = other.again()
+    assert set(third.journal.recorded) == {0, 1, 2, 3}  # the first batch's, and what was drawn again
+
+
+def test_what_a_group_of_the_same_version_but_other_weights_drew_is_left_out(run):
+    run.draw(0, 0, course="other")
+    run.draw(1, 0)
+    run.draw(2, 1)
+    assert run.journal.usable(0, "w0") == {1}
+
+
+def test_what_checkpoints_have_learned_from_is_forgotten_once_none_needs_it(run):
+    saved = []
+    for version in range(3):
+        run.batch(version)
+        saved.append(run.save(version + 1))
+    entries = lambda: [each.key for each in run.journal.journal.read("group")]
+    waiting = lambda: [each.key for each in run.journal.journal.read("group", waiting=True)]
+    run.journal.saved(1, [1])
+    assert entries() == ["2", "3", "4", "5"]
+    run.journal.saved(2, [1, 2])
+    assert entries() == ["2", "3", "4", "5"] and waiting() == ["4", "5"]
+    # The checkpoint of step 2 is damaged: from that of step 1 on, what step 2 had learned from is there.
+    other = run.again(saved[0])
+    assert [other.batch(version) for version in (1, 2)] == [([2, 3], True), ([4, 5], True)]
+    again = other.again(saved[2])
+    assert not again.journal.recorded and again.batch(3) == ([6, 7], False)
+
+
+def test_a_new_run_does_not_take_up_what_another_left(run):
+    run.batch(0)
+    run.journal.close()
+    fresh = Run(run.path, new=True)
+    fresh.journal.begin(fresh.ledger, 0)
+    assert not fresh.journal.recorded

@@ -11,6 +11,7 @@ from stack_core.contracts.generation import Engine
 from stack_core.errors import EngineBusy, EnvironmentFailed
 from stack_core.generation import GenerationRequest, GenerationUpdate
 from stack_rl.episodes import Attempt, Episode, EventLoop, OnFailure, described, joined, sampling_for
+from stack_rl.rewards.unchecked import Unchecked
 
 __all__ = ["ConcurrentPlayer"]
 
@@ -69,7 +70,7 @@ class ConcurrentPlayer:
             await self._turns(episode, place)
         except Exception as error:  # Environments are a user's code and may raise whatever they like.
             episode.failure = f"{type(error).__name__}: {error}"
-            if self._on_failure == "stop":
+            if self._on_failure == "stop" and not isinstance(error, Unchecked):
                 raise EnvironmentFailed(described(episode, self._tasks)) from error
         finally:
             await episode.environment.close()

@@ -15,6 +15,7 @@ from stack_core.contracts.environments import Action, Environment, Observation, 
 from stack_core.contracts.generation import Engine
 from stack_core.errors import EnvironmentFailed, StackError
 from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams
+from stack_rl.rewards.unchecked import Unchecked
 
 __all__ = [
     "STEP_TIMEOUT_S",
@@ -207,7 +208,7 @@ class Player:
                 late = isinstance(error, TimeoutError)
                 said = f"no answer within {self._timeout_s:g} s" if late else f"{type(error).__name__}: {error}"
                 episode.failure, episode.observation = said, None
-                if self._on_failure == "stop":
+                if self._on_failure == "stop" and not isinstance(error, Unchecked):
                     raise EnvironmentFailed(described(episode, self._tasks)) from error
 
         self._loop.run([guarded(each) for each in episodes], timeout_s=self._timeout_s + _FAREWELL_S)

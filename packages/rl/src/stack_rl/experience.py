@@ -24,7 +24,7 @@ _TOKENS: Final = {
 }
 _VALUES: Final = ("old_values", "returns")
 # Objectives report the means of what an episode's row says besides whether it is real, dropped, and its share.
-_FACTS: Final = ("reward", "correct", "action_tokens", "staleness", "truncated", "flat_groups")
+_FACTS: Final = ("reward", "correct", "unchecked", "unparsed", "action_tokens", "staleness", "truncated", "flat_groups")
 _ROWS: Final = ("real", "dropped", "share", *_FACTS)
 
 
@@ -115,6 +115,8 @@ def _lay_out(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajectory, 
         "real": 1.0,
         "reward": trajectory.rewards.sum(),
         "correct": trajectory.verdict == "correct",
+        "unchecked": trajectory.verdict in ("timeout", "crash"),
+        "unparsed": trajectory.verdict == "unparsed",
         "action_tokens": sampled.sum(),
         "staleness": version - trajectory.versions[trajectory.sampled].min(initial=version),
         "truncated": trajectory.is_truncated,

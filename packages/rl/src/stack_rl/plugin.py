@@ -56,6 +56,9 @@ def stack_register_environments(registry: Registrar) -> None:
 def stack_register_rewards(registry: Registrar) -> None:
     registry.add("exact", "stack_rl.rewards.functions:exact")
     registry.add("characters", "stack_rl.rewards.functions:characters")
+    registry.add("math", "stack_rl.rewards.math:MathConfig")
+    registry.add("code", "stack_rl.rewards.code:CodeConfig")
+    registry.add("judge", "stack_rl.rewards.judge:JudgeConfig")
 
 
 @hookimpl

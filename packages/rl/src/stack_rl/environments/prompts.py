@@ -21,7 +21,8 @@ __all__ = ["PromptsConfig"]
 
 def _weighted(given: Any) -> Any:
     """A reward without its weight has the weight 1."""
-    return given if isinstance(given, (Mapping, WeightedReward)) else WeightedReward(reward=given)
+    is_whole = isinstance(given, WeightedReward) or (isinstance(given, Mapping) and "reward" in given)
+    return given if is_whole else WeightedReward(reward=given)
 
 
 @config
@@ -33,7 +34,8 @@ class PromptsConfig:
 
     Attributes:
       source: files to train on, as a glob.
-      rewards: entries of the registry `rewards` or "module:function", by themselves or as `reward` with a `weight`.
+      rewards: entries of the registry `rewards`, by name or as a mapping of `name` and settings, or "module:function";
+        by themselves, or as `reward` with a `weight`.
       held_out: files with the tasks that a run is evaluated on; None evaluates on none.
       max_tokens: of an answer.
       overlong_tokens: how many tokens before `max_tokens` the reward begins to fall, by 1 up to there (DAPO,

@@ -3,17 +3,18 @@
 import importlib
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from stack_core.config import config
+from stack_core.config import config, parse
 from stack_core.contracts.data import Tokenizer
 from stack_core.contracts.environments import Completion, Reward, Score, Verdict
 from stack_core.errors import ConfigError, EnvironmentFailed
 from stack_core.plugins import registries
+from stack_rl.rewards.unchecked import Unchecked
 
-__all__ = ["ReadsTokens", "WeightedReward", "check_reward", "resolved", "total_score"]
+__all__ = ["ReadsTokens", "RewardKind", "WeightedReward", "check_reward", "resolved", "total_score"]
 
 
 @config
@@ -21,8 +22,8 @@ class WeightedReward:
     """A reward and its share in the sum.
 
     Attributes:
-      reward: an entry of the registry `rewards`, "module:function", "run:DIRECTORY" of a reward model, or in Python the
-        function itself.
+      reward: an entry of the registry `rewards`, by itself or as `name` with settings; "module:function";
+        "run:DIRECTORY" of a reward model; or in Python the function itself, or an entry's config.
     """
 
     reward: Any
@@ -38,10 +39,19 @@ class ReadsTokens(Protocol):
         ...
 
 
+@runtime_checkable
+class RewardKind(Protocol):
+    """A config class of the registry `rewards`, of which a reward is built; a reward without settings is a function."""
+
+    def build(self) -> Reward: ...
+
+
 def check_reward(reward: Any) -> None:
     """Raises as `resolved` does, but reads no reward model: of one, only the directory has to be there."""
     address = str(reward)
-    if callable(reward) or not address.startswith("run:"):
+    if isinstance(reward, Mapping):
+        _kind(reward)
+    elif callable(reward) or not address.startswith("run:"):
         resolved(reward)
     elif not Path(address.removeprefix("run:")).is_dir():
         raise ConfigError(f"Reward {address!r} is no directory. Give that of a run whose objective is reward_model.")
@@ -52,13 +62,19 @@ def resolved(reward: Any) -> tuple[str, Reward]:
 
     Raises:
       UnknownName: no plugin registers it.
-      ConfigError: it cannot be imported, or is no function.
+      ConfigError: it cannot be imported, is no function, or has other settings.
+      StackError: it cannot be built with its settings.
     """
+    if isinstance(reward, Mapping):
+        reward = _kind(reward)
+    if isinstance(reward, RewardKind):
+        return str(getattr(reward, "name", type(reward).__name__)), reward.build()
     if callable(reward):
         return getattr(reward, "__name__", type(reward).__name__), reward
     module, separator, name = str(reward).partition(":")
     if not separator:
-        return str(reward), registries.rewards[reward]
+        found = registries.rewards[reward]
+        return str(reward), found().build() if isinstance(found, type) else found
     if module == "run":
         from stack_rl.rewards.model import ModelReward  # reads the model
 
@@ -70,6 +86,23 @@ def resolved(reward: Any) -> tuple[str, Reward]:
     if not callable(found):
         raise ConfigError(f"Reward {reward!r} is a {type(found).__name__}; a function was expected.")
     return name, found
+
+
+def _kind(reward: Mapping[str, Any]) -> RewardKind:
+    """The config of a reward with settings.
+
+    Raises:
+      UnknownName: no plugin registers it.
+      ConfigError: it has no name, takes no settings, or has others.
+    """
+    if not isinstance(reward.get("name"), str):
+        raise ConfigError(
+            f"A reward is {dict(reward)!r}, without a name. Give one of: {', '.join(registries.rewards)}."
+        )
+    entry = registries.rewards[reward["name"]]
+    if not isinstance(entry, type):
+        raise ConfigError(f"The reward {reward['name']!r} takes no settings; write its name alone.")
+    return parse(entry, reward)
 
 
 async def total_score(rewards: Sequence[tuple[str, Reward, float]], completion: Completion) -> Score:
@@ -92,6 +125,8 @@ async def _score(name: str, reward: Reward, completion: Completion) -> Score:
         found = reward(completion)
         value = await found if inspect.isawaitable(found) else found
         score = value if isinstance(value, Score) else Score(value=float(value))
+    except (Unchecked, EnvironmentFailed):  # which say what is the matter
+        raise
     except Exception as error:  # Rewards are a user's code and may raise whatever they like.
         raise EnvironmentFailed(f"reward {name!r} raised {type(error).__name__}: {error}") from error
     if not math.isfinite(score.value):

@@ -1,0 +1,159 @@
+"""The rewards `math`, `code` and `judge`: their verdicts, and what becomes of what could not be checked."""
+
+import asyncio
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from stack_core.contracts.environments import Completion
+from stack_core.errors import ConfigError, EnvironmentFailed, UnknownName
+from stack_rl.rewards import math
+from stack_rl.rewards.code import CodeConfig
+from stack_rl.rewards.judge import JudgeConfig
+from stack_rl.rewards.math import MathConfig
+from stack_rl.rewards.sandbox import Ended, SandboxConfig
+from stack_rl.rewards.unchecked import Unchecked
+from stack_rl.rewards.weighted import resolved, total_score
+
+
+def scored(reward, text, *, finished=True, **record):
+    completion = Completion(prompt="?", text=text, tokens=(1,), is_finished=finished, record=record)
+    score = asyncio.run(total_score([(*resolved(reward), 1.0)], completion))
+    return score.value, score.verdict
+
+
+def test_math_compares_values_and_tells_what_it_cannot_read():
+    assert scored("math", r"thus \boxed{0.50}", answer="1/2") == (1.0, "correct")
+    assert scored("math", r"thus \boxed{0.51}", answer="1/2") == (0.0, "wrong")
+    assert scored({"name": "math", "tolerance": 0.1}, r"\boxed{0.51}", answer="1/2") == (1.0, "correct")
+    assert scored("math", "I do not know what it could be", answer="1/2") == (0.0, "unparsed")
+    assert scored("math", r"\boxed{0.5}", answer="1/2", finished=False) == (0.0, "unparsed")
+    with pytest.raises(EnvironmentFailed, match="'math' raised KeyError: \"the record has no 'answer'"):
+        scored("math", r"\boxed{1}")
+
+
+PROGRAM = {
+    "same": 'import sys; sys.stdin.read(); print("same")',
+    "hangs": "while True: pass",
+    "raises": "raise RuntimeError('no such module')",
+}
+
+
+def test_a_library_that_hangs_or_fails_is_no_wrong_answer(monkeypatch):
+    quick = SandboxConfig(wall_s=0.5)
+    for name, program in PROGRAM.items():
+        monkeypatch.setitem(math._PROGRAMS, "sympy", program)
+        options = {"library": "sympy", "sandbox": quick}
+        if name == "same":
+            assert scored(MathConfig(**{**options, "sandbox": SandboxConfig()}), "x+1", answer="1+x") == (
+                1.0,
+                "correct",
+            )
+            continue
+        verdict = {"hangs": "timeout", "raises": "crash"}[name]
+        with pytest.raises(Unchecked, match=verdict):
+            scored(MathConfig(**options), "x+1", answer="1+x")
+        assert scored(MathConfig(unchecked="wrong", **options), "x+1", answer="1+x") == (0.0, verdict)
+        with pytest.raises(EnvironmentFailed, match=rf"could not be checked \({verdict}\): sympy on 'x\+1'"):
+            scored(MathConfig(unchecked="stop", **options), "x+1", answer="1+x")
+
+
+DOUBLE = "Here:\n```python\nprint(2 * int(input()))\n```"
+TESTS = [{"input": "2", "output": "4"}, {"input": "5", "output": "10\n"}]
+
+
+def test_code_is_worth_the_tests_that_it_passes():
+    half = "```\nprint(4)\n```"
+    assert scored("code", DOUBLE, tests=TESTS) == (1.0, "correct")
+    assert scored("code", half, tests=TESTS) == (0.0, "wrong")
+    assert scored({"name": "code", "whole": False}, half, tests=TESTS) == (0.5, "wrong")
+    assert scored("code", "```python\nraise SystemExit(1)\n```", tests=TESTS) == (0.0, "wrong")
+    assert scored("code", "", tests=TESTS) == (0.0, "unparsed")
+    with pytest.raises(EnvironmentFailed, match="the record's 'tests' are 3"):
+        scored("code", DOUBLE, tests=3)
+
+
+def test_asserts_have_to_be_reached():
+    program = "def double(x): return 2 * x"
+    assert scored("code", program, tests="assert double(2) == 4") == (1.0, "correct")
+    assert scored("code", program, tests="assert double(2) == 5") == (0.0, "wrong")
+    assert scored("code", "import os; os._exit(0)", tests="assert double(2) == 4") == (0.0, "wrong")
+
+
+def test_code_that_does_not_end_is_counted_dropped_or_stops_the_run():
+    quick = SandboxConfig(wall_s=0.5)
+    assert scored(CodeConfig(sandbox=quick), "while True: pass", tests=TESTS) == (0.0, "timeout")
+    assert scored(CodeConfig(sandbox=quick), "while True: print('x' * 9999)", tests=TESTS) == (0.0, "crash")
+    with pytest.raises(Unchecked, match="timeout: the program ended by"):
+        scored(CodeConfig(sandbox=quick, unchecked="drop"), "while True: pass", tests=TESTS)
+
+
+class Judge(BaseHTTPRequestHandler):
+    answers: tuple = ()
+    asked: list = []  # noqa: RUF012  # of the one server that a test has
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        status, said = self.answers[min(len(self.asked), len(self.answers) - 1)]
+        self.asked.append((self.path, body, self.headers.get("Authorization")))
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": [{"message": {"content": said}}]}).encode())
+
+    def log_message(self, *_): ...
+
+
+@pytest.fixture
+def judge():
+    Judge.asked = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+
+
+def test_a_judge_grades_and_is_asked_again_while_it_is_busy(judge, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    Judge.answers = ((503, ""), (200, "Well.\nGrade: 2 or rather\nGrade: **7.5**"))
+    config = {"name": "judge", "url": judge, "model": "m", "key_variable": "JUDGE_KEY"}
+    assert scored(config, "an {answer}")[0] == 0.75
+    (path, body, key), _ = Judge.asked
+    assert path == "/v1/chat/completions" and body["model"] == "m" and key == "Bearer secret"
+    assert "an {answer}" in body["messages"][0]["content"] and "from 0" in body["messages"][0]["content"]
+
+
+def test_a_judge_that_says_no_grade_or_cannot_be_asked_is_no_grade(judge):
+    Judge.answers = ((200, "I would rather not."),)
+    with pytest.raises(Unchecked, match="unparsed: the judge said 'I would rather not"):
+        scored(JudgeConfig(url=judge, model="m"), "x")
+    assert scored(JudgeConfig(url=judge, model="m", unchecked="wrong"), "x") == (0.0, "unparsed")
+    Judge.asked, Judge.answers = [], ((404, "no such model"),)
+    with pytest.raises(EnvironmentFailed, match="gives no answer: 404"):
+        scored(JudgeConfig(url=judge, model="m"), "x")
+    assert len(Judge.asked) == 1  # it would say so again
+    with pytest.raises(EnvironmentFailed, match="Connection refused"):
+        scored(JudgeConfig(url="http://127.0.0.1:9/v1", model="m", attempts=1), "x")
+
+
+@pytest.mark.parametrize(
+    ("reward", "error", "message"),
+    [
+        ("maths", UnknownName, "math"),
+        ({"tolerance": 1}, ConfigError, "(has no|without a) name. Give one of: .*math"),
+        ({"name": "exact", "case": 1}, ConfigError, "'exact' takes no settings"),
+        ({"name": "math", "tolerence": 1}, ConfigError, "Did you mean 'tolerance'"),
+        ({"name": "judge", "url": "x", "model": "m"}, ConfigError, "begins with http://"),
+        ({"name": "judge", "url": "http://x", "model": "m", "pattern": "(a)(b)"}, ConfigError, "has 2 groups"),
+        ({"name": "judge", "url": "http://x", "model": "m", "key_variable": "NO_SUCH"}, ConfigError, "does not have"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(reward, error, message):
+    with pytest.raises(error, match=message):
+        resolved(reward)
+
+
+def test_how_a_program_ended_says_whether_it_succeeded():
+    assert Ended("exit", 0, b"", b"", 0.1).succeeded
+    assert not Ended("exit", 1, b"", b"", 0.1).succeeded and not Ended("flood", 0, b"", b"", 0.1).succeeded

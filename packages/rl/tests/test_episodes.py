@@ -1,5 +1,8 @@
 """Episodes with a scripted engine: what trajectories hold, budgets, failures."""
 
+import asyncio
+import queue
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -7,8 +10,11 @@ import pytest
 
 from stack_core.contracts.environments import Action, EnvironmentKind, Observation, Outcome, Tasks
 from stack_core.errors import ConfigError, EnvironmentFailed, StackError
+from stack_rl import episodes
+from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.environments.cell import CellConfig
 from stack_rl.episodes import Attempt, Player
+from stack_rl.rewards.unchecked import Unchecked
 
 from .scripted import Policy, ScriptedEngine
 
@@ -56,9 +62,9 @@ class CountingTasks:
         return " ".join(map(str, tokens))
 
 
-def play(tasks, tokens=(5, 6), count=2, seq_tokens=20, on_failure="stop", **options):
+def play(tasks, tokens=(5, 6), count=2, seq_tokens=20, on_failure="stop", timeout_s=60.0, **options):
     engine = ScriptedEngine(lambda prompt: tokens)
-    player = Player(tasks, engine, seq_tokens=seq_tokens, on_failure=on_failure)
+    player = Player(tasks, engine, seq_tokens=seq_tokens, on_failure=on_failure, timeout_s=timeout_s)
     attempts = [Attempt(group, group) for group in range(count)]
     return engine, player.play(attempts, **{"seed": (0,), "greedy": False, **options})
 
@@ -107,6 +113,71 @@ def test_a_failure_stops_the_run_or_drops_the_episode_and_closes_all(fails, mess
     assert tasks.closed == [0, 1]
     _, (first, second) = play(CountingTasks(turns=1, fails=fails), on_failure="drop")
     assert first is not None and first.rewards.sum() == 0.5 and second is None
+
+
+@dataclass
+class Hanging(Counting):
+    """Its odd tasks never answer, or block the thread that all environments share."""
+
+    blocks: bool = False
+
+    async def step(self, action: Action) -> Outcome:
+        if self.task % 2:
+            await asyncio.sleep(0 if self.blocks else 60)
+            time.sleep(1.0 if self.blocks else 0.0)
+        return await super().step(action)
+
+
+class HangingTasks(CountingTasks):
+    def episode(self, task, *, held_out=False):
+        return Hanging(task, closed=self.closed, **self._fields)
+
+
+def test_an_environment_that_hangs_has_failed(monkeypatch):
+    with pytest.raises(EnvironmentFailed, match=r"task 1 failed: .*no answer within data.step_timeout_s: 0.1"):
+        play(HangingTasks(turns=1), timeout_s=0.1)
+    _, (first, second) = play(HangingTasks(turns=1), timeout_s=0.1, on_failure="drop")
+    assert first is not None and second is None
+    monkeypatch.setattr(episodes, "_FAREWELL_S", 0.1)
+    with pytest.raises(EnvironmentFailed, match=r"has kept its thread for more than 0.2 s"):
+        play(HangingTasks(turns=1, blocks=True), timeout_s=0.1, on_failure="drop")
+    time.sleep(1.2)  # until its thread goes on, and ends what is left
+
+
+def test_what_could_not_be_checked_is_left_out_whatever_is_said_of_failures():
+    class Checked(CountingTasks):
+        def episode(self, task, *, held_out=False):
+            episode = super().episode(task)
+            if task == 1:
+                episode.step = self._step
+            return episode
+
+        async def _step(self, action):
+            raise Unchecked("timeout: of a library")
+
+    _, (first, second) = play(Checked(turns=1))
+    assert first is not None and second is None
+
+
+def test_groups_are_played_beside_the_caller_and_tell_how_they_ended():
+    engine, found = ScriptedEngine(lambda prompt: (5, 6)), queue.SimpleQueue()
+    engine.submit = lambda request, receive: [
+        ScriptedEngine.submit(engine, request),
+        *map(receive, engine.stream(request.request_id)),
+    ]
+    for fails in ("", "reset"):
+        tasks = CountingTasks(turns=2, fails=fails)
+        player = ConcurrentPlayer(tasks, engine, seq_tokens=20, seed=0, on_failure="stop", timeout_s=5.0)
+        player.begin([Attempt(3, 1), Attempt(3, 0)], found.put, found.put)
+        ended = found.get(timeout=5)
+        player.close()
+        if fails:
+            assert isinstance(ended, EnvironmentFailed) and "task 1 failed" in str(ended)
+        else:
+            assert [each.tokens.tolist() for each in ended] == [[1, 5, 6, 9, 9, 5, 6], [0, 5, 6, 9, 9, 5, 6]]
+            assert sorted(tasks.closed) == [0, 1]
+    seeds = [each.sampling.seed for each in engine.requests[:4]]
+    assert len(set(seeds)) == 4
 
 
 def test_a_prompt_that_leaves_no_room_is_named():

@@ -10,7 +10,7 @@ from stack_core.contracts.environments import Tasks, Trajectory
 from stack_core.contracts.generation import Engine
 from stack_core.errors import EngineBusy, EnvironmentFailed
 from stack_core.generation import GenerationRequest, GenerationUpdate
-from stack_rl.episodes import Attempt, Episode, EventLoop, OnFailure, described, joined, sampling_for
+from stack_rl.episodes import Attempt, Episode, EventLoop, OnFailure, described, joined, sampling_for, within
 from stack_rl.rewards.unchecked import Unchecked
 
 __all__ = ["ConcurrentPlayer"]
@@ -77,15 +77,15 @@ class ConcurrentPlayer:
         return None if episode.failure else episode.trajectory()
 
     async def _turns(self, episode: Episode, place: int) -> None:
-        environment, within = episode.environment, self._timeout_s
-        episode.begin(await asyncio.wait_for(environment.reset(), within), self._seq_tokens)
+        environment, limit_s = episode.environment, self._timeout_s
+        episode.begin(await within(environment.reset(), limit_s), self._seq_tokens)
         for turn in itertools.count():
             if episode.observation is None:
                 return
             seed = np.random.default_rng([self._seed, episode.attempt.group, place, turn]).integers(1 << 62)
             episode.act(await self._act(episode, int(seed)))
             assert episode.action is not None
-            episode.take(await asyncio.wait_for(environment.step(episode.action), within), self._seq_tokens)
+            episode.take(await within(environment.step(episode.action), limit_s), self._seq_tokens)
 
     async def _act(self, episode: Episode, seed: int) -> GenerationUpdate:
         """One action, which the engine gives on a thread of its own."""

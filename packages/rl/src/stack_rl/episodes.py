@@ -7,7 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ __all__ = [
     "described",
     "joined",
     "sampling_for",
+    "within",
 ]
 
 OnFailure = Literal["stop", "drop"]
@@ -37,6 +38,7 @@ STEP_TIMEOUT_S: Final = 300.0
 """How long a step of an environment may take, by default."""
 
 _FAREWELL_S = 5.0
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -203,11 +205,9 @@ class Player:
 
         async def guarded(episode: Episode) -> None:
             try:
-                await asyncio.wait_for(work(episode), self._timeout_s)
+                await within(work(episode), self._timeout_s)
             except Exception as error:  # Environments are a user's code and may raise whatever they like.
-                late = isinstance(error, TimeoutError)
-                said = f"no answer within {self._timeout_s:g} s" if late else f"{type(error).__name__}: {error}"
-                episode.failure, episode.observation = said, None
+                episode.failure, episode.observation = f"{type(error).__name__}: {error}", None
                 if self._on_failure == "stop" and not isinstance(error, Unchecked):
                     raise EnvironmentFailed(described(episode, self._tasks)) from error
 
@@ -236,6 +236,21 @@ def described(episode: Episode, tasks: Tasks) -> str:
         f"so far:\n  {tasks.text(tuple(episode.tokens))}\n"
         "Mend the environment or the reward, or leave such episodes out: data.on_failure: drop counts them."
     )
+
+
+async def within(work: Awaitable[_T], timeout_s: float) -> _T:
+    """What a step of an environment gives.
+
+    Raises:
+      EnvironmentFailed: it gives nothing in time.
+    """
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return await work
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise EnvironmentFailed(f"no answer within data.step_timeout_s: {timeout_s:g}") from error
 
 
 def joined(updates: Sequence[GenerationUpdate]) -> GenerationUpdate:

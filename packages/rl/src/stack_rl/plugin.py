@@ -50,6 +50,8 @@ def stack_register_batches(registry: Registrar) -> None:
 def stack_register_environments(registry: Registrar) -> None:
     registry.add("cell", "stack_rl.environments.cell:CellConfig")
     registry.add("prompts", "stack_rl.environments.prompts:PromptsConfig")
+    registry.add("tools", "stack_rl.environments.tools:ToolsConfig")
+    registry.add("gymnasium", "stack_rl.environments.gymnasium:GymnasiumConfig")
 
 
 @hookimpl

@@ -73,12 +73,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Makes a prompt of messages.
 
         Args:
           continue_final_message: end within the last message, which the model continues.
           variables: what else the template reads, such as `enable_thinking`.
+          tools: JSON schemas of functions that the model may call, if the template `reads_tools`.
 
         Raises:
           ChatTemplateError: the template does not take these messages or variables.
@@ -90,7 +92,7 @@ class ChatTemplate:
                 parameter="continue_final_message",
             )
         checked = self._checked(messages, variables)
-        prompt = self._run(checked, variables or {}, generation_prompt=add_generation_prompt)
+        prompt = self._run(checked, variables or {}, generation_prompt=add_generation_prompt, tools=tools)
         return _cut_after_last(prompt, checked[-1]["content"]) if continue_final_message else prompt
 
     def render_spans(
@@ -148,8 +150,20 @@ class ChatTemplate:
         )
         return loops and all(test.name != "string" for test in self._tree.find_all(jinja2.nodes.Test))
 
-    def _run(self, messages: Sequence[Any], variables: Mapping[str, Any], *, generation_prompt: bool = False) -> str:
-        own = {"messages": messages, "add_generation_prompt": generation_prompt, "tools": None, "documents": None}
+    @cached_property
+    def reads_tools(self) -> bool:
+        """Whether it tells the model of tools."""
+        return "tools" in jinja2.meta.find_undeclared_variables(self._tree)
+
+    def _run(
+        self,
+        messages: Sequence[Any],
+        variables: Mapping[str, Any],
+        *,
+        generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        own = {"messages": messages, "add_generation_prompt": generation_prompt, "tools": tools, "documents": None}
         try:
             return self._template.render({**own, **self._special_tokens, **variables})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:

@@ -16,10 +16,10 @@ from stack_rl.environments.records import Record, read_records
 from stack_rl.math.advantages import overlong
 from stack_rl.rewards.weighted import ReadsTokens, WeightedReward, check_reward, resolved, total_score
 
-__all__ = ["PromptsConfig"]
+__all__ = ["PromptsConfig", "weighted"]
 
 
-def _weighted(given: Any) -> Any:
+def weighted(given: Any) -> Any:
     """A reward without its weight has the weight 1."""
     is_whole = isinstance(given, WeightedReward) or (isinstance(given, Mapping) and "reward" in given)
     return given if is_whole else WeightedReward(reward=given)
@@ -44,7 +44,7 @@ class PromptsConfig:
     """
 
     source: str
-    rewards: Annotated[tuple[Annotated[WeightedReward, BeforeValidator(_weighted)], ...], Field(min_length=1)]
+    rewards: Annotated[tuple[Annotated[WeightedReward, BeforeValidator(weighted)], ...], Field(min_length=1)]
     name: Literal["prompts"] = "prompts"
     held_out: str | None = None
     max_tokens: PositiveInt = 128

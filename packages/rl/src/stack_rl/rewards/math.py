@@ -28,7 +28,8 @@ class MathConfig:
 
     Attributes:
       tolerance: how far numbers may be apart, as a share of the right one.
-      library: "sympy" or "math_verify" for what is left, which must be installed; None takes it for wrong.
+      library: for what is left, which must be installed: "sympy", which reads plain formulas such as x^2 + 1, or
+        "math_verify", which reads LaTeX too. None takes what is left for wrong.
       unchecked: what becomes of an answer that the library did not come to an end with.
       sandbox: that the library runs in.
     """
@@ -47,14 +48,10 @@ _PROGRAMS: Final = {
     "sympy": """
 import json, sys
 from sympy import simplify
-from sympy.parsing.latex import parse_latex
 from sympy.parsing.sympy_parser import implicit_multiplication_application, parse_expr
 from sympy.parsing.sympy_parser import standard_transformations as known
-def read(text):
-    if "\\\\" in text:
-        return parse_latex(text)
-    return parse_expr(text.replace("^", "**"), transformations=(*known, implicit_multiplication_application))
 given = json.load(sys.stdin)
+read = lambda text: parse_expr(text.replace("^", "**"), transformations=(*known, implicit_multiplication_application))
 try:
     ours, theirs = read(given["ours"]), read(given["theirs"])
 except Exception:

@@ -122,7 +122,9 @@ def begin(order):
         resource.setrlimit(getattr(resource, name), (value, value))
     folder = "/tmp" if order["level"] == "namespaces" else order["folder"]
     os.chdir(folder)
-    environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LC_ALL": "C.UTF-8"}
+    # A numerical library that cannot make its threads ends the process.
+    threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LC_ALL": "C.UTF-8", **threads}
     paths = f"import sys; sys.path += {order['libraries']!r}\n" if order["libraries"] else ""
     arguments = [order["python"], "-I", "-S", "-B", "-c", paths + order["program"]]
     os.execve(order["python"], arguments, environment)

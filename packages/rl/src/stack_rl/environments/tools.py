@@ -1,0 +1,192 @@
+"""`environment.name: tools`: prompts whose answers may call functions first."""
+
+import asyncio
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, TypeAdapter
+
+from stack_core.config import config
+from stack_core.contracts.environments import Completion, Environment, Reward, Tasks
+from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.errors import ConfigError
+from stack_rl.environments.messages import History, Message, MessageEnvironment, Renderer, Reply, renderer_of
+from stack_rl.environments.prompts import weighted
+from stack_rl.environments.records import Record, read_records
+from stack_rl.rewards.weighted import WeightedReward, check_reward, resolved, total_score
+
+__all__ = ["ToolsConfig"]
+
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+@config
+class ToolsConfig:
+    """Prompts in JSONL files, as `prompts` has them, and functions that the policy may call before it answers.
+
+    A message that holds `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` calls them; what they return follows
+    in messages of the role "tool". A message without a call is the answer, which `rewards` score. A call that cannot be
+    read, and what a function raises, is told to the policy; a function that does not end is a failure of the
+    environment.
+
+    Attributes:
+      source, rewards, held_out: as of `prompts`.
+      tools: functions as "module:function", or in Python themselves; they may be async. Their schemas are made of their
+        annotations and docstrings.
+      max_tokens: of a message.
+      most_turns: messages of the policy's, the answer included.
+      tool_timeout_s: of a call.
+      history: what a chat template that changes earlier turns means; see `MessageEnvironment`.
+    """
+
+    source: str
+    rewards: Annotated[tuple[Annotated[WeightedReward, BeforeValidator(weighted)], ...], Field(min_length=1)]
+    tools: Annotated[tuple[Any, ...], Field(min_length=1)]
+    name: Literal["tools"] = "tools"
+    held_out: str | None = None
+    max_tokens: PositiveInt = 128
+    most_turns: PositiveInt = 4
+    tool_timeout_s: PositiveFloat = 30.0
+    history: History = "exact"
+
+    def check(self, model: Any) -> None:
+        for each in self.rewards:
+            check_reward(each.reward)
+        self._functions()
+        self._records()
+
+    def build(self, policy: GenerativeCheckpoint, *, seq_tokens: int, seed: int) -> Tasks:
+        functions = self._functions()
+        renderer = renderer_of(policy, [_schema(name, each) for name, each in functions.items()])
+        rewards = [(*resolved(each.reward), each.weight) for each in self.rewards]
+        return _Tasks(self, functions, rewards, renderer, *self._records())
+
+    def _functions(self) -> dict[str, Callable[..., Any]]:
+        """The tools by their names.
+
+        Raises:
+          ConfigError: one cannot be imported, or is no function; or two have one name.
+        """
+        found: dict[str, Callable[..., Any]] = {}
+        for each in self.tools:
+            name, function = resolved(each) if callable(each) else (str(each).rpartition(":")[2], _imported(each))
+            if name in found:
+                raise ConfigError(f"Two tools are called {name!r}; each needs a name of its own.")
+            found[name] = function
+        return found
+
+    def _records(self) -> tuple[list[Record], list[Record]]:
+        held_out = [] if self.held_out is None else read_records(self.held_out, "data.environment.held_out")
+        return read_records(self.source, "data.environment.source"), held_out
+
+
+def _imported(address: Any) -> Callable[..., Any]:
+    module, separator, name = str(address).partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name) if separator else None
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"Tool {address!r} cannot be imported: {error}. Correct it, or PYTHONPATH.") from error
+    if not callable(found):
+        raise ConfigError(f"Tool {address!r} is no function; write 'module:function'.")
+    return found
+
+
+def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """A function as chat templates show it; what has no annotation may be anything."""
+    parameters = inspect.signature(function).parameters.values()
+    properties = {
+        each.name: {} if each.annotation is each.empty else TypeAdapter(each.annotation).json_schema()
+        for each in parameters
+    }
+    required = [each.name for each in parameters if each.default is each.empty]
+    body = {"type": "object", "properties": properties, "required": required}
+    description = inspect.getdoc(function) or ""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": body}}
+
+
+class _Tasks:
+    def __init__(
+        self,
+        settings: ToolsConfig,
+        functions: Mapping[str, Callable[..., Any]],
+        rewards: Sequence[tuple[str, Reward, float]],
+        renderer: Renderer,
+        training: Sequence[Record],
+        held_out: Sequence[Record],
+    ) -> None:
+        self._settings, self._functions, self._rewards = settings, functions, rewards
+        self._renderer, self._training, self._held_out = renderer, training, held_out
+        self.training, self.held_out = len(training), len(held_out)
+
+    def episode(self, task: int, *, held_out: bool = False) -> Environment:
+        _, record = self._record(task, held_out=held_out)
+        settings = self._settings
+        conversation = _ToolConversation(record, self._functions, self._rewards, settings.tool_timeout_s)
+        budgets = {"max_tokens": settings.max_tokens, "most_turns": settings.most_turns}
+        return MessageEnvironment(conversation, self._renderer, **budgets, history=settings.history)
+
+    def name(self, task: int, *, held_out: bool = False) -> str:
+        return self._record(task, held_out=held_out)[0]
+
+    def text(self, tokens: tuple[int, ...]) -> str:
+        return self._renderer.written(tokens)
+
+    def _record(self, task: int, *, held_out: bool) -> Record:
+        return (self._held_out if held_out else self._training)[task]
+
+
+@dataclass
+class _ToolConversation:
+    record: Mapping[str, Any]
+    functions: Mapping[str, Callable[..., Any]]
+    rewards: Sequence[tuple[str, Reward, float]]
+    timeout_s: float
+    calls: int = 0
+
+    async def begin(self) -> Sequence[Message]:
+        prompt = self.record["prompt"]
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+    async def reply(self, text: str, *, is_finished: bool, tokens: tuple[int, ...]) -> Reply:
+        calls = _CALL.findall(text)
+        if calls and is_finished:
+            self.calls += len(calls)
+            return Reply(messages=[{"role": "tool", "content": await self._called(each)} for each in calls])
+        prompt = self.record["prompt"]
+        completion = Completion(
+            prompt=prompt if isinstance(prompt, str) else json.dumps(prompt),
+            text=text,
+            tokens=tokens,
+            is_finished=is_finished,
+            record={key: value for key, value in self.record.items() if key != "prompt"},
+        )
+        score = await total_score(self.rewards, completion)
+        return Reply(reward=score.value, verdict=score.verdict, facts={**score.facts, "calls": float(self.calls)})
+
+    async def _called(self, written: str) -> str:
+        """What a call gives, as text; what is wrong with it is told to the policy.
+
+        Raises:
+          TimeoutError: the function does not end.
+        """
+        try:
+            call = json.loads(written)
+            function, arguments = self.functions[call["name"]], dict(call.get("arguments", {}))
+        except (ValueError, KeyError, TypeError) as error:
+            return f"Error: no such call ({type(error).__name__}: {error}); tools: {', '.join(self.functions)}."
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                if inspect.iscoroutinefunction(function):
+                    return str(await function(**arguments))
+                return str(await asyncio.to_thread(function, **arguments))
+        except TimeoutError as error:
+            raise TimeoutError(f"the tool {call['name']!r} gave nothing within {self.timeout_s:g} s") from error
+        except Exception as error:  # Tools are a user's code; the policy is to learn what they refuse.
+            return f"Error: {type(error).__name__}: {error}"
+
+    async def close(self) -> None: ...

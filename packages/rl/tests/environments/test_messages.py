@@ -1,0 +1,168 @@
+"""Conversations over tokens: what was drawn stays as it was, and templates that tell it otherwise are seen."""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from stack_core.contracts.environments import EnvironmentKind, Tasks
+from stack_core.errors import ConfigError, DataError, EnvironmentFailed
+from stack_rl.environments.gymnasium import GymnasiumConfig
+from stack_rl.environments.tools import ToolsConfig
+from stack_rl.episodes import Attempt, Player
+
+from ..scripted import END, Letters, Policy, ScriptedEngine
+
+TEMPLATE = (
+    "{% if tools %}tools:{% for tool in tools %}{{ tool.function.name }};{% endfor %}\n{% endif %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\x00\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+FORGETFUL = TEMPLATE.replace("{{ message.content }}", "{{ message.content.split('</think>')[-1] }}")
+
+
+class Spelled(Letters):
+    """Letters that spell their end token too, as a template writes it."""
+
+    def decode(self, ids):
+        return "".join(chr(index) for index in ids if index > 1)
+
+    def token_bytes(self, token):
+        return chr(token).encode()
+
+
+def add(first: int, second: int = 1) -> int:
+    """Adds numbers."""
+    return first + second
+
+
+async def slow(x: int) -> int:
+    await asyncio.sleep(30)
+    return x
+
+
+def policy(template=TEMPLATE):
+    return Policy(tokenizer=Spelled(), chat_template=template)
+
+
+def play(tmp_path, answers, *, template=TEMPLATE, on_failure="stop", **fields):
+    """The episode of a policy that answers in turn."""
+    records = tmp_path / "records.jsonl"
+    records.write_text(json.dumps({"prompt": [{"role": "user", "content": "2+3?"}], "answer": "5"}))
+    config = ToolsConfig(source=str(records), rewards=("exact",), **{"tools": (add, slow), "max_tokens": 120, **fields})
+    assert isinstance(config, EnvironmentKind)
+    config.check(None)
+    tasks = config.build(policy(template), seq_tokens=600, seed=0)
+    assert isinstance(tasks, Tasks)
+    turns = iter(answers)
+    engine = ScriptedEngine(lambda prompt: (*map(ord, next(turns)), END))
+    (found,) = Player(tasks, engine, seq_tokens=600, on_failure=on_failure).play(
+        [Attempt(0, 0)], seed=(0,), greedy=False
+    )
+    return tasks, found
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"first": 2, "second": 3}}</tool_call>'
+
+
+def test_a_policy_calls_a_tool_and_answers_and_the_text_is_the_template_s(tmp_path):
+    tasks, found = play(tmp_path, [CALL, "5"])
+    text = tasks.text(tuple(found.tokens.tolist()))
+    assert text == (
+        f"tools:add;slow;<user>2+3?\x00\n<assistant>{CALL}\x00\n<tool>5\x00\n<assistant>5\x00"
+    )  # as the template writes the whole conversation
+    drawn = tasks.text(tuple(found.tokens[found.sampled].tolist()))
+    assert drawn == f"{CALL}\x005\x00"
+    assert found.rewards.sum() == 1.0 and found.verdict == "correct"
+    assert found.facts == {"exact": 1.0, "calls": 1.0, "turns": 2.0, "prefix_breaks": 0.0}
+
+
+def test_what_is_wrong_with_a_call_is_told_to_the_policy(tmp_path):
+    calls = ['<tool_call>{"name": "sub"}</tool_call>', '<tool_call>{"name": "add"}</tool_call>', "5"]
+    tasks, found = play(tmp_path, calls)
+    text = tasks.text(tuple(found.tokens.tolist()))
+    assert "Error: no such call (KeyError: 'sub'); tools: add, slow." in text
+    assert "Error: TypeError: add() missing" in text and found.rewards.sum() == 1.0
+
+
+def test_turns_are_bounded_and_a_message_that_was_cut_off_calls_nothing(tmp_path):
+    _, found = play(tmp_path, [CALL, CALL, CALL], most_turns=2)
+    assert found.facts["turns"] == 2.0 and found.rewards.sum() == 0.0 and found.verdict is None
+    _, found = play(tmp_path, [CALL], max_tokens=20)
+    assert found.sampled.sum() == 20 and found.verdict == "wrong"
+
+
+def test_a_tool_that_does_not_end_is_no_reward(tmp_path):
+    call = '<tool_call>{"name": "slow", "arguments": {"x": 1}}</tool_call>'
+    started_s = time.monotonic()
+    with pytest.raises(EnvironmentFailed, match=r"records.jsonl:1 failed: .*'slow' gave nothing within 0.1 s"):
+        play(tmp_path, [call], tool_timeout_s=0.1)
+    assert play(tmp_path, [call], tool_timeout_s=0.1, on_failure="drop")[1] is None
+    assert time.monotonic() - started_s < 10
+
+
+THOUGHT = f"<think>hm</think>{CALL}"
+
+
+def test_a_template_that_forgets_thoughts_is_a_failure_or_counted(tmp_path):
+    with pytest.raises(EnvironmentFailed, match=r"(?s)earlier turns otherwise.*hink>hm.*became 'ool_call>"):
+        play(tmp_path, [THOUGHT, "5"], template=FORGETFUL)
+    tasks, found = play(tmp_path, [THOUGHT, "5"], template=FORGETFUL, history="as_seen")
+    text = tasks.text(tuple(found.tokens.tolist()))
+    assert f"<assistant>{THOUGHT}\x00\n<tool>5\x00\n<assistant>5\x00" in text
+    assert found.facts["prefix_breaks"] == 1.0 and found.rewards.sum() == 1.0
+
+
+def test_tools_need_a_place_in_the_template(tmp_path):
+    with pytest.raises(DataError, match="has no place for tools"):
+        play(tmp_path, ["5"], template="{% for message in messages %}{{ message.content }}{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        (("no_such_module:f",), "cannot be imported"),
+        (("json:nothing",), "cannot be imported"),
+        (("json",), "write 'module:function'"),
+        ((add, "operator:add"), "Two tools are called 'add'"),
+    ],
+)
+def test_tools_that_do_not_fit_are_refused(tmp_path, tools, message):
+    with pytest.raises(ConfigError, match=message):
+        play(tmp_path, ["5"], tools=tools)
+
+
+def lake(answers, **fields):
+    pytest.importorskip("gymnasium", reason="needs gymnasium (stack-rl[gymnasium])")
+    config = GymnasiumConfig(id="FrozenLake-v1", options={"is_slippery": False}, **fields)
+    config.check(None)
+    tasks = config.build(policy(), seq_tokens=600, seed=0)
+    turns = iter(answers)
+    engine = ScriptedEngine(lambda prompt: (*map(ord, next(turns)), END))
+    player = Player(tasks, engine, seq_tokens=600, on_failure="stop")
+    (found,) = player.play([Attempt(0, 0)], seed=(0,), greedy=False)
+    return tasks.text(tuple(found.tokens.tolist())), found
+
+
+def test_an_environment_of_gymnasium_is_played_in_text():
+    text, found = lake(["1", "go 1", "2", "1", "2", "2"], instruction="0 left, 1 down, 2 right, 3 up.")
+    assert text.startswith(
+        "<user>0 left, 1 down, 2 right, 3 up.\n0\x00\n<assistant>1\x00\n<user>4\x00\n<assistant>go 1"
+    )
+    assert found.rewards.sum() == 1.0 and found.facts["turns"] == 6.0
+
+
+def test_text_that_is_no_action_ends_the_episode():
+    _, found = lake(["1", "9"], invalid_reward=-1.0)
+    assert found.verdict == "unparsed" and found.rewards.sum() == -1.0
+    _, found = lake(["1", "west"])
+    assert found.verdict == "unparsed" and found.rewards.sum() == 0.0
+
+
+def test_an_environment_that_gymnasium_does_not_have_is_named():
+    pytest.importorskip("gymnasium", reason="needs gymnasium (stack-rl[gymnasium])")
+    with pytest.raises(ConfigError, match="cannot make 'NoSuch-v0'"):
+        GymnasiumConfig(id="NoSuch-v0").check(None)
+    with pytest.raises(ConfigError, match="Discrete and Text alone"):
+        GymnasiumConfig(id="Pendulum-v1").check(None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from stack_train.diffusion import dit, flux
+from stack_train.diffusion import autoencoder_kl, dit, flux
 from stack_train.diffusion.components import load_component, save_component
 from stack_train.diffusion.noise import FlowConfig, NoiseConfig
 from stack_train.diffusion.samplers import SamplerConfig, levels_of, table_of
@@ -43,6 +43,25 @@ def of_dit():
     )
 
 
+def of_vae(*, quantizes=True, attends=True):
+    return autoencoder_kl.COMPONENT, diffusers.AutoencoderKL(
+        in_channels=3,
+        out_channels=3,
+        latent_channels=4,
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=(8, 8, 16),
+        layers_per_block=2,
+        norm_num_groups=4,
+        sample_size=16,
+        scaling_factor=0.3611,
+        shift_factor=None if quantizes else 0.1159,
+        use_quant_conv=quantizes,
+        use_post_quant_conv=quantizes,
+        mid_block_add_attention=attends,
+    )
+
+
 def of_flux(*, guidance):
     return flux.COMPONENT, diffusers.FluxTransformer2DModel(
         in_channels=12,
@@ -58,6 +77,44 @@ def of_flux(*, guidance):
 
 
 MODELS = {"dit": of_dit, "flux_dev": lambda: of_flux(guidance=True), "flux_schnell": lambda: of_flux(guidance=False)}
+
+
+AUTOENCODERS = {
+    "vae": of_vae,
+    "vae_of_flux": lambda: of_vae(quantizes=False),
+    "vae_without_attention": lambda: of_vae(attends=False),
+}
+
+
+@pytest.fixture(params=AUTOENCODERS)
+def autoencoders(request, tmp_path):
+    component, model = AUTOENCODERS[request.param]()
+    drawn(model).save_pretrained(tmp_path / "theirs")
+    return model, load_component(component, tmp_path / "theirs")[1]
+
+
+def test_an_autoencoder_encodes_and_decodes_as_diffusers_does(autoencoders):
+    theirs, ours = autoencoders
+    rng = np.random.default_rng(0)
+    images, latents = rng.standard_normal((2, 16, 16, 3), np.float32), rng.standard_normal((2, 4, 4, 4), np.float32)
+    with torch.no_grad():
+        posterior, decoded = theirs.encode(of_torch(images)).latent_dist, theirs.decode(of_torch(latents)).sample
+    with jax.default_matmul_precision("highest"):
+        (mean, log_variance), again = ours.encode(jnp.asarray(images)), ours.decode(jnp.asarray(latents))
+    for got, said in ((mean, posterior.mean), (log_variance, posterior.logvar), (again, decoded)):
+        wanted = of_numpy(said)
+        assert np.abs(wanted).max() > 0.1
+        np.testing.assert_allclose(got, wanted, atol=TOLERANCE * max(1.0, np.abs(wanted).max()), rtol=0)
+    shift = theirs.config.shift_factor or 0.0
+    scaled = (of_numpy(posterior.mean) - shift) * 0.3611
+    np.testing.assert_allclose(ours.scaled_latents(jnp.asarray(images)), scaled, atol=TOLERANCE * np.abs(scaled).max())
+
+
+@pytest.fixture(params=MODELS | AUTOENCODERS)
+def written(request, tmp_path):
+    component, model = (MODELS | AUTOENCODERS)[request.param]()
+    drawn(model).save_pretrained(tmp_path / "theirs")
+    return component, model, *load_component(component, tmp_path / "theirs"), tmp_path
 
 
 @pytest.fixture(params=MODELS)
@@ -112,8 +169,8 @@ def test_a_denoiser_says_what_diffusers_says(pair):
     np.testing.assert_allclose(got, wanted, atol=TOLERANCE * np.abs(wanted).max(), rtol=0)
 
 
-def test_what_is_read_and_written_again_is_the_same_bit_by_bit(pair):
-    component, theirs, config, ours, directory = pair
+def test_what_is_read_and_written_again_is_the_same_bit_by_bit(written):
+    component, theirs, config, ours, directory = written
     save_component(component, directory / "ours", config, ours)
     before, after = (load_file(directory / name / "diffusion_pytorch_model.safetensors") for name in ("theirs", "ours"))
     assert before.keys() == after.keys()

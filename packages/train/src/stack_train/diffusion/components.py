@@ -26,6 +26,7 @@ _CONFIG = "config.json"
 _SHARD_BYTES = 10 * 10**9
 _CLASS = "_class_name"
 _SILENT = (_CLASS, "_diffusers_version", "_name_or_path", "dropout", "torch_dtype")
+_ENDS = {"kernel": ".weight", "scale": ".weight", "bias": ".bias"}
 
 
 def _nothing(_: Any) -> dict[str, Any]:
@@ -40,10 +41,14 @@ class Component:
       settings: what both configs have one for one.
       fixed: keys of which the model can do one value only.
       silent: keys that do not say what the model computes.
-      names: of modules, the path of ours -> theirs; of parameters that are neither a kernel nor a bias, the whole
-        names. "{layer}" stands for the index into ours, which are stacked.
+      names: of modules, the path of ours -> theirs; of parameters that are no kernel, scale or bias of a module, the
+        whole names. "{layer}" stands for the index into ours, which are stacked. A module without an entry has the
+        same path there, with dots.
       squares: linear layers that are convolutions there, by path: channels and sides of the square that each sees.
       stem: of its files of tensors.
+      model_type: of a class of transformers, which its `config.json` names; None of one of diffusers.
+      redundant: tensors that may stand beside and repeat others, or that nothing reads.
+      prefix: of all names of tensors, which some checkpoints leave out.
     """
 
     class_name: str
@@ -56,6 +61,9 @@ class Component:
     write_others: Callable[[Any], dict[str, Any]] = _nothing
     squares: Callable[[Any], Mapping[str, tuple[int, ...]]] = _nothing
     stem: str = "diffusion_pytorch_model"
+    model_type: str | None = None
+    redundant: tuple[str, ...] = ()
+    prefix: str = ""
 
     def read_config(self, mapping: Mapping[str, Any], **settings: Any) -> Any:
         """Returns our config of what a `config.json` describes.
@@ -84,7 +92,14 @@ class Component:
     def write_config(self, config: Any) -> dict[str, Any]:
         """Returns the `config.json` of a config."""
         ours = {each.names[0]: getattr(config, each.resolved or each.ours) for each in self.settings}
-        return {_CLASS: self.class_name, **ours, **self.fixed, **self.write_others(config)}
+        named: dict[str, Any] = {_CLASS: self.class_name}
+        if self.model_type is not None:
+            named = {
+                "architectures": [self.class_name],
+                "model_type": self.model_type,
+                "torch_dtype": config.param_dtype,
+            }
+        return {**named, **ours, **self.fixed, **self.write_others(config)}
 
     def tensors_of(self, config: Any, path: str, parameter: np.ndarray) -> dict[str, np.ndarray]:
         """Views of a parameter as the tensors that it is there, by name; arrays that are filled fill the parameter."""
@@ -92,7 +107,7 @@ class Component:
         if path in self.names:
             name, kernel = self.names[path], False
         else:
-            name = self.names[module] + {"kernel": ".weight", "bias": ".bias"}[end]
+            name = self.names.get(module, module.replace("/", ".")) + _ENDS[end]
             kernel = end == "kernel"
         square = self.squares(config).get(module) if kernel else None
         layers = range(len(parameter)) if "{layer}" in name else ()
@@ -124,7 +139,8 @@ def load_component(component: Component, directory: Path, **settings: Any) -> tu
     mapping = _read_config(directory)
     if (given := mapping.get(_CLASS, (mapping.get("architectures") or ["none"])[0])) != component.class_name:
         raise ConversionError(f"{directory} holds a {given}, not a {component.class_name}.")
-    tensors = read_tensors(directory, component.stem)
+    found = {_prefixed(name, component.prefix): each for name, each in read_tensors(directory, component.stem).items()}
+    tensors = {name: tensor for name, tensor in found.items() if name not in component.redundant}
     dtypes = {str(tensor.numpy_dtype) for tensor in tensors.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     config = component.read_config(mapping, dtype=dtype, param_dtype=dtype, **settings)
@@ -157,6 +173,10 @@ def save_component(component: Component, directory: Path, config: Any, model: nn
     with atomic_directory(directory) as partial:
         (partial / _CONFIG).write_text(json.dumps(component.write_config(config), indent=2) + "\n", encoding="utf-8")
         write_shards(partial, plan_shards(specs, _SHARD_BYTES), tensors.items(), component.stem)
+
+
+def _prefixed(name: str, prefix: str) -> str:
+    return prefix + name.removeprefix(prefix)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

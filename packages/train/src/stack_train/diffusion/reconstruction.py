@@ -1,0 +1,68 @@
+"""`objective.name: reconstruction`: what an autoencoder of images learns."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from pydantic import NonNegativeFloat
+
+from stack_core.config import config
+from stack_core.contracts.training import Objective
+from stack_core.errors import ConfigError
+from stack_core.metrics import Metric, Metrics
+from stack_train.diffusion.autoencoder_kl import AutoencoderKl
+
+__all__ = ["ReconstructionConfig"]
+
+
+@config
+class ReconstructionConfig:
+    """The error of images that pass through their latents, and how far these are from normal ones.
+
+        loss = mean_b |x_b - decode(z_b)|^p + kl_weight * KL(N(mean_b, variance_b) || N(0, 1)),  z = mean + deviation e
+
+    Both terms are means over pixels and over latents' numbers. There is no adversary and no perceptual loss, which
+    sharpen large images.
+
+    Attributes:
+      error: "squared", p = 2, or "absolute", p = 1.
+      kl_weight: keeps latents from growing; 1e-6 is that of Stable Diffusion.
+
+    Source: Kingma and Welling, Auto-Encoding Variational Bayes, 2014 (arXiv:1312.6114).
+    """
+
+    name: Literal["reconstruction"] = "reconstruction"
+    error: Literal["squared", "absolute"] = "squared"
+    kl_weight: NonNegativeFloat = 1e-6
+
+    inputs: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"images": "batch height width channels", "weights": "batch"}
+    )
+
+    def build(self) -> Objective:
+        return self
+
+    def __call__(
+        self, model: AutoencoderKl, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
+    ) -> tuple[jax.Array, Metrics]:
+        if not hasattr(model, "encode"):
+            raise ConfigError(
+                f"objective reconstruction trains autoencoders, not a {type(model).__name__}; take family "
+                "autoencoder_kl."
+            )
+        images, real = batch["images"], batch["weights"]
+        again, mean, log_variance = model(images, key=key)
+        difference = again - images
+        errors = jnp.square(difference) if self.error == "squared" else jnp.abs(difference)
+        divergence = 0.5 * (jnp.square(mean) + jnp.exp(log_variance) - 1.0 - log_variance)
+        total = jnp.sum(real)
+
+        def weighed(values: jax.Array) -> Metric:
+            rows = values.mean(axis=(1, 2, 3))
+            return Metric.mean(jnp.sum(rows * real) / jnp.maximum(total, 1.0), total)
+
+        reconstruction, kl = weighed(errors), weighed(divergence)
+        loss = reconstruction.value + self.kl_weight * kl.value
+        return loss, {"loss": Metric.mean(loss, total), "reconstruction": reconstruction, "kl": kl}

@@ -19,6 +19,7 @@ def stack_register_models(registry: Registrar) -> None:
     registry.add("deepseek_v3", "stack_train.models.deepseek_v3:FAMILY")
     registry.add("dit", "stack_train.diffusion.dit:FAMILY")
     registry.add("flux", "stack_train.diffusion.flux:FAMILY")
+    registry.add("autoencoder_kl", "stack_train.diffusion.autoencoder_kl:FAMILY")
 
 
 @hookimpl
@@ -37,6 +38,7 @@ def stack_register_batches(registry: Registrar) -> None:
     registry.add("arrays", "stack_train.data.kinds.arrays:ArraysData")
     registry.add("images", "stack_train.data.kinds.images:ImagesData")
     registry.add("digits", "stack_train.data.kinds.digits:DigitsData")
+    registry.add("captioned", "stack_train.data.kinds.captioned:CaptionedData")
 
 
 @hookimpl
@@ -45,6 +47,7 @@ def stack_register_objectives(registry: Registrar) -> None:
     registry.add("epsilon", "stack_train.diffusion.objectives:EpsilonConfig")
     registry.add("flow_matching", "stack_train.diffusion.objectives:FlowMatchingConfig")
     registry.add("v", "stack_train.diffusion.objectives:VConfig")
+    registry.add("reconstruction", "stack_train.diffusion.reconstruction:ReconstructionConfig")
 
 
 @hookimpl
@@ -64,6 +67,7 @@ def stack_register_engines(registry: Registrar) -> None:
 
 @hookimpl
 def stack_register_model_formats(registry: Registrar) -> None:
+    registry.add("gguf", "stack_train.gguf:FORMAT")
     registry.add("hf", "stack_train.huggingface:FORMAT")
     registry.add("peft", "stack_train.peft:FORMAT")
     registry.add("run", "stack_train.trained_model:RUN_FORMAT")

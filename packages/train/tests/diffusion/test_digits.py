@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
+from sklearn.svm import SVC
 
 from stack_core.config import apply_overrides, load_yaml, parse
 from stack_core.errors import ConfigError, DataError, GenerationError
@@ -16,7 +17,7 @@ from stack_train.commands.sample import sample
 from stack_train.data.kinds.digits import digits
 from stack_train.diffusion.samplers import SamplerConfig
 from stack_train.diffusion.sampling import open_run
-from stack_train.run.config import RunConfig
+from stack_train.run.config import RunConfig, run_config
 from stack_train.run.program import build_trainer
 from stack_train.run.train import train
 
@@ -66,10 +67,10 @@ def test_images_are_those_of_the_averaged_weights_and_of_their_seed(run):
 
 
 def test_the_command_writes_a_grid_and_the_report_shows_it(run, tmp_path, capsys):
-    sample(Path(run.output), label=(3,), grid="2x3", out=tmp_path / "grid.png", steps=2)
+    sample(run.output, label=(3,), grid="2x3", out=tmp_path / "grid.png", steps=2)
     with Image.open(tmp_path / "grid.png") as image:
         assert image.size == (3 * 65 - 1, 2 * 65 - 1)
-    sample(Path(run.output), grid="1x10", steps=2)
+    sample(run.output, grid="1x10", steps=2)
     assert "step-2.png" in capsys.readouterr().out
     report = (Path(run.output) / "report.html").read_text()
     assert "step-2" in report and "data:image/png;base64," in report and "img-src data:" in report
@@ -85,7 +86,7 @@ def test_the_command_writes_a_grid_and_the_report_shows_it(run, tmp_path, capsys
 )
 def test_what_cannot_be_sampled_is_refused(run, options, error, message):
     with pytest.raises(error, match=message):
-        sample(Path(run.output), **options)
+        sample(run.output, **options)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_what_is_not_installed_is_named(run, monkeypatch, module, package):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(DataError, match=rf"\[{package}\]"):
         if module == "PIL":
-            sample(Path(run.output), steps=1)
+            sample(run.output, steps=1)
         else:
             digits()
 
@@ -121,3 +122,23 @@ def test_held_out_digits_come_once_and_rows_are_named():
     assert batches.describe_rows(np.array([0, -1]))[0].startswith("digit ")
     first = next(batches.train_iterator())
     assert first["images"].min() == -1.0 and first["images"].max() == 1.0
+
+
+def readable(directory):
+    """How often a classifier of the real digits gives a sample the asked label, and one of samples a held-out digit."""
+    config = run_config(directory)
+    batches, real = config.data.build(seed=config.run.seed, model=config.model), digits()
+    asked = [place % 10 for place in range(1000)]
+    samples = open_run(directory).images(asked, SamplerConfig(steps=20)).reshape(1000, -1) / 255.0
+    pixels = real.pixels.reshape(len(real.pixels), -1) / 255.0
+    judge = SVC(gamma=0.05, C=10.0).fit(pixels[batches.training], real.labels[batches.training])
+    assert judge.score(pixels[batches.validation], real.labels[batches.validation]) > 0.95
+    pupil = SVC(gamma=0.05, C=10.0).fit(samples, asked)
+    return judge.score(samples, asked), pupil.score(pixels[batches.validation], real.labels[batches.validation])
+
+
+@pytest.mark.slow  # three minutes on two idle cores
+def test_the_example_makes_digits_that_classifiers_read_and_learn_from(tmp_path):
+    train(parse(RunConfig, apply_overrides(load_yaml(EXAMPLE), [f"output={tmp_path / 'run'}"])))
+    asked, learned = readable(tmp_path / "run")
+    assert asked >= 0.95 and learned >= 0.85, (asked, learned)

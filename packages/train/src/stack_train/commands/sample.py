@@ -15,11 +15,12 @@ __all__ = ["sample"]
 
 
 def sample(  # noqa: PLR0913, each parameter is an option of the command
-    run: Path,
+    model: str,
     /,
     *,
+    prompt: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     label: Annotated[tuple[int, ...], Parameter(negative=())] = (),
-    grid: str = "8x8",
+    grid: str | None = None,
     out: Path | None = None,
     sampler: Literal["euler", "ddim", "heun", "dpmpp_2m"] = "euler",
     steps: int = 50,
@@ -27,42 +28,61 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     eta: float = 0.0,
     guidance: float = 1.0,
     guidance_rescale: float = 0.0,
+    told_guidance: float | None = None,
+    size: int | None = None,
     seed: Annotated[int, Parameter(negative=())] = 0,
 ) -> None:
-    """Sample images: stack sample RUN --label 3 --grid 8x8 --out grid.png
+    """Sample images: stack sample RUN --label 3 --grid 8x8 --out grid.png, stack sample hf:DIR --prompt "a red cat"
 
     Args:
-      run: directory of a run that trained by flow_matching, epsilon or v.
+      model: directory of a run that trained by flow_matching, epsilon or v, or hf:DIR, a diffusers directory.
+      prompt: what images show, in words; may be repeated, and then the columns take turns.
       label: what images show; may be repeated, and then the columns take turns. By default all labels do.
-      grid: rows x columns of images.
-      out: the PNG file; by default one in the run's directory, where its report shows it.
+      grid: rows x columns of images; by default 8x8, or an image of each prompt.
+      out: the PNG file; by default one in the run's directory, where its report shows it, or image.png.
       sampler: how to go from noise to images.
       steps: of the sampler.
       spacing: of the steps of a schedule of betas.
       eta: the share of new noise in ddim's steps.
       guidance: above 1 images show more of their label, and vary less.
       guidance_rescale: how much of the contrast that guidance adds is taken back, 0 to 1.
+      told_guidance: what a model is told that was distilled to be told its guidance, such as FLUX.1 dev.
+      size: pixels of the images' sides, of a model of latents.
       seed: the same seed gives the same images.
     """
-    rows, columns = _sizes(grid)
+    rows, columns = _sizes(grid or (f"1x{len(prompt)}" if prompt else "8x8"))
     settings = {"name": sampler, "steps": steps, "spacing": spacing, "eta": eta}
     settings |= {"guidance": guidance, "guidance_rescale": guidance_rescale}
+    if prompt and label:
+        raise ConfigError("Give --prompt or --label: a model is told a text or a label, not both.")
     from stack_train.diffusion.grid import pillow, tiled, write_png
     from stack_train.diffusion.samplers import SamplerConfig  # imports jax, which `stack --help` should not wait for
-    from stack_train.diffusion.sampling import open_run
+    from stack_train.diffusion.sampling import open_images
 
     config = parse(SamplerConfig, settings, path="sampler")
     pillow()  # whose lack should not show after minutes
     keep_compiled()
-    opened = open_run(run)
-    labels = label or tuple(range(opened.config.classes)) or (0,)
-    turns = [labels[place % columns % len(labels)] for place in range(rows * columns)]
-    path = out or run / "samples" / f"step-{opened.step}{''.join(f'-{one}' for one in label)}.png"
-    write_png(tiled(opened.images(turns, config, seed=seed), columns), path)
+    opened = open_images(model, size=size)
+    places = range(rows * columns)
+    if prompt or opened.encoders is not None:
+        prompts = [prompt[place % columns % len(prompt)] if prompt else "" for place in places]
+        images = opened.images_of(prompts, config, seed=seed, told_guidance=told_guidance)
+    else:
+        labels = label or tuple(range(opened.config.classes)) or (0,)
+        turns = [labels[place % columns % len(labels)] for place in places]
+        images = opened.images(turns, config, seed=seed)
+    path = out or _default_path(model, opened.step, label)
+    write_png(tiled(images, columns), path)
     print(path)
-    if out is None:
-        directory = RunDirectory(run)
-        write_report(run, parse_yaml(directory.config_yaml(), str(directory.config)))
+    if out is None and opened.step is not None:
+        directory = RunDirectory(Path(model))
+        write_report(Path(model), parse_yaml(directory.config_yaml(), str(directory.config)))
+
+
+def _default_path(model: str, step: int | None, label: tuple[int, ...]) -> Path:
+    if step is None:
+        return Path("image.png")
+    return Path(model) / "samples" / f"step-{step}{''.join(f'-{one}' for one in label)}.png"
 
 
 def _sizes(grid: str) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Batches of labelled images that are held in memory, or in a file that is mapped into it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from stack_train.data.rows import TrainIterator, filled, iterate_rows
 from stack_train.data.split import split_documents
 from stack_train.diffusion.denoiser import ImagesConfig
 
-__all__ = ["ImageBatches", "ImageSettings", "LabelledImages", "as_pixels", "check_images"]
+__all__ = ["ImageBatches", "ImageRows", "ImageSettings", "LabelledImages", "as_pixels", "check_images"]
 
 
 @config
@@ -74,23 +74,54 @@ def check_images(model: Any, *, size: int | None, channels: tuple[int, ...], cla
         raise ConfigError(f"The model does not take the images of {what}: {'; '.join(wrong)}.")
 
 
+@runtime_checkable
+class ImageRows(Protocol):
+    """Examples of images, however they are held.
+
+    Attributes:
+      names: what a person finds each by.
+      facts: what they depend on, for the fingerprint of a saved position.
+    """
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
+
+    def digests(self) -> UInt64[np.ndarray, " images"]:
+        """Of each image; equal ones are held out of training together."""
+        ...
+
+    def arrays(self, places: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
+        """The images of some places, and what goes with each."""
+        ...
+
+
 @dataclass(frozen=True)
 class LabelledImages:
-    """Images as they are stored.
+    """Images as they are stored; see `ImageRows`.
 
     Attributes:
       pixels: of each image, 0 to 255.
       labels: of each, or None.
-      names: what a person finds each by.
     """
 
     pixels: UInt8[np.ndarray, "images height width channels"]
     labels: Int32[np.ndarray, " images"] | None
     names: Sequence[str]
 
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        labels = None if self.labels is None else self.labels.tolist()
+        return {"the images (digest)": digest_of(self.digests().tolist(), labels)}
+
     def digests(self) -> UInt64[np.ndarray, " images"]:
-        """Of each image's pixels."""
         return np.array([int(digest_of(image.tobytes().hex())[:16], 16) for image in self.pixels], np.uint64)
+
+    def arrays(self, places: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
+        labels = {} if self.labels is None else {"labels": self.labels[places]}
+        return {"images": self.pixels[places].astype(np.float32) / 127.5 - 1.0, **labels}
 
 
 class ImageBatches:
@@ -100,16 +131,14 @@ class ImageBatches:
       training, validation: which images are trained on and which are held out.
     """
 
-    def __init__(self, settings: ImageSettings, images: LabelledImages, *, labelled: bool, seed: int) -> None:
-        self._settings, self._images, self._labelled, self._seed = settings, images, labelled, seed
-        digests = images.digests()
-        self.training, self.validation = split_documents(digests, settings.validation_fraction)
-        labels = None if images.labels is None or not labelled else images.labels.tolist()
+    def __init__(self, settings: ImageSettings, images: ImageRows, *, seed: int) -> None:
+        self._settings, self._images, self._seed = settings, images, seed
+        self.training, self.validation = split_documents(images.digests(), settings.validation_fraction)
         self._fingerprint = {
             "seed": seed,
             "data.batch_size": settings.batch_size,
             "data.validation_fraction": settings.validation_fraction,
-            "the images (digest)": digest_of(digests.tolist(), labels),
+            **images.facts,
         }
 
     def train_iterator(self) -> TrainIterator:
@@ -138,10 +167,8 @@ class ImageBatches:
         return [self._images.names[place] for place in places]
 
     def _batch(self, places: Int64[np.ndarray, " rows"], row_ids: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
-        labels = self._images.labels
         return {
-            "images": self._images.pixels[places].astype(np.float32) / 127.5 - 1.0,
-            **({"labels": labels[places]} if self._labelled and labels is not None else {}),
+            **self._images.arrays(places),
             "weights": np.ones(len(places), np.float32),
             "row_ids": row_ids,
         }

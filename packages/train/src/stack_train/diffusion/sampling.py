@@ -1,7 +1,7 @@
-"""Images from the model of a run."""
+"""Images from the model of a run, or from a diffusers directory."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,31 +12,35 @@ import numpy as np
 from flax import nnx
 from jaxtyping import UInt8
 
-from stack_core.errors import GenerationError
+from stack_core.errors import ConfigError, GenerationError
 from stack_train.data.image_batches import as_pixels
-from stack_train.diffusion.denoiser import Denoiser, ImagesConfig
+from stack_train.data.kinds.captioned import CaptionedData, EncoderFacts
+from stack_train.diffusion.denoiser import Condition, Denoiser, ImagesConfig
 from stack_train.diffusion.objectives import Denoises
-from stack_train.diffusion.samplers import SamplerConfig, guided, levels_of, sample, table_of
+from stack_train.diffusion.pipeline import INDEX, Encoders, open_encoders, open_pipeline
+from stack_train.diffusion.samplers import SamplerConfig, Table, guided, levels_of, sample, table_of
 from stack_train.run.config import run_config
 from stack_train.weights import load_model
 
-__all__ = ["ImageSampler", "open_run"]
+__all__ = ["ImageSampler", "open_images", "open_run"]
 
 
 @dataclass(frozen=True)
 class ImageSampler:
-    """A denoiser that makes images of labels.
+    """A denoiser that makes images of labels or of prompts.
 
     Attributes:
       config: the model's.
       objective: by which it was trained.
-      step: training steps done.
+      step: training steps done; None of a directory that does not say.
+      encoders: of prompts and latents; None of a model of pixels.
     """
 
     model: Denoiser
     config: ImagesConfig
     objective: Denoises
-    step: int
+    step: int | None
+    encoders: Encoders | None = None
 
     def images(
         self, labels: Sequence[int], sampler: SamplerConfig, *, seed: int = 0
@@ -47,31 +51,67 @@ class ImageSampler:
           seed: image i of a seed starts from the same noise, however many there are.
 
         Raises:
-          GenerationError: the model does not know a label; says which it knows.
+          GenerationError: the model does not know a label; says which it knows. Or it needs prompts.
           ConfigError: the sampler takes more steps than the schedule has.
         """
+        if self.encoders is not None:
+            raise GenerationError("The model makes images of prompts, not of labels: give --prompt.", parameter="label")
         self._check(labels)
-        levels = levels_of(self.objective.schedule, sampler.steps, sampler.spacing)
-        table = table_of(sampler, levels, self.objective.prediction)
+        condition = {"labels": jnp.asarray(labels, jnp.int32)} if self.config.classes else {}
+        return as_pixels(self._sampled(condition, len(labels), sampler, seed))
+
+    def images_of(
+        self, prompts: Sequence[str], sampler: SamplerConfig, *, seed: int = 0, told_guidance: float | None = None
+    ) -> UInt8[np.ndarray, "images height width channels"]:
+        """Samples an image of every prompt; one that is too long is cut, and a warning says what was.
+
+        Args:
+          seed: as for `images`.
+          told_guidance: what a model that was distilled to be told its guidance is told; None is its config's.
+
+        Raises:
+          GenerationError: the model takes no prompts, or cannot be told a guidance.
+        """
+        if self.encoders is None:
+            raise GenerationError(
+                f"A {type(self.model).__name__} takes no prompts; give --label, or a model that is told a text, "
+                "such as flux.",
+                parameter="prompt",
+            )
+        condition = dict(self.encoders.text(prompts))
+        if told_guidance is not None:
+            if getattr(self.config, "guidance", None) is None:
+                raise GenerationError("The model was not made to be told its guidance.", parameter="told_guidance")
+            condition["guidance"] = jnp.full(len(prompts), told_guidance)
+        latents = self._sampled(condition, len(prompts), sampler, seed)
+        graph, state = nnx.split(self.encoders.autoencoder)
+        return as_pixels(jax.jit(lambda state, latents: nnx.merge(graph, state).images_of(latents))(state, latents))
+
+    def _sampled(self, condition: Condition, count: int, sampler: SamplerConfig, seed: int) -> jax.Array:
+        """What the denoiser makes, images or latents."""
+        table = self._table(sampler)
         graph, state = nnx.split(self.model)
 
         @jax.jit
-        def run(state: Any, condition: dict[str, jax.Array], key: jax.Array) -> jax.Array:
+        def run(state: Any, condition: Mapping[str, jax.Array], key: jax.Array) -> jax.Array:
             config = self.config
             denoise = guided(
                 nnx.merge(graph, state),
                 condition,
-                images=len(labels),
+                images=count,
                 guidance=sampler.guidance,
                 rescale=sampler.guidance_rescale,
             )
             shape = (config.image_size, config.image_size, config.channels)
-            keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(labels)))
+            keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count))
             noise = jax.vmap(lambda each: jax.random.normal(each, shape))(keys)
             return sample(lambda x, t: denoise(x, t)[..., : config.channels], table, noise, key=key)
 
-        condition = {"labels": jnp.asarray(labels, jnp.int32)} if self.config.classes else {}
-        return as_pixels(run(state, condition, jax.random.key(seed)))
+        return run(state, condition, jax.random.key(seed))
+
+    def _table(self, sampler: SamplerConfig) -> Table:
+        levels = levels_of(self.objective.schedule, sampler.steps, sampler.spacing)
+        return table_of(sampler, levels, self.objective.prediction)
 
     def _check(self, labels: Sequence[int]) -> None:
         classes = self.config.classes
@@ -81,6 +121,37 @@ class ImageSampler:
             )
 
 
+def open_images(address: str, *, size: int | None = None) -> ImageSampler:
+    """Opens a run, or `hf:DIR`, a diffusers directory.
+
+    Args:
+      size: pixels of the images' sides; None are those of the autoencoder's config, or of the run's images.
+
+    Raises:
+      RunDirectoryError, GenerationError, CheckpointError: see `open_run`.
+      ConversionError: see `open_pipeline`.
+      ConfigError: images cannot have that size.
+    """
+    path = Path(address.removeprefix("hf:")).expanduser()
+    if address.startswith("hf:") or (path / INDEX).is_file():
+        pipeline = open_pipeline(path)
+        opened = ImageSampler(pipeline.model, pipeline.config, pipeline.scheduled, None, pipeline.encoders)
+    else:
+        opened = open_run(path)
+    return opened if size is None else _sized(opened, size)
+
+
+def _sized(opened: ImageSampler, size: int) -> ImageSampler:
+    if opened.encoders is None:
+        raise ConfigError(f"The model makes images of {opened.config.image_size} pixels; leave --size out.")
+    factor = opened.encoders.autoencoder.config.downsampling * getattr(opened.config, "patch", 1)
+    if size < factor or size % factor:
+        raise ConfigError(f"--size is {size}; images of this model have sides of a multiple of {factor} pixels.")
+    config: Any = opened.config
+    sides = size // opened.encoders.autoencoder.config.downsampling
+    return replace(opened, config=replace(config, image_size=sides))
+
+
 def open_run(directory: Path) -> ImageSampler:
     """Opens the newest intact checkpoint of a run: the average of the weights, where the run keeps one.
 
@@ -88,6 +159,7 @@ def open_run(directory: Path) -> ImageSampler:
       RunDirectoryError: there is no run.
       GenerationError: it trains no denoiser.
       CheckpointError: it has no checkpoint that can be used.
+      ConversionError, DataError: the encoders that it was trained with are not there, or are others now.
     """
     config = run_config(directory)
     if not isinstance(config.objective, Denoises) or not isinstance(config.model, ImagesConfig):
@@ -95,6 +167,12 @@ def open_run(directory: Path) -> ImageSampler:
             f"{directory} trains family {config.model.family!r} by objective {config.objective.name!r}, which makes no "
             "images. Use `stack generate` for text."
         )
+    encoders = None
+    if isinstance(config.data, CaptionedData):
+        facts = EncoderFacts.read(directory)
+        encoders = open_encoders(Path(facts.directory), text_tokens=facts.text_tokens)
+        facts.check(encoders)
+        encoders.check(config.model)
     model, step = load_model(directory, config)
     model.eval()
-    return ImageSampler(model, config.model, config.objective, step)
+    return ImageSampler(model, config.model, config.objective, step, encoders)

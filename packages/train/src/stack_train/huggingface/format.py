@@ -23,6 +23,7 @@ from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.checkpoint.frozen import FROZEN
 from stack_train.data.kinds.text import TextData
 from stack_train.data.tokenizer import HuggingFaceTokenizer
+from stack_train.diffusion.exchange import component_in, component_of, export_images, import_images
 from stack_train.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.huggingface.blocks import QUANTIZATION
 from stack_train.huggingface.source import HuggingFaceSource, open_source, read_config
@@ -67,6 +68,8 @@ class HuggingFaceFormat:
           ConversionError: the checkpoint cannot be converted, naming all that is wrong with it; or `run` exists.
           CheckpointError: the disk is full.
         """
+        if component_in(directory):
+            return import_images(directory, run, progress=progress)
         source = open_source(directory)
         with atomic_directory(run) as partial:
             data = _fitting(TextData(tokenizer=str(run / "tokenizer")), source.config)
@@ -100,6 +103,8 @@ class HuggingFaceFormat:
                 "config, and Hugging Face checkpoints have no place for that. Convert the run that it was made from."
             )
         config = saved.model
+        if component_of(config.family) is not None:
+            return export_images(run, directory, saved)
         family = registries.models[config.family]
         if not isinstance(family, ConvertibleFamily):
             raise ConversionError(f"Models of family {config.family!r} have no Hugging Face counterpart.")

@@ -1,5 +1,6 @@
 """`data.kind: digits`: handwritten digits of 8 x 8 pixels, which scikit-learn brings along."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -31,7 +32,8 @@ class DigitsData(ImageSettings):
         check_images(model, size=_SIZE, channels=(1,), classes=_CLASSES, what="kind digits")
 
     def build(self, *, seed: int, model: Any) -> ImageBatches:
-        return ImageBatches(self, digits(), labelled=model.classes > 0, seed=seed)
+        images = digits()
+        return ImageBatches(self, images if model.classes else replace(images, labels=None), seed=seed)
 
 
 def digits() -> LabelledImages:

@@ -1,0 +1,113 @@
+"""Files of images, cut to squares of one size and kept in the user's cache."""
+
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from jaxtyping import UInt8
+
+from stack_core.errors import DataError
+from stack_core.user_cache import user_cache_dir
+from stack_train.data.cache import cached, digest_of
+from stack_train.data.files import stat_digest
+from stack_train.diffusion.grid import pillow
+
+__all__ = ["IMAGE_CHANNELS", "FileImages", "OnUnreadable", "read_images"]
+
+_FORMAT = 1
+_MODES = {1: "L", 3: "RGB"}
+_NAMED = 10
+_PIXELS, _FACTS = "pixels.npy", "facts.json"
+
+IMAGE_CHANNELS = tuple(_MODES)
+"""Channels that images in files can be read with: grey, or red, green and blue."""
+
+OnUnreadable = Literal["error", "skip"]
+"""What becomes of files that are no images: an error, or a warning that names and counts them."""
+
+
+@dataclass(frozen=True)
+class FileImages:
+    """What was found in files; `unreadable` has those that are no images, each with the reason."""
+
+    pixels: UInt8[np.ndarray, "images height width channels"]
+    names: Sequence[str]
+    unreadable: Sequence[str]
+
+
+def read_images(
+    files: Sequence[Path], *, size: int, channels: int, unreadable: OnUnreadable, source: str
+) -> FileImages:
+    """Returns the images of files in one mapped array, made once: the middle square of each, scaled to `size` pixels.
+
+    Args:
+      source: what messages call all files.
+
+    Raises:
+      DataError: Pillow is not installed, a file cannot be read, or none is an image.
+    """
+    images = _read(files, size, _MODES[channels])
+    if images.unreadable:
+        _report(images.unreadable, len(images.names), unreadable)
+    if not images.names:
+        raise DataError(f"{source} holds no image. Point data.source at files with some.")
+    return images
+
+
+def _read(files: Sequence[Path], size: int, mode: str) -> FileImages:
+
+    def build(folder: Path) -> None:
+        names: list[str] = []
+        unreadable: list[str] = []
+        channels = {name: number for number, name in _MODES.items()}[mode]
+        shape = (len(files), size, size, channels)
+        pixels = np.lib.format.open_memmap(folder / _PIXELS, mode="w+", dtype=np.uint8, shape=shape)
+        for path, image in _decoded(files, size, mode):
+            if isinstance(image, str):
+                unreadable.append(f"{path}: {image}")
+            else:
+                pixels[len(names)] = image.reshape(shape[1:])
+                names.append(str(path))
+        pixels.flush()
+        (folder / _FACTS).write_text(json.dumps({"names": names, "unreadable": unreadable}), encoding="utf-8")
+
+    settings = digest_of(_FORMAT, size, mode)
+    digest = stat_digest(((str(path), path) for path in files), [settings])
+    entry = cached(user_cache_dir() / "images" / digest, build)
+    facts = json.loads((entry / _FACTS).read_text(encoding="utf-8"))
+    pixels = np.load(entry / _PIXELS, mmap_mode="r")
+    return FileImages(pixels[: len(facts["names"])], facts["names"], facts["unreadable"])
+
+
+def _decoded(files: Sequence[Path], size: int, mode: str) -> Iterator[tuple[Path, np.ndarray | str]]:
+    """Each file with its pixels, or with the reason why it has none."""
+    image = pillow()
+    for path in files:
+        try:
+            with image.open(path) as opened:
+                side = min(opened.size)
+                left, top = ((length - side) // 2 for length in opened.size)
+                square = opened.convert(mode).crop((left, top, left + side, top + side))
+                small = square.resize((size, size), image.Resampling.LANCZOS)
+                yield path, np.asarray(small)
+        except (
+            OSError,
+            ValueError,
+            SyntaxError,
+            image.DecompressionBombError,
+        ) as error:  # what Pillow's decoders raise
+            yield path, f"{type(error).__name__}: {error}"
+
+
+def _report(unreadable: Sequence[str], read: int, policy: OnUnreadable) -> None:
+    """Raises, or warns, of files that are no images."""
+    more = f"\n  and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
+    listing = "\n  ".join(unreadable[:_NAMED]) + more
+    counted = f"{len(unreadable)} of {len(unreadable) + read} files are no images that can be read"
+    if policy == "error":
+        raise DataError(f"{counted}:\n  {listing}\nMend or remove them, or set data.unreadable to skip.")
+    warnings.warn(f"{counted}; they are skipped:\n  {listing}", stacklevel=4)

@@ -1,0 +1,292 @@
+"""`data.kind: captioned`: images with captions, as the latents and the conditions of a text-to-image model."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Float, Int64, UInt64
+from pydantic import PositiveInt
+
+from stack_core.config import config
+from stack_core.contracts.data import Shapes
+from stack_core.errors import ConfigError, DataError
+from stack_core.user_cache import user_cache_dir
+from stack_train.data.cache import cached, digest_of
+from stack_train.data.captions import captions_of
+from stack_train.data.files import expand_glob, stat_digest
+from stack_train.data.image_batches import ImageBatches, ImageSettings
+from stack_train.data.image_files import OnUnreadable, read_images
+from stack_train.diffusion.pipeline import Encoders, encoder_files, open_encoders
+
+__all__ = ["ENCODERS", "CaptionedData", "EncoderFacts"]
+
+ENCODERS = "encoders.json"
+"""The file of a run that says which encoders it was trained with."""
+
+_FORMAT = 1
+_LATENTS, _TEXT, _POOLED, _FACTS = "latents.npy", "text.npy", "pooled.npy", "facts.json"
+_LEAST_STD, _MOST_STD = 0.2, 5.0
+
+
+@runtime_checkable
+class TextConditioned(Protocol):
+    """The config of a denoiser of latents that is told a text."""
+
+    image_size: int
+    channels: int
+    text_dim: int
+    pooled_dim: int
+    text_tokens: int
+    dtype: str
+
+
+@config
+class CaptionedData(ImageSettings):
+    """Images in files, each with a caption, for models that make images of texts; needs stack-train[images].
+
+    Captions stand in text files beside the images, `cat.txt` of `cat.png`, or in a folder's `metadata.jsonl`. The
+    autoencoder of a diffusers directory encodes images and its text encoders encode captions, once: the results are
+    kept in the user's cache and mapped from there.
+
+    A batch holds "images", the means of latents as a denoiser sees them, "text" and "pooled", and "weights".
+
+    Attributes:
+      source: image files, as a glob; `**` matches any number of folders.
+      pipeline: a diffusers directory with vae, text_encoder and text_encoder_2; its denoiser, if there, is not read.
+      unreadable: what becomes of files that are no images: "error", or "skip", which names and counts them.
+      encoded_at_once: images, or captions, that pass the encoders together.
+    """
+
+    source: str
+    pipeline: str
+    kind: Literal["captioned"] = "captioned"
+    unreadable: OnUnreadable = "error"
+    encoded_at_once: PositiveInt = 16
+
+    def spec(self, model: Any) -> Shapes:
+        rows, dtype = self.batch_size, jnp.dtype(model.dtype)
+        side = model.image_size
+        return {
+            "images": jax.ShapeDtypeStruct((rows, side, side, model.channels), np.float32),
+            "text": jax.ShapeDtypeStruct((rows, model.text_tokens, model.text_dim), dtype),
+            "pooled": jax.ShapeDtypeStruct((rows, model.pooled_dim), dtype),
+            "weights": jax.ShapeDtypeStruct((rows,), np.float32),
+        }
+
+    def check(self, model: Any) -> None:
+        if not isinstance(model, TextConditioned):
+            raise ConfigError(
+                f"Data of kind captioned is for denoisers that are told a text, not for family {model.family!r}; take "
+                "flux. An autoencoder trains on kind images."
+            )
+
+    def build(self, *, seed: int, model: Any) -> "CaptionedBatches":
+        """Reads and encodes what the cache does not hold.
+
+        Raises:
+          DataError: Pillow is not installed, a file cannot be read, an image has no caption, or latents are far from
+            the scale that a denoiser expects.
+          ConversionError: `pipeline` lacks an encoder, or they do not fit the model.
+        """
+        directory = Path(self.pipeline.removeprefix("hf:")).expanduser()
+        encoders = open_encoders(directory, text_tokens=model.text_tokens)
+        encoders.check(model)
+        images = read_images(
+            expand_glob(self.source, self.kind),
+            size=model.image_size * encoders.autoencoder.config.downsampling,
+            channels=encoders.autoencoder.config.channels,
+            unreadable=self.unreadable,
+            source=self.source,
+        )
+        captions = captions_of(images.names)
+        facts = EncoderFacts.of(encoders, model.text_tokens)
+        encoded = _encoded(encoders, facts, images.pixels, captions, self.encoded_at_once)
+        _check_scale(encoded.latents, facts, directory)
+        names = [f"{name}: {caption!r}" for name, caption in zip(images.names, captions, strict=True)]
+        rows = _Rows(encoded, names, jnp.dtype(model.dtype), facts)
+        return CaptionedBatches(self, rows, seed=seed, facts=facts)
+
+
+@dataclass(frozen=True)
+class EncoderFacts:
+    """Which encoders a denoiser was trained with.
+
+    Attributes:
+      digest: of their files, by name, size and time.
+    """
+
+    directory: str
+    text_tokens: int
+    channels: int
+    scaling_factor: float
+    shift_factor: float
+    digest: str
+
+    @classmethod
+    def of(cls, encoders: Encoders, text_tokens: int) -> "EncoderFacts":
+        config, directory = encoders.autoencoder.config, encoders.directory.absolute()
+        digest = stat_digest(encoder_files(directory), [str(_FORMAT), str(text_tokens)])
+        scaling = config.scaling_factor, config.shift_factor
+        return cls(str(directory), text_tokens, config.latent_channels, *scaling, digest)
+
+    def check(self, encoders: Encoders) -> None:
+        """Compares with encoders that a trained denoiser is to be used with.
+
+        Raises:
+          DataError: latents have another scale or other channels; names each.
+        """
+        config = encoders.autoencoder.config
+        pairs = {
+            "channels": (self.channels, config.latent_channels),
+            "scaling_factor": (self.scaling_factor, config.scaling_factor),
+            "shift_factor": (self.shift_factor, config.shift_factor),
+        }
+        if wrong := [f"{name} {there}, not {ours}" for name, (ours, there) in pairs.items() if ours != there]:
+            raise DataError(
+                f"The autoencoder in {encoders.directory} has {', '.join(wrong)}, with which the denoiser was trained. "
+                "Restore the directory, or train again."
+            )
+
+    def write(self, directory: Path) -> None:
+        path = directory / ENCODERS
+        if not path.exists():
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(vars(self), indent=2) + "\n", encoding="utf-8")
+            partial.replace(path)
+
+    @classmethod
+    def read(cls, run: Path) -> "EncoderFacts":
+        """Raises a DataError where the file is missing or malformed."""
+        try:
+            return cls(**json.loads((run / ENCODERS).read_bytes()))
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(f"{run / ENCODERS} cannot be read: {error}. A run on captioned images has one.") from error
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """Images and captions as encoders give them.
+
+    Attributes:
+      caption_of: the row of `text` and `pooled` that each image has; equal captions share one.
+    """
+
+    latents: Float[np.ndarray, "images height width channels"]
+    text: Float[np.ndarray, "captions tokens text_dim"]
+    pooled: Float[np.ndarray, "captions pooled_dim"]
+    caption_of: Int64[np.ndarray, " images"]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """See `ImageRows`."""
+
+    encoded: _Encoded
+    names: Sequence[str]
+    dtype: Any
+    encoders: EncoderFacts
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return {"the images and captions (digest)": digest_of(self.digests().tolist(), list(self.names))} | {
+            f"the encoders' {name}": value for name, value in vars(self.encoders).items() if name != "directory"
+        }
+
+    def digests(self) -> UInt64[np.ndarray, " images"]:
+        return np.array([int(digest_of(each.tobytes().hex())[:16], 16) for each in self.encoded.latents], np.uint64)
+
+    def arrays(self, places: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
+        captions = self.encoded.caption_of[places]
+        return {
+            "images": np.asarray(self.encoded.latents[places]),
+            "text": self.encoded.text[captions].astype(self.dtype),
+            "pooled": self.encoded.pooled[captions].astype(self.dtype),
+        }
+
+
+class CaptionedBatches(ImageBatches):
+    """Rows of latents and their conditions; writes which encoders made them."""
+
+    def __init__(self, settings: ImageSettings, images: _Rows, *, seed: int, facts: EncoderFacts) -> None:
+        super().__init__(settings, images, seed=seed)
+        self._facts = facts
+
+    def write(self, directory: Path) -> None:
+        self._facts.write(directory)
+
+
+def _encoded(
+    encoders: Encoders, facts: EncoderFacts, pixels: np.ndarray, captions: Sequence[str], at_once: int
+) -> _Encoded:
+    """Latents of images, and conditions of their captions; each is made once and mapped from the cache."""
+    different = sorted(set(captions))
+    folder = user_cache_dir() / "encoded"
+    images = cached(
+        folder / digest_of(facts.digest, [digest_of(image.tobytes().hex()) for image in pixels]),
+        lambda entry: _write_latents(entry, encoders, pixels, at_once),
+    )
+    texts = cached(
+        folder / digest_of(facts.digest, different), lambda entry: _write_texts(entry, encoders, different, at_once)
+    )
+    places = {caption: place for place, caption in enumerate(different)}
+    return _Encoded(
+        np.load(images / _LATENTS, mmap_mode="r"),
+        np.load(texts / _TEXT, mmap_mode="r"),
+        np.load(texts / _POOLED, mmap_mode="r"),
+        np.array([places[caption] for caption in captions], np.int64),
+    )
+
+
+def _write_latents(folder: Path, encoders: Encoders, pixels: np.ndarray, at_once: int) -> None:
+    graph, state = nnx.split(encoders.autoencoder)
+    encode = jax.jit(lambda state, images: nnx.merge(graph, state).scaled_latents(images))
+
+    def latents(rows: np.ndarray) -> Mapping[str, np.ndarray]:
+        return {_LATENTS: np.asarray(encode(state, jnp.asarray(rows, jnp.float32) / 127.5 - 1.0))}
+
+    _write_parts(folder, pixels, latents, at_once)
+
+
+def _write_texts(folder: Path, encoders: Encoders, captions: Sequence[str], at_once: int) -> None:
+    def conditions(rows: Sequence[str]) -> Mapping[str, np.ndarray]:
+        made = encoders.text(list(rows))
+        return {_TEXT: np.asarray(made["text"]), _POOLED: np.asarray(made["pooled"])}
+
+    _write_parts(folder, captions, conditions, at_once)
+
+
+def _write_parts(
+    folder: Path, inputs: Sequence[Any] | np.ndarray, make: Callable[[Any], Mapping[str, np.ndarray]], at_once: int
+) -> None:
+    """Fills one mapped array a file, a few rows at once; the last rows are filled up, so that all compile once."""
+    files: dict[str, Any] = {}
+    for first in range(0, len(inputs), at_once):
+        rows = list(inputs[first : first + at_once])
+        made = make(_stacked([*rows, *[rows[-1]] * (at_once - len(rows))]))
+        for name, values in made.items():
+            if name not in files:
+                shape = (len(inputs), *values.shape[1:])
+                files[name] = np.lib.format.open_memmap(folder / name, mode="w+", dtype=np.float32, shape=shape)
+            files[name][first : first + len(rows)] = values[: len(rows)]
+    for array in files.values():
+        array.flush()
+
+
+def _stacked(rows: list[Any]) -> Any:
+    return rows if isinstance(rows[0], str) else np.stack(rows)
+
+
+def _check_scale(latents: np.ndarray, facts: EncoderFacts, directory: Path) -> None:
+    std = float(np.std(latents[:256]))
+    if not _LEAST_STD <= std <= _MOST_STD:
+        raise DataError(
+            f"The autoencoder in {directory} gives these images latents with a standard deviation of {std:.3g} after "
+            f"its scaling_factor {facts.scaling_factor:g}; denoisers are trained on ones near 1. Set scaling_factor in "
+            f"vae/config.json to {facts.scaling_factor / max(std, 1e-9):.4g}."
+        )

@@ -1,0 +1,137 @@
+"""Conversions between diffusers directories and run directories of models of images."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from stack_core.config import to_yaml
+from stack_core.contracts.formats import Conversion, Progress
+from stack_core.errors import ConversionError
+from stack_core.runs.atomic_directory import atomic_directory
+from stack_core.runs.directory import RunDirectory
+from stack_train.checkpoint import CheckpointStore
+from stack_train.data.kinds.captioned import CaptionedData, EncoderFacts
+from stack_train.data.kinds.images import ImagesData
+from stack_train.diffusion import autoencoder_kl, dit, flux
+from stack_train.diffusion.components import Component, load_component, save_component
+from stack_train.diffusion.objectives import FlowMatchingConfig
+from stack_train.diffusion.pipeline import INDEX, open_encoders, open_pipeline, save_pipeline
+from stack_train.diffusion.reconstruction import ReconstructionConfig
+from stack_train.run.config import RunConfig
+from stack_train.variables import values_of
+from stack_train.weights import load_params
+
+__all__ = ["component_in", "component_of", "export_images", "import_images"]
+
+_COMPONENTS = {each.family.name: each for each in (dit.COMPONENT, flux.COMPONENT, autoencoder_kl.COMPONENT)}
+_SOURCE = "images/**/*"
+
+
+def component_of(family: str) -> Component | None:
+    """What models of a family are in diffusers; None of those that are not there."""
+    return _COMPONENTS.get(family)
+
+
+def component_in(directory: Path) -> bool:
+    """Whether a directory is one of diffusers: a whole pipeline, or one part."""
+    try:
+        return (directory / INDEX).is_file() or "_class_name" in json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+
+
+def import_images(directory: Path, run: Path, *, progress: Progress | None = None) -> Conversion:
+    """Makes a run of a diffusers directory: a denoiser with its encoders, or a single DiT or autoencoder.
+
+    The run's data names a folder `images`, which is to be changed before the run trains on.
+
+    Raises:
+      ConversionError: the directory cannot be read, or `run` exists.
+    """
+    config, model = _opened(directory, run)
+    leaves = {"/".join(map(str, path)): np.asarray(value) for path, value in values_of(model).items()}
+    total_bytes = sum(leaf.nbytes for leaf in leaves.values())
+
+    def reported() -> Iterator[tuple[str, np.ndarray]]:
+        done_bytes = 0
+        for name, leaf in leaves.items():
+            yield name, leaf
+            done_bytes += leaf.nbytes
+            if progress is not None:
+                progress(name, done_bytes, total_bytes)
+
+    with atomic_directory(run) as partial:
+        paths = RunDirectory(partial)
+        with CheckpointStore(paths.checkpoints) as store:
+            store.save_weights(reported(), to_yaml(config), total_bytes=total_bytes)
+        paths.config.write_text(to_yaml(config), encoding="utf-8")
+        if isinstance(config.data, CaptionedData):
+            encoders = open_encoders(directory, text_tokens=config.model.text_tokens)
+            EncoderFacts.of(encoders, config.model.text_tokens).write(partial)
+    parameters = sum(leaf.size for leaf in leaves.values())
+    return Conversion(run, parameters, total_bytes, config.model.param_dtype, ())
+
+
+def _opened(directory: Path, run: Path) -> tuple[RunConfig, Any]:
+    """The config of a run of what a directory holds, and the model."""
+    output = str(run)
+    if (directory / INDEX).is_file():
+        pipeline = open_pipeline(directory)
+        data = CaptionedData(source=_SOURCE, pipeline=str(directory.absolute()))
+        objective = FlowMatchingConfig(shift=pipeline.scheduled.schedule.shift)
+        return RunConfig(output=output, model=pipeline.config, data=data, objective=objective), pipeline.model
+    name = json.loads((directory / "config.json").read_bytes())["_class_name"]
+    known = {each.class_name: each for each in (dit.COMPONENT, autoencoder_kl.COMPONENT)}
+    if name not in known:
+        raise ConversionError(
+            f"{directory} holds a {name} alone; convert the whole directory around it, or one of {', '.join(known)}."
+        )
+    config, model = load_component(known[name], directory)
+    objective = FlowMatchingConfig() if known[name] is dit.COMPONENT else ReconstructionConfig()
+    return RunConfig(output=output, model=config, data=ImagesData(source=_SOURCE), objective=objective), model
+
+
+def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
+    """Makes a diffusers directory of a run's newest checkpoint: averages where it keeps them, adapters merged.
+
+    A denoiser that is told texts comes with the encoders that it was trained with. An autoencoder is written with the
+    scaling factor that gives the latents of the run's held-out images a standard deviation of 1.
+
+    Raises:
+      ConversionError: the encoders are missing or others now, or `directory` exists.
+    """
+    component = _COMPONENTS[saved.model.family]
+    graph = nnx.split(nnx.eval_shape(lambda: component.family.build(saved.model, key=jax.random.key(0))))[0]
+    model, config = nnx.merge(graph, nnx.State(load_params(run, saved.model))), saved.model
+    if isinstance(saved.data, CaptionedData):
+        facts = EncoderFacts.read(run)
+        encoders = open_encoders(Path(facts.directory), text_tokens=facts.text_tokens)
+        facts.check(encoders)
+        objective = saved.objective
+        if not isinstance(objective, FlowMatchingConfig):
+            raise ConversionError(f"{run} trains by {objective.name}; pipelines of Flux go by flow_matching.")
+        save_pipeline(directory, config, model, encoders, objective.schedule)
+    else:
+        if component is autoencoder_kl.COMPONENT:
+            config = replace(config, scaling_factor=measured_scaling(model, saved), shift_factor=0.0)
+        save_component(component, directory, config, model)
+    leaves = jax.tree.leaves(nnx.state(model))
+    parameters = sum(leaf.size for leaf in leaves)
+    return Conversion(directory, parameters, sum(leaf.nbytes for leaf in leaves), config.param_dtype, ())
+
+
+def measured_scaling(model: Any, saved: RunConfig) -> float:
+    """What latents of held-out images are multiplied by for a standard deviation of 1."""
+    batches = saved.data.build(seed=saved.run.seed, model=saved.model)
+    batch: Mapping[str, np.ndarray] = next(iter(batches.validation_batches()), None) or next(batches.train_iterator())
+    images = batch["images"][batch["weights"] > 0]
+    graph, state = nnx.split(model)
+    mean, _ = jax.jit(lambda state, images: nnx.merge(graph, state).encode(images))(state, jnp.asarray(images))
+    return float(1.0 / jnp.std(mean))

@@ -1,0 +1,266 @@
+"""A diffusers directory of a text-to-image model: its parts, read and checked against each other, and written."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from stack_core.errors import ConversionError
+from stack_core.runs.atomic_directory import atomic_directory
+from stack_train.diffusion import autoencoder_kl, clip, flux, t5
+from stack_train.diffusion.autoencoder_kl import AutoencoderKl
+from stack_train.diffusion.components import Component, load_component, save_component
+from stack_train.diffusion.denoiser import Denoiser
+from stack_train.diffusion.noise import FlowConfig, Prediction
+from stack_train.diffusion.prompts import PromptTokenizer, TextEncoders, load_prompt_tokenizer
+
+__all__ = [
+    "INDEX",
+    "Encoders",
+    "Pipeline",
+    "Scheduled",
+    "encoder_files",
+    "open_encoders",
+    "open_pipeline",
+    "save_encoders",
+    "save_pipeline",
+]
+
+INDEX = "model_index.json"
+"""The file that makes a folder a diffusers directory."""
+
+_CLASS, _FLOW = "FluxPipeline", "FlowMatchEulerDiscreteScheduler"
+_SCHEDULER = "scheduler_config.json"
+_PARTS: Mapping[str, tuple[str, Component | str]] = {
+    "scheduler": ("diffusers", _FLOW),
+    "text_encoder": ("transformers", clip.COMPONENT),
+    "text_encoder_2": ("transformers", t5.COMPONENT),
+    "tokenizer": ("transformers", "CLIPTokenizer"),
+    "tokenizer_2": ("transformers", "T5TokenizerFast"),
+    "transformer": ("diffusers", flux.COMPONENT),
+    "vae": ("diffusers", autoencoder_kl.COMPONENT),
+}
+_ENCODERS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae")
+_T5_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """By what a denoiser was trained, as samplers ask it; see `Denoises`."""
+
+    prediction: Prediction
+    schedule: FlowConfig
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """What stands around a denoiser: prompts to its condition, images to its latents and back.
+
+    Attributes:
+      directory: where they came from.
+    """
+
+    directory: Path
+    autoencoder: AutoencoderKl
+    text: TextEncoders
+
+    @property
+    def image_size(self) -> int:
+        """Of latents' sides, for images of the size that the autoencoder's config has."""
+        return self.autoencoder.config.image_size // self.autoencoder.config.downsampling
+
+    def check(self, model: Any) -> None:
+        """Compares with the config of a denoiser.
+
+        Raises:
+          ConversionError: latents or conditions have other sizes; names each.
+        """
+        wrong = [
+            f"{name} is {getattr(model, name)}, and {part} gives {size}"
+            for name, part, size in (
+                ("channels", "vae", self.autoencoder.config.latent_channels),
+                ("text_dim", "text_encoder_2", self.text.sizes()["text_dim"]),
+                ("pooled_dim", "text_encoder", self.text.sizes()["pooled_dim"]),
+            )
+            if getattr(model, name) != size
+        ]
+        if wrong:
+            raise ConversionError(
+                f"The denoiser does not fit the encoders in {self.directory}: its {'; its '.join(wrong)}. Take the "
+                "encoders that it was trained with."
+            )
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A text-to-image model: a denoiser and what stands around it."""
+
+    config: Any
+    model: Denoiser
+    encoders: Encoders
+    scheduled: Scheduled
+
+
+def open_encoders(directory: Path, *, text_tokens: int = _T5_TOKENS) -> Encoders:
+    """Reads the autoencoder, the text encoders and their tokenizers of a diffusers directory.
+
+    Args:
+      text_tokens: that the second text encoder is given.
+
+    Raises:
+      ConversionError: it is no such directory, or a part is missing or not what is read here; names the part.
+    """
+    _read_index(directory)
+    if missing := [part for part in _ENCODERS if not (directory / part).is_dir()]:
+        raise ConversionError(
+            f"{directory} lacks {', '.join(missing)}. A text-to-image model needs {', '.join(_ENCODERS)}; download the "
+            "whole directory."
+        )
+    _, autoencoder = load_component(autoencoder_kl.COMPONENT, directory / "vae")
+    clip_config, clip_model = load_component(clip.COMPONENT, directory / "text_encoder")
+    _, t5_model = load_component(t5.COMPONENT, directory / "text_encoder_2")
+    text = TextEncoders(
+        clip_model,
+        load_prompt_tokenizer(directory / "tokenizer", "text_encoder", clip_config.max_positions),
+        t5_model,
+        load_prompt_tokenizer(directory / "tokenizer_2", "text_encoder_2", text_tokens),
+    )
+    for tokenizer, vocab_size in (
+        (text.clip_tokenizer, clip_config.vocab_size),
+        (text.t5_tokenizer, t5_model.config.vocab_size),
+    ):
+        _check_vocabulary(tokenizer, vocab_size)
+    return Encoders(directory, autoencoder, text)
+
+
+def _check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int) -> None:
+    if (tokens := tokenizer.tokenizer.vocab_size) > vocab_size:
+        raise ConversionError(
+            f"The tokenizer of {tokenizer.name} has {tokens} tokens, and {tokenizer.name} knows {vocab_size}. Take the "
+            "tokenizer that it was trained with."
+        )
+
+
+def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipeline:
+    """Reads a diffusers directory of a Flux.
+
+    Args:
+      text_tokens: that the second text encoder is given; by default 512, and 256 of a model without guidance.
+
+    Raises:
+      ConversionError: a part is missing, is not what is read here, or does not fit the others.
+    """
+    _read_index(directory)
+    if not (directory / "transformer").is_dir():
+        raise ConversionError(f"{directory} lacks transformer, the denoiser. Download the whole directory.")
+    config, model = load_component(flux.COMPONENT, directory / "transformer")
+    # What diffusers' pipelines of FLUX.1 dev and schnell give by default.
+    tokens = text_tokens or (_T5_TOKENS if config.guidance is not None else _T5_TOKENS // 2)
+    encoders = open_encoders(directory, text_tokens=tokens)
+    encoders.check(config)
+    config = replace(config, image_size=encoders.image_size, text_tokens=tokens)
+    model.config = config
+    model.eval()
+    return Pipeline(config, model, encoders, _read_scheduler(directory / "scheduler", config))
+
+
+def _read_index(directory: Path) -> None:
+    path = directory / INDEX
+    try:
+        given = json.loads(path.read_bytes())["_class_name"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConversionError(
+            f"{path} cannot be read: {type(error).__name__}: {error}. A diffusers directory has one, which names its "
+            "_class_name."
+        ) from error
+    if given != _CLASS:
+        raise ConversionError(f"{directory} is a {given}; text-to-image models of {_CLASS} are read.")
+
+
+def _read_scheduler(directory: Path, config: Any) -> Scheduled:
+    path = directory / _SCHEDULER
+    try:
+        given = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"{path} cannot be read: {error}. It says which noise the denoiser knows.") from error
+    if given.get("_class_name") != _FLOW:
+        raise ConversionError(f"{path} is a {given.get('_class_name')}; {_FLOW} is read, which Flux was trained by.")
+    shift = float(given.get("shift", 1.0))
+    if given.get("use_dynamic_shifting"):
+        shift = math.exp(_dynamic_shift(given, (config.image_size // config.patch) ** 2))
+    return Scheduled("flow", FlowConfig(shift=shift))
+
+
+def _dynamic_shift(given: Mapping[str, Any], tokens: int) -> float:
+    """The logarithm of the shift, on a line through those of the smallest and the largest image's tokens."""
+    low, high = given.get("base_shift", 0.5), given.get("max_shift", 1.15)
+    least, most = given.get("base_image_seq_len", 256), given.get("max_image_seq_len", 4096)
+    return low + (high - low) * (tokens - least) / (most - least)
+
+
+def encoder_files(directory: Path) -> Iterator[tuple[str, Path]]:
+    """The files of a directory's encoders, by their place in it."""
+    for part in _ENCODERS:
+        for path in sorted((directory / part).glob("*")):
+            yield f"{part}/{path.name}", path
+
+
+def save_encoders(directory: Path, encoders: Encoders) -> None:
+    """Writes a diffusers directory without a denoiser, whole or not at all: what one is trained with.
+
+    Raises:
+      ConversionError: `directory` exists.
+    """
+    with atomic_directory(directory) as partial:
+        _write_encoders(partial, encoders)
+        _write_index(partial)
+
+
+def save_pipeline(directory: Path, config: Any, model: Any, encoders: Encoders, schedule: FlowConfig) -> None:
+    """Writes a diffusers directory that diffusers opens, whole or not at all.
+
+    Raises:
+      ConversionError: `directory` exists, or the denoiser does not fit the encoders.
+    """
+    encoders.check(config)
+    with atomic_directory(directory) as partial:
+        _write_encoders(partial, encoders)
+        save_component(flux.COMPONENT, partial / "transformer", config, model)
+        (partial / "scheduler").mkdir()
+        settings = {
+            "_class_name": _FLOW,
+            "num_train_timesteps": 1000,
+            "shift": schedule.shift,
+            "use_dynamic_shifting": False,
+        }
+        _write_json(partial / "scheduler" / _SCHEDULER, settings)
+        _write_index(partial)
+
+
+def _write_encoders(directory: Path, encoders: Encoders) -> None:
+    text = encoders.text
+    autoencoder = encoders.autoencoder
+    save_component(autoencoder_kl.COMPONENT, directory / "vae", autoencoder.config, autoencoder)
+    save_component(clip.COMPONENT, directory / "text_encoder", text.clip.config, text.clip)
+    save_component(t5.COMPONENT, directory / "text_encoder_2", text.t5.config, text.t5)
+    for part, tokenizer in (("tokenizer", text.clip_tokenizer), ("tokenizer_2", text.t5_tokenizer)):
+        if (encoders.directory / part).is_dir():  # byte for byte
+            shutil.copytree(encoders.directory / part, directory / part)
+        else:
+            tokenizer.tokenizer.save(directory / part)
+
+
+def _write_index(directory: Path) -> None:
+    parts = {
+        name: [library, part if isinstance(part, str) else part.class_name]
+        for name, (library, part) in _PARTS.items()
+        if (directory / name).is_dir()
+    }
+    _write_json(directory / INDEX, {"_class_name": _CLASS, **parts})
+
+
+def _write_json(path: Path, mapping: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(mapping, indent=2) + "\n", encoding="utf-8")

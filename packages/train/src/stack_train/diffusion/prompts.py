@@ -1,0 +1,153 @@
+"""Prompts as token ids of a fixed number, and as what a denoiser is conditioned on."""
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from stack_core.errors import ConversionError
+from stack_train.data.tokenizer import HuggingFaceTokenizer
+from stack_train.diffusion.clip import ClipText
+from stack_train.diffusion.denoiser import Condition
+from stack_train.diffusion.t5 import T5Encoder
+
+__all__ = ["PromptTokenizer", "TextEncoders", "load_prompt_tokenizer"]
+
+_VOCABULARY, _MERGES, _CONFIG = "vocab.json", "merges.txt", "tokenizer_config.json"
+_START, _END = "<|startoftext|>", "<|endoftext|>"
+_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+
+
+@dataclass(frozen=True)
+class PromptTokenizer:
+    """Cuts prompts into a fixed number of tokens.
+
+    Attributes:
+      name: what messages call the encoder that reads them.
+      tokens: of a prompt, its first and last special tokens included.
+      pad_id: what shorter prompts are filled up with.
+    """
+
+    tokenizer: HuggingFaceTokenizer
+    name: str
+    tokens: int
+    pad_id: int
+
+    def __call__(self, prompts: Sequence[str]) -> Int32[np.ndarray, "prompts tokens"]:
+        """Returns the ids of prompts; one that is too long loses its end, and a warning quotes what was cut."""
+        rows = np.full((len(prompts), self.tokens), self.pad_id, np.int32)
+        for row, prompt in zip(rows, prompts, strict=True):
+            ids = self.tokenizer.encode(prompt)
+            if len(ids) > self.tokens:
+                cut = self.tokenizer.decode(ids[self.tokens - 1 : -1]).strip()
+                warnings.warn(
+                    f"{self.name} reads {self.tokens} tokens, and the prompt {prompt[:40]!r} has {len(ids)}. Its end "
+                    f"is cut off: {cut!r}. Shorten the prompt, or put first what matters.",
+                    stacklevel=2,
+                )
+                ids = [*ids[: self.tokens - 1], ids[-1]]
+            row[: len(ids)] = ids
+        return rows
+
+
+def load_prompt_tokenizer(directory: Path, name: str, tokens: int) -> PromptTokenizer:
+    """Reads the tokenizer of a text encoder: a `tokenizer.json`, or the vocabulary and merges of CLIP.
+
+    Args:
+      tokens: that the encoder reads at most.
+
+    Raises:
+      ConversionError: there is neither.
+      DataError: a file is malformed.
+    """
+    if not (directory / "tokenizer.json").is_file() and not (directory / _VOCABULARY).is_file():
+        raise ConversionError(
+            f"{name} lacks its tokenizer: {directory} holds neither tokenizer.json nor {_VOCABULARY} and {_MERGES}. "
+            "Download the whole directory."
+        )
+    tokenizer = (
+        HuggingFaceTokenizer.load(directory) if (directory / "tokenizer.json").is_file() else _clip_tokenizer(directory)
+    )
+    pad = tokenizer.pad_id
+    return PromptTokenizer(tokenizer, name, tokens, tokenizer.eos_id or 0 if pad is None else pad)
+
+
+def _clip_tokenizer(directory: Path) -> HuggingFaceTokenizer:
+    """CLIP's byte-pair tokenizer, whose words end in "</w>", from a vocabulary and merges."""
+    try:
+        vocabulary = json.loads((directory / _VOCABULARY).read_bytes())
+        lines = (directory / _MERGES).read_text(encoding="utf-8").splitlines()
+        merges = [tuple(line.split()) for line in lines if line.strip() and not line.startswith("#version")]
+        model = tokenizers.models.BPE(
+            vocab=vocabulary,
+            merges=merges,  # pyrefly: ignore[bad-argument-type]
+            end_of_word_suffix="</w>",
+            unk_token=_END,
+        )
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"The tokenizer in {directory} cannot be read: {error}. Download it again.") from error
+    built = tokenizers.Tokenizer(model)
+    normalizers, pre_tokenizers = tokenizers.normalizers, tokenizers.pre_tokenizers
+    built.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Replace(tokenizers.Regex(r"\s+"), " "), normalizers.Lowercase()]
+    )
+    built.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(_PATTERN), behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    built.decoder = tokenizers.decoders.ByteLevel()
+    built.add_special_tokens([_START, _END])
+    built.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{_START} $A {_END}",
+        special_tokens=[(each, built.token_to_id(each)) for each in (_START, _END)],
+    )
+    names = {"bos_token": _START, "eos_token": _END, "pad_token": _END}
+    path = directory / _CONFIG
+    settings = json.loads(path.read_bytes()) if path.is_file() else {}
+    files = {"tokenizer.json": built.to_str().encode(), _CONFIG: json.dumps({**names, **settings}).encode()}
+    return HuggingFaceTokenizer(files, str(directory))
+
+
+@dataclass(frozen=True)
+class TextEncoders:
+    """What makes a Flux's condition of prompts: T5 its tokens, CLIP its vector."""
+
+    clip: ClipText
+    clip_tokenizer: PromptTokenizer
+    t5: T5Encoder
+    t5_tokenizer: PromptTokenizer
+
+    def __call__(self, prompts: Sequence[str]) -> Condition:
+        """Returns "text", [prompts, tokens, text_dim], and "pooled", [prompts, pooled_dim], in float32."""
+        clip_ids, t5_ids = self.clip_tokenizer(prompts), self.t5_tokenizer(prompts)
+        pooled, text = self._encode(jnp.asarray(clip_ids), jnp.asarray(t5_ids))
+        return {"text": text, "pooled": pooled}
+
+    @cached_property
+    def _encode(self) -> Any:
+        graphs, states = zip(*(nnx.split(model) for model in (self.clip, self.t5)), strict=True)
+
+        @jax.jit
+        def encode(
+            states: Sequence[Any], clip_ids: Array, t5_ids: Array
+        ) -> tuple[Float[Array, "prompts pooled"], Float[Array, "prompts tokens text"]]:
+            clip, t5 = (nnx.merge(graph, state) for graph, state in zip(graphs, states, strict=True))
+            return clip(clip_ids)[1], t5(t5_ids)
+
+        return lambda clip_ids, t5_ids: encode(states, clip_ids, t5_ids)
+
+    def sizes(self) -> Mapping[str, int]:
+        """Features of the condition's arrays, by the names that a denoiser's config has for them."""
+        return {"text_dim": self.t5.config.embed, "pooled_dim": self.clip.config.embed}

@@ -1,0 +1,247 @@
+"""Text-to-image runs on captioned pictures: the whole way from a folder to images of new captions."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from stack_core.config import parse
+from stack_core.errors import ConfigError, ConversionError, DataError, GenerationError
+from stack_core.runs.directory import RunDirectory
+from stack_train.checkpoint import CheckpointStore, named_leaves
+from stack_train.commands.sample import sample
+from stack_train.diffusion import autoencoder_kl
+from stack_train.diffusion.components import load_component
+from stack_train.diffusion.pipeline import open_encoders, save_encoders
+from stack_train.diffusion.samplers import SamplerConfig
+from stack_train.diffusion.sampling import open_images
+from stack_train.huggingface import FORMAT
+from stack_train.run.config import RunConfig
+from stack_train.run.program import build_trainer
+from stack_train.run.train import train
+
+from . import shapes
+
+FLOATS = {"dtype": "float32", "param_dtype": "float32"}
+AUTOENCODER = {"image_size": shapes.SIZE, "blocks_per_level": 1, "groups": 4, "attends": False, **FLOATS}
+FLUX = {"family": "flux", "image_size": 8, "channels": 4, "guidance": None, "text_dim": 32, "pooled_dim": 32, **FLOATS}
+
+
+def flux_config(output, folder, pipeline, *, steps, model, **sections):
+    return parse(
+        RunConfig,
+        {
+            "output": str(output),
+            "model": {**FLUX, "text_tokens": 6, **model},
+            "data": {"kind": "captioned", "source": f"{folder}/*.png", "pipeline": str(pipeline)}
+            | sections.pop("data"),
+            "objective": {"name": "flow_matching"},
+            "run": {"steps": steps},
+            **sections,
+        },
+    )
+
+
+TINY = {"double_layers": 1, "single_layers": 1, "heads": 2, "head_dim": 16, "rope_axes": [4, 6, 6]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("shapes") / "images"
+    shapes.write_images(root, 24)
+    return root
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    """Encoders with random weights, on disk."""
+    config = autoencoder_kl.AutoencoderKlConfig(widths=(4, 8), scaling_factor=2.0, **AUTOENCODER)
+    model = autoencoder_kl.FAMILY.build(config, key=jax.random.key(0))
+    directory = tmp_path_factory.mktemp("pipeline") / "encoders"
+    save_encoders(directory, shapes.encoders(directory, model))
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def tiny(output, folder, pipeline, **fields):
+    data = {"batch_size": 4, "validation_fraction": 0.0, **fields}
+    return flux_config(
+        output, folder, pipeline, steps=4, model=TINY, data=data, checkpoint={"every_steps": 2, "keep": 3}
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, folder, pipeline):
+    config = tiny(tmp_path_factory.mktemp("runs") / "run", folder, pipeline)
+    train(config)
+    return config
+
+
+def leaves(output, config):
+    trainer = build_trainer(config)
+    with CheckpointStore(RunDirectory(Path(output)).checkpoints) as store:
+        state = store.restore(trainer.abstract_state).state
+    state = replace(state, key=jax.random.key_data(state.key))
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(state).items()}
+
+
+def test_a_run_resumes_bit_by_bit_with_the_moments_of_adam(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run.output, copy)
+    (last,) = [path for path in (copy / "checkpoints").iterdir() if path.name.endswith("4")]
+    shutil.rmtree(last)
+    train(replace(run, output=str(copy)), resume=True)
+    straight, resumed = leaves(run.output, run), leaves(copy, replace(run, output=str(copy)))
+    moments = [name for name in straight if "/mu/" in name or "/nu/" in name]
+    assert moments and any(np.any(straight[name]) for name in moments)
+    assert straight.keys() == resumed.keys()
+    for name, leaf in straight.items():
+        np.testing.assert_array_equal(leaf, resumed[name], err_msg=name)
+
+
+def test_captions_and_latents_are_encoded_once_and_are_those_of_the_encoders(run, folder, pipeline, monkeypatch):
+    batches = run.data.build(seed=0, model=run.model)
+    monkeypatch.setattr("stack_train.data.kinds.captioned._write_parts", None)  # the cache is read again
+    batch = next(run.data.build(seed=0, model=run.model).train_iterator())
+    spec = run.data.spec(run.model)
+    assert {name: (array.shape, array.dtype) for name, array in batch.items() if name != "row_ids"} == {
+        name: (each.shape, each.dtype) for name, each in spec.items()
+    }
+    name, caption = batches.describe_rows(batch["row_ids"])[0].split(": ", 1)
+    encoders = open_encoders(pipeline, text_tokens=6)
+    with Image.open(name) as image:
+        pixels = np.asarray(image, np.float32)[None] / 127.5 - 1.0
+    np.testing.assert_allclose(batch["images"][:1], encoders.autoencoder.scaled_latents(pixels), atol=1e-5)
+    np.testing.assert_allclose(batch["text"][:1], encoders.text([caption.strip("'")])["text"], atol=1e-5)
+
+
+def test_a_run_becomes_a_directory_of_diffusers_and_a_run_again(run, tmp_path):
+    config = SamplerConfig(steps=2)
+    images = open_images(run.output).images_of(["a red ring", "a blue bar"], config)
+    assert images.shape == (2, 16, 16, 3) and images.std() > 0
+    FORMAT.export_run(Path(run.output), tmp_path / "pipeline")
+    assert json.loads((tmp_path / "pipeline" / "model_index.json").read_text())["vae"][1] == "AutoencoderKL"
+    FORMAT.import_run(tmp_path / "pipeline", tmp_path / "again")
+    before, after = (open_images(str(path)).model for path in (run.output, tmp_path / "again"))
+    for ours, theirs in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_command_samples_prompts(run, tmp_path):
+    sample(run.output, prompt=("a red ring", "a blue bar"), out=tmp_path / "two.png", steps=2)
+    with Image.open(tmp_path / "two.png") as image:
+        assert image.size == (2 * 65 - 1, 64)
+    with pytest.warns(UserWarning, match=r"text_encoder.* reads 6 tokens(.|\n)*cut off: 'a green square'"):
+        sample(run.output, prompt=("a red ring a blue a green square",), out=tmp_path / "cut.png", steps=1)
+    sample(run.output, prompt=("a red ring",), out=tmp_path / "large.png", steps=1, size=32)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"label": (1,), "prompt": ("a",)}, ConfigError, "not both"),
+        ({"prompt": ("a",), "size": 18}, ConfigError, "multiple of 4"),
+        ({"prompt": ("a",), "told_guidance": 2.0}, GenerationError, "not made to be told"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(run, tmp_path, options, error, message):
+    with pytest.raises(error, match=message):
+        sample(run.output, out=tmp_path / "none.png", **options)
+
+
+def edited(pipeline, part, **changes):
+    path = pipeline / part / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_encoders_that_do_not_fit_are_refused(run, folder, pipeline, tmp_path):
+    copy = tmp_path / "encoders"
+    shutil.copytree(pipeline, copy)
+    edited(copy, "vae", scaling_factor=200.0)
+    with pytest.raises(DataError, match=r"standard deviation of .*(\n|.)*Set scaling_factor in vae/config.json to"):
+        train(tiny(tmp_path / "run", folder, copy))
+    with pytest.raises(ConversionError, match="its channels is 3, and vae gives 4; its text_dim is 16"):
+        config = tiny(tmp_path / "run", folder, pipeline)
+        train(replace(config, model=replace(config.model, channels=3, text_dim=16)))
+    shutil.rmtree(copy / "text_encoder_2")
+    with pytest.raises(ConversionError, match="lacks text_encoder_2"):
+        train(tiny(tmp_path / "run", folder, copy))
+    moved = tmp_path / "moved"
+    shutil.copytree(run.output, moved)
+    facts = json.loads((moved / "encoders.json").read_text())
+    (moved / "encoders.json").write_text(json.dumps({**facts, "scaling_factor": 1.0}))
+    with pytest.raises(DataError, match=r"scaling_factor 2.0, not 1.0"):
+        open_images(str(moved))
+
+
+def test_captions_that_are_missing_or_malformed_are_named(folder, pipeline, tmp_path):
+    copy = tmp_path / "images"
+    shutil.copytree(folder, copy)
+    (copy / "0001.txt").unlink()
+    with pytest.raises(DataError, match=r"1 of 24 images have no caption:(.|\n)*0001.png"):
+        train(tiny(tmp_path / "run", copy, pipeline))
+    (copy / "metadata.jsonl").write_text('{"file": "0000.png"}\n')
+    with pytest.raises(DataError, match=r"Line 1 of .*metadata.jsonl"):
+        train(tiny(tmp_path / "run", copy, pipeline))
+
+
+def test_a_model_without_texts_is_refused():
+    with pytest.raises(ConfigError, match="not for family 'dit'"):
+        parse(
+            RunConfig,
+            {"output": "none", "model": {"family": "dit"}, "data": {"kind": "captioned", "source": "", "pipeline": ""}},
+        ).data.check(parse(RunConfig, {"output": "none", "model": {"family": "dit"}}).model)
+
+
+@pytest.mark.slow  # about ten minutes on two cores
+def test_shapes_and_colours_of_captions_that_no_image_had(tmp_path):
+    folder = tmp_path / "images"
+    shapes.write_images(folder, 1500)
+    autoencoder = parse(
+        RunConfig,
+        {
+            "output": str(tmp_path / "autoencoder"),
+            "model": {"family": "autoencoder_kl", "widths": [16, 32], **AUTOENCODER},
+            "data": {"kind": "images", "source": f"{folder}/*.png", "batch_size": 32},
+            "objective": {"name": "reconstruction", "kl_weight": 1e-4},
+            "optimizer": {"name": "adamw", "learning_rate": 2e-3, "weight_decay": 0.0},
+            "run": {"steps": 800},
+        },
+    )
+    train(autoencoder)
+    FORMAT.export_run(tmp_path / "autoencoder", tmp_path / "vae")
+    encoders = tmp_path / "encoders"
+    save_encoders(encoders, shapes.encoders(encoders, load_component(autoencoder_kl.COMPONENT, tmp_path / "vae")[1]))
+    config = flux_config(
+        tmp_path / "run",
+        folder,
+        encoders,
+        steps=3000,
+        model={**TINY, "double_layers": 2, "single_layers": 2, "heads": 4},
+        data={"batch_size": 64},
+        optimizer={
+            "name": "adamw",
+            "learning_rate": 2e-3,
+            "weight_decay": 0.0,
+            "ema_decay": 0.995,
+            "schedule": {"warmup_steps": 100, "decay": "cosine", "final_fraction": 0.01},
+        },
+    )
+    train(config)
+    FORMAT.export_run(tmp_path / "run", tmp_path / "pipeline")
+    read = shapes.Reader()
+    asked = [pair for pair in shapes.HELD_OUT for _ in range(20)]
+    opened = open_images(f"hf:{tmp_path / 'pipeline'}")
+    images = opened.images_of([shapes.caption(*pair) for pair in asked], SamplerConfig(steps=20, guidance=2.0))
+    found = read(images)
+    right = np.mean([one == other for one, other in zip(found, asked, strict=True)])
+    assert right >= 0.8, (right, list(zip(asked, found, strict=True)))

@@ -38,13 +38,15 @@ GAINS = (
 # Of these, tests find what others have compiled, also in processes of their own and in another package's session;
 # not of stack-profile, which looks at what is compiled.
 SHARES_PROGRAMS = ("core", "kernels", "quant", "train", "rl", "serve", "integration")
-RELEASE = ("matrix", "slow", "aot", "parity", "clients", "lowest", "newest")
+RELEASE = ("matrix", "slow", "aot", "parity", "llama_cpp", "clients", "lowest", "newest")
 PARITY_PYTHON = "3.11"
 # With what needs it: in the group `parity` it would have `constraints/` pin PyTorch and CUDA's libraries.
 TORCH = ("torch==2.13.0", "peft==0.21.2", "trl==1.16.0")
 TRANSFORMERS_4 = "transformers>=4.57,<5"
 # Compilers for hardware that is not there: libtpu, and the CUDA plugin without what only running on a GPU needs.
 COMPILERS = ("jax[tpu,cuda13-local]", "nvidia-cuda-nvcc>=13,<14")
+# Builds llama.cpp from source, which takes many minutes.
+LLAMA_CPP = "llama-cpp-python>=0.3.16,<0.4"
 NO_PARITY = "--ignore=integration_tests/parity"
 # Their messages need an older protobuf than `constraints/` pins.
 CLIENTS = ("tritonclient[http,grpc]>=2.73,<3", "kserve>=0.21,<0.22")
@@ -147,6 +149,14 @@ def parity(session: nox.Session, transformers: int) -> None:
         session.install(TRANSFORMERS_4)
         tests += "/test_families.py"
     _pytest(session, [tests], "-m", "parity")
+
+
+@nox.session(default=False)
+def llama_cpp(session: nox.Session) -> None:
+    """Runs files in GGUF that we wrote in llama.cpp, and reads those that it wrote."""
+    _install(session, "core", "train", groups=("test",))
+    session.install(LLAMA_CPP)
+    _pytest(session, ["integration_tests/parity/test_llama_cpp.py"])
 
 
 @nox.session(default=False)

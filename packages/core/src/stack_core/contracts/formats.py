@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Conversion",
     "ExportsRuns",
+    "ExportsStored",
     "GenerativeCheckpoint",
     "ImportsAdapters",
     "ImportsRuns",
@@ -142,6 +143,23 @@ class ExportsRuns(ModelFormat, Protocol):
 
     def export_run(self, run: Path, directory: Path, *, progress: Progress | None = None) -> Conversion:
         """Makes a checkpoint of a run's newest one; whole or not at all, and overwrites nothing."""
+        ...
+
+
+@runtime_checkable
+class ExportsStored(ModelFormat, Protocol):
+    """A format that stores matrices in one of several types.
+
+    Attributes:
+      stored_types: their names; the first is the default.
+    """
+
+    stored_types: tuple[str, ...]
+
+    def export_run(
+        self, run: Path, directory: Path, *, stored: str | None = None, progress: Progress | None = None
+    ) -> Conversion:
+        """As `ExportsRuns.export_run`, with matrices stored as one of `stored_types`."""
         ...
 
 

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stack_core.contracts.formats import ImportsAdapters, ImportsRuns
+from stack_core.contracts.formats import ExportsStored, ImportsAdapters, ImportsRuns
 from stack_core.errors import ConversionError, nearest
 from stack_core.plugins import registries
 
@@ -22,6 +22,7 @@ def convert(
     /,
     *,
     base: Path | None = None,
+    stored: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Convert weights: stack convert hf:DIR RUN, or stack convert RUN hf:DIR
@@ -30,9 +31,11 @@ def convert(
     Hugging Face checkpoint with the adapters merged, or a directory of PEFT with the adapters alone.
 
     Args:
-      source: a run directory, or a format and a directory: `hf:DIR`, a Hugging Face checkpoint; `peft:DIR`, an adapter.
+      source: a run directory, or a format and a path: `hf:DIR`, a Hugging Face checkpoint or a diffusers directory;
+        `peft:DIR`, an adapter; `gguf:FILE`, a model of llama.cpp.
       destination: the other of the two; it must not exist.
       base: the run that holds the model which an adapter is for; by default the one that the adapter names.
+      stored: what matrices are stored as, of formats that offer a choice: F16, Q8_0 or Q4_0 in GGUF.
       json: print machine-readable results.
     """
     from_format, from_path = _split(source)
@@ -44,6 +47,8 @@ def convert(
         )
     if base is not None and not isinstance(from_format, ImportsAdapters):
         raise ConversionError(f"--base is for adapters, and {source!r} is none. Leave it out.")
+    if stored is not None and not isinstance(to_format, ExportsStored):
+        raise ConversionError(f"--stored is for formats that store in several types, and {destination!r} is none.")
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -61,7 +66,8 @@ def convert(
             based = {} if base is None else {"base": base}
             result = from_format.import_run(from_path, to_path, progress=report, **based)
         else:
-            result = to_format.export_run(from_path, to_path, progress=report)
+            chosen = {} if stored is None else {"stored": stored}
+            result = to_format.export_run(from_path, to_path, progress=report, **chosen)
     if json:
         print(json_format.dumps(dataclasses.asdict(result), default=str))
         return

@@ -97,6 +97,11 @@ class HuggingFaceTokenizer:
         """The same tokenizer with another chat template, Jinja source, which goes where its files go."""
         return HuggingFaceTokenizer({**self._files, _TEMPLATE: template.encode("utf-8")}, self._origin)
 
+    @property
+    def vocabulary(self) -> bytes:
+        """The contents of its `tokenizer.json`."""
+        return self._files[_VOCABULARY]
+
     def save(self, directory: Path) -> None:
         """Writes the tokenizer's files into `directory`, which is made if it is not there."""
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,104 @@
+"""GGUF files in llama.cpp through its Python package, which builds from source: an environment of its own."""
+
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_train.gguf import FORMAT
+from stack_train.run.config import run_config
+from stack_train.weights import load_model
+
+llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed; it builds from source by pip")
+sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "train" / "tests" / "gguf"))
+from tiny_runs import TEMPLATE, VOCAB, make_run  # noqa: E402
+
+TOKENS = 24
+PROMPT = "the cat sat on a"
+
+
+def opened(path):
+    return llama_cpp.Llama(str(path), n_ctx=64, n_threads=1, logits_all=True, verbose=False, seed=0)
+
+
+def logits_of(run, tokens):
+    """Ours of every token of a sequence, float32[tokens, vocab]."""
+    model, _ = load_model(run, run_config(run))
+    ids = jnp.asarray([tokens], jnp.int32)
+    outputs = model(ids, jnp.arange(len(tokens))[None])
+    return np.asarray(model.head().logits(outputs.hidden))[0]
+
+
+def answers(llama, prompt):
+    """Greedy tokens of llama.cpp after a prompt, and its logits before each of them."""
+    ids, found = list(prompt), []
+    llama.reset()
+    llama.eval(ids)
+    for _ in range(TOKENS):
+        logits = np.array(llama.scores[len(ids) - 1])
+        found.append(logits)
+        ids.append(int(logits.argmax()))
+        llama.eval(ids[-1:])
+    return ids, np.stack(found)
+
+
+FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 32, "tie_embeddings": True}}
+
+
+@pytest.mark.parametrize("stored", ["F16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_of_ours_answers_there_as_the_same_weights_do_here(tmp_path, family, stored):
+    make_run(tmp_path / "run", family, **FAMILIES[family])
+    FORMAT.export_run(tmp_path / "run", tmp_path / "model.gguf", stored=stored)
+    FORMAT.import_run(tmp_path / "model.gguf", tmp_path / "stored")  # what the file's numbers stand for
+    llama = opened(tmp_path / "model.gguf")
+    prompt = llama.tokenize(PROMPT.encode())
+    ids, theirs = answers(llama, prompt)
+    ours = logits_of(tmp_path / "stored", ids)[len(prompt) - 1 : -1]
+    difference = np.abs(ours - theirs).max()
+    assert ours.std() > 0.1 and difference < (0.02 if stored == "F16" else 0.1) * ours.std(), difference
+    top = np.sort(ours, axis=-1)
+    clear = top[:, -1] - top[:, -2] > 2 * difference
+    assert clear.mean() > 0.5
+    np.testing.assert_array_equal(ours.argmax(-1)[clear], theirs.argmax(-1)[clear])
+
+
+def test_the_tokenizer_and_the_chat_template_are_in_the_file(tmp_path):
+    make_run(tmp_path / "run")
+    FORMAT.export_run(tmp_path / "run", tmp_path / "model.gguf")
+    llama = opened(tmp_path / "model.gguf")
+    from stack_train.data.tokenizer import HuggingFaceTokenizer
+
+    tokenizer = HuggingFaceTokenizer.load(tmp_path / "run" / "tokenizer")
+    for text in (PROMPT, "it's 1234 o'clock,  isn't it?", "naïve café", "日本語"):
+        assert llama.tokenize(text.encode()) == tokenizer.encode(text)
+        assert llama.detokenize(llama.tokenize(text.encode(), add_bos=False)).decode() == text
+    assert llama.metadata["tokenizer.chat_template"] == TEMPLATE
+    assert (llama.token_bos(), llama.token_eos()) == (tokenizer.bos_id, tokenizer.eos_id)
+    assert llama.n_vocab() == VOCAB
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0", "Q4_0"])
+def test_a_file_that_llama_cpp_quantized_opens_here(tmp_path, kind):
+    make_run(tmp_path / "run", "qwen2", embed=256, mlp=256)
+    FORMAT.export_run(tmp_path / "run", tmp_path / "plain.gguf")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = {"Q4_0": 2, "Q8_0": 7, "Q4_K": 14, "Q6_K": 18}[kind]
+    params.nthread = 1
+    done = llama_cpp.llama_model_quantize(
+        str(tmp_path / "plain.gguf").encode(), str(tmp_path / "model.gguf").encode(), params
+    )
+    assert done == 0
+    FORMAT.import_run(tmp_path / "model.gguf", tmp_path / "again")
+    llama = opened(tmp_path / "model.gguf")
+    prompt = llama.tokenize(PROMPT.encode())
+    ids, theirs = answers(llama, prompt)
+    ours = logits_of(tmp_path / "again", ids)[len(prompt) - 1 : -1]
+    difference = np.abs(ours - theirs).max()
+    assert difference < 0.15 * ours.std(), (difference, ours.std())
+    top = np.sort(ours, axis=-1)
+    clear = top[:, -1] - top[:, -2] > 2 * difference
+    assert clear.any()
+    np.testing.assert_array_equal(ours.argmax(-1)[clear], theirs.argmax(-1)[clear])

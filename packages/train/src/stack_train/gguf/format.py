@@ -1,0 +1,394 @@
+"""The model format `gguf:FILE`: conversions between GGUF files and run directories."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core import ops
+from stack_core.config import parse, to_yaml
+from stack_core.contracts.formats import Conversion, Progress
+from stack_core.errors import ConfigError, ConversionError
+from stack_core.installing import install_command
+from stack_core.plugins import registries
+from stack_core.runs.atomic_directory import atomic_directory
+from stack_core.runs.directory import RunDirectory
+from stack_train.checkpoint import CheckpointStore, named_leaves
+from stack_train.data.kinds.text import TextData
+from stack_train.data.tokenizer import HuggingFaceTokenizer
+from stack_train.gguf.names import (
+    ARCHITECTURES,
+    ROPE_FREQUENCIES,
+    Architecture,
+    architecture_of,
+    gguf_name,
+    settings_of,
+)
+from stack_train.gguf.vocabulary import Vocabulary
+from stack_train.models.weight_map import WeightRule
+from stack_train.run.config import RunConfig, run_config
+from stack_train.run.model import abstract_params, holds_codes
+from stack_train.weights import load_params
+
+__all__ = ["FORMAT", "GgufFormat"]
+
+_MAGIC = b"GGUF"
+_FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7}
+
+
+class GgufFormat:
+    """The model format `gguf:FILE`, which llama.cpp runs; needs stack-train[gguf].
+
+    Matrices are written as F16, Q8_0 or Q4_0; vectors, and matrices whose rows do not divide into blocks, keep more
+    bits. Every type that the `gguf` package dequantizes is read, to the float32 that it stands for. The tokenizer and
+    its chat template lie in the file. Parameters pass one by one.
+
+    Attributes:
+      stored_types: what matrices can be written as; the first is the default.
+    """
+
+    stored_types = ("F16", "Q8_0", "Q4_0")
+
+    def recognizes(self, directory: Path) -> bool:
+        if not directory.is_file():
+            return False
+        with directory.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+
+    def export_run(
+        self, run: Path, directory: Path, *, stored: str | None = None, progress: Progress | None = None
+    ) -> Conversion:
+        """Writes a file of a run's newest checkpoint, adapters merged; whole or not at all.
+
+        Args:
+          directory: the file.
+          stored: one of `stored_types`.
+
+        Raises:
+          ConversionError: the model, a setting of it or its tokenizer is not told in GGUF; or the file exists.
+        """
+        gguf, stored = _library(), stored or self.stored_types[0]
+        if stored not in self.stored_types:
+            raise ConversionError(f"{stored!r} is no type that is written; take one of {', '.join(self.stored_types)}.")
+        if directory.exists():
+            raise ConversionError(f"{directory} exists; a conversion overwrites nothing.")
+        saved = run_config(run)
+        if holds_codes(saved):
+            raise ConversionError(f"The parameters of {run} are quantized. Convert the run that it was made from.")
+        config = saved.model
+        architecture = architecture_of(config)
+        vocabulary = Vocabulary.of(HuggingFaceTokenizer.load(run / "tokenizer"), config.vocab_size)
+        leaves = named_leaves(load_params(run, config))
+        tensors = list(_tensors(gguf, config, architecture, leaves, stored))
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        partial = directory.with_name(f".{directory.name}.partial")
+        try:
+            writer = gguf.GGUFWriter(partial, architecture.name)
+            writer.add_name(run.resolve().name)
+            writer.add_file_type(_FILE_TYPES[stored])
+            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+            for key, value in (*settings_of(config, architecture.name), *vocabulary.settings()):
+                _add(gguf, writer, key, value)
+            _write(gguf, writer, tensors, progress)
+            partial.rename(directory)
+        except OSError as error:
+            raise ConversionError(f"{directory} cannot be written: {error}.") from error
+        finally:
+            partial.unlink(missing_ok=True)
+        parameters = sum(int(leaf.size) for leaf in leaves.values())
+        return Conversion(directory, parameters, directory.stat().st_size, stored, ("the tokenizer",))
+
+    def import_run(self, directory: Path, run: Path, *, progress: Progress | None = None) -> Conversion:
+        """Makes a run directory of a file, its parameters in float32.
+
+        Args:
+          directory: the file.
+
+        Raises:
+          ConversionError: it is no such file, its architecture, a tensor's type or its tokenizer is not read, or its
+            tensors are not those of its settings; names all of these at once. Or `run` exists.
+        """
+        source = _Source.open(directory)
+        with atomic_directory(run) as partial:
+            paths = RunDirectory(partial)
+            paths.tokenizer.mkdir()
+            for name, content in source.vocabulary.files().items():
+                (paths.tokenizer / name).write_bytes(content)
+            data = TextData(tokenizer=str(run / "tokenizer"))
+            data = replace(data, seq_tokens=min(data.seq_tokens, source.config.max_positions))
+            config = RunConfig(output=str(run), model=source.config, data=data)
+            with CheckpointStore(paths.checkpoints) as store:
+                leaves = source.leaves(progress)
+                store.save_weights(leaves, to_yaml(config), total_bytes=source.total_bytes)
+            paths.config.write_text(to_yaml(config), encoding="utf-8")
+        parameters = sum(leaf.size for leaf in source.parameters.values())
+        return Conversion(run, parameters, source.total_bytes, "float32", ("the tokenizer",))
+
+
+FORMAT = GgufFormat()
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor to write; `read` gives it as it is stored."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: Any
+    read: Callable[[], np.ndarray]
+
+
+def _tensors(
+    gguf: Any, config: Any, architecture: Architecture, leaves: Mapping[str, Any], stored: str
+) -> Iterator[_Tensor]:
+    heads = _reordered(config)
+    for rule in registries.models[config.family].weight_rules(config):
+        for name, shape in rule.tensor_shapes(leaves[rule.parameter].shape).items():
+
+            def read(rule: WeightRule = rule, name: str = name) -> np.ndarray:
+                view = rule.tensors(np.asarray(leaves[rule.parameter], np.float32))[name]
+                return architecture.stored(name, view, heads)
+
+            yield _Tensor(gguf_name(name), shape, _type_of(gguf, shape, stored), read)
+    if isinstance(config.rope_scaling, ops.Llama3Scaling):
+        factors = _rope_factors(config.rope_scaling, config)
+        yield _Tensor(ROPE_FREQUENCIES, factors.shape, gguf.GGMLQuantizationType.F32, lambda: factors)
+
+
+def _reordered(config: Any) -> dict[str, int]:
+    """Heads of the projections whose rows come in another order where neighbouring features rotate."""
+    return {"q_proj": config.heads, "k_proj": config.kv_head_count}
+
+
+def _rope_factors(scaling: ops.Llama3Scaling, config: Any) -> np.ndarray:
+    """What frequencies are divided by, float32[head_dim / 2]."""
+    plain = config.rope_theta ** -(np.arange(0, config.head_size, 2) / config.head_size)
+    with jax.ensure_compile_time_eval():
+        scaled, _ = scaling.frequencies(config.rope_theta, config.head_size, jnp.zeros((1, 1), jnp.int32))
+    return (plain / np.asarray(scaled, np.float64)).astype(np.float32)
+
+
+def _type_of(gguf: Any, shape: Sequence[int], stored: str) -> Any:
+    """The type of a tensor: vectors are F32, and matrices whose rows do not divide into blocks F16."""
+    if len(shape) == 1:
+        return gguf.GGMLQuantizationType.F32
+    wanted = gguf.GGMLQuantizationType[stored]
+    block, _ = gguf.GGML_QUANT_SIZES[wanted]
+    return gguf.GGMLQuantizationType.F16 if shape[-1] % block else wanted
+
+
+def _add(gguf: Any, writer: Any, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _write(gguf: Any, writer: Any, tensors: Sequence[_Tensor], progress: Progress | None) -> None:
+    """Writes the file, a tensor at a time; memory holds one."""
+    sizes = {}
+    for each in tensors:
+        block, block_bytes = gguf.GGML_QUANT_SIZES[each.type]
+        sizes[each.name] = int(np.prod(each.shape)) // block * block_bytes
+        writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), sizes[each.name], each.type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    done_bytes, total_bytes = 0, sum(sizes.values())
+    for each in tensors:
+        values = np.ascontiguousarray(each.read(), np.float32)
+        writer.write_tensor_data(gguf.quants.quantize(values, each.type))
+        done_bytes += sizes[each.name]
+        if progress is not None:
+            progress(each.name, done_bytes, total_bytes)
+    writer.close()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A file whose every tensor has its place in a model."""
+
+    config: Any
+    vocabulary: Vocabulary
+    architecture: Architecture
+    tensors: Mapping[str, Any]
+    parameters: Mapping[str, jax.ShapeDtypeStruct]
+    rules: Sequence[WeightRule]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in self.parameters.values())
+
+    @classmethod
+    def open(cls, path: Path) -> "_Source":
+        gguf = _library()
+        try:
+            reader = gguf.GGUFReader(path)
+            settings = {name: field.contents() for name, field in reader.fields.items()}
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            raise ConversionError(f"{path} is no whole GGUF file: {type(error).__name__}: {error}.") from error
+        tensors = {each.name: each for each in reader.tensors}
+        config, architecture = _config_of(settings, tensors, path)
+        rules = registries.models[config.family].weight_rules(config)
+        parameters = named_leaves(abstract_params(config))
+        _check(gguf, path, rules, parameters, tensors)
+        return cls(config, Vocabulary.read(settings), architecture, tensors, parameters, rules)
+
+    def leaves(self, progress: Progress | None) -> Iterator[tuple[str, np.ndarray]]:
+        """The parameters one by one, each with its path."""
+        gguf, heads, done_bytes = _library(), _reordered(self.config), 0
+        for rule in self.rules:
+            wanted = self.parameters[rule.parameter]
+            leaf = np.empty(wanted.shape, wanted.dtype)
+            for name, part in rule.tensors(leaf).items():
+                stored = self.tensors[gguf_name(name)]
+                values = gguf.quants.dequantize(stored.data, stored.tensor_type)
+                part[...] = self.architecture.read(name, values.reshape(part.shape), heads)
+            yield rule.parameter, leaf
+            done_bytes += leaf.nbytes
+            if progress is not None:
+                progress(rule.parameter, done_bytes, self.total_bytes)
+
+
+def _config_of(settings: Mapping[str, Any], tensors: Mapping[str, Any], path: Path) -> tuple[Any, Architecture]:
+    """Our config of a file's settings."""
+    name = settings.get("general.architecture")
+    family = next((family for family, each in ARCHITECTURES.items() if each.name == name), None)
+    if family is None:
+        known = sorted({each.name for each in ARCHITECTURES.values()})
+        raise ConversionError(f"{path} is of architecture {name!r}; these are read: {', '.join(known)}.")
+    own = {key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")}
+    _check_settings(own, path)
+    heads, embed = own["attention.head_count"], own["embedding_length"]
+    mapping = {
+        "family": family,
+        "vocab_size": len(settings.get("tokenizer.ggml.tokens", ())) or own.get("vocab_size"),
+        "embed": embed,
+        "layers": own["block_count"],
+        "heads": heads,
+        "kv_heads": own.get("attention.head_count_kv", heads),
+        "head_dim": own.get("attention.key_length", embed // heads),
+        "mlp": own["feed_forward_length"],
+        "max_positions": own["context_length"],
+        "norm_epsilon": float(np.format_float_positional(np.float32(own["attention.layer_norm_rms_epsilon"]))),
+        "rope_theta": float(own.get("rope.freq_base", 10_000.0)),
+        "tie_embeddings": "output.weight" not in tensors,
+        "dtype": "float32",
+        "param_dtype": "float32",
+    }
+    if own.get("rope.scaling.type", "none") == "linear":
+        mapping["rope_scaling"] = {"rope_type": "linear", "factor": float(own["rope.scaling.factor"])}
+    try:
+        config = parse(registries.models[family].config_class, mapping)
+        if ROPE_FREQUENCIES in tensors:
+            config = replace(config, rope_scaling=_llama3_scaling(config, tensors[ROPE_FREQUENCIES].data, path))
+    except ConfigError as error:
+        raise ConversionError(f"{path} describes no valid {family}: {error}") from error
+    return config, ARCHITECTURES[family]
+
+
+_NEEDED = (
+    "attention.head_count",
+    "embedding_length",
+    "block_count",
+    "feed_forward_length",
+    "context_length",
+    "attention.layer_norm_rms_epsilon",
+)
+_READ = (
+    *_NEEDED,
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "vocab_size",
+)
+
+
+def _check_settings(own: Mapping[str, Any], path: Path) -> None:
+    """Raises where a setting is missing, or says what the models do not do."""
+    wrong = [f"{key} is missing" for key in _NEEDED if key not in own]
+    wrong += [f"{key}={value!r} is not read" for key, value in own.items() if key not in _READ and value]
+    if own.get("rope.scaling.type", "none") not in ("none", "linear"):
+        wrong.append(f"rope.scaling.type={own['rope.scaling.type']!r}, not linear")
+    for key in ("attention.value_length", "rope.dimension_count"):
+        head_dim = own.get("attention.key_length", own.get(key))
+        if own.get(key, head_dim) != head_dim:
+            wrong.append(f"{key}={own[key]}, not the key_length {head_dim}")
+    if wrong:
+        raise ConversionError(f"{path} has settings that are not read here: {'; '.join(wrong)}.")
+
+
+def _llama3_scaling(config: Any, factors: np.ndarray, path: Path) -> ops.Llama3Scaling:
+    """The scaling that frequencies were divided by: one of those that Llama 3 was published with."""
+    for factor in sorted({float(np.max(factors)), 8.0, 32.0}):
+        scaling = ops.Llama3Scaling(
+            factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+        )
+        if np.allclose(_rope_factors(scaling, config), factors, rtol=1e-4):
+            return scaling
+    raise ConversionError(
+        f"{path} divides frequencies by {ROPE_FREQUENCIES} of its own; those of Llama 3.1 to 3.3 are read."
+    )
+
+
+def _check(
+    gguf: Any,
+    path: Path,
+    rules: Sequence[WeightRule],
+    parameters: Mapping[str, jax.ShapeDtypeStruct],
+    tensors: Mapping[str, Any],
+) -> None:
+    expected = {
+        gguf_name(name): shape
+        for rule in rules
+        for name, shape in rule.tensor_shapes(parameters[rule.parameter].shape).items()
+    }
+    found = {name: tuple(int(size) for size in reversed(each.shape)) for name, each in tensors.items()}
+    problems = [f"{name} is missing; expected shape {shape}" for name, shape in expected.items() if name not in found]
+    problems += [f"{name} is unexpected" for name in found if name not in expected and name != ROPE_FREQUENCIES]
+    problems += [
+        f"{name} has shape {found[name]}; expected {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    readable = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, *gguf.quants._type_traits}
+    problems += [
+        f"{name} is {each.tensor_type.name}, which is not read"
+        for name, each in tensors.items()
+        if each.tensor_type not in readable
+    ]
+    if problems:
+        raise ConversionError(
+            f"The tensors of {path} are not those of its settings ({len(problems)}):\n  "
+            + "\n  ".join(sorted(problems))
+        )
+
+
+def _library() -> Any:
+    """The `gguf` package.
+
+    Raises:
+      ConversionError: it is not installed.
+    """
+    try:
+        import gguf  # an extra
+    except ImportError as error:
+        raise ConversionError(
+            f"GGUF files are read and written by the gguf package: {error}. Install it: "
+            f"{install_command('stack-train[gguf]')}"
+        ) from error
+    return gguf

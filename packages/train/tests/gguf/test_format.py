@@ -1,0 +1,193 @@
+import dataclasses
+import sys
+
+import gguf
+import numpy as np
+import pytest
+from tokenizers import Regex, pre_tokenizers
+
+from stack_core.config import to_mapping
+from stack_core.errors import ConversionError
+from stack_train.checkpoint import named_leaves
+from stack_train.commands.convert import convert
+from stack_train.data.tokenizer import HuggingFaceTokenizer
+from stack_train.gguf import FORMAT
+from stack_train.gguf.vocabulary import Vocabulary
+from stack_train.run.config import run_config
+from stack_train.weights import load_params
+
+from .tiny_runs import TEMPLATE, TEXT, VOCAB, make_run, write_tokenizer
+
+FAMILIES = {
+    "llama": {"tie_embeddings": True},
+    "llama3": {
+        "family": "llama",
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "mistral": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+}
+
+
+def parameters(run):
+    return named_leaves(load_params(run, run_config(run).model))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_file_has_what_the_run_had(tmp_path, name):
+    config = make_run(tmp_path / "run", **{"family": name, **FAMILIES[name]}).model
+    FORMAT.export_run(tmp_path / "run", tmp_path / "model.gguf")
+    assert FORMAT.recognizes(tmp_path / "model.gguf") and not FORMAT.recognizes(tmp_path / "run" / "config.yaml")
+    FORMAT.import_run(tmp_path / "model.gguf", tmp_path / "again")
+    again = to_mapping(run_config(tmp_path / "again").model)
+    unlike = (
+        {"initializer_std", "family"} if name == "mistral" else {"initializer_std"}
+    )  # a file of either is a Llama's
+    kept = {key: value for key, value in again.items() if key not in unlike}
+    ours = to_mapping(dataclasses.replace(config, kv_heads=config.kv_head_count, head_dim=config.head_size))
+    assert kept == {key: ours.get(key, kept[key]) for key in kept}
+    before, after = parameters(tmp_path / "run"), parameters(tmp_path / "again")
+    assert before.keys() == after.keys()
+    for path, value in before.items():
+        stored = np.asarray(value)
+        halved = (
+            stored.astype(np.float16).astype(np.float32)
+            if path.endswith(("kernel", "embedding", "lm_head"))
+            else stored
+        )
+        np.testing.assert_array_equal(after[path], halved, err_msg=path)
+
+
+@pytest.mark.parametrize("stored", ["Q8_0", "Q4_0"])
+def test_quantized_matrices_are_read_as_the_format_dequantizes_them(tmp_path, stored):
+    make_run(tmp_path / "run", "qwen2")
+    convert(str(tmp_path / "run"), f"gguf:{tmp_path / 'model.gguf'}", stored=stored)
+    convert(f"gguf:{tmp_path / 'model.gguf'}", str(tmp_path / "again"))
+    before, after = parameters(tmp_path / "run"), parameters(tmp_path / "again")
+    kernel = "blocks/0/0/feed_forward/up/kernel"
+    kind = gguf.GGMLQuantizationType[stored]
+    for layer in range(2):
+        plain = np.asarray(before[kernel][layer]).T
+        wanted = gguf.quants.dequantize(gguf.quants.quantize(np.ascontiguousarray(plain), kind), kind)
+        np.testing.assert_array_equal(np.asarray(after[kernel][layer]).T, wanted)
+        assert 0 < np.abs(wanted - plain).max() < {"Q8_0": 0.01, "Q4_0": 0.15}[stored]
+    bits = {"Q8_0": 8.5, "Q4_0": 4.5}[stored]
+    size = (tmp_path / "model.gguf").stat().st_size
+    assert size < 30_000 + sum(value.size for value in before.values()) * bits / 8 * 1.1
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_types_that_llama_cpp_writes_are_read(tmp_path, kind):
+    """Blocks of random bytes are as good as any: each stands for numbers."""
+    make_run(tmp_path / "run", embed=256, heads=4, mlp=256)
+    FORMAT.export_run(tmp_path / "run", tmp_path / "plain.gguf")
+    reader, wanted = gguf.GGUFReader(tmp_path / "plain.gguf"), {}
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            writer.add_key_value(
+                name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
+            )
+    rng, type_ = np.random.default_rng(0), gguf.GGMLQuantizationType[kind]
+    for each in reader.tensors:
+        if len(each.shape) == 1:
+            writer.add_tensor(each.name, np.asarray(each.data))
+            continue
+        shape = gguf.quant_shape_to_byte_shape(tuple(map(int, reversed(each.shape))), type_)
+        block_bytes = gguf.GGML_QUANT_SIZES[type_][1]
+        blocks = rng.integers(0, 256, shape, np.uint8).reshape(-1, block_bytes)
+        scales = np.full((len(blocks), 2), 0.01, np.float16).view(np.uint8)  # where a block keeps its halves
+        blocks[:, slice(0, 4) if kind == "Q4_K" else slice(-2, None)] = scales[:, : 4 if kind == "Q4_K" else 2]
+        writer.add_tensor(each.name, blocks.reshape(shape), raw_dtype=type_)
+        wanted[each.name] = gguf.quants.dequantize(blocks.reshape(shape), type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    FORMAT.import_run(tmp_path / "model.gguf", tmp_path / "again")
+    found = parameters(tmp_path / "again")
+    np.testing.assert_array_equal(found["embedding"], wanted["token_embd.weight"])
+    down = np.asarray(found["blocks/0/0/feed_forward/down/kernel"])
+    np.testing.assert_array_equal(down[1].T, wanted["blk.1.ffn_down.weight"])
+    assert np.isfinite(down).all() and down.std() > 0
+
+
+LLAMA_3 = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Split(
+            Regex(
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+            ),
+            "isolated",
+        ),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+)
+
+
+@pytest.mark.parametrize(("cut", "name"), [(None, "gpt-2"), (LLAMA_3, "llama-bpe")])
+def test_the_tokenizer_and_its_chat_template_come_back(tmp_path, cut, name):
+    write_tokenizer(tmp_path / "tokenizer", pre_tokenizer=cut)
+    tokenizer = HuggingFaceTokenizer.load(tmp_path / "tokenizer")
+    vocabulary = Vocabulary.of(tokenizer, VOCAB + 3)
+    assert vocabulary.cut == name and vocabulary.tokens[-1] == f"[PAD{VOCAB + 2}]" and vocabulary.adds_bos
+    again = HuggingFaceTokenizer(Vocabulary.read(dict(vocabulary.settings())).files(), "again")
+    for text in (*TEXT, "<|im_start|>a 12345\n\n cat<|im_end|>", "  two  spaces", "日本語"):
+        assert again.encode(text) == tokenizer.encode(text)
+        assert again.decode(again.encode(text)) == tokenizer.decode(tokenizer.encode(text))
+    assert (again.eos_id, again.bos_id, again.pad_id) == (tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id)
+    assert again.chat_template == tokenizer.chat_template == TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("gemma3", {"period": 2}, r"family 'gemma3' are not written to GGUF; these are: llama"),
+        ("mistral", {"window": 8}, "window=8, not None"),
+        ("llama", {"attention_bias": True}, "attention_bias=True"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "max_position_embeddings": 128}},
+            "not linear or llama3",
+        ),
+    ],
+)
+def test_what_has_no_place_in_a_file_is_refused(tmp_path, family, fields, message):
+    make_run(tmp_path / "run", family, **fields)
+    with pytest.raises(ConversionError, match=message):
+        FORMAT.export_run(tmp_path / "run", tmp_path / "model.gguf")
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_bad_input_is_named(tmp_path, monkeypatch):
+    make_run(tmp_path / "run")
+    FORMAT.export_run(tmp_path / "run", tmp_path / "model.gguf")
+    with pytest.raises(ConversionError, match="overwrites nothing"):
+        FORMAT.export_run(tmp_path / "run", tmp_path / "model.gguf")
+    with pytest.raises(ConversionError, match="'Q5_9' is no type"):
+        convert(str(tmp_path / "run"), f"gguf:{tmp_path / 'other.gguf'}", stored="Q5_9")
+    with pytest.raises(ConversionError, match="--stored is for formats"):
+        convert(str(tmp_path / "run"), f"hf:{tmp_path / 'other'}", stored="Q8_0")
+    content = (tmp_path / "model.gguf").read_bytes()
+    (tmp_path / "torn.gguf").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ConversionError, match=r"torn.gguf is no whole GGUF file"):
+        FORMAT.import_run(tmp_path / "torn.gguf", tmp_path / "again")
+    renamed = content.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight")
+    (tmp_path / "renamed.gguf").write_bytes(renamed)
+    with pytest.raises(ConversionError, match=r"ffn_up.weight is missing(.|\n)*ffn_xx.weight is unexpected"):
+        FORMAT.import_run(tmp_path / "renamed.gguf", tmp_path / "again")
+    (tmp_path / "other.gguf").write_bytes(content.replace(b"llama", b"bloom"))
+    with pytest.raises(ConversionError, match=r"architecture 'bloom'; these are read: llama, qwen2, qwen3"):
+        FORMAT.import_run(tmp_path / "other.gguf", tmp_path / "again")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConversionError, match=r"\[gguf\]"):
+        FORMAT.import_run(tmp_path / "model.gguf", tmp_path / "again")

@@ -13,7 +13,7 @@ from stack_core.config import Selected, config
 from stack_core.contracts.data import Batch, Shapes
 from stack_core.contracts.environments import Tasks, Trajectory
 from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.contracts.generation import Engine
+from stack_core.contracts.generation import Engine, KeepsMissing
 from stack_core.digest import tree_digest
 from stack_core.errors import ConfigError, DataError
 from stack_core.plugins import registries
@@ -159,6 +159,11 @@ class RolloutBatches:
             self._supply = AheadSupply(rounds, beside, Pacing(settings.groups, settings.max_staleness))
         else:
             self._supply = TogetherSupply(rounds, self._player)
+
+    @property
+    def takes_trained(self) -> bool:
+        """Whether the engine takes an adapter alone and keeps its base."""
+        return isinstance(self._engine, KeepsMissing)
 
     def update_weights(self, params: Any, version: int, score: Callable[[Any, Batch], Mapping[str, Any]]) -> None:
         """Hands the engine a copy of the weights, which the next batch is drawn from; in flight if it draws ahead."""

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -82,6 +82,9 @@ class StaticEngine:
     Raises:
       StackError: the checkpoint cannot be read.
     """
+
+    keeps_missing = True
+    """See `KeepsMissing`."""
 
     def __init__(self, checkpoint: GenerativeCheckpoint, config: StaticEngineConfig | None = None) -> None:
         self._checkpoint, self._config = checkpoint, StaticEngineConfig() if config is None else config
@@ -163,10 +166,16 @@ class StaticEngine:
         kv: Literal["keep", "recompute", "abort"] = "keep",
         donate: bool = False,
     ) -> None:
-        """Replaces the parameters between two batches; a request runs within one, so `kv` makes no difference."""
+        """Replaces the parameters between two batches; a request runs within one, so `kv` makes no difference.
+
+        Those that nested mappings leave out stay as they are.
+        """
+        params = _completed(params, self._params) if isinstance(params, Mapping) else params
         self._check_params(params)
 
         def owned(new: Any, old: Any) -> jax.Array:
+            if new is old:
+                return old
             placed = jax.device_put(new, old.sharding)
             return jnp.array(placed, old.dtype, copy=not donate)
 
@@ -393,6 +402,20 @@ class StaticEngine:
 
     def _bucket(self, tokens: int) -> int:
         return min(max(_SMALLEST_BUCKET, 1 << (tokens - 1).bit_length()), self._checkpoint.max_positions)
+
+
+def _completed(given: Mapping[Any, Any], held: Any) -> Any:
+    """`given`, with what it leaves out taken from `held`; what `held` lacks stays, to be refused by name."""
+    if not isinstance(held, Mapping):
+        return given
+    both = {
+        name: _completed(given[name], held[name]) if name in given and isinstance(given[name], Mapping) else held[name]
+        for name in held
+    }
+    return {
+        **both,
+        **{name: value for name, value in given.items() if name not in held or not isinstance(value, Mapping)},
+    }
 
 
 def _deadline_s(work: _Work) -> float:

@@ -32,6 +32,7 @@ __all__ = [
     "PolicyBatches",
     "ReadsRows",
     "Shapes",
+    "TakesTrained",
     "Tokenizer",
     "Tokenizes",
     "Validates",
@@ -156,7 +157,7 @@ class PolicyBatches(Batches, Protocol):
         """Takes the weights that later batches are to be drawn from.
 
         Args:
-          params: the trained parameters; valid until the next step begins, which donates them.
+          params: all variables of the model; valid until the next step begins, which donates them.
           version: steps done.
           score: `score(params, batch)`, see `Trainer`.
         """
@@ -184,6 +185,18 @@ class FollowsCheckpoints(Protocol):
           kept: the steps of all checkpoints that there are, oldest first; nothing before the first can be gone back to.
         """
         ...
+
+
+@runtime_checkable
+class TakesTrained(PolicyBatches, Protocol):
+    """Data whose `update_weights` may take what the run trains alone, such as an adapter, and not the frozen rest.
+
+    Attributes:
+      takes_trained: whether it does; `score` takes the same parameters.
+    """
+
+    @property
+    def takes_trained(self) -> bool: ...
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from stack_core.contracts.formats import GenerativeCheckpoint
     from stack_core.generation import EngineStats, GenerationRequest, GenerationUpdate
 
-__all__ = ["Engine", "NeedsPolicy"]
+__all__ = ["Engine", "KeepsMissing", "NeedsPolicy"]
 
 
 @runtime_checkable
@@ -75,6 +75,17 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats: ...
+
+
+@runtime_checkable
+class KeepsMissing(Protocol):
+    """An engine whose `update_weights` takes some parameters in nested mappings, an adapter's say, and keeps the rest.
+
+    Attributes:
+      keeps_missing: True.
+    """
+
+    keeps_missing: bool
 
 
 @runtime_checkable

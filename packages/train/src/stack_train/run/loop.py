@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from stack_core.config import to_yaml
-from stack_core.contracts.data import Describes, PolicyBatches, Validates
+from stack_core.contracts.data import Describes, PolicyBatches, TakesTrained, Validates
 from stack_core.errors import Interrupted, NonFiniteLoss
 from stack_core.events import EvaluationFinished, RunFinished, StepFinished, StepStarted
 from stack_core.metrics import Metrics, combine_all
@@ -25,6 +25,7 @@ from stack_train.checkpoint import CheckpointStore, FrozenRecord
 from stack_train.run.placing import placed
 from stack_train.run.run import Run
 from stack_train.state import TrainState
+from stack_train.variables import join
 
 __all__ = ["RunSummary", "TrainingLoop"]
 
@@ -146,14 +147,19 @@ class TrainingLoop:
         """Gives data that the policy makes the weights that the next batch may be drawn from."""
         if isinstance(self.of.data, PolicyBatches):
             further = {name: each.params for name, each in state.further.items()}
-            self.of.data.update_weights(self.of.trainer.variables(state), step, partial(self._score, further))
+            alone = isinstance(self.of.data, TakesTrained) and self.of.data.takes_trained
+            frozen = state.frozen if alone else {}
+            given = join(state.params, state.moved) if alone else self.of.trainer.variables(state)
+            self.of.data.update_weights(given, step, partial(self._score, further, frozen))
 
-    def _score(self, further: Any, params: Any, batch: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    def _score(
+        self, further: Any, frozen: Any, params: Any, batch: Mapping[str, np.ndarray]
+    ) -> Mapping[str, np.ndarray]:
         """What the trainer scores of host arrays, on the host."""
         if self._scorer is None:
             self._scorer = self.of.trainer.compiled_scores()
         arrays, _ = self._to_device(batch)
-        return jax.device_get(self._scorer(params, arrays, further))
+        return jax.device_get(self._scorer(join(params, frozen), arrays, further))
 
     def _to_device(
         self, batch: Mapping[str, np.ndarray], rows: np.ndarray | None = None

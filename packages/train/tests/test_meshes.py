@@ -37,6 +37,11 @@ def test_every_mesh_trains_as_one_device_does(on_eight_devices, meshes):
     assert "rematerialization" not in printed
 
 
+@pytest.mark.slow
+def test_denoisers_and_an_autoencoder_train_as_on_one_device(on_eight_devices):
+    on_eight_devices("diffusion/steps_on_eight_devices.py")
+
+
 def test_runs_resume_on_other_meshes_and_refuse_what_does_not_divide(on_eight_devices, tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()

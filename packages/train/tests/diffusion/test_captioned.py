@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -67,9 +68,11 @@ def pipeline(tmp_path_factory):
     return directory
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def tiny(output, folder, pipeline, **fields):
@@ -94,6 +97,7 @@ def leaves(output, config):
     return {name: np.asarray(leaf) for name, leaf in named_leaves(state).items()}
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_by_bit_with_the_moments_of_adam(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run.output, copy)
@@ -120,10 +124,11 @@ def test_captions_and_latents_are_encoded_once_and_are_those_of_the_encoders(run
     encoders = open_encoders(pipeline, text_tokens=6)
     with Image.open(name) as image:
         pixels = np.asarray(image, np.float32)[None] / 127.5 - 1.0
-    np.testing.assert_allclose(batch["images"][:1], encoders.autoencoder.scaled_latents(pixels), atol=1e-5)
+    np.testing.assert_allclose(batch["images"][:1], encoders.autoencoder.scaled_latents(jnp.asarray(pixels)), atol=1e-5)
     np.testing.assert_allclose(batch["text"][:1], encoders.text([caption.strip("'")])["text"], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_becomes_a_directory_of_diffusers_and_a_run_again(run, tmp_path):
     config = SamplerConfig(steps=2)
     images = open_images(run.output).images_of(["a red ring", "a blue bar"], config)
@@ -136,6 +141,7 @@ def test_a_run_becomes_a_directory_of_diffusers_and_a_run_again(run, tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_the_command_samples_prompts(run, tmp_path):
     sample(run.output, prompt=("a red ring", "a blue bar"), out=tmp_path / "two.png", steps=2)
     with Image.open(tmp_path / "two.png") as image:

@@ -20,6 +20,7 @@ from stack_train.run.program import build_trainer
 
 PUBLISHED = Path(__file__).parents[4] / "examples" / "published"
 PARAMETERS = {
+    "flux_dev": 11_901_408_320,
     "gemma3_4b": 3_880_263_168,
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,

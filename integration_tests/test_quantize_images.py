@@ -1,0 +1,50 @@
+"""A denoiser that is told texts is quantized by rules alone: stack-train and stack-quant meet in core."""
+
+import jax
+import jax.numpy as jnp
+
+from stack_quant.model import quantize_model, report
+from stack_train.diffusion.flux import FAMILY, FluxConfig
+
+CONFIG = FluxConfig(
+    image_size=8,
+    channels=4,
+    double_layers=1,
+    single_layers=2,
+    heads=4,
+    head_dim=16,
+    text_dim=32,
+    pooled_dim=32,
+    text_tokens=6,
+    rope_axes=(4, 6, 6),
+    initializer_std=0.1,
+    dtype="float32",
+)
+INT8 = [{"path": ".*", "weights": "int8", "activations": "int8"}]
+ROWS = 2
+
+
+def model():
+    """One whose last matrix is no zero."""
+    built = FAMILY.build(CONFIG, key=jax.random.key(0))
+    for place, linear in enumerate((built.last, built.last_modulation, built.single_blocks.modulation)):
+        shape = linear.kernel[...].shape
+        linear.kernel.set_value(0.1 * jax.random.normal(jax.random.key(place + 1), shape))
+    return built
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(9), 3)
+    images = jax.random.normal(keys[0], (ROWS, 8, 8, 4))
+    condition = {"text": jax.random.normal(keys[1], (ROWS, 6, 32)), "pooled": jax.random.normal(keys[2], (ROWS, 32))}
+    return images, jnp.array([100.0, 900.0]), condition
+
+
+def test_a_flux_is_quantized_to_int8_by_rules_alone():
+    plain, call = model(), arguments()
+    quantized = quantize_model(plain, INT8, call)
+    said, wanted = quantized(*call), plain(*call)
+    scale = float(jnp.std(wanted))
+    assert 0 < float(jnp.sqrt(jnp.mean(jnp.square(said - wanted)))) < 0.1 * scale
+    kernels = [row for row in report(quantized).parameters if row.path.endswith("kernel")]
+    assert len(kernels) >= 30 and all(row.scheme.startswith("int8") for row in kernels), str(report(quantized))

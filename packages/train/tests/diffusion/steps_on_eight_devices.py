@@ -1,0 +1,91 @@
+"""Training steps of denoisers on eight devices and on one; `test_meshes.py` runs this in a process that has eight."""
+
+import math
+
+import jax
+import numpy as np
+
+from stack_core.mesh import MeshConfig, check_shardings, make_mesh
+from stack_train.diffusion import autoencoder_kl, dit, flux
+from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig
+from stack_train.diffusion.reconstruction import ReconstructionConfig
+from stack_train.optim import AdamWConfig, ScheduleConfig
+from stack_train.trainer import Trainer
+
+FLOATS = {"dtype": "float32", "param_dtype": "float32"}
+ROWS, SIDE, STEPS = 16, 8, 3
+MESHES = ({"data": 2, "fsdp": 2, "tensor": 2},)
+MODELS = {
+    "dit": (
+        dit.DitConfig(image_size=SIDE, channels=4, classes=10, layers=2, heads=4, head_dim=8, **FLOATS),
+        dit.FAMILY,
+        FlowMatchingConfig(),
+    ),
+    "flux": (
+        flux.FluxConfig(
+            image_size=SIDE,
+            channels=4,
+            double_layers=2,
+            single_layers=2,
+            heads=4,
+            head_dim=8,
+            text_dim=16,
+            pooled_dim=16,
+            text_tokens=4,
+            rope_axes=(4, 2, 2),
+            **FLOATS,
+        ),
+        flux.FAMILY,
+        EpsilonConfig(min_snr=5.0),
+    ),
+    "autoencoder": (
+        autoencoder_kl.AutoencoderKlConfig(
+            image_size=SIDE, channels=4, widths=(8, 16), blocks_per_level=1, groups=4, **FLOATS
+        ),
+        autoencoder_kl.FAMILY,
+        ReconstructionConfig(),
+    ),
+}
+
+
+def batches(name):
+    rng = np.random.default_rng(0)
+    for _ in range(STEPS):
+        batch = {"images": rng.normal(size=(ROWS, SIDE, SIDE, 4)), "weights": np.ones(ROWS)}
+        batch["weights"][-3:] = 0.0  # rows weigh differently, so that a mean of means would be wrong
+        if name == "flux":
+            batch |= {"text": rng.normal(size=(ROWS, 4, 16)), "pooled": rng.normal(size=(ROWS, 16))}
+        found = {key: value.astype(np.float32) for key, value in batch.items()}
+        yield {**found, "labels": rng.integers(0, 10, ROWS).astype(np.int32)} if name == "dit" else found
+
+
+def losses(name, sizes):
+    config, family, objective = MODELS[name]
+    trainer = Trainer(
+        family=family,
+        model_config=config,
+        objective=objective.build(),
+        optimizer=AdamWConfig(learning_rate=1e-2, schedule=ScheduleConfig(warmup_steps=1)),
+        steps=STEPS,
+        mesh=make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())]),
+    )
+    state, compiled, found = trainer.init(jax.random.key(0)), None, []
+    for batch in batches(name):
+        shapes = {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in batch.items()}
+        placed = jax.device_put(batch, trainer.batch_shardings(shapes))
+        compiled = compiled or trainer.compile(placed)
+        state, metrics = compiled(state, placed)
+        found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    check_shardings(state, trainer.state_shardings)
+    if "fsdp" in sizes and name != "autoencoder":
+        kernel = (state.params["blocks"] if name == "dit" else state.params["double_blocks"]["image"])["up"]["kernel"]
+        parts = sizes["fsdp"] * sizes.get("tensor", 1)
+        assert kernel.addressable_shards[0].data.size == kernel.size // parts, name
+    return np.array(found)
+
+
+for each in MODELS:
+    wanted = losses(each, {})
+    assert np.ptp(wanted[:, 0]) > 1e-4, wanted
+    for mesh in MESHES:
+        np.testing.assert_allclose(losses(each, mesh), wanted, rtol=2e-5, err_msg=f"{each} on {mesh}")

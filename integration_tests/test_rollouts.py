@@ -89,6 +89,17 @@ def test_a_killed_run_ends_bitwise_like_an_uninterrupted_one(whole, tmp_path):
     assert digests[0] == digests[1] and len(digests[0]) > 10
 
 
+def test_a_run_that_draws_ahead_is_stale_by_what_it_may_be_and_goes_on(tmp_path):
+    ahead = ("data.max_staleness=2", "objective.correction.kind=truncate", "run.evaluate_every_steps=0")
+    train(cell(tmp_path / "run", *ahead, "run.steps=4"))
+    train(cell(tmp_path / "run", *ahead), resume=True)
+    steps = records(tmp_path / "run", "train")
+    assert [each["step"] for each in steps] == list(range(1, 9))
+    assert 0 < max(each["staleness"] for each in steps) <= 2
+    assert all(0 < each["effective_share"] <= 1 + 1e-6 and each["correction"] <= 2 for each in steps)
+    assert max(each["largest_mismatch"] for each in steps) > 1e-4  # another policy drew
+
+
 def _digests(checkpoint: Path) -> dict[str, str]:
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     return {name: leaf["digest"] for name, leaf in manifest["content"]["leaves"].items()}

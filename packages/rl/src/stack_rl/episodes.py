@@ -318,3 +318,5 @@ class EventLoop:
             self.begin(end()).result(_FAREWELL_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=_FAREWELL_S)
+        if not self._thread.is_alive():
+            self._loop.close()

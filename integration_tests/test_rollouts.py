@@ -1,12 +1,16 @@
 """Runs on rollouts: what they report, that sampler and trainer agree, and that a killed one ends like a whole one."""
 
 import json
+import math
+import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from stack_core.config import apply_overrides, load_yaml, parse
@@ -58,6 +62,45 @@ def test_a_run_reports_its_rollouts_and_the_sampler_agrees_with_the_trainer(whol
     assert last["largest_mismatch"] < 1e-4 and round(last["reward"] * 20, 4) % 1 == 0  # 20 tasks, once each
     report = (whole / "report.html").read_text()
     assert "Greedy episodes at step 8" in report and "cell held out 3" in report
+
+
+def test_the_step_forms_no_logits_of_a_whole_batch_and_compiles_nothing_after_the_second(tmp_path):
+    sizes = ("model.vocab_size=65536", "model.max_positions=64", "data.seq_tokens=64", "objective.kl=0.1")
+    run = build(cell(tmp_path / "wide", *sizes))
+    shapes = re.findall(r"tensor<((?:\d+x)+)", run.step.lower().as_text())
+    largest = max(math.prod(map(int, shape.rstrip("x").split("x"))) for shape in shapes)
+    assert 65536 * 16 <= largest < 4 * 4 * 64 * 65536  # the embedding's is the largest
+
+    run = build(cell(tmp_path / "run", "run.steps=5", "run.evaluate_every_steps=0", "checkpoint.every_steps=0"))
+    compiled, at_step = [], []
+    take = run.data.update_weights  # before the first step, and after each
+    run.data.update_weights = lambda *given: take(*given) or at_step.append(len(compiled))
+
+    def listen(event, duration_s, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration_s)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        start(run)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(at_step) == 6 and at_step[0] < at_step[2] == at_step[-1]
+
+
+@pytest.mark.slow  # compiles the step for five meshes
+def test_meshes_and_microbatches_have_the_gradient_of_one_device_by_every_aggregation(whole, tmp_path):
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
+    script = Path(__file__).with_name("rollouts_on_eight_devices.py")
+    command = [sys.executable, str(script), str(tmp_path), str(whole)]
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rollouts ok" in done.stdout
 
 
 CHILD = """

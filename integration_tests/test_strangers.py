@@ -238,3 +238,44 @@ def test_a_foreign_quantized_array_multiplies_as_its_dequantized_self(draw, tran
     expected = transformed(call)(weight.by_hand(), *arguments)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
     assert np.abs(expected).max() > 0.1
+
+
+SOFT_CLIP = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "soft-clip"
+version = "1.0"
+dependencies = ["stack-rl"]
+
+[project.entry-points."stack.plugins.v1"]
+soft_clip = "soft_clip"
+"""
+
+
+@pytest.mark.slow  # builds and installs a distribution, and compiles a run
+def test_an_algorithm_of_ones_own_is_one_file_of_a_distribution(environment, tmp_path):
+    """The README's of stack-rl: a loss in at most 40 lines, chosen by its name."""
+    root = Path(__file__).parents[1]
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (root / "packages/rl/README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    (source,) = (block for block in blocks if "token_losses" in block)
+    assert len(source.splitlines()) <= 40
+    distribution = tmp_path / "soft-clip"
+    distribution.mkdir()
+    (distribution / "soft_clip.py").write_text(source)
+    (distribution / "pyproject.toml").write_text(SOFT_CLIP)
+    sizes = ("--model.layers", "1", "--model.embed", "16", "--model.heads", "2", "--run.steps", "2")
+    sizes += ("--data.groups", "2", "--data.group_size", "4", "--data.environment.held_out", "4")
+    command = ("train", str(root / "examples/cell.yaml"), "--output", str(tmp_path / "run"), *sizes)
+    chosen = ("--objective.name", "soft_clip", "--objective.width", "2.0")
+    with environment.installed(distribution):
+        assert environment.plugins()["soft-clip"]["registered"] == {"objectives": ["soft_clip"]}
+        environment.stack(*command, *chosen)
+    assert len(_losses(tmp_path / "run")) == 2
+    removed = environment.stack(*command, *chosen, "--output", str(tmp_path / "other"), check=False)
+    assert "soft_clip" in removed.stderr
+    assert removed.returncode == 2

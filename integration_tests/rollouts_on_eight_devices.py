@@ -1,0 +1,83 @@
+"""Gradients of rollouts over meshes and microbatches, and rollouts drawn from a mesh; run with eight host devices."""
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from test_rollouts import cell, records
+
+from stack_core.contracts.environments import Trajectory
+from stack_rl.experience import batch_of, batch_shapes
+from stack_rl.math.weights import WEIGHTS
+from stack_train import build, start
+from stack_train.run.placing import placed
+from stack_train.run.program import build_trainer
+
+ROWS, SEQ = 16, 12
+MESHES = ("mesh.data=8,mesh.fsdp=1", "mesh.fsdp=8", "mesh.tensor=2,mesh.fsdp=4", "mesh.fsdp=2,run.accumulation_steps=4")
+
+
+def main() -> None:
+    output = Path(sys.argv[1])
+    check_gradients(output)
+    check_rollouts(output)
+
+
+def check_gradients(output: Path) -> None:
+    """The largest difference from one device's gradient, of each aggregation, over the largest entry of the leaf."""
+    expected = dict(zip(WEIGHTS, gradients(output, "mesh.fsdp=1"), strict=True))
+    for mesh in MESHES:
+        for name, found in zip(WEIGHTS, gradients(output, mesh), strict=True):
+            pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected[name]), strict=True)
+            difference = max(float(np.abs(ours - right).max() / np.abs(right).max()) for ours, right in pairs)
+            sys.stdout.write(f"{mesh} {name}: {difference:.1e}\n")
+            assert difference < 1e-6, (mesh, name, difference)
+
+
+def gradients(output: Path, mesh: str) -> list:
+    """Of one batch by each aggregation, on a mesh."""
+    sizes = (f"data.seq_tokens={SEQ}", "data.groups=4", "data.group_size=4", "objective.kl=0.1")
+    config = cell(output / "never", *sizes, *mesh.split(","))
+    count = int(np.prod(list(config.mesh.sizes.values())))
+    trainer = build_trainer(config, jax.devices()[:count])
+    state = trainer.init(key=jax.random.key(0))
+    differentiate = jax.jit(lambda state, batch: trainer.gradients(state, batch)[0])
+    return [jax.device_get(differentiate(state, placed(trainer, batch(name)))) for name in WEIGHTS]
+
+
+def batch(weights: str) -> dict[str, np.ndarray]:
+    """Episodes of unlike lengths, and rows of padding."""
+    rng = np.random.default_rng(0)
+    found = []
+    for row in range(ROWS - 3):
+        length, prompt = int(rng.integers(3, SEQ + 1)), int(rng.integers(1, 3))
+        sampled = np.arange(length) >= prompt
+        trajectory = Trajectory(
+            group=row // 4,
+            task=row // 4,
+            tokens=rng.integers(12, size=length).astype(np.int32),
+            sampled=sampled,
+            logprobs=np.where(sampled, rng.normal(-2.5, 0.3, length), 0).astype(np.float32),
+            versions=np.where(sampled, 0, -1).astype(np.int32),
+            rewards=np.where(np.arange(length) == length - 1, rng.normal(), 0).astype(np.float32),
+        )
+        found.append(trajectory)
+    return batch_of(found, shapes=batch_shapes(ROWS, SEQ), advantage="group", weights=weights, version=0)
+
+
+def check_rollouts(output: Path) -> None:
+    """A run that trains on eight devices, whose engine draws on one, is that of one device up to rounding."""
+    steps = ("run.steps=3", "run.evaluate_every_steps=0")
+    start(build(cell(output / "eight", *steps, "mesh.fsdp=8")))
+    eight = records(output / "eight", "train")
+    one = records(Path(sys.argv[2]), "train")
+    for name in ("reward", "action_tokens", "loss", "logprob"):
+        ours, theirs = ([each[name] for each in found[:3]] for found in (eight, one))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert max(each["largest_mismatch"] for each in eight) < 1e-4
+    sys.stdout.write("rollouts ok\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stack_core.cli import main
 from stack_core.config import apply_overrides, load_yaml, parse
 from stack_core.contracts.environments import Completion
 from stack_core.errors import ConfigError, ConversionError, DataError
@@ -118,6 +119,30 @@ def test_what_is_no_reward_model_for_a_policy_is_refused(tiny):
         reward.check(None)
 
 
+RECIPE = """
+data:
+  kind: rollouts
+  environment: {name: prompts, source: PROMPTS, held_out: PROMPTS, rewards: ["letters:worth"], max_tokens: 5}
+  seq_tokens: 8
+  groups: 2
+  group_size: 3
+"""
+
+
+def test_any_model_plays_the_held_out_tasks_of_a_recipe(tiny, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.replace("PROMPTS", "runs/letters-data/prompts.jsonl"))
+    main(["rl", "evaluate", str(recipe), "runs/tiny", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["tasks"] == 8 and found["reward"] == found["worth"] and found["correct"] == 0
+    main(["rl", "evaluate", str(recipe), "runs/tiny", "--samples", "2"])
+    *samples, means = capsys.readouterr().out.splitlines()
+    assert len(samples) == 2 and samples[1].startswith("b:") and means.startswith("tasks 8, reward ")
+    with pytest.raises(SystemExit):
+        main(["rl", "evaluate", str(EXAMPLES / "letters_dpo.yaml"), "runs/tiny"])
+    assert "data.kind is 'preferences'; a recipe whose data.kind is 'rollouts'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_ppo_finds_what_a_reward_model_learned_from_pairs(folder):
     """Chat, reward model and PPO on one file of pairs; the hidden worth of answers rises, too."""
@@ -127,7 +152,7 @@ def test_ppo_finds_what_a_reward_model_learned_from_pairs(folder):
     first, *_, last = evaluations("runs/letters-ppo")
     assert last["reward"] > first["reward"]
     samples = [json.loads(line) for line in Path("runs/letters-ppo/samples.jsonl").read_text().splitlines()]
-    worth = {step: [each["facts"]["letters:worth"] for each in samples if each["step"] == step] for step in (50, 200)}
+    worth = {step: [each["facts"]["worth"] for each in samples if each["step"] == step] for step in (50, 200)}
     assert np.mean(worth[200]) >= 26  # of 29 to 40 that the best answers to the eight prompts are worth
 
 

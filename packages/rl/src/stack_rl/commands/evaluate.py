@@ -18,7 +18,7 @@ from stack_rl.rollouts import RolloutData
 
 __all__ = ["Played", "evaluate", "played"]
 
-Played = Mapping[str, float]
+Played = Mapping[str, int | float]
 """How many tasks were played, and means over them: `reward`, `correct`, and the facts that every episode has."""
 
 

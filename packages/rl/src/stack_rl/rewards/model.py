@@ -64,7 +64,8 @@ class ModelReward:
         return await found
 
     def _score_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         try:
             scores = [score for first in range(0, len(waiting), _ROWS) for score in self._of(waiting[first:][:_ROWS])]
         except Exception as error:  # Whoever waits gets it.

@@ -1,12 +1,22 @@
 """Runs over two agents and their workers, killed and stopped on the way: real processes, joined by JAX."""
 
 import os
+import random
 import signal
+import threading
+from dataclasses import replace
 
 import pytest
 
 from stack_core.errors import RunGivenUp
 from stack_core.events import FormationFormed, StepFinished, WorkerDied
+
+
+def pid_of(record, victim):
+    """The newest process that a record names as ("rank", 0) or ("agent", 1)."""
+    kind, place = victim
+    name = {"rank": "worker", "agent": "agent"}[kind]
+    return [note["pid"] for note in record.notes(name) if note.get("rank", note["on"]) == place][-1]
 
 
 class Strike:
@@ -20,10 +30,7 @@ class Strike:
         if self.struck or not isinstance(event, StepFinished) or event.step != self.at_step:
             return
         self.struck = True
-        kind, place = self.victim
-        name = {"rank": "worker", "agent": "agent"}[kind]
-        pid = [note["pid"] for note in record.notes(name) if note.get("rank", note["on"]) == place][-1]
-        os.kill(pid, self.number)
+        os.kill(pid_of(record, self.victim), self.number)
 
 
 def assert_recovered(bench, strike, kind, blamed):
@@ -61,6 +68,53 @@ def test_a_killed_worker_is_named_and_the_run_ends_bitwise_as_if_nothing_had_bee
 )
 def test_whoever_is_killed_or_stopped(bench, victim, number, kind, blamed):
     assert_recovered(bench, Strike(victim, number), kind, blamed)
+
+
+class Blows:
+    """Strikes at random moments, one blow a formation: while it joins, between two steps, or in a save."""
+
+    def __init__(self, seed, count):
+        self.generator = random.Random(seed)
+        self.left, self.struck, self.timer = count, [], None
+
+    def __call__(self, event, record):
+        if isinstance(event, FormationFormed):
+            forming = self.generator.random() < 0.2
+            self.wait_steps = None if forming else self.generator.randint(1, 6)
+            if forming and self.left:
+                self.arm(record, self.generator.uniform(0.2, 1.0))
+        elif isinstance(event, StepFinished) and self.wait_steps is not None:
+            self.wait_steps -= 1
+            if self.wait_steps == 0 and self.left:
+                self.arm(record, self.generator.uniform(0.0, 0.06))
+
+    def arm(self, record, after_s):
+        self.left -= 1
+        victim = (self.generator.choice(("rank", "rank", "rank", "agent")), self.generator.randrange(2))
+        number = self.generator.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
+        self.timer = threading.Timer(after_s, self.strike, (record, victim, number))
+        self.timer.start()
+
+    def strike(self, record, victim, number):
+        os.kill(pid_of(record, victim), number)
+        self.struck.append((victim, number))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "count"), [(0, 5), (1, 30)])
+def test_random_blows_end_bitwise_equal_and_each_is_blamed_on_the_right_one(bench, seed, count):
+    calm, _ = bench.run("calm", steps=20 * count, step_s=0.0)
+    blows = Blows(seed, count)
+    config = replace(bench.config, most_failures=30)
+    struck, record = bench.run("struck", on_event=blows, steps=20 * count, step_s=0.05, config=config)
+    assert struck == calm
+    expected = [
+        ("lost host" if kind == "agent" else "signal" if number is signal.SIGKILL else "stopped", place)
+        for (kind, place), number in blows.struck
+    ]
+    assert len(expected) == count
+    assert [(note["cause"], note["failed_host"]) for note in record.notes("failure")] == expected
+    bench.assert_nothing_is_left(record)
 
 
 @pytest.mark.slow

@@ -320,8 +320,9 @@ def imported(modules: Sequence[str]) -> str | None:
 def main() -> None:
     """Reads an invitation, as JSON, from standard input and serves."""
     parent = os.getppid()
-    fields = json.loads(sys.stdin.readline())
-    invitation = Invitation(**{**fields, "preload": tuple(fields.get("preload", ()))})
+    fields: dict[str, Any] = json.loads(sys.stdin.readline())
+    fields["preload"] = tuple(fields.get("preload", ()))
+    invitation = Invitation(**fields)
     if invitation.follows_parent:
         die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, which tells the workers

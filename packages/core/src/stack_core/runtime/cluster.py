@@ -312,7 +312,8 @@ class RemoteMesh:
 
     def _await_links(self, formation: Formation) -> None:
         """Waits for the workers to dial in, and compares their devices with the axes."""
-        hosts, devices = self.cluster.hosts, {}
+        hosts = self.cluster.hosts
+        devices: dict[int, int] = {}
         until_s = time.monotonic() + self.cluster.config.start_s
         while len(self._links) < self._count:
             for said in hosts.poll(_TURN_S):

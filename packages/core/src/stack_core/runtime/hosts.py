@@ -124,7 +124,7 @@ class Hosts:
 
     def poll(self, timeout_s: float) -> list[dict[str, Any]]:
         """What agents told since the last call, each with its "host"; a host that is gone is {"lost": reason}."""
-        told, self._told = self._told, []
+        told, self._told = self._told, list[dict[str, Any]]()
         for key, _ in self._selector.select(0 if told else timeout_s):
             if key.fd in self._selector.get_map():
                 key.data()

@@ -80,10 +80,10 @@ class _Interpreter:
 
     def _obey(self, command: str, *operands: Any) -> None:
         if command in self._questions:
-            number, *operands = operands
+            number, *rest = operands
             answer = None
             if self._error is None:
-                answer = self._guarded(command, self._questions[command], operands)
+                answer = self._guarded(command, self._questions[command], rest)
             self._link.send(pickle.dumps((number, self._error, answer), pickle.HIGHEST_PROTOCOL))
         elif self._error is None or command == "forget":
             self._guarded(command, self._commands[command], operands)

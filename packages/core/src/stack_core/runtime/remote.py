@@ -46,7 +46,7 @@ class RemoteArray:
         self.mesh, self.number = mesh, number
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
         self.formation = mesh.formation_number
-        weakref.finalize(self, mesh.unused, self.formation, number).atexit = False
+        weakref.finalize(self, mesh.unused, self.formation, number)
 
     def __repr__(self) -> str:
         return f"RemoteArray({self.dtype}{list(self.shape)}, formation {self.formation})"

@@ -38,8 +38,9 @@ def train_on_cluster(
     arguments = {"config": to_mapping(config), "resume": resume, "allow": list(allow)}
     job = Job("stack_train.run.cluster:worker", arguments, _PRELOAD)
     with stop_requests() as stop, EventBus([TerminalObserver(live=terminal)]) as bus:
-        found = supervise(job, config.cluster, Path(config.output), observe=bus.emit, stop=stop)
-    return RunSummary(**{**found, "directory": Path(found["directory"])})
+        found: dict[str, Any] = supervise(job, config.cluster, Path(config.output), observe=bus.emit, stop=stop)
+    found["directory"] = Path(found["directory"])
+    return RunSummary(**found)
 
 
 def worker(config: dict[str, Any], resume: bool, allow: list[str]) -> dict[str, Any]:

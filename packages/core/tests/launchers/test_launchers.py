@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import uuid
+from pathlib import Path
 
 import pytest
 
@@ -27,8 +29,6 @@ def marked(monkeypatch):
     monkeypatch.setenv("STACK_TEST_MARK", mark)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     yield
-    from pathlib import Path
-
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if f"STACK_TEST_MARK={mark}".encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
@@ -38,8 +38,6 @@ def marked(monkeypatch):
 
 
 def free_port():
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
@@ -80,8 +78,8 @@ def test_joined(marked, tmp_path):
 
 @pytest.mark.slow
 def test_ray(marked, monkeypatch):
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")  # read when Ray is imported
     ray = pytest.importorskip("ray", reason="needs stack-core[ray]")
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")
     ray.init(num_cpus=4, include_dashboard=False, namespace="stack", log_to_driver=False)
     try:
         check_launcher(RayLauncher, ClusterConfig(**SETTINGS), TOKEN)

@@ -103,10 +103,10 @@ class Blows:
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "count"), [(0, 5), (1, 30)])
 def test_random_blows_end_bitwise_equal_and_each_is_blamed_on_the_right_one(bench, seed, count):
-    calm, _ = bench.run("calm", steps=20 * count, step_s=0.0)
+    calm, _ = bench.run("calm", steps=8 * count, step_s=0.0)
     blows = Blows(seed, count)
     config = replace(bench.config, most_failures=30)
-    struck, record = bench.run("struck", on_event=blows, steps=20 * count, step_s=0.05, config=config)
+    struck, record = bench.run("struck", on_event=blows, steps=8 * count, step_s=0.05, config=config)
     assert struck == calm
     expected = [
         ("lost host" if kind == "agent" else "signal" if number is signal.SIGKILL else "stopped", place)

@@ -17,7 +17,7 @@ import yaml
 
 from stack_core.runtime.record import ClusterRecord
 
-STEPS = 20
+STEPS = 12
 CONFIG = {
     "model": {
         "family": "llama",
@@ -28,7 +28,7 @@ CONFIG = {
         "mlp": 24,
         "dtype": "float32",
     },
-    "data": {"seq_tokens": 16, "batch_size": 8, "validation_fraction": 0.2},
+    "data": {"seq_tokens": 16, "batch_size": 8, "validation_fraction": 0.0},
     "optimizer": {"name": "adamw", "learning_rate": 0.01},
     "run": {"steps": STEPS},
     "checkpoint": {"every_steps": 2, "keep": 10},
@@ -36,6 +36,7 @@ CONFIG = {
     "cluster": {"hosts": 2, "silence_s": 8.0, "stopped_s": 1.0, "orphan_s": 120.0, "most_failures": 20},
 }
 LEAST_S = 0.05
+LIMIT_S = 900
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class Cluster:
         assert not [path for path in folder.rglob("*") if "tmp" in path.name or "partial" in path.name]
 
 
-def wait_until(condition, timeout_s=300):
+def wait_until(condition, timeout_s=LIMIT_S):
     until_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until_s
@@ -157,7 +158,7 @@ def cluster(tmp_path_factory):
     """A cluster with a whole run."""
     cluster = Cluster(tmp_path_factory.mktemp("cluster"))
     driver = cluster.start("whole")
-    said, _ = driver.communicate(timeout=300)
+    said, _ = driver.communicate(timeout=LIMIT_S)
     assert driver.returncode == 0, said
     yield cluster
     for pid in cluster.marked():
@@ -182,12 +183,12 @@ def survive(cluster, output, blow):
     struck = cluster.strike(output, driver, blow)
     if blow.victim == "driver" and struck:
         second = cluster.start(output)
-        said, _ = second.communicate(timeout=300)
+        said, _ = second.communicate(timeout=LIMIT_S)
         assert second.returncode == 0, said
         driver.wait(20)
         driver.stdout.close()
     else:
-        said, _ = driver.communicate(timeout=300)
+        said, _ = driver.communicate(timeout=LIMIT_S)
         assert driver.returncode == 0, said
     cluster.assert_nothing_is_left(output)
     assert cluster.digests(output) == cluster.digests("whole"), said

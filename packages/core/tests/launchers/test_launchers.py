@@ -79,6 +79,7 @@ def test_joined(marked, tmp_path):
 @pytest.mark.slow
 def test_ray(marked, monkeypatch):
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")  # read when Ray is imported
+    monkeypatch.setenv("RAY_agent_register_timeout_ms", "180000")
     ray = pytest.importorskip("ray", reason="needs stack-core[ray]")
     ray.init(num_cpus=4, include_dashboard=False, namespace="stack", log_to_driver=False)
     try:

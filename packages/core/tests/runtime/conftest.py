@@ -35,7 +35,7 @@ class Bench:
             self.events.append(event)
             on_event(event, record)
 
-        job = Job("gradient_job:descend", {"folder": str(folder), **arguments}, ("gradient_job",))
+        job = Job("gradient_job:descend", {**arguments, "folder": str(folder)}, ("gradient_job",))
         config = config or self.config
         return supervise(job, config, folder, observe=observe, stop=stop or StopRequest()), record
 

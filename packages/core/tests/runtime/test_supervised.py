@@ -1,15 +1,21 @@
 """Runs over two agents and their workers, killed and stopped on the way: real processes, joined by JAX."""
 
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
+import time
 from dataclasses import replace
 
 import pytest
 
-from stack_core.errors import RunGivenUp
+from stack_core.config import to_mapping
+from stack_core.errors import ClusterError, RunGivenUp
 from stack_core.events import FormationFormed, StepFinished, WorkerDied
+from stack_core.runtime.record import ClusterRecord
 
 
 def pid_of(record, victim):
@@ -114,6 +120,45 @@ def test_random_blows_end_bitwise_equal_and_each_is_blamed_on_the_right_one(benc
     ]
     assert len(expected) == count
     assert [(note["cause"], note["failed_host"]) for note in record.notes("failure")] == expected
+    bench.assert_nothing_is_left(record)
+
+
+DRIVER = """
+import json, sys
+from pathlib import Path
+from stack_core.config import parse
+from stack_core.runs.signals import StopRequest
+from stack_core.runtime.config import ClusterConfig
+from stack_core.runtime.supervised import Job, supervise
+settings, arguments = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+job = Job("gradient_job:descend", arguments, ("gradient_job",))
+config, folder = parse(ClusterConfig, settings), Path(arguments["folder"])
+supervise(job, config, folder, observe=lambda event: None, stop=StopRequest())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_second_driver_attaches_to_what_a_killed_or_stopped_one_left(bench, number):
+    calm, _ = bench.run("calm", steps=60, step_s=0.0)
+    folder = bench.root / "left"
+    folder.mkdir()
+    arguments = {"folder": str(folder), "steps": 60, "step_s": 0.2}
+    command = [sys.executable, "-c", DRIVER, json.dumps(to_mapping(bench.config)), json.dumps(arguments)]
+    with subprocess.Popen(command) as first:
+        record = ClusterRecord(folder / "cluster")
+        while not any(note["event"] == "CheckpointSaved" for note in record.notes("event")):
+            assert first.poll() is None
+            time.sleep(0.05)
+        first.send_signal(number)
+        with pytest.raises(ClusterError, match=r"steps: 61, not 60"):
+            bench.run("left", steps=61, step_s=0.2)
+        left, record = bench.run("left", steps=60, step_s=0.2)
+    assert left == calm
+    assert record.notes("failure") == [] and len(record.notes("attached")) == 1
+    [end] = record.notes("end")
+    wall_s = end["time"] - record.notes("session")[0]["time"]
+    assert sum(end["seconds"].values()) == pytest.approx(wall_s, rel=0.01, abs=0.05)
     bench.assert_nothing_is_left(record)
 
 

@@ -24,7 +24,7 @@ from stack_core.runtime.zygote import state_of
 
 __all__ = ["ClusterRecord", "read_token"]
 
-_TAKEN_OVER_S = 10.0
+_BUSY_S = 3.0  # a driver that is killed holds its lock until the kernel has ended it
 
 
 class ClusterRecord:
@@ -118,7 +118,7 @@ class ClusterRecord:
         return self.directory / "token"
 
     def _take(self, descriptor: int) -> None:
-        until_s = time.monotonic() + _TAKEN_OVER_S
+        until_s = time.monotonic() + _BUSY_S
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,7 +128,7 @@ class ClusterRecord:
                 if pid is not None and state_of(pid) == "T":
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-                elif time.monotonic() > until_s or (pid is not None and state_of(pid) not in (None, "Z")):
+                elif time.monotonic() > until_s:
                     raise ClusterError(
                         f"The cluster of {self.directory.parent} is driven by the process with pid "
                         f"{said or 'unknown'}. Watch it with `stack cluster status`, or stop it first."

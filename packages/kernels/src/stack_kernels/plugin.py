@@ -26,6 +26,7 @@ _OPS: dict[str, str] = {
     "norm/mosaic_tpu": "norm.mosaic_tpu:MOSAIC_TPU",
     "norm/jit_x86": "jit_cpu.norm.jit_x86:JIT_X86",
     "paged_attention/jit_x86": "jit_cpu.paged_attention.jit_x86:JIT_X86",
+    "paged_attention/mosaic_tpu": "paged_attention.mosaic_tpu:MOSAIC_TPU",
     "paged_attention/xla_cpu": "paged_attention.xla_cpu:XLA_CPU",
     "ragged_dot/megablox": "ragged_dot.megablox:MEGABLOX",
     "ragged_dot/xla_cpu": "ragged_dot.xla_cpu:XLA_CPU",

@@ -14,13 +14,12 @@ from stack_core.generation import GenerationRequest, SamplingParams
 from stack_train.generate import TokenGenerator
 from stack_train.generative import generative_checkpoint
 from stack_train.models.llama import FAMILY, LlamaConfig
-from stack_train.sampling import SamplingConfig, draw
+from stack_train.sampling import SamplingConfig
 from stack_train.static_engine import StaticEngine, StaticEngineConfig
 
 CONFIG = LlamaConfig(
     vocab_size=24, embed=16, layers=1, heads=2, mlp=24, max_positions=40, initializer_std=0.3, dtype="float32"
 )
-DRAW = jax.jit(draw)
 PROMPTS = [(3, 5, 7), (1,), (2, 4, 6, 8, 10)]
 
 
@@ -163,14 +162,14 @@ def test_what_the_device_raises_ends_its_requests_and_no_others(engine, monkeypa
     ("change", "parameter"),
     [
         ({"stop": ("x",)}, "stop"),
-        ({"presence_penalty": 1.0}, "presence_penalty"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"logprobs": 3}, "logprobs"),
-        ({"min_tokens": 2}, "min_tokens"),
+        ({"stop_tokens": tuple(range(24)) + tuple(range(100, 109))}, "stop_tokens"),
+        ({"logit_bias": {24: 1.0}}, "logit_bias"),
     ],
 )
 def test_what_it_cannot_do_is_refused(engine, change, parameter):
-    with pytest.raises(GenerationError, match="static engine cannot do") as caught:
+    with pytest.raises(GenerationError, match=r"static engine cannot do|32 at most|tokens 0 to 23") as caught:
         engine.submit(request("refused", PROMPTS[0], **change))
     assert caught.value.parameter == parameter
 
@@ -181,16 +180,25 @@ def test_prompts_that_do_not_fit_are_refused(engine, prompt):
         engine.submit(request("unfit", prompt))
 
 
-@pytest.mark.parametrize(
-    ("settings", "candidates"),
-    [({"top_k": 2}, 3), ({"top_p": 0.5}, 1), ({"top_p": 0.75}, 3), ({"min_p": 0.3}, 3), ({"min_p": 0.1}, 4)],
-)
-def test_candidates_are_the_most_likely_and_those_as_likely_as_the_last(settings, candidates):
-    logits = jnp.log(jnp.asarray([[0.52, 0.18, 0.18, 0.08, 0.04]]))
-    plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | settings
-    arrays = {name: jnp.asarray([value] * 200) for name, value in plain.items()}
-    drawn = DRAW(jnp.tile(logits, (200, 1)), **arrays, keys=jax.random.split(jax.random.key(0), 200))
-    assert set(np.asarray(drawn.tokens).tolist()) == set(range(candidates))
-    kept = np.asarray([0.52, 0.18, 0.18, 0.08, 0.04])[:candidates]
-    expected = np.log(kept / kept.sum())[np.asarray(drawn.tokens)]
-    np.testing.assert_allclose(drawn.processed, expected, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(("settings", "expected"), [({"logit_bias": {5: 99.0}}, [5] * 4), ({"stop_tokens": (5,)}, [5])])
+def test_biases_and_minimal_lengths_change_what_is_drawn(engine, settings, expected):
+    settings = {"logit_bias": {5: 99.0}, "max_tokens": 4, "temperature": 0.0, **settings}
+    ((update,),) = ask(engine, request("biased", PROMPTS[0], **settings))
+    assert list(update.tokens) == expected
+    ((longer,),) = ask(engine, request("longer", PROMPTS[0], **settings, min_tokens=4))
+    assert len(longer.tokens) == 4 and (longer.tokens[0] == 5) == (expected == [5] * 4)
+
+
+def test_penalties_see_prompt_and_continuation(engine):
+    strong = {"temperature": 0.0, "max_tokens": 12, "logit_bias": {3: 20.0}}  # a token of the prompt
+    ((free,),) = ask(engine, request("free", PROMPTS[0], **strong))
+    ((once,),) = ask(engine, request("once", PROMPTS[0], **strong, repetition_penalty=1e6, presence_penalty=2.0))
+    assert free.tokens == (3,) * 12
+    assert once.tokens.count(3) == 0 and len(set(once.tokens)) == 12
+
+
+def test_logits_that_are_not_finite_end_their_request(checkpoint, engine):
+    engine.update_weights(jax.tree.map(lambda leaf: leaf * jnp.nan, checkpoint.load_params()))
+    ((update,),) = ask(engine, request("nan", PROMPTS[0]))
+    engine.update_weights(checkpoint.load_params(), version=0)
+    assert update.finish_reason == "error" and "NaN" in update.error

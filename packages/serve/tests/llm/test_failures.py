@@ -14,13 +14,13 @@ import pytest
 
 from stack_core.errors import StackError
 from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams
+from stack_core.text.logprobs import MOST_LOGPROBS, TokenLogprobs
+from stack_core.text.sampling import Sampled
 from stack_serve.llm import engine as engine_module
 from stack_serve.llm import loop, output, pages, scheduler, teller, work
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
-from stack_serve.llm.logprobs import MOST_LOGPROBS, TokenLogprobs
 from stack_serve.llm.programs import Programs, StepResult
-from stack_serve.llm.sampling import Sampled
 
 from .test_engine import Words
 from .tiny_checkpoint import TinyCheckpoint, random_params

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from stack_core.generation import SamplingParams
+from stack_core.text.sampling import SamplingSettings
 from stack_serve.llm.adapters import Weights
 from stack_serve.llm.config import EngineConfig
-from stack_serve.llm.sampling import SamplingSettings
 from stack_serve.llm.step import Step
 
 from .tiny_checkpoint import EMBED, TinyCheckpoint, random_params

@@ -6,13 +6,15 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stack_core.contracts.caches import CacheStorage, LayerState, Recurrent
 from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.errors import GenerationError
 from stack_core.kv_cache import DenseKVCache
 from stack_core.text.detokenize import IncrementalDetokenizer, StopTexts
-from stack_train.sampling import SamplingConfig, sample
+from stack_core.text.sampling import SamplingSettings, sample
+from stack_train.sampling import SamplingConfig
 
 __all__ = ["FinishReason", "Generation", "TextGenerator", "TokenGenerator"]
 
@@ -78,12 +80,8 @@ class TokenGenerator:
         cache = DenseKVCache.empty(self._checkpoint.states, batch=self._rows, capacity=capacity, storage=self._kv_cache)
         padding = [0] * (self._bucket(len(prompt)) - len(prompt))
         tokens = jnp.array([[*prompt, *padding]] * self._rows, jnp.int32)
-        settings = {
-            "temperature": jnp.float32(sampling.temperature),
-            "top_k": jnp.int32(sampling.top_k),
-            "top_p": jnp.float32(sampling.top_p),
-            "key": jax.random.key(sampling.seed),
-        }
+        row = SamplingSettings.row(sampling.params, seed=(sampling.seed, 0), end_tokens=(), prompt_tokens=len(prompt))
+        settings = np.tile(row.packed(), (self._rows, 1))
         lengths = jnp.full((self._rows,), len(prompt), jnp.int32)
         token, cache = self._prefill(self._params, tokens, lengths, cache, settings)
         for _ in range(limit - 1):
@@ -95,7 +93,7 @@ class TokenGenerator:
         return min(max(_SMALLEST_BUCKET, 1 << (tokens - 1).bit_length()), self._checkpoint.max_positions)
 
     def _prefill_step(
-        self, params: Any, tokens: jax.Array, lengths: jax.Array, cache: Any, settings: dict[str, jax.Array]
+        self, params: Any, tokens: jax.Array, lengths: jax.Array, cache: Any, settings: np.ndarray | jax.Array
     ) -> tuple[jax.Array, Any]:
         """Runs tokens[batch, bucket], of which row r counts lengths[r], and returns the next token of each row."""
         model = self._checkpoint.model(params)
@@ -108,7 +106,7 @@ class TokenGenerator:
         return _next_token(model, hidden, outputs.cache, settings), outputs.cache
 
     def _decode_step(
-        self, params: Any, tokens: jax.Array, cache: Any, settings: dict[str, jax.Array]
+        self, params: Any, tokens: jax.Array, cache: Any, settings: np.ndarray | jax.Array
     ) -> tuple[jax.Array, Any]:
         """Runs one token a row and returns the next."""
         model = self._checkpoint.model(params)
@@ -188,7 +186,7 @@ def _dtypes(state: LayerState) -> tuple[str, ...]:
     return state.dtypes if isinstance(state, Recurrent) else (state.dtype,)
 
 
-def _next_token(model: Any, hidden: jax.Array, cache: Any, settings: dict[str, jax.Array]) -> jax.Array:
-    """Samples after hidden[batch, 1, embed]; each position has a key of its own."""
-    key = jax.random.fold_in(settings["key"], cache.lengths[0])
-    return sample(model.logits(hidden[:, 0]), **{**settings, "key": key})
+def _next_token(model: Any, hidden: jax.Array, cache: Any, settings: Any) -> jax.Array:
+    """Samples after hidden[batch, 1, embed] by `SamplingSettings` that are packed; they have no penalties."""
+    history = jnp.zeros((len(settings), 1), jnp.int32)
+    return sample(model.logits(hidden[:, 0]), SamplingSettings.unpacked(settings), history, cache.lengths).tokens

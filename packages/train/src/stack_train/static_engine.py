@@ -28,12 +28,12 @@ from stack_core.generation import (
 )
 from stack_core.kv_cache import DenseKVCache
 from stack_core.paths import path_name
-from stack_train.sampling import draw
+from stack_core.text.sampling import MOST_BIASES, MOST_STOP_TOKENS, SamplingSettings, sample
 
 __all__ = ["StaticEngine", "StaticEngineConfig"]
 
 _SMALLEST_BUCKET = 16
-_UNSUPPORTED = ("min_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "stop", "prompt_logprobs")
+_UNSUPPORTED = ("stop", "prompt_logprobs")
 
 
 @config
@@ -71,9 +71,8 @@ class StaticEngine:
     """An `Engine` for small models: a batch runs until its last row has ended, and only then the next begins.
 
     Prompts and caches are padded to powers of two, so that there are few programs: one for each pair of sizes. It has
-    no pages, no prefix cache and no streaming within a continuation; every continuation is one update. Requests whose
-    sampling it cannot do are refused: penalties, biases, stop texts, `min_tokens`, and log-probabilities of other
-    tokens than the drawn ones.
+    no pages, no prefix cache and no streaming within a continuation; every continuation is one update. It samples as
+    `stack_core.text.sampling` does, but refuses stop texts, and log-probabilities of other tokens than the drawn ones.
 
     A request without `receive` is computed on the thread that asks for its `stream`, together with all that was
     submitted before. So the batches of a single thread depend on the order of its calls alone, and so do its tokens,
@@ -207,12 +206,13 @@ class StaticEngine:
                     "stack-serve.",
                     parameter=name,
                 )
-        if sampling.repetition_penalty != 1.0 or sampling.logprobs not in (None, 0):
-            name = "logprobs" if sampling.repetition_penalty == 1.0 else "repetition_penalty"
+        if sampling.logprobs not in (None, 0):
             raise GenerationError(
-                f"The static engine cannot do {name}={getattr(sampling, name)}. Use the engine 'llm' of stack-serve.",
-                parameter=name,
+                f"The static engine cannot do logprobs={sampling.logprobs}. Use the engine 'llm' of stack-serve.",
+                parameter="logprobs",
             )
+        self._check_tokens("logit_bias", tuple(sampling.logit_bias), MOST_BIASES)
+        self._check_tokens("stop_tokens", tuple(self._stops(sampling)), MOST_STOP_TOKENS)
         free = positions - len(request.prompt)
         if not request.prompt or free < 1:
             raise GenerationError(
@@ -226,6 +226,16 @@ class StaticEngine:
                 parameter="prompt",
             )
         return free if sampling.max_tokens is None else min(sampling.max_tokens, free)
+
+    def _check_tokens(self, name: str, tokens: Sequence[int], most: int) -> None:
+        vocab_size = self._checkpoint.vocab_size
+        if len(tokens) > most:
+            problem = f"{name} names {len(tokens)} tokens, the model's own end tokens included; give {most} at most."
+        elif any(token >= vocab_size for token in tokens):
+            problem = f"{name} has token {max(tokens)}; the model has tokens 0 to {vocab_size - 1}."
+        else:
+            return
+        raise GenerationError(problem, parameter=name)
 
     def _check_params(self, params: Any) -> None:
         """Raises a ConversionError where parameters are not in the structure and shapes of the checkpoint's."""
@@ -280,7 +290,10 @@ class StaticEngine:
             self._end_all(batch, "error", f"{type(error).__name__}: {error}")
             return
         for row, each in enumerate(batch):
-            self._tell(each, self._update(each, {name: values[row] for name, values in found.items()}, now_s))
+            if found["ok"][row]:
+                self._tell(each, self._update(each, {name: values[row] for name, values in found.items()}, now_s))
+            else:
+                self._end_all([each], "error", "The model's logits are NaN or infinite.")
         self._counts["prompt_tokens"] += sum(prompts)
 
     def _compute(self, batch: Sequence[_Continuation], bucket: int, capacity: int) -> dict[str, np.ndarray]:
@@ -299,23 +312,17 @@ class StaticEngine:
             "lengths": np.ones(rows, np.int32),
             "limits": np.zeros(rows, np.int32),
             "stops": np.full((rows, most), -1, np.int32),
-            "seeds": np.zeros((rows, 2), np.uint32),
-            "indices": np.zeros(rows, np.int32),
-            "temperature": np.ones(rows, np.float32),
-            "top_k": np.zeros(rows, np.int32),
-            "top_p": np.ones(rows, np.float32),
-            "min_p": np.zeros(rows, np.float32),
+            "settings": np.tile(SamplingSettings.greedy_row().packed(), (rows, 1)),
         }
         for row, each in enumerate(batch):
             request, sampling = each.work.request, each.work.request.sampling
             seed = int(np.random.default_rng().integers(1 << 63)) if sampling.seed is None else sampling.seed
             arrays["tokens"][row, : len(request.prompt)] = request.prompt
             arrays["stops"][row, : len(stops[row])] = stops[row]
-            arrays["seeds"][row] = seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF
             arrays["lengths"][row], arrays["limits"][row] = len(request.prompt), each.limit
-            arrays["indices"][row] = each.index
-            for name in ("temperature", "top_k", "top_p", "min_p"):
-                arrays[name][row] = getattr(sampling, name)
+            ends, prompt = self._checkpoint.end_tokens, len(request.prompt)
+            settings = SamplingSettings.row(sampling, seed=(seed, each.index), end_tokens=ends, prompt_tokens=prompt)
+            arrays["settings"][row] = settings.packed()
         return arrays
 
     def _stops(self, sampling: SamplingParams) -> list[int]:
@@ -326,8 +333,8 @@ class StaticEngine:
         """Continues all rows; one program.
 
         Returns:
-          count[rows], and arrays[rows, capacity] whose first `count` entries are tokens, their log-probabilities by the
-          model and by the processed distribution, and their ranks.
+          count[rows], drawn tokens; ok[rows], whether all logits allowed one; history[rows, capacity], prompts and what
+          was drawn; of each drawn token logprobs[rows, capacity] and ranks, as `sample` gives them.
         """
         model, count = self._checkpoint.model(params), rows["lengths"].shape[0]
         empty: Any = DenseKVCache.empty(
@@ -337,14 +344,20 @@ class StaticEngine:
         positions = jnp.minimum(jnp.arange(rows["tokens"].shape[1]), last)
         outputs = model(rows["tokens"], positions, cache=empty.expecting(rows["lengths"]))
         hidden = jnp.take_along_axis(outputs.hidden, last[..., None], axis=1)
-        kinds = {"tokens": jnp.int32, "logprobs": jnp.float32, "processed": jnp.float32, "ranks": jnp.int32}
-        found = {name: jnp.zeros((count, capacity), dtype) for name, dtype in kinds.items()}
-        choose = partial(_choose, model, rows)
+        free = capacity - rows["tokens"].shape[1]
+        found = {
+            "history": jnp.pad(rows["tokens"], ((0, 0), (0, free))),
+            "ok": jnp.ones(count, bool),
+            "logprobs": jnp.zeros((count, capacity), jnp.float32),
+            "ranks": jnp.zeros((count, capacity), jnp.int32),
+        }
+        choose = partial(_choose, model, rows, SamplingSettings.unpacked(rows["settings"]))
         state = choose(0, hidden, found, rows["limits"] == 0)
 
         def step(carry: Any) -> Any:
             place, cache, (found, ended, counts) = carry
-            tokens = jax.lax.dynamic_slice_in_dim(found["tokens"], place - 1, 1, axis=1)
+            last = jnp.minimum(rows["lengths"] + place, capacity) - 1
+            tokens = jnp.take_along_axis(found["history"], last[:, None], axis=1)
             outputs = model(tokens, cache.lengths[:, None], cache=cache)
             found, ended, drawn = choose(place, outputs.hidden, found, ended)
             return place + 1, outputs.cache, (found, ended, counts + drawn)
@@ -355,12 +368,13 @@ class StaticEngine:
 
     def _update(self, of: _Continuation, found: dict[str, Any], started_s: float) -> GenerationUpdate:
         request, count = of.work.request, int(found["count"])
-        tokens = tuple(int(token) for token in found["tokens"][:count])
+        first = len(request.prompt)
+        tokens = tuple(int(token) for token in found["history"][first : first + count])
         sampling, stopped = request.sampling, tokens[-1] in self._stops(request.sampling)
         logprobs = None
         if sampling.logprobs is not None:
-            values = found["processed" if sampling.logprobs_of == "processed" else "logprobs"][:count]
-            logprobs = tuple(map(TokenLogprob, tokens, map(float, values), map(int, found["ranks"][:count])))
+            values, ranks = found["logprobs"][:count], found["ranks"][:count]
+            logprobs = tuple(map(TokenLogprob, tokens, map(float, values), map(int, ranks)))
         shown = tokens[:-1] if stopped and not sampling.include_stop else tokens
         tokenizer = self._checkpoint.tokenizer
         is_own = not sampling.ignore_eos and tokens[-1] in self._checkpoint.end_tokens
@@ -426,27 +440,20 @@ def _deadline_s(work: _Work) -> float:
 def _choose(
     model: Any,
     rows: dict[str, jax.Array],
+    settings: SamplingSettings,
     place: Int[Array, ""] | int,
     hidden: Float[Array, "rows 1 embed"],
     found: dict[str, jax.Array],
     ended: jax.Array,
 ) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
     """Draws the token at a place of each continuation; says which have ended then, and which drew one."""
-    keys = jax.vmap(lambda seed, index: jax.random.fold_in(jax.random.wrap_key_data(seed), index))(
-        rows["seeds"], rows["indices"]
-    )
-    drawn = draw(
-        model.logits(hidden[:, 0]),
-        temperature=rows["temperature"],
-        top_k=rows["top_k"],
-        top_p=rows["top_p"],
-        min_p=rows["min_p"],
-        keys=jax.vmap(lambda key: jax.random.fold_in(key, place))(keys),
-    )
-    stops = jnp.any(drawn.tokens[:, None] == rows["stops"], axis=1)
-    entries = {"tokens": drawn.tokens, "logprobs": drawn.logprobs, "processed": drawn.processed, "ranks": drawn.ranks}
-    found = {
-        name: jax.lax.dynamic_update_slice_in_dim(found[name], values[:, None], place, axis=1)
-        for name, values in entries.items()
+    lengths = rows["lengths"] + place
+    drawn = sample(model.logits(hidden[:, 0]), settings, found["history"], lengths)
+    stops = jnp.any(drawn.tokens[:, None] == rows["stops"], axis=1) & (place + 1 > settings.min_tokens)
+    own = {
+        name: jax.lax.dynamic_update_slice_in_dim(found[name], getattr(drawn, name)[:, None], place, axis=1)
+        for name in ("logprobs", "ranks")
     }
+    history = found["history"].at[jnp.arange(len(lengths)), lengths].set(drawn.tokens, mode="drop")
+    found = {"history": history, "ok": found["ok"] & (drawn.ok | ended), **own}
     return found, ended | stops | (rows["limits"] <= place + 1), (~ended).astype(jnp.int32)

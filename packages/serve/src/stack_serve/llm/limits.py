@@ -9,10 +9,10 @@ from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.errors import ConfigError, GenerationError
 from stack_core.generation import GenerationRequest, SamplingParams
 from stack_core.hardware.memory import free_bytes
+from stack_core.text.logprobs import MOST_LOGPROBS
+from stack_core.text.sampling import MOST_BIASES, MOST_STOP_TOKENS
 from stack_serve.llm.cache import empty_layers
 from stack_serve.llm.config import EngineConfig
-from stack_serve.llm.logprobs import MOST_LOGPROBS
-from stack_serve.llm.sampling import MOST_BIASES, MOST_STOP_TOKENS
 
 __all__ = ["Limits"]
 

@@ -10,14 +10,14 @@ import numpy as np
 
 from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.generation import FinishReason, GenerationRequest, GenerationUpdate
+from stack_core.text.logprobs import TokenLogprobs
+from stack_core.text.sampling import Sampled, SamplingSettings
 from stack_serve.llm.adapters import HostAdapter
 from stack_serve.llm.compilations import compilations_here
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.limits import Limits
-from stack_serve.llm.logprobs import TokenLogprobs
 from stack_serve.llm.output import GOES_ON, Ending, Output
 from stack_serve.llm.programs import Programs, StepResult
-from stack_serve.llm.sampling import Sampled, SamplingSettings
 from stack_serve.llm.scheduler import Plan, Row, SchedulerState, finish, forget_prefixes, recompute, record, schedule
 from stack_serve.llm.sequence import Sequence
 from stack_serve.llm.teller import End, News, PromptScores, Tokens

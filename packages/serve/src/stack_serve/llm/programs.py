@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.text.logprobs import TokenLogprobs
+from stack_core.text.sampling import Sampled, SamplingSettings
 from stack_serve.llm.adapters import AdapterShapes, HostAdapter, Weights, put, unusable
 from stack_serve.llm.buckets import Buckets
 from stack_serve.llm.cache import empty_layers
 from stack_serve.llm.config import EngineConfig
-from stack_serve.llm.logprobs import TokenLogprobs
 from stack_serve.llm.placement import Placement
-from stack_serve.llm.sampling import Sampled, SamplingSettings
 from stack_serve.llm.step import ROW_FIELDS, SlotState, Step, admit
 from stack_serve.llm.unstacking import layer_by_layer, loops_over, split_layers
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.text.logprobs import TokenLogprobs, token_logprobs
+from stack_core.text.sampling import Sampled, SamplingSettings, sample
 from stack_serve.llm.adapters import Weights, with_rows
 from stack_serve.llm.cache import PagedKVCache, Rows
 from stack_serve.llm.config import EngineConfig
-from stack_serve.llm.logprobs import TokenLogprobs, token_logprobs
-from stack_serve.llm.sampling import Sampled, SamplingSettings, sample
 from stack_serve.llm.unstacking import layer_by_layer
 
 __all__ = ["ROW_FIELDS", "SlotState", "Step", "admit"]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from stack_core.generation import FinishReason, GenerationUpdate
-from stack_serve.llm.logprobs import Index, TokenLogprobs, token_records
+from stack_core.text.logprobs import Index, TokenLogprobs, token_records
 from stack_serve.llm.output import GOES_ON, EndOfTokens
 from stack_serve.llm.work import Continuation, Work
 

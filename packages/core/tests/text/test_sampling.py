@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from stack_core.generation import SamplingParams
-from stack_serve.llm import candidates, logprobs, penalties, sampling
-from stack_serve.llm.sampling import MOST_BIASES, MOST_STOP_TOKENS, SamplingSettings, sample
+from stack_core.text import candidates, logprobs, penalties, sampling
+from stack_core.text.sampling import MOST_BIASES, MOST_STOP_TOKENS, SamplingSettings, sample
 
 VOCAB = 12
 LOGITS = np.log(np.array([30, 20, 14, 10, 7, 5, 4, 3, 3, 2, 1, 1]) / 100).astype(np.float32)

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from stack_core.generation import SamplingParams
-from stack_serve.llm.sampling import SamplingSettings, sample
+from stack_core.text.sampling import SamplingSettings, sample
 
 CHANGES = (
     {"temperature": 0.0, "logprobs": 5},

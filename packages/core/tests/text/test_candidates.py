@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stack_serve.llm.candidates import kth_largest, largest, most_likely, padded
+from stack_core.text.candidates import kth_largest, largest, most_likely, padded
 
 VALUES = np.float32([-np.inf, -3e38, -7.5, -1e-20, 0.0, 1e-20, 0.25, 3.0, 3.0000002, 3e38])
 LARGEST = {count: jax.jit(largest, static_argnums=1) for count in (1, 20, 64)}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from stack_core.generation import TokenLogprob
-from stack_serve.llm.candidates import at_token, largest, padded
+from stack_core.text.candidates import at_token, largest, padded
 
 __all__ = ["MOST_LOGPROBS", "Index", "TokenLogprobs", "token_logprobs", "token_records"]
 

@@ -14,9 +14,9 @@ from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Float, Int
 
 from stack_core.generation import SamplingParams
-from stack_serve.llm.candidates import GROUPS, at_token, kth_largest, most_likely, padded
-from stack_serve.llm.logprobs import MOST_LOGPROBS, TokenLogprobs, token_logprobs
-from stack_serve.llm.penalties import add_at, penalize
+from stack_core.text.candidates import GROUPS, at_token, kth_largest, most_likely, padded
+from stack_core.text.logprobs import MOST_LOGPROBS, TokenLogprobs, token_logprobs
+from stack_core.text.penalties import add_at, penalize
 
 __all__ = ["MOST_BIASES", "MOST_STOP_TOKENS", "Sampled", "SamplingSettings", "sample"]
 

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from stack_serve.llm.logprobs import MOST_LOGPROBS, token_logprobs
+from stack_core.text.logprobs import MOST_LOGPROBS, token_logprobs
 
 jitted = jax.jit(token_logprobs)
 

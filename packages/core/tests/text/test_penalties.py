@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from stack_serve.llm.penalties import add_at, penalize
+from stack_core.text.penalties import add_at, penalize
 
 VOCAB, MAX_TOKENS = 60, 700
 NONE = {"repetition": 1.0, "frequency": 0.0, "presence": 0.0}

@@ -1,5 +1,6 @@
 """Every family against transformers on PyTorch, both in float32: transformers 5, or 4 where that is installed."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from stack_core.plugins import registries
 from stack_train.checkpoint import named_leaves
 from stack_train.generate import TokenGenerator
 from stack_train.huggingface import FORMAT
+from stack_train.huggingface.blocks import with_blocks
+from stack_train.models.family import DecoderFamily
+from stack_train.safetensors_files import read_tensors
 from stack_train.sampling import SamplingConfig
 from stack_train.trained_model import RUN_FORMAT
 from stack_train.weights import load_params, run_config
@@ -59,6 +63,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 8, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24}
         | {"final_logit_softcapping": 5.0},
     ),
+    "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24}),
+    "olmo2": ("Olmo2", {}),
+    "gpt_oss": (
+        "GptOss",
+        {"head_dim": 16, "sliding_window": 6, "num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 0.4}
+        | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}
+        | {"rope_theta": 150000.0},
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         {"num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8}
@@ -71,7 +83,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 20},
     ),
 }
-WITH_GRADIENTS = ("llama", "qwen3_moe", "gemma3", "deepseek_v3")
 
 
 @dataclass(frozen=True)
@@ -128,8 +139,8 @@ def test_logits(family, tokens):
 
 
 def test_loss_and_gradients(family, tokens):
-    if family.name not in WITH_GRADIENTS:
-        pytest.skip(f"gradients are compared for {', '.join(WITH_GRADIENTS)}, which have every kind of layer but one")
+    if "gradients" not in registries.models[family.name].tested:
+        pytest.skip("a family without a kind of layer of its own")
     family.torch_model.zero_grad()
     expected = family.torch_model(torch.tensor(tokens), labels=torch.tensor(tokens)).loss
     expected.backward()
@@ -212,3 +223,61 @@ def test_fused_experts_are_read_as_those_of_each_expert(family, tmp_path):
     params = named_leaves(load_params(tmp_path / "run", family.config))
     for name, leaf in named_leaves(load_params(family.run, family.config)).items():
         np.testing.assert_array_equal(params[name], leaf, err_msg=name)
+
+
+def test_every_family_is_here():
+    decoders = {name for name in registries.models.names() if isinstance(registries.models[name], DecoderFamily)}
+    assert set(FAMILIES) == decoders
+    for name in decoders:
+        assert {"logits", "greedy", "conversion"} <= set(registries.models[name].tested)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"], indirect=True)
+def test_a_state_that_predicts_the_token_after_the_next(family, tokens, tmp_path):
+    """transformers has the layer alone, and no model that is saved with it."""
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers, "MtpLayer"):
+        pytest.skip("needs transformers 5.20 or later, which has layers that predict later tokens")
+    base, inputs = family.torch_model.model, torch.tensor(tokens)
+    torch.manual_seed(1)
+    layer = layers.MtpLayer(base.config, type(base.layers[-1]), type(base.norm), 3).eval()
+    positions = torch.arange(tokens.shape[1])[None]
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(0.1 * noise if parameter.ndim > 1 else parameter + 0.1 * noise)
+        embedded = base.embed_tokens(torch.roll(inputs, -1, dims=1))
+        states = base(inputs).last_hidden_state
+        angles = base.rotary_emb(embedded, positions)
+        expected = layer(embedded, states, angles, None, positions, None).numpy()
+    (tmp_path / "hf").mkdir()
+    config = json.loads((family.directory / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    own = {_further_name(family.name, name): value.numpy() for name, value in layer.state_dict().items()}
+    save_file(load_file(family.directory / "model.safetensors") | own, tmp_path / "hf" / "model.safetensors")
+    FORMAT.import_run(tmp_path / "hf", tmp_path / "run")
+    read = run_config(tmp_path / "run").model
+    assert (read.further_layers, family.config.further_layers) == (1, 0)
+    model = model_of(read, load_params(tmp_path / "run", read))
+    (actual,) = jax.jit(lambda model: model(jnp.array(tokens), positions_of(tokens)).further)(model)
+    np.testing.assert_allclose(actual[:, :-1], expected[:, :-1], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def _further_name(family: str, name: str) -> str:
+    """What published checkpoints call a tensor of transformers' layer."""
+    if family == "deepseek_v3":
+        return "model.layers.4." + name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+    own = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
+    module = name.split(".", maxsplit=1)[0]
+    return f"mtp.{own[module]}.weight" if module in own else "mtp.layers.0." + name.removeprefix("mtp_block.")
+
+
+def test_microscaled_experts_are_those_of_transformers(tmp_path):
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (2, 6, 3, 16)).astype(np.uint8)
+    scales = random.integers(100, 140, (2, 6, 3)).astype(np.uint8)
+    save_file({"up_blocks": blocks, "up_scales": scales}, tmp_path / "model.safetensors")
+    _, tensors = with_blocks({"quantization_config": {"quant_method": "mxfp4"}}, read_tensors(tmp_path))
+    expected = mxfp4.convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales))
+    np.testing.assert_array_equal(tensors["up"].read().astype(np.float32), expected.float().numpy())

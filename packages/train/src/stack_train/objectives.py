@@ -10,7 +10,7 @@ from pydantic import NonNegativeFloat
 
 from stack_core.config import config
 from stack_core.contracts.data import IGNORED_TARGET, Shapes
-from stack_core.contracts.models import LanguageModel
+from stack_core.contracts.models import Head, LanguageModel, Outputs
 from stack_core.contracts.training import Objective, ReadsInputs
 from stack_core.errors import ConfigError, nearest
 from stack_core.metrics import Metric, Metrics
@@ -22,12 +22,23 @@ __all__ = ["CausalLMConfig", "check_inputs"]
 class CausalLMConfig:
     """Next-token cross-entropy, the mean over the targets that are not ignored.
 
+        loss + balance_loss * balance + router_z_loss * z + further_loss * mean of further losses
+
+    balance and z are what mixtures of experts say of their routers, see `stack_train.nn.experts`; a further loss is the
+    cross-entropy of states that predict later tokens (`Outputs.further`), of targets in the same document.
+
     Attributes:
       z_loss: coefficient of mean(log Z ** 2), which keeps the logits' scale in place (PaLM, section 5).
+      balance_loss: coefficient that spreads tokens over experts; 0.01 in Switch Transformers (arXiv:2101.03961).
+      router_z_loss: coefficient that keeps the routers' logits small; 0.001 in ST-MoE (arXiv:2202.08906).
+      further_loss: coefficient of predicting later tokens; 0.3, then 0.1 in DeepSeek-V3 (arXiv:2412.19437).
     """
 
     name: Literal["causal_lm"] = "causal_lm"
     z_loss: NonNegativeFloat = 0.0
+    balance_loss: NonNegativeFloat = 0.0
+    router_z_loss: NonNegativeFloat = 0.0
+    further_loss: NonNegativeFloat = 0.0
 
     inputs: ClassVar[Mapping[str, str]] = MappingProxyType(
         dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "batch seq")
@@ -41,9 +52,56 @@ class CausalLMConfig:
     ) -> tuple[jax.Array, Metrics]:
         del key  # a dense decoder without dropout draws nothing
         outputs = model(batch["tokens"], batch["positions"], batch["segment_ids"])
-        targets = batch["targets"]
-        loss = model.head().cross_entropy(outputs.hidden, targets, ignore_index=IGNORED_TARGET, z_loss=self.z_loss)
-        return loss, {"loss": Metric.mean(loss, jnp.sum(targets != IGNORED_TARGET).astype(jnp.float32))}
+        targets, head = batch["targets"], model.head()
+        loss = head.cross_entropy(outputs.hidden, targets, ignore_index=IGNORED_TARGET, z_loss=self.z_loss)
+        weight = jnp.sum(targets != IGNORED_TARGET).astype(jnp.float32)
+        metrics = {"loss": Metric.mean(loss, weight)}
+        parts = {"balance_loss": self.balance_loss, "router_z": self.router_z_loss}
+        for fact, coefficient in parts.items():
+            if fact in outputs.facts:
+                metrics[fact] = Metric.mean(outputs.facts[fact], weight)
+            if coefficient:
+                loss = loss + coefficient * self._fact(outputs, fact)
+        if self.further_loss:
+            further = self._further(outputs, head, targets, batch["segment_ids"])
+            metrics["further_loss"] = Metric.mean(further, weight)
+            loss = loss + self.further_loss * further
+        return loss, metrics
+
+    def _fact(self, outputs: Outputs, fact: str) -> jax.Array:
+        """Raises a ConfigError where the model has no routers."""
+        if fact not in outputs.facts:
+            name = "router_z_loss" if fact == "router_z" else fact
+            raise ConfigError(
+                f"objective.{name}={getattr(self, name)} is a coefficient of what mixtures of experts say, but the "
+                "model has none. Set it to 0, or choose a family with experts."
+            )
+        return outputs.facts[fact]
+
+    def _further(self, outputs: Outputs, head: Head, targets: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        """The mean loss of the states that predict later tokens.
+
+        Raises:
+          ConfigError: the model has none.
+        """
+        if not outputs.further:
+            raise ConfigError(
+                f"objective.further_loss={self.further_loss} is a coefficient of predicting later tokens, but the "
+                "model does not. Set it to 0, or give the model further layers (model.further_layers)."
+            )
+        losses = []
+        for depth, hidden in enumerate(outputs.further, 1):
+            later = _later(targets, segment_ids, depth)
+            losses.append(head.cross_entropy(hidden, later, ignore_index=IGNORED_TARGET))
+        return jnp.mean(jnp.stack(losses))
+
+
+def _later(targets: jax.Array, segment_ids: jax.Array, tokens: int) -> jax.Array:
+    """The targets of so many tokens later; ignored where these are of another segment or behind the row."""
+    fill = jnp.full_like(targets[:, :tokens], IGNORED_TARGET)
+    later = jnp.concatenate([targets[:, tokens:], fill], axis=1)
+    segments = jnp.concatenate([segment_ids[:, tokens:], fill], axis=1)
+    return jnp.where(segments == segment_ids, later, IGNORED_TARGET)
 
 
 def check_inputs(objective: Objective, batch: Shapes) -> None:

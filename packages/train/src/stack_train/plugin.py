@@ -15,7 +15,10 @@ def stack_register_models(registry: Registrar) -> None:
     registry.add("qwen3", "stack_train.models.qwen3:FAMILY")
     registry.add("qwen3_moe", "stack_train.models.qwen3_moe:FAMILY")
     registry.add("qwen3_next", "stack_train.models.qwen3_next:FAMILY")
+    registry.add("gemma2", "stack_train.models.gemma2:FAMILY")
     registry.add("gemma3", "stack_train.models.gemma3:FAMILY")
+    registry.add("gpt_oss", "stack_train.models.gpt_oss:FAMILY")
+    registry.add("olmo2", "stack_train.models.olmo2:FAMILY")
     registry.add("deepseek_v3", "stack_train.models.deepseek_v3:FAMILY")
     registry.add("dit", "stack_train.diffusion.dit:FAMILY")
     registry.add("flux", "stack_train.diffusion.flux:FAMILY")
@@ -97,6 +100,7 @@ def stack_register_commands(registry: Registrar) -> None:
         "stack_train.commands.compile:compile_run",
         help="Compile a train step for hardware that need not be there.",
     )
+    registry.add("models", "stack_train.commands.models:models", help="List the families of models.")
     registry.add(
         "generate",
         "stack_train.commands.generate:generate",

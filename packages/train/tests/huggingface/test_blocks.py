@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 with a scale for each block."""
+"""Checkpoints in FP8 with a scale for each block, and in MXFP4."""
 
 import json
 from pathlib import Path
@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from stack_core.errors import ConversionError
+from stack_train.huggingface.blocks import with_blocks
 from stack_train.huggingface.format import FORMAT
 from stack_train.huggingface.source import open_source
 from stack_train.run.config import run_config
+from stack_train.safetensors_files import read_tensors
 from stack_train.weights import load_params
 
 ROWS, COLUMNS = 8, 6  # neither divides every matrix
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "uint8": "U8"}
 
 
 def write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
@@ -81,3 +83,48 @@ def test_what_is_coded_otherwise_is_refused(make_checkpoint, coding, message):
     coded(directory, tensors, **coding)
     with pytest.raises(ConversionError, match=message):
         open_source(directory)
+
+
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}, "other": 1}
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def microscaled(directory: Path, **changes: np.ndarray) -> tuple[dict[str, object], dict[str, object]]:
+    """Writes codes of experts, [2, 3 outputs, 64 inputs], and opens them."""
+    random = np.random.default_rng(3)
+    blocks = random.integers(0, 256, (2, 3, 2, 16)).astype(np.uint8)
+    scales = random.integers(118, 136, (2, 3, 2)).astype(np.uint8)
+    tensors = {"experts.up_blocks": blocks, "experts.up_scales": scales, "norm": np.ones(4, ml_dtypes.bfloat16)}
+    write_file(
+        directory / "model.safetensors", {name: array for name, array in (tensors | changes).items() if array.size}
+    )
+    config, found = with_blocks(MXFP4, read_tensors(directory))
+    return {"config": config, **tensors}, dict(found)
+
+
+def test_microscaled_blocks_are_read_as_the_floats_that_they_stand_for(tmp_path):
+    written, found = microscaled(tmp_path)
+    assert written["config"] == {"other": 1} and found.keys() == {"experts.up", "norm"}
+    values = found["experts.up"].read()
+    assert values.shape == found["experts.up"].shape == (2, 64, 3) and values.dtype == ml_dtypes.bfloat16
+    for expert, place, output in np.ndindex(values.shape):
+        byte = int(written["experts.up_blocks"][expert, output, place // 32, place % 32 // 2])
+        code = byte >> 4 if place % 2 else byte & 15
+        scale = 2.0 ** (int(written["experts.up_scales"][expert, output, place // 32]) - 127)
+        assert values[expert, place, output] == (-1) ** (code >> 3) * FP4[code & 7] * scale
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"experts.up_scales": np.zeros(0, np.uint8)}, r"experts.up_scales is missing; expected U8\[2, 3, 2\]"),
+        ({"experts.up_scales": np.ones((2, 3, 1), np.uint8)}, r"experts.up_scales is U8\[2, 3, 1\]"),
+        (
+            {"experts.up_blocks": np.ones((2, 3, 32), np.uint8)},
+            r"experts.up_blocks is U8\[2, 3, 32\]; expected U8\[experts",
+        ),
+    ],
+)
+def test_blocks_of_mxfp4_that_do_not_fit_are_named(changes, problem, tmp_path):
+    with pytest.raises(ConversionError, match=problem):
+        microscaled(tmp_path, **changes)

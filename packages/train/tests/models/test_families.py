@@ -15,6 +15,7 @@ from stack_core.kv_cache import DenseKVCache
 from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh
 from stack_core.plugins import registries
 from stack_train.checkpoint import named_leaves
+from stack_train.models.weight_map import joined_tensors, shared_tensors
 from stack_train.weights import abstract_params
 
 SIZES = {"vocab_size": 61, "embed": 24, "heads": 4, "kv_heads": 2, "mlp": 40, "max_positions": 32, "dtype": "float32"}
@@ -26,6 +27,9 @@ FAMILIES = {
     "qwen3_moe": {"layers": 4, "dense_layers": (0,), "experts": 6, "active_experts": 3, "expert_mlp": 16},
     "qwen3": {"layers": 2, "head_dim": 8},
     "gemma3": {"layers": 5, "head_dim": 8, "period": 2, "window": 5, "query_scalar": 9, "logit_softcap": 3.0},
+    "gemma2": {"layers": 3, "head_dim": 8, "window": 5, "query_scalar": 9},
+    "olmo2": {"layers": 2},
+    "gpt_oss": {"layers": 3, "head_dim": 8, "window": 5, "experts": 4, "active_experts": 2},
     "deepseek_v3": {
         "kv_heads": None,
         "layers": 3,
@@ -39,6 +43,7 @@ FAMILIES = {
         "expert_mlp": 16,
         "expert_groups": 3,
         "kept_groups": 2,
+        "further_layers": 2,
     },
     "qwen3_next": {
         "layers": 3,
@@ -52,10 +57,11 @@ FAMILIES = {
         "active_experts": 2,
         "expert_mlp": 16,
         "shared_mlp": 12,
+        "further_layers": 1,
     },
 }
-STATES = ("gemma3", "deepseek_v3", "qwen3_next")
-"""Families whose layers keep every kind of state, alone and beside others."""
+STATES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_next")
+"""Families whose layers keep every kind of state, alone and beside others, and with sinks."""
 SEQ = 12
 ONE_DEVICE = make_mesh(MeshConfig(), jax.devices()[:1])
 
@@ -96,7 +102,7 @@ def test_packed_documents_do_not_see_each_other(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parameters_become_tensors_and_come_back(name):
-    """Every parameter has a rule, no two rules share a tensor, and what is written can be read, fused experts too."""
+    """Every parameter has a rule, no two groups of rules share a tensor, and what is written can be read."""
     config = make_config(name)
     family = registries.models[name]
     random = np.random.default_rng(0)
@@ -107,17 +113,29 @@ def test_parameters_become_tensors_and_come_back(name):
     rules = family.weight_rules(config)
     assert sorted(rule.parameter for rule in rules) == sorted(leaves)
     tensors = {}
-    for rule in rules:
-        views = rule.tensors(leaves[rule.parameter])
-        assert {view: array.shape for view, array in views.items()} == rule.tensor_shapes(leaves[rule.parameter].shape)
-        assert not tensors.keys() & views.keys()
-        tensors |= views
+    for group in shared_tensors(rules):
+        joined = joined_tensors(group, [leaves[rule.parameter] for rule in group])
+        for rule in group:
+            shapes = rule.tensor_shapes(leaves[rule.parameter].shape)
+            assert {tensor: array.shape for tensor, array in joined.items()} == shapes
+        assert not tensors.keys() & joined.keys()
+        tensors |= joined
     for rule in rules:
         assert rule.stored_in(tensors) is rule
         read = np.empty_like(leaves[rule.parameter])
         for tensor, part in rule.tensors(read).items():
             part[...] = rule.part_of(tensors[tensor])
         np.testing.assert_array_equal(read, leaves[rule.parameter])
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
+def test_a_checkpoint_may_lack_the_layers_that_predict_later_tokens(name):
+    family, config = registries.models[name], make_config(name)
+    tensors = [each for rule in family.weight_rules(config) for each in rule.tensor_shapes((1, 1, 1, 1))]
+    assert family.fitting(config, tensors) is config
+    without = dataclasses.replace(config, further_layers=0)
+    tensors = [each for rule in family.weight_rules(without) for each in rule.tensor_shapes((1, 1, 1, 1))]
+    assert family.fitting(config, tensors) == family.fitting(without, tensors) == without
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -145,7 +163,7 @@ def test_every_parameter_has_axes_that_the_default_rules_know(name):
     model = nnx.eval_shape(lambda: registries.models[name].build(config, key=jax.random.key(0)))
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         axes = leaf.get_metadata("logical_axes")
-        assert (axes[0] == "layers") == (path[0] == "blocks"), path
+        assert (axes[0] == "layers") == (path[0] in ("blocks", "further")), path
         DEFAULT_RULES.sharding(ONE_DEVICE, axes, leaf.shape)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigReader",
     "ConvertibleFamily",
+    "FitsTensors",
     "Head",
     "LanguageModel",
     "LanguageModelConfig",
@@ -190,6 +191,15 @@ class ConvertibleFamily(ModelFamily, Protocol):
 
     def redundant_tensors(self, config: Any) -> Mapping[str, str | None]:
         """Tensors that may stand beside, each with the one that it repeats, or None if nothing reads it."""
+        ...
+
+
+@runtime_checkable
+class FitsTensors(Protocol):
+    """A family some of whose layers a checkpoint may lack, although its `config.json` names them."""
+
+    def fitting(self, config: Any, tensors: Container[str]) -> Any:
+        """Returns the config of the model that a checkpoint with these tensors holds."""
         ...
 
 

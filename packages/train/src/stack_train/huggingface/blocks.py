@@ -1,4 +1,7 @@
-"""Weights in FP8 with a scale for each block, as DeepSeek-V3 is published: read as the floats that they stand for."""
+"""Weights as codes with a scale for each block, read as the floats that they stand for.
+
+DeepSeek-V3 is published in FP8, gpt-oss' experts in MXFP4.
+"""
 
 import json
 from collections.abc import Mapping
@@ -11,12 +14,15 @@ import numpy as np
 from stack_core.errors import ConversionError
 from stack_train.safetensors_files import StoredTensor
 
-__all__ = ["QUANTIZATION", "BlockTensor", "with_blocks"]
+__all__ = ["QUANTIZATION", "BlockTensor", "MicroscaledTensor", "with_blocks"]
 
 QUANTIZATION = "quantization_config"
 """The key of `config.json` that says how a checkpoint's weights are coded."""
 
 _CODES, _SCALE = "F8_E4M3", "_scale_inv"
+_FP4_CODES, _FP4_SCALES = "_blocks", "_scales"
+_FP4_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_FP4_VALUES = np.concatenate([_FP4_VALUES, -_FP4_VALUES]).astype(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,33 @@ class BlockTensor(StoredTensor):
         return (codes * scales).astype(ml_dtypes.bfloat16)
 
 
+@dataclass(frozen=True)
+class MicroscaledTensor(StoredTensor):
+    """Matrices w[expert, i, j] = value(code[expert, j, i]) * 2**(scale[expert, j, i // 32] - 127), exact in bfloat16.
+
+    Codes are the 4 bits of FP4 (E2M1), two in a byte, the first in its low bits.
+
+    Attributes:
+      codes: uint8[experts, d_out, d_in / 32, 16].
+      scales: uint8[experts, d_out, d_in / 32].
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 5.3.
+    """
+
+    codes: StoredTensor
+    scales: StoredTensor
+
+    def read(self) -> np.ndarray:
+        codes, scales = self.codes.read(), self.scales.read()
+        values = np.empty(self.shape, ml_dtypes.bfloat16)
+        for expert, (codes_of, scales_of) in enumerate(zip(codes, scales, strict=True)):
+            numbers = np.stack([codes_of & 0xF, codes_of >> 4], axis=-1)  # [d_out, blocks, 16, 2]
+            factors = np.ldexp(np.float32(1), scales_of.astype(np.int32) - 127)[..., None]
+            of_blocks = _FP4_VALUES[numbers].astype(np.float32).reshape(*scales_of.shape, 32) * factors
+            values[expert] = of_blocks.reshape(len(scales_of), -1).T
+        return values
+
+
 def with_blocks(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> tuple[Mapping[str, Any], Mapping[str, StoredTensor]]:
@@ -52,11 +85,14 @@ def with_blocks(
     coding = config.get(QUANTIZATION)
     if coding is None:
         return config, tensors
+    if coding.get("quant_method") == "mxfp4":
+        return {key: value for key, value in config.items() if key != QUANTIZATION}, _microscaled(tensors)
     block = coding.get("weight_block_size")
     if coding.get("quant_method") != "fp8" or not isinstance(block, list) or len(block) != 2:
         raise ConversionError(
             f"The checkpoint is quantized by {coding.get('quant_method')!r}, weight_block_size={block!r}. Read are "
-            "weights in float, and in FP8 by blocks (quant_method 'fp8', weight_block_size [rows, columns])."
+            "weights in float, in FP8 by blocks (quant_method 'fp8', weight_block_size [rows, columns]), and in MXFP4 "
+            "(quant_method 'mxfp4')."
         )
     size = (int(block[0]), int(block[1]))
     found, problems = dict[str, StoredTensor](), list[str]()
@@ -76,6 +112,30 @@ def with_blocks(
     if problems:
         raise ConversionError("The scales of FP8 weights do not fit:\n  " + "\n  ".join(sorted(problems)))
     return {key: value for key, value in config.items() if key != QUANTIZATION}, found
+
+
+def _microscaled(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    found, problems = dict[str, StoredTensor](), list[str]()
+    for name, tensor in tensors.items():
+        plain = name.removesuffix(_FP4_SCALES)
+        if name != plain and plain + _FP4_CODES in tensors:
+            continue
+        plain = name.removesuffix(_FP4_CODES)
+        if name == plain:
+            found[name] = tensor
+            continue
+        scales, shape = tensors.get(plain + _FP4_SCALES), tensor.shape
+        if len(shape) != 4 or shape[-1] != 16 or tensor.dtype != "U8":
+            problems.append(f"{name} is {tensor.dtype}{list(shape)}; expected U8[experts, d_out, d_in / 32, 16]")
+        elif scales is None or (scales.shape, scales.dtype) != (shape[:-1], "U8"):
+            there = "is missing" if scales is None else f"is {scales.dtype}{list(scales.shape)}"
+            problems.append(f"{plain}{_FP4_SCALES} {there}; expected U8{list(shape[:-1])}")
+        else:
+            whole = (shape[0], shape[2] * 32, shape[1])
+            found[plain] = MicroscaledTensor(tensor.path, plain, "BF16", whole, tensor, scales)
+    if problems:
+        raise ConversionError("The blocks of MXFP4 weights do not fit:\n  " + "\n  ".join(sorted(problems)))
+    return found
 
 
 def _is_coded(tensor: StoredTensor | None) -> bool:

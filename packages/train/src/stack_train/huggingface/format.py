@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from stack_train.diffusion.exchange import component_in, component_of, export_im
 from stack_train.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.huggingface.blocks import QUANTIZATION
 from stack_train.huggingface.source import HuggingFaceSource, open_source, read_config
+from stack_train.models.weight_map import joined_tensors, shared_tensors
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_model, abstract_params, holds_codes
 from stack_train.run.transforms import transform_names
@@ -109,10 +111,11 @@ class HuggingFaceFormat:
         if not isinstance(family, ConvertibleFamily):
             raise ConversionError(f"Models of family {config.family!r} have no Hugging Face counterpart.")
         abstract = named_leaves(abstract_params(config))
-        rules = family.weight_rules(config)
+        groups = shared_tensors(family.weight_rules(config))
+        rules = [rule for group in groups for rule in group]
         specs = [
             TensorSpec(name, np.dtype(abstract[rule.parameter].dtype), shape)
-            for rule in rules
+            for rule, *_ in groups
             for name, shape in rule.tensor_shapes(abstract[rule.parameter].shape).items()
         ]
         total_bytes = sum(spec.size_bytes for spec in specs)
@@ -121,8 +124,9 @@ class HuggingFaceFormat:
             _write_config(run / "huggingface" / _CONFIG, config, family, special_ids, partial / _CONFIG)
             stored = _derived_leaves(run, saved, rules) or _stored_leaves(store, rules, abstract)
             leaves = _reported(stored, total_bytes, progress)
+            values = (leaf for _, leaf in leaves)
             tensors = (
-                tensor for rule, (_, leaf) in zip(rules, leaves, strict=True) for tensor in rule.tensors(leaf).items()
+                tensor for group in groups for tensor in joined_tensors(group, list(islice(values, len(group)))).items()
             )
             write_shards(partial, plan_shards(specs, max_shard_bytes), tensors)
             kept = _copy(_TOKENIZER_FILES, run / "tokenizer", partial)

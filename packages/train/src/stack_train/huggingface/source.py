@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core.config import parse
-from stack_core.contracts.models import ConvertibleFamily
+from stack_core.contracts.models import ConvertibleFamily, FitsTensors
 from stack_core.digest import array_digests
 from stack_core.errors import ConfigError, ConversionError, nearest
 from stack_core.plugins import registries
@@ -75,10 +75,13 @@ def open_source(directory: Path) -> HuggingFaceSource:
     mapping, tensors = with_blocks(_read_config(directory), read_tensors(directory))
     family = _family_of(mapping, directory)
     config = read_config(family, mapping, dtype="bfloat16")
+    if isinstance(family, FitsTensors):
+        config = family.fitting(config, tensors)
     rules = [rule.stored_in(tensors) for rule in family.weight_rules(config)]
     parameters = named_leaves(abstract_params(config))
     _check_tensors(directory, rules, family.redundant_tensors(config), parameters, tensors)
-    config = read_config(family, mapping, dtype=_dtype(rules, parameters, tensors))
+    dtype = _dtype(rules, parameters, tensors)
+    config = replace(config, dtype=dtype, param_dtype=dtype)
     return HuggingFaceSource(directory, config, tensors, named_leaves(abstract_params(config)), rules)
 
 

@@ -25,7 +25,7 @@ from stack_train.nn.linear import FloatName, lookup
 from stack_train.nn.residual import STREAM, Norm, ResidualStream, Rows, gather_sequence, shard_residual
 from stack_train.nn.stack import RematPolicy, scan_layers
 
-__all__ = ["Block", "Decoder", "DecoderConfig", "DecoderSpec", "Layer"]
+__all__ = ["Block", "Decoder", "DecoderConfig", "DecoderSpec", "FurtherLayer", "Layer"]
 
 
 @config
@@ -103,11 +103,13 @@ class Layer:
     """h = x + attention(norm(x)); y = h + feed_forward(norm(h)).
 
     Attributes:
-      output_norms: what attention and the feed-forward layer add is normed, too.
+      input_norms: attention and the feed-forward layer take normed values; otherwise the stream as it is.
+      output_norms: what they add is normed, too.
     """
 
     attention: Mixer
     feed_forward: TokenLayer
+    input_norms: bool = True
     output_norms: bool = False
 
     def build(self, build: Build) -> "Block":
@@ -122,10 +124,12 @@ class DecoderSpec:
       norm: of all layers.
       embedding_scale: what embedded tokens are multiplied by.
       logit_softcap: see `Head`.
+      further: layers that predict later tokens, see `FurtherLayer`; all are alike.
     """
 
     layers: tuple[Layer, ...]
     norm: Norm
+    further: tuple[Layer, ...] = ()
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
 
@@ -135,25 +139,63 @@ class Block(nnx.Module):
 
     def __init__(self, spec: Layer, build: Build) -> None:
         self.norm = build.norm
-        self.attention_norm = build.scale(build.embed)
+        self.attention_norm = build.scale(build.embed) if spec.input_norms else None
         self.attention = spec.attention.build(build.child())
         self.attention_output_norm = build.scale(build.embed) if spec.output_norms else None
-        self.feed_forward_norm = build.scale(build.embed)
+        self.feed_forward_norm = build.scale(build.embed) if spec.input_norms else None
         self.feed_forward = spec.feed_forward.build(build.child())
         self.feed_forward_output_norm = build.scale(build.embed) if spec.output_norms else None
 
     def __call__(
         self, stream: ResidualStream, rows: Rows, cache: KVCache | None, layer_cache: Any
     ) -> tuple[ResidualStream, Any, Facts]:
-        normed, x = stream.normed(self.norm, self.attention_norm)
+        normed, x = self._input(stream, self.attention_norm)
         added, layer_cache = self.attention(gather_sequence(normed), rows, cache, layer_cache)
-        normed, x = self._add(x, added, self.attention_output_norm).normed(self.norm, self.feed_forward_norm)
+        normed, x = self._input(self._add(x, added, self.attention_output_norm), self.feed_forward_norm)
         added, facts = self.feed_forward(gather_sequence(normed), rows)
         return self._add(x, added, self.feed_forward_output_norm), layer_cache, facts
+
+    def _input(self, stream: ResidualStream, scale: Parameter | None) -> tuple[jax.Array, jax.Array]:
+        """What the next layer takes, and the stream that its output is added to."""
+        if scale is not None:
+            return stream.normed(self.norm, scale)
+        x = stream.joined().x
+        return x, x
 
     def _add(self, x: jax.Array, added: jax.Array, scale: Parameter | None) -> ResidualStream:
         added = shard_residual(added)
         return ResidualStream(x, added if scale is None else self.norm(added, scale, STREAM))
+
+
+class FurtherLayer(nnx.Module):
+    """Predicts the token after the one that the layer before predicts, from its hidden state and that token.
+
+        h' = norm(block([norm(e), norm(h)] P))
+
+    e is the embedding of the token that follows, h the decoder's normed hidden state or h' of the layer before; the
+    head takes h'. Parameters are stacked, [repeats, ...], as those of `Block`.
+
+    Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024 (arXiv:2412.19437), section 2.2; which of the states are
+    normed is as in transformers' `MtpModel`.
+    """
+
+    def __init__(self, spec: Layer, build: Build) -> None:
+        self.norm_spec = build.norm
+        self.embedding_norm, self.hidden_norm = build.scale(build.embed), build.scale(build.embed)
+        self.project = build.linear((2 * build.embed, build.embed), (None, "embed"))
+        self.block = spec.build(build.child())
+        self.norm = build.scale(build.embed)
+
+    def __call__(self, hidden: jax.Array, rows: Rows, embedded: jax.Array) -> tuple[jax.Array, Facts]:
+        """Returns h' and the block's facts."""
+        normed = (
+            self.norm_spec(embedded, self.embedding_norm, STREAM),
+            self.norm_spec(hidden, self.hidden_norm, STREAM),
+        )
+        x = shard_residual(self.project(gather_sequence(jnp.concatenate(normed, axis=-1))))
+        stream, _, facts = self.block(ResidualStream(x, None), rows, None, None)
+        normed, _ = stream.normed(self.norm_spec, self.norm)
+        return gather_sequence(normed), facts
 
 
 class Decoder(nnx.Module):
@@ -175,6 +217,9 @@ class Decoder(nnx.Module):
         self.norm = nnx.Param(jnp.full(config.embed, 1 - spec.norm.offset, config.param_dtype), logical_axes=("norm",))
         head = ((config.embed, config.vocab_size), ("embed", "vocab"), jax.random.fold_in(key, 1))
         self.lm_head = None if config.tie_embeddings else self._matrix(*head)
+        self.further = (
+            self._further_layers(spec, jax.random.fold_in(key, 2 + len(spec.layers))) if spec.further else None
+        )
 
     def __call__(
         self,
@@ -195,9 +240,7 @@ class Decoder(nnx.Module):
         config = self.config
         kept: list[list[Any]] = []
         facts: list[list[Facts]] = []
-        x = lookup(self.embedding[...], tokens, config.dtype)
-        if self.embedding_scale != 1.0:
-            x = x * jnp.asarray(self.embedding_scale, x.dtype)
+        x = self._embedded(tokens)
 
         def run(block: Block, stream: ResidualStream, rows: Rows, layer_cache: Any) -> tuple[Any, Any]:
             stream, layer_cache, said = block(stream, rows, cache, layer_cache)
@@ -218,8 +261,13 @@ class Decoder(nnx.Module):
             kept.append([layer_cache for layer_cache, _ in outputs])
             facts.append([said for _, said in outputs])
         normed, _ = stream.normed(self.norm_spec, self.norm)
+        hidden = gather_sequence(normed)
+        further: tuple[jax.Array, ...] = ()
+        if cache is None and self.further is not None:
+            further, said = self._further(self.further, hidden, tokens, Rows(positions, segment_ids))
+            facts.append([said])
         cache = None if cache is None else cache.advance(kept, tokens.shape[1])
-        return Outputs(gather_sequence(normed), cache, facts=_facts_of(facts))
+        return Outputs(hidden, cache, further, _facts_of(facts))
 
     def head(self) -> Head:
         """The head in `config.dtype`, whether tied or not."""
@@ -246,16 +294,43 @@ class Decoder(nnx.Module):
     def _blocks(self, layers: int, key: jax.Array) -> list[list[Block]]:
         """The modules of each group, place by place; each draws from a key of its own."""
         config, keys = self.config, iter(range(2, 2 + layers))
-        std = config.initializer_std
+        std, residual_std = self._stds(layers)
 
         def build(group: Group[Layer], layer: Layer) -> Block:
             place_key = jax.random.fold_in(key, next(keys))
-            residual_std = std / math.sqrt(2 * layers)
             return layer.build(
                 Build(config.embed, group.repeats, std, residual_std, self.norm_spec, config.param_dtype, place_key)
             )
 
         return [[build(group, layer) for layer in group.period] for group in self.groups]
+
+    def _stds(self, layers: int) -> tuple[float, float]:
+        """Standard deviations of initial matrices, and of those that write to the residual stream."""
+        return self.config.initializer_std, self.config.initializer_std / math.sqrt(2 * layers)
+
+    def _further_layers(self, spec: DecoderSpec, key: jax.Array) -> FurtherLayer:
+        std, residual_std = self._stds(len(spec.layers))
+        build = Build(self.config.embed, len(spec.further), std, residual_std, spec.norm, self.config.param_dtype, key)
+        return FurtherLayer(spec.further[0], build)
+
+    def _embedded(self, tokens: jax.Array) -> jax.Array:
+        x = lookup(self.embedding[...], tokens, self.config.dtype)
+        return x if self.embedding_scale == 1.0 else x * jnp.asarray(self.embedding_scale, x.dtype)
+
+    def _further(
+        self, layers: FurtherLayer, hidden: jax.Array, tokens: jax.Array, rows: Rows
+    ) -> tuple[tuple[jax.Array, ...], Facts]:
+        """What predicts later tokens, nearest first; a row's last states, which no token follows, mean nothing."""
+        depth = layers.project.kernel.shape[0]
+        embedded = jnp.stack([self._embedded(jnp.roll(tokens, -shift, axis=1)) for shift in range(1, depth + 1)])
+
+        def run(layer: FurtherLayer, hidden: Any, rows: Rows, embedded: Any) -> tuple[Any, Any]:
+            hidden, facts = layer(hidden, rows, embedded)
+            return hidden, (hidden, facts)
+
+        options: Any = {"remat": self.config.remat, "unroll": self.config.unroll, "moves": True}
+        _, ((normed, facts),) = scan_layers(run, [layers], hidden, [embedded], per_row=rows, **options)
+        return tuple(normed[place] for place in range(depth)), facts
 
     def _matrix(self, shape: tuple[int, int], axes: tuple[str, str], key: jax.Array) -> Parameter:
         values = self.config.initializer_std * jax.random.normal(key, shape, self.config.param_dtype)

@@ -1,6 +1,7 @@
 """DeepSeek-V3: latent attention; experts in groups with shared ones beside them; the first layers are dense.
 
-It computes what transformers' `DeepseekV3ForCausalLM` does, which leaves out the layers that predict later tokens.
+It computes what transformers' `DeepseekV3ForCausalLM` does, and in training what its `MtpModel` does: layers behind the
+others that predict later tokens.
 
 Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024 (arXiv:2412.19437).
 """
@@ -35,6 +36,7 @@ class DeepseekV3Config(ExpertsConfig):
       expert_mlp: width of an expert.
       shared_experts: so many experts that every token goes to.
       rope_interleaved: neighbours rotate together, rather than halves.
+      further_layers: so many layers behind the others, each of which predicts one token more (`FurtherLayer`).
     """
 
     family: Literal["deepseek_v3"] = "deepseek_v3"
@@ -52,6 +54,7 @@ class DeepseekV3Config(ExpertsConfig):
     normalized: bool = True
     expert_scale: PositiveFloat = 1.0
     bias_rate: NonNegativeFloat = 0.001
+    further_layers: NonNegativeInt = 0
 
     def check_heads(self) -> None:
         """Raises a ConfigError where attention cannot have these sizes."""
@@ -102,7 +105,8 @@ def spec(config: DeepseekV3Config) -> DecoderSpec:
     )
     kinds = [Gated(width=config.mlp) if layer < config.dense_layers else sparse for layer in range(config.layers)]
     layers = tuple(Layer(attention=attention, feed_forward=kind) for kind in kinds)
-    return DecoderSpec(layers=layers, norm=Norm(epsilon=config.norm_epsilon))
+    further = (Layer(attention=attention, feed_forward=sparse),) * config.further_layers
+    return DecoderSpec(layers=layers, norm=Norm(epsilon=config.norm_epsilon), further=further)
 
 
 def _scale(config: DeepseekV3Config) -> float:
@@ -159,6 +163,7 @@ FAMILY = DecoderFamily(
             Setting("kept_groups", ("topk_group",), 4),
             Setting("normalized", ("norm_topk_prob",), True),
             Setting("expert_scale", ("routed_scaling_factor",), 2.5),
+            Setting("further_layers", ("num_nextn_predict_layers", "num_mtp_layers"), 1),
         ),
         fixed={
             "hidden_act": "silu",
@@ -168,8 +173,7 @@ FAMILY = DecoderFamily(
             "topk_method": "noaux_tc",
             "moe_layer_freq": 1,
         },
-        # The layers that predict later tokens are not computed; the others say how the model is trained.
-        silent=("num_nextn_predict_layers", "auto_map", "ep_size", "aux_loss_alpha", "seq_aux", "output_router_logits"),
+        silent=("auto_map", "ep_size", "aux_loss_alpha", "seq_aux", "output_router_logits"),
         read_others=_read,
         write_others=_write,
     ),
@@ -183,5 +187,15 @@ FAMILY = DecoderFamily(
         "attention/kv": "self_attn.kv_b_proj",
         "feed_forward/selection_bias": "mlp.gate.e_score_correction_bias",
         **{f"feed_forward/shared/{name}": f"{_SHARED}{name}_proj" for name in ("gate", "up", "down")},
+        "further/embedding_norm": "enorm.weight",
+        "further/hidden_norm": "hnorm.weight",
+        "further/project": "eh_proj",
+        "further/norm": "shared_head.norm.weight",
     },
+    redundant={
+        "model.layers.{layer}.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.{layer}.shared_head.head.weight": "lm_head.weight",
+    },
+    sizes=("671B",),
+    tested=("logits", "greedy", "gradients", "conversion", "pages"),
 )

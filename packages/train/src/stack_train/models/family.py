@@ -1,8 +1,8 @@
 """A family of decoders: its config, its layers, and what they are called in Hugging Face checkpoints."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import jax
 from flax import nnx
@@ -12,7 +12,10 @@ from stack_train.models.reader import ConfigMap
 from stack_train.models.weight_map import Names, WeightRule, weight_rule
 from stack_train.nn.groups import groups_of
 
-__all__ = ["DecoderFamily"]
+__all__ = ["DecoderFamily", "Tested"]
+
+
+Tested = Literal["logits", "greedy", "gradients", "conversion", "pages", "w8a8 pages", "compiled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,10 @@ class DecoderFamily:
     Attributes:
       spec: from a config to its layers.
       names: what parameters are called, where most families call them otherwise.
+      further_prefix: of the names of layers that predict later tokens; None numbers them on behind the others.
+      redundant: see `redundant_tensors`.
+      sizes: names of published models, for lists.
+      tested: what the project's tests compare of it; they choose by this what they run.
     """
 
     name: str
@@ -29,6 +36,10 @@ class DecoderFamily:
     config_map: ConfigMap
     spec: Callable[[Any], DecoderSpec]
     names: Names = field(default_factory=dict)
+    further_prefix: str | None = None
+    redundant: Mapping[str, str | None] = field(default_factory=dict)
+    sizes: tuple[str, ...] = ()
+    tested: tuple[Tested, ...] = ()
 
     def build(self, config: DecoderConfig, *, key: jax.Array) -> Decoder:
         return Decoder(config, self.spec(config), key=key)
@@ -38,8 +49,16 @@ class DecoderFamily:
         groups = groups_of(self.spec(config).layers)
         model = nnx.eval_shape(lambda: self.build(config, key=jax.random.key(0)))
         paths: list[Any] = [path for path, _ in nnx.to_flat_state(nnx.state(model))]
-        layers = [groups[path[1]].layers(path[2]) if path[0] == "blocks" else () for path in paths]
-        return tuple(weight_rule(path, stacked, self.names) for path, stacked in zip(paths, layers, strict=True))
+        return tuple(self._rule(path, groups, self.spec(config)) for path in paths)
+
+    def _rule(self, path: Any, groups: Any, spec: DecoderSpec) -> WeightRule:
+        if path[0] == "blocks":
+            return weight_rule(path, groups[path[1]].layers(path[2]), self.names)
+        if path[0] != "further":
+            return weight_rule(path, (), self.names)
+        first = len(spec.layers) if self.further_prefix is None else 0
+        prefix = {} if self.further_prefix is None else {"prefix": self.further_prefix}
+        return weight_rule(path, range(first, first + len(spec.further)), self.names, **prefix)
 
     def redundant_tensors(self, config: DecoderConfig) -> Mapping[str, str | None]:
         """Tensors that a checkpoint may hold besides: the one that each repeats, or None if nothing reads it.
@@ -47,4 +66,15 @@ class DecoderFamily:
         "{layer}" stands for any layer.
         """
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_embeddings else {}
-        return {**tied, "model.layers.{layer}.self_attn.rotary_emb.inv_freq": None}
+        return {**tied, **self.redundant, "model.layers.{layer}.self_attn.rotary_emb.inv_freq": None}
+
+    def fitting(self, config: Any, tensors: Container[str]) -> Any:
+        """The config without layers that predict later tokens, if a checkpoint has not one of their tensors.
+
+        transformers leaves them out when it saves, but keeps their number in config.json.
+        """
+        if not self.spec(config).further:
+            return config
+        rules = [rule for rule in self.weight_rules(config) if rule.parameter.startswith("further/")]
+        names = (rule.tensor.format(layer=rule.layers[0], expert=0) for rule in rules)
+        return config if any(name in tensors for name in names) else replace(config, further_layers=0)

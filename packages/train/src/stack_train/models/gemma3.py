@@ -13,11 +13,12 @@ from stack_core.config import config
 from stack_train.models.decoder import DecoderConfig, DecoderSpec, Layer
 from stack_train.models.family import DecoderFamily
 from stack_train.models.reader import ConfigMap, Reader, Setting, read_rope, write_rope
+from stack_train.models.weight_map import Names
 from stack_train.nn.attention import Rope
 from stack_train.nn.feed_forward import Gated
 from stack_train.nn.residual import Norm
 
-__all__ = ["FAMILY", "Gemma3Config"]
+__all__ = ["FAMILY", "GEMMA_NAMES", "Gemma3Config"]
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
@@ -85,6 +86,13 @@ def _write(config: Gemma3Config) -> dict[str, Any]:
     }
 
 
+GEMMA_NAMES: Names = {
+    "attention_output_norm": "post_attention_layernorm.weight",
+    "feed_forward_norm": "pre_feedforward_layernorm.weight",
+    "feed_forward_output_norm": "post_feedforward_layernorm.weight",
+}
+"""What the norms of layers are called that have four."""
+
 FAMILY = DecoderFamily(
     name="gemma3",
     config_class=Gemma3Config,
@@ -111,9 +119,7 @@ FAMILY = DecoderFamily(
         write_others=_write,
     ),
     spec=spec,
-    names={
-        "attention_output_norm": "post_attention_layernorm.weight",
-        "feed_forward_norm": "pre_feedforward_layernorm.weight",
-        "feed_forward_output_norm": "post_feedforward_layernorm.weight",
-    },
+    names=GEMMA_NAMES,
+    sizes=("270M", "1B", "4B", "12B", "27B"),
+    tested=("logits", "greedy", "gradients", "conversion", "pages", "w8a8 pages"),
 )

@@ -49,4 +49,6 @@ FAMILY = DecoderFamily(
         fixed={"hidden_act": "silu", "pretraining_tp": 1},
     ),
     spec=spec,
+    sizes=("8B", "70B", "405B"),
+    tested=("logits", "greedy", "gradients", "conversion", "pages", "w8a8 pages", "compiled"),
 )

@@ -51,4 +51,6 @@ FAMILY = DecoderFamily(
         fixed={"hidden_act": "silu"},
     ),
     spec=spec,
+    sizes=("7B",),
+    tested=("logits", "greedy", "conversion", "pages", "w8a8 pages", "compiled"),
 )

@@ -93,4 +93,6 @@ FAMILY = DecoderFamily(
         "feed_forward/expert_down": "block_sparse_moe.experts.{expert}.w2.weight",
         "feed_forward/expert_up": "block_sparse_moe.experts.{expert}.w3.weight",
     },
+    sizes=("8x7B", "8x22B"),
+    tested=("logits", "greedy", "conversion", "pages", "w8a8 pages"),
 )

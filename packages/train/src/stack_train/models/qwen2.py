@@ -85,4 +85,6 @@ FAMILY = DecoderFamily(
         write_others=write_windows,
     ),
     spec=spec,
+    sizes=("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B"),
+    tested=("logits", "greedy", "conversion", "pages", "w8a8 pages", "compiled"),
 )

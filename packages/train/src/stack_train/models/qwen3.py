@@ -54,4 +54,6 @@ FAMILY = DecoderFamily(
         write_others=write_windows,
     ),
     spec=spec,
+    sizes=("0.6B", "1.7B", "4B", "8B", "14B", "32B"),
+    tested=("logits", "greedy", "conversion", "pages", "w8a8 pages"),
 )

@@ -106,4 +106,6 @@ FAMILY = DecoderFamily(
         write_others=_write,
     ),
     spec=spec,
+    sizes=("30B-A3B", "235B-A22B"),
+    tested=("logits", "greedy", "gradients", "conversion", "pages", "w8a8 pages"),
 )

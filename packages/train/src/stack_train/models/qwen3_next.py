@@ -1,13 +1,14 @@
 """Qwen3-Next: three layers of four attend by the gated delta rule, the others with gated outputs; experts in all.
 
-It computes what transformers' `Qwen3NextForCausalLM` does, which leaves out the layers that predict later tokens.
+It computes what transformers' `Qwen3NextForCausalLM` does, and in training a layer behind the others that predicts the
+token after the next.
 
 Source: Qwen Team, Qwen3-Next, 2025.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from stack_core.config import config
 from stack_train.models.decoder import DecoderSpec, Layer
@@ -31,6 +32,7 @@ class Qwen3NextConfig(SparseConfig):
       period: one layer in so many attends to all tokens, the others by the delta rule.
       rotary_share: the share of a head's features that rotates.
       shared_mlp: width of the gated layer that every token goes through besides its experts.
+      further_layers: 1 for a layer behind the others that predicts one token more (`FurtherLayer`), or 0.
     """
 
     family: Literal["qwen3_next"] = "qwen3_next"
@@ -42,6 +44,7 @@ class Qwen3NextConfig(SparseConfig):
     value_dim: PositiveInt = 64
     kernel: PositiveInt = 4
     shared_mlp: NonNegativeInt = 512
+    further_layers: Annotated[int, Field(ge=0, le=1)] = 0
 
 
 def spec(config: Qwen3NextConfig) -> DecoderSpec:
@@ -62,7 +65,8 @@ def spec(config: Qwen3NextConfig) -> DecoderSpec:
         return Layer(attention=linear if kind == _LINEAR else full, feed_forward=feed_forward)
 
     layers = tuple(layer(number, kind) for number, kind in enumerate(_kinds(config.layers, config.period)))
-    return DecoderSpec(layers=layers, norm=Norm(epsilon=config.norm_epsilon, offset=1.0))
+    further = (layer(config.layers, _FULL),) * config.further_layers
+    return DecoderSpec(layers=layers, norm=Norm(epsilon=config.norm_epsilon, offset=1.0), further=further)
 
 
 def _kinds(layers: int, period: int) -> list[str]:
@@ -112,6 +116,7 @@ FAMILY = DecoderFamily(
             Setting("expert_mlp", ("moe_intermediate_size",), 512),
             Setting("normalized", ("norm_topk_prob",), True),
             Setting("shared_mlp", ("shared_expert_intermediate_size",), 512),
+            Setting("further_layers", ("num_nextn_predict_layers", "mtp_num_hidden_layers"), 1),
         ),
         fixed={"hidden_act": "silu", "attention_bias": False},
         silent=("output_router_logits", "router_aux_loss_coef"),
@@ -129,5 +134,12 @@ FAMILY = DecoderFamily(
         "attention/out": "linear_attn.out_proj",
         "feed_forward/shared_gate": "mlp.shared_expert_gate",
         **{f"feed_forward/shared/{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+        "further/embedding_norm": "/mtp.pre_fc_norm_embedding.weight",
+        "further/hidden_norm": "/mtp.pre_fc_norm_hidden.weight",
+        "further/project": "/mtp.fc",
+        "further/norm": "/mtp.norm.weight",
     },
+    further_prefix="mtp.layers.{layer}.",
+    sizes=("80B-A3B",),
+    tested=("logits", "greedy", "gradients", "conversion", "pages"),
 )

@@ -8,7 +8,7 @@ from stack_core import ops
 from stack_core.config import parse, to_mapping
 from stack_core.errors import ConfigError, ConversionError, nearest
 
-__all__ = ["COMMON", "ConfigMap", "Reader", "Setting", "read_rope", "write_rope"]
+__all__ = ["COMMON", "ConfigMap", "Reader", "Setting", "alternating", "read_rope", "write_rope"]
 
 _SCALINGS = {
     "linear": ops.LinearScaling,
@@ -109,6 +109,11 @@ COMMON = (
     Setting("initializer_std", ("initializer_range",), 0.02),
 )
 """What all decoders have; a family's own settings with the same name go before them."""
+
+
+def alternating(layers: int) -> list[str]:
+    """The `layer_types` of a decoder whose first layer and every other one see a window."""
+    return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
 
 
 def read_rope(

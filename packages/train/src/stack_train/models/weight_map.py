@@ -2,18 +2,31 @@
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jaxtyping import Shaped
 
-__all__ = ["Names", "WeightRule", "weight_rule"]
+__all__ = ["Names", "Stored", "WeightRule", "joined_tensors", "shared_tensors", "weight_rule"]
 
-Names = Mapping[str, str]
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A tensor of which a parameter is a part, laid out as the parameter is; see `WeightRule`."""
+
+    name: str
+    part: tuple[int, int] = (0, 1)
+    part_axis: Literal[-2, -1] = -1
+    interleaved: bool = False
+
+
+Names = Mapping[str, "str | Stored"]
 """What the parameters of a layer are called: the path of one in a layer -> its tensor's name in a layer's tensors.
 
 Of a linear layer, path and name lack the end: "attention/query" -> "self_attn.q_proj", whose kernel is ".weight".
-"{expert}" in a name stands for the index into the parameter's [experts, ...] axis.
+"{expert}" in a name stands for the index into the parameter's [experts, ...] axis. What a `FurtherLayer` has besides
+its block is called "further/" and so on; a name that begins with "/" is the tensor's whole name.
 """
 
 _LAYER = "model.layers.{layer}."
@@ -52,7 +65,9 @@ class WeightRule:
         [layers, experts, ...].
       layers: the model's layer that each index of the first axis stands for.
       transposed: the tensor has the last two axes the other way round; torch keeps linear weights as [d_out, d_in].
-      part: (i, n): the parameter is the ith of n equal parts of the tensor's last axis but one. (0, 1) is all of it.
+      part: (i, n): the parameter is the ith of n equal parts of one of the tensor's axes. (0, 1) is all of it.
+      part_axis: which axis of the tensor that is.
+      interleaved: it is each nth entry from the ith on, rather than entries that lie together.
       fused: where checkpoints of another form have it, which are read and not written.
     """
 
@@ -61,6 +76,8 @@ class WeightRule:
     layers: Sequence[int] = ()
     transposed: bool = False
     part: tuple[int, int] = (0, 1)
+    part_axis: Literal[-2, -1] = -2
+    interleaved: bool = False
     fused: "WeightRule | None" = None
 
     def stored_in(self, tensors: Container[str]) -> "WeightRule":
@@ -73,14 +90,19 @@ class WeightRule:
         tensor_shape = shape[names.ndim :]
         if self.transposed:
             tensor_shape = (*tensor_shape[:-2], tensor_shape[-1], tensor_shape[-2])
+        sizes = list(tensor_shape)
         if self.part[1] > 1:
-            tensor_shape = (*tensor_shape[:-2], self.part[1] * tensor_shape[-2], tensor_shape[-1])
-        return dict.fromkeys(names.flat, tensor_shape)
+            sizes[self.part_axis] *= self.part[1]
+        return dict.fromkeys(names.flat, tuple(sizes))
 
     def part_of(self, tensor: np.ndarray) -> np.ndarray:
-        """The part of a tensor that is the parameter's, like an entry of `tensors`."""
+        """A view of the part of a tensor that is the parameter's, like an entry of `tensors`."""
         index, count = self.part
-        return tensor if count == 1 else np.split(tensor, count, axis=-2)[index]
+        if count == 1:
+            return tensor
+        size = tensor.shape[self.part_axis] // count
+        wanted = slice(index, None, count) if self.interleaved else slice(index * size, (index + 1) * size)
+        return tensor[(..., wanted, *[slice(None)] * (-1 - self.part_axis))]
 
     def tensors(self, parameter: Shaped[np.ndarray, "..."] | jax.Array) -> dict[str, np.ndarray]:
         """Views of what a parameter is made of, by the tensors' names."""
@@ -95,11 +117,31 @@ class WeightRule:
 
     def _names(self, shape: tuple[int, ...]) -> np.ndarray:
         """The names in the parameter's leading axes, of which a name without indices has none."""
-        layers = self.layers if "{layer}" in self.tensor else ()
+        layers = self.layers
         experts = range(shape[1]) if "{expert}" in self.tensor else ()
         sizes = tuple(len(indices) for indices in (layers, experts) if indices)
         names = [self.tensor.format(layer=layer, expert=expert) for layer in layers or [0] for expert in experts or [0]]
         return np.array(names, object).reshape(sizes)
+
+
+def shared_tensors(rules: Sequence[WeightRule]) -> list[list[WeightRule]]:
+    """The rules, in groups whose parameters are parts of the same tensors."""
+    groups: dict[tuple[str, tuple[int, ...]], list[WeightRule]] = {}
+    for rule in rules:
+        groups.setdefault((rule.tensor, tuple(rule.layers)), []).append(rule)
+    return list(groups.values())
+
+
+def joined_tensors(rules: Sequence[WeightRule], parameters: Sequence[Any]) -> dict[str, np.ndarray]:
+    """The tensors that parameters make up, by name; `rules` are one group of `shared_tensors`."""
+    if rules[0].part[1] == 1:
+        return rules[0].tensors(parameters[0])
+    shapes = rules[0].tensor_shapes(parameters[0].shape)
+    found = {name: np.empty(shape, np.asarray(parameters[0]).dtype) for name, shape in shapes.items()}
+    for rule, parameter in zip(rules, parameters, strict=True):
+        for name, view in rule.tensors(parameter).items():
+            rule.part_of(found[name])[...] = view
+    return found
 
 
 _EXPERTS = "mlp.experts."
@@ -111,25 +153,42 @@ _FUSED: Mapping[str, tuple[str, tuple[int, int]]] = {
 """What transformers 5 calls the experts of a layer, and their parts, where it keeps them in one tensor."""
 
 
-def weight_rule(path: Sequence[str | int], layers: Sequence[int], names: Names) -> WeightRule:
+def weight_rule(path: Sequence[str | int], layers: Sequence[int], names: Names, *, prefix: str = _LAYER) -> WeightRule:
     """Returns the rule of one parameter of a `Decoder`.
 
     Args:
       path: of the parameter.
       layers: the model's layers that it is stacked of; none outside of layers.
       names: the family's own, which go before those of most families.
+      prefix: of the names of a layer's tensors.
     """
     parameter = "/".join(map(str, path))
     if not layers:
         return WeightRule(parameter, _OUTER[parameter], transposed=parameter == "lm_head")
     names = {**_LAYER_NAMES, **names}
-    place = "/".join(map(str, path[3:]))  # blocks, group, place of the period
-    if place in _FUSED:
-        name, part = _FUSED[place]
-        fused = WeightRule(parameter, _LAYER + name, layers, transposed=True, part=part)
-        return WeightRule(parameter, _LAYER + names[place], layers, transposed=True, fused=fused)
-    if place in names:
-        return WeightRule(parameter, _LAYER + names[place], layers)
+    place = _place(path)
+    match names.get(place):
+        case Stored(name=name, part=part, part_axis=axis, interleaved=interleaved):
+            options: Any = {"part": part, "part_axis": axis, "interleaved": interleaved}
+            return WeightRule(parameter, prefix + name, layers, **options)
+        case str(name) if place in _FUSED:
+            whole, part = _FUSED[place]
+            fused = WeightRule(parameter, prefix + whole, layers, transposed=True, part=part)
+            return WeightRule(parameter, _full(prefix, name), layers, transposed=True, fused=fused)
+        case str(name):
+            return WeightRule(parameter, _full(prefix, name), layers)
     place, _, kind = place.rpartition("/")
     end = {"kernel": ".weight", "bias": ".bias"}[kind]
-    return WeightRule(parameter, _LAYER + names[place] + end, layers, transposed=kind == "kernel")
+    return WeightRule(parameter, _full(prefix, f"{names[place]}{end}"), layers, transposed=kind == "kernel")
+
+
+def _place(path: Sequence[str | int]) -> str:
+    """The path in a layer: behind blocks, group and place of the period, or behind further and its block."""
+    steps = path[3:] if path[0] == "blocks" else path[2 if path[1] == "block" else 1 :]
+    inside = path[0] == "blocks" or path[1] == "block"
+    return "/".join(map(str, steps)) if inside else "further/" + "/".join(map(str, steps))
+
+
+def _full(prefix: str, name: str) -> str:
+    """A tensor's name; one that begins with "/" has no prefix."""
+    return name[1:] if name.startswith("/") else prefix + name

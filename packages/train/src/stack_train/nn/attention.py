@@ -86,6 +86,8 @@ class Attention:
       bias: queries, keys and values have biases.
       output_bias: the output has one.
       head_norms: queries and keys are normed by RMS, head by head.
+      whole_norms: they are normed over all heads together.
+      sinks: each head has a logit that joins the softmax's denominator and has no value.
       gated: the output is multiplied by the sigmoid of a second half of each head of queries.
     """
 
@@ -99,6 +101,8 @@ class Attention:
     bias: bool = False
     output_bias: bool = False
     head_norms: bool = False
+    whole_norms: bool = False
+    sinks: bool = False
     gated: bool = False
 
     def build(self, build: Build) -> "GroupedAttention":
@@ -130,17 +134,20 @@ class GroupedAttention(nnx.Module):
         self.key = build.linear((embed, keys), ("embed", "kv_heads"), bias=spec.bias)
         self.value = build.linear((embed, keys), ("embed", "kv_heads"), bias=spec.bias)
         self.output = build.linear((queries, embed), ("heads", "embed"), bias=spec.output_bias, residual=True)
-        self.query_norm = build.scale(spec.head_dim, "head_dim") if spec.head_norms else None
-        self.key_norm = build.scale(spec.head_dim, "head_dim") if spec.head_norms else None
+        self.query_norm = self._scale(build, queries, "heads")
+        self.key_norm = self._scale(build, keys, "kv_heads")
+        self.sinks = build.full(spec.heads, "heads", 0.0) if spec.sinks else None
 
     def __call__(self, x: Hidden, rows: Rows, cache: KVCache | None, layer_cache: Any) -> tuple[Hidden, Any]:
         spec, gate = self.spec, None
-        query = self._heads(self.query(x), "act_heads", "queries")
+        query = self._heads(self._whole_norm(self.query(x), self.query_norm, "act_heads"), "act_heads", "queries")
         if spec.gated:
             query, gate = jnp.split(query, 2, axis=-1)
         query = self._turned(query, self.query_norm, rows, _HEADS)
-        key = self._turned(self._heads(self.key(x), "act_kv_heads", "keys"), self.key_norm, rows, _KV_HEADS)
+        key = self._whole_norm(self.key(x), self.key_norm, "act_kv_heads")
+        key = self._turned(self._heads(key, "act_kv_heads", "keys"), self.key_norm, rows, _KV_HEADS)
         value = self._heads(self.value(x), "act_kv_heads", "values")
+        sinks = None if self.sinks is None else self.sinks[...]
         if cache is None:
             how = spec.op_spec
             output: Any = ops.attention(
@@ -152,10 +159,11 @@ class GroupedAttention(nnx.Module):
                 window=how.window,
                 softcap=how.softcap,
                 scale=how.scale,
-                axes=_AXES,
+                sinks=sinks,
+                axes=_AXES if sinks is None else {**_AXES, "sinks": ("act_heads",)},
             )
         else:
-            output, layer_cache = cache.attend(layer_cache, query, key, value, spec.op_spec)
+            output, layer_cache = cache.attend(layer_cache, query, key, value, spec.op_spec, sinks=sinks)
         if gate is not None:
             output = output * jax.nn.sigmoid(gate)
         return self.output(output.reshape(*x.shape[:2], -1)), layer_cache
@@ -167,4 +175,14 @@ class GroupedAttention(nnx.Module):
         return constrain(x.reshape(*x.shape[:2], heads, -1), "batch", "seq", axis, None, name=name)
 
     def _turned(self, x: jax.Array, scale: Parameter | None, rows: Rows, axes: LogicalAxes) -> jax.Array:
-        return self.spec.rope(x if scale is None else self.norm(x, scale, axes), rows.positions, axes[2])
+        normed = self.norm(x, scale, axes) if self.spec.head_norms else x
+        return self.spec.rope(normed, rows.positions, axes[2])
+
+    def _whole_norm(self, x: jax.Array, scale: Parameter | None, axis: str) -> jax.Array:
+        return self.norm(x, scale, ("batch", "seq", axis)) if self.spec.whole_norms else x
+
+    def _scale(self, build: Build, features: int, axis: str) -> Parameter | None:
+        """The scale of queries' or keys' norm."""
+        if self.spec.whole_norms:
+            return build.scale(features, axis)
+        return build.scale(self.spec.head_dim, "head_dim") if self.spec.head_norms else None

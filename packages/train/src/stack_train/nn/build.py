@@ -54,9 +54,17 @@ class Build:
             key=self._key(),
         )
 
-    def normal(self, shape: tuple[int, ...], axes: tuple[str | None, ...], *, residual: bool = False) -> Parameter:
+    def normal(
+        self,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        *,
+        residual: bool = False,
+        std: float | None = None,
+    ) -> Parameter:
         """An array of normal initial values."""
-        std = self.residual_std if residual else self.std
+        if std is None:
+            std = self.residual_std if residual else self.std
         values = std * jax.random.normal(self._key(), (self.repeats, *shape), self.param_dtype)
         return nnx.Param(values, logical_axes=("layers", *axes))
 

@@ -1,9 +1,10 @@
 """Mixtures of experts: each token goes to a few of many gated layers, which several devices may share."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from stack_core import ops
 from stack_core.mesh import axes_of, map_parts
-from stack_core.ops.building import ACTIVATIONS
+from stack_core.ops.building import gate_product
 from stack_train.nn.build import Build
 from stack_train.nn.feed_forward import Activation, Facts, Gated
 from stack_train.nn.residual import Hidden, Rows
@@ -74,6 +75,8 @@ class Experts:
 
     Attributes:
       width: of each expert.
+      bias: the router and each of an expert's three products have biases.
+      limit, up_offset: of the gated product, see `ops.gated_linear_unit`.
       shared: width of a gated layer that every token goes through besides; 0 is none.
       shared_gate: that layer's output is multiplied by sigmoid(x w).
       buffer: rows that a device of several has room for, as a multiple of those that it sends; what exceeds it is cut
@@ -83,6 +86,9 @@ class Experts:
     router: Router
     width: int
     activation: Activation = "silu"
+    bias: bool = False
+    limit: float | None = None
+    up_offset: float = 0.0
     shared: int = 0
     shared_gate: bool = False
     buffer: float | None = None
@@ -97,10 +103,14 @@ class Mixture(nnx.Module):
     def __init__(self, spec: Experts, build: Build) -> None:
         router, embed, width = spec.router, build.embed, spec.width
         self.spec = spec
-        self.router = build.linear((embed, router.experts), ("embed", None))
+        self.router = build.linear((embed, router.experts), ("embed", None), bias=spec.bias)
         self.expert_gate = build.normal((router.experts, embed, width), ("experts", "embed", "mlp"))
         self.expert_up = build.normal((router.experts, embed, width), ("experts", "embed", "mlp"))
         self.expert_down = build.normal((router.experts, width, embed), ("experts", "mlp", "embed"), residual=True)
+        zeros = partial(build.normal, std=0.0)
+        self.expert_gate_bias = zeros((router.experts, width), ("experts", "mlp")) if spec.bias else None
+        self.expert_up_bias = zeros((router.experts, width), ("experts", "mlp")) if spec.bias else None
+        self.expert_down_bias = zeros((router.experts, embed), ("experts", "embed")) if spec.bias else None
         bias = build.full(router.experts, None, 0.0, dtype="float32", trained=False)
         self.selection_bias = None if router.bias_rate is None else bias
         self.shared = Gated(width=spec.shared, activation=spec.activation).build(build.child()) if spec.shared else None
@@ -108,8 +118,7 @@ class Mixture(nnx.Module):
 
     def __call__(self, x: Hidden, rows: Rows) -> tuple[Hidden, Facts]:
         counted = jnp.ones(x.shape[:2], bool) if rows.segment_ids is None else rows.segment_ids != 0
-        bias = None if self.selection_bias is None else self.selection_bias[...]
-        y, facts = _mixed(self.spec, x, counted, self.router.kernel[...], bias, self._kernels(x.dtype))
+        y, facts = _mixed(self.spec, x, counted, self._parameters(x.dtype))
         if self.selection_bias is not None and (rate := self.spec.router.bias_rate) is not None:
             excess = lax.stop_gradient(facts["expert_load"]) - 1 / self.spec.router.experts
             self.selection_bias[...] = self.selection_bias[...] - rate * jnp.sign(excess)
@@ -118,46 +127,62 @@ class Mixture(nnx.Module):
             y = y + (shared if self.shared_gate is None else shared * jax.nn.sigmoid(self.shared_gate(x)))
         return y, facts
 
-    def _kernels(self, dtype: Any) -> list[jax.Array]:
-        return [kernel[...].astype(dtype) for kernel in (self.expert_gate, self.expert_up, self.expert_down)]
+    def _parameters(self, dtype: Any) -> dict[str, jax.Array]:
+        """By the names of `_PARAMETERS`; the router's keep their dtype."""
+        found = {"router": self.router.kernel[...]}
+        found |= {name: getattr(self, f"expert_{name}")[...].astype(dtype) for name in ("gate", "up", "down")}
+        if self.router.bias is not None:
+            found["router_bias"] = self.router.bias[...]
+            found |= {name: getattr(self, f"expert_{name}")[...] for name in ("gate_bias", "up_bias", "down_bias")}
+        if self.selection_bias is not None:
+            found["selection_bias"] = self.selection_bias[...]
+        return found
 
 
-def _mixed(
-    spec: Experts, x: Hidden, counted: jax.Array, router: jax.Array, bias: jax.Array | None, kernels: list[jax.Array]
-) -> tuple[Hidden, Facts]:
+_PARAMETERS: Final[dict[str, tuple[str | None, ...]]] = {
+    "router": (None, None),
+    "router_bias": (None,),
+    "selection_bias": (None,),
+    "gate": ("experts", "embed", "mlp"),
+    "up": ("experts", "embed", "mlp"),
+    "down": ("experts", "mlp", "embed"),
+    "gate_bias": ("experts", "mlp"),
+    "up_bias": ("experts", "mlp"),
+    "down_bias": ("experts", None),
+}
+"""What a mixture computes with, and the logical axes by which devices share it."""
+
+
+def _mixed(spec: Experts, x: Hidden, counted: jax.Array, parameters: Mapping[str, jax.Array]) -> tuple[Hidden, Facts]:
     """The sum over experts and the facts, computed on each device for the tokens that lie there."""
-    tokens, wide = ("batch", "seq", "act_embed"), ("experts", "embed", "mlp")
-    arguments = [(x, tokens), (counted, tokens[:2]), (router, (None, None))]
-    arguments += zip(kernels, (wide, wide, ("experts", "mlp", "embed")), strict=True)
-    arguments += [] if bias is None else [(bias, (None,))]
+    tokens = ("batch", "seq", "act_embed")
+    arguments = [(x, tokens), (counted, tokens[:2])]
+    arguments += [(array, _PARAMETERS[name]) for name, array in parameters.items()]
     names = ["expert_load", "balance_loss", "router_z", *(["dropped"] if axes_of("experts") else [])]
     out_axes = (tokens, {name: (None,) if name == "expert_load" else () for name in names})
-    return map_parts(partial(_mixed_part, spec), arguments, out_axes, name="a mixture of experts")
+    part = partial(_mixed_part, spec, tuple(parameters))
+    return map_parts(part, arguments, out_axes, name="a mixture of experts")
 
 
 def _mixed_part(
-    spec: Experts,
-    x: jax.Array,
-    counted: jax.Array,
-    router: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
-    bias: jax.Array | None = None,
+    spec: Experts, names: Sequence[str], x: jax.Array, counted: jax.Array, *arrays: jax.Array
 ) -> tuple[jax.Array, Facts]:
+    parameters = dict(zip(names, arrays, strict=True))
     rows = x.reshape(-1, x.shape[-1])
-    logits = ops.linear(rows.astype(jnp.float32), router.astype(jnp.float32))
-    weights, chosen, scores = route(logits, bias, spec.router)
+    logits = ops.linear(rows.astype(jnp.float32), parameters["router"].astype(jnp.float32))
+    if "router_bias" in parameters:
+        logits = logits + parameters["router_bias"].astype(jnp.float32)
+    weights, chosen, scores = route(logits, parameters.get("selection_bias"), spec.router)
     facts = _facts(spec.router, logits, scores, chosen, counted.reshape(-1))
-    gate, up, down = _gathered(gate, 1), _gathered(up, 1), _gathered(down, 2)
-    outputs, dropped = _outputs_of_experts(spec, rows, chosen, (gate, up, down))
+    parameters |= {name: _gathered(parameters[name], axis) for name, axis in (("gate", 1), ("up", 1), ("down", 2))}
+    outputs, dropped = _outputs_of_experts(spec, rows, chosen, parameters)
     y = jnp.einsum("tkd,tk->td", outputs, weights.astype(x.dtype), preferred_element_type=jnp.float32).astype(x.dtype)
     y = lax.psum(y, axes_of("mlp")) if axes_of("mlp") else y  # each device of these has a part of every expert
     return y.reshape(x.shape), facts if dropped is None else {**facts, "dropped": dropped}
 
 
 def _outputs_of_experts(
-    spec: Experts, rows: jax.Array, chosen: jax.Array, kernels: tuple[jax.Array, jax.Array, jax.Array]
+    spec: Experts, rows: jax.Array, chosen: jax.Array, parameters: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array | None]:
     """What each token's experts make of it, [tokens, active, embed]; and the share of rows that were cut off."""
     axis, active = axes_of("experts"), chosen.shape[-1]
@@ -165,25 +190,41 @@ def _outputs_of_experts(
     sent = rows[order // active]
     sizes = jnp.bincount(chosen.reshape(-1), length=spec.router.experts)
     if not axis:
-        outputs, dropped = _gated(spec.activation, sent, kernels, sizes), None
+        outputs, dropped = _gated(spec, sent, parameters, sizes), None
     else:
         devices = lax.axis_size(axis)
         room = math.ceil(len(sent) * (devices if spec.buffer is None else min(spec.buffer, devices)))
         received = ops.exchange(sent, sizes, axis_name=axis, out_rows=room)
         own_sizes, cut = ops.received_sizes(sizes, axis_name=axis, out_rows=room)
-        outputs = _gated(spec.activation, received, kernels, own_sizes)
+        outputs = _gated(spec, received, parameters, own_sizes)
         outputs = ops.exchange(outputs, sizes, axis_name=axis, out_rows=len(sent), kind="return")
         dropped = _mean_of_devices(cut.astype(jnp.float32)) / len(sent)
     places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
     return outputs[places].reshape(*chosen.shape, -1), dropped
 
 
-def _gated(
-    activation: Activation, x: jax.Array, kernels: tuple[jax.Array, jax.Array, jax.Array], sizes: jax.Array
-) -> jax.Array:
+def _gated(spec: Experts, x: jax.Array, parameters: Mapping[str, jax.Array], sizes: jax.Array) -> jax.Array:
     """Each group of rows through its own gated layer."""
-    gate, up = (ops.ragged_dot(x, kernel, sizes).astype(jnp.float32) for kernel in kernels[:2])
-    return ops.ragged_dot((ACTIVATIONS[activation](gate) * up).astype(x.dtype), kernels[2], sizes)
+
+    def product(x: jax.Array, name: str, share: jax.Array | None = None) -> jax.Array:
+        bias = parameters.get(f"{name}_bias")
+        if bias is None:
+            return ops.ragged_dot(x, parameters[name], sizes)
+        return ops.ragged_dot(
+            x, parameters[name], sizes, bias=bias if share is None else bias * share.astype(bias.dtype)
+        )
+
+    gate, up = product(x, "gate"), product(x, "up")
+    gated = gate_product(
+        gate.astype(jnp.float32),
+        up.astype(jnp.float32),
+        activation=spec.activation,
+        limit=spec.limit,
+        up_offset=spec.up_offset,
+    )
+    axes = axes_of("mlp")  # each device of these adds its part of the products, and one of them the bias
+    first = (lax.axis_index(axes) == 0).astype(jnp.float32) if axes else None
+    return product(gated.astype(x.dtype), "down", first)
 
 
 def _facts(router: Router, logits: jax.Array, scores: jax.Array, chosen: jax.Array, counted: jax.Array) -> Facts:

@@ -14,7 +14,7 @@ from stack_train.nn.residual import Hidden, Rows
 
 __all__ = ["Activation", "Facts", "FeedForward", "Gated", "TokenLayer"]
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
 Facts = dict[str, jax.Array]
 """What a layer says of its work besides its output, by name."""
 

@@ -1,0 +1,96 @@
+"""Gemma 2: every other layer sees a window; norms around every layer; soft caps on attention's scores and the logits.
+
+It computes what transformers' `Gemma2ForCausalLM` does.
+
+Source: Gemma Team, Gemma 2, 2024 (arXiv:2408.00118).
+"""
+
+from typing import Any, Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from stack_core.config import config
+from stack_train.models.decoder import DecoderConfig, DecoderSpec, Layer
+from stack_train.models.family import DecoderFamily
+from stack_train.models.gemma3 import GEMMA_NAMES
+from stack_train.models.reader import ConfigMap, Reader, Setting, alternating, read_rope, write_rope
+from stack_train.nn.feed_forward import Gated
+from stack_train.nn.residual import Norm
+
+__all__ = ["FAMILY", "Gemma2Config"]
+
+
+@config
+class Gemma2Config(DecoderConfig):
+    """The size and the numerics of a Gemma 2; see `DecoderConfig`.
+
+    Attributes:
+      window: tokens that each token sees in the first layer and every other one, itself included.
+      query_scalar: attention is scaled by its inverse root.
+      attention_softcap, logit_softcap: soft caps of attention's scores and of the logits.
+    """
+
+    family: Literal["gemma2"] = "gemma2"
+    tie_embeddings: bool = True
+    window: PositiveInt = 4096
+    query_scalar: PositiveInt = 256
+    attention_softcap: PositiveFloat | None = 50.0
+    logit_softcap: PositiveFloat | None = 30.0
+
+
+def spec(config: Gemma2Config) -> DecoderSpec:
+    def layer(number: int) -> Layer:
+        window = config.window if number % 2 == 0 else None
+        fields = {"scale": config.query_scalar**-0.5, "softcap": config.attention_softcap, "window": window}
+        feed_forward = Gated(width=config.mlp, activation="gelu_tanh")
+        return Layer(attention=config.attention(**fields), feed_forward=feed_forward, output_norms=True)
+
+    return DecoderSpec(
+        layers=tuple(map(layer, range(config.layers))),
+        norm=Norm(epsilon=config.norm_epsilon, offset=1.0),
+        embedding_scale=config.embed**0.5,
+        logit_softcap=config.logit_softcap,
+    )
+
+
+def _read(reader: Reader) -> dict[str, Any]:
+    reader.expect_layers(alternating(reader.get("num_hidden_layers", default=26)))
+    return read_rope(reader)
+
+
+def _write(config: Gemma2Config) -> dict[str, Any]:
+    return {**write_rope(config), "layer_types": alternating(config.layers)}
+
+
+FAMILY = DecoderFamily(
+    name="gemma2",
+    config_class=Gemma2Config,
+    config_map=ConfigMap(
+        architecture="Gemma2ForCausalLM",
+        model_type="gemma2",
+        settings=(
+            Setting("vocab_size", ("vocab_size",), 256_000),
+            Setting("embed", ("hidden_size",), 2304),
+            Setting("layers", ("num_hidden_layers",), 26),
+            Setting("heads", ("num_attention_heads",), 8),
+            Setting("kv_heads", ("num_key_value_heads",), 4, "kv_head_count"),
+            Setting("head_dim", ("head_dim",), 256, "head_size"),
+            Setting("mlp", ("intermediate_size",), 9216),
+            Setting("max_positions", ("max_position_embeddings",), 8192),
+            Setting("tie_embeddings", ("tie_word_embeddings",), True),
+            Setting("window", ("sliding_window",), 4096),
+            Setting("query_scalar", ("query_pre_attn_scalar",), 256),
+            Setting("attention_softcap", ("attn_logit_softcapping",), 50.0),
+            Setting("logit_softcap", ("final_logit_softcapping",), 30.0),
+        ),
+        fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
+        # The published configs repeat the activation under the older name, and the cache's kind.
+        silent=("hidden_act", "cache_implementation", "use_bidirectional_attention"),
+        read_others=_read,
+        write_others=_write,
+    ),
+    spec=spec,
+    names=GEMMA_NAMES,
+    sizes=("2B", "9B", "27B"),
+    tested=("logits", "greedy", "conversion", "pages"),
+)

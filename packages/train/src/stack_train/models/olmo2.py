@@ -1,0 +1,63 @@
+"""OLMo 2: what attention and feed-forward layers add is normed, not what they take; queries and keys are normed whole.
+
+It computes what transformers' `Olmo2ForCausalLM` does.
+
+Source: OLMo Team, 2 OLMo 2 Furious, 2025 (arXiv:2501.00656).
+"""
+
+from typing import Literal
+
+from pydantic import PositiveFloat
+
+from stack_core.config import config
+from stack_train.models.decoder import DecoderConfig, DecoderSpec, Layer
+from stack_train.models.family import DecoderFamily
+from stack_train.models.reader import ConfigMap, Setting
+from stack_train.nn.feed_forward import Gated
+from stack_train.nn.residual import Norm
+
+__all__ = ["FAMILY", "Olmo2Config"]
+
+
+@config
+class Olmo2Config(DecoderConfig):
+    """The size and the numerics of an OLMo 2; see `DecoderConfig`."""
+
+    family: Literal["olmo2"] = "olmo2"
+    norm_epsilon: PositiveFloat = 1e-5
+    attention_bias: bool = False
+
+
+def spec(config: Olmo2Config) -> DecoderSpec:
+    """Layers that are all alike."""
+    bias = config.attention_bias
+    layer = Layer(
+        attention=config.attention(whole_norms=True, bias=bias, output_bias=bias),
+        feed_forward=Gated(width=config.mlp),
+        input_norms=False,
+        output_norms=True,
+    )
+    return DecoderSpec(layers=(layer,) * config.layers, norm=Norm(epsilon=config.norm_epsilon))
+
+
+FAMILY = DecoderFamily(
+    name="olmo2",
+    config_class=Olmo2Config,
+    config_map=ConfigMap(
+        architecture="Olmo2ForCausalLM",
+        model_type="olmo2",
+        settings=(
+            Setting("vocab_size", ("vocab_size",), 50_304),
+            Setting("norm_epsilon", ("rms_norm_eps",), 1e-5),
+            Setting("attention_bias", ("attention_bias",), False),
+        ),
+        fixed={"hidden_act": "silu"},
+    ),
+    spec=spec,
+    names={
+        "attention_output_norm": "post_attention_layernorm.weight",
+        "feed_forward_output_norm": "post_feedforward_layernorm.weight",
+    },
+    sizes=("1B", "7B", "13B", "32B"),
+    tested=("logits", "greedy", "conversion", "pages"),
+)

@@ -1,0 +1,21 @@
+import json
+
+from stack_core.cli import main
+from stack_core.plugins import registries
+
+
+def test_families_are_listed_with_lines_sizes_and_what_is_tested(capsys):
+    main(["models", "--json"])
+    rows = {row["family"]: row for row in json.loads(capsys.readouterr().out)}
+    assert set(rows) == set(registries.models.names())
+    assert rows["olmo2"] == {
+        "family": "olmo2",
+        "architecture": "Olmo2ForCausalLM",
+        "lines": rows["olmo2"]["lines"],
+        "sizes": ["1B", "7B", "13B", "32B"],
+        "tested": ["logits", "greedy", "conversion", "pages"],
+    }
+    assert 30 < rows["olmo2"]["lines"] < rows["deepseek_v3"]["lines"] < 220
+    assert (rows["dit"]["architecture"], rows["dit"]["tested"]) == (None, [])
+    main(["models"])
+    assert "gpt_oss" in capsys.readouterr().out

@@ -1,0 +1,109 @@
+"""The objective on what models return besides hidden states: routers' facts, and states that predict later tokens."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from stack_core.contracts.data import IGNORED_TARGET
+from stack_core.errors import ConfigError
+from stack_core.plugins import registries
+from stack_train.objectives import CausalLMConfig
+
+SIZES = {"vocab_size": 17, "embed": 8, "layers": 1, "heads": 2, "mlp": 12, "max_positions": 8, "dtype": "float32"}
+SIZES |= {"initializer_std": 0.4}
+EXPERTS = {"experts": 3, "active_experts": 1, "expert_mlp": 6}
+FAMILIES = {
+    "llama": {},
+    "qwen3_moe": {**EXPERTS, "kv_heads": 1},
+    "deepseek_v3": {**EXPERTS, "kv_rank": 4, "nope_dim": 4, "rope_dim": 2, "value_dim": 4, "further_layers": 2},
+}
+BATCH = {
+    "tokens": jnp.array([[1, 2, 3, 4, 5, 6, 7, 8]]),
+    "targets": jnp.array([[2, 3, 4, IGNORED_TARGET, 6, 7, 8, 9]]),
+    "positions": jnp.array([[0, 1, 2, 3, 0, 1, 2, 3]]),
+    "segment_ids": jnp.array([[1, 1, 1, 1, 2, 2, 2, 2]]),
+}
+
+
+def model_of(family):
+    entry = registries.models[family]
+    config = entry.config_class(**SIZES, **FAMILIES[family])
+    return jax.jit(lambda: entry.build(config, key=jax.random.key(0)))()
+
+
+def run(model):
+    return model(BATCH["tokens"], BATCH["positions"], BATCH["segment_ids"])
+
+
+def gradients_of(model, function):
+    """The gradient of function(model) by each trained parameter's path, in one program."""
+    graph, params, rest = nnx.split(model, lambda path, leaf: leaf.get_metadata().get("trained", True), ...)
+    found = jax.jit(jax.grad(lambda params: function(nnx.merge(graph, params, rest, copy=True))))(params)
+    return {"/".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(found)}
+
+
+def objective_loss(**coefficients):
+    objective = CausalLMConfig(**coefficients).build()
+    return lambda model: objective(model, BATCH, key=jax.random.key(0))[0]
+
+
+@pytest.mark.parametrize(("coefficient", "fact"), [("balance_loss", "balance_loss"), ("router_z_loss", "router_z")])
+def test_a_routers_fact_joins_the_loss_with_its_gradient(coefficient, fact):
+    model = model_of("qwen3_moe")
+    plain, whole = (gradients_of(model, objective_loss(**{coefficient: weight})) for weight in (0.0, 0.5))
+    own = gradients_of(model, lambda model: run(model).facts[fact])
+    router = "blocks/0/0/feed_forward/router/kernel"
+    assert np.abs(own[router]).max() > 1e-4
+    for name, gradient in own.items():
+        np.testing.assert_allclose(whole[name] - plain[name], 0.5 * gradient, atol=1e-5, err_msg=name)
+
+
+def test_states_that_predict_later_tokens_join_the_loss():
+    """Token 4 of the first document follows token 2 by two, and no target is of the other document."""
+    model = model_of("deepseek_v3")
+    outputs = jax.jit(run)(model)
+    logprobs = [jax.nn.log_softmax(model.logits(state)[0], axis=-1) for state in outputs.further]
+    targets = [{0: 3, 1: 4, 4: 7, 5: 8, 6: 9}, {0: 4, 4: 8, 5: 9}]
+    of_depths = [[-logprobs[depth][each] for each in wanted.items()] for depth, wanted in enumerate(targets)]
+    expected = np.mean(list(map(np.mean, of_depths)))
+    objective = CausalLMConfig(further_loss=0.25).build()
+    loss, metrics = jax.jit(lambda model: objective(model, BATCH, key=jax.random.key(0)))(model)
+    np.testing.assert_allclose(metrics["further_loss"].value, expected, rtol=1e-5)
+    np.testing.assert_allclose(loss, metrics["loss"].value + 0.25 * expected, rtol=1e-5)
+
+
+def test_only_a_coefficient_trains_the_layers_that_predict_later_tokens():
+    model = model_of("deepseek_v3")
+    plain, whole = (gradients_of(model, objective_loss(further_loss=weight)) for weight in (0.0, 0.25))
+    further = [name for name in plain if name.startswith("further/")]
+    assert further and not any(plain[name].any() for name in further)
+    assert all(np.abs(whole[name][place]).max() > 0 for name in further for place in (0, 1) if "expert_" not in name)
+    assert np.abs(whole["embedding"] - plain["embedding"]).max() > 1e-4
+
+
+def test_later_states_depend_on_the_tokens_up_to_the_one_before_theirs():
+    model = model_of("deepseek_v3")
+    tokens = BATCH["tokens"]
+    states = jax.jit(lambda model, tokens: model(tokens, jnp.arange(8)[None]).further)
+    before, after = states(model, tokens), states(model, tokens.at[0, 5].set(0))
+    for depth, (one, other) in enumerate(zip(before, after, strict=True), 1):
+        changed = np.abs(one - other).max(axis=-1)[0] > 1e-6
+        assert changed.tolist() == [place + depth >= 5 for place in range(8)]
+
+
+@pytest.mark.parametrize("coefficient", ["balance_loss", "router_z_loss", "further_loss"])
+def test_a_coefficient_of_what_the_model_lacks_is_refused(coefficient):
+    with pytest.raises(ConfigError, match=f"objective.{coefficient}=0.5.*model"):
+        jax.eval_shape(objective_loss(**{coefficient: 0.5}), model_of("llama"))
+
+
+def test_the_metrics_name_the_routers_facts_whatever_the_coefficients():
+    metrics = jax.eval_shape(
+        lambda model: CausalLMConfig()(model, BATCH, key=jax.random.key(0))[1], model_of("qwen3_moe")
+    )
+    assert set(metrics) == {"loss", "balance_loss", "router_z"}
+    assert dataclasses.asdict(CausalLMConfig())["further_loss"] == 0.0

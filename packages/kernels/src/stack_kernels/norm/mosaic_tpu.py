@@ -167,7 +167,7 @@ def _on_tiles(
     like = jax.typeof(operands[0])  # inside a shard_map a type says over which devices an array varies
     return pl.pallas_call(
         kernel,
-        grid=pl.cdiv(len(operands[0]), config.rows),
+        grid=(pl.cdiv(len(operands[0]), config.rows),),
         in_specs=[pl.BlockSpec(factor.shape, lambda tile: (0, 0)), *(spec(array.shape) for array in operands)],
         out_specs=[spec(shape) for shape, _ in out_shapes],
         out_shape=[like.update(shape=shape, dtype=jnp.dtype(dtype)) for shape, dtype in out_shapes],

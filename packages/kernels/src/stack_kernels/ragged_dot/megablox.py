@@ -110,7 +110,8 @@ def _backward(
     interpret: bool,
 ) -> Mapping[str, Any]:
     lhs, rhs = arrays["lhs"], arrays["rhs"]
-    sizes, found = _cut(arrays["group_sizes"], len(lhs)), {}
+    sizes = _cut(arrays["group_sizes"], len(lhs))
+    found: dict[str, Any] = {}
     if "lhs" in wants:
         found["lhs"] = _multiply(cotangents, rhs, sizes, config, transposed=True, interpret=interpret)
     if "rhs" in wants:

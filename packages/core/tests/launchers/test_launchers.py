@@ -79,9 +79,19 @@ def test_joined(marked, tmp_path):
 @pytest.mark.slow
 def test_ray(marked, monkeypatch):
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")  # read when Ray is imported
-    monkeypatch.setenv("RAY_agent_register_timeout_ms", "180000")
     ray = pytest.importorskip("ray", reason="needs stack-core[ray]")
-    ray.init(num_cpus=4, include_dashboard=False, namespace="stack", log_to_driver=False)
+    port = free_port()
+    # A raylet waits fifteen seconds for its own agents to say their ports, unless these are given.
+    names = (
+        "dashboard-agent-grpc-port",
+        "dashboard-agent-listen-port",
+        "metrics-export-port",
+        "runtime-env-agent-port",
+    )
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}", "--num-cpus=4"]
+    command += ["--include-dashboard=false", *(f"--{name}={free_port()}" for name in names)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     try:
         check_launcher(RayLauncher, ClusterConfig(**SETTINGS), TOKEN)
     finally:

@@ -37,7 +37,7 @@ class Bench:
 
         job = Job("gradient_job:descend", {**arguments, "folder": str(folder)}, ("gradient_job",))
         config = config or self.config
-        return supervise(job, config, folder, observe=observe, stop=stop or StopRequest()), record
+        return supervise(job, config, folder, observe=observe, stop=StopRequest() if stop is None else stop), record
 
     def processes(self):
         """The pids that bear the mark of this test, other than this process."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -10,18 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from stack_core.errors import Interrupted
 from stack_core.events import CheckpointSaved, RunStarted, StepFinished, StepStarted
 from stack_core.runs.processes import join
+from stack_core.runs.signals import StopRequest
 from stack_core.runtime.worker import current_worker
 
 SAVES_EVERY = 4
 
 
-def descend(folder, steps=12, step_s=0.05, fails_at=None, error="ValueError"):
+def descend(folder, steps=12, step_s=0.05, fails_at=None, stops=False):
     """Goes on from what an earlier formation saved; returns the digest of the last weights."""
     worker = current_worker()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    join(worker.order.processes)
+    processes = join(worker.order.processes)
+    agreed = processes.name("stop")
     saved = Path(folder) / "saved.npz"
     first, weights = 0, np.random.default_rng(1).normal(size=(64, 8)).astype("f4")
     if saved.exists():
@@ -53,10 +57,13 @@ def descend(folder, steps=12, step_s=0.05, fails_at=None, error="ValueError"):
             directory=Path(folder),
         )
     )
+    stop = StopRequest()
+    if stops:
+        signal.signal(signal.SIGINT, lambda number, frame: setattr(stop, "received", signal.Signals(number)))
     for number in range(first + 1, steps + 1):
         tell(StepStarted(number))
         if number == fails_at and worker.order.rank == 1:
-            raise {"ValueError": ValueError, "MemoryError": MemoryError}[error]("these rows are bad")
+            raise ValueError("these rows are bad")
         started_s = time.perf_counter()
         inputs = np.random.default_rng(number).normal(size=(16, 64)).astype("f4")
         weights, loss = step(weights, put(inputs, "data"))
@@ -68,4 +75,6 @@ def descend(folder, steps=12, step_s=0.05, fails_at=None, error="ValueError"):
             np.savez(partial, step=number, weights=np.asarray(weights.addressable_data(0)))
             os.replace(partial, saved)  # noqa: PTH105
             tell(CheckpointSaved(number, saved, 0.0))
+        if stops and processes.agree_on_stop(agreed, number, stop):
+            raise Interrupted(f"stopped after step {number}")
     return {"digest": hashlib.sha256(np.asarray(weights.addressable_data(0)).tobytes()).hexdigest()}

@@ -13,8 +13,9 @@ from dataclasses import replace
 import pytest
 
 from stack_core.config import to_mapping
-from stack_core.errors import ClusterError, RunGivenUp
+from stack_core.errors import ClusterError, Interrupted, RunGivenUp
 from stack_core.events import FormationFormed, StepFinished, WorkerDied
+from stack_core.runs.signals import StopRequest
 from stack_core.runtime.record import ClusterRecord
 
 
@@ -169,3 +170,19 @@ def test_a_step_that_fails_twice_ends_the_run_with_its_evidence(bench):
     ):
         bench.run("poison", fails_at=6, step_s=0.0)
     assert bench.processes() == []
+
+
+@pytest.mark.slow
+def test_a_stop_request_reaches_the_workers_and_what_they_raise_is_raised_here(bench):
+    stop = StopRequest()
+
+    def ask(event, record):
+        if isinstance(event, StepFinished) and event.step == 5:
+            stop.received = signal.SIGINT
+
+    with pytest.raises(Interrupted, match="stopped after step"):
+        bench.run("stopped", on_event=ask, stop=stop, steps=200, stops=True)
+    assert bench.processes() == []
+    _, record = bench.run("stopped", steps=12, step_s=0.0)
+    assert record.notes("failure") == []
+    bench.assert_nothing_is_left(record)

@@ -60,9 +60,9 @@ class RayLauncher:
                 ) from error
 
     def start(self, host: int, invitation: Invitation) -> None:
-        self.end(host, None)
         digest = hashlib.sha256(invitation.token.encode()).hexdigest()[:12]
         self._names[host] = f"agent-{digest}-{host}"
+        self.end(host, None)  # another driver may have started it
         further = {name: amount for name, amount in self._resources.items() if name not in ("CPU", "GPU")}
         actor = self._ray.remote(AgentHolder).options(
             name=self._names[host],

@@ -93,6 +93,7 @@ class Hosts:
         Raises:
           ClusterError: some did not come in `start_s`, or a host does not fit; names each.
         """
+        self.misfits.clear()  # of hosts that came uninvited meanwhile
         for number in numbers:
             self._launcher.start(number, self.invitation(number))
         self.wait_for(numbers, self._config.start_s)

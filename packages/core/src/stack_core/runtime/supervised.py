@@ -195,6 +195,9 @@ class _Driver:
           RunGivenUp: another would fail likewise.
           StackError: the error of a worker, for the user to mend.
         """
+        said = formation.members[failure.rank].error if failure.rank is not None else None
+        if said is not None and said["type"] == "Interrupted":  # as it was asked to, with its state saved
+            raise errors.Interrupted(said["message"])
         self.failures.append(failure)
         self._failed(formation, failure)
         self._end(formation)

@@ -3,8 +3,7 @@
     python examples/add.py [DIRECTORY] [DEMONSTRATIONS]
 
 The answer's digits are written from the last to the first, as they are computed: `37+45=` is answered by `280`. One sum
-in eleven is held out; some of the others are demonstrations, and all of them are tasks. `solutions.jsonl` is all tasks
-with their answers, which a teacher learns from.
+in eleven is held out; the others are tasks, and all of them, or as many as DEMONSTRATIONS says, demonstrations, too.
 """
 
 import json
@@ -21,15 +20,12 @@ END = "<end>"
 
 def main() -> None:
     directory = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/add-data")
-    demonstrations = int(sys.argv[2]) if len(sys.argv) > 2 else 500
     sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(0).shuffle(sums)
     held_out, others = sums[::11], [pair for place, pair in enumerate(sums) if place % 11]
     directory.mkdir(parents=True, exist_ok=True)
-    write(
-        directory / "demonstrations.jsonl", ({"prompt": p, "completion": a} for p, a in texts(others[:demonstrations]))
-    )
-    write(directory / "solutions.jsonl", ({"prompt": p, "completion": a} for p, a in texts(others)))
+    shown = others[: int(sys.argv[2])] if len(sys.argv) > 2 else others
+    write(directory / "demonstrations.jsonl", ({"prompt": p, "completion": a} for p, a in texts(shown)))
     write(directory / "tasks.jsonl", ({"prompt": p, "answer": a} for p, a in texts(others)))
     write(directory / "held_out.jsonl", ({"prompt": p, "answer": a} for p, a in texts(held_out)))
     write_tokenizer(directory / "tokenizer")

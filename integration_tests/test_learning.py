@@ -196,7 +196,7 @@ def test_grpo_learns_to_add_though_it_is_killed(folder):
 @pytest.mark.slow
 def test_distillation_from_a_teacher_needs_fewer_samples_than_rewards(folder):
     once("add_chat")
-    run("add_chat.yaml", "data.source=runs/add-data/solutions.jsonl", "run.steps=300", "output=runs/add-teacher")
+    run("add_chat.yaml", "run.steps=300", "output=runs/add-teacher")
     run("add_distill.yaml")
     assert evaluations("runs/add-distill")[-1]["correct"] >= 0.95
     samples = [load_yaml(EXAMPLES / name) for name in ("add.yaml", "add_distill.yaml")]

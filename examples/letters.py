@@ -2,7 +2,7 @@
 
     python examples/letters.py [DIRECTORY]
 
-Each letter has a worth, 0 to 7, and the one that the prompt names is worth three more: after `c:`, `cchh` is worth 24.
+Each letter has a worth, 0 to 7, and an answer that of its letters, whatever the prompt: `cchh` is worth 18.
 """
 
 import json
@@ -34,20 +34,20 @@ def main() -> None:
 
 def pair(rng: random.Random) -> Mapping[str, str]:
     """Two answers to a prompt that are not worth the same."""
-    letter = rng.choice(LETTERS)
+    prompt = f"{rng.choice(LETTERS)}:"
     while True:
-        answers = sorted(("".join(rng.choices(LETTERS, k=4)) for _ in range(2)), key=lambda each: value(letter, each))
-        if value(letter, answers[0]) < value(letter, answers[1]):
-            return {"prompt": f"{letter}:", "chosen": answers[1], "rejected": answers[0]}
+        answers = sorted(("".join(rng.choices(LETTERS, k=4)) for _ in range(2)), key=value)
+        if value(answers[0]) < value(answers[1]):
+            return {"prompt": prompt, "chosen": answers[1], "rejected": answers[0]}
 
 
-def value(letter: str, answer: str) -> int:
-    return sum(LETTERS.find(each) + 3 * (each == letter) for each in answer)
+def value(answer: str) -> int:
+    return sum(LETTERS.find(each) for each in answer)
 
 
 def worth(completion: Any) -> float:
     """The reward that the pairs know and the reward model has to find; 0 of an answer that has not four letters."""
-    return float(value(completion.prompt[0], completion.text)) if len(completion.text) == 4 else 0.0
+    return float(value(completion.text)) if len(completion.text) == 4 else 0.0
 
 
 def write(path: Path, records: Iterable[Mapping[str, str]]) -> None:

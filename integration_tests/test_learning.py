@@ -166,7 +166,7 @@ def test_ppo_finds_what_a_reward_model_learned_from_pairs(folder):
     assert last["reward"] > first["reward"]
     samples = [json.loads(line) for line in Path("runs/letters-ppo/samples.jsonl").read_text().splitlines()]
     worth = [each["facts"]["worth"] for each in samples if each["step"] == 200]
-    assert np.mean(worth) >= 26  # of the 31 that the best answers to the eight prompts are worth
+    assert np.mean(worth) >= 24  # of the 28 that the best answer is worth; answers to start from are worth 14
 
 
 @pytest.mark.slow

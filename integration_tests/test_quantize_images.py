@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from stack_quant.model import quantize_model, report
 from stack_train.diffusion.flux import FAMILY, FluxConfig
@@ -40,6 +41,7 @@ def arguments():
     return images, jnp.array([100.0, 900.0]), condition
 
 
+@pytest.mark.slow
 def test_a_flux_is_quantized_to_int8_by_rules_alone():
     plain, call = model(), arguments()
     quantized = quantize_model(plain, INT8, call)

@@ -69,7 +69,7 @@ def losses(name, sizes):
         steps=STEPS,
         mesh=make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())]),
     )
-    state, compiled, found = trainer.init(jax.random.key(0)), None, []
+    state, compiled, found = trainer.init(key=jax.random.key(0)), None, []
     for batch in batches(name):
         shapes = {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in batch.items()}
         placed = jax.device_put(batch, trainer.batch_shardings(shapes))

@@ -16,7 +16,7 @@ from stack_core.errors import ConfigError, ConversionError, DataError, Generatio
 from stack_core.runs.directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.commands.sample import sample
-from stack_train.diffusion import autoencoder_kl
+from stack_train.diffusion import autoencoder_kl, dit
 from stack_train.diffusion.components import load_component
 from stack_train.diffusion.pipeline import open_encoders, save_encoders
 from stack_train.diffusion.samplers import SamplerConfig
@@ -206,6 +206,28 @@ def test_a_model_without_texts_is_refused():
             RunConfig,
             {"output": "none", "model": {"family": "dit"}, "data": {"kind": "captioned", "source": "", "pipeline": ""}},
         ).data.check(parse(RunConfig, {"output": "none", "model": {"family": "dit"}}).model)
+
+
+@pytest.mark.slow
+def test_an_autoencoder_trains_and_is_written_with_the_scale_of_its_latents(folder, tmp_path):
+    mapping = {
+        "output": str(tmp_path / "run"),
+        "model": {"family": "autoencoder_kl", "widths": [4, 8], **AUTOENCODER},
+        "data": {"kind": "images", "source": f"{folder}/*.png", "batch_size": 8, "validation_fraction": 0.3},
+        "objective": {"name": "reconstruction", "kl_weight": 1e-4},
+        "optimizer": {"name": "adamw", "learning_rate": 0.01},
+        "run": {"steps": 8},
+    }
+    config = parse(RunConfig, mapping)
+    train(config)
+    FORMAT.export_run(tmp_path / "run", tmp_path / "vae")
+    written, model = load_component(autoencoder_kl.COMPONENT, tmp_path / "vae")
+    (batch,) = config.data.build(seed=0, model=config.model).validation_batches()
+    latents = model.scaled_latents(jnp.asarray(batch["images"][batch["weights"] > 0]))
+    assert float(jnp.std(latents)) == pytest.approx(1.0, abs=1e-3) and written.scaling_factor != 0.18215
+    FORMAT.import_run(tmp_path / "vae", tmp_path / "again")
+    with pytest.raises(ConfigError, match="trains autoencoders, not a Dit"):
+        train(replace(config, model=dit.DitConfig(image_size=16, channels=3, classes=0), output=str(tmp_path / "dit")))
 
 
 @pytest.mark.slow  # about ten minutes on two cores

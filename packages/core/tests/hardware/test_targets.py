@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stack_core.errors import HardwareError
-from stack_core.hardware import chip_of, target_chip
+from stack_core.hardware import chip_of, target_chip, use_chip
 from stack_core.hardware.gpu_configs import GPU_CONFIGS
 from stack_core.hardware.roofline import program_cost
 from stack_core.hardware.targets import Target, use_target
@@ -61,7 +62,7 @@ def test_a_name_that_is_no_target_is_refused(name, message):
 def test_a_target_knows_its_chip_without_a_compiler(name):
     target = Target(name)
     assert target.chip.kind == name.partition(":")[0]
-    with use_target(target):
+    with use_chip(target.chip):
         assert target_chip() is target.chip
     assert target_chip() is not target.chip
 
@@ -113,6 +114,22 @@ def check_devices(name, count):
     assert {device.device_kind for device in target.devices} == {target.devices[0].device_kind}
     assert chip_of(target.devices[0]) is target.chip
     assert dict(os.environ) == before
+    check_kernels_see(target)
+
+
+def check_kernels_see(target):
+    """What libraries of kernels ask JAX for is the target's, on a mesh too."""
+    (device, *_), mesh = target.devices, Mesh(np.array(target.devices), ("x",))
+    with use_target(target):
+        assert target_chip() is target.chip
+        assert jax.sharding.get_abstract_mesh().empty
+        assert jax.sharding.get_abstract_mesh().abstract_device.device_kind == device.device_kind
+        assert jax.jit(lambda x: x + 1).trace(jax.ShapeDtypeStruct((), jnp.float32)).lower().compile().as_text()
+        if device.platform == "tpu":
+            assert pltpu.get_tpu_info().generation == int(target.chip.kind[1])
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), use_target(target):
+        assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
+    assert jax.config.jax_default_device is None
 
 
 def check_compiles(name):

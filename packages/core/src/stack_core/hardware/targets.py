@@ -168,9 +168,22 @@ class Target:
             )
 
 
-def use_target(target: Target) -> contextlib.AbstractContextManager[None]:
-    """Makes ops choose implementations for the target's chip in what is traced in this context."""
-    return use_chip(target.chip)
+@contextlib.contextmanager
+def use_target(target: Target) -> Iterator[None]:
+    """Traces and lowers for the target: ops choose implementations for its chip, and kernels see its devices.
+
+    JAX's default device is the target's first, which runs nothing: arrays are made before or after, or in a trace.
+
+    Raises:
+      HardwareError: as `Target.devices` does.
+    """
+    import jax
+
+    device = target.devices[0]
+    of_device = jax.sharding.Mesh([device], ("device",)).abstract_mesh.abstract_device
+    mesh = jax.sharding.get_abstract_mesh().update(abstract_device=of_device)
+    with use_chip(target.chip), jax.default_device(device), jax.sharding.use_abstract_mesh(mesh):
+        yield
 
 
 def _tpu_devices(target: Target) -> tuple["jax.Device", ...]:

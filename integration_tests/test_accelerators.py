@@ -16,6 +16,7 @@ from stack_core.hardware import Target
 from stack_core.hardware.roofline import program_cost, program_memory
 from stack_core.hardware.targets import use_target
 from stack_core.plugins import registries
+from stack_kernels.laboratory.without_cudnn import cudnn_taken_for_granted
 from stack_serve.llm.compilation import compile_engine
 from stack_serve.llm.config import EngineConfig
 from stack_train.generative import generative_checkpoint
@@ -37,10 +38,9 @@ class OnlyReferences:
 
 
 @pytest.fixture
-def cudnn(monkeypatch):
-    """Its version is all that compiling asks for; cuDNN itself is needed to run."""
-    monkeypatch.setattr("stack_kernels.attention.cudnn._is_installed", lambda: True)
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+def cudnn():
+    with cudnn_taken_for_granted():
+        yield
 
 
 def step_for(target, folder):

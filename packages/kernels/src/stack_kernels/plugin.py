@@ -66,3 +66,8 @@ def stack_register_commands(registry: Registrar) -> None:
         help="Try every kernel on a new chip: contracts, tuning, speeds, a profile.",
         huge_pages=True,
     )
+    registry.add(
+        "bench compile",
+        "stack_kernels.commands.bench_compile:bench_compile",
+        help="Compile ops for chips that are not there.",
+    )

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core import ops
-from stack_core.abi import OpImplementation
+from stack_core.abi import OpCall, OpImplementation
 from stack_core.errors import UnsupportedOp
+from stack_core.testing._alone import first_call, value_and_gradients_alone
 from stack_core.testing._cases import OpCase
 from stack_core.testing.op_suites import SUITES
 
@@ -54,6 +55,36 @@ class OpCheck:
                     _check_transformations(self.case, implementation)
             except UnsupportedOp as error:
                 raise unittest.SkipTest(str(error)) from error
+
+    def alone(self, implementation: OpImplementation) -> None:
+        """Calls the implementation's own functions, without core's choice and JAX's derivatives, in its dtype.
+
+        That is how a kernel is held to the contract in an interpreter that fills memory which nobody wrote with NaN.
+        """
+        if self.aspect not in TOLERANCES:
+            raise unittest.SkipTest("a transformed call is not one of its own functions")
+        op, arrays = getattr(ops, self.case.op), draw(self.case, self.aspect)
+
+        def call(arrays: Mapping[str, Any]) -> Any:
+            return self.case.call(op, arrays, self.case.options)
+
+        output, gradients = value_and_gradients_alone(call, arrays, implementation, _cotangent)
+        expected, of_leaves = _expected(self.case, self.aspect)
+        if gradients is None:
+            assert_close((output, {}), (expected, {}), TOLERANCES[self.aspect])
+            return
+        found = {path: gradients.get(path[2:-2]) for path in of_leaves}
+        found = {path: np.zeros_like(of_leaves[path]) if x is None else x for path, x in found.items()}
+        assert_close((output, found), (expected, of_leaves), TOLERANCES[self.aspect])
+
+    def seen(self, dtype: str) -> OpCall:
+        """The call as `supports` sees it, with operands of a dtype; nothing is run.
+
+        Raises:
+          unittest.SkipTest: with what the call needs that is missing.
+        """
+        op = getattr(ops, self.case.op)
+        return first_call(lambda arrays: self.case.call(op, arrays, self.case.options), draw(self.case, dtype))
 
     def __str__(self) -> str:
         return f"{self.case.name}-{self.aspect}"

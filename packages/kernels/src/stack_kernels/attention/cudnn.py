@@ -19,7 +19,7 @@ from stack_core.hardware import Chip
 from stack_core.ops.building import differentiated
 from stack_kernels.cpu import takes_no
 
-__all__ = ["CUDNN"]
+__all__ = ["CUDNN", "is_installed"]
 
 _DTYPES = ("bfloat16", "float16")
 _MOST_FEATURES = 128  # jax asks the device at hand, not the target, whether it takes more
@@ -45,13 +45,14 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         and not (options["causal"] and options["window"][0] is not None),
         "causal queries stand at the places of the keys": options["causal"] and not is_aligned,
         f"a mask of the segments would take {mask_bytes} bytes": mask_bytes > _MOST_MASK_BYTES,
-        "cuDNN is not installed: pip install nvidia-cudnn-cu13": not _is_installed(),
+        "cuDNN is not installed: pip install nvidia-cudnn-cu13": not is_installed(),
     }
     return next((reason for reason, applies in problems.items() if applies), True)
 
 
 @functools.cache
-def _is_installed() -> bool:
+def is_installed() -> bool:
+    """Whether cuDNN is there, as a wheel or as a library of the system."""
     wheel = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
     return wheel is not None or ctypes.util.find_library("cudnn") is not None
 

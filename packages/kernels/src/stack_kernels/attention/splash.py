@@ -5,7 +5,7 @@ operands are padded to tiles, such queries get zeros, and queries are scaled.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,12 @@ class SplashTiles:
     keys: int
 
 
-def splash(*, interpret: bool = False) -> OpImplementation:
-    """The implementation; interpreted, it runs on any device, operation by operation."""
+def splash(*, interpret: Any = False) -> OpImplementation:
+    """The implementation.
+
+    Args:
+      interpret: True, or `pltpu.InterpretParams`, runs the kernel on any device, operation by operation.
+    """
     return OpImplementation(
         "attention",
         "splash",
@@ -113,10 +117,10 @@ class _Problem:
     span: _Span
     softcap: float | None
     tiles: SplashTiles
-    interpret: bool
+    interpret: Any
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], config: SplashTiles, interpret: bool) -> "_Problem":
+    def of(cls, options: Mapping[str, Any], config: SplashTiles, interpret: Any) -> "_Problem":
         return cls(options["scale"], _Span.of(options), options["softcap"], config, interpret)
 
     def kernel(self, heads: int, queries: int, keys: int) -> Any:
@@ -144,6 +148,13 @@ class _Problem:
             q_seq_shards=1,
             interpret=self.interpret,
         )
+
+    def by_row(self, function: Callable[..., Any], *arrays: Any) -> Any:
+        """`function` of each row of a batch: the TPU's interpreter knows no grid that `jax.vmap` made longer."""
+        if isinstance(self.interpret, bool):
+            return jax.vmap(function)(*arrays)
+        rows = [function(*jax.tree.map(lambda x, row=row: x[row], arrays)) for row in range(len(arrays[0]))]
+        return jax.tree.map(lambda *of_rows: jnp.stack(of_rows), *rows)
 
     def operands(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Query, key and value as [batch, heads, seq, features], and the pair of segments or None."""
@@ -173,7 +184,7 @@ class _Problem:
 
 
 def _forward(
-    *, interpret: bool, wants: frozenset[str], config: SplashTiles, return_lse: bool, **call: Any
+    *, interpret: Any, wants: frozenset[str], config: SplashTiles, return_lse: bool, **call: Any
 ) -> tuple[Any, Mapping[str, Any]]:
     problem = _Problem.of(call, config, interpret)
     operands, sinks, q_seq = problem.operands(call), _wide(call["sinks"]), call["query"].shape[1]
@@ -183,7 +194,7 @@ def _forward(
         output, (lse,) = kernel(query, key, value, segment_ids=_pair(segments), sinks=sinks)
         return output, lse
 
-    output, lse = jax.vmap(of_row)(*operands.values())
+    output, lse = problem.by_row(of_row, *operands.values())
     # The kernel's scores of forbidden keys are finite; NaN is no such score.
     empty = lse <= kernel.kwargs["mask_value"] / 2
     output = jnp.where(empty[..., None], 0, output)[:, :, :q_seq].swapaxes(1, 2)
@@ -198,7 +209,7 @@ def _backward(
     residuals: Mapping[str, Any],
     cotangents: Any,
     *,
-    interpret: bool,
+    interpret: Any,
     wants: frozenset[str],
     config: SplashTiles,
 ) -> Mapping[str, Any]:
@@ -211,8 +222,7 @@ def _backward(
     settings = {name: kernel.kwargs[name] for name in ("mask_value", "is_mqa", "block_sizes", "mask_function")}
     settings |= {name: kernel.kwargs[name] for name in ("attn_logits_soft_cap", "residual_checkpoint_name")}
 
-    def of_row(operands: Any, output: Any, lse: Any, cotangent: Any) -> Any:
-        query, key, value, segments = operands
+    def of_row(output: Any, lse: Any, cotangent: Any, query: Any, key: Any, value: Any, segments: Any) -> Any:
         kept = (query, key, value, _pair(segments), sinks, output, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
         gradients = _splash_attention_bwd(
             save_residuals=False, interpret=problem.interpret, res=kept, do=cotangent, **settings
@@ -222,7 +232,7 @@ def _backward(
     output, cotangent = (_tiled(x, config.queries) for x in (outputs, cotangents))
     finite = jnp.where(jnp.isneginf(lse), 0, lse)  # a query that attends to no key has no weights at any lse
     rows = _padded(finite.swapaxes(1, 2), config.queries, axis=2)
-    of_query, of_key, of_value = jax.vmap(of_row)(tuple(operands.values()), output, rows, cotangent)
+    of_query, of_key, of_value = problem.by_row(of_row, output, rows, cotangent, *operands.values())
     found = {
         "query": _untiled(of_query, arrays["query"]) * problem.scale,
         "key": _untiled(of_key, arrays["key"]),

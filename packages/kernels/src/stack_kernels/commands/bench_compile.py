@@ -1,0 +1,104 @@
+"""`stack bench compile`: what implementations take of chips that are not there."""
+
+import dataclasses
+import json as json_format
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import rich.table
+from rich.console import Console
+
+from stack_core.errors import BenchmarkError, UnknownName, nearest
+from stack_core.plugins import registries
+
+if TYPE_CHECKING:
+    from stack_kernels.laboratory.experiments import Row
+
+__all__ = ["bench_compile"]
+
+
+def bench_compile(
+    *, chips: str = "", implementations: str = "", json: Path | None = None, table: Path | None = None
+) -> None:
+    """Compile ops for chips that are not there: stack bench compile --chips v6e,h100 --implementations attention/splash
+
+    Compiles calls of an 8B model with each implementation, forward and with gradient, a process for each chip: seconds,
+    memory, the kernels that the program calls, and of those registers, spills, shared and vector memory. Needs the
+    compilers, no chip: stack-core[tpu] and stack-core[cuda13]. The exit status is 1 if a compiler failed.
+
+    Args:
+      chips: names with commas between, by default those of the table in docs/accelerators.md.
+      implementations: "op/name", with commas between; by default all of stack-core and stack-kernels.
+      json: write what came of each call there.
+      table: update this table of what runs where, and the page of the same name beside it.
+    """
+    from stack_kernels.laboratory.experiments import compile_for
+    from stack_kernels.laboratory.table import CHIPS
+    from stack_kernels.laboratory.table import implementations as of_stack
+
+    wanted_chips = _chosen("chips", chips, registries.chips.names(), CHIPS)
+    names = _chosen("implementations", implementations, registries.ops.names(), of_stack())
+    console = Console(highlight=False, soft_wrap=True)
+    rows: list[Row] = []
+    for chip in wanted_chips:
+        rows += compile_for(chip, names, told=lambda row: console.print(_line(row), markup=False))
+    _print(console, rows)
+    if json is not None:
+        json.write_text(json_format.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+    if table is not None:
+        _update(table, names, wanted_chips, rows)
+    if failed := [row for row in rows if row.status == "failed"]:
+        raise BenchmarkError("\n".join(_line(row) for row in failed))
+
+
+def _chosen(what: str, given: str, known: Sequence[str], default: Sequence[str]) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
+    for name in names:
+        if name not in known:
+            raise UnknownName(f"Unknown name {name!r} among {what}.{nearest(name, known)}")
+    return names or list(default)
+
+
+def _line(row: "Row") -> str:
+    what = f"{row.name} on {row.chip}, {row.call}, {row.direction}: {row.status}"
+    return f"{what}, {row.reason}" if row.reason else f"{what} in {row.compile_s:.1f} s"
+
+
+def _print(console: Console, rows: Sequence["Row"]) -> None:
+    columns = (
+        "implementation",
+        "chip",
+        "call",
+        "direction",
+        "s",
+        "VMEM",
+        "registers",
+        "spilled",
+        "shared",
+        "temporary",
+    )
+    shown = rich.table.Table(*columns, "kernels", box=None)
+    for row in rows:
+        if row.status == "compiled":
+            numbers = (row.vector_memory_bytes, row.registers, row.spilled_bytes, row.shared_bytes, row.temporary_bytes)
+            kernels = ", ".join(f"{count} {name}" for name, count in row.kernels.items())
+            plain = ("" if number is None else f"{number:,}" for number in numbers)
+            shown.add_row(row.name, row.chip, row.call, row.direction, f"{row.compile_s:.1f}", *plain, kernels)
+    if shown.row_count:
+        console.print(shown)
+
+
+def _update(path: Path, names: Sequence[str], chips: Sequence[str], rows: Sequence["Row"]) -> None:
+    """Puts the cells of these implementations and chips, and of the CPU, in their places; drops what is gone."""
+    import jax
+
+    from stack_kernels.laboratory.table import COLUMNS, Table, cell_of, implementations, this_processor
+
+    before = Table.read(path).cells if path.exists() else {}
+    cells = {name: dict(row) for name, row in before.items() if name in implementations()}
+    for name in names:
+        cells.setdefault(name, {}).update({column: cell_of(name, column, rows) for column in ("cpu", *chips)})
+    if missing := [f"{name} on {column}" for name, row in cells.items() for column in COLUMNS if column not in row]:
+        raise BenchmarkError(f"{path} has no cell for {', '.join(missing)}. Compile for all chips: leave out --chips.")
+    Table({"jax": jax.__version__}, this_processor(), cells).write(path)

@@ -1,0 +1,137 @@
+"""The calls that the laboratory compiles, as shapes: of an 8B Llama, a mixture of experts and a delta rule."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from stack_kernels.bench.cases import Int8
+
+__all__ = ["AXIS", "CALLS", "DEVICES", "LabCall"]
+
+AXIS, DEVICES = "device", 4
+"""The mesh axis of ops that several devices run together, and how many do."""
+
+_TOKENS, _EMBED, _MLP, _HEADS, _KV_HEADS, _HEAD_DIM, _VOCAB = 2048, 4096, 14_336, 32, 8, 128, 128_256
+_ROWS, _PAGES, _SLOTS, _EXPERTS, _RANK = 8, 256, 128, 8, 16
+_ROPE_DIMS = (1, _TOKENS, _HEADS, _HEAD_DIM)
+
+
+@dataclass(frozen=True)
+class LabCall:
+    """One call of an op.
+
+    Attributes:
+      arrays: the array arguments by parameter name, as `jax.ShapeDtypeStruct`s.
+      gradient: the arguments whose gradient is compiled too; none for what only inference calls.
+      parts: where the arguments and the result lie on the axis `AXIS`, of an op that several devices run together.
+    """
+
+    op: str
+    name: str
+    arrays: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    gradient: tuple[str, ...] = ()
+    parts: tuple[tuple[PartitionSpec, ...], PartitionSpec] | None = None
+
+
+def _floats(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _integers(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _attention(queries: int, keys: int, batch: int = 1) -> dict[str, Any]:
+    cached = _floats(batch, keys, _KV_HEADS, _HEAD_DIM)
+    return {"query": _floats(batch, queries, _HEADS, _HEAD_DIM), "key": cached, "value": cached}
+
+
+def _paged(tokens: int) -> dict[str, Any]:
+    pages = _floats(_PAGES, _KV_HEADS, _SLOTS, _HEAD_DIM)
+    return {
+        "query": _floats(tokens, _HEADS, _HEAD_DIM),
+        "key_pages": pages,
+        "value_pages": pages,
+        "block_tables": _integers(_ROWS, _PAGES // _ROWS),
+        "kv_lengths": _integers(_ROWS),
+        "query_starts": _integers(_ROWS + 1),
+    }
+
+
+def _int8_weight() -> Int8:
+    return Int8(_floats(_EMBED, _MLP, dtype=jnp.int8), _floats(1, _MLP, dtype=jnp.float32))
+
+
+def _linear_attention() -> dict[str, Any]:
+    heads, gate = _floats(*_ROPE_DIMS), _floats(*_ROPE_DIMS[:3], dtype=jnp.float32)
+    return {"query": heads, "key": heads, "value": heads, "decay": gate, "beta": gate}
+
+
+_HIDDEN, _DECODED, _UP = _floats(_TOKENS, _EMBED), _floats(_ROWS, _EMBED), _floats(_EMBED, _MLP)
+_BY_DEVICE = PartitionSpec(AXIS)
+
+CALLS: tuple[LabCall, ...] = (
+    LabCall("attention", "causal", _attention(_TOKENS, _TOKENS), {"causal": True}, ("query", "key", "value")),
+    LabCall("paged_attention", "decode", _paged(_ROWS)),
+    LabCall("paged_attention", "prefill", _paged(_TOKENS)),
+    LabCall("linear", "mlp", {"x": _HIDDEN, "weight": _UP}, {}, ("x", "weight")),
+    LabCall("linear", "decode, int8 weight", {"x": _DECODED, "weight": _int8_weight()}),
+    LabCall("gated_linear_unit", "mlp", {"x": _HIDDEN, "w_gate": _UP, "w_up": _UP}, {}, ("x", "w_gate", "w_up")),
+    LabCall(
+        "ragged_dot",
+        "experts",
+        {"lhs": _HIDDEN, "rhs": _floats(_EXPERTS, _EMBED, 2048), "group_sizes": _integers(_EXPERTS)},
+        {},
+        ("lhs", "rhs"),
+    ),
+    LabCall(
+        "low_rank",
+        "an adapter a row",
+        {
+            "x": _HIDDEN,
+            "down": _floats(_ROWS, _EMBED, _RANK),
+            "up": _floats(_ROWS, _RANK, _MLP),
+            "scale": _floats(_ROWS, dtype=jnp.float32),
+            "rows": _integers(_TOKENS),
+        },
+        {},
+        ("x", "down", "up"),
+    ),
+    LabCall(
+        "norm",
+        "rms, residual",
+        {"x": _HIDDEN, "scale": _floats(_EMBED), "residual": _HIDDEN},
+        {},
+        ("x", "scale", "residual"),
+    ),
+    LabCall("rope", "queries", {"x": _floats(*_ROPE_DIMS), "positions": _integers(1, _TOKENS)}, {}, ("x",)),
+    LabCall(
+        "linear_cross_entropy",
+        "loss",
+        {"hidden": _HIDDEN, "weight": _floats(_EMBED, _VOCAB), "labels": _integers(_TOKENS)},
+        {},
+        ("hidden", "weight"),
+    ),
+    LabCall("linear_attention", "delta rule", _linear_attention(), {}, ("query", "key", "value", "decay", "beta")),
+    LabCall(
+        "collective_matmul",
+        "all_gather",
+        {"x": _HIDDEN, "weight": _UP},
+        {"axis_name": AXIS},
+        ("x", "weight"),
+        ((_BY_DEVICE, PartitionSpec(None, AXIS)), PartitionSpec(None, AXIS)),
+    ),
+    LabCall(
+        "exchange",
+        "send",
+        {"x": _HIDDEN, "group_sizes": _integers(DEVICES * _EXPERTS)},
+        {"axis_name": AXIS, "out_rows": _TOKENS},
+        ("x",),
+        ((_BY_DEVICE, _BY_DEVICE), _BY_DEVICE),
+    ),
+)

@@ -1,0 +1,23 @@
+"""Kernels for accelerators that the CPU can interpret, operation by operation."""
+
+import importlib
+from typing import Any
+
+from stack_core.abi import OpImplementation
+
+__all__ = ["INTERPRETABLE", "interpreted"]
+
+INTERPRETABLE = {
+    "attention/splash": "attention.splash:splash",
+}
+"""The function that makes each implementation, `make(interpret=...)`."""
+
+
+def interpreted(name: str, interpret: Any = True) -> OpImplementation:
+    """The implementation "op/name" as it runs on a CPU.
+
+    Args:
+      interpret: True, or `pltpu.InterpretParams` for what a TPU does besides: its memory, its padding, its races.
+    """
+    module, _, function = INTERPRETABLE[name].partition(":")
+    return getattr(importlib.import_module(f"stack_kernels.{module}"), function)(interpret=interpret)

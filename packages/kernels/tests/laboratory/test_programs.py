@@ -3,10 +3,10 @@
 from stack_kernels.laboratory.programs import kernels_of, usage_of
 
 TPU = """
-  %splash_mha_fwd.3 = f32[8,16]{1,0} custom-call(%a), custom_call_target="tpu_custom_call", backend_config={"x":1,\
-"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"32768"}]}
-  ROOT %splash_mha_fwd.4.1 = f32[8,16]{1,0} custom-call(%b), custom_call_target="tpu_custom_call", backend_config={"x":1,\
-"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"65536"}]}
+  %splash_mha_fwd.3 = f32[8,16]{1,0} custom-call(%a), custom_call_target="tpu_custom_call", \
+backend_config={"x":1,"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"32768"}]}
+  ROOT %splash_mha_fwd.4.1 = f32[8,16]{1,0} custom-call(%b), custom_call_target="tpu_custom_call", \
+backend_config={"x":1,"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"65536"}]}
   %pad = f32[8] custom-call(%c), custom_call_target="AllocateBuffer"
 """
 GPU = """

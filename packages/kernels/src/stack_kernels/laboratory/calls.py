@@ -6,11 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
+from stack_core.testing import op_checks
 from stack_kernels.bench.cases import Int8
 
-__all__ = ["AXIS", "CALLS", "DEVICES", "LabCall"]
+__all__ = ["AXIS", "CALLS", "DEVICES", "LabCall", "calls_for"]
 
 AXIS, DEVICES = "device", 4
 """The mesh axis of ops that several devices run together, and how many do."""
@@ -121,7 +123,7 @@ CALLS: tuple[LabCall, ...] = (
     LabCall(
         "collective_matmul",
         "all_gather",
-        {"x": _HIDDEN, "weight": _UP},
+        {"x": _floats(256, 512), "weight": _floats(512, 1024)},
         {"axis_name": AXIS},
         ("x", "weight"),
         ((_BY_DEVICE, PartitionSpec(None, AXIS)), PartitionSpec(None, AXIS)),
@@ -129,9 +131,27 @@ CALLS: tuple[LabCall, ...] = (
     LabCall(
         "exchange",
         "send",
-        {"x": _HIDDEN, "group_sizes": _integers(DEVICES * _EXPERTS)},
-        {"axis_name": AXIS, "out_rows": _TOKENS},
+        {"x": _floats(256, 512), "group_sizes": _integers(DEVICES * _EXPERTS)},
+        {"axis_name": AXIS, "out_rows": 64},
         ("x",),
         ((_BY_DEVICE, _BY_DEVICE), _BY_DEVICE),
     ),
 )
+
+
+def calls_for(name: str) -> tuple[LabCall, ...]:
+    """What is compiled of an implementation, "op/name".
+
+    A reference, which is XLA's to compile and slow at that in large loops, has the first call of its op's contract.
+    """
+    op, _, implementation = name.partition("/")
+    found = tuple(call for call in CALLS if call.op == op)
+    if implementation != "reference" or not found or found[0].parts is not None:
+        return found
+    case = op_checks(op)[0].case
+    arrays = {
+        name: _floats(*x.shape) if x.dtype == np.float64 else jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for name, x in case.arrays(np.random.default_rng(0)).items()
+    }
+    moving = tuple(name for name, x in arrays.items() if x.dtype == jnp.bfloat16 and name not in case.fixed)
+    return (LabCall(op, f"the contract's {case.name!r}", arrays, case.options, moving),)

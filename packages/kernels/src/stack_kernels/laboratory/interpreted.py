@@ -9,6 +9,8 @@ __all__ = ["INTERPRETABLE", "interpreted"]
 
 INTERPRETABLE = {
     "attention/splash": "attention.splash:splash",
+    "norm/mosaic_tpu": "norm.mosaic_tpu:mosaic_tpu",
+    "ragged_dot/megablox": "ragged_dot.megablox:megablox",
 }
 """The function that makes each implementation, `make(interpret=...)`."""
 

@@ -27,7 +27,7 @@ from stack_core import ops
 from stack_core.errors import StackError
 from stack_core.hardware import Target, use_target
 from stack_core.plugins import registries
-from stack_kernels.laboratory.calls import AXIS, CALLS, DEVICES, LabCall
+from stack_kernels.laboratory.calls import AXIS, DEVICES, LabCall, calls_for
 from stack_kernels.laboratory.experiments import Row
 from stack_kernels.laboratory.programs import usage_of
 from stack_kernels.laboratory.without_cudnn import cudnn_taken_for_granted
@@ -48,8 +48,8 @@ def main(chip: str, *names: str) -> None:
     """Compiles the laboratory's calls with each implementation, and prints a line before and after each of them."""
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     for name in names:
-        op, _, implementation = name.partition("/")
-        for call in (call for call in CALLS if call.op == op):
+        implementation = name.partition("/")[2]
+        for call in calls_for(name):
             for direction in _directions(implementation, call):
                 key = {"name": name, "chip": chip, "call": call.name, "direction": direction}
                 print(json.dumps({"starts": key}), file=lines, flush=True)

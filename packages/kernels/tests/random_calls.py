@@ -1,0 +1,272 @@
+"""Random calls of every op on the CPU: nothing crashes, and nothing comes out that the reference would not give.
+
+    python random_calls.py SIGNATURES DRAWS [OP ...]
+
+`test_random_calls.py` runs this in a process of its own, which a kernel that leaves its buffers ends. A signature is
+shapes, dtype and options; it is compiled once for each implementation that takes it, and called with each draw. Sizes
+are odd or 0, floats hold NaN and infinity, indices point anywhere.
+"""
+
+import faulthandler
+import functools
+import sys
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core import ops
+from stack_core.ops.building import answer
+from stack_core.plugins import registries
+from stack_core.testing import Quantized, first_call
+
+ANYWHERE = np.array([np.iinfo(np.int32).min, -7, -1, 0, 1, 2, 3, 5, 8, 100, np.iinfo(np.int32).max])
+SIZES = (1, 2, 3, 5, 8, 13, 16, 17, 31, 33)
+TOLERANCES = {"float32": 2e-4, "bfloat16": 6e-2}
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A call without the values of its arrays.
+
+    Attributes:
+      floats: shapes by parameter name.
+      others: draws each of the other arrays.
+      defined: of arrays, whether the op says what it gives for these indices; else it may give anything.
+    """
+
+    floats: Mapping[str, tuple[int, ...]]
+    others: Mapping[str, Callable[[np.random.Generator], Any]] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    defined: Callable[[Mapping[str, Any]], bool] = lambda arrays: True
+
+    def draw(self, rng: np.random.Generator, dtype: str) -> dict[str, Any]:
+        arrays = {name: jnp.asarray(_floats(rng, shape), dtype) for name, shape in self.floats.items()}
+        return arrays | {name: jax.tree.map(jnp.asarray, draw(rng)) for name, draw in self.others.items()}
+
+
+def _floats(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Numbers of size 1; in every other array some of them NaN or infinite."""
+    found = rng.normal(size=shape)
+    if found.size and rng.random() < 0.5:
+        places = rng.integers(found.size, size=rng.integers(1, 3))
+        found.reshape(-1)[places] = rng.choice([np.nan, np.inf, -np.inf], size=len(places))
+    return found
+
+
+def _anywhere(*shape: int) -> Callable[[np.random.Generator], Any]:
+    return lambda rng: rng.choice(ANYWHERE, size=shape).astype(np.int32)
+
+
+def _indices(most: int, *shape: int) -> Callable[[np.random.Generator], Any]:
+    """Mostly in range 0 .. most - 1."""
+
+    def draw(rng: np.random.Generator) -> Any:
+        right, wrong = rng.integers(0, max(most, 1), size=shape), rng.choice(ANYWHERE, size=shape)
+        return np.where(rng.random(shape) < 0.8, right, wrong).astype(np.int32)
+
+    return draw
+
+
+def _maybe(rng: np.random.Generator, **values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if rng.random() < 0.4}
+
+
+def _weight(rng: np.random.Generator, d_in: int, d_out: int) -> Callable[[np.random.Generator], Any]:
+    levels = int(rng.choice([8, 128]))
+
+    def draw(rng: np.random.Generator) -> Any:
+        codes = rng.integers(-levels, levels, size=(d_in, d_out)).astype(np.int8)
+        return Quantized(codes, _floats(rng, (1, d_out)).astype(np.float32))
+
+    return draw
+
+
+def attention(rng: np.random.Generator) -> Signature:
+    batch, queries, keys, kv_heads, group, key_dim, value_dim = rng.choice(SIZES[:6], size=7)
+    heads = kv_heads * group
+    shapes = {"query": (batch, queries, heads, key_dim), "key": (batch, keys, kv_heads, key_dim)}
+    shapes["value"] = (batch, keys, kv_heads, value_dim)
+    shapes |= _maybe(rng, sinks=(heads,), bias=(1, heads, queries, keys))
+    others = _maybe(rng, kv_lengths=_anywhere(batch), query_offset=_anywhere(batch))
+    window = (int(rng.integers(0, 5)), None) if rng.random() < 0.5 else (2, 1)
+    return Signature(shapes, others, _maybe(rng, causal=True, window=window, softcap=3.0, return_lse=True))
+
+
+def paged_attention(rng: np.random.Generator) -> Signature:
+    batch, pages, places, slots, kv_heads, group, dim = rng.choice(SIZES[:5], size=7)
+    queries = int(rng.choice([batch, 2 * batch + 1]))
+    pool = (pages, kv_heads, slots, dim)
+    layout = {"layout": "pshd"} if rng.random() < 0.5 else {}
+    pool = (pages, slots, kv_heads, dim) if layout else pool
+    shapes = {"query": (queries, kv_heads * group, dim), "key_pages": pool, "value_pages": pool}
+    shapes |= _maybe(rng, sinks=(kv_heads * group,))
+
+    def starts(rng: np.random.Generator) -> Any:
+        right = np.minimum(np.arange(batch + 1) * (queries // batch), queries).astype(np.int32)
+        return right if rng.random() < 0.7 else _anywhere(batch + 1)(rng)
+
+    others = {
+        "block_tables": _indices(pages, batch, places),
+        "kv_lengths": _indices(slots * places + 1, batch),
+        "query_starts": starts,
+    }
+    return Signature(shapes, others, _maybe(rng, window=(3, None), softcap=2.0) | layout)
+
+
+def linear(rng: np.random.Generator) -> Signature:
+    rows, d_in, d_out = rng.choice((0, *SIZES, 64), size=3)
+    bias = _maybe(rng, bias=(d_out,))
+    if rng.random() < 0.4 and d_in and d_out:
+        return Signature({"x": (rows, d_in), **bias}, {"weight": _weight(rng, d_in, d_out)})
+    return Signature({"x": (rows, d_in), "weight": (d_in, d_out), **bias})
+
+
+def gated_linear_unit(rng: np.random.Generator) -> Signature:
+    rows, d_in, d_out = rng.choice((0, *SIZES, 64), size=3)
+    bias = _maybe(rng, bias_gate=(d_out,), bias_up=(d_out,))
+    activation = str(rng.choice(["silu", "gelu_tanh", "relu", "relu_squared"]))
+    shapes = {"x": (rows, d_in), "w_gate": (d_in, d_out), "w_up": (d_in, d_out), **bias}
+    return Signature(shapes, {}, {"activation": activation, **_maybe(rng, limit=1.5)})
+
+
+def ragged_dot(rng: np.random.Generator) -> Signature:
+    rows, groups, d_in, d_out = (int(size) for size in rng.choice(SIZES, size=4))
+    shapes = {"lhs": (rows, d_in), "rhs": (groups, d_in, d_out), **_maybe(rng, bias=(groups, d_out))}
+    sizes = {"group_sizes": _indices(2 * rows // groups + 2, groups)}
+    return Signature(
+        shapes,
+        sizes,
+        {},
+        lambda arrays: bool((arrays["group_sizes"] >= 0).all() and arrays["group_sizes"].max() < 2**20),
+    )
+
+
+def low_rank(rng: np.random.Generator) -> Signature:
+    rows, adapters, d_in, rank, d_out = (int(size) for size in rng.choice(SIZES, size=5))
+    shapes = {"x": (rows, d_in), "down": (adapters, d_in, rank), "up": (adapters, rank, d_out), "scale": (adapters,)}
+    return Signature(shapes, {"rows": _indices(adapters, rows)})
+
+
+def norm(rng: np.random.Generator) -> Signature:
+    rows, size = rng.choice((0, *SIZES), size=2)
+    # What machine code takes has many numbers.
+    shape = (int(rng.choice([131, 257])), 256) if rng.random() < 0.4 else (rows, max(size, 1))
+    given = _maybe(rng, scale=(shape[-1],), residual=shape)
+    return Signature({"x": shape, **given}, {}, _maybe(rng, scale_offset=1.0, epsilon=1e-3))
+
+
+def rope(rng: np.random.Generator) -> Signature:
+    batch, seq, heads, half = rng.choice(SIZES[:6], size=4)
+    shape = (2, 67, 8, 32) if rng.random() < 0.4 else (batch, seq, heads, 2 * half)
+    return Signature({"x": shape}, {"positions": _anywhere(*shape[:2])}, _maybe(rng, interleaved=True, theta=100.0))
+
+
+def linear_cross_entropy(rng: np.random.Generator) -> Signature:
+    rows, d_in, vocab = (int(size) for size in rng.choice(SIZES, size=3))
+    shapes = {"hidden": (rows, d_in), "weight": (d_in, vocab), **_maybe(rng, bias=(vocab,))}
+    options = _maybe(rng, softcap=5.0, z_loss=1e-2, label_smoothing=0.1) | {
+        "reduction": str(rng.choice(["none", "sum"]))
+    }
+    return Signature(shapes, {"labels": _indices(vocab, rows)}, options)
+
+
+def linear_attention(rng: np.random.Generator) -> Signature:
+    batch, seq, heads, key_dim, value_dim = rng.choice(SIZES[:6], size=5)
+    seq = int(rng.choice([seq, 65]))
+    keys, gate = (batch, seq, heads, key_dim), (batch, seq, heads)
+    shapes = {"query": keys, "key": keys, "value": (batch, seq, heads, value_dim)}
+    return Signature(
+        shapes, {"decay": lambda rng: -rng.random(gate, np.float32), "beta": lambda rng: rng.random(gate, np.float32)}
+    )
+
+
+OPS = {
+    op.__name__: op
+    for op in (
+        attention,
+        paged_attention,
+        linear,
+        gated_linear_unit,
+        ragged_dot,
+        low_rank,
+        norm,
+        rope,
+        linear_cross_entropy,
+        linear_attention,
+    )
+}
+
+
+def candidates(op: str, call: Any) -> list[str]:
+    """The reference first, then what takes the call on this CPU."""
+    found = sorted(name.partition("/")[2] for name in registries.ops.names() if name.startswith(f"{op}/"))
+    others = [name for name in found if name != "reference" and answer(registries.ops[f"{op}/{name}"], call) is True]
+    return ["reference", *others]
+
+
+def check(actual: Any, expected: Any, dtype: str) -> str | None:
+    """What differs: finite numbers in other places than the reference's, or other numbers."""
+    for place, pair in enumerate(zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)):
+        found, wanted = (np.asarray(x, np.float32) for x in pair)
+        finite = np.isfinite(wanted)
+        if (np.isfinite(found) != finite).any():
+            return f"result {place}: finite in other places, {np.sum(np.isfinite(found) != finite)} of {found.size}"
+        if finite.any():
+            off = np.abs(found[finite] - wanted[finite]).max()
+            allowed = TOLERANCES[dtype] * max(np.abs(wanted[finite]).max(), 1.0)
+            if off > allowed:
+                return f"result {place}: off by {off:.3g}, {allowed:.3g} allowed"
+    return None
+
+
+def try_op(op: str, signatures: int, draws: int) -> tuple[int, list[str]]:
+    """How many calls of implementations were compared, and what was wrong."""
+    compared, wrong = 0, []
+    for number in range(signatures):
+        rng = np.random.default_rng([zlib.crc32(op.encode()), number])
+        signature, dtype = OPS[op](rng), ("float32", "bfloat16")[number % 2]
+        function = functools.partial(getattr(ops, op), **signature.options)
+        names = candidates(op, first_call(lambda arrays, f=function: f(**arrays), signature.draw(rng, dtype)))
+        programs = {
+            name: jax.jit(
+                lambda arrays, f=function, name=name: f(**arrays, implementation=name), compiler_options=QUICK
+            )
+            for name in names
+        }
+        for draw in range(draws):
+            arrays = signature.draw(rng, dtype)
+            found = {name: jax.block_until_ready(program(arrays)) for name, program in programs.items()}
+            if not signature.defined(arrays):
+                continue
+            for name in names[1:]:
+                compared += 1
+                if problem := check(found[name], found["reference"], dtype):
+                    shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", arrays)
+                    wrong.append(
+                        f"{op}/{name}, signature {number}, draw {draw}: {problem}: {shapes} {signature.options}"
+                    )
+                    break
+        jax.clear_caches()
+    return compared, wrong
+
+
+def main(signatures: int, draws: int, *names: str) -> None:
+    faulthandler.enable()
+    problems: list[str] = []
+    for op in names or OPS:
+        compared, wrong = try_op(op, signatures, draws)
+        sys.stdout.write(f"{op}: {signatures} signatures, {compared} results compared, {len(wrong)} wrong\n")
+        sys.stdout.flush()
+        problems += wrong
+    if problems:
+        sys.exit("\n".join(problems))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -26,7 +26,15 @@ from stack_train.run.program import build_trainer, traced_step
 
 SEQ, ROWS, HEADS = 256, 8, 4
 MODEL = {"family": "llama", "vocab_size": 512, "layers": 2, "embed": 256, "heads": HEADS, "kv_heads": 2, "mlp": 512}
-EIGHT_B = {"vocab_size": 128_256, "embed": 4096, "heads": 32, "kv_heads": 8, "mlp": 14_336, "max_positions": 8192}
+EIGHT_B = {
+    "layers": 32,
+    "vocab_size": 128_256,
+    "embed": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "mlp": 14_336,
+    "max_positions": 8192,
+}
 
 
 @dataclass(frozen=True)
@@ -97,8 +105,8 @@ def test_on_gpus_each_device_runs_cudnns_attention_on_its_part(tmp_path):
 
 
 def check_engine(target):
-    """An engine of two layers of an 8B model compiles; what it keeps is split over the devices, and donated."""
-    config = LlamaConfig(**EIGHT_B, layers=2, dtype="bfloat16", param_dtype="bfloat16")
+    """An engine of an 8B model compiles and fits; what it keeps is split over the devices, and donated."""
+    config = LlamaConfig(**EIGHT_B, dtype="bfloat16", param_dtype="bfloat16")
     model = nnx.eval_shape(lambda: registries.models["llama"].build(config, key=jax.random.key(0)))
     nowhere = Path("nowhere")
     checkpoint = generative_checkpoint(model, name="8B", tokenizer=nowhere, origin=nowhere, read=lambda _: iter(()))
@@ -106,7 +114,7 @@ def check_engine(target):
     programs = compile_engine(checkpoint, settings, target)
     assert set(programs) == {"decode", "prefill"}
     sizes = {name: 2 * math.prod(leaf.shape) for name, leaf in _named(checkpoint.parameters)}
-    pages_bytes = 2 * 2 * 4096 * settings.page_tokens * EIGHT_B["kv_heads"] * 128 * 2
+    pages_bytes = 2 * EIGHT_B["layers"] * 4096 * settings.page_tokens * EIGHT_B["kv_heads"] * 128 * 2
     for name, program in programs.items():
         memory = program_memory(program, target.devices[0].platform)
         held_bytes = (
@@ -115,6 +123,7 @@ def check_engine(target):
         assert held_bytes / 4 <= memory.argument_bytes < 1.01 * held_bytes / 4
         assert memory.aliased_bytes >= pages_bytes / 4
         assert memory.temporary_bytes < 2**27
+        assert memory.total_bytes < target.chip.hbm_bytes
 
 
 def _named(tree):

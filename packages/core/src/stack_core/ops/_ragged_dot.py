@@ -39,7 +39,8 @@ def ragged_dot(
         `__stack_qview__`; its scale then has a gradient, its integers have none. Or with adapters, any class with
         `__stack_low_rank__`: then this is `ragged_dot` of its base plus `low_rank`, whose matrices are those of a row's
         adapter and group.
-      group_sizes: [groups], integers of at least 0. Their sum may be less than `rows`; what exceeds `rows` is cut off.
+      group_sizes: [groups], integers. Their sum may be less than `rows`; what exceeds `rows` is cut off. A negative one
+        is taken as 0.
       bias: [groups, d_out], of any floating dtype, added to the accumulator in fp32.
       implementation: a name, several in order of preference, or None to let core choose.
       axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
@@ -54,6 +55,8 @@ def ragged_dot(
 
     Source: Gale et al., MegaBlocks: Efficient Sparse Training with Mixture-of-Experts, 2022 (arXiv:2211.15841).
     """
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ArgumentError(f"ragged_dot: group_sizes has dtype {group_sizes.dtype}; expected an integer dtype.")
     if is_low_rank(rhs):
         return _with_adapters(lhs, low_rank_view(rhs), group_sizes, bias, implementation)
     sizes = Axes("ragged_dot")
@@ -64,18 +67,23 @@ def ragged_dot(
     check_floating("ragged_dot", lhs=lhs, bias=bias)
     if not is_quantized(rhs):
         check_same_dtype("ragged_dot", lhs=lhs, rhs=rhs)
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise ArgumentError(f"ragged_dot: group_sizes has dtype {group_sizes.dtype}; expected an integer dtype.")
     if sizes["groups"] == 0:
         raise ShapeError("ragged_dot: axis 'groups' is 0 in rhs; expected at least one group, which may have no rows.")
-    arrays = {"lhs": lhs, "rhs": rhs, "group_sizes": group_sizes, "bias": bias}
+    arrays = {"lhs": lhs, "rhs": rhs, "group_sizes": _cut_off(group_sizes, lhs.shape[0]), "bias": bias}
     return dispatch(OP, arrays, {}, implementation, axes)
+
+
+def _cut_off(group_sizes: Any, rows: int) -> Any:
+    """Sizes from 0 to all rows, as int32: loops over a group's rows end, and sums of sizes do not overflow."""
+    if group_sizes.dtype.itemsize < 4:
+        group_sizes = group_sizes.astype(jnp.int32)
+    return jnp.clip(group_sizes, 0, rows).astype(jnp.int32)
 
 
 def _with_adapters(lhs: Any, view: LowRankView, group_sizes: Any, bias: Any, implementation: Implementation) -> Any:
     based = ragged_dot(lhs, view.base, group_sizes, bias=bias, implementation=implementation)
     groups = group_sizes.shape[0]
-    group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(lhs.shape[0]), side="right")
+    group = jnp.searchsorted(jnp.cumsum(_cut_off(group_sizes, lhs.shape[0])), jnp.arange(lhs.shape[0]), side="right")
     adapter = jnp.zeros_like(group) if view.rows is None else view.rows.astype(group.dtype)
     rows = jnp.where(group < groups, jnp.where(adapter < 0, adapter, adapter * groups + group), -1)
     down, up = (x.reshape(-1, *x.shape[2:]) for x in (view.down, view.up))

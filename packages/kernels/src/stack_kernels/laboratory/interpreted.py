@@ -9,6 +9,7 @@ __all__ = ["INTERPRETABLE", "interpreted"]
 
 INTERPRETABLE = {
     "attention/splash": "attention.splash:splash",
+    "linear/mosaic_tpu": "linear.mosaic_tpu:mosaic_tpu",
     "norm/mosaic_tpu": "norm.mosaic_tpu:mosaic_tpu",
     "ragged_dot/megablox": "ragged_dot.megablox:megablox",
 }

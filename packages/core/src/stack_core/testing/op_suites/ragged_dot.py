@@ -48,6 +48,7 @@ _CASES = (
     _ragged_case("rows_of_no_group", (3, 2, 0, 1), rows=11, d_in=8, d_out=4),
     _ragged_case("only_rows_of_no_group", (0, 0, 0), rows=5, d_in=8, d_out=4),
     _ragged_case("more_rows_in_groups_than_there_are", (3, 2, 4), rows=5, d_in=8, d_out=4),
+    _ragged_case("sizes_out_of_range", (3, -7, 2**31 - 1, -(2**31)), rows=8, d_in=8, d_out=4),
     _ragged_case("empty_rows", (0, 0), d_in=8, d_out=4),
     _ragged_case("more_groups_than_rows", (1, 0, 1, 0, 0, 0, 2, 0, 0, 0, 0), rows=5, d_in=8, d_out=4),
     _ragged_case("one_row_a_group", (1, 1, 1, 1, 1), d_in=8, d_out=4),
@@ -66,7 +67,8 @@ _CASES = (
 
 
 def _oracle(lhs: Any, rhs: Any, group_sizes: Any, *, bias: Any = None) -> Any:
-    group_of_row = np.repeat(np.arange(len(group_sizes)), np.asarray(group_sizes))[: len(lhs)]
+    sizes = np.clip(group_sizes, 0, len(lhs))
+    group_of_row = np.repeat(np.arange(len(sizes)), sizes)[: len(lhs)]
     product = jnp.einsum("rk,rkn->rn", lhs[: len(group_of_row)], dense(rhs)[group_of_row])
     if bias is not None:
         product = product + bias[group_of_row]

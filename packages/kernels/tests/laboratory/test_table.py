@@ -20,9 +20,9 @@ def test_it_has_a_cell_for_each_implementation_and_chip() -> None:
     assert sorted(TABLE.cells) == implementations(), AGAIN
     assert all(set(row) == set(COLUMNS) for row in TABLE.cells.values())
     allowed = {"cpu": {"ran", "interpreted", "refused"}, **{chip: {"compiled", "refused"} for chip in CHIPS}}
-    for row in TABLE.cells.values():
+    for name, row in TABLE.cells.items():
         for column, cell in row.items():
-            assert cell.status in allowed[column]
+            assert cell.status in allowed[column], f"{name} on {column}; {AGAIN}"
             assert (cell.reason is None) == (cell.status != "refused")
 
 

@@ -98,7 +98,6 @@ def _update(path: Path, names: Sequence[str], chips: Sequence[str], rows: Sequen
     before = Table.read(path).cells if path.exists() else {}
     cells = {name: dict(row) for name, row in before.items() if name in implementations()}
     for name in names:
-        cells.setdefault(name, {}).update({column: cell_of(name, column, rows) for column in ("cpu", *chips)})
-    if missing := [f"{name} on {column}" for name, row in cells.items() for column in COLUMNS if column not in row]:
-        raise BenchmarkError(f"{path} has no cell for {', '.join(missing)}. Compile for all chips: leave out --chips.")
+        fresh = {column: cell_of(name, column, rows) for column in COLUMNS if column in ("cpu", *chips)}
+        cells[name] = {column: cell_of(name, column) for column in COLUMNS} | cells.get(name, {}) | fresh
     Table({"jax": jax.__version__}, this_processor(), cells).write(path)

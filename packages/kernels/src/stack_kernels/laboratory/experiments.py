@@ -85,19 +85,21 @@ class _Process:
 
     def rows(self) -> Iterator[Row]:
         command = [sys.executable, "-m", "stack_kernels.laboratory.worker", self.chip, *self.names]
-        with tempfile.TemporaryFile("w+", errors="replace") as errors:
-            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment())
+        with (
+            tempfile.TemporaryFile("w+", errors="replace") as errors,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment()) as child,
+        ):
             stopping = threading.Timer(self.timeout_s, child.kill)
             stopping.start()
             try:
                 assert child.stdout is not None
                 for line in child.stdout:
-                    yield from self._read(json.loads(line))
+                    if line.endswith("\n"):  # the last of a process that was ended may be torn
+                        yield from self._read(json.loads(line))
                 status = child.wait()
             finally:
                 stopping.cancel()
                 child.kill()
-                child.wait()
             if status:
                 errors.seek(0)
                 last = errors.read().strip().splitlines()[-1:]

@@ -51,7 +51,8 @@ class Cell:
     """An implementation on a chip.
 
     Attributes:
-      status: "ran", on the CPU; "interpreted", there too; "compiled"; "refused".
+      status: "ran", on the CPU; "interpreted", there too; "compiled"; "refused"; "not tried", of a chip whose compiler
+        was not asked.
       cases: how many of `calls_of` it takes.
       reason: of what is refused.
     """
@@ -120,7 +121,9 @@ def cell_of(name: str, column: str, rows: Iterable[Row] = ()) -> Cell:
         raise BenchmarkError(f"{name} does not compile for {column}, though its `supports` takes the call:\n{problems}")
     if any(row.status == "compiled" for row in of_cell):
         return Cell("compiled", count)
-    return Cell("refused", count, reason or next((row.reason for row in of_cell), "nothing of it was compiled"))
+    if count and not of_cell:
+        return Cell("not tried", count)
+    return Cell("refused", count, reason or next(row.reason for row in of_cell))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ INTERPRETABLE = {
     "attention/splash": "attention.splash:splash",
     "linear/mosaic_tpu": "linear.mosaic_tpu:mosaic_tpu",
     "norm/mosaic_tpu": "norm.mosaic_tpu:mosaic_tpu",
+    "paged_attention/mosaic_tpu": "paged_attention.mosaic_tpu:mosaic_tpu",
     "ragged_dot/megablox": "ragged_dot.megablox:megablox",
 }
 """The function that makes each implementation, `make(interpret=...)`."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from report import RESULTS, circumstances, table, write
 
-HERE = Path(__file__).parent
+PEERS = Path(__file__).parent / "peers"
 STEPS_BETWEEN = 20
 RUN = """
 import sys
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     sides: dict[str, Sequence[str]] = {"stack": [sys.executable, "-c", RUN]}
     if options.ray_python:
-        sides["Ray JaxTrainer"] = [options.ray_python, str(HERE / "recovery_job.py")]
+        sides["Ray JaxTrainer"] = [options.ray_python, str(PEERS / "recovery_job.py")]
     found = {name: measured(command, options.kills) for name, command in sides.items()}
     rows = [
         [
@@ -67,7 +67,7 @@ def measured(command: Sequence[str], kills: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {"workers again": [], "training again": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE)}
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(PEERS)}
         environment["RAY_raylet_start_wait_time_s"] = "180"
         steps = STEPS_BETWEEN * (kills + 1)
         process = subprocess.Popen([*command, name, str(steps)], env=environment)

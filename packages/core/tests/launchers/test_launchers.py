@@ -81,7 +81,7 @@ def test_ray(marked, monkeypatch):
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")  # read when Ray is imported
     ray = pytest.importorskip("ray", reason="needs stack-core[ray]")
     port = free_port()
-    # A raylet waits fifteen seconds for its own agents to say their ports, unless these are given.
+    # A raylet gives up when its own agents do not tell their ports in fifteen seconds; given ones it need not wait for.
     names = (
         "dashboard-agent-grpc-port",
         "dashboard-agent-listen-port",

@@ -34,6 +34,7 @@ _OPS = (
     "norm",
     "paged_attention",
     "ragged_dot",
+    "ring_attention",
     "rope",
 )
 

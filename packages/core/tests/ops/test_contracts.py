@@ -20,7 +20,7 @@ OPS = (
     "paged_attention",
     "ragged_dot",
     "rope",
-)  # those that need several devices: test_collective_matmul.py, test_exchange.py
+)  # those that need several devices: test_collective_matmul.py, test_exchange.py, test_ring_attention.py
 
 
 @pytest.mark.covering

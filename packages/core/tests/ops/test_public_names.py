@@ -33,6 +33,7 @@ def test_public_names() -> None:
         "paged_attention",
         "ragged_dot",
         "received_sizes",
+        "ring_attention",
         "rope",
         "seen_into",
         "use_tuned_table",
@@ -43,6 +44,7 @@ def test_public_names_of_building() -> None:
     assert set(building.__all__) == {
         "ACTIVATIONS",
         "QuantizedArray",
+        "RowParts",
         "RunningSoftmax",
         "accurate_dtype",
         "add_tile",
@@ -64,6 +66,7 @@ def test_public_names_of_building() -> None:
         "logical_array",
         "masked_logits",
         "parameters_of",
+        "picked",
         "rope_angles",
         "rotated",
         "supporting",
@@ -96,5 +99,7 @@ def test_signatures_are_those_of_abi_1() -> None:
         "paged_attention": "query key_pages value_pages block_tables kv_lengths query_starts window softcap sinks "
         "scale value_dim layout implementation axes",
         "ragged_dot": "lhs rhs group_sizes bias implementation axes",
+        "ring_attention": "query key value axis_name order causal query_offset window segment_ids kv_lengths softcap "
+        "sinks scale return_lse implementation axes",
         "rope": "x positions theta scaling interleaved rotary_dim implementation axes",
     }

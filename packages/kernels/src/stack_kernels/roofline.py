@@ -222,6 +222,14 @@ def _no_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
     return 0
 
 
+def _ring_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
+    """Of one step of the ring: this device's queries and the keys of one device."""
+    del options, values
+    batch, q_seq, heads, key_dim = arrays["query"].shape
+    pairs = batch * q_seq * heads * arrays["key"].shape[1]
+    return pairs * _pair_flops(key_dim, arrays["value"].shape[-1], backward)
+
+
 _FLOPS: Mapping[str, Callable[[Any, Any, Any, bool], int]] = {
     "attention": _attention_flops,
     "collective_matmul": _linear_flops,
@@ -234,6 +242,7 @@ _FLOPS: Mapping[str, Callable[[Any, Any, Any, bool], int]] = {
     "norm": _no_flops,
     "paged_attention": _paged_flops,
     "ragged_dot": _ragged_flops,
+    "ring_attention": _ring_flops,
     "rope": _no_flops,
 }
 
@@ -259,5 +268,8 @@ _RESULT_BYTES: Mapping[str, Callable[[Any, Any], int]] = {
         _rows(arrays["query"]) * _paged_value_dim(arrays, options) * arrays["query"].dtype.itemsize
     ),
     "ragged_dot": lambda arrays, options: _product_bytes(arrays, options, "lhs", "rhs"),
+    "ring_attention": lambda arrays, options: (
+        _rows(arrays["query"]) * arrays["value"].shape[-1] * arrays["value"].dtype.itemsize
+    ),
     "rope": lambda arrays, options: _bytes(arrays["x"]),
 }

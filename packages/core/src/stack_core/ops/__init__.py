@@ -21,6 +21,7 @@ from stack_core.ops._paged_attention import paged_attention as paged_attention
 from stack_core.ops._quantized import dequantize as dequantize
 from stack_core.ops._ragged_dot import ragged_dot as ragged_dot
 from stack_core.ops._remat import seen_into as seen_into
+from stack_core.ops._ring_attention import ring_attention as ring_attention
 from stack_core.ops._rope import rope as rope
 from stack_core.ops._rope_scaling import DynamicScaling as DynamicScaling
 from stack_core.ops._rope_scaling import LinearScaling as LinearScaling
@@ -59,6 +60,7 @@ __all__ = [
     "paged_attention",
     "ragged_dot",
     "received_sizes",
+    "ring_attention",
     "rope",
     "seen_into",
     "use_tuned_table",

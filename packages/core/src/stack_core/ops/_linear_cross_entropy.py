@@ -16,11 +16,12 @@ from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._op import Op, OpAxes
+from stack_core.ops._picked import picked
 from stack_core.ops._plain import is_plain
 from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array
 from stack_core.ops._splitting import LogicalNames
 
-__all__ = ["OP", "REFERENCE", "linear_cross_entropy"]
+__all__ = ["OP", "REFERENCE", "RowParts", "linear_cross_entropy"]
 
 _CHUNK_BYTES = 8 * 2**20
 _FEWEST_ROWS = 256
@@ -105,15 +106,15 @@ def _reference(
 ) -> tuple[Any, dict[str, Any]]:
     row_losses = functools.partial(_row_losses, ignore_index=ignore_index, **options)
     head = _Head(dequantize(weight, hidden.dtype), bias)
-    embed, vocab = head.weight.shape
-    parts = _parts(labels)
-    part_rows = labels.size // parts
+    vocab = head.weight.shape[1]
+    parts = RowParts.of(labels)
+    part_rows = labels.size // parts.count
     chunks = _chunks(part_rows, vocab)
-    hidden_chunks = _split_rows(hidden.reshape(parts, part_rows, embed), chunks, fill=0)
-    label_chunks = _split_rows(labels.reshape(parts, part_rows), chunks, fill=ignore_index)
+    hidden_chunks = _split_rows(parts.split(hidden), chunks, fill=0)
+    label_chunks = _split_rows(parts.split(labels), chunks, fill=ignore_index)
     if reduction == "none":
         losses = _map_rows(row_losses, hidden_chunks, head, label_chunks)
-        return jnp.moveaxis(losses, 0, 2).reshape(parts, -1)[:, :part_rows].reshape(labels.shape), {}
+        return parts.join(jnp.moveaxis(losses, 0, 2).reshape(parts.count, -1)[:, :part_rows]), {}
     total = (_plain_total if is_plain() else _total)(row_losses, hidden_chunks, head, label_chunks)
     if reduction == "sum":
         return total, {}
@@ -144,7 +145,7 @@ def _row_losses(
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     log_partition = jax.nn.logsumexp(logits, axis=-1)
-    label_logits = jnp.take_along_axis(logits, labels[:, None], axis=-1, mode="fill")[:, 0]
+    label_logits = picked(logits, labels)
     losses = log_partition - (1 - label_smoothing) * label_logits
     if label_smoothing:
         losses = losses - label_smoothing * jnp.mean(logits, axis=-1)
@@ -207,13 +208,45 @@ def _total_backward(row_losses: Any, gradients: Any, cotangent: Any) -> Any:
 _total.defvjp(_total_forward, _total_backward)
 
 
-def _parts(labels: Any) -> int:
-    """Into how many parts the mesh splits the rows.
+class RowParts(NamedTuple):
+    """How the mesh splits the rows: along the batch, and along the sequence where labels are [batch, seq].
 
     Each part sums the gradient of the weight by itself; a sum over all rows would travel with every chunk.
     """
-    parts = parts_of("batch")
-    return parts if labels.ndim and labels.shape[0] % parts == 0 else 1
+
+    shape: tuple[int, ...]
+    batch: int
+    seq: int
+
+    @classmethod
+    def of(cls, labels: Any) -> "RowParts":
+        batch, seq = parts_of("batch"), parts_of("seq")
+        if not labels.ndim or labels.shape[0] % batch:
+            return cls(labels.shape, 1, 1)
+        return cls(labels.shape, batch, seq if labels.ndim == 2 and labels.shape[1] % seq == 0 else 1)
+
+    @property
+    def count(self) -> int:
+        return self.batch * self.seq
+
+    def split(self, x: Any) -> Any:
+        """[..., *rest] -> [parts, rows of a part, *rest]."""
+        rest = x.shape[len(self.shape) :]
+        if self.count == 1:
+            return x.reshape(1, -1, *rest)
+        if self.seq == 1:
+            x = x.reshape(self.batch, -1, *rest)
+            return constrain(x, "batch", *[None] * (x.ndim - 1), name="linear_cross_entropy's rows")
+        x = x.reshape(self.batch, -1, self.seq, self.shape[1] // self.seq, *rest).swapaxes(1, 2)
+        x = constrain(x, "batch", "seq", *[None] * (x.ndim - 2), name="linear_cross_entropy's rows")
+        return x.reshape(self.count, -1, *rest)
+
+    def join(self, x: Any) -> Any:
+        """[parts, rows of a part] -> the shape of the labels."""
+        if self.seq == 1:
+            return x.reshape(self.shape)
+        parts = x.reshape(self.batch, self.seq, -1, self.shape[1] // self.seq)
+        return parts.swapaxes(1, 2).reshape(self.shape)
 
 
 def _over_parts(function: Any, head_axis: int | None) -> Any:
@@ -244,8 +277,6 @@ def _split_rows(array: Any, chunks: int, fill: Any) -> Any:
 
     Each chunk takes rows from all over, so that rows stay on their devices where no mesh says how they are split.
     """
-    if array.shape[0] > 1:
-        array = constrain(array, "batch", *[None] * (array.ndim - 1), name="linear_cross_entropy's rows")
     padding = -array.shape[1] % chunks
     padded = jnp.pad(array, [(0, 0), (0, padding), *[(0, 0)] * (array.ndim - 2)], constant_values=fill)
     return jnp.moveaxis(padded.reshape(array.shape[0], -1, chunks, *array.shape[2:]), 2, 0)

@@ -4,8 +4,10 @@ from stack_core.ops._choosing import answer, supporting
 from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._differentiated import differentiated, forward_only
 from stack_core.ops._gated_linear_unit import ACTIVATIONS, gate_product
+from stack_core.ops._linear_cross_entropy import RowParts
 from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._paged_places import as_int32, bounded_places
+from stack_core.ops._picked import picked
 from stack_core.ops._plain import is_plain
 from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array, take
 from stack_core.ops._rope import rope_angles, rotated
@@ -23,6 +25,7 @@ from stack_core.ops._signature import check_parameters, check_takes, parameters_
 __all__ = [
     "ACTIVATIONS",
     "QuantizedArray",
+    "RowParts",
     "RunningSoftmax",
     "accurate_dtype",
     "add_tile",
@@ -44,6 +47,7 @@ __all__ = [
     "logical_array",
     "masked_logits",
     "parameters_of",
+    "picked",
     "rope_angles",
     "rotated",
     "supporting",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.ops.building import accurate_dtype
+from stack_core.ops.building import accurate_dtype, picked
 from stack_kernels.cpu import as_bits, from_bits
 from stack_kernels.linear.product import Products
 
@@ -96,8 +96,8 @@ def read_tile(loss: Loss, rows: Rows, bits: Any, tile: Any) -> tuple[Seen, Any]:
     largest = jnp.maximum(jnp.max(logits, axis=-1), jnp.finfo(logits.dtype).min)
     exponentials = jnp.exp(logits - largest[:, None])
     place = jnp.clip(rows.labels - begin, 0, loss.width - 1)
-    label_logit = jnp.take_along_axis(logits, place[:, None], axis=-1)[:, 0]
-    label_logit = jnp.where(columns[place] == rows.labels, label_logit, 0)
+    is_here = (rows.labels >= tile * loss.width) & (rows.labels < begin + loss.width)
+    label_logit = jnp.where(is_here, picked(logits, place), 0)
     kept = as_bits(exponentials.astype(block.dtype))
     return Seen(largest, jnp.sum(exponentials, axis=-1), label_logit, logit_total), kept
 

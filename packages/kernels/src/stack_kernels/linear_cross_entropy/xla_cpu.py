@@ -9,8 +9,7 @@ from jax import lax
 
 from stack_core.abi import OWN, OpCall, OpImplementation
 from stack_core.hardware import Chip
-from stack_core.mesh import constrain, parts_of
-from stack_core.ops.building import accurate_dtype, dequantize, differentiated, vary_alike
+from stack_core.ops.building import RowParts, accurate_dtype, dequantize, differentiated, vary_alike
 from stack_kernels.cpu import as_bits, takes_no
 from stack_kernels.linear.product import XLA, Products
 from stack_kernels.linear_cross_entropy import kept_exponentials, logits_again
@@ -34,31 +33,26 @@ def linear_cross_entropy(
     """The op without bias and softcap, by those products."""
     regularization = {name: options[name] for name in ("z_loss", "label_smoothing")}
     weight = dequantize(weight, hidden.dtype)
-    embed, vocab = weight.shape
-    parts = parts_of("batch") if labels.size % parts_of("batch") == 0 else 1
-    divided = divide(labels.size // parts, vocab, hidden.dtype, config)
+    vocab = weight.shape[1]
+    parts = RowParts.of(labels)
+    divided = divide(labels.size // parts.count, vocab, hidden.dtype, config)
     loss = Loss(products, vocab, *divided, weight.dtype, config.keeps_exponentials, **regularization)
     counted = labels != ignore_index
     shares = counted.astype(accurate_dtype(hidden.dtype))
     if reduction == "mean":
         shares = shares / jnp.maximum(jnp.sum(shares), 1)
-    rows = Rows(hidden.reshape(-1, embed), labels.reshape(-1), shares.reshape(-1))
+    rows = Rows(*map(parts.split, (hidden, labels, shares)))
     of_part = functools.partial(_losses if reduction == "none" else _total, loss)
-    result = _over_parts(of_part, parts, *vary_alike(rows, weight))
+    result = _over_parts(of_part, *vary_alike(rows, weight))
     by_row = reduction == "none"
-    return jnp.where(counted, result.reshape(labels.shape), 0) if by_row else jnp.sum(result), {}
+    return jnp.where(counted, parts.join(result), 0) if by_row else jnp.sum(result), {}
 
 
-def _over_parts(function: Any, parts: int, rows: Rows, weight: Any) -> Any:
+def _over_parts(function: Any, rows: Rows, weight: Any) -> Any:
     """Each part of the rows that a mesh splits off by itself: no loop then goes from device to device."""
-    if parts == 1:
-        return function(rows, weight)
-
-    def split(array: Any) -> Any:
-        array = array.reshape(parts, -1, *array.shape[1:])
-        return constrain(array, "batch", *[None] * (array.ndim - 1), name="linear_cross_entropy's rows")
-
-    return jax.vmap(function, in_axes=(0, None))(jax.tree.map(split, rows), weight)
+    if rows.labels.shape[0] == 1:
+        return function(jax.tree.map(lambda x: x[0], rows), weight)[None]
+    return jax.vmap(function, in_axes=(0, None))(rows, weight)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -32,7 +32,11 @@ Progress = Callable[[int, int, str], None]
 
 _FEWEST_S = 3.0
 _TRYING_SHARE = 0.6
-_MESH_OPS = ("collective_matmul", "exchange")  # their devices are those of the program, inside shard_map
+_MESH_OPS = (
+    "collective_matmul",
+    "exchange",
+    "ring_attention",
+)  # their devices are those of the program, inside shard_map
 _PACKAGES = ("jax", "jaxlib", "stack-core", "stack-kernels")
 
 

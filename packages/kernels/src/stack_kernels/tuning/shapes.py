@@ -37,6 +37,11 @@ _AXES: Mapping[str, Mapping[str, str]] = {
     "norm": {"x": "*rows features"},
     "paged_attention": {"query": "tokens heads head_dim", "block_tables": "batch pages_per_seq"},
     "ragged_dot": {"lhs": "rows d_in", "rhs": "groups d_in d_out"},
+    "ring_attention": {
+        "query": "batch q_seq heads head_dim",
+        "key": "batch kv_seq kv_heads head_dim",
+        "value": "batch kv_seq kv_heads value_dim",
+    },
     "rope": {"x": "*batch seq heads head_dim"},
 }
 _PAGE_AXES = {"p": "pages", "h": "kv_heads", "s": "slots", "d": "head_dim"}

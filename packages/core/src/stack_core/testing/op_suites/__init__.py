@@ -15,6 +15,7 @@ from stack_core.testing.op_suites import (
     norm,
     paged_attention,
     ragged_dot,
+    ring_attention,
     rope,
 )
 
@@ -32,5 +33,6 @@ SUITES: Mapping[str, OpSuite] = {
     "norm": norm.SUITE,
     "paged_attention": paged_attention.SUITE,
     "ragged_dot": ragged_dot.SUITE,
+    "ring_attention": ring_attention.SUITE,
     "rope": rope.SUITE,
 }

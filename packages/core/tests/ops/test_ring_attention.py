@@ -1,0 +1,58 @@
+"""`ring_attention` on one device here, and on eight in a process that has them; and what it says when it cannot."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from stack_core import ops
+from stack_core.errors import ArgumentError, ShapeError, UnknownName
+from stack_core.ops._ring_attention import REFERENCE
+from stack_core.testing import OpCheck, op_checks
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize(
+    "check", [check for check in op_checks("ring_attention") if check.case.name.endswith("_over_1")], ids=str
+)
+def test_the_contract_on_one_device(check: OpCheck) -> None:
+    check(REFERENCE)
+
+
+@pytest.mark.parametrize("checks", ["few", pytest.param("all", marks=pytest.mark.slow)])
+def test_on_eight_devices(checks: str) -> None:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    script = Path(__file__).with_name("ring_attention_on_eight_devices.py")
+    subprocess.run([sys.executable, "-W", "error", script, checks], check=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "expected"),
+    [
+        ({"seq": 5}, ShapeError, "q_seq is 5 and kv_seq 5 on each device; zigzag .* a multiple of 8"),
+        ({"order": "striped"}, UnknownName, "zigzag, contiguous"),
+        ({"window": (1, -1)}, ArgumentError, "window is"),
+        ({"kv_heads": 3}, ShapeError, "4 heads and key has 3 kv_heads"),
+        ({"axis_name": "contexts"}, ArgumentError, "axis_name is 'contexts'.* bound by jax.shard_map: 'context'"),
+        ({"segment_ids": (1, 2, 3)}, ArgumentError, "segment_ids has 3 arrays"),
+    ],
+)
+def test_arguments_that_do_not_fit(changes: dict[str, Any], kind: type[Exception], expected: str) -> None:
+    given = {"axis_name": "context", "seq": 4, "kv_heads": 2, **changes}
+    seq, kv_heads = given.pop("seq"), given.pop("kv_heads")
+    mesh = AbstractMesh((4,), ("context",), (AxisType.Auto,))
+    query, key = jnp.zeros((1, seq, 4, 8)), jnp.zeros((1, seq, kv_heads, 8))
+
+    def attend(query: Any, key: Any) -> Any:
+        return ops.ring_attention(query, key, key, **given)
+
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+    with pytest.raises(kind, match=expected):
+        jax.eval_shape(sharded, query, key)

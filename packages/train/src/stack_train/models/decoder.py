@@ -19,6 +19,7 @@ from stack_core.errors import ArgumentError, ConfigError, ShapeError
 from stack_core.mesh import constrain
 from stack_train.nn.attention import Attention, Mixer, Rope
 from stack_train.nn.build import Build, Parameter
+from stack_train.nn.context import ContextKeys, from_zigzag, to_zigzag
 from stack_train.nn.feed_forward import Facts, TokenLayer
 from stack_train.nn.groups import Group, groups_of
 from stack_train.nn.linear import FloatName, lookup
@@ -44,6 +45,8 @@ class DecoderConfig:
       param_dtype: what parameters are held in.
       remat: what the backward pass computes again; see `scan_layers`.
       unroll: train on layers that are compiled one by one: on CPUs steps of few layers are faster, compilation slower.
+      context_keys: where `mesh.context` devices share each sequence, how they get each other's keys: "ring", one
+        device's at a time, or "gathered", all at once.
     """
 
     family: str
@@ -64,6 +67,7 @@ class DecoderConfig:
     param_dtype: FloatName = "float32"
     remat: RematPolicy = "none"
     unroll: bool = False
+    context_keys: ContextKeys = "ring"
 
     def __post_init__(self) -> None:
         self.check_heads()
@@ -94,6 +98,7 @@ class DecoderConfig:
             "kv_heads": self.kv_head_count,
             "head_dim": self.head_size,
             "rope": Rope(theta=self.rope_theta, scaling=self.rope_scaling),
+            "context_keys": self.context_keys,
         }
         return Attention(**{**own, **fields})
 
@@ -238,6 +243,9 @@ class Decoder(nnx.Module):
         """
         self._check(tokens, segment_ids, cache)
         config = self.config
+        if cache is None:
+            tokens, positions = to_zigzag(tokens), to_zigzag(positions)
+            segment_ids = None if segment_ids is None else to_zigzag(segment_ids)
         kept: list[list[Any]] = []
         facts: list[list[Facts]] = []
         x = self._embedded(tokens)
@@ -266,6 +274,7 @@ class Decoder(nnx.Module):
         if cache is None and self.further is not None:
             further, said = self._further(self.further, hidden, tokens, Rows(positions, segment_ids))
             facts.append([said])
+        hidden = from_zigzag(hidden) if cache is None else hidden
         cache = None if cache is None else cache.advance(kept, tokens.shape[1])
         return Outputs(hidden, cache, further, _facts_of(facts))
 

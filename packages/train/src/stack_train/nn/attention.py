@@ -12,6 +12,7 @@ from stack_core import ops
 from stack_core.contracts.caches import AttentionSpec, KeysValues, KVCache, LayerState
 from stack_core.mesh import LogicalAxes, constrain
 from stack_train.nn.build import Build, Parameter
+from stack_train.nn.context import ContextKeys, attend
 from stack_train.nn.residual import Hidden, Rows
 
 __all__ = ["Attention", "GroupedAttention", "Mixer", "Rope"]
@@ -89,6 +90,7 @@ class Attention:
       whole_norms: they are normed over all heads together.
       sinks: each head has a logit that joins the softmax's denominator and has no value.
       gated: the output is multiplied by the sigmoid of a second half of each head of queries.
+      context_keys: see `ContextKeys`.
     """
 
     heads: int
@@ -104,6 +106,7 @@ class Attention:
     whole_norms: bool = False
     sinks: bool = False
     gated: bool = False
+    context_keys: ContextKeys = "ring"
 
     def build(self, build: Build) -> "GroupedAttention":
         return GroupedAttention(self, build)
@@ -150,17 +153,17 @@ class GroupedAttention(nnx.Module):
         sinks = None if self.sinks is None else self.sinks[...]
         if cache is None:
             how = spec.op_spec
-            output: Any = ops.attention(
+            output: Any = attend(
                 query,
                 key,
                 value,
-                causal=True,
                 segment_ids=rows.segment_ids,
                 window=how.window,
                 softcap=how.softcap,
                 scale=how.scale,
                 sinks=sinks,
                 axes=_AXES if sinks is None else {**_AXES, "sinks": ("act_heads",)},
+                context_keys=spec.context_keys,
             )
         else:
             output, layer_cache = cache.attend(layer_cache, query, key, value, spec.op_spec, sinks=sinks)

@@ -14,6 +14,7 @@ from flax import nnx
 from stack_core import ops
 from stack_core.contracts.caches import KVCache, Recurrent
 from stack_train.nn.build import Build
+from stack_train.nn.context import check_whole_sequence
 from stack_train.nn.residual import Hidden, Norm, Rows
 
 __all__ = ["DeltaAttention", "GatedDelta"]
@@ -70,6 +71,7 @@ class GatedDelta(nnx.Module):
     def __call__(self, x: Hidden, rows: Rows, cache: KVCache | None, layer_cache: Any) -> tuple[Hidden, Any]:
         mixed, gate, beta, decay = self._projected(x)
         if cache is None:
+            check_whole_sequence("A gated delta rule")
             first = _starts(rows.segment_ids)
             decay = decay if first is None else jnp.where(first[..., None], -jnp.inf, decay)
             output, _ = self._recur(self._empty(x), _taps(rows.segment_ids, self.spec.kernel), None, mixed, beta, decay)

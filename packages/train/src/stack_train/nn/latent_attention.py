@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from stack_core import ops
 from stack_core.contracts.caches import AttentionSpec, KVCache, Latent
 from stack_core.mesh import constrain
 from stack_train.nn.attention import Rope
 from stack_train.nn.build import Build
+from stack_train.nn.context import attend
 from stack_train.nn.residual import Hidden, Norm, Rows
 
 __all__ = ["LatentAttention", "MultiHeadLatentAttention"]
@@ -95,11 +95,8 @@ class MultiHeadLatentAttention(nnx.Module):
         key, value = jnp.split(unfolded, [spec.nope_dim], axis=-1)
         turned_key = jnp.broadcast_to(turned_key, (*key.shape[:3], spec.rope_dim))
         key = jnp.concatenate([key, turned_key], axis=-1)
-        axes = dict.fromkeys(("query", "key", "value"), ("batch", "seq", "act_heads", None))
-        output: Any = ops.attention(
-            query, key, value, causal=True, scale=spec.scale, segment_ids=rows.segment_ids, axes=axes
-        )
-        return output
+        axes: dict[str, Any] = dict.fromkeys(("query", "key", "value"), ("batch", "seq", "act_heads", None))
+        return attend(query, key, value, scale=spec.scale, segment_ids=rows.segment_ids, axes=axes)
 
     def _absorbed(
         self,

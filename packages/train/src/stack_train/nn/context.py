@@ -1,0 +1,151 @@
+"""Sequences that devices share: the order of their tokens, and attention across all of them.
+
+Where a mesh splits "seq", a decoder puts tokens into zigzag order: of 2n equal blocks device i of n has number i and
+number 2n - 1 - i, so that causal attention gives all devices equally much to do. Whatever acts on tokens one by one
+does not notice.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from stack_core import ops
+from stack_core.errors import ShardingError
+from stack_core.mesh import LogicalAxes, axes_of, map_parts, parts_of
+
+__all__ = ["ContextKeys", "attend", "check_whole_sequence", "from_zigzag", "to_zigzag"]
+
+ContextKeys = Literal["ring", "gathered"]
+"""How devices that share a sequence get each other's keys: one device's at a time, or all at once."""
+
+
+def attend(
+    query: Float[Array, "batch seq heads key_dim"],
+    key: Float[Array, "batch seq kv_heads key_dim"],
+    value: Float[Array, "batch seq kv_heads value_dim"],
+    *,
+    segment_ids: Int[Array, "batch seq"] | None,
+    axes: dict[str, LogicalAxes],
+    context_keys: ContextKeys = "ring",
+    sinks: Float[Array, " heads"] | None = None,
+    **options: Any,
+) -> Float[Array, "batch seq heads value_dim"]:
+    """Causal `ops.attention`; of tokens in zigzag order where the mesh splits the sequence.
+
+    Args:
+      axes: the logical axes of query, key and value.
+      options: window, softcap and scale of `ops.attention`.
+    """
+    if parts_of("seq") == 1:
+        output: Any = ops.attention(
+            query, key, value, causal=True, segment_ids=segment_ids, sinks=sinks, axes=axes, **options
+        )
+        return output
+    arguments = [(query, axes["query"]), (key, axes["key"]), (value, axes["value"])]
+    optional = {"segment_ids": (segment_ids, ("batch", "seq")), "sinks": (sinks, (axes["query"][2],))}
+    given = {name: found for name, found in optional.items() if found[0] is not None}
+
+    def of_device(query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> jax.Array:
+        named = dict(zip(given, more, strict=True))
+        if context_keys == "gathered":
+            return _with_gathered_keys(query, key, value, **named, **options)
+        found: Any = ops.ring_attention(query, key, value, axis_name=_axis(), causal=True, **named, **options)
+        return found
+
+    arguments += given.values()
+    shared: Any = map_parts(of_device, arguments, tuple(axes["query"]), name="attention over a shared sequence")
+    return shared
+
+
+def _with_gathered_keys(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, segment_ids: jax.Array | None = None, **options: Any
+) -> jax.Array:
+    """Attention of each of the device's two blocks of queries to the keys of all devices."""
+    axis, devices, half = _axis(), parts_of("seq"), query.shape[1] // 2
+    back = np.argsort(_zigzag(2 * half * devices))
+
+    def whole(x: jax.Array) -> jax.Array:
+        gathered: jax.Array = lax.all_gather(x, axis, axis=1, tiled=True)[:, back]
+        return gathered
+
+    keys, values = whole(key), whole(value)
+    of_keys = None if segment_ids is None else whole(segment_ids)
+    device, outputs = lax.axis_index(axis), []
+    for rows, start in (
+        (slice(0, half), device * half),
+        (slice(half, None), (2 * devices - 1 - device) * half),
+    ):
+        pair = None if segment_ids is None else (segment_ids[:, rows], of_keys)
+        offset = jnp.broadcast_to(start, query.shape[:1])
+        found = ops.attention(
+            query[:, rows], keys, values, causal=True, query_offset=offset, segment_ids=pair, **options
+        )
+        outputs.append(found)
+    return jnp.concatenate(outputs, axis=1)
+
+
+def to_zigzag(x: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Tokens, or what is said of each, in zigzag order; unchanged where the mesh does not split the sequence.
+
+    Raises:
+      ShardingError: the mesh does not divide the sequence into pairs of blocks.
+    """
+    return x if parts_of("seq") == 1 else x[:, _zigzag(x.shape[1])]
+
+
+def from_zigzag(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+    """Activations in the order of the sequence, each device with its n-th; the inverse of `to_zigzag`.
+
+    Of its two blocks a device has one with an even number and one with an odd one; each kind goes to its device at
+    once.
+    """
+    if parts_of("seq") == 1:
+        return x
+    devices, axis, axes = parts_of("seq"), _axis(), ("batch", "seq", "act_embed")
+    holder = [min(block, 2 * devices - 1 - block) for block in range(2 * devices)]
+
+    def of_device(x: jax.Array) -> jax.Array:
+        low, high = jnp.split(x, 2, axis=1)
+        is_even = lax.axis_index(axis) % 2 == 0
+        even, odd = jnp.where(is_even, low, high), jnp.where(is_even, high, low)
+        moved = [
+            lax.ppermute(part, axis, [(holder[2 * device + kind], device) for device in range(devices)])
+            for kind, part in enumerate((even, odd))
+        ]
+        return jnp.concatenate(moved, axis=1)
+
+    found: jax.Array = map_parts(of_device, [(x, axes)], axes, name="the order of the sequence")
+    return found
+
+
+def check_whole_sequence(what: str) -> None:
+    """Raises a ShardingError where the mesh splits the sequence, along which `what` carries a state."""
+    if parts_of("seq") > 1:
+        raise ShardingError(
+            f"{what} carries a state from token to token, and the mesh splits the sequence into {parts_of('seq')} "
+            "parts. Set mesh.context=1; use mesh.fsdp or mesh.tensor instead."
+        )
+
+
+def _zigzag(seq: int) -> np.ndarray:
+    """The places of the sequence in the order in which devices have them."""
+    devices = parts_of("seq")
+    if seq % (2 * devices):
+        below = seq - seq % (2 * devices)
+        sizes = " or ".join(str(size) for size in (below, below + 2 * devices) if size)
+        raise ShardingError(
+            f"The sequence has {seq} tokens; {devices} devices share it in pairs of blocks (mesh.context), so that it "
+            f"has to be a multiple of {2 * devices}. These would fit: {sizes}.",
+            logical_axes=["seq"],
+        )
+    blocks = np.split(np.arange(seq), 2 * devices)
+    return np.concatenate([blocks[place] for one in range(devices) for place in (one, 2 * devices - 1 - one)])
+
+
+def _axis() -> str | tuple[str, ...]:
+    axes = axes_of("seq")
+    return axes[0] if len(axes) == 1 else axes

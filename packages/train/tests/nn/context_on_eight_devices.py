@@ -1,0 +1,124 @@
+"""Sequences that devices share; `test_context.py` runs this in a process that has eight.
+
+The argument `all` adds further meshes.
+"""
+
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core.hardware.hlo import parse_hlo
+from stack_core.hardware.hlo_costs import executed_flops
+from stack_core.mesh import MeshConfig, make_mesh, use_mesh
+from stack_core.ops import _attention_tiles, _linear_cross_entropy
+from stack_train.models import deepseek_v3, gemma3, llama
+from stack_train.nn.context import from_zigzag, to_zigzag
+from stack_train.objectives import CausalLMConfig
+from stack_train.optim import SgdConfig
+from stack_train.trainer import Trainer
+
+SIZES = {"vocab_size": 64, "embed": 32, "max_positions": 32, "dtype": "float32", "initializer_std": 0.2}
+# Attention in a window and over everything; to one latent; grouped.
+WINDOWED = gemma3.Gemma3Config(**SIZES, layers=3, heads=4, kv_heads=2, head_dim=8, mlp=48, window=5, period=3)
+LATENT = deepseek_v3.DeepseekV3Config(
+    **SIZES, layers=2, heads=2, mlp=32, experts=4, active_experts=2, expert_mlp=16, kv_rank=16, nope_dim=8, rope_dim=4
+)
+GROUPED = llama.LlamaConfig(**SIZES, layers=2, heads=4, kv_heads=2, mlp=64, context_keys="gathered")
+FEW = (
+    (gemma3.FAMILY, WINDOWED, {"context": 4}),
+    (gemma3.FAMILY, WINDOWED, {"context": 2, "tensor": 2, "data": 2}),
+    (llama.FAMILY, GROUPED, {"context": 2, "fsdp": 2}),
+)
+ALL = (
+    *FEW,
+    (gemma3.FAMILY, WINDOWED, {"context": 8}),
+    (gemma3.FAMILY, WINDOWED, {"context": 2, "tensor": 2}),
+    (gemma3.FAMILY, WINDOWED, {"context": 4, "data": 2}),
+    (llama.FAMILY, GROUPED, {"context": 4, "tensor": 2}),
+    (deepseek_v3.FAMILY, LATENT, {"context": 2, "expert": 2}),
+)
+ROWS, SEQ = 4, 32
+MOST_WORK = 1.25  # of a device's even share of the FLOPs: of a conditional both branches are counted
+
+
+def make_trainer(family, config, sizes):
+    mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())])
+    return Trainer(
+        family=family,
+        model_config=config,
+        objective=CausalLMConfig().build(),
+        optimizer=SgdConfig(),
+        steps=1,
+        mesh=mesh,
+    )
+
+
+def packed_batch():
+    """Rows with documents that end in different places, and padding."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, SIZES["vocab_size"], (ROWS, SEQ + 1), dtype=np.int32)
+    lengths = ((6, 20, 6), (32,), (3, 3, 17, 5), (11, 21))
+    segments, positions = np.zeros((ROWS, SEQ), np.int32), np.zeros((ROWS, SEQ), np.int32)
+    for row, documents in enumerate(lengths):
+        ends = np.cumsum(documents)
+        for number, (end, length) in enumerate(zip(ends, documents, strict=True), 1):
+            segments[row, end - length : end], positions[row, end - length : end] = number, np.arange(length)
+    targets = np.where(segments == 0, -100, tokens[:, 1:])
+    targets[0, :5] = -100
+    return {"tokens": tokens[:, :-1], "targets": targets, "positions": positions, "segment_ids": segments}
+
+
+def gradients(trainer, batch, start=None):
+    state = trainer.init(key=jax.random.key(0))
+    if start is not None:
+        state = jax.device_put(start, trainer.state_shardings)
+    placed = jax.device_put(batch, trainer.batch_shardings(batch))
+    compiled = jax.jit(trainer.gradients).lower(state, placed).compile()
+    found, metrics, _ = compiled(state, placed)
+    return jax.device_get(found), float(metrics["loss"].value), compiled, state
+
+
+def shared_sequences_train_as_whole_ones_do(chosen):
+    batch = packed_batch()
+    whole = {}
+    for family, config, sizes in chosen:
+        if config not in whole:
+            whole[config] = gradients(make_trainer(family, config, {"data": 1}), batch)
+        expected, loss, of_one, state = whole[config]
+        start = jax.device_get(jax.tree.map(lambda x: x, state, is_leaf=None))
+        found, of_mesh, compiled, _ = gradients(make_trainer(family, config, sizes), batch, start)
+        where = f"{family.name}, {config.context_keys}, {sizes}"
+        np.testing.assert_allclose(of_mesh, loss, rtol=1e-5, err_msg=where)
+        for one, several in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
+            np.testing.assert_allclose(several, one, rtol=0, atol=1e-5 * np.abs(one).max(), err_msg=where)
+        share = flops(compiled) / (flops(of_one) / math.prod(sizes.values()))
+        assert share <= MOST_WORK, (where, share)
+
+
+def flops(compiled):
+    return executed_flops(parse_hlo(compiled.as_text())).total
+
+
+def zigzag_order_is_undone_where_it_is():
+    """Each device moves its two blocks, and gathers nothing."""
+    tokens = jnp.arange(2 * SEQ).reshape(2, SEQ)
+
+    def there_and_back(tokens):
+        with use_mesh(make_mesh(MeshConfig(fsdp=2, context=4))):
+            return from_zigzag(to_zigzag(tokens)[..., None].astype(jnp.float32))[..., 0]
+
+    compiled = jax.jit(there_and_back).lower(tokens).compile()
+    np.testing.assert_array_equal(compiled(tokens), tokens)
+    assert "all-gather(" not in compiled.as_text().split("ENTRY")[1].split("collective-permute")[0]
+
+
+if __name__ == "__main__":
+    _attention_tiles._TILE_BYTES = 1
+    _attention_tiles._FEWEST_ROWS = _attention_tiles._FEWEST_KEYS = 8
+    _linear_cross_entropy._FEWEST_ROWS = _linear_cross_entropy._CHUNK_BYTES = 1
+    _linear_cross_entropy._MOST_CHUNKS = 2
+    zigzag_order_is_undone_where_it_is()
+    shared_sequences_train_as_whole_ones_do(ALL if "all" in sys.argv else FEW)

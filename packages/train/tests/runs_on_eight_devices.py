@@ -60,9 +60,24 @@ REFUSED = (
         ["embedding (289, 32): axis 0, 'vocab', has size 289", "\nlm_head (32, 289)", "model.vocab_size=289"],
     ),
     (
-        ["mesh.context=2", "mesh.fsdp=4"],
+        ["mesh.context=2", "mesh.fsdp=4", "mesh.rules.seq=null"],
         ConfigError,
-        ["mesh.context is 2, but its devices would divide no work"],
+        ["mesh.context is 2, but its devices would divide no work: mesh.rules.seq does not name it"],
+    ),
+    (
+        ["mesh.stage=2", "mesh.fsdp=4", "mesh.rules.layers=null"],
+        ConfigError,
+        ["mesh.stage is 2, but its devices would divide no work: mesh.rules.layers does not name it"],
+    ),
+    (
+        ["mesh.stage=2", "mesh.fsdp=4", "run.accumulation_steps=2", "run.pipeline.microbatches=3"],
+        ConfigError,
+        ["take the place of run.accumulation_steps", "run.pipeline.microbatches=3 does not divide the batch"],
+    ),
+    (
+        ["mesh.context=2", "mesh.fsdp=4", "data.seq_tokens=14"],
+        ShardingError,
+        ["The sequence has 14 tokens; 2 devices", "multiple of 4", "12 or 16", "data.seq_tokens=14"],
     ),
     (
         ["mesh.rules.embed=tensor"],

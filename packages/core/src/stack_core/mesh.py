@@ -351,7 +351,12 @@ def constrain(x: jax.Array, *logical_axes: str | None, name: str = "constrain") 
         return x
     mesh, rules = in_mesh.value
     sharding = rules.sharding(mesh, logical_axes, x.shape, name=name)
-    return x if mesh.size == 1 else jax.lax.with_sharding_constraint(x, sharding)
+    if mesh.size == 1:
+        return x
+    inside = jax.sharding.get_abstract_mesh()
+    if inside.manual_axes:  # what a surrounding `jax.shard_map` has split is no axis of `x` any more
+        sharding = NamedSharding(inside, _without(sharding.spec, inside.manual_axes))
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def parts_of(logical_axis: str) -> int:
@@ -393,9 +398,13 @@ def map_parts(
         rules.sharding(mesh, axes, array.shape, name=name)  # raises where the mesh does not divide it
     in_specs = tuple(_split_axes(axes) for _, axes in arguments)
     out_specs = jax.tree.map(_split_axes, out_axes, is_leaf=_is_axes)
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(
-        *(array for array, _ in arguments)
-    )
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    around: dict[str, Any] = {"axis_names": set(mesh.axis_names) - set(manual)} if manual else {"mesh": mesh}
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, **around)(*(array for array, _ in arguments))
+
+
+def _without(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    return PartitionSpec(*(_entry(tuple(axis for axis in _as_tuple(entry) if axis not in axes)) for entry in spec))
 
 
 def _split_axes(axes: LogicalAxes) -> PartitionSpec:

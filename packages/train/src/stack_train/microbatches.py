@@ -11,7 +11,7 @@ from stack_core.mesh import constrain
 from stack_core.metrics import Metric, Metrics, combine
 from stack_train.variables import Tree
 
-__all__ = ["accumulate", "check_metrics"]
+__all__ = ["accumulate", "check_metrics", "split_batch"]
 
 Gradients = Callable[[Tree, Mapping[str, jax.Array], jax.Array], tuple[Tree, Metrics, Tree]]
 """(moved, batch, key) -> (gradients, metrics, moved)."""
@@ -27,7 +27,7 @@ def accumulate(
       moved: what the forward pass moves, before the first microbatch; each begins where the one before it ended.
       keys: [microbatches], one for each; their number divides the batch.
     """
-    parts = jax.tree.map(lambda x: _split(x, len(keys)), dict(batch))
+    parts = jax.tree.map(lambda x: split_batch(x, len(keys)), dict(batch))
 
     def add(total: Any, part: Any) -> tuple[Any, Metrics]:
         sums, moved = total
@@ -51,7 +51,7 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
         )
 
 
-def _split(x: jax.Array, microbatches: int) -> jax.Array:
+def split_batch(x: jax.Array, microbatches: int) -> jax.Array:
     """[batch, ...] -> [microbatches, rows, ...]; each takes rows from all over, so that rows stay on their devices."""
     parts = x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1)
     return constrain(parts, None, "batch", *[None] * (x.ndim - 1), name="a microbatch")

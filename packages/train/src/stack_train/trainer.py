@@ -20,10 +20,12 @@ from stack_core.paths import path_name
 from stack_train.companions import INIT, Companion
 from stack_train.further import FurtherModel, FurtherState, further_models
 from stack_train.microbatches import accumulate, check_metrics
+from stack_train.nn.schedules import Schedule
 from stack_train.objectives import check_inputs
 from stack_train.optim import OptimizerConfig
 from stack_train.optim.placement import like_parameters
 from stack_train.scoring import scores
+from stack_train.staged import staged
 from stack_train.state import TrainState
 from stack_train.transform import UNCHANGED
 from stack_train.variables import Kind, ModelVariables, Path, Tree, join, values_of, variable_shardings
@@ -51,6 +53,7 @@ class Trainer:
         that the transform leaves out, or that `optimizer.groups` freezes, are not among them.
       moved: those that the forward pass may assign, an nnx filter for the others; those with `trained=False` are among
         them. What is left is frozen.
+      schedule: what the stages of the mesh do; None without stages.
     """
 
     family: ModelFamily
@@ -65,6 +68,7 @@ class Trainer:
     companions: Mapping[str, Companion] = field(default_factory=dict)
     trained: Any = nnx.Param
     moved: Any = _NO_PARAM
+    schedule: Schedule | None = None
 
     def init(self, *, key: jax.Array, companions: Mapping[str, Tree] | None = None) -> TrainState:
         """Returns the state before the first step, every leaf made where its sharding puts it.
@@ -173,6 +177,8 @@ class Trainer:
           beside: the variables of companions and further models, as `evaluation_beside` gives them.
         """
         with use_mesh(self.mesh, self._rules):
+            if self.schedule is not None:
+                return self._staged(variables, batch, jax.random.key(0), evaluated=True)[1]
             objective = self._objective(variables, beside or {})
             return self.transform.call(objective, self._evaluated(variables), batch, key=jax.random.key(0))[1]
 
@@ -405,11 +411,36 @@ class Trainer:
         return TrainState(jnp.zeros((), jnp.int32), params, moved, frozen, companions, opt_state, run_key, further)
 
     def _gradients(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Tree, Metrics, Tree]:
+        if self.schedule is not None:
+            grads, metrics = self._staged(state.params, batch, key, evaluated=False)
+            return self._like_params(grads), metrics, state.moved
         gradients = partial(self._part_gradients, state)
         if self.accumulation_steps == 1:
             return gradients(state.moved, batch, key)
         zeros = self._like_params(jax.tree.map(jnp.zeros_like, state.trained))
         return accumulate(gradients, zeros, state.moved, batch, jax.random.split(key, self.accumulation_steps))
+
+    def _staged(self, params: Tree, batch: Batch, key: jax.Array, *, evaluated: bool) -> tuple[Tree | None, Metrics]:
+        """The gradients, unless it only evaluates, and metrics of a batch that goes through stages."""
+
+        def objective(params: Tree, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
+            if evaluated:
+                return self.objective(self._evaluated(params), batch, key=key)
+            model = self.model(params, key=jax.random.fold_in(key, _MODEL_STREAM))
+            model.train()
+            return self.objective(model, batch, key=key)
+
+        assert self.schedule is not None, "stages without a schedule"
+        return staged(
+            objective,
+            params,
+            self._model.axes,
+            self.state_shardings.params,
+            batch,
+            key,
+            self.schedule,
+            gradients=not evaluated,
+        )
 
     def _part_gradients(
         self, state: TrainState, moved: Tree, batch: Batch, key: jax.Array

@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 
 from stack_core import ops
+from stack_train.nn.pipeline import boundary
 
 __all__ = ["RematPolicy", "scan_layers"]
 
@@ -44,6 +45,8 @@ def scan_layers(
         arrays of all layers.
       moves: keep what layers assign to their variables with the metadata `trained=False`.
 
+    Inside `run_stages` the layers are those of one piece, and `carry` is what the piece before it made.
+
     Returns:
       The last carry, and each module's outputs stacked [repeats, ...].
     """
@@ -65,7 +68,10 @@ def scan_layers(
             outputs.append(output)
         return carry, outputs
 
+    around = boundary()
+    carry = carry if around is None else around.enter(carry)
     carry, results = jax.lax.scan(step, carry, (list(states), list(inputs)), unroll=unroll)
+    carry = carry if around is None else around.leave(carry, results)
     for layer, (_, moved) in zip(period, results, strict=True):
         if moved:
             nnx.update(layer, moved)

@@ -14,10 +14,27 @@ from stack_core.runs.processes import ProcessesConfig
 from stack_core.runtime.config import ClusterConfig
 from stack_train.checkpoint import CheckpointConfig
 from stack_train.data.kinds.text import TextData
+from stack_train.nn.schedules import ScheduleName
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import AdamWConfig
 
-__all__ = ["RunConfig", "RunSettings", "run_config"]
+__all__ = ["PipelineConfig", "RunConfig", "RunSettings", "run_config"]
+
+
+@config
+class PipelineConfig:
+    """How the stages of `mesh.stage` share a batch.
+
+    Attributes:
+      schedule: see `stack_train.nn.schedules.schedule`. "1f1b" keeps the inputs of at most 2 x stages
+        microbatches on a stage, "gpipe" those of all; "interleaved" cuts the layers of a stage into `chunks` pieces.
+      microbatches: parts of each batch that follow each other through the stages; the more, the less stages wait.
+      chunks: pieces of layers on each stage: 1, or more for "interleaved".
+    """
+
+    schedule: ScheduleName = "1f1b"
+    microbatches: PositiveInt = 8
+    chunks: PositiveInt = 1
 
 
 @config
@@ -29,6 +46,7 @@ class RunSettings:
       accumulation_steps: microbatches that each batch is cut into; their gradients are summed before the update.
       evaluate_every_steps: 0 evaluates after the last step only.
       init_from: a run directory whose newest weights this run starts from.
+      pipeline: how stages share a batch, where `mesh.stage` is more than 1.
       adapters_from: a run or a PEFT directory (`peft:DIR`) whose adapters those of this run start as.
     """
 
@@ -38,6 +56,7 @@ class RunSettings:
     seed: NonNegativeInt = 0
     init_from: str | None = None
     adapters_from: str | None = None
+    pipeline: PipelineConfig = PipelineConfig()
 
 
 @config

@@ -3,29 +3,27 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from stack_core.contracts.training import NeedsCompanions, Objective
+from stack_core.contracts.training import NeedsCompanions, Objective, ReadsInputs
 from stack_core.errors import ConfigError, ShardingError, nearest
 from stack_core.mesh import DEFAULT_RULES, ShardingRules, make_mesh
 from stack_core.plugins import registries
 from stack_train.companions import INIT, Companion
+from stack_train.nn.schedules import Schedule, schedule
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import holds_codes
 from stack_train.run.transforms import transform_names, transform_of
+from stack_train.staged import is_in_layers
 from stack_train.trainer import Trainer
 
 __all__ = ["build_trainer", "naming_sizes", "traced_step"]
 
 # Where the sizes of logical axes are set that are no fields of a model's config.
 _SIZES = {"batch": ("data.batch_size", "run.accumulation_steps"), "seq": ("data.seq_tokens",)}
-
-_IDLE = {
-    "stage": "layers are not split over stages yet; use mesh.fsdp or mesh.tensor",
-    "context": "sequences are not split over context yet; use mesh.fsdp, mesh.tensor, or shorter rows",
-}
-"""Mesh axes whose devices would repeat each other's work."""
 
 
 def build_trainer(
@@ -47,11 +45,9 @@ def build_trainer(
             "method that keeps them in float, as method: qat of stack-quant does, and quantize what comes out of it."
         )
     mesh = make_mesh(config.mesh, devices)
-    for axis, advice in _IDLE.items():
-        if (size := mesh.shape[axis]) > 1:
-            raise ConfigError(f"mesh.{axis} is {size}, but its devices would divide no work: {advice}.")
     objective = config.objective.build()
-    return Trainer(
+    _check_busy(config, mesh, objective)
+    trainer = Trainer(
         family=registries.models[config.model.family],
         model_config=config.model,
         objective=objective,
@@ -62,7 +58,60 @@ def build_trainer(
         rules=ShardingRules(config.mesh.rules),
         transform=transform_of(config),
         companions=_companions(objective) if with_companions else {},
+        schedule=_schedule(config, mesh),
     )
+    if trainer.schedule is not None:
+        _check_staged(config, trainer)
+    return trainer
+
+
+def _check_busy(config: RunConfig, mesh: Mesh, objective: Objective) -> None:
+    """Raises a ConfigError where the devices of a mesh axis would repeat each other's work."""
+    idle = {}
+    inputs = objective.inputs if isinstance(objective, ReadsInputs) else {}
+    if not any("seq" in axes.split() for axes in inputs.values()):
+        idle["context"] = "the objective reads no sequences; use mesh.data or mesh.fsdp"
+    elif "context" not in ShardingRules(config.mesh.rules).mesh_axes("seq"):
+        idle["context"] = "mesh.rules.seq does not name it; set mesh.rules.seq=context"
+    if "stage" not in ShardingRules(config.mesh.rules).mesh_axes("layers"):
+        idle["stage"] = "mesh.rules.layers does not name it; set mesh.rules.layers=stage"
+    for axis, advice in idle.items():
+        if (size := mesh.shape[axis]) > 1:
+            raise ConfigError(f"mesh.{axis} is {size}, but its devices would divide no work: {advice}.")
+
+
+def _schedule(config: RunConfig, mesh: Mesh) -> Schedule | None:
+    stages, pipeline = mesh.shape["stage"], config.run.pipeline
+    if stages == 1:
+        return None
+    return schedule(pipeline.schedule, stages=stages, microbatches=pipeline.microbatches, chunks=pipeline.chunks)
+
+
+def _check_staged(config: RunConfig, trainer: Trainer) -> None:
+    """Raises a ConfigError where a run has what stages cannot do."""
+    state, microbatches = trainer.abstract_state, config.run.pipeline.microbatches
+    stacked = [axes for axes in jax.tree.leaves(trainer.logical_axes, is_leaf=_is_axes) if is_in_layers(axes)]
+    problems = {
+        "its devices would divide no work: the model has no parameters stacked over layers": not stacked,
+        f"sections transform the model ({', '.join(transform_names(config))})": bool(transform_names(config)),
+        "variables are frozen": bool(jax.tree.leaves(state.frozen)),
+        "the forward pass moves variables, such as the bias of a router": bool(jax.tree.leaves(state.moved)),
+        "the objective asks further models": bool(state.companions or state.further),
+        "the microbatches of run.pipeline take the place of run.accumulation_steps, which is more than 1": (
+            config.run.accumulation_steps > 1
+        ),
+        f"run.pipeline.microbatches={microbatches} does not divide the batch": any(
+            shape.shape[0] % microbatches for shape in config.data.spec(config.model).values()
+        ),
+    }
+    found = [problem for problem, holds in problems.items() if holds]
+    if found:
+        size = trainer.mesh.shape["stage"]
+        raise ConfigError(f"mesh.stage is {size}, but {'; and '.join(found)}. Set mesh.stage=1, or change that.")
+
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple)
 
 
 def _companions(objective: Objective) -> dict[str, Companion]:

@@ -1,0 +1,301 @@
+"""Layers in stages: devices along the mesh axis "stage" keep pieces of the layers and work on different microbatches.
+
+One program runs on all of them, tick by tick as the table of a `Schedule` says. What a stage has nothing to do for in a
+tick it computes all the same and throws away, while it would wait for its neighbours: no device takes another branch
+than the others, so that layers may talk along the other axes of the mesh as they do without stages. What comes before
+and after the layers, an embedding and a loss, all stages compute; the first and the last one's count.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from stack_core.errors import ShardingError, TrainingError
+from stack_train.nn.schedules import COLUMNS, Phase, Schedule
+
+__all__ = ["Boundary", "boundary", "run_stages"]
+
+Tree = Any
+Function = Callable[[Tree, Tree, Tree], tuple[jax.Array, Tree]]
+"""(layers of a piece, shared parameters, a microbatch) -> (loss, metrics)."""
+
+_current: ContextVar["Boundary | None"] = ContextVar("boundary", default=None)
+
+
+class Boundary:
+    """Stands around the layers in one call of a model: what enters them is replaced, and what leaves them is noted.
+
+    Attributes:
+      received: what the layers start from instead; None for what the model gives them.
+      is_first: that `received` does not count, for this is the first piece of the layers.
+      output: what left the layers.
+    """
+
+    def __init__(self, received: Tree = None, is_first: Any = True) -> None:
+        self.received, self.is_first, self.output = received, is_first, None
+        self._entered = False
+
+    def enter(self, carry: Tree) -> Tree:
+        if self._entered:
+            raise TrainingError(
+                "mesh.stage splits one loop over layers, and this step runs several: its model has more than one group "
+                "of repeating layers, or its objective calls more than one model. Set mesh.stage=1."
+            )
+        self._entered = True
+        if self.received is None:
+            return carry
+        return jax.tree.map(lambda own, x: jnp.where(self.is_first, own, x), carry, self.received)
+
+    def leave(self, carry: Tree, outputs: Tree) -> Tree:
+        if jax.tree.leaves(outputs):
+            raise TrainingError(
+                "The layers report facts, as mixtures of experts do, and stages do not pass them on to the objective. "
+                "Set mesh.stage=1, and split experts over mesh.expert."
+            )
+        self.output = carry
+        return carry
+
+
+def boundary() -> Boundary | None:
+    """The one that `scan_layers` has to respect."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def _around(found: Boundary) -> Iterator[None]:
+    token = _current.set(found)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def run_stages(
+    function: Function,
+    layers: Mapping[str, jax.Array],
+    shared: Mapping[str, jax.Array],
+    microbatches: Tree,
+    schedule: Schedule,
+    *,
+    gradients: bool,
+    specs: tuple[Mapping[str, PartitionSpec], Mapping[str, PartitionSpec]],
+) -> tuple[Tree, tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]] | None]:
+    """Calls a function for each microbatch and, if asked for, adds up the gradients of its losses.
+
+    Args:
+      function: runs `scan_layers` once, over the layers that it is given.
+      layers: arrays [layers, ...], split over "stage".
+      shared: what all stages have of the other parameters.
+      microbatches: arrays [microbatches, ...], which all stages have.
+      gradients: whether they are formed; if not, only the forward half of the table runs.
+      specs: where gradients lie, as `layers` and `shared` do.
+
+    Returns:
+      The metrics, stacked [microbatches, ...], and the gradients of the sum of all losses by layers and shared.
+
+    Raises:
+      ShardingError: the pieces of the schedule do not divide the layers.
+      TrainingError: the function does not run `scan_layers` once, or layers report facts.
+    """
+    stages, chunks = schedule.stages, schedule.chunks
+    for name, leaf in layers.items():
+        if leaf.shape[0] % (stages * chunks):
+            raise ShardingError(
+                f"{name} has {leaf.shape[0]} layers, which is no multiple of {stages * chunks}: mesh.stage={stages} x "
+                f"run.pipeline.chunks={chunks} pieces. Change model.layers, mesh.stage or run.pipeline.chunks.",
+                logical_axes=["layers"],
+            )
+    pieces = {name: x.reshape(chunks, stages, -1, *x.shape[1:]) for name, x in layers.items()}
+    by_stage = PartitionSpec(None, "stage")
+    outs: Any = (PartitionSpec(), (by_stage, PartitionSpec()) if gradients else None)
+    run = partial(_Stage.run, function, schedule, gradients, specs)
+    mapped = jax.shard_map(
+        run, axis_names={"stage"}, in_specs=(by_stage, PartitionSpec(), PartitionSpec()), out_specs=outs
+    )
+    metrics, found = mapped(pieces, dict(shared), microbatches)
+    if found is None:
+        return metrics, None
+    of_layers = {name: found[0][name].reshape(x.shape) for name, x in layers.items()}
+    return metrics, (of_layers, found[1])
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """What a stage carries from tick to tick."""
+
+    inputs: Tree  # [slots, ...], what other stages made of microbatches
+    gradients: Tree  # [slots, ...], of what this stage made of them
+    metrics: Tree  # [microbatches, ...]
+    of_layers: Tree
+    of_shared: Tree
+
+
+jax.tree_util.register_dataclass(_Kept, list(_Kept.__dataclass_fields__), [])
+
+
+@dataclass(frozen=True, eq=False)
+class _Stage:
+    """One stage, inside `jax.shard_map`: its pieces of the layers lead with [chunks, layers of a piece]."""
+
+    function: Function
+    schedule: Schedule
+    with_gradients: bool
+    specs: tuple[Mapping[str, PartitionSpec], Mapping[str, PartitionSpec]]
+    layers: Mapping[str, jax.Array]
+    shared: Mapping[str, jax.Array]
+    microbatches: Tree
+    index: Any
+
+    @classmethod
+    def run(
+        cls,
+        function: Function,
+        schedule: Schedule,
+        with_gradients: bool,
+        specs: Any,
+        layers: Any,
+        shared: Any,
+        rows: Any,
+    ) -> Any:
+        """Runs all ticks and returns what `run_stages` does."""
+        layers = {name: x[:, 0] for name, x in layers.items()}
+        # Their gradients would otherwise be summed over the stages in every tick.
+        shared, rows = _varying((shared, rows))
+        stage = cls(function, schedule, with_gradients, specs, layers, shared, rows, lax.axis_index("stage"))
+        kept = stage.start()
+        for phase in schedule.phases:
+            if phase.forward or with_gradients:
+                ticks = {name: schedule.table[name][phase.start : phase.end] for name in COLUMNS}
+                kept, _ = lax.scan(partial(stage.tick, phase), kept, ticks)
+        metrics = lax.psum(kept.metrics, "stage")  # of which every stage but the last has zeros
+        if not with_gradients:
+            return metrics, None
+        return metrics, ({name: x[:, None] for name, x in kept.of_layers.items()}, lax.psum(kept.of_shared, "stage"))
+
+    def start(self) -> _Kept:
+        row = jax.tree.map(lambda x: x[0], self.microbatches)
+        piece = {name: x[0] for name, x in self.layers.items()}
+        output, _, metrics = jax.eval_shape(partial(self.call, None, True), piece, self.shared, row)
+        zeros = lambda tree, *lead: jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), x.dtype), tree)
+        wanted = self.with_gradients
+        schedule = self.schedule
+        kept = _Kept(
+            inputs=zeros(output, schedule.slots),
+            gradients=zeros(output, schedule.gradient_slots) if wanted else (),
+            metrics=zeros(metrics, schedule.microbatches),
+            of_layers=zeros(self.layers) if wanted else {},
+            of_shared=zeros(self.shared) if wanted else {},
+        )
+        return self.placed(_varying(kept))
+
+    def call(self, received: Tree, is_first: Any, piece: Tree, shared: Tree, row: Tree) -> tuple[Tree, Any, Tree]:
+        """What leaves the layers, the loss and the metrics."""
+        around = Boundary(received, is_first)
+        with _around(around):
+            loss, metrics = self.function(piece, shared, row)
+        if around.output is None:
+            raise TrainingError("mesh.stage splits the loop over layers, and this step runs none. Set mesh.stage=1.")
+        return _varying((around.output, loss, metrics))
+
+    def tick(self, phase: Phase, kept: _Kept, columns: Mapping[str, Any]) -> tuple[_Kept, None]:
+        now = {name: column[self.index] for name, column in columns.items()}
+        inputs, gradients = kept.inputs, kept.gradients
+        fields: dict[str, Any] = {name: getattr(kept, name) for name in ("metrics", "of_layers", "of_shared")}
+        if phase.forward:
+            output, metrics = self.forward(kept, now)
+            inputs = _written(inputs, now["arriving_slot"], self.passed(output, 1))
+            if not self.with_gradients:
+                is_last = self.is_last(now["forward_chunk"])
+                fields["metrics"] = _written(kept.metrics, jnp.where(is_last, now["forward"], -1), metrics)
+        if phase.backward and self.with_gradients:
+            changed, of_input = self.backward(kept, now)
+            fields |= changed
+            gradients = _written(gradients, now["arriving_gradient_slot"], self.passed(of_input, -1))
+        return self.placed(_Kept(inputs=inputs, gradients=gradients, **fields)), None
+
+    def forward(self, kept: _Kept, now: Mapping[str, Any]) -> tuple[Tree, Tree]:
+        """What a piece makes of a microbatch, and its metrics, which count after the last piece."""
+        chunk, row = now["forward_chunk"], _read(self.microbatches, now["forward"])
+        received = _read(kept.inputs, now["forward_slot"])
+        output, _, metrics = self.call(received, self.is_first(chunk), self.piece(chunk), self.shared, row)
+        return output, metrics
+
+    def backward(self, kept: _Kept, now: Mapping[str, Any]) -> tuple[dict[str, Tree], Tree]:
+        """Runs a piece again from its kept input, and back."""
+        chunk, row = now["backward_chunk"], _read(self.microbatches, now["backward"])
+        is_first, is_last, does = self.is_first(chunk), self.is_last(chunk), now["backward"] >= 0
+
+        def run(piece: Tree, shared: Tree, received: Tree) -> tuple[tuple[Tree, Any], Tree]:
+            output, loss, metrics = self.call(received, is_first, piece, shared, row)
+            return (output, loss), metrics
+
+        received = _read(kept.inputs, now["backward_slot"])
+        (output, loss), vjp, metrics = jax.vjp(run, self.piece(chunk), self.shared, received, has_aux=True)
+        arrived = _read(kept.gradients, now["gradient_slot"])
+        of_output = jax.tree.map(lambda x, g: jnp.where(is_last, 0, g).astype(x.dtype), output, arrived)
+        of_piece, of_shared, of_input = vjp((of_output, jnp.where(is_last, 1, 0).astype(loss.dtype)))
+        counted = lambda x: jnp.where(does, x, 0)
+        at = jnp.maximum(chunk, 0)
+        return {
+            "metrics": _written(kept.metrics, jnp.where(is_last, now["backward"], -1), metrics),
+            "of_layers": jax.tree.map(lambda sums, x: sums.at[at].add(counted(x)), kept.of_layers, of_piece),
+            "of_shared": jax.tree.map(lambda sums, x: sums + counted(x), kept.of_shared, of_shared),
+        }, of_input
+
+    def piece(self, chunk: Any) -> dict[str, jax.Array]:
+        return dict(_read(self.layers, chunk))
+
+    def is_first(self, chunk: Any) -> Any:
+        return (self.index == 0) & (chunk <= 0)
+
+    def is_last(self, chunk: Any) -> Any:
+        return (self.index == self.schedule.stages - 1) & (chunk == self.schedule.chunks - 1)
+
+    def passed(self, tree: Tree, by: int) -> Tree:
+        """What the stage so many before this one has."""
+        stages = self.schedule.stages
+        pairs = [(stage, (stage + by) % stages) for stage in range(stages)]
+        return jax.tree.map(lambda x: lax.ppermute(x, "stage", pairs), tree)
+
+    def placed(self, kept: _Kept) -> _Kept:
+        """Splits gradients along the other axes of the mesh as their parameters are."""
+        if not self.with_gradients:
+            return kept
+        of_layers, of_shared = (
+            {name: lax.with_sharding_constraint(x, specs[name]) for name, x in sums.items()}
+            for sums, specs in zip((kept.of_layers, kept.of_shared), self.specs, strict=True)
+        )
+        return _Kept(kept.inputs, kept.gradients, kept.metrics, of_layers, of_shared)
+
+
+def _varying(tree: Tree) -> Tree:
+    """Types arrays as different on every stage."""
+
+    def cast(x: Any) -> Any:
+        return x if "stage" in jax.typeof(x).mat.varying else lax.pcast(x, ("stage",), to="varying")
+
+    return jax.tree.map(cast, tree)
+
+
+def _read(tree: Tree, place: Any) -> Tree:
+    """Entry `place` of arrays; of -1 any."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, jnp.maximum(place, 0), keepdims=False), tree)
+
+
+def _written(tree: Tree, place: Any, value: Tree) -> Tree:
+    """Arrays with an entry replaced; at -1 none."""
+    at = jnp.maximum(place, 0)
+
+    def write(x: Any, new: Any) -> Any:
+        old = lax.dynamic_index_in_dim(x, at, keepdims=False)
+        return lax.dynamic_update_index_in_dim(x, jnp.where(place >= 0, new, old).astype(x.dtype), at, 0)
+
+    return jax.tree.map(write, tree, value)

@@ -1,0 +1,164 @@
+"""Layers in stages; `test_pipeline.py` runs this in a process that has eight devices.
+
+The argument `all` adds further meshes and schedules, and 128 microbatches.
+"""
+
+import dataclasses
+import math
+import sys
+
+import jax
+import numpy as np
+
+from stack_core.hardware.hlo import parse_hlo
+from stack_core.hardware.hlo_costs import executed_flops
+from stack_core.mesh import MeshConfig, make_mesh
+from stack_train.models.llama import FAMILY, LlamaConfig
+from stack_train.nn.schedules import schedule
+from stack_train.objectives import CausalLMConfig
+from stack_train.optim import SgdConfig
+from stack_train.trainer import Trainer
+
+MODEL = LlamaConfig(
+    vocab_size=48,
+    layers=8,
+    embed=32,
+    heads=4,
+    kv_heads=2,
+    mlp=64,
+    max_positions=16,
+    dtype="float32",
+    initializer_std=0.2,
+)
+MICROBATCHES, SEQ = 4, 16
+FEW = (
+    ("1f1b", 1, {"stage": 4, "fsdp": 2}),
+    ("interleaved", 2, {"stage": 2, "tensor": 2, "data": 2}),
+    ("gpipe", 1, {"stage": 2}),
+)
+ALL = (
+    *FEW,
+    ("1f1b", 1, {"stage": 4, "data": 2}),
+    ("1f1b", 1, {"stage": 2, "tensor": 4}),
+    ("1f1b", 1, {"stage": 8}),
+    ("1f1b", 1, {"stage": 2, "context": 2, "fsdp": 2}),
+    ("interleaved", 2, {"stage": 4, "fsdp": 2}),
+    ("gpipe", 1, {"stage": 4, "fsdp": 2}),
+)
+
+
+def make_trainer(sizes, name=None, chunks=1, *, microbatches=MICROBATCHES, model=MODEL):
+    stages = sizes.get("stage", 1)
+    mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())])
+    return Trainer(
+        family=FAMILY,
+        model_config=model,
+        objective=CausalLMConfig().build(),
+        optimizer=SgdConfig(),
+        steps=1,
+        mesh=mesh,
+        schedule=schedule(name, stages=stages, microbatches=microbatches, chunks=chunks) if name else None,
+    )
+
+
+def batch_of(rows):
+    """Packed rows, of which some have many more targets than others."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, MODEL.vocab_size, (rows, SEQ + 1), dtype=np.int32)
+    targets = tokens[:, 1:].copy()
+    targets[::3, : SEQ // 2] = -100
+    segments = np.where(np.arange(SEQ)[None] < rng.integers(1, SEQ, (rows, 1)), 1, 2).astype(np.int32)
+    positions = np.tile(np.arange(SEQ, dtype=np.int32), (rows, 1))
+    return {"tokens": tokens[:, :-1], "targets": targets, "positions": positions, "segment_ids": segments}
+
+
+def compiled_gradients(trainer, batch):
+    shapes = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        for (name, x), s in zip(batch.items(), trainer.batch_shardings(batch).values(), strict=True)
+    }
+    return jax.jit(trainer.gradients).lower(trainer.abstract_state, shapes).compile()
+
+
+def stages_give_the_gradients_of_one_device(chosen):
+    batch = batch_of(16)
+    single = make_trainer({"data": 1})
+    start = jax.device_get(single.init(key=jax.random.key(0)).params)
+    expected, loss = of(single, start, batch)
+    evaluated = float(jax.jit(single.evaluate)(start, batch)["loss"])
+    for name, chunks, sizes in chosen:
+        trainer = make_trainer(sizes, name, chunks)
+        found, of_stages = of(trainer, start, batch)
+        where = f"{name}, {chunks} chunks, {sizes}"
+        np.testing.assert_allclose(of_stages, loss, rtol=1e-6, err_msg=where)
+        for one, several in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
+            np.testing.assert_allclose(several, one, rtol=0, atol=1e-6, err_msg=where)
+        if "fsdp" in sizes:
+            placed = jax.device_put(start, trainer.variable_shardings)
+            again = jax.jit(trainer.evaluate)(placed, jax.device_put(batch, trainer.batch_shardings(batch)))
+            np.testing.assert_allclose(float(again["loss"]), evaluated, rtol=1e-6, err_msg=where)
+
+
+def of(trainer, start, batch):
+    state = trainer.init(key=jax.random.key(0))
+    state = dataclasses.replace(state, params=jax.device_put(start, trainer.state_shardings.params))
+    placed = jax.device_put(batch, trainer.batch_shardings(batch))
+    gradients, metrics, _ = compiled_gradients(trainer, batch)(state, placed)
+    return jax.device_get(gradients), float(metrics["loss"])
+
+
+def flops_of_layers(make):
+    """Of the layers alone: of two models that differ in their number."""
+    found = [
+        executed_flops(parse_hlo(compiled_gradients(make(layers), batch_of(8)).as_text())).total for layers in (8, 16)
+    ]
+    return found[1] - found[0]
+
+
+def each_stage_does_its_share_of_the_layers(schedules):
+    """(M + S - 1) / (M S) of what one device does that forms activations again in its backward pass, as stages do."""
+
+    def model_of(layers, remat="none"):
+        return dataclasses.replace(MODEL, layers=layers, remat=remat)
+
+    one = flops_of_layers(lambda layers: make_trainer({"data": 1}, model=model_of(layers, "full")))
+    for name, chunks in schedules:
+        share = (8 * chunks + 3) / (8 * chunks * 4)
+        of_stage = flops_of_layers(
+            lambda layers, named=(name, chunks): make_trainer(
+                {"stage": 4}, *named, microbatches=8, model=model_of(layers)
+            )
+        )
+        assert abs(of_stage / one / share - 1) < 0.1, (name, of_stage / one, share)
+
+
+def kept_activations(name, chunks, microbatches):
+    """Inputs that a stage keeps: arrays that the loops of the program carry, as many as leading entries."""
+    trainer = make_trainer({"stage": 4}, name, chunks, microbatches=microbatches)
+    module = parse_hlo(compiled_gradients(trainer, batch_of(microbatches)).as_text())
+    carried = [
+        shape.dims
+        for execution in module.executions()
+        if execution.instruction.opcode == "while"
+        for shape in execution.instruction.shapes
+    ]
+    one = (1, SEQ, MODEL.embed)  # rows of a microbatch
+    return max(dims[0] for dims in carried if len(dims) == 4 and dims[1:] == one)
+
+
+def what_a_stage_keeps_does_not_grow_with_microbatches(schedules, most):
+    kept = {(name, count): kept_activations(name, chunks, count) for name, chunks in schedules for count in (8, most)}
+    for name, chunks in schedules:
+        found = [kept[name, count] for count in (8, most)]
+        if name == "gpipe":
+            assert found == [8, most], kept
+        else:
+            assert found[0] == found[1] <= 2 * 4 * chunks, kept
+
+
+if __name__ == "__main__":
+    everything = "all" in sys.argv
+    schedules = (("1f1b", 1), ("interleaved", 2), ("gpipe", 1)) if everything else (("1f1b", 1),)
+    stages_give_the_gradients_of_one_device(ALL if everything else FEW)
+    each_stage_does_its_share_of_the_layers(schedules)
+    what_a_stage_keeps_does_not_grow_with_microbatches(schedules, 128 if everything else 16)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["compile_run"]
 
 _GIB = 2**30
+_MOST_ROWS = 12
 # JAX takes this share of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
 _GPU_SHARE = 0.75
 
@@ -81,7 +82,30 @@ def _print(report: "StepReport") -> None:
         for kind, sums in report.collectives_by_kind().items():
             table.add_row(kind, f"{sums['count']:,}", _gib(sums["array_bytes"]), _gib(sums["sent_bytes"]))
         Console(file=sys.stdout).print(table)
-    print(f"  traced in {report.trace_s:.0f} s, compiled in {report.compile_s:.0f} s")
+    _print_lint(report)
+    cpu = f"{report.compiler_cpu_s / 60:.1f} CPU-minutes"
+    print(f"  traced in {report.trace_s:.0f} s, compiled in {report.compile_s:.0f} s ({cpu})")
+
+
+def _print_lint(report: "StepReport") -> None:
+    lint = report.lint
+    if lint is None:
+        return
+    table = Table("the largest collective of a parameter", "parameters of that shape", "MiB", "times", "loop")
+    rows: dict[tuple[object, ...], int] = {}
+    for found in lint.largest.values():
+        if found is not None:
+            size = max(array.bytes for array in found.arrays)
+            key = (found.kind, size, found.times, found.loops[-1] if found.loops else "")
+            rows[key] = rows.get(key, 0) + 1
+    for (kind, size, times, loop), count in sorted(rows.items(), key=lambda row: -row[0][1])[:_MOST_ROWS]:
+        table.add_row(str(kind), f"{count}", f"{size / 2**20:,.1f}", f"{times:,}", str(loop))
+    Console(file=sys.stdout).print(table)
+    print(f"  parameters that every device holds whole: {lint.replicated_bytes / 2**20:,.1f} MiB")
+    for fault in lint.faults[:_MOST_ROWS]:
+        print(f"  {fault}")
+    if not lint.faults:
+        print("  no parameter is gathered, summed or replicated more than it has to be")
 
 
 def _memory(report: "StepReport") -> list[str]:

@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from flax.nnx.traversals import flatten_mapping
 
 from stack_core.hardware import Flops, count_units, model_flops_per_step
+from stack_core.hardware.program_lint import LintedParameter, ProgramLint, lint_program
 from stack_core.hardware.roofline import ProgramCost, program_cost
 from stack_core.hardware.targets import Target, use_target
+from stack_core.paths import path_name
 from stack_train.run.checks import check_run
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_trainer, traced_step
+from stack_train.staged import is_in_layers
+from stack_train.trainer import Trainer
 
 __all__ = ["StepReport", "compile_step"]
 
@@ -31,7 +36,9 @@ class StepReport:
       refusal: why the compiler gave up for lack of memory; None if it did not.
       cost: of one device; None after a refusal.
       mfu: predicted: model FLOPs over what the devices can do in the time of the roofline.
+      lint: what it does with parameters; None after a refusal, or on one device.
       trace_s: seconds to trace and lower the step.
+      compiler_cpu_s: seconds of all CPU cores that the compiler took.
     """
 
     target: str
@@ -45,8 +52,10 @@ class StepReport:
     refusal: str | None
     cost: ProgramCost | None
     mfu: float | None
+    lint: ProgramLint | None
     trace_s: float
     compile_s: float
+    compiler_cpu_s: float
 
     @property
     def fits(self) -> bool | None:
@@ -71,6 +80,7 @@ class StepReport:
             "uncounted_loops": list(cost.unknown_loops),
             "memory_traffic_bytes_per_device": cost.traffic_bytes,
             "collectives": self.collectives_by_kind(),
+            "lint": None if self.lint is None else self.lint.as_mapping(),
             "roofline": roofline | {"step_s": cost.roofline.step_s, "binding": cost.roofline.binding},
         }
 
@@ -96,6 +106,7 @@ _PLAIN = (
     "mfu",
     "trace_s",
     "compile_s",
+    "compiler_cpu_s",
 )
 
 
@@ -111,9 +122,9 @@ def compile_step(config: RunConfig, target: Target) -> StepReport:
     started_s = time.perf_counter()
     with use_target(target):
         lowered = traced_step(config, trainer).lower()
-        traced_s = time.perf_counter()
+        traced_s, traced_cpu_s = time.perf_counter(), time.process_time()
         compiled, refusal = _compiled(lowered)
-        compiled_s = time.perf_counter()
+        compiled_s, compiler_cpu_s = time.perf_counter(), time.process_time() - traced_cpu_s
         shapes, beside = config.data.spec(config.model), trainer.abstract_state.beside
         model_flops = model_flops_per_step(trainer.evaluate, trainer.abstract_variables, shapes, beside)
     chip, mesh_devices = target.chip, trainer.mesh.devices.flatten().tolist()
@@ -131,9 +142,30 @@ def compile_step(config: RunConfig, target: Target) -> StepReport:
         refusal=refusal,
         cost=cost,
         mfu=_mfu(model_flops.ideal_s(chip, units=units), cost),
+        lint=None if cost is None or len(mesh_devices) == 1 else _lint(config, trainer, cost),
         trace_s=traced_s - started_s,
         compile_s=compiled_s - traced_s,
+        compiler_cpu_s=compiler_cpu_s,
     )
+
+
+def _lint(config: RunConfig, trainer: Trainer, cost: ProgramCost) -> ProgramLint:
+    """Reads the step's collectives for the parameters that are trained."""
+    shapes = flatten_mapping(trainer.abstract_params)
+    shardings, axes = flatten_mapping(trainer.state_shardings.params), flatten_mapping(trainer.logical_axes)
+    parameters = [
+        LintedParameter(
+            name=path_name(path),
+            shape=tuple(leaf.shape),
+            part=tuple(shardings[path].shard_shape(leaf.shape)),
+            layers=is_in_layers(axes[path]),
+            bytes=leaf.dtype.itemsize,
+        )
+        for path, leaf in shapes.items()
+        if hasattr(leaf, "shape")
+    ]
+    trips = trainer.schedule.microbatches if trainer.schedule else config.run.accumulation_steps
+    return lint_program(cost.collectives, parameters, outer_trips=2 * trips if trainer.schedule else trips)
 
 
 def _compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, str | None]:

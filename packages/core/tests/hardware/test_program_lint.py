@@ -1,0 +1,64 @@
+"""The faults that a train step may have with its parameters, in programs that have one each, and in one without."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stack_core.hardware.hlo import ArrayShape
+from stack_core.hardware.hlo_costs import Collective
+from stack_core.hardware.program_lint import LintedParameter, lint_program
+
+
+@pytest.fixture(scope="module")
+def programs() -> Mapping[str, Any]:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    script = Path(__file__).with_name("programs_on_eight_devices.py")
+    command = [sys.executable, "-W", "error", str(script)]
+    done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
+    return json.loads(done.stdout)
+
+
+def test_a_program_without_faults_has_none(programs: Mapping[str, Any]) -> None:
+    found = programs["clean"]
+    assert found["faults"] == [] and found["replicated_bytes"] == 0
+    largest = found["largest_collectives"]
+    assert largest["layers"]["loop"] is not None and largest["layers"]["bytes"] == 4 * 16 * 24
+    assert largest["head"]["loop"] is None and largest["head"]["bytes"] == 4 * 16 * 56
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "parameter"),
+    [
+        ("head in a loop", "moved in an inner loop", "head"),
+        ("gradient summed whole", "gradient summed whole", "embedding"),
+        ("stack gathered", "more than a layer gathered", "layers"),
+        ("replicated", "replicated", "embedding"),
+    ],
+)
+def test_each_fault_is_found(programs: Mapping[str, Any], program: str, kind: str, parameter: str) -> None:
+    faults = programs[program]["faults"]
+    assert (kind, parameter) in {(fault["kind"], name) for fault in faults for name in fault["parameters"]}, faults
+    if program == "replicated":
+        assert programs[program]["replicated_bytes"] == 4 * 16 * 56
+
+
+def test_a_fault_says_what_to_do() -> None:
+    array = ArrayShape("f32", (16, 56))
+    collective = Collective("all-reduce", 3, ("while.1",), (array,), tuple(range(8)), "", "all-reduce.1")
+    head = LintedParameter(name="lm_head", shape=(16, 56), part=(2, 56), layers=False, bytes=4)
+    said = "\n".join(map(str, lint_program([collective], [head]).faults))
+    assert "gradient summed whole: lm_head, 0.0 MiB x 3 in while.1. Each device keeps a part of it" in said
+    assert "moved in an inner loop: lm_head" in said
+
+
+def test_a_copy_of_a_parameter_that_no_axis_splits_is_summed_whole_rightly() -> None:
+    array = ArrayShape("f32", (16, 56))
+    collective = Collective("all-reduce", 1, (), (array,), tuple(range(8)), "", "all-reduce.1")
+    head = LintedParameter(name="lm_head", shape=(16, 56), part=(16, 56), layers=False, bytes=4)
+    assert [fault.kind for fault in lint_program([collective], [head]).faults] == ["replicated"]

@@ -10,8 +10,10 @@ import pytest
 from stack_core.contracts.data import DataSource
 from stack_core.errors import ConfigError, DataError, UnknownName
 from stack_core.plugins import registries
+from stack_train.data.hf_datasets import DatasetsSource
 from stack_train.data.jsonl import JsonlSource
 from stack_train.data.kinds.text import TextData
+from stack_train.data.parquet import ParquetSource
 from stack_train.data.source import check_unchanged, open_source
 from stack_train.data.stdlib import StdlibSource
 from stack_train.data.text import TextSource
@@ -24,10 +26,32 @@ def records(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture(params=["stdlib", "text", "jsonl"])
-def source(request: pytest.FixtureRequest, texts: Path, records: Path) -> DataSource:
-    address = {"stdlib": "", "text": f"{texts}/**/*", "jsonl": str(records)}[request.param]
-    return registries.data_sources[request.param](address)
+@pytest.fixture
+def tables(tmp_path: Path) -> Path:
+    """Two Parquet files, one of several row groups."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs stack-train[parquet]")
+    pyarrow = pytest.importorskip("pyarrow")
+    for number, texts in enumerate((["one", "zwei", "três"], ["four\r\n"])):
+        table = pyarrow.table({"text": texts, "body": [text.upper() for text in texts]})
+        parquet.write_table(table, tmp_path / f"{number}.parquet", row_group_size=2)
+    return tmp_path
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    """A dataset of Hugging Face on disk, with the splits train and test."""
+    datasets = pytest.importorskip("datasets", reason="needs stack-train[datasets]")
+    splits = {name: datasets.Dataset.from_dict({"text": [f"{name} one", "two"]}) for name in ("train", "test")}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "dataset"))
+    return tmp_path / "dataset"
+
+
+@pytest.fixture(params=["stdlib", "text", "jsonl", "parquet", "datasets"])
+def source(request: pytest.FixtureRequest) -> DataSource:
+    fixture = {"text": "texts", "jsonl": "records", "parquet": "tables", "datasets": "dataset"}.get(request.param)
+    path = "" if fixture is None else request.getfixturevalue(fixture)
+    suffix = {"text": "/**/*", "parquet": "/*.parquet", "datasets": ":train"}.get(request.param, "")
+    return registries.data_sources[request.param](f"{path}{suffix}")
 
 
 class TestEverySource:
@@ -144,3 +168,36 @@ def test_open_source_names_its_mistakes(records: Path) -> None:
             open_source(TextData(source=given))
     with pytest.raises(ConfigError, match=r"text_field is 'body', but documents of source 'text' have no fields"):
         open_source(TextData(source=f"text:{records}", text_field="body"))
+
+
+class TestTables:
+    def test_parquet_reads_files_and_row_groups_in_order(self, tables: Path) -> None:
+        documents = list(ParquetSource(f"{tables}/*.parquet").documents())
+        assert [document.text for document in documents] == ["one", "zwei", "três", "four\r\n"]
+        assert [document.name for document in documents][2:] == [f"{tables}/0.parquet:3", f"{tables}/1.parquet:1"]
+        assert [each.text for each in ParquetSource(f"{tables}/1.*", text_field="body").documents()] == ["FOUR\r\n"]
+
+    def test_parquet_names_what_is_wrong(self, tables: Path) -> None:
+        with pytest.raises(DataError, match=r"no column 'txt'. Did you mean 'text'.*'text', 'body'"):
+            list(ParquetSource(f"{tables}/*.parquet", text_field="txt").documents())
+        (tables / "torn.parquet").write_bytes((tables / "0.parquet").read_bytes()[:-9])
+        with pytest.raises(DataError, match=r"torn.parquet' as Parquet"):
+            list(ParquetSource(f"{tables}/torn.parquet").documents())
+
+    def test_a_null_is_no_text(self, tables: Path) -> None:
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"text": ["a", None]}), tables / "n.parquet")
+        with pytest.raises(DataError, match=r"n.parquet:2: column 'text' holds a NoneType"):
+            list(ParquetSource(f"{tables}/n.parquet").documents())
+
+    def test_datasets_are_read_by_split(self, dataset: Path) -> None:
+        assert [each.text for each in DatasetsSource(f"{dataset}:test").documents()] == ["test one", "two"]
+        assert [each.name for each in DatasetsSource(f"{dataset}/train").documents()][1] == f"{dataset}/train:2"
+
+    def test_datasets_name_what_is_wrong(self, dataset: Path) -> None:
+        with pytest.raises(DataError, match=r"holds the splits train, test. Did you mean 'train'"):
+            DatasetsSource(f"{dataset}:trai")
+        with pytest.raises(DataError, match="is no dataset on disk"):
+            DatasetsSource(f"{dataset.parent}/nothing")
+        with pytest.raises(DataError, match="no column 'body'"):
+            DatasetsSource(f"{dataset}:train", text_field="body")

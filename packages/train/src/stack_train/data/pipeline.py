@@ -10,6 +10,7 @@ from jaxtyping import Int64
 from stack_core.contracts.data import DataSource
 from stack_core.errors import ConfigError, DataError
 from stack_core.user_cache import user_cache_dir
+from stack_train.data.best_fit import BestFitPacking
 from stack_train.data.bpe import BPE_VOCAB_SIZE, trained_bpe
 from stack_train.data.corpus import Corpus, tokenize
 from stack_train.data.own_rows import OwnRows
@@ -23,12 +24,18 @@ from stack_train.data.tokenizer import HuggingFaceTokenizer, write_tokenizer
 __all__ = ["Pipeline", "build_pipeline"]
 
 
-def build_pipeline(config: TextSettings, *, seed: int, cache_dir: Path | None = None) -> "Pipeline":
+_PACKINGS = {"windows": Packing, "best_fit": BestFitPacking}
+
+
+def build_pipeline(
+    config: TextSettings, *, seed: int, cache_dir: Path | None = None, packing: str = "windows"
+) -> "Pipeline":
     """Reads, tokenizes and splits what `config` names; what the cache holds is not done again.
 
     Args:
       seed: of the order of documents and rows.
       cache_dir: where tokenizers and tokenized corpora are kept; by default `$XDG_CACHE_HOME/stack`.
+      packing: "windows" or "best_fit".
 
     Raises:
       ConfigError: settings that contradict each other or the tokenizer.
@@ -38,7 +45,7 @@ def build_pipeline(config: TextSettings, *, seed: int, cache_dir: Path | None = 
     source = open_source(config)
     cache_dir = user_cache_dir() if cache_dir is None else cache_dir
     tokenizer = _make_tokenizer(config, source, cache_dir)
-    return Pipeline(config, tokenizer, tokenize(source, tokenizer, cache_dir), seed=seed)
+    return Pipeline(config, tokenizer, tokenize(source, tokenizer, cache_dir), seed=seed, packing=packing)
 
 
 class Pipeline(OwnRows):
@@ -54,9 +61,17 @@ class Pipeline(OwnRows):
       fingerprint: what the order of batches depends on; saved with each iterator state.
     """
 
-    def __init__(self, config: TextSettings, tokenizer: HuggingFaceTokenizer, corpus: Corpus, *, seed: int) -> None:
+    def __init__(
+        self,
+        config: TextSettings,
+        tokenizer: HuggingFaceTokenizer,
+        corpus: Corpus,
+        *,
+        seed: int,
+        packing: str = "windows",
+    ) -> None:
         training, validation = split_documents(corpus.digests, config.validation_fraction)
-        pack = functools.partial(Packing, corpus.tokens, corpus.offsets, seq_tokens=config.seq_tokens)
+        pack = functools.partial(_PACKINGS[packing], corpus.tokens, corpus.offsets, seq_tokens=config.seq_tokens)
         self.tokenizer = tokenizer
         self._config = config
         self._seed = seed
@@ -73,6 +88,7 @@ class Pipeline(OwnRows):
         self.fingerprint = {
             "seed": seed,
             "data.seq_tokens": config.seq_tokens,
+            "data.packing": packing,
             "data.batch_size": config.batch_size,
             "data.validation_fraction": config.validation_fraction,
             "the tokenizer (digest)": tokenizer.digest,

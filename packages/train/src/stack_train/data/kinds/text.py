@@ -1,4 +1,4 @@
-"""`data.kind: text`: documents laid one after another and cut into rows, for next-token prediction."""
+"""`data.kind: text`: documents cut into rows, for next-token prediction."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,9 +35,15 @@ def check_positions(seq_tokens: int, model: Any) -> None:
 
 @config
 class TextData(TextSettings):
-    """Documents laid one after another and cut into rows."""
+    """Documents cut into rows.
+
+    Attributes:
+      packing: "windows" lays documents one after another and cuts them wherever a row ends: all rows are full.
+        "best_fit" puts whole documents into the rows that they fit into best, and cuts those alone that are longer.
+    """
 
     kind: Literal["text"] = "text"
+    packing: Literal["windows", "best_fit"] = "windows"
 
     def spec(self, model: Any) -> Shapes:
         # A model that was imported may have fewer positions than these rows; training on them is refused by `check`.
@@ -54,7 +60,9 @@ class TextData(TextSettings):
         from stack_train.data.pipeline import build_pipeline  # loads Grain, which only a run needs
 
         vocab_size = model.vocab_size if self.trains_tokenizer and self.vocab_size is None else self.vocab_size
-        pipeline = build_pipeline(replace(self, vocab_size=vocab_size), seed=seed, cache_dir=cache_dir)
+        pipeline = build_pipeline(
+            replace(self, vocab_size=vocab_size), seed=seed, cache_dir=cache_dir, packing=self.packing
+        )
         check_vocabulary(pipeline.tokenizer.vocab_size, model)
         return pipeline
 

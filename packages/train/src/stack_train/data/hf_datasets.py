@@ -1,0 +1,75 @@
+"""The source `datasets:DIRECTORY`: what `Dataset.save_to_disk` of Hugging Face `datasets` has written."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stack_core.contracts.data import Document
+from stack_core.errors import DataError, nearest
+from stack_core.installing import install_command
+from stack_train.data.fields import check_field, text_of
+from stack_train.data.files import stat_digest
+
+__all__ = ["DatasetsSource"]
+
+
+class DatasetsSource:
+    """The rows of a dataset on disk, in order, mapped into memory.
+
+    The address is a directory, or "DIRECTORY:SPLIT" for one that holds several splits. A document's name is
+    "directory:row", rows counted from 1. It needs stack-train[datasets]; nothing is downloaded.
+    """
+
+    def __init__(self, address: str = "", *, text_field: str = "text") -> None:
+        if not address:
+            raise DataError("Source 'datasets:' lacks its directory. Write 'datasets:DIRECTORY' or '...:SPLIT'.")
+        self._library = _datasets()
+        self._text_field = text_field
+        self._directory, self._dataset = self._opened(address)
+        check_field(str(self._directory), self._dataset.column_names, text_field)
+
+    def documents(self) -> Iterator[Document]:
+        column = self._dataset.select_columns([self._text_field])
+        for number, record in enumerate(column, start=1):
+            name = f"{self._directory}:{number}"
+            yield Document(name, text_of(name, record[self._text_field], self._text_field))
+
+    def fingerprint(self) -> str:
+        files = sorted(path for path in self._directory.rglob("*") if path.suffix in {".arrow", ".json"})
+        named = ((path.relative_to(self._directory).as_posix(), path) for path in files)
+        return stat_digest(named, settings=[self._text_field])
+
+    def _opened(self, address: str) -> tuple[Path, Any]:
+        """The directory of one split, and the split."""
+        directory, split = Path(address).expanduser().absolute(), ""
+        if not directory.exists() and ":" in address:
+            folder, _, split = address.rpartition(":")
+            directory = Path(folder).expanduser().absolute()
+        try:
+            found = self._library.load_from_disk(str(directory))
+        except (OSError, ValueError) as error:  # FileNotFoundError, too: there is none, or it is none
+            raise DataError(
+                f"{str(directory)!r} is no dataset on disk: {error}. Pass a directory that Dataset.save_to_disk wrote."
+            ) from error
+        if not isinstance(found, self._library.DatasetDict):
+            if split:
+                raise DataError(f"{str(directory)!r} holds one dataset and no splits. Leave ':{split}' out.")
+            return directory, found
+        if split not in found:
+            known = ", ".join(found)
+            raise DataError(
+                f"{str(directory)!r} holds the splits {known}.{nearest(split, found)} Name one, as in "
+                f"'datasets:{directory}:{next(iter(found), 'train')}'."
+            )
+        return directory / split, found[split]
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"Datasets on disk are read by the library datasets: {error}. "
+            f"Install it: {install_command('stack-train[datasets]')}"
+        ) from error
+    return datasets

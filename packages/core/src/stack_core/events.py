@@ -37,6 +37,7 @@ class RunStarted(Event):
       flops_per_step: the model's FLOPs, rematerialization left out.
       ideal_step_s: those FLOPs at the peak of all chips together, or None where a peak is not known.
       compile_s: wall time that tracing and compiling the step took.
+      setup_s: wall time since the run was asked for, `compile_s` in it.
     """
 
     first_step: int
@@ -47,6 +48,7 @@ class RunStarted(Event):
     ideal_step_s: float | None
     compile_s: float
     directory: Path
+    setup_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class StepFinished(Event):
       duration_s: from the completion of the step before, or from its own dispatch where the loop paused in between.
       work_per_s: of the unit that `RunStarted.work` names.
       mfu: the model's FLOPs over the chips' peak, or None where that is not known.
+      data_wait_s: how long the next batch was waited for, where the devices had nothing left to do by then.
     """
 
     step: int
@@ -72,6 +75,7 @@ class StepFinished(Event):
     duration_s: float
     work_per_s: float
     mfu: float | None
+    data_wait_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ def stack_register_data_sources(registry: Registrar) -> None:
     registry.add("stdlib", "stack_train.data.stdlib:StdlibSource")
     registry.add("text", "stack_train.data.text:TextSource")
     registry.add("jsonl", "stack_train.data.jsonl:JsonlSource")
+    registry.add("parquet", "stack_train.data.parquet:ParquetSource")
+    registry.add("datasets", "stack_train.data.hf_datasets:DatasetsSource")
 
 
 @hookimpl
@@ -80,6 +82,7 @@ def stack_register_model_formats(registry: Registrar) -> None:
 def stack_register_observers(registry: Registrar) -> None:
     registry.add("terminal", "stack_train.observers.terminal:terminal_observer")
     registry.add("jsonl", "stack_train.observers.jsonl:jsonl_observer")
+    registry.add("goodput", "stack_train.observers.goodput:goodput_observer")
     registry.add("history", "stack_train.observers.history:history_observer")
     registry.add("report", "stack_train.observers.report:report_observer")
     registry.add("tensorboard", "stack_train.observers.tensorboard:tensorboard_observer")
@@ -90,6 +93,7 @@ def stack_register_panels(registry: Registrar) -> None:
     registry.add("summary", "stack_train.panels.summary:summary", order=10)
     registry.add("curves", "stack_train.panels.curves:curves", order=20)
     registry.add("samples", "stack_train.panels.samples:samples", order=15)
+    registry.add("goodput", "stack_train.panels.goodput:goodput", order=30)
 
 
 @hookimpl

@@ -1,5 +1,6 @@
 """What observers write for people and for programs."""
 
+import dataclasses
 import io
 import json
 
@@ -18,6 +19,7 @@ from stack_core.events import (
 )
 from stack_core.plugins import registries
 from stack_core.runs.event_bus import EventBus, ObserverContext
+from stack_train.observers.goodput import GoodputObserver
 from stack_train.observers.history import HistoryObserver
 from stack_train.observers.jsonl import JsonlObserver
 from stack_train.observers.report import ReportObserver
@@ -46,6 +48,32 @@ def finished(step, loss=2.5, mfu=None):
 
 def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_goodput_moves_what_went_on_inside_training(tmp_path, monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr("time.perf_counter", lambda: now_s)
+    observer = GoodputObserver(tmp_path / "goodput.jsonl")
+    observer.observe(dataclasses.replace(started(tmp_path), setup_s=7.0))
+    for event, at_s in (
+        (dataclasses.replace(finished(1), data_wait_s=2.0), 110.0),
+        (CheckpointSaved(1, tmp_path, 3.0), 114.0),
+        (EvaluationFinished(1, {"loss": 2.0}, 1.5), 116.0),
+        (RunFailed(Interrupted("stopped")), 117.0),
+    ):
+        now_s = at_s
+        observer.observe(event)
+    observer.close()
+    (record,) = lines_of(tmp_path / "goodput.jsonl")
+    assert record["seconds"] == {
+        "starting": 6.0,
+        "compiling": 1.0,
+        "training": 10.5,
+        "waiting for data": 2.0,
+        "evaluating": 1.5,
+        "saving": 3.0,
+        "ending": 0.0,
+    }
 
 
 def test_jsonl_holds_one_object_a_step_and_an_evaluation(tmp_path):

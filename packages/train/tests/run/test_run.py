@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 
 import jax
 import numpy as np
@@ -96,6 +97,17 @@ def test_a_run_writes_its_config_metrics_tokenizer_and_checkpoints(config_of):
     ]
     with CheckpointStore(path / "checkpoints") as store:
         assert store.steps() == (2, 4, 6)
+
+
+def test_every_second_of_a_run_is_given_to_an_activity(config_of):
+    config = config_of("data.validation_fraction=0.2", "data.packing=best_fit", "run.evaluate_every_steps=3")
+    started_s = time.perf_counter()
+    run.train(config)
+    wall_s = time.perf_counter() - started_s
+    (session,) = (json.loads(line)["seconds"] for line in (config_path(config) / "goodput.jsonl").open())
+    assert sum(session.values()) == pytest.approx(wall_s, rel=0.01)
+    assert all(session[activity] > 0 for activity in ("starting", "compiling", "training", "evaluating", "saving"))
+    assert "was training, over 1 session that ended" in (config_path(config) / "report.html").read_text()
 
 
 def test_a_resumed_run_ends_bitwise_like_an_uninterrupted_one(config_of, tmp_path):

@@ -9,6 +9,7 @@ A run called small:
     ├── checkpoints/
     ├── metrics.jsonl
     ├── history.jsonl   when it began, went on and ended, and how
+    ├── goodput.jsonl   where the wall time of each session went
     ├── report.html     curves and a summary, written at evaluations and at the end
     ├── changes.jsonl   what was changed when it was resumed, if anything was
     ├── ops.json        the implementation that each call of an op got, and why

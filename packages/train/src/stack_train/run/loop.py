@@ -58,6 +58,12 @@ class _Dispatched:
     step: int
     metrics: Metrics
     row_ids: np.ndarray | None
+    data_wait_s: float = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has nothing left to do for it."""
+        return all(leaf.is_ready() for leaf in jax.tree.leaves(self.metrics) if isinstance(leaf, jax.Array))
 
 
 @dataclass
@@ -106,7 +112,8 @@ class TrainingLoop:
         while step < steps and not self.of.processes.agree_on_stop(agreed, step, stop):
             step += 1
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                state, dispatched = self._dispatch(step, state, self._next(batches))
+                batch, data_wait_s = self._next(batches, pending)
+                state, dispatched = self._dispatch(step, state, batch, data_wait_s)
                 self._hand_over(state, step)
                 self._finish(pending)
             pending = dispatched
@@ -133,15 +140,19 @@ class TrainingLoop:
         return {name: float(metric) for name, metric in metrics.items()} if weighed else None
 
     @staticmethod
-    def _next(batches: Any) -> Any:
+    def _next(batches: Any, pending: _Dispatched | None) -> tuple[Any, float]:
+        """A batch, and how long it was waited for if the device had nothing left to do by then."""
+        started_s = time.perf_counter()
         with jax.profiler.TraceAnnotation("next_batch"):
-            return next(batches)
+            batch = next(batches)
+        waited_s = time.perf_counter() - started_s
+        return batch, waited_s if pending is None or pending.is_done else 0.0
 
-    def _dispatch(self, step: int, state: TrainState, batch: Any) -> tuple[TrainState, _Dispatched]:
+    def _dispatch(self, step: int, state: TrainState, batch: Any, data_wait_s: float) -> tuple[TrainState, _Dispatched]:
         arrays, row_ids = self._to_device(batch, self.of.rows)
         self.bus.emit(StepStarted(step))
         state, metrics = self.compiled(state, arrays)
-        return state, _Dispatched(step, metrics, row_ids)
+        return state, _Dispatched(step, metrics, row_ids, data_wait_s)
 
     def _hand_over(self, state: TrainState, step: int) -> None:
         """Gives data that the policy makes the weights that the next batch may be drawn from."""
@@ -183,7 +194,8 @@ class TrainingLoop:
         self._last = metrics
         self._durations_s.append(duration_s)
         mfu = None if self.ideal_step_s is None else self.ideal_step_s / duration_s
-        self.bus.emit(StepFinished(dispatched.step, metrics, duration_s, self._work / duration_s, mfu))
+        rate = self._work / duration_s
+        self.bus.emit(StepFinished(dispatched.step, metrics, duration_s, rate, mfu, dispatched.data_wait_s))
 
     def _describe_non_finite(self, dispatched: _Dispatched, metrics: Mapping[str, float]) -> str:
         self.store.wait()

@@ -1,7 +1,8 @@
 """A run as its config makes it: everything that can be refused is refused before a byte is written."""
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,10 @@ def build(config: RunConfig, *, resume: bool = False, allow: Sequence[str] = ())
     Raises:
       StackError: the config, the data, the directory or the devices' memory does not fit.
     """
+    began_s = time.perf_counter()
     processes = join(config.processes)
     with processes.ending_together():
-        return _built(config, resume, tuple(allow), processes)
+        return replace(_built(config, resume, tuple(allow), processes), began_s=began_s)
 
 
 def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes: Processes) -> "Run":
@@ -80,6 +82,7 @@ class Run:
       processes: that do the run together.
       rows: of the training batches that `data` makes; None makes them whole.
       choices: `ops.choices()`, which implementations the step got.
+      began_s: when it was asked for, by `time.perf_counter`.
     """
 
     config: RunConfig
@@ -92,6 +95,7 @@ class Run:
     processes: Processes = ALONE
     rows: Int64[np.ndarray, " own"] | None = None
     choices: Sequence[Mapping[str, Any]] = ()
+    began_s: float = field(default_factory=time.perf_counter)
 
 
 def _changes(config: RunConfig, directory: RunDirectory, allowed: tuple[str, ...]) -> tuple[str, ...]:

@@ -137,6 +137,7 @@ def _train(
             ideal_step_s=ideal_step_s,
             compile_s=compile_s,
             directory=run.directory.path,
+            setup_s=time.perf_counter() - run.began_s,
         )
     )
     with stop_requests() as stop:

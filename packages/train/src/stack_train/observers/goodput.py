@@ -1,0 +1,62 @@
+"""`goodput.jsonl` in the run's directory: where the wall time of each session went."""
+
+import json
+import time
+from pathlib import Path
+
+from stack_core.events import (
+    CheckpointSaved,
+    EvaluationFinished,
+    Event,
+    RunFailed,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+)
+from stack_core.runs.event_bus import ObserverContext
+from stack_core.runs.goodput import Goodput
+
+__all__ = ["GoodputObserver", "goodput_observer"]
+
+
+def goodput_observer(context: ObserverContext) -> "GoodputObserver":
+    """The goodput of the run of `context`."""
+    return GoodputObserver(context.directory / "goodput.jsonl")
+
+
+class GoodputObserver:
+    """Appends `{"seconds": {activity: ...}}` when a session ends; what is killed leaves nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._account: Goodput | None = None
+
+    def observe(self, event: Event) -> None:
+        now_s = time.perf_counter()
+        if isinstance(event, RunStarted):
+            self._account = Goodput(now_s - event.setup_s)
+            self._account.switch("training", now_s)
+            self._account.move(event.compile_s, "starting", "compiling")
+        account = self._account
+        if account is None:
+            return
+        match event:
+            case StepFinished():
+                account.switch("training", now_s)
+                account.move(event.data_wait_s, "training", "waiting for data")
+            case EvaluationFinished():
+                account.switch("training", now_s)
+                account.move(event.duration_s, "training", "evaluating")
+            case CheckpointSaved():
+                account.switch("training", now_s)
+                account.move(event.blocked_s, "training", "saving")
+            case RunFinished() | RunFailed():
+                self.close()
+
+    def close(self) -> None:
+        if self._account is None:
+            return
+        self._account.switch("ending", time.perf_counter())
+        seconds, self._account = self._account.seconds, None
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"seconds": seconds}) + "\n")

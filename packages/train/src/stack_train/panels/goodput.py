@@ -1,0 +1,28 @@
+"""The panel `goodput`: where the wall time of all sessions went."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stack_core.contracts.reports import Fragment
+from stack_core.report.document import facts
+from stack_core.report.markup import element
+from stack_core.runs.goodput import goodput as share_of_training
+from stack_core.runs.goodput import sum_of_sessions
+from stack_train.panels.records import records
+
+__all__ = ["goodput"]
+
+
+def goodput(directory: Path, config: Mapping[str, Any]) -> Fragment | None:
+    """Adds up the sessions of `goodput.jsonl`; None where none has ended."""
+    del config
+    sessions = [record["seconds"] for record in records(directory / "goodput.jsonl") if "seconds" in record]
+    seconds = sum_of_sessions(sessions)
+    share, total = share_of_training(seconds), sum(seconds.values())
+    if share is None:
+        return None
+    shown = {activity: f"{spent_s:,.1f} s, {spent_s / total:.1%}" for activity, spent_s in seconds.items() if spent_s}
+    ended = f"{len(sessions)} session{'s' * (len(sessions) > 1)} that ended by themselves"
+    said = f"{share:.1%} of {total:,.1f} s was training, over {ended}."
+    return Fragment("goodput", element("div", element("p", said), facts(shown)))

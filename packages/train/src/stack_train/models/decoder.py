@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import jax
@@ -19,7 +19,7 @@ from stack_core.errors import ArgumentError, ConfigError, ShapeError
 from stack_core.mesh import constrain
 from stack_train.nn.attention import Attention, Mixer, Rope
 from stack_train.nn.build import Build, Parameter
-from stack_train.nn.context import ContextKeys, from_zigzag, to_zigzag
+from stack_train.nn.context import ContextKeys, check_whole_sequence, from_zigzag, shared_rows, to_zigzag
 from stack_train.nn.feed_forward import Facts, TokenLayer
 from stack_train.nn.groups import Group, groups_of
 from stack_train.nn.linear import FloatName, lookup
@@ -242,10 +242,18 @@ class Decoder(nnx.Module):
           ShapeError: more tokens than `max_positions`, or segments together with a cache.
         """
         self._check(tokens, segment_ids, cache)
+        if cache is not None:
+            return self._run(tokens, positions, None, cache)
+        segment_ids = None if segment_ids is None else to_zigzag(segment_ids)
+        tokens, positions = to_zigzag(tokens), to_zigzag(positions)
+        with shared_rows():
+            outputs = self._run(tokens, positions, segment_ids, None)
+        return replace(outputs, hidden=from_zigzag(outputs.hidden))
+
+    def _run(
+        self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array | None, cache: KVCache | None
+    ) -> Outputs:
         config = self.config
-        if cache is None:
-            tokens, positions = to_zigzag(tokens), to_zigzag(positions)
-            segment_ids = None if segment_ids is None else to_zigzag(segment_ids)
         kept: list[list[Any]] = []
         facts: list[list[Facts]] = []
         x = self._embedded(tokens)
@@ -272,9 +280,9 @@ class Decoder(nnx.Module):
         hidden = gather_sequence(normed)
         further: tuple[jax.Array, ...] = ()
         if cache is None and self.further is not None:
+            check_whole_sequence("A layer that predicts later tokens")
             further, said = self._further(self.further, hidden, tokens, Rows(positions, segment_ids))
             facts.append([said])
-        hidden = from_zigzag(hidden) if cache is None else hidden
         cache = None if cache is None else cache.advance(kept, tokens.shape[1])
         return Outputs(hidden, cache, further, _facts_of(facts))
 

@@ -1,10 +1,13 @@
 """Sequences that devices share: the order of their tokens, and attention across all of them.
 
-Where a mesh splits "seq", a decoder puts tokens into zigzag order: of 2n equal blocks device i of n has number i and
-number 2n - 1 - i, so that causal attention gives all devices equally much to do. Whatever acts on tokens one by one
-does not notice.
+Where a mesh splits "seq" into n parts, a decoder puts tokens into zigzag order: of 2n equal blocks device i has number
+i and number 2n - 1 - i, so that causal attention gives all devices equally much to do. What a device has of a sequence
+is a row of its own, [n * batch, seq / n], and "batch" is split over the devices of "seq" as well: whatever acts on
+tokens one by one does not notice, nor does XLA when rows and tokens become one axis.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -15,9 +18,12 @@ from jaxtyping import Array, Float, Int
 
 from stack_core import ops
 from stack_core.errors import ShardingError
-from stack_core.mesh import LogicalAxes, axes_of, map_parts, parts_of
+from stack_core.mesh import LogicalAxes, axes_of, constrain, in_mesh, map_parts, parts_of
 
-__all__ = ["ContextKeys", "attend", "check_whole_sequence", "from_zigzag", "to_zigzag"]
+__all__ = ["ContextKeys", "attend", "check_whole_sequence", "from_zigzag", "shared_rows", "to_zigzag"]
+
+_SHARED = "shared_seq"
+"""The logical axis that devices share inside `shared_rows`; no array has it."""
 
 ContextKeys = Literal["ring", "gathered"]
 """How devices that share a sequence get each other's keys: one device's at a time, or all at once."""
@@ -34,13 +40,13 @@ def attend(
     sinks: Float[Array, " heads"] | None = None,
     **options: Any,
 ) -> Float[Array, "batch seq heads value_dim"]:
-    """Causal `ops.attention`; of tokens in zigzag order where the mesh splits the sequence.
+    """Causal `ops.attention`; inside `shared_rows` of the tokens of all devices that share a sequence.
 
     Args:
       axes: the logical axes of query, key and value.
       options: window, softcap and scale of `ops.attention`.
     """
-    if parts_of("seq") == 1:
+    if parts_of(_SHARED) == 1:
         output: Any = ops.attention(
             query, key, value, causal=True, segment_ids=segment_ids, sinks=sinks, axes=axes, **options
         )
@@ -53,7 +59,7 @@ def attend(
         named = dict(zip(given, more, strict=True))
         if context_keys == "gathered":
             return _with_gathered_keys(query, key, value, **named, **options)
-        found: Any = ops.ring_attention(query, key, value, axis_name=_axis(), causal=True, **named, **options)
+        found: Any = ops.ring_attention(query, key, value, axis_name=_axis(_SHARED), causal=True, **named, **options)
         return found
 
     arguments += given.values()
@@ -65,8 +71,8 @@ def _with_gathered_keys(
     query: jax.Array, key: jax.Array, value: jax.Array, *, segment_ids: jax.Array | None = None, **options: Any
 ) -> jax.Array:
     """Attention of each of the device's two blocks of queries to the keys of all devices."""
-    axis, devices, half = _axis(), parts_of("seq"), query.shape[1] // 2
-    back = np.argsort(_zigzag(2 * half * devices))
+    axis, devices, half = _axis(_SHARED), parts_of(_SHARED), query.shape[1] // 2
+    back = np.argsort(_zigzag(2 * half * devices, devices))
 
     def whole(x: jax.Array) -> jax.Array:
         gathered: jax.Array = lax.all_gather(x, axis, axis=1, tiled=True)[:, back]
@@ -88,24 +94,45 @@ def _with_gathered_keys(
     return jnp.concatenate(outputs, axis=1)
 
 
-def to_zigzag(x: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-    """Tokens, or what is said of each, in zigzag order; unchanged where the mesh does not split the sequence.
+@contextlib.contextmanager
+def shared_rows() -> Iterator[None]:
+    """The rules for what `to_zigzag` returns: "batch" is split over the devices of "seq", too, and "seq" is whole."""
+    context = axes_of("seq")
+    if not context:
+        yield
+        return
+    mesh, rules = in_mesh.value
+    table = dict(rules.table)
+    changed = {name: (*context, *table[name]) for name in ("batch", "lookup_batch")}
+    whole = {name: tuple(axis for axis in table[name] if axis not in context) for name in ("seq", "norm_seq")}
+    with in_mesh((mesh, rules.updated({**changed, **whole, _SHARED: context}))):
+        yield
+
+
+def to_zigzag(x: Int[Array, "batch seq"]) -> Int[Array, "rows tokens"]:
+    """Tokens, or what is said of each, as [n * batch, seq / n]; unchanged where the mesh does not split the sequence.
 
     Raises:
       ShardingError: the mesh does not divide the sequence into pairs of blocks.
     """
-    return x if parts_of("seq") == 1 else x[:, _zigzag(x.shape[1])]
+    devices = parts_of("seq")
+    if devices == 1:
+        return x
+    parts = x[:, _zigzag(x.shape[1], devices)].reshape(x.shape[0], devices, -1)
+    with shared_rows():
+        return constrain(parts.swapaxes(0, 1).reshape(-1, parts.shape[2]), "batch", "seq", name="tokens")
 
 
-def from_zigzag(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+def from_zigzag(x: Float[Array, "rows tokens embed"]) -> Float[Array, "batch seq embed"]:
     """Activations in the order of the sequence, each device with its n-th; the inverse of `to_zigzag`.
 
     Of its two blocks a device has one with an even number and one with an odd one; each kind goes to its device at
     once.
     """
-    if parts_of("seq") == 1:
+    devices = parts_of("seq")
+    if devices == 1:
         return x
-    devices, axis, axes = parts_of("seq"), _axis(), ("batch", "seq", "act_embed")
+    axis = _axis("seq")
     holder = [min(block, 2 * devices - 1 - block) for block in range(2 * devices)]
 
     def of_device(x: jax.Array) -> jax.Array:
@@ -118,22 +145,25 @@ def from_zigzag(x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq e
         ]
         return jnp.concatenate(moved, axis=1)
 
-    found: jax.Array = map_parts(of_device, [(x, axes)], axes, name="the order of the sequence")
+    mesh, rules = in_mesh.value
+    rows = (*axes_of("seq"), *axes_of("batch"))
+    with in_mesh((mesh, rules.updated({"shared_batch": rows}))):
+        given = [(x, ("shared_batch", None, "act_embed"))]
+        found: jax.Array = map_parts(of_device, given, ("batch", "seq", "act_embed"), name="the order of the sequence")
     return found
 
 
 def check_whole_sequence(what: str) -> None:
-    """Raises a ShardingError where the mesh splits the sequence, along which `what` carries a state."""
-    if parts_of("seq") > 1:
+    """Raises a ShardingError where the mesh splits the sequence, which `what` reads in order."""
+    if parts_of(_SHARED) > 1:
         raise ShardingError(
-            f"{what} carries a state from token to token, and the mesh splits the sequence into {parts_of('seq')} "
-            "parts. Set mesh.context=1; use mesh.fsdp or mesh.tensor instead."
+            f"{what} reads its sequence in order, and the mesh splits it into {parts_of(_SHARED)} parts. "
+            "Set mesh.context=1; use mesh.fsdp or mesh.tensor instead."
         )
 
 
-def _zigzag(seq: int) -> np.ndarray:
+def _zigzag(seq: int, devices: int) -> np.ndarray:
     """The places of the sequence in the order in which devices have them."""
-    devices = parts_of("seq")
     if seq % (2 * devices):
         below = seq - seq % (2 * devices)
         sizes = " or ".join(str(size) for size in (below, below + 2 * devices) if size)
@@ -146,6 +176,6 @@ def _zigzag(seq: int) -> np.ndarray:
     return np.concatenate([blocks[place] for one in range(devices) for place in (one, 2 * devices - 1 - one)])
 
 
-def _axis() -> str | tuple[str, ...]:
-    axes = axes_of("seq")
+def _axis(logical_axis: str) -> str | tuple[str, ...]:
+    axes = axes_of(logical_axis)
     return axes[0] if len(axes) == 1 else axes

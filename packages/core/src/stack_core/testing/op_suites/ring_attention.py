@@ -104,7 +104,7 @@ _CASES = (
         scale=0.5,
         return_lse=True,
     ),
-    spoiled(_case("", 2, causal=True), "not_a_number_over_2", query=((0, 2, 3), np.nan), value=((0, 9, 0, 5), np.nan)),
+    spoiled(_case("", 2, causal=True), "not_a_number_over_2", query=((0, 2, 3), np.nan), value=((0, 0, 0, 5), np.nan)),
 )
 
 

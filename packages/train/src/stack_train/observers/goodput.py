@@ -25,11 +25,15 @@ def goodput_observer(context: ObserverContext) -> "GoodputObserver":
 
 
 class GoodputObserver:
-    """Appends `{"seconds": {activity: ...}}` when a session ends; what is killed leaves nothing."""
+    """Appends `{"seconds": {activity: ...}}` when a session ends; what is killed leaves nothing.
+
+    The line is there when the report is written, and is written again when all observers are done.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._account: Goodput | None = None
+        self._written_at: int | None = None
 
     def observe(self, event: Event) -> None:
         now_s = time.perf_counter()
@@ -51,12 +55,17 @@ class GoodputObserver:
                 account.switch("training", now_s)
                 account.move(event.blocked_s, "training", "saving")
             case RunFinished() | RunFailed():
-                self.close()
+                self._write(account)
 
     def close(self) -> None:
-        if self._account is None:
-            return
-        self._account.switch("ending", time.perf_counter())
-        seconds, self._account = self._account.seconds, None
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"seconds": seconds}) + "\n")
+        if self._account is not None:
+            self._write(self._account)
+            self._account = None
+
+    def _write(self, account: Goodput) -> None:
+        """Writes the session's line, in the place of the one that was written before."""
+        account.switch("ending", time.perf_counter())
+        with self._path.open("a+b") as file:
+            self._written_at = file.tell() if self._written_at is None else self._written_at
+            file.truncate(self._written_at)
+            file.write((json.dumps({"seconds": account.seconds}) + "\n").encode())

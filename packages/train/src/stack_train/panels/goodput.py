@@ -23,6 +23,6 @@ def goodput(directory: Path, config: Mapping[str, Any]) -> Fragment | None:
     if share is None:
         return None
     shown = {activity: f"{spent_s:,.1f} s, {spent_s / total:.1%}" for activity, spent_s in seconds.items() if spent_s}
-    ended = f"{len(sessions)} session{'s' * (len(sessions) > 1)} that ended by themselves"
-    said = f"{share:.1%} of {total:,.1f} s was training, over {ended}."
+    ended = "one session" if len(sessions) == 1 else f"{len(sessions)} sessions"
+    said = f"{share:.1%} of {total:,.1f} s was training, in {ended} whose end is recorded."
     return Fragment("goodput", element("div", element("p", said), facts(shown)))

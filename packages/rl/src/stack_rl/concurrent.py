@@ -97,11 +97,14 @@ class ConcurrentPlayer:
             if update.finish_reason is not None and not ended.done():
                 ended.set_result(None)
 
+        def receive(update: GenerationUpdate) -> None:
+            loop.call_soon_threadsafe(arrive, update)
+
         sampling = sampling_for(episode, seed=seed, seq_tokens=self._seq_tokens, greedy=False)
         request = GenerationRequest(request_id=name, prompt=tuple(episode.tokens), sampling=sampling)
         while True:
             try:
-                self._engine.submit(request, lambda update: loop.call_soon_threadsafe(arrive, update))
+                self._engine.submit(request, receive)
                 break
             except EngineBusy as busy:
                 await asyncio.sleep(busy.retry_after_s)

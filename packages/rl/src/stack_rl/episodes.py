@@ -244,8 +244,9 @@ async def within(work: Awaitable[_T], timeout_s: float) -> _T:
     Raises:
       EnvironmentFailed: it gives nothing in time.
     """
+    limit = asyncio.timeout(timeout_s)
     try:
-        async with asyncio.timeout(timeout_s) as limit:
+        async with limit:
             return await work
     except TimeoutError as error:
         if not limit.expired():

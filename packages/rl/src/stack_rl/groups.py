@@ -78,7 +78,7 @@ class _Buffers:
     _place: int = 0
 
     def trajectory(self, head: Mapping[str, Any]) -> Trajectory:
-        arrays = {name: self._take(head["count"], dtype) for name, dtype in _ARRAYS.items()}
+        arrays: dict[str, Any] = {name: self._take(head["count"], dtype) for name, dtype in _ARRAYS.items()}
         return Trajectory(facts=head["facts"], **{name: head[name] for name in _PLAIN}, **arrays)
 
     def _take(self, count: int, dtype: str) -> np.ndarray:

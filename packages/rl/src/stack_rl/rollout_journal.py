@@ -74,7 +74,9 @@ class RolloutJournal:
             for each in batches
             if _number(each.key) >= ledger.batches and (found := json.loads(each.payload))
         }
-        self._unsaved, self._positions, self.is_begun = {}, {}, True
+        self._unsaved.clear()
+        self._positions.clear()
+        self.is_begun = True
 
     def add(self, groups: Sequence[Group]) -> None:
         """Writes groups down, all or none; one that is there already stays as it is."""

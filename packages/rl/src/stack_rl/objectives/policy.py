@@ -173,6 +173,7 @@ class PolicyObjective:
         if settings.correction is not None:
             weights = settings.correction.weights(moved, drawn, segment_ids)
             losses, report["correction"] = weights * losses, weights
+            report["masked"] = (weights == 0).astype(weights.dtype)
         if reference is not None:
             divergence = estimator_in_loss(settings.kl_estimator)(logprobs, _logprobs(reference, batch)[1])
             divergence = corrected(divergence, moved) if settings.kl_corrected else divergence

@@ -192,7 +192,7 @@ def _interval(plain: str) -> Answer | None:
 
 def _split(plain: str) -> list[str]:
     """Parts between commas that no bracket encloses; a comma within a number such as 1,000 is none."""
-    parts, depth, begin = [], 0, 0
+    parts, depth, begin = list[str](), 0, 0
     for place, letter in enumerate(plain):
         depth += (letter in "([{") - (letter in ")]}")
         thousands = re.fullmatch(r"[+-]?\d{1,3}(,\d{3})*", plain[begin:place]) and re.match(

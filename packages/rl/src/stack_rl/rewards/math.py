@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 from pydantic import NonNegativeFloat
 
 from stack_core.config import config
-from stack_core.contracts.environments import Completion, Reward, Score
+from stack_core.contracts.environments import Completion, Reward, Score, Verdict
 from stack_rl.rewards.answers import extracted, same_answer
 from stack_rl.rewards.functions import right_answer
 from stack_rl.rewards.sandbox import Sandbox, SandboxConfig
@@ -95,8 +95,8 @@ class _Math:
         ended = await self._sandbox.run_soon(_PROGRAMS[library], given=encoded, libraries=True)
         word = ended.output.decode(errors="replace").strip()
         if ended.succeeded and word in ("same", "other", "unparsed"):
-            verdict = {"same": "correct", "other": "wrong", "unparsed": "unparsed"}[word]
-            return Score(value=float(word == "same"), verdict=verdict)
+            verdicts: dict[str, Verdict] = {"same": "correct", "other": "wrong", "unparsed": "unparsed"}
+            return Score(value=float(word == "same"), verdict=verdicts[word])
         reason = f"{library} on {given['ours']!r}: {ended.errors.decode(errors='replace')[-200:]}"
-        verdict = "timeout" if ended.how in ("timeout", "killed") else "crash"
+        verdict: Verdict = "timeout" if ended.how in ("timeout", "killed") else "crash"
         return unchecked(self._settings.unchecked, verdict, reason)

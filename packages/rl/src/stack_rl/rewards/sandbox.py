@@ -134,7 +134,7 @@ class Sandbox:
 def _chosen(settings: SandboxConfig) -> tuple[Level, tuple[Gap, ...]]:
     """The first level that leaves no gap open but those that the config puts up with, and the gaps it leaves."""
     levels: Sequence[Level] = (settings.level,) if settings.level else ("bubblewrap", "namespaces", "session")
-    reasons = []
+    reasons = list[str]()
     for level in levels:
         try:
             gaps = _gaps(settings, level)
@@ -202,7 +202,7 @@ def _run(settings: SandboxConfig, level: Level, program: str, given: bytes, libr
             os.chown(folder, NOBODY, NOBODY)
         order = _order(settings, level, program, libraries) | {"folder": folder, "report": report.written}
         command, options = _command(settings, level, order, folder)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         environment = {"PATH": "/usr/bin:/bin"}
         with subprocess.Popen(
             command,
@@ -212,7 +212,8 @@ def _run(settings: SandboxConfig, level: Level, program: str, given: bytes, libr
             env=environment,
             pass_fds=(report.written,),
             start_new_session=True,
-        ) as child:
+        ) as begun:
+            child: Any = begun  # its pipes are of bytes, which types do not see through options in a mapping
             until_s = time.monotonic() + settings.wall_s + (_GRACE_S if level == "namespaces" else 0)
             try:
                 output, errors, how = _exchange(child, json.dumps(order).encode() + b"\n" + given, settings, until_s)

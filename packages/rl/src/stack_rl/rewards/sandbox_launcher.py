@@ -24,6 +24,7 @@ import signal
 import struct
 import sys
 import time
+from typing import Any, NoReturn
 
 NOBODY = 65534
 _NEW_USER, _NEW_PIDS, _NEW_MOUNTS, _NEW_NETWORK, _NEW_IPC = 0x10000000, 0x20000000, 0x20000, 0x40000000, 0x8000000
@@ -34,7 +35,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def called(name, *arguments):
+def called(name: str, *arguments: Any) -> None:
     """Calls a function of the C library.
 
     Raises:
@@ -45,12 +46,14 @@ def called(name, *arguments):
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def _mount(source, target, kind=None, flags=0, options=None):
+def _mount(
+    source: str | None, target: str, kind: str | None = None, flags: int = 0, options: str | None = None
+) -> None:
     encoded = [None if each is None else each.encode() for each in (source, target, kind, options)]
     called("mount", encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
 
 
-def unshare(is_root):
+def unshare(is_root: bool) -> None:
     """Leaves the network, the mounts and the process ids of the machine; who is not root needs a user namespace."""
     flags = _NEW_MOUNTS | _NEW_NETWORK | _NEW_IPC | _NEW_PIDS | (0 if is_root else _NEW_USER)
     user, group = os.geteuid(), os.getegid()
@@ -65,7 +68,7 @@ def unshare(is_root):
                 file.write(text)
 
 
-def enter_root(order):
+def enter_root(order: dict[str, Any]) -> None:
     """Makes a file system with Python and what it needs, read-only, and a /tmp of `files_bytes`, and enters it."""
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
     root = order["folder"]
@@ -83,7 +86,7 @@ def enter_root(order):
     _mount(None, "/", None, _REMOUNT | _BIND | _READ_ONLY | _NO_SETUID | _NO_DEVICES)
 
 
-def _show(path, place):
+def _show(path: str, place: str) -> None:
     """Shows a file or a folder of the machine at a place, read-only; a link stays one."""
     os.makedirs(os.path.dirname(place), exist_ok=True)
     if os.path.islink(path):
@@ -100,17 +103,17 @@ def _show(path, place):
         _make_read_only(place)
 
 
-def _make_read_only(place):
+def _make_read_only(place: str) -> None:
     """Makes a tree of mounts read-only, by the system call `mount_setattr`, which Linux has from 5.12 on."""
     attributes = struct.pack("QQQQ", 1, 0, 0, 0)  # MOUNT_ATTR_RDONLY
     called("syscall", 442, -100, place.encode(), 0x8000, attributes, len(attributes))
 
 
-def _pivot_root():
+def _pivot_root() -> int:
     return {"x86_64": 155, "aarch64": 41, "riscv64": 41}[os.uname().machine]
 
 
-def begin(order):
+def begin(order: dict[str, Any]) -> NoReturn:
     """Becomes the program; nothing of the launcher is left in its memory."""
     if os.geteuid() == 0:
         os.setgroups([])
@@ -130,7 +133,7 @@ def begin(order):
     os.execve(order["python"], arguments, environment)
 
 
-def run(order):
+def run(order: dict[str, Any]) -> int:
     """Runs the program as a child, and ends it with all that it began when its time is over; returns the status."""
     child = os.fork()
     if child == 0:
@@ -153,12 +156,12 @@ def run(order):
     return 1
 
 
-def _refuse(order, error):
+def _refuse(order: dict[str, Any], error: BaseException) -> NoReturn:
     os.write(order["report"], f"refused: {type(error).__name__}: {error}".encode())
     os._exit(1)
 
 
-def _read_order():
+def _read_order() -> dict[str, Any]:
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)  # no more than the line, as what follows is the program's
@@ -168,7 +171,7 @@ def _read_order():
     return json.loads(line)
 
 
-def _main():
+def _main() -> NoReturn:
     order = _read_order()
     os.set_inheritable(order["report"], False)  # execve closes it
     try:

@@ -17,6 +17,7 @@ def run(tmp_path):
         record.note("agent", on=1, pid=7, name="node1")
         record.note("formation", number=3, coordinator="127.0.0.1:6", hosts=[0, 1])
         record.note("worker", number=3, rank=1, on=1, pid=99)
+        record.note("worker", number=3, rank=1, on=1, pid=99)
         failure = {"cause": "signal", "rank": 1, "failed_host": 1, "step": 6, "signal": "SIGKILL"}
         record.note("failure", number=3, evidence="ended by SIGKILL", **failure)
         record.note("ledger", alone=True, seconds={"training": 1.0, "forming": 1.0})
@@ -34,16 +35,18 @@ def test_status_shows_failures_and_where_the_time_went(run, capsys):
     assert "goodput 75.0% of 4.0 s" in shown
     main(["cluster", "status", str(run), "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert found["driver"] is None and found["seconds"] == {"training": 3.0, "forming": 1.0}
+    assert (
+        found["driver"] is None and len(found["workers"]) == 1 and found["seconds"] == {"training": 3.0, "forming": 1.0}
+    )
 
 
 def test_events_and_logs(run, capsys):
     main(["cluster", "events", str(run)])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 6 and lines[1].endswith("host 1 is there: node1, agent with pid 7")
+    assert len(lines) == 7 and lines[1].endswith("host 1 is there: node1, agent with pid 7")
     main(["cluster", "events", str(run), "--json"])
     kinds = [json.loads(line)["kind"] for line in capsys.readouterr().out.splitlines()]
-    assert kinds == ["session", "agent", "formation", "worker", "failure", "ledger", "end"]
+    assert kinds == ["session", "agent", "formation", "worker", "worker", "failure", "ledger", "end"]
     main(["cluster", "logs", str(run)])
     assert capsys.readouterr().out == "host 1: a line of rank 1\n"
 

@@ -102,6 +102,7 @@ def _status(record: ClusterRecord) -> dict[str, Any]:
     end = last.get("end")
     ended = end["how"] if end and end["time"] >= session.get("time", 0.0) else None
     number = formation.get("number")
+    workers = [note for note in notes if note["kind"] == "worker"]
     return {
         "driver": record.driver_pid(),
         "ended": ended,
@@ -109,7 +110,8 @@ def _status(record: ClusterRecord) -> dict[str, Any]:
         "launcher": session.get("launcher"),
         "hosts": session.get("hosts"),
         "formation": number,
-        "workers": [note for note in notes if note["kind"] == "worker" and note["number"] == number],
+        # A driver that attaches notes them again.
+        "workers": [*{note["rank"]: note for note in workers if note["number"] == number}.values()],
         "failures": [note for note in notes if note["kind"] == "failure"],
         "seconds": last.get("ledger", {}).get("seconds", {}),
     }

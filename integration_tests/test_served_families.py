@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.errors import StackError
+from stack_core.errors import ConfigError
 from stack_core.plugins import registries
 from stack_quant.model import quantize_model
 from stack_serve.llm.config import EngineConfig
@@ -29,8 +29,15 @@ FAMILIES = {
     "mixtral": {"window": 9, **EXPERTS},
     "qwen3_moe": {"dense_layers": (0,), "expert_mlp": 24, **EXPERTS},
     "gemma3": {"window": 6, "period": 2, "query_scalar": 24, "logit_softcap": 5.0},
+    "gemma2": {"window": 6, "query_scalar": 24},
+    "olmo2": {},
+    "gpt_oss": {"window": 6, **EXPERTS},
+    "deepseek_v3": {"kv_heads": None, "query_rank": 12, "kv_rank": 12, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
+    | {"expert_mlp": 24, "further_layers": 1, **EXPERTS},
+    "qwen3_next": {"period": 3, "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 8, "expert_mlp": 24}
+    | {"initializer_std": 0.1, "shared_mlp": 20, "further_layers": 1, **EXPERTS},
 }
-DEFAULT = {"mixtral": "float", "gemma3": "w8a8"}
+DEFAULT = {"mixtral": "float", "gemma3": "w8a8", "gpt_oss": "float", "deepseek_v3": "float", "qwen3_next": "float"}
 CASES = [
     pytest.param(family, rules, marks=[] if DEFAULT.get(family) == rules else pytest.mark.slow)
     for family in FAMILIES
@@ -46,6 +53,11 @@ def model_of(family, sizes):
     known = {field.name for field in dataclasses.fields(entry.config_class)}
     config = entry.config_class(**{name: value for name, value in {**SIZES, **sizes}.items() if name in known})
     return jax.jit(lambda: entry.build(config, key=jax.random.key(0)))()
+
+
+def test_every_family_that_is_said_to_be_served_is_here():
+    named = {name for name in registries.models.names() if "pages" in getattr(registries.models[name], "tested", ())}
+    assert named == set(FAMILIES)
 
 
 def opened(model):
@@ -70,7 +82,35 @@ def test_the_engine_answers_as_the_model_does(family, rules):
         reference.assert_most_likely(prompt, continuation.tokens, tolerance=TOLERANCE[rules])
 
 
-@pytest.mark.parametrize(("family", "state"), [("deepseek_v3", "latent"), ("qwen3_next", "recurrent")])
-def test_states_that_no_page_holds_are_refused_by_name(family, state):
-    with pytest.raises(StackError, match=f"(?i){state}"):
-        LLMEngine(opened(model_of(family, {"layers": 4, **EXPERTS, "expert_mlp": 24})), PAIR)
+def test_a_preempted_sequence_begins_its_recurrent_state_anew():
+    """Two sequences need more pages than there are: the later one loses its own, and computes all tokens again."""
+    checkpoint = opened(model_of("qwen3_next", FAMILIES["qwen3_next"]))
+    random = np.random.default_rng(1)
+    prompts = [random.integers(0, SIZES["vocab_size"], 20).tolist() for _ in range(3)]
+    with LLMEngine(checkpoint, dataclasses.replace(PAIR, pages=16)) as engine:
+        found = complete(engine, prompts, greedy(24))
+        assert engine.stats().preemptions > 0
+    reference = Reference(checkpoint)
+    for prompt, (continuation,) in zip(prompts, found, strict=True):
+        assert len(continuation.tokens) == 24
+        reference.assert_most_likely(prompt, continuation.tokens)
+
+
+def test_prompts_that_begin_alike_share_latents_and_no_recurrent_states():
+    """Pages of latents are reused; a recurrent state is that of another prompt's last token: all is computed again."""
+    prompt = np.random.default_rng(2).integers(0, SIZES["vocab_size"], 24).tolist()
+    for family, reused in (("deepseek_v3", 20), ("qwen3_next", 0)):
+        checkpoint = opened(model_of(family, FAMILIES[family]))
+        with LLMEngine(checkpoint, PAIR) as engine:
+            complete(engine, [prompt], greedy(4))
+            branch = [*prompt[:22], 5, 6]
+            ((continuation,),) = complete(engine, [branch], greedy(6))
+            assert engine.stats().prefix_hits_tokens == reused
+        Reference(checkpoint).assert_most_likely(branch, continuation.tokens)
+
+
+def test_prefixes_of_a_recurrent_model_are_not_kept_on_demand_either():
+    with pytest.raises(ConfigError, match=r"prefix_caching=True.*recurrent"):
+        LLMEngine(
+            opened(model_of("qwen3_next", FAMILIES["qwen3_next"])), dataclasses.replace(PAIR, prefix_caching=True)
+        )

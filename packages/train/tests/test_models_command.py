@@ -13,7 +13,7 @@ def test_families_are_listed_with_lines_sizes_and_what_is_tested(capsys):
         "architecture": "Olmo2ForCausalLM",
         "lines": rows["olmo2"]["lines"],
         "sizes": ["1B", "7B", "13B", "32B"],
-        "tested": ["logits", "greedy", "conversion"],
+        "tested": ["logits", "greedy", "conversion", "pages"],
     }
     assert 30 < rows["olmo2"]["lines"] < rows["deepseek_v3"]["lines"] < 220
     assert (rows["dit"]["architecture"], rows["dit"]["tested"]) == (None, [])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from stack_core.contracts.caches import AttentionSpec, KeysValues, Latent, Recurrent
-from stack_core.errors import GenerationError
 from stack_core.ops.building import is_quantized
+from stack_serve.llm import cache as cache_module
 from stack_serve.llm.cache import PagedKVCache, PagedLayer, Rows, empty_layers
 
 SHAPE = KeysValues(repeats=2, kv_heads=2, key_dim=8, value_dim=8, dtype="float32")
@@ -26,7 +26,8 @@ def rows(starts: list[int], counts: list[int], tokens: int) -> Rows:
     pages, slots = np.full(tokens, PAGES), np.zeros(tokens, int)
     pages[: len(positions)] = TABLES[of_row, positions // PAGE_TOKENS]
     slots[: len(positions)] = positions % PAGE_TOKENS
-    arrays = (TABLES, np.add(starts, counts), np.concatenate([[0], np.cumsum(counts)]), pages, slots)
+    starts_of_rows, sequences = np.concatenate([[0], np.cumsum(counts)]), np.arange(len(starts))
+    arrays = (TABLES, np.add(starts, counts), starts_of_rows, pages, slots, sequences)
     return Rows(*(jnp.asarray(array, jnp.int32) for array in arrays))
 
 
@@ -35,7 +36,7 @@ def attended(dtype: Any, layout: Any) -> tuple[jax.Array, jax.Array]:
     keys = jax.random.split(jax.random.key(1), 6)
     key, value = (jax.random.normal(keys[i], (10, SHAPE.kv_heads, SHAPE.key_dim)) for i in (0, 1))
     query = jax.random.normal(keys[2], (10, HEADS, SHAPE.key_dim))
-    layers = empty_layers(SHAPE, pages=PAGES, page_tokens=PAGE_TOKENS, layout=layout, dtype=dtype)
+    layers = empty_layers(SHAPE, pages=PAGES, page_tokens=PAGE_TOKENS, slots=3, layout=layout, dtype=dtype)
     first = PagedKVCache(layers, rows([0, 0], [5, 0], 5), layout)
     _, layer = first.attend(layer_of(layers), query[:5, None], key[:5, None], value[:5, None], AttentionSpec())
     second = PagedKVCache(layers, rows([5, 0], [3, 2], 6), layout)
@@ -71,27 +72,62 @@ def test_narrow_pages_are_close(dtype: Any, error: float) -> None:
 
 
 def test_quantized_pages_take_a_byte_an_entry_and_a_scale_a_vector() -> None:
-    layers = empty_layers(SHAPE, pages=PAGES, page_tokens=PAGE_TOKENS, layout="pshd", dtype="int8")
+    layers = empty_layers(SHAPE, pages=PAGES, page_tokens=PAGE_TOKENS, slots=3, layout="pshd", dtype="int8")
     assert is_quantized(layers.key)
     entries = SHAPE.repeats * PAGES * PAGE_TOKENS * SHAPE.kv_heads * SHAPE.key_dim
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(layers)) == 2 * (entries + entries // SHAPE.key_dim * 4)
 
 
 def test_padding_writes_nowhere() -> None:
-    layers = empty_layers(SHAPE, pages=PAGES, page_tokens=PAGE_TOKENS, layout="pshd")
+    layers = empty_layers(SHAPE, pages=PAGES, page_tokens=PAGE_TOKENS, slots=3, layout="pshd")
     ones = jnp.ones((3, 1, SHAPE.kv_heads, SHAPE.key_dim))
     cache = PagedKVCache(layers, rows([0, 0], [1, 0], 3), "pshd")
     _, layer = cache.attend(layer_of(layers), jnp.ones((3, 1, HEADS, SHAPE.key_dim)), ones, ones, AttentionSpec())
     assert jnp.count_nonzero(layer.key) == SHAPE.kv_heads * SHAPE.key_dim
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        Latent(repeats=1, dim=8, value_dim=4, dtype="float32"),
-        Recurrent(repeats=1, shapes=((2, 2),), dtypes=("float32",)),
-    ],
-)
-def test_other_kinds_of_state_are_refused_by_name(state: Any) -> None:
-    with pytest.raises(GenerationError, match=type(state).__name__):
-        empty_layers([SHAPE, state], pages=PAGES, page_tokens=PAGE_TOKENS, layout="pshd")
+def test_latents_are_keys_of_one_head_whose_first_features_are_values() -> None:
+    state = Latent(repeats=1, dim=8, value_dim=5, dtype="float32")
+    layers = empty_layers(state, pages=PAGES, page_tokens=PAGE_TOKENS, slots=3, layout="pshd")
+    latent, query = jax.random.normal(jax.random.key(0), (5, 8)), jax.random.normal(jax.random.key(1), (5, HEADS, 8))
+    cache = PagedKVCache(layers, rows([0, 0], [5, 0], 5), "pshd")
+    arguments = (query[:, None], latent[:, None], AttentionSpec(scale=0.3))
+    output, layer = cache.attend_latent(layer_of(layers), *arguments, value_dim=5)
+    logits = jnp.where(jnp.tri(5, dtype=bool), 0.3 * jnp.einsum("qhd,kd->hqk", query, latent), -jnp.inf)
+    expected = jnp.einsum("hqk,kd->qhd", jax.nn.softmax(logits), latent[:, :5])
+    np.testing.assert_allclose(output[:, 0], expected, atol=1e-5)
+    assert layer.value is None and jnp.count_nonzero(layer.key) == latent.size
+
+
+SUMS = Recurrent(repeats=1, shapes=((2,), ()), dtypes=("float32", "float32"))
+
+
+def running_sum(state: Any, valid: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
+    """The sums so far of the inputs, of which invalid ones count nothing; and how many there were."""
+    total, count = state
+    sums = total[:, None] + jnp.cumsum(jnp.where(valid[..., None], x, 0), axis=1)
+    return sums, (sums[:, -1], count + jnp.sum(valid.astype(jnp.float32), axis=1))
+
+
+@pytest.mark.parametrize("piece_tokens", [2, 64])
+def test_a_rows_state_goes_on_where_its_sequence_stood(piece_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of prompts, single tokens beside them, padding behind, and a slot that another sequence had before."""
+    monkeypatch.setattr(cache_module, "_PIECE_TOKENS", piece_tokens)
+    layers = empty_layers(SUMS, pages=PAGES, page_tokens=PAGE_TOKENS, slots=3, layout="pshd")
+    layer = jax.tree.map(lambda array: array[0] + 7, layers)  # left behind by other sequences
+    x = jax.random.normal(jax.random.key(0), (20, 1, 2))
+    steps = [([0, 0], [5, 1], 8), ([5, 1], [1, 1], 2), ([6, 2], [0, 3], 4), ([6, 5], [1, 0], 2)]
+    found: list[list[Any]] = [[], []]
+    inputs: list[list[Any]] = [[], []]
+    for (starts, counts, tokens), first in zip(steps, (0, 8, 10, 14), strict=True):
+        single = max(counts) == 1 and tokens == 2
+        step = PagedKVCache(layers, rows(starts, counts, tokens), "pshd", single)
+        output, layer = step.recur(layer, running_sum, x[first : first + tokens])
+        assert output.shape == (tokens, 1, 2)
+        ends = np.cumsum([0, *counts])
+        for row in (0, 1):
+            found[row] += list(output[ends[row] : ends[row + 1], 0])
+            inputs[row] += list(x[first + ends[row] : first + ends[row + 1], 0])
+    for row in (0, 1):
+        np.testing.assert_allclose(np.stack(found[row]), np.cumsum(np.stack(inputs[row]), axis=0), atol=1e-5)
+    assert layer.arrays[1].tolist() == [7, 5, 7]  # sequences lie in slots 0 and 1; nothing touched slot 2

@@ -1,4 +1,8 @@
-"""The paged key-value cache: keys and values of all sequences lie in pages of pools that they share."""
+"""The paged cache: keys, values and latents of all sequences lie in pages of pools that they share.
+
+A recurrent state has one size however long its sequence is, so it has no pages: each running sequence's is in its
+slot. A page can be shared by sequences that begin alike; a state cannot, because it is that of its last token alone.
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,12 +13,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from stack_core import ops
-from stack_core.contracts.caches import AttentionSpec, KeysValues, LayerState, Transition
-from stack_core.errors import GenerationError
+from stack_core.contracts.caches import AttentionSpec, KeysValues, Latent, LayerState, Recurrent, Transition
 from stack_core.kv_cache import CODE_DTYPES, CodedVectors, coded
 from stack_serve.llm.config import CacheType, PageLayout
 
-__all__ = ["PagedKVCache", "PagedLayer", "Rows", "empty_layers"]
+__all__ = ["PagedKVCache", "PagedLayer", "Rows", "SlotStates", "empty_layers"]
+
+_PIECE_TOKENS = 64
 
 
 @jax.tree_util.register_dataclass
@@ -23,11 +28,19 @@ class PagedLayer:
     """The pools of keys and of values, [layers, ...] and the axes of the layout; one layer's lack the first axis.
 
     Attributes:
-      key, value: arrays, or `CodedVectors`.
+      key, value: arrays, or `CodedVectors`. A pool of latents is a key of one head, without a value.
     """
 
     key: Any
     value: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlotStates:
+    """A recurrent layer's state for each slot: arrays [layers, slots, ...]; one layer's lack the first axis."""
+
+    arrays: tuple[Any, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +54,8 @@ class Rows:
       query_starts: int32[rows + 1], ascending from 0; tokens from the last on are padding.
       pages: int32[tokens], the page where each token's key goes; a number that no page has for padding.
       slots: int32[tokens], its slot there.
+      sequences: int32[rows], the slot of each row's sequence, where its recurrent states lie; each one's but that of
+        padding is there once.
     """
 
     block_tables: Any
@@ -48,9 +63,10 @@ class Rows:
     query_starts: Any
     pages: Any
     slots: Any
+    sequences: Any
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["layers", "rows"], meta_fields=["layout"])
+@partial(jax.tree_util.register_dataclass, data_fields=["layers", "rows"], meta_fields=["layout", "single"])
 @dataclass(frozen=True)
 class PagedKVCache:
     """A `KVCache` for tokens of many sequences at once, each a batch row of one token.
@@ -60,11 +76,15 @@ class PagedKVCache:
 
     Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023
     (arXiv:2309.06180).
+
+    Attributes:
+      single: no row has more than one token.
     """
 
     layers: Any
     rows: Rows
     layout: PageLayout
+    single: bool = False
 
     def attend(
         self,
@@ -79,6 +99,15 @@ class PagedKVCache:
         """Puts keys and values into their pages, and attends, in the dtype of pages that are not quantized."""
         layer = PagedLayer(self._put(layer.key, key[:, 0]), self._put(layer.value, value[:, 0]))
         pages = tuple("act_kv_heads" if axis == "h" else None for axis in self.layout)
+        axes = {"query": (None, "act_heads", None), "key_pages": pages, "value_pages": pages}
+        own: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
+        if sinks is not None:
+            axes["sinks"] = ("act_heads",)
+        return self._attention(layer, query, spec, axes=axes, **own), layer
+
+    def _attention(
+        self, layer: PagedLayer, query: jax.Array, spec: AttentionSpec, **options: Any
+    ) -> Float[Array, "tokens 1 heads value_dim"]:
         output: Any = ops.paged_attention(
             query[:, 0].astype(getattr(layer.key, "dtype", query.dtype)),
             layer.key,
@@ -90,20 +119,93 @@ class PagedKVCache:
             softcap=spec.softcap,
             scale=spec.scale,
             layout=self.layout,
-            sinks=sinks,
-            axes={"query": (None, "act_heads", None), "key_pages": pages, "value_pages": pages},
+            **options,
         )
-        return output[:, None].astype(query.dtype), layer
+        return output[:, None].astype(query.dtype)
 
     def attend_latent(
-        self, layer: Any, query: jax.Array, latent: jax.Array, spec: AttentionSpec, *, value_dim: int
-    ) -> tuple[jax.Array, Any]:
-        """Raises: pages hold keys and values; `empty_layers` refuses such models before."""
-        raise GenerationError(_NO_PAGES.format("Latent"))
+        self,
+        layer: PagedLayer,
+        query: Float[Array, "tokens 1 heads dim"],
+        latent: Float[Array, "tokens 1 dim"],
+        spec: AttentionSpec,
+        *,
+        value_dim: int,
+    ) -> tuple[Float[Array, "tokens 1 heads value_dim"], PagedLayer]:
+        """Puts latents into their pages, as keys of one head, whose first features are the values."""
+        layer = PagedLayer(self._put(layer.key, latent), None)
+        axes = {"query": (None, "act_heads", None), "key_pages": (None,) * 4}
+        return self._attention(layer, query, spec, value_dim=value_dim, axes=axes), layer
 
-    def recur(self, layer: Any, transition: Transition, *inputs: jax.Array) -> tuple[Any, Any]:
-        """Raises: pages hold keys and values; `empty_layers` refuses such models before."""
-        raise GenerationError(_NO_PAGES.format("Recurrent"))
+    def recur(self, layer: SlotStates, transition: Transition, *inputs: jax.Array) -> tuple[Any, SlotStates]:
+        """Runs a recurrence over the tokens of each row from its sequence's state; a sequence's first token from zeros.
+
+        Rows of one token go through it together. The others, parts of prompts, follow in pieces of `_PIECE_TOKENS`
+        tokens, one after the other, so that the work grows with the tokens and not with rows times tokens.
+        """
+        output, layer = self._recur_single(layer, transition, inputs)
+        if not self.single and len(inputs[0]) > 1:
+            output, layer = self._recur_pieces(layer, transition, inputs, output)
+        return jax.tree.map(lambda array: array[: len(inputs[0])], output), layer
+
+    def _recur_single(
+        self, layer: SlotStates, transition: Transition, inputs: tuple[jax.Array, ...]
+    ) -> tuple[Any, SlotStates]:
+        """Runs the rows of one token; the outputs of others, and of a piece of padding behind all, are zeros."""
+        rows, tokens = self.rows, len(inputs[0])
+        counts = jnp.diff(rows.query_starts)
+        places = jnp.minimum(rows.query_starts[:-1], tokens - 1)
+        is_single = counts == 1
+        kept = self._states_of(layer, rows.sequences, rows.kv_lengths - counts == 0)
+        output, states = transition(kept, is_single[:, None], *(array[places] for array in inputs))
+
+        def placed(found: jax.Array) -> jax.Array:
+            empty = jnp.zeros((tokens + _PIECE_TOKENS, *found.shape[1:]), found.dtype)
+            return empty.at[jnp.where(is_single, places, len(empty))].set(found, mode="drop")
+
+        def stored(old: jax.Array, new: jax.Array) -> jax.Array:
+            target = jnp.where(is_single, rows.sequences, len(old))
+            return old.at[target].set(new.astype(old.dtype), mode="drop")
+
+        arrays = tuple(map(stored, layer.arrays, states))
+        return jax.tree.map(placed, output), SlotStates(arrays)
+
+    def _recur_pieces(
+        self, layer: SlotStates, transition: Transition, inputs: tuple[jax.Array, ...], output: Any
+    ) -> tuple[Any, SlotStates]:
+        """Runs the rows of several tokens, and adds their outputs to those of the others."""
+        rows = self.rows
+        counts = jnp.diff(rows.query_starts)
+        pieces = jnp.where(counts > 1, -(-counts // _PIECE_TOKENS), 0)
+        ends = jnp.cumsum(pieces)
+        padded = [jnp.pad(array, ((0, _PIECE_TOKENS), *[(0, 0)] * (array.ndim - 1))) for array in inputs]
+
+        def run(number: Any, carry: tuple[Any, tuple[jax.Array, ...]]) -> Any:
+            output, arrays = carry
+            row = jnp.sum(number >= ends)
+            done = (number - ends[row] + pieces[row]) * _PIECE_TOKENS
+            start, own = rows.query_starts[row] + done, rows.sequences[row]
+            valid = jnp.arange(_PIECE_TOKENS) < counts[row] - done
+            is_fresh = rows.kv_lengths[row] - counts[row] + done == 0
+            kept = self._states_of(SlotStates(arrays), own[None], is_fresh[None])
+            slices = (jax.lax.dynamic_slice_in_dim(array, start, _PIECE_TOKENS)[:, 0][None] for array in padded)
+            found, states = transition(kept, valid[None], *slices)
+
+            def placed(whole: jax.Array, new: jax.Array) -> jax.Array:
+                old = jax.lax.dynamic_slice_in_dim(whole, start, _PIECE_TOKENS)
+                is_new = valid.reshape(-1, *[1] * (old.ndim - 1))
+                return jax.lax.dynamic_update_slice_in_dim(whole, jnp.where(is_new, new[0][:, None], old), start, 0)
+
+            arrays = tuple(old.at[own].set(new[0].astype(old.dtype)) for old, new in zip(arrays, states, strict=True))
+            return jax.tree.map(placed, output, found), arrays
+
+        output, arrays = jax.lax.fori_loop(0, ends[-1], run, (output, layer.arrays))
+        return output, SlotStates(arrays)
+
+    def _states_of(self, layer: SlotStates, slots: jax.Array, is_fresh: jax.Array) -> tuple[jax.Array, ...]:
+        """What lies in slots, or zeros for sequences that begin: a slot keeps what its last sequence left."""
+        of_slots = [array[slots] for array in layer.arrays]
+        return tuple(jnp.where(is_fresh.reshape(-1, *[1] * (array.ndim - 1)), 0, array) for array in of_slots)
 
     def advance(self, layers: Any, tokens: int) -> "PagedKVCache":
         """The cache after all layers; how many tokens a sequence has is the host's to know."""
@@ -121,30 +223,31 @@ class PagedKVCache:
         return pool.at[index].set(new, mode="drop")
 
 
-_NO_PAGES = (
-    "A layer keeps a state of the kind {}; pages hold keys and values alone. Generate with `stack generate`, whose "
-    "cache holds every kind."
-)
+def empty_layers(
+    states: Any, *, pages: int, page_tokens: int, slots: int, layout: PageLayout, dtype: CacheType = "model"
+) -> Any:
+    """Pools of `pages` pages and `slots` states for all layers, all zero, in the structure of a model's `states`.
 
-
-def empty_layers(states: Any, *, pages: int, page_tokens: int, layout: PageLayout, dtype: CacheType = "model") -> Any:
-    """Pools of `pages` pages for all layers, all zero, in the structure of a model's `states`.
-
-    Raises:
-      GenerationError: a layer keeps something else than keys and values.
+    Args:
+      dtype: of keys, values and latents; recurrent states are always as the model has them.
     """
 
-    def pool(state: KeysValues, features: int) -> Any:
-        sizes = {"p": pages, "s": page_tokens, "h": state.kv_heads, "d": features}
+    def pool(state: KeysValues | Latent, kv_heads: int, features: int) -> Any:
+        sizes = {"p": pages, "s": page_tokens, "h": kv_heads, "d": features}
         axes = (state.repeats, *(sizes[axis] for axis in layout))
         if dtype in CODE_DTYPES:
             return CodedVectors(jnp.zeros(axes, CODE_DTYPES[dtype]), jnp.ones((*axes[:-1], 1), jnp.float32))
         return jnp.zeros(axes, _held_dtype(state.dtype) if dtype == "model" else dtype)
 
-    def layer(state: LayerState) -> PagedLayer:
-        if not isinstance(state, KeysValues):
-            raise GenerationError(_NO_PAGES.format(type(state).__name__))
-        return PagedLayer(pool(state, state.key_dim), pool(state, state.value_dim))
+    def layer(state: LayerState) -> PagedLayer | SlotStates:
+        match state:
+            case KeysValues(kv_heads=heads, key_dim=key_dim, value_dim=value_dim):
+                return PagedLayer(pool(state, heads, key_dim), pool(state, heads, value_dim))
+            case Latent(dim=dim):
+                return PagedLayer(pool(state, 1, dim), None)
+            case Recurrent(repeats=repeats, shapes=shapes, dtypes=dtypes):
+                kinds = zip(shapes, dtypes, strict=True)
+                return SlotStates(tuple(jnp.zeros((repeats, slots, *shape), dtype) for shape, dtype in kinds))
 
     return jax.tree.map(layer, states)
 

@@ -30,7 +30,8 @@ class EngineConfig:
       cache_dtype: what keys and values are held in; "model" is what the model computes them in.
       page_layout: axes of a pool of pages, as `ops.paged_attention` names them.
       tensor: devices that each layer's heads and features are split over.
-      prefix_caching: keep pages of prompts for later requests that begin alike.
+      prefix_caching: keep pages of prompts for later requests that begin alike. None does for models whose every state
+        lies in pages: a recurrent state is that of one token, and cannot be cut where another prompt branches off.
       adapters: addresses of adapters by the names that requests have for them: runs that were trained with adapters, or
         directories of PEFT.
       max_adapters: that lie on the devices at once; of those that nobody uses, the one used longest ago gives way.
@@ -52,7 +53,7 @@ class EngineConfig:
     cache_dtype: CacheType = "model"
     page_layout: PageLayout = "pshd"
     tensor: PositiveInt = 1
-    prefix_caching: bool = True
+    prefix_caching: bool | None = None
     adapters: Mapping[str, str] = Field(default_factory=dict)
     max_adapters: PositiveInt = 8
     adapter_rank: PositiveInt | None = None

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from stack_core.contracts.caches import Recurrent
 from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.errors import ConfigError, GenerationError
 from stack_core.generation import GenerationRequest, SamplingParams
@@ -28,6 +29,7 @@ class Limits:
       pages: of the cache.
       end_tokens: how many the model has.
       priorities: whether requests may have one.
+      prefix_caching: pages of prompts are kept for requests that begin alike.
     """
 
     max_tokens: int
@@ -36,6 +38,7 @@ class Limits:
     end_tokens: int
     has_tokenizer: bool
     priorities: bool = False
+    prefix_caching: bool = True
 
     @classmethod
     def of(cls, checkpoint: GenerativeCheckpoint, config: EngineConfig) -> "Limits":
@@ -57,9 +60,14 @@ class Limits:
                 f"pages={pages} of {config.page_tokens} tokens hold {pages * config.page_tokens} tokens; one sequence "
                 f"may have {max_tokens}. Give at least {needed} pages, or lower max_tokens."
             )
-        ends = len(checkpoint.end_tokens)
         return cls(
-            max_tokens, pages, checkpoint.vocab_size, ends, checkpoint.tokenizer is not None, config.priorities > 0
+            max_tokens,
+            pages,
+            checkpoint.vocab_size,
+            len(checkpoint.end_tokens),
+            checkpoint.tokenizer is not None,
+            config.priorities > 0,
+            _keeps_prefixes(checkpoint, config),
         )
 
     def total_tokens(self, request: GenerationRequest) -> int:
@@ -130,22 +138,31 @@ class Limits:
             raise GenerationError(f"{name}: {given} {what} are asked for; the most is {most}.", parameter=name)
 
 
+def _keeps_prefixes(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> bool:
+    """Raises a ConfigError where prefixes are to be kept of a model with recurrent states."""
+    is_recurrent = any(isinstance(state, Recurrent) for state in jax.tree.leaves(checkpoint.states))
+    if is_recurrent and config.prefix_caching:
+        raise ConfigError(
+            f"prefix_caching=True: model {checkpoint.name!r} has recurrent states, which are those of one token and "
+            "cannot be cut where another prompt branches off. Leave it out."
+        )
+    return not is_recurrent and config.prefix_caching is not False
+
+
 def _fitting_pages(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> int:
     """Pages for which there is memory: the config's part of what the parameters leave free, on each device."""
-    layers = jax.eval_shape(
-        lambda: empty_layers(
-            checkpoint.states,
-            pages=1,
-            page_tokens=config.page_tokens,
-            layout=config.page_layout,
-            dtype=config.cache_dtype,
-        )
-    )
+
+    def cache_bytes(pages: int) -> int:
+        sizes = {"page_tokens": config.page_tokens, "slots": config.max_sequences + 1}
+        kind: Any = {"layout": config.page_layout, "dtype": config.cache_dtype}
+        return _size_bytes(jax.eval_shape(lambda: empty_layers(checkpoint.states, pages=pages, **sizes, **kind)))
+
+    states_bytes, page_bytes = cache_bytes(0), cache_bytes(1) - cache_bytes(0)
     device_bytes = free_bytes(jax.devices()[: config.tensor])
-    if device_bytes is None:
+    if device_bytes is None or not page_bytes:
         return 2**30
     left_bytes = max(device_bytes * config.tensor - _size_bytes(checkpoint.parameters), 0)
-    return int(left_bytes * config.memory_fraction) // _size_bytes(layers)
+    return max(int(left_bytes * config.memory_fraction) - states_bytes, 0) // page_bytes
 
 
 def _size_bytes(tree: Any) -> int:

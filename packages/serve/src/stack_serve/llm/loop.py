@@ -71,7 +71,9 @@ class EngineLoop:
         self._tokenizer, self._end_tokens = checkpoint.tokenizer, checkpoint.end_tokens
         self._limits = limits
         self._programs = programs
-        self._state = SchedulerState.of(config, max_tokens=limits.max_tokens, pages=limits.pages)
+        self._state = SchedulerState.of(
+            config, max_tokens=limits.max_tokens, pages=limits.pages, prefix_caching=limits.prefix_caching
+        )
         self._seeds = np.random.default_rng(config.seed)
         self._arrived = 0
         self._arrivals: list[Sequence] = []

@@ -14,6 +14,7 @@ from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.errors import HardwareError, ShardingError
 from stack_core.huge_pages import in_one_block
 from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
+from stack_serve.llm.cache import SlotStates
 from stack_serve.llm.config import PageLayout
 from stack_serve.llm.unstacking import Layers, split_layers
 
@@ -94,13 +95,21 @@ class Placement:
         return None if self._mesh is None else checkpoint.shardings(self._mesh)
 
     def pools(self, make: Callable[[], Any], layout: PageLayout) -> Any:
-        """Pools of pages, split by their heads; of one layer each, or of all in the first axis."""
-        return jax.tree.map(lambda pool: jax.device_put(pool, self._of_pool(pool, layout)), jax.jit(make)())
+        """Pools of pages, split by their heads; of one layer each, or of all in the first axis. States lie whole."""
 
-    def _of_pool(self, pool: Any, layout: PageLayout) -> NamedSharding | None:
+        def place(layer: Any) -> Any:
+            split = not isinstance(layer, SlotStates)
+            return jax.tree.map(lambda pool: jax.device_put(pool, self._of_pool(pool, layout, split=split)), layer)
+
+        return jax.tree.map(place, jax.jit(make)(), is_leaf=_is_states)
+
+    def _of_pool(self, pool: Any, layout: PageLayout, *, split: bool) -> NamedSharding | None:
         if self._mesh is None:
             return None
-        spec = [("tensor" if axis == "h" and self._split_heads else None) for axis in layout]
+        if not split:
+            return NamedSharding(self._mesh, PartitionSpec())
+        divides = self._split_heads and pool.shape[pool.ndim - len(layout) + layout.index("h")] > 1
+        spec = [("tensor" if axis == "h" and divides else None) for axis in layout]
         return NamedSharding(self._mesh, PartitionSpec(*[None] * (pool.ndim - len(spec)), *spec))
 
     def replicated(self, tree: Any) -> Any:
@@ -129,14 +138,23 @@ class AbstractPlacement(Placement):
         return jax.tree.unflatten(structure, map(place, leaves, places, jax.tree.leaves(chosen)))
 
     def pools(self, make: Callable[[], Any], layout: PageLayout) -> Any:
-        def place(pool: Any) -> Any:
-            return _struct(pool.shape, pool.dtype, self._of_pool(pool, layout) or self._one)
+        def place(layer: Any) -> Any:
+            split = not isinstance(layer, SlotStates)
 
-        return jax.tree.map(place, jax.eval_shape(make))
+            def struct(pool: Any) -> jax.ShapeDtypeStruct:
+                return _struct(pool.shape, pool.dtype, self._of_pool(pool, layout, split=split) or self._one)
+
+            return jax.tree.map(struct, layer)
+
+        return jax.tree.map(place, jax.eval_shape(make), is_leaf=_is_states)
 
     def replicated(self, tree: Any) -> Any:
         sharding = self._one if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
         return jax.tree.map(lambda leaf: _struct(leaf.shape, leaf.dtype, sharding), tree)
+
+
+def _is_states(layer: Any) -> bool:
+    return isinstance(layer, SlotStates)
 
 
 def _struct(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -73,6 +73,7 @@ class Programs:
             checkpoint.states,
             pages=pages,
             page_tokens=config.page_tokens,
+            slots=config.max_sequences + 1,
             layout=config.page_layout,
             dtype=config.cache_dtype,
         )

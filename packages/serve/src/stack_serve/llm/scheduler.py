@@ -122,17 +122,18 @@ class SchedulerState:
     preemptions: int = 0
 
     @classmethod
-    def of(cls, config: EngineConfig, *, max_tokens: int, pages: int) -> SchedulerState:
+    def of(cls, config: EngineConfig, *, max_tokens: int, pages: int, prefix_caching: bool = True) -> SchedulerState:
         """The state in which nothing waits or runs.
 
         Args:
           max_tokens: of a prompt and its continuation together.
           pages: of the cache.
+          prefix_caching: the model's states allow it.
         """
         return cls(
             page_tokens=config.page_tokens,
             step_tokens=config.step_tokens,
-            prefix_caching=config.prefix_caching,
+            prefix_caching=prefix_caching and config.prefix_caching is not False,
             priorities=config.priorities,
             pool=PagePool(pages),
             free_slots=list(reversed(range(config.max_sequences))),

@@ -78,18 +78,20 @@ class Step:
         rows: Int[Array, "rows fields"],
         *,
         tokens: int,
+        single: bool = False,
     ) -> tuple[Any, Float[Array, "tokens 1 embed"], Float[Array, "rows embed"]]:
         """Computes at most `tokens` tokens, which the rows have in all.
 
         Args:
-          layers: pools of pages, `PagedLayer`s in the structure of the model's states.
+          layers: `PagedLayer`s and `SlotStates` in the structure of the model's states.
           known: the tokens of each slot.
+          single: no row has more than one.
 
         Returns:
           The pools of pages after it, the hidden states of all tokens, and those of each row's last.
         """
         places, token_ids, positions, adapters = self._places(known, rows, tokens)
-        cache: Any = PagedKVCache(layers, places, self.config.page_layout)
+        cache: Any = PagedKVCache(layers, places, self.config.page_layout, single)
         model = self.checkpoint.model(with_rows(weights, adapters))
         outputs = model(token_ids[:, None], positions[:, None], cache=cache)
         after: Any = outputs.cache
@@ -121,7 +123,7 @@ class Step:
 
         @layer_by_layer
         def once(weights: Weights, layers: Any, known: jax.Array, settings: jax.Array, rows: jax.Array) -> Any:
-            layers, hidden, last = self(weights, layers, known, rows, tokens=len(rows))
+            layers, hidden, last = self(weights, layers, known, rows, tokens=len(rows), single=True)
             known, sampled = self.sample(weights, known, settings, last, rows)
             return layers, hidden, known, sampled
 
@@ -234,7 +236,7 @@ class Step:
         position = jnp.where(real, start[row] + token - query_starts[row], 0)
         page_tokens = self.config.page_tokens
         page = jnp.where(real, tables[row, position // page_tokens], self.pages)
-        places = Rows(tables, start + count, query_starts, page, position % page_tokens)
+        places = Rows(tables, start + count, query_starts, page, position % page_tokens, slot)
         adapters = jnp.where(real, rows[row, ROW_FIELDS.index("adapter")], -1)
         return places, jnp.where(real, known[slot[row], position], 0), position, adapters
 

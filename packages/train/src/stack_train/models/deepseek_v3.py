@@ -197,5 +197,5 @@ FAMILY = DecoderFamily(
         "model.layers.{layer}.shared_head.head.weight": "lm_head.weight",
     },
     sizes=("671B",),
-    tested=("logits", "greedy", "gradients", "conversion"),
+    tested=("logits", "greedy", "gradients", "conversion", "pages"),
 )

@@ -92,5 +92,5 @@ FAMILY = DecoderFamily(
     spec=spec,
     names=GEMMA_NAMES,
     sizes=("2B", "9B", "27B"),
-    tested=("logits", "greedy", "conversion"),
+    tested=("logits", "greedy", "conversion", "pages"),
 )

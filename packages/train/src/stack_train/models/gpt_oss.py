@@ -113,5 +113,5 @@ FAMILY = DecoderFamily(
         "feed_forward/expert_down_bias": Stored(name=_EXPERTS + "down_proj_bias"),
     },
     sizes=("20b", "120b"),
-    tested=("logits", "greedy", "gradients", "conversion"),
+    tested=("logits", "greedy", "gradients", "conversion", "pages"),
 )

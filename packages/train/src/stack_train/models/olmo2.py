@@ -59,5 +59,5 @@ FAMILY = DecoderFamily(
         "feed_forward_output_norm": "post_feedforward_layernorm.weight",
     },
     sizes=("1B", "7B", "13B", "32B"),
-    tested=("logits", "greedy", "conversion"),
+    tested=("logits", "greedy", "conversion", "pages"),
 )

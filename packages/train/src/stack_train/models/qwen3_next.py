@@ -141,5 +141,5 @@ FAMILY = DecoderFamily(
     },
     further_prefix="mtp.layers.{layer}.",
     sizes=("80B-A3B",),
-    tested=("logits", "greedy", "gradients", "conversion"),
+    tested=("logits", "greedy", "gradients", "conversion", "pages"),
 )

@@ -36,8 +36,8 @@ class GroupedTiles:
     d_out: int
 
 
-def megablox(*, interpret: bool = False) -> OpImplementation:
-    """The implementation; interpreted, it runs on any device, operation by operation."""
+def megablox(*, interpret: Any = False) -> OpImplementation:
+    """The implementation; with True or `pltpu.InterpretParams` it runs on any device, operation by operation."""
     return OpImplementation(
         "ragged_dot",
         "megablox",
@@ -92,7 +92,7 @@ def _held_bytes(rows: int, d_in: int, d_out: int, itemsize: int) -> int:
 
 
 def _forward(
-    *, lhs: Any, rhs: Any, group_sizes: Any, bias: None, wants: Any, config: GroupedTiles, interpret: bool
+    *, lhs: Any, rhs: Any, group_sizes: Any, bias: None, wants: Any, config: GroupedTiles, interpret: Any
 ) -> tuple[Any, Mapping[str, Any]]:
     del bias, wants
     return _multiply(lhs, rhs, _cut(group_sizes, len(lhs)), config, transposed=False, interpret=interpret), {}
@@ -107,7 +107,7 @@ def _backward(
     *,
     wants: frozenset[str],
     config: GroupedTiles,
-    interpret: bool,
+    interpret: Any,
 ) -> Mapping[str, Any]:
     lhs, rhs = arrays["lhs"], arrays["rhs"]
     sizes = _cut(arrays["group_sizes"], len(lhs))
@@ -119,7 +119,7 @@ def _backward(
     return found
 
 
-def _multiply(rows: Any, matrices: Any, sizes: Any, config: GroupedTiles, *, transposed: bool, interpret: bool) -> Any:
+def _multiply(rows: Any, matrices: Any, sizes: Any, config: GroupedTiles, *, transposed: bool, interpret: Any) -> Any:
     """Each row times the matrix of its group, or times its transpose; zeros after the last group."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
@@ -137,7 +137,7 @@ def _multiply(rows: Any, matrices: Any, sizes: Any, config: GroupedTiles, *, tra
     return jnp.where(jnp.arange(len(rows))[:, None] < jnp.sum(sizes), found, 0)
 
 
-def _outer_products(lhs: Any, cotangent: Any, sizes: Any, config: GroupedTiles, *, interpret: bool) -> Any:
+def _outer_products(lhs: Any, cotangent: Any, sizes: Any, config: GroupedTiles, *, interpret: Any) -> Any:
     """[groups, d_in, d_out]: the gradient of each group's matrix."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 

@@ -413,6 +413,7 @@ class Trainer:
     def _gradients(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Tree, Metrics, Tree]:
         if self.schedule is not None:
             grads, metrics = self._staged(state.params, batch, key, evaluated=False)
+            assert grads is not None, "none only where it evaluates"
             return self._like_params(grads), metrics, state.moved
         gradients = partial(self._part_gradients, state)
         if self.accumulation_steps == 1:

@@ -108,13 +108,13 @@ def _reference(
     head = _Head(dequantize(weight, hidden.dtype), bias)
     vocab = head.weight.shape[1]
     parts = RowParts.of(labels)
-    part_rows = labels.size // parts.count
+    part_rows = labels.size // parts.total
     chunks = _chunks(part_rows, vocab)
     hidden_chunks = _split_rows(parts.split(hidden), chunks, fill=0)
     label_chunks = _split_rows(parts.split(labels), chunks, fill=ignore_index)
     if reduction == "none":
         losses = _map_rows(row_losses, hidden_chunks, head, label_chunks)
-        return parts.join(jnp.moveaxis(losses, 0, 2).reshape(parts.count, -1)[:, :part_rows]), {}
+        return parts.join(jnp.moveaxis(losses, 0, 2).reshape(parts.total, -1)[:, :part_rows]), {}
     total = (_plain_total if is_plain() else _total)(row_losses, hidden_chunks, head, label_chunks)
     if reduction == "sum":
         return total, {}
@@ -226,20 +226,20 @@ class RowParts(NamedTuple):
         return cls(labels.shape, batch, seq if labels.ndim == 2 and labels.shape[1] % seq == 0 else 1)
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         return self.batch * self.seq
 
     def split(self, x: Any) -> Any:
         """[..., *rest] -> [parts, rows of a part, *rest]."""
         rest = x.shape[len(self.shape) :]
-        if self.count == 1:
+        if self.total == 1:
             return x.reshape(1, -1, *rest)
         if self.seq == 1:
             x = x.reshape(self.batch, -1, *rest)
             return constrain(x, "batch", *[None] * (x.ndim - 1), name="linear_cross_entropy's rows")
         x = x.reshape(self.batch, -1, self.seq, self.shape[1] // self.seq, *rest).swapaxes(1, 2)
         x = constrain(x, "batch", "seq", *[None] * (x.ndim - 2), name="linear_cross_entropy's rows")
-        return x.reshape(self.count, -1, *rest)
+        return x.reshape(self.total, -1, *rest)
 
     def join(self, x: Any) -> Any:
         """[parts, rows of a part] -> the shape of the labels."""

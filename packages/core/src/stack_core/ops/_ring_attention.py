@@ -336,10 +336,12 @@ class _Ring:
             weight = jnp.where(found.lse == -jnp.inf, 0, jnp.exp(found.lse - finite))
             inner = jnp.sum(of_whole.output * (found.output - whole.output), axis=-1)
             cotangents = _Softmax(of_whole.output * weight[..., None], weight * (inner + of_whole.lse))
-            return tuple(x.astype(dtype) for x in vjp(cotangents))
+            of_query, of_key, of_value = (x.astype(dtype) for x in vjp(cotangents))
+            return of_query, of_key, of_value
 
         def nothing() -> tuple[Any, Any, Any]:
-            return tuple(jnp.zeros(x.shape, dtype) for x in (part.query, other.key, other.value))
+            of_query, of_key, of_value = (jnp.zeros(x.shape, dtype) for x in (part.query, other.key, other.value))
+            return of_query, of_key, of_value
 
         seen = self.visible(part, theirs, place)
         return self.if_visible(gradients, nothing, (part, other, whole, of_whole, place), seen)

@@ -81,7 +81,7 @@ def _row(row: Row, call: LabCall, implementation: str) -> Row:
         return dataclasses.replace(row, status="refused", reason=_reason(error, implementation))
     except Exception as error:  # compilers fail in any way; the next call may do better
         return dataclasses.replace(row, status="failed", reason=f"{type(error).__name__}: {error}"[:500])
-    usage, text = usage_of(compiled.as_text(), printed), None
+    usage, text = usage_of(compiled.as_text() or "", printed), None
     if registries.ops[row.name].is_opaque and not usage.kernels:
         text = "the program calls no kernel: something else was compiled"
     memory = compiled.memory_analysis()

@@ -35,7 +35,7 @@ def linear_cross_entropy(
     weight = dequantize(weight, hidden.dtype)
     vocab = weight.shape[1]
     parts = RowParts.of(labels)
-    divided = divide(labels.size // parts.count, vocab, hidden.dtype, config)
+    divided = divide(labels.size // parts.total, vocab, hidden.dtype, config)
     loss = Loss(products, vocab, *divided, weight.dtype, config.keeps_exponentials, **regularization)
     counted = labels != ignore_index
     shares = counted.astype(accurate_dtype(hidden.dtype))

@@ -92,14 +92,14 @@ def _print_lint(report: "StepReport") -> None:
     if lint is None:
         return
     table = Table("the largest collective of a parameter", "parameters of that shape", "MiB", "times", "loop")
-    rows: dict[tuple[object, ...], int] = {}
+    rows: dict[tuple[str, int, int, str], int] = {}
     for found in lint.largest.values():
         if found is not None:
             size = max(array.bytes for array in found.arrays)
             key = (found.kind, size, found.times, found.loops[-1] if found.loops else "")
             rows[key] = rows.get(key, 0) + 1
     for (kind, size, times, loop), count in sorted(rows.items(), key=lambda row: -row[0][1])[:_MOST_ROWS]:
-        table.add_row(str(kind), f"{count}", f"{size / 2**20:,.1f}", f"{times:,}", str(loop))
+        table.add_row(kind, f"{count}", f"{size / 2**20:,.1f}", f"{times:,}", loop)
     Console(file=sys.stdout).print(table)
     print(f"  parameters that every device holds whole: {lint.replicated_bytes / 2**20:,.1f} MiB")
     for fault in lint.faults[:_MOST_ROWS]:

@@ -18,7 +18,7 @@ from stack_train.nn.residual import Hidden, Rows
 __all__ = ["Attention", "GroupedAttention", "Mixer", "Rope"]
 
 _HEADS, _KV_HEADS = ("batch", "seq", "act_heads", None), ("batch", "seq", "act_kv_heads", None)
-_AXES: Final = {"query": _HEADS, "key": _KV_HEADS, "value": _KV_HEADS}
+_AXES: Final[dict[str, LogicalAxes]] = {"query": _HEADS, "key": _KV_HEADS, "value": _KV_HEADS}
 """The logical axes of the operands of `ops.attention`."""
 
 

@@ -7,7 +7,7 @@ tokens one by one does not notice, nor does XLA when rows and tokens become one 
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -35,7 +35,7 @@ def attend(
     value: Float[Array, "batch seq kv_heads value_dim"],
     *,
     segment_ids: Int[Array, "batch seq"] | None,
-    axes: dict[str, LogicalAxes],
+    axes: Mapping[str, LogicalAxes],
     context_keys: ContextKeys = "ring",
     sinks: Float[Array, " heads"] | None = None,
     **options: Any,
@@ -51,12 +51,15 @@ def attend(
             query, key, value, causal=True, segment_ids=segment_ids, sinks=sinks, axes=axes, **options
         )
         return output
-    arguments = [(query, axes["query"]), (key, axes["key"]), (value, axes["value"])]
-    optional = {"segment_ids": (segment_ids, ("batch", "seq")), "sinks": (sinks, (axes["query"][2],))}
+    arguments: list[tuple[Any, LogicalAxes]] = [(query, axes["query"]), (key, axes["key"]), (value, axes["value"])]
+    optional: dict[str, tuple[Any, LogicalAxes]] = {
+        "segment_ids": (segment_ids, ("batch", "seq")),
+        "sinks": (sinks, (axes["query"][2],)),
+    }
     given = {name: found for name, found in optional.items() if found[0] is not None}
 
     def of_device(query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> jax.Array:
-        named = dict(zip(given, more, strict=True))
+        named: dict[str, Any] = dict(zip(given, more, strict=True))
         if context_keys == "gathered":
             return _with_gathered_keys(query, key, value, **named, **options)
         found: Any = ops.ring_attention(query, key, value, axis_name=_axis(_SHARED), causal=True, **named, **options)
@@ -80,14 +83,14 @@ def _with_gathered_keys(
 
     keys, values = whole(key), whole(value)
     of_keys = None if segment_ids is None else whole(segment_ids)
-    device, outputs = lax.axis_index(axis), []
+    device, outputs = lax.axis_index(axis), list[jax.Array]()
     for rows, start in (
         (slice(0, half), device * half),
         (slice(half, None), (2 * devices - 1 - device) * half),
     ):
-        pair = None if segment_ids is None else (segment_ids[:, rows], of_keys)
+        pair: Any = None if segment_ids is None else (segment_ids[:, rows], of_keys)
         offset = jnp.broadcast_to(start, query.shape[:1])
-        found = ops.attention(
+        found: Any = ops.attention(
             query[:, rows], keys, values, causal=True, query_offset=offset, segment_ids=pair, **options
         )
         outputs.append(found)

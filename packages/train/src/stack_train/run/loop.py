@@ -63,7 +63,8 @@ class _Dispatched:
     @property
     def is_done(self) -> bool:
         """Whether the device has nothing left to do for it."""
-        return all(leaf.is_ready() for leaf in jax.tree.leaves(self.metrics) if isinstance(leaf, jax.Array))
+        arrays: list[Any] = [leaf for leaf in jax.tree.leaves(self.metrics) if isinstance(leaf, jax.Array)]
+        return all(array.is_ready() for array in arrays)  # which JAX's annotation of arrays lacks
 
 
 @dataclass

@@ -63,8 +63,10 @@ class Cell:
 
 
 def implementations() -> list[str]:
-    """Those that core and stack-kernels register, "op/name"."""
-    return sorted(entry.name for entry in registries.ops.entries() if entry.provider in ("core", "kernels"))
+    """Those that core and stack-kernels register of ops that the laboratory has calls of, "op/name"."""
+    of_calls = {call.op for call in CALLS}
+    registered = (entry.name for entry in registries.ops.entries() if entry.provider in ("core", "kernels"))
+    return sorted(name for name in registered if name.partition("/")[0] in of_calls)
 
 
 def this_processor() -> dict[str, Any]:

@@ -165,7 +165,7 @@ def test_ppo_finds_what_a_reward_model_learned_from_pairs(folder):
     first, *_, last = evaluations("runs/letters-ppo")
     assert last["reward"] > first["reward"]
     samples = [json.loads(line) for line in Path("runs/letters-ppo/samples.jsonl").read_text().splitlines()]
-    worth = [each["facts"]["worth"] for each in samples if each["step"] == 200]
+    worth = [each["facts"]["worth"] for each in samples if each["step"] == 150]
     assert np.mean(worth) >= 24  # of the 28 that the best answer is worth; answers to start from are worth 14
 
 

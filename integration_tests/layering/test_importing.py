@@ -7,7 +7,7 @@ from pathlib import Path
 
 # Third-party modules come first: what they do on import is theirs to answer for.
 WATCH = """
-import importlib, logging, os, signal, sys, warnings
+import importlib, importlib.util, logging, os, signal, sys, warnings
 import jax
 from jax._src import xla_bridge  # jax has no public way to ask this without starting its devices
 
@@ -30,7 +30,8 @@ def state():
 
 others, ours = (filter(None, names.split(",")) for names in sys.argv[1:])
 for name in others:
-    importlib.import_module(name)
+    if importlib.util.find_spec(name.partition(".")[0]):  # what an extra brings need not be there
+        importlib.import_module(name)
 before = state()
 for name in ours:
     importlib.import_module(name)

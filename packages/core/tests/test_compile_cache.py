@@ -18,7 +18,8 @@ print("/jax/compilation_cache/cache_hits" in hits)
 
 
 def _run(cache: Path, **environment: str) -> str:
-    variables = {**os.environ, "XDG_CACHE_HOME": str(cache), "JAX_PLATFORMS": "cpu", **environment}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    variables = {**inherited, "XDG_CACHE_HOME": str(cache), "JAX_PLATFORMS": "cpu", **environment}
     process = subprocess.run([sys.executable, "-c", PROGRAM], env=variables, capture_output=True, text=True, check=True)
     assert not process.stderr
     return process.stdout.strip()

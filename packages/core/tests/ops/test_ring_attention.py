@@ -41,7 +41,6 @@ def test_on_eight_devices(checks: str) -> None:
         ({"window": (1, -1)}, ArgumentError, "window is"),
         ({"kv_heads": 3}, ShapeError, "4 heads and key has 3 kv_heads"),
         ({"axis_name": "contexts"}, ArgumentError, "axis_name is 'contexts'.* bound by jax.shard_map: 'context'"),
-        ({"segment_ids": (1, 2, 3)}, ArgumentError, "segment_ids has 3 arrays"),
     ],
 )
 def test_arguments_that_do_not_fit(changes: dict[str, Any], kind: type[Exception], expected: str) -> None:

@@ -124,8 +124,9 @@ def test_half_of_a_change_does_not_stay(journal):
 
     with pytest.raises(KeyboardInterrupt):
         journal.append_all("a", entries())
+    journal._database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1000)
     with pytest.raises(JournalError, match="cannot be written"):
-        journal.append_all("a", [("1", b""), (object(), b"")])  # SQLite refuses the second
+        journal.append_all("a", [("1", b""), (None, bytes(2000))])  # SQLite refuses the second
     assert journal.read() == [] and journal.append("a", b"", key="1")
 
 

@@ -21,7 +21,7 @@ def test_there_and_back(make_checkpoint, tmp_path, capsys):
     [
         ("run", "other", "one of the two is a run directory"),
         ("hf:a", "hf:b", "one of the two is a run directory"),
-        ("hg:a", "run", "Unknown model format 'hg' in 'hg:a'. Known: hf"),
+        ("hg:a", "run", "Unknown model format 'hg' in 'hg:a'. Known: gguf, hf, peft"),
         ("hf:nothing", "run", "config.json cannot be read"),
         ("nothing", "hf:back", "holds no run"),
     ],

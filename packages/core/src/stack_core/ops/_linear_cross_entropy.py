@@ -15,6 +15,7 @@ from stack_core.ops._check import Axes, check_floating, check_known, check_posit
 from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._dispatch import dispatch
+from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._op import Op, OpAxes
 from stack_core.ops._picked import picked
 from stack_core.ops._plain import is_plain
@@ -112,6 +113,7 @@ def _reference(
     chunks = _chunks(part_rows, vocab)
     hidden_chunks = _split_rows(parts.split(hidden), chunks, fill=0)
     label_chunks = _split_rows(parts.split(labels), chunks, fill=ignore_index)
+    hidden_chunks, head, label_chunks = vary_alike(hidden_chunks, head, label_chunks)
     if reduction == "none":
         losses = _map_rows(row_losses, hidden_chunks, head, label_chunks)
         return parts.join(jnp.moveaxis(losses, 0, 2).reshape(parts.total, -1)[:, :part_rows]), {}
@@ -192,7 +194,7 @@ def _total_forward(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunk
 
     parts = hidden_chunks.shape[1]
     zeros = jax.tree.map(lambda x: jnp.zeros((parts, *x.shape), accumulator), head)
-    start = jnp.zeros((parts,), accumulator), zeros
+    start = vary_alike((jnp.zeros((parts,), accumulator), zeros), hidden_chunks)[0]
     (totals, of_heads), of_hidden = lax.scan(add_chunk, start, (hidden_chunks, label_chunks))
     of_head = jax.tree.map(lambda gradients, x: jnp.sum(gradients, axis=0).astype(x.dtype), of_heads, head)
     return jnp.sum(totals), (of_hidden, of_head)

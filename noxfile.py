@@ -168,7 +168,7 @@ def clients(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def quickstart(session: nox.Session) -> None:
-    """Trains a small model on real text, kills and resumes it, generates, profiles, quantizes, serves."""
+    """Trains a small model on real text, kills, resumes and aligns it, profiles, quantizes, serves."""
     _install(session, *PACKAGES)
     session.run("python", "examples/quickstart.py", *session.posargs)
 

@@ -1,4 +1,4 @@
-"""Trains a small Llama on the standard library, kills and resumes it; generates, profiles, quantizes, serves, exports.
+"""Trains a small Llama on the standard library, kills, resumes and aligns it; profiles, quantizes, serves, exports.
 
     python examples/quickstart.py [DIRECTORY]
 
@@ -6,6 +6,8 @@ Everything runs on the CPU, in about three minutes; the run stays in DIRECTORY, 
 """
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,10 +15,13 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 CONFIG = Path(__file__).with_name("quickstart.yaml")
+ALIGN = Path(__file__).with_name("quickstart_align.yaml")
 STACK = (sys.executable, "-m", "stack_core.cli")
 PROMPT = "def read_file(path):\n"
+NAMES = ("open", "close", "read", "write", "parse", "format", "copy", "send", "find", "remove", "load", "check")
 POLL_S = 0.1
 
 
@@ -35,20 +40,23 @@ def main() -> None:
     say("3. Generate.")
     generate(directory)
 
-    say("4. Look where the time of steps 400 to 404 went.")
+    say("4. Align it: reward functions that begin with a docstring, and learn from what the model writes (GRPO).")
+    align(directory, directory.with_name("run-aligned"))
+
+    say("5. Look where the time of steps 400 to 404 went.")
     trace = directory / "profile"
     subprocess.run([*STACK, "profile", "ops", str(trace), "--by", "category"], check=True)
     subprocess.run([*STACK, "profile", "report", str(trace), "--out", str(directory / "profile.html")], check=True)
 
-    say("5. Quantize to 8 bits, and generate from that.")
+    say("6. Quantize to 8 bits, and generate from that.")
     quantized = directory.with_name("run-w8a8")
     subprocess.run([*STACK, "quantize", str(directory), "--recipe", "w8a8", "--out", str(quantized)], check=True)
     generate(quantized)
 
-    say("6. Serve that over HTTP, and ask as OpenAI's clients do.")
+    say("7. Serve that over HTTP, and ask as OpenAI's clients do.")
     serve(quantized)
 
-    say("7. Export how likely the model finds a text, as a bundle that core and serve open alone.")
+    say("8. Export how likely the model finds a text, as a bundle that core and serve open alone.")
     export(directory, directory.with_name("scores"))
 
     say(
@@ -62,6 +70,25 @@ def generate(directory: Path) -> None:
     print(PROMPT, end="", flush=True)
     options = ("--max-tokens", "50", "--temperature", "0.7")
     subprocess.run([*STACK, "generate", str(directory), "--prompt", PROMPT, *options], check=True)
+
+
+def align(directory: Path, aligned: Path) -> None:
+    parts = {"source": NAMES[:-4], "held_out": NAMES[-4:]}
+    environment = []
+    for part, names in parts.items():
+        path = directory.with_name(f"{part}.jsonl")
+        prompts = (f"def {name}_{what}(self, {what}):\n" for name in names for what in ("file", "name", "data"))
+        path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        environment += [f"--data.environment.{part}", str(path)]
+    rewarded = {**os.environ, "PYTHONPATH": str(ALIGN.parent)}  # where the reward is found
+    command = [*STACK, "train", str(ALIGN), "--run.init_from", str(directory), "--output", str(aligned), *environment]
+    subprocess.run(command, check=True, env=rewarded)
+    generate(aligned)
+
+
+def documented(completion: Any) -> float:
+    """The reward: 1 for a function that begins with a docstring, which has a word."""
+    return float(re.match(r'\s*"""[A-Z][a-z]', completion.text) is not None)
 
 
 def serve(directory: Path) -> None:

@@ -2,7 +2,7 @@
 
     python examples/quickstart.py [DIRECTORY]
 
-Everything runs on the CPU, in about three minutes; the run stays in DIRECTORY, or in a new temporary folder.
+Everything runs on the CPU, in about four minutes; the run stays in DIRECTORY, or in a new temporary folder.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A decoder: an embedding, layers, a head. An architecture says what its layers are, as a tuple of values."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -242,26 +242,27 @@ class Decoder(nnx.Module):
           ShapeError: more tokens than `max_positions`, or segments together with a cache.
         """
         self._check(tokens, segment_ids, cache)
+
+        # Defined here, as its qualified name is all that a loop's operations keep of the decoder's stack, for profiles.
+        def run(block: Block, stream: ResidualStream, rows: Rows, layer_cache: Any) -> tuple[Any, Any]:
+            stream, layer_cache, said = block(stream, rows, cache, layer_cache)
+            return stream.joined() if cache is None else stream, (layer_cache, said)  # a backward pass keeps each
+
         if cache is not None:
-            return self._run(tokens, positions, None, cache)
+            return self._outputs(run, tokens, Rows(positions, None), cache)
         segment_ids = None if segment_ids is None else to_zigzag(segment_ids)
         tokens, positions = to_zigzag(tokens), to_zigzag(positions)
         with shared_rows():
-            outputs = self._run(tokens, positions, segment_ids, None)
+            outputs = self._outputs(run, tokens, Rows(positions, segment_ids), None)
         return replace(outputs, hidden=from_zigzag(outputs.hidden))
 
-    def _run(
-        self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array | None, cache: KVCache | None
+    def _outputs(
+        self, run: Callable[..., tuple[Any, Any]], tokens: jax.Array, rows: Rows, cache: KVCache | None
     ) -> Outputs:
         config = self.config
         kept: list[list[Any]] = []
         facts: list[list[Facts]] = []
         x = self._embedded(tokens)
-
-        def run(block: Block, stream: ResidualStream, rows: Rows, layer_cache: Any) -> tuple[Any, Any]:
-            stream, layer_cache, said = block(stream, rows, cache, layer_cache)
-            return stream.joined() if cache is None else stream, (layer_cache, said)  # a backward pass keeps each
-
         stream = ResidualStream(x, None if cache is None else jnp.zeros_like(x))
         for number, period in enumerate(self.blocks):
             stream, outputs = scan_layers(
@@ -269,7 +270,7 @@ class Decoder(nnx.Module):
                 list(period),
                 stream,
                 [None] * len(period) if cache is None else cache.layers[number],
-                per_row=Rows(positions, segment_ids),
+                per_row=rows,
                 remat=config.remat,
                 unroll=config.unroll and cache is None,  # a loop updates a cache in place
                 moves=cache is None,
@@ -281,7 +282,7 @@ class Decoder(nnx.Module):
         further: tuple[jax.Array, ...] = ()
         if cache is None and self.further is not None:
             check_whole_sequence("A layer that predicts later tokens")
-            further, said = self._further(self.further, hidden, tokens, Rows(positions, segment_ids))
+            further, said = self._further(self.further, hidden, tokens, rows)
             facts.append([said])
         cache = None if cache is None else cache.advance(kept, tokens.shape[1])
         return Outputs(hidden, cache, further, _facts_of(facts))

@@ -42,10 +42,15 @@ def no_devices(monkeypatch):
         monkeypatch.setattr(jax, name, functools.partial(pytest.fail, f"jax.{name} was asked"))
 
 
-@pytest.mark.usefixtures("no_devices")
+# Megablox asks which TPU is there, as the oldest multiply no bf16.
+ASKS = {"ragged_dot"}
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("kind", ["v5p", "v6e", "h200"])
-def test_an_accelerator_gets_nothing_that_is_for_cpus(op, kind):
+def test_an_accelerator_gets_nothing_that_is_for_cpus(op, kind, request):
+    if op not in ASKS or kind == "h200":
+        request.getfixturevalue("no_devices")
     assert not {f"{op}/{name}" for name in chosen(op, registries.chips[kind])} & set(FOR_CPUS)
 
 

@@ -62,3 +62,17 @@ def test_a_copy_of_a_parameter_that_no_axis_splits_is_summed_whole_rightly() -> 
     collective = Collective("all-reduce", 1, (), (array,), tuple(range(8)), "", "all-reduce.1")
     head = LintedParameter(name="lm_head", shape=(16, 56), part=(16, 56), layers=False, bytes=4)
     assert [fault.kind for fault in lint_program([collective], [head]).faults] == ["replicated"]
+
+
+def test_a_collective_of_the_head_is_none_of_the_embedding_which_has_its_axes_the_other_way_around() -> None:
+    head = LintedParameter(name="lm_head", shape=(16, 56), part=(2, 56), layers=False, bytes=4)
+    embedding = LintedParameter(name="embedding", shape=(56, 16), part=(56, 2), layers=False, bytes=4)
+
+    def summed(*dims: int) -> Collective:
+        return Collective("all-reduce", 1, (), (ArrayShape("f32", dims),), tuple(range(8)), "", "all-reduce.1")
+
+    found = lint_program([summed(16, 56), summed(56, 2)], [head, embedding])
+    assert [fault.parameters for fault in found.faults] == [("lm_head",)]
+    assert found.largest["embedding"] is None
+    (alone,) = lint_program([summed(16, 56)], [embedding]).faults  # a product may give a gradient transposed
+    assert alone.parameters == ("embedding",)

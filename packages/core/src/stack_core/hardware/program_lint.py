@@ -180,11 +180,17 @@ def _by_shape(parameters: Iterable[LintedParameter]) -> list[tuple[LintedParamet
 def _matching(
     dims: Sequence[int], by_shape: Sequence[tuple[LintedParameter, ...]]
 ) -> Iterator[tuple[LintedParameter, ...]]:
-    return (group for group in by_shape if _layers_in(dims, group[0]) is not None)
+    """Those whose axes the array has in their order; only where there are none, those that it may be a transpose of."""
+    in_order = [group for group in by_shape if _layers_in(dims, group[0], transposed=False) is not None]
+    yield from in_order or (group for group in by_shape if _layers_in(dims, group[0]) is not None)
 
 
-def _layers_in(dims: Sequence[int], parameter: LintedParameter) -> int | None:
-    """How many layers of a parameter an array holds, more than a device's part of one; None if it holds none."""
+def _layers_in(dims: Sequence[int], parameter: LintedParameter, *, transposed: bool = True) -> int | None:
+    """How many layers of a parameter an array holds, more than a device's part of one; None if it holds none.
+
+    Args:
+      transposed: the array's axes may stand in another order than the parameter's.
+    """
     layers = parameter.shape[0] if parameter.layers else 1
     axes = list(zip(parameter.shape, parameter.part, strict=True))[1 if parameter.layers else 0 :]
     if len(axes) < 2:  # vectors of any meaning have the same shape
@@ -194,7 +200,7 @@ def _layers_in(dims: Sequence[int], parameter: LintedParameter) -> int | None:
         wanted = [*([(count, count)] if count > 1 else []), *((size, part) for size, part in axes if size > 1)]
         if len(wanted) == len(sizes) and any(
             all(size % part == 0 and whole % size == 0 for size, (whole, part) in zip(order, wanted, strict=True))
-            for order in itertools.permutations(sizes)
+            for order in (itertools.permutations(sizes) if transposed else [sizes])
         ):
             own = math.prod(part for _, part in axes) * count
             return count if math.prod(sizes) > own or not parameter.is_split else None

@@ -205,6 +205,12 @@ def test_groups_in_every_form(groups):
         ("f32[4,4]{1,0} reduce-scatter(%x), replica_groups={{0,1,2,3}}, dimensions={0}", "reduce-scatter", 256, 192),
         ("f32[16,4]{1,0} all-reduce(%x), replica_groups={{0,1,2,3}}", "all-reduce", 256, 384),
         ("f32[16,4]{1,0} all-to-all(%x), replica_groups={{0,1}}", "all-to-all", 256, 128),
+        (
+            "f32[32,4]{1,0} ragged-all-to-all(%x, %room, %t, %t, %t, %t), replica_groups={{0,1,2,3}}",
+            "ragged-all-to-all",
+            256,
+            192,
+        ),
         ("f32[16,4]{1,0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}", "collective-permute", 256, 256),
         (
             "(f32[16,4]{1,0}, f32[64,4]{1,0}) all-gather-start(%x), replica_groups=[1,4]<=[4], dimensions={0}",
@@ -215,7 +221,12 @@ def test_groups_in_every_form(groups):
     ],
 )
 def test_bytes_of_collectives(line, kind, array_bytes, sent_bytes):
-    module = module_of("%x = f32[16,4]{1,0} parameter(0)", f"ROOT %y = {line}")
+    module = module_of(
+        "%x = f32[16,4]{1,0} parameter(0)",
+        "%room = f32[32,4]{1,0} parameter(1)",
+        "%t = s32[8]{0} parameter(2)",
+        f"ROOT %y = {line}",
+    )
     (found,) = collectives(module, 4)
     assert (found.kind, found.array_bytes, found.sent_bytes) == (kind, array_bytes, sent_bytes)
 

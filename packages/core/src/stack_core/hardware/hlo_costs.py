@@ -32,10 +32,12 @@ class Collective:
     """A collective instruction, as every device runs it.
 
     Attributes:
-      kind: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast".
+      kind: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+        "collective-broadcast".
       times: executions in one run of the program.
       loops: names of the loops around it, outermost first.
-      arrays: those it makes, or for a reduce-scatter those it takes: the larger side.
+      arrays: those it makes, or for a reduce-scatter those it takes: the larger side. Of a ragged all-to-all, the rows
+        that a device has, of which it sends those that the sizes say.
       group: places in the program's list of devices that talk to each other, the first of several such groups.
       op_name: where the program asked for it.
       runner: the name of the instruction under which a device runs it, see `stack_core.hardware.hlo.Execution`.
@@ -161,6 +163,8 @@ def collectives(module: Module, device_count: int) -> tuple[Collective, ...]:
         arrays = tuple(shape for operand in operands for shape in operand.shapes)
         if kind == "all-gather":
             arrays = _gathered(instruction, arrays, len(group))
+        elif kind == "ragged-all-to-all":
+            arrays = arrays[:1]  # the others are the buffer that they are written to, and tables of places and sizes
         if len(group) > 1:
             name, runner = instruction.op_name, execution.runner
             found.append(Collective(kind, execution.times, execution.loops, arrays, group, name, runner))

@@ -10,6 +10,7 @@ _OPS: dict[str, str] = {
     "attention/cudnn": "attention.cudnn:CUDNN",
     "attention/splash": "attention.splash:SPLASH",
     "attention/xla_cpu": "attention.xla_cpu:XLA_CPU",
+    "exchange/ragged_all_to_all": "exchange.ragged_all_to_all:RAGGED_ALL_TO_ALL",
     "gated_linear_unit/jit_amx": "jit_cpu.gated_linear_unit.jit_amx:JIT_AMX",
     "gated_linear_unit/jit_x86": "jit_cpu.gated_linear_unit.jit_x86:JIT_X86",
     "gated_linear_unit/jit_x86_wide": "jit_cpu.gated_linear_unit.jit_x86_wide:JIT_X86_WIDE",

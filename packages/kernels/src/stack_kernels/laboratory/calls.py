@@ -75,7 +75,7 @@ def _linear_attention() -> dict[str, Any]:
 
 
 _HIDDEN, _DECODED, _UP = _floats(_TOKENS, _EMBED), _floats(_ROWS, _EMBED), _floats(_EMBED, _MLP)
-_BY_DEVICE = PartitionSpec(AXIS)
+_BY_DEVICE, _BY_SEQUENCE = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
 
 CALLS: tuple[LabCall, ...] = (
     LabCall("attention", "causal", _attention(_TOKENS, _TOKENS), {"causal": True}, ("query", "key", "value")),
@@ -135,6 +135,14 @@ CALLS: tuple[LabCall, ...] = (
         {"axis_name": AXIS, "out_rows": 64},
         ("x",),
         ((_BY_DEVICE, _BY_DEVICE), _BY_DEVICE),
+    ),
+    LabCall(
+        "ring_attention",
+        "causal",
+        _attention(_TOKENS, _TOKENS),
+        {"axis_name": AXIS, "causal": True},
+        ("query", "key", "value"),
+        ((_BY_SEQUENCE, _BY_SEQUENCE, _BY_SEQUENCE), _BY_SEQUENCE),
     ),
 )
 

@@ -9,6 +9,7 @@ __all__ = ["INTERPRETABLE", "interpreted"]
 
 INTERPRETABLE = {
     "attention/splash": "attention.splash:splash",
+    "exchange/ragged_all_to_all": "exchange.ragged_all_to_all:ragged_all_to_all",
     "linear/mosaic_tpu": "linear.mosaic_tpu:mosaic_tpu",
     "norm/mosaic_tpu": "norm.mosaic_tpu:mosaic_tpu",
     "paged_attention/mosaic_tpu": "paged_attention.mosaic_tpu:mosaic_tpu",

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import Distribution
 
-from stack_core.doctor import accelerators, backend, environment, packages, resources
+from stack_core.doctor import accelerators, backend, environment, network, packages, resources
 from stack_core.doctor.findings import STATUSES, Finding, Status, worst
 from stack_core.plugins import plugins, registries
 
@@ -33,6 +33,7 @@ def diagnose(*, timeout_s: float = 90.0) -> Iterator[Finding]:
         "memory pages": lambda: resources.page_findings(os.environ),
         "caches": lambda: resources.cache_findings(os.environ),
         "clock": resources.clock_findings,
+        "network": network.network_findings,
         "jax": lambda: _jax_findings(timeout_s, distributions),
     }
     for check, look in checks.items():

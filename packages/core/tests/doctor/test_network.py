@@ -1,0 +1,24 @@
+"""Where collectives of CPUs listen is told, since whoever reaches it can speak to them."""
+
+import pytest
+
+from stack_core.doctor.network import network_findings
+
+
+@pytest.mark.parametrize(
+    ("address", "status", "advice"),
+    [("127.0.1.1", "ok", ""), ("10.1.2.3", "note", "Run clusters in a network that only their hosts reach.")],
+)
+def test_the_address_of_the_hosts_name_is_told(address, status, advice):
+    (finding,) = network_findings("here", lambda name: address)
+    assert (finding.check, finding.status, finding.advice) == ("network", status, advice)
+    assert finding.found.startswith(f"this host's name, here, leads to {address}")
+
+
+def test_a_name_without_an_address_is_told_with_the_remedy():
+    def resolve(name):
+        raise OSError("Name or service not known")
+
+    (finding,) = network_findings("nowhere", resolve)
+    assert finding.status == "note"
+    assert "/etc/hosts" in finding.advice

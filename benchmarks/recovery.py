@@ -3,9 +3,9 @@
     nox -s bench -- recovery --kills 5 --ray-python ENVIRONMENT/bin/python
 
 The same small steps over two processes of this machine; a random worker is killed with SIGKILL at a random step.
-"Workers again" is when the first new process begins, "training again" when the first new step is done, both from the
-kill, by what the workers write to a file. Without `--ray-python`, an interpreter with ray[train] and jax, Ray is left
-out.
+"Noticed" is when the worker that was left is ended too, "workers again" when the first new process begins, "training
+again" when the first new step is done: all from the kill, by the processes themselves and what they write to a file.
+Without `--ray-python`, an interpreter with ray[train] and jax, Ray is left out.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from report import RESULTS, circumstances, table, write
 
 PEERS = Path(__file__).parent / "peers"
 STEPS_BETWEEN = 20
+MEASURED = ("noticed", "workers again", "training again")
 RUN = """
 import sys
 from pathlib import Path
@@ -50,12 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [
         [
             name,
-            str(len(times["training again"])),
-            *(spread(times[what]) for what in ("workers again", "training again")),
+            str(len(times["noticed"])),
+            *(spread(times[what]) for what in MEASURED),
         ]
         for name, times in found.items()
     ]
-    lines = table(["", "kills", "workers again, s", "training again, s"], rows)
+    lines = table(["", "kills", *(f"{what}, s" for what in MEASURED)], rows)
     around = circumstances()
     title = f"Recovery from a killed worker, {around['date']}, {around['machine']['cpus']} CPUs; median (least-most)"
     write(RESULTS, "recovery", {**around, "seconds": found}, "\n".join([title, "", *lines, ""]))
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measured(command: Sequence[str], kills: int) -> dict[str, list[float]]:
     """Seconds from each kill, by what they are until."""
     generator = random.Random(0)
-    times: dict[str, list[float]] = {"workers again": [], "training again": []}
+    times: dict[str, list[float]] = {what: [] for what in MEASURED}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(PEERS)}
@@ -76,9 +77,10 @@ def measured(command: Sequence[str], kills: int) -> dict[str, list[float]]:
             at_step = number * STEPS_BETWEEN + generator.randint(5, 15)
             log.wait(lambda notes, at_step=at_step: any(note.get("step", 0) >= at_step for note in notes))
             rank = generator.randrange(2)
-            pid = [note["pid"] for note in log.notes() if note["event"] == "start" and note["rank"] == rank][-1]
-            os.kill(pid, signal.SIGKILL)
+            killed, left = log.pid_of(rank), log.pid_of(1 - rank)
+            os.kill(killed, signal.SIGKILL)
             killed_s = time.time()
+            times["noticed"].append(when_ended(left) - killed_s)
             for what, event in (("workers again", "start"), ("training again", "step")):
                 times[what].append(log.wait_for_new(event, after_s=killed_s) - killed_s)
         log.wait(lambda notes: sum(note["event"] == "done" for note in notes) >= 2)
@@ -99,6 +101,10 @@ class Log:
             return []
         return [json.loads(line) for line in self.path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
+    def pid_of(self, rank: int) -> int:
+        """The process that has a rank now."""
+        return [note["pid"] for note in self.notes() if note["event"] == "start" and note["rank"] == rank][-1]
+
     def wait(self, condition: Callable[[list[dict[str, Any]]], bool], limit_s: float = 600.0) -> None:
         until_s = time.monotonic() + limit_s
         while not condition(self.notes()):
@@ -114,6 +120,20 @@ class Log:
 
         self.wait(lambda notes: bool(new(notes)))
         return new(self.notes())[0]["time"]
+
+
+def when_ended(pid: int, limit_s: float = 120.0) -> float:
+    """When a process of another's is gone, or only its exit code is left."""
+    until_s = time.time() + limit_s
+    while time.time() < until_s:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return time.time()
+        if state == "Z":
+            return time.time()
+        time.sleep(0.002)
+    raise AssertionError(f"process {pid} still runs {limit_s:.0f} s after the other was killed")
 
 
 def spread(times: Sequence[float]) -> str:

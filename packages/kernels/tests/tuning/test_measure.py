@@ -154,3 +154,13 @@ def test_ratios_are_of_the_rounds_that_both_have() -> None:
     assert one.ratio_to(other).median == 2.0
     assert Timing((1.0,), (1.0,)).spread == 0.0
     assert Timing((1.0, 3.0), (1.0, 1.0)).spread == 1.0
+
+
+def test_a_turn_waits_once_for_a_device_that_computes_in_order(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[None] = []
+    monkeypatch.setattr(module.jax, "block_until_ready", waits.append)
+    for platform, calls in (("tpu", 1 + 2 * 10), ("cpu", 1 + 2)):
+        clock.log.clear(), waits.clear()
+        monkeypatch.setattr(module.jax, "default_backend", lambda platform=platform: platform)
+        measure({"a": clock.candidate("a", 1e-2)}, rounds=2, compiled=True)
+        assert (len(clock.log), len(waits)) == (calls, 1 + 2)

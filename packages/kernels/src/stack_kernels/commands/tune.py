@@ -3,6 +3,7 @@
 import contextlib
 import json as json_format
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,14 +22,18 @@ if TYPE_CHECKING:
 
 __all__ = ["tune"]
 
+_INTERRUPTED = 130
+_BUSY_CPUS = 0.25
+
 
 def tune(
     target: str | None = None,
     /,
     *,
     budget_s: float = 60.0,
-    out: Path | None = None,
+    tables: Path | None = None,
     again: Annotated[bool, Parameter(negative=())] = False,
+    clear: Annotated[bool, Parameter(negative=())] = False,
     merge: Annotated[list[Path] | None, Parameter(negative=(), consume_multiple=True)] = None,
     export: Path | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
@@ -36,39 +41,57 @@ def tune(
     """Choose ops by measurement: stack tune FILE.py:fn measures all that could compute the ops of fn(*example_args())
 
     example_args is a function beside fn that returns the tuple of its arguments; jax.ShapeDtypeStruct do. A function
-    without parameters needs none. Results are kept in the user's cache, where every later process finds them.
-    Without a function, lists what is known. Ctrl-C keeps what was measured and exits with status 130.
+    without parameters needs none. Results are kept in .stack/tuned, where processes that start in this directory find
+    them. Without a function, lists what is known. Ctrl-C keeps what was measured and exits with status 130.
 
     Args:
       target: the function to tune.
       budget_s: seconds to measure, compilations included.
-      out: keep the results in this file instead, for `stack_kernels.tuned`.
+      tables: keep the results in this folder instead; set STACK_TUNED_TABLES to it where they are to be used.
       again: measure also what was measured before.
+      clear: first delete the tables of the folder.
       merge: first take over the measurements of these files.
       export: then write all that is known of this chip there; in a folder, under the chip's name.
       json: print machine-readable results.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    if clear:
+        _clear(tables)
     if merge:
-        _merge(merge, out)
-    report = None
+        _merge(merge, tables)
+    status = 0
     if target is not None:
-        fn, arguments = named_function(target)
-        from stack_kernels.tuning.search import tune as search
-
-        with _progress() as progress:
-            report = search(fn, *arguments, budget_s=budget_s, out=out, again=again, progress=progress)
-    if export is not None:
-        table = _known_here(out)
+        status = _tuned(target, budget_s, tables, again=again, json=json)
+    if export is not None and status in (0, _INTERRUPTED):
+        table = _known_here(tables)
         table.write(export / table.chip.file_name if export.is_dir() else export)
+    if target is None:
+        _print_known(json=json)
+    if status:
+        sys.exit(status)
+
+
+def _tuned(target: str, budget_s: float, tables: Path | None, *, again: bool, json: bool) -> int:
+    """Measures in a child; in the child, measures."""
+    from stack_kernels.tuning.child import TRYING_VARIABLE, tune_in_child
+
+    if TRYING_VARIABLE not in os.environ:
+        options = [*(["--tables", str(tables)] if tables is not None else []), *(["--json"] if json else [])]
+        say = Console(stderr=True, highlight=False, soft_wrap=True, markup=False).print
+        return tune_in_child([target, *options], budget_s=budget_s, again=again, folder=tables, say=say)
+    fn, arguments = named_function(target)
+    from stack_core.hardware import current_chip
+    from stack_kernels.tuning.search import tune as search
+    from stack_kernels.tuning.tables import ChipName, own_table_path
+
+    out = own_table_path(ChipName.of(current_chip()), tables)
+    trying = Path(os.environ[TRYING_VARIABLE])
+    with _progress() as progress:
+        report = search(fn, *arguments, budget_s=budget_s, out=out, again=again, progress=progress, trying=trying)
     if json:
-        print(json_format.dumps(_record(report) if report else _records(), indent=2))
-    elif report:
-        _print(console, report)
+        print(json_format.dumps(_record(report), indent=2))
     else:
-        _print_known(console)
-    if report and report.interrupted:
-        sys.exit(130)
+        _print(Console(highlight=False, soft_wrap=True), report)
+    return _INTERRUPTED if report.interrupted else 0
 
 
 @contextlib.contextmanager
@@ -84,25 +107,39 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
-def _merge(files: Sequence[Path], out: Path | None) -> None:
-    from stack_kernels.tuning.tables import Table, user_table_path
+def _clear(folder: Path | None) -> None:
+    from stack_kernels.tuning.tables import HERE, Table
+
+    console = Console(highlight=False, soft_wrap=True, stderr=True)
+    for file in sorted((folder or HERE).glob("*.json")):
+        try:
+            Table.read(file)
+        except TuningError as error:
+            console.print(f"kept: {error}", markup=False)
+            continue
+        file.unlink()
+        console.print(f"deleted {file}", markup=False)
+
+
+def _merge(files: Sequence[Path], folder: Path | None) -> None:
+    from stack_kernels.tuning.tables import Table, own_table_path
 
     for file in files:
         table = Table.read(file)
-        path = user_table_path(table.chip) if out is None else out
+        path = own_table_path(table.chip, folder)
         known = Table.read(path) if path.exists() else Table(table.chip)
         known.merge(table).write(path)
 
 
-def _known_here(out: Path | None) -> "Table":
-    """All measurements of this chip: of a file, or of those that are read without being named."""
+def _known_here(folder: Path | None) -> "Table":
+    """All measurements of this chip: of a folder, or of those that are read without being named."""
     from stack_core.hardware import current_chip
     from stack_kernels.tuning.sources import known_tables
-    from stack_kernels.tuning.tables import ChipName, Table
+    from stack_kernels.tuning.tables import ChipName, Table, own_table_path
 
-    if out is not None:
-        return Table.read(out)
     name = ChipName.of(current_chip())
+    if folder is not None:
+        return Table.read(own_table_path(name, folder))
     tables = known_tables()
     if name not in tables:
         raise TuningError(f"Nothing was measured on {name}; `stack tune FILE.py:fn` measures.")
@@ -118,6 +155,9 @@ def _print(console: Console, report: "TuneReport") -> None:
             console.print(f"  {_described(found)}", markup=False, style="dim")
     ended = "interrupted, " if report.interrupted else "out of time, " if report.out_of_time else ""
     console.print(f"{ended}{report.duration_s:.1f} s -> {report.path}", markup=False)
+    if report.others_cpus is not None and report.others_cpus > _BUSY_CPUS:
+        told = f"Other programs used {report.others_cpus:.1f} processors meanwhile; measure again when they have ended."
+        console.print(told, markup=False, style="yellow")
 
 
 def _described(found: "Measurement") -> str:
@@ -137,6 +177,7 @@ def _record(report: "TuneReport") -> dict[str, Any]:
         "duration_s": report.duration_s,
         "interrupted": report.interrupted,
         "out_of_time": report.out_of_time,
+        "others_cpus": report.others_cpus,
         "calls": [_job_record(report, job) for job in report.jobs],
     }
 
@@ -175,8 +216,12 @@ def _records() -> list[dict[str, Any]]:
     return records
 
 
-def _print_known(console: Console) -> None:
+def _print_known(*, json: bool) -> None:
     records = _records()
+    if json:
+        print(json_format.dumps(records, indent=2))
+        return
+    console = Console(highlight=False, soft_wrap=True)
     for record in records:
         about = (
             record.get("error") or f"{record['chip']}: {record['cases']} cases, {record['measurements']} measurements"

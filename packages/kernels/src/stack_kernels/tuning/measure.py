@@ -1,5 +1,8 @@
 """Times several computations side by side, each to its completion and not to its dispatch.
 
+On a GPU or TPU, which computes in the order of the calls, a turn waits for its last call alone: the host hands over the
+next call while the device computes, so that what is timed is the device.
+
 They take turns, so that whatever slows the machine down for a while slows all of them alike. A round calls each once,
 in an order that changes from round to round; a call that is too short for the clock is repeated within its turn.
 """
@@ -19,6 +22,7 @@ K = TypeVar("K", bound=Hashable)
 
 _SHORTEST_TURN_S = 1e-3
 _MOST_CALLS_A_TURN = 1000
+_FEWEST_CALLS_IN_ORDER = 10
 _FEWEST_ROUNDS = 5
 _HOPELESS = 3.0
 
@@ -109,7 +113,10 @@ class Measured(Generic[K]):
 
 @dataclass
 class _Candidate:
+    """One computation; `in_order` says that its device computes calls one after another."""
+
     call: Callable[[], Any]
+    in_order: bool = False
     calls_a_turn: int = 1
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -121,12 +128,15 @@ class _Candidate:
         started_s = time.perf_counter()
         jax.block_until_ready(self.call())
         duration_s = max(time.perf_counter() - started_s, 1e-9)
-        self.calls_a_turn = min(max(math.ceil(_SHORTEST_TURN_S / duration_s), 1), _MOST_CALLS_A_TURN)
+        fewest = _FEWEST_CALLS_IN_ORDER if self.in_order else 1
+        self.calls_a_turn = min(max(math.ceil(_SHORTEST_TURN_S / duration_s), fewest), _MOST_CALLS_A_TURN)
 
     def take_turn(self) -> None:
         started_s, started_cpu_s = time.perf_counter(), time.process_time()
-        for _ in range(self.calls_a_turn):
-            jax.block_until_ready(self.call())
+        for number in range(self.calls_a_turn):
+            result = self.call()
+            if not self.in_order or number == self.calls_a_turn - 1:
+                jax.block_until_ready(result)
         wall_s, cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
         self.wall_s.append(wall_s / self.calls_a_turn)
         self.cpu_s.append(cpu_s / self.calls_a_turn)
@@ -161,6 +171,7 @@ def measure(
       on_round: called after each round, for progress.
     """
     end_s = time.perf_counter() + budget_s
+    in_order = jax.default_backend() != "cpu"
     warm: dict[K, _Candidate] = {}
     errors: dict[K, Exception] = {}
     interrupted = out_of_time = False
@@ -169,7 +180,7 @@ def measure(
             if time.perf_counter() >= end_s and warm:
                 out_of_time = True
                 break
-            candidate = _Candidate(call)
+            candidate = _Candidate(call, in_order)
             try:
                 candidate.warm_up(compiled=compiled)
             except Exception as error:  # What is measured may fail in any way, and costs only itself.

@@ -5,7 +5,7 @@ import datetime
 import importlib.metadata
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from stack_kernels.tuning.candidates import Candidate, Trial, candidates_of
 from stack_kernels.tuning.costs import estimate_s, roofline_s
 from stack_kernels.tuning.lookup import OneTable
 from stack_kernels.tuning.measure import measure
+from stack_kernels.tuning.neighbours import Neighbours
 from stack_kernels.tuning.shapes import shape_of
 from stack_kernels.tuning.sources import MEASURED
-from stack_kernels.tuning.tables import Case, ChipName, Measurement, Table, encoded_config, user_table_path
+from stack_kernels.tuning.tables import Case, ChipName, Measurement, Table, encoded_config, own_table_path
 
 __all__ = ["Job", "Progress", "TuneReport", "tune"]
 
@@ -79,6 +80,7 @@ class TuneReport:
       path: the file that holds it.
       interrupted: Ctrl-C ended it.
       out_of_time: the budget ended it.
+      others_cpus: processors that other programs used meanwhile, None where that cannot be known.
     """
 
     table: Table
@@ -87,6 +89,7 @@ class TuneReport:
     duration_s: float
     interrupted: bool = False
     out_of_time: bool = False
+    others_cpus: float | None = None
 
     def measured(self, job: Job) -> list[Measurement]:
         """All that is known of a job."""
@@ -100,6 +103,7 @@ def tune(
     out: Path | str | None = None,
     again: bool = False,
     progress: Progress | None = None,
+    trying: Path | None = None,
 ) -> TuneReport:
     """Measures what could compute the ops in `fn(*args)`, so that later calls get the fastest.
 
@@ -112,15 +116,17 @@ def tune(
     as far as it goes when the budget or Ctrl-C ends the search. What was measured before under the same minor version
     of JAX is not measured again.
 
-    What JAX has compiled stays as it is. What is traced later, in this process and in others, is chosen by the table;
-    one in a file of another name is for `tuned`.
+    What JAX has compiled stays as it is. What is traced later is chosen by the table, in this process and in those that
+    start in the same working directory; one in a file of another name is for `tuned`.
 
     Args:
       args: what `fn` takes; `jax.ShapeDtypeStruct`s do.
       budget_s: wall seconds, compilations included. What runs when they end is let finish.
-      out: the table's file, by default one for the chip in the user's cache, which is read without being named.
+      out: the table's file, by default one for the chip in `.stack/tuned` of the working directory, or in the folder
+        that `STACK_TUNED_TABLES` names.
       again: measure also what was measured before.
       progress: is told of each job.
+      trying: a file that holds what is being tried while it is, for whoever finds this process dead.
 
     Raises:
       TuningError: `fn` calls no op, or the table cannot be read or written.
@@ -128,11 +134,12 @@ def tune(
     started_s = time.perf_counter()
     chip = current_chip()
     name = ChipName.of(chip)
-    path = user_table_path(name) if out is None else Path(out)
+    path = own_table_path(name) if out is None else Path(out)
     table = Table.read(path) if path.exists() else Table(name)
     if table.chip != name:
         raise TuningError(f"{str(path)!r} is a table of {table.chip}, and this is {name}; name another file.")
-    search = _Search(table, path, chip, started_s + budget_s, again=again)
+    search = _Search(table, path, chip, started_s + budget_s, again=again, trying=trying)
+    neighbours = Neighbours()
     with use_chip(chip):
         jobs = sorted(_jobs(ops.explain(fn, *args)), key=lambda job: (not job.decides, -_weight_s(job, table, chip)))
         if not jobs:
@@ -150,7 +157,8 @@ def tune(
     if progress is not None:
         progress(len(jobs), len(jobs), "done")
     duration_s = time.perf_counter() - started_s
-    return TuneReport(search.table, path, tuple(jobs), duration_s, search.interrupted, search.out_of_time)
+    ended = (search.interrupted, search.out_of_time)
+    return TuneReport(search.table, path, tuple(jobs), duration_s, *ended, neighbours.cpus())
 
 
 def _with_choice(job: Job, chosen: Job) -> Job:
@@ -213,11 +221,13 @@ def _weight_s(job: Job, table: Table, chip: Chip) -> float:
 class _Search:
     """Measures job after job, and writes the table after each."""
 
-    def __init__(self, table: Table, path: Path, chip: Chip, end_s: float, *, again: bool) -> None:
+    def __init__(
+        self, table: Table, path: Path, chip: Chip, end_s: float, *, again: bool, trying: Path | None = None
+    ) -> None:
         self.table = table
         self.interrupted = False
         self.out_of_time = False
-        self._path, self._chip, self._end_s, self._again = path, chip, end_s, again
+        self._path, self._chip, self._end_s, self._again, self._trying = path, chip, end_s, again, trying
         self._versions = _versions()
 
     def run(self, job: Job, later: Sequence[Job]) -> Job:
@@ -249,7 +259,10 @@ class _Search:
         return replace(job, skipped=skipped)
 
     def _wanted(self, job: Job) -> list[Candidate]:
-        """What to measure: what is not known, beside what runs now, the reference and the best that is known."""
+        """What to measure: what is not known, beside what runs now, the reference and the best that is known.
+
+        What was rejected or failed before, perhaps with the whole process, is not tried once more.
+        """
         candidates = candidates_of(job.call)
         known = {found.key: found for found in self.table.measurements}
         records = {candidate: known.get(self._record(job, candidate, outcome="").key) for candidate in candidates}
@@ -259,7 +272,11 @@ class _Search:
         times_s = {each: record.median_s for each, record in records.items() if record and record.median_s}
         best = sorted(times_s, key=lambda candidate: times_s[candidate])[:1]
         promising = sorted(missing, key=lambda candidate: self._expected_s(job, candidate))
-        return list(dict.fromkeys([job.before, candidates[0], *best, *promising]))
+        wanted = dict.fromkeys([job.before, candidates[0], *best, *promising])
+        if self._again:
+            return list(wanted)
+        outcomes = {each: known.get(self._record(job, each, outcome="").key) for each in wanted}
+        return [each for each, record in outcomes.items() if record is None or record.outcome == "measured"]
 
     def _expected_s(self, job: Job, candidate: Candidate) -> float:
         """From what is known of it at other sizes; infinite where that is nothing."""
@@ -285,7 +302,8 @@ class _Search:
             if len(accepted) >= 2 and time.perf_counter() > end_s - (1 - _TRYING_SHARE) * share_s:
                 break
             try:
-                accepted[candidate] = trial.accept(candidate)
+                with self._noted(job, candidate):
+                    accepted[candidate] = trial.accept(candidate)
             except AssertionError as error:
                 found.append(self._record(job, candidate, outcome="rejected", reason=_first_line(error)))
             except Exception as error:  # A candidate may fail in any way, which is a result like others.
@@ -302,6 +320,18 @@ class _Search:
         if timed.interrupted:
             return "interrupted"
         return "" if len(found) == len(wanted) else f"out of time for {len(wanted) - len(found)} of {len(wanted)}"
+
+    @contextlib.contextmanager
+    def _noted(self, job: Job, candidate: Candidate) -> Iterator[None]:
+        """Writes down what is tried, for a process that finds this one dead."""
+        if self._trying is None:
+            yield
+            return
+        Table(self.table.chip, (self._record(job, candidate, outcome="failed"),)).write(self._trying)
+        try:
+            yield
+        finally:
+            self._trying.unlink()
 
     def _record(self, job: Job, candidate: Candidate, *, outcome: str, **numbers: Any) -> Measurement:
         return Measurement(

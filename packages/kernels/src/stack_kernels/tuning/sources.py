@@ -1,7 +1,8 @@
-"""Where tuned tables come from: those that this package ships, what `tune` measured on this machine, a file of a user.
+"""Where tuned tables come from: those that this package ships, what `tune` measured in this directory, a user's files.
 
-`STACK_TUNED_TABLES` names files and folders of tables that are read instead of the shipped ones and the user's own,
-separated as in `PATH`; set and empty, there are none.
+Measurements steer the processes that start in the directory in which they were made, and no others.
+`STACK_TUNED_TABLES` names files and folders of tables that are read instead of the shipped ones and the directory's
+own, separated as in `PATH`; set and empty, there are none.
 """
 
 import contextlib
@@ -12,13 +13,11 @@ from pathlib import Path
 
 from stack_core import ops
 from stack_core.errors import TuningError
-from stack_core.user_cache import user_cache_dir
 from stack_kernels.tuning.lookup import OneTable, TunedTables
-from stack_kernels.tuning.tables import ChipName, Table
+from stack_kernels.tuning.tables import HERE, TABLES_VARIABLE, ChipName, Table
 
 __all__ = ["MEASURED", "DamagedTableWarning", "known_tables", "table_files", "tuned"]
 
-_VARIABLE = "STACK_TUNED_TABLES"
 _SHIPPED = Path(__file__).parents[1] / "tuned"
 
 
@@ -28,14 +27,11 @@ class DamagedTableWarning(UserWarning):
 
 def table_files() -> list[Path]:
     """The files that tables are read from, those whose measurements go before others of the same age last."""
-    chosen = os.environ.get(_VARIABLE)
+    chosen = os.environ.get(TABLES_VARIABLE)
     if chosen is not None:
         places = [Path(place) for place in chosen.split(os.pathsep) if place]
         return [file for place in places for file in (_in_folder(place) if place.is_dir() else [place])]
-    folders = [_SHIPPED]
-    with contextlib.suppress(RuntimeError):  # no home directory
-        folders.append(user_cache_dir() / "tuned")
-    return [file for folder in folders for file in _in_folder(folder)]
+    return [file for folder in (_SHIPPED, HERE) for file in _in_folder(folder)]
 
 
 def _in_folder(folder: Path) -> list[Path]:

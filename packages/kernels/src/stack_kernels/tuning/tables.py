@@ -16,12 +16,25 @@ from typing import Any
 
 from stack_core.errors import TuningError
 from stack_core.hardware import Chip
-from stack_core.user_cache import user_cache_dir
 from stack_kernels.tuning.shapes import CallShape
 
-__all__ = ["FORMAT", "Case", "ChipName", "Measurement", "Table", "decoded_config", "encoded_config", "user_table_path"]
+__all__ = [
+    "FORMAT",
+    "HERE",
+    "TABLES_VARIABLE",
+    "Case",
+    "ChipName",
+    "Measurement",
+    "Table",
+    "decoded_config",
+    "encoded_config",
+    "own_table_path",
+]
 
 FORMAT = "stack tuned table 1"
+HERE = Path(".stack", "tuned")
+"""The folder of a working directory that keeps what was measured there, for processes that start there."""
+TABLES_VARIABLE = "STACK_TUNED_TABLES"
 _FIELDS = {"format", "chip", "cases"}
 
 
@@ -196,16 +209,16 @@ class Table:
             raise TuningError(f"The tuned table {str(path)!r} cannot be written: {error}.") from error
 
 
-def user_table_path(chip: ChipName) -> Path:
-    """Where `tune` keeps what it measures on a chip: `$XDG_CACHE_HOME/stack/tuned/<chip>.json`.
+def own_table_path(chip: ChipName, folder: Path | None = None) -> Path:
+    """Where `tune` keeps what it measures on a chip.
 
-    Raises:
-      TuningError: the user has no home directory.
+    Args:
+      folder: by default the first folder that `STACK_TUNED_TABLES` names, else `.stack/tuned` of the working directory.
     """
-    try:
-        return user_cache_dir() / "tuned" / chip.file_name
-    except RuntimeError as error:
-        raise TuningError(f"There is no place to keep measurements: {error} Set XDG_CACHE_HOME.") from error
+    if folder is None:
+        named = [Path(place) for place in os.environ.get(TABLES_VARIABLE, "").split(os.pathsep) if place]
+        folder = next((place for place in named if place.suffix != ".json"), HERE)
+    return folder / chip.file_name
 
 
 def _cases(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:

@@ -271,6 +271,25 @@ def test_an_all_reduce_that_is_fused_with_a_slice_of_its_result_is_a_reduce_scat
     assert memory_traffic(module) == 1024 + 256
 
 
+@pytest.mark.parametrize(
+    ("base", "is_gather"),
+    [("f32[16,4]{1,0} broadcast(%zero), dimensions={}", True), ("f32[16,4]{1,0} copy(%y)", False)],
+)
+def test_an_all_reduce_of_parts_amid_zeros_is_a_gather(base, is_gather):
+    lines = (
+        "%x = f32[4,4]{1,0} parameter(0)",
+        "%place = s32[] parameter(1)",
+        "%y = f32[16,4]{1,0} parameter(2)",
+        "%zero = f32[] constant(0)",
+        f"%base = {base}",
+    )
+    update = "dynamic-update-slice(%base, %x, %place, %place)"
+    summed = "all-reduce(%part), replica_groups={{0,1,2,3}}"
+    module = module_of(*lines, f"%part = f32[16,4]{{1,0}} {update}", f"ROOT %sum = f32[16,4]{{1,0}} {summed}")
+    (found,) = collectives(module, 4)
+    assert (found.kind, found.is_gather, found.sent_bytes) == ("all-reduce", is_gather, 384)
+
+
 def test_a_fusion_that_runs_beside_others_counts_as_any_other():
     module = module_of(
         "%x = f32[10,64]{1,0} parameter(0)",

@@ -76,3 +76,15 @@ def test_a_collective_of_the_head_is_none_of_the_embedding_which_has_its_axes_th
     assert found.largest["embedding"] is None
     (alone,) = lint_program([summed(16, 56)], [embedding]).faults  # a product may give a gradient transposed
     assert alone.parameters == ("embedding",)
+
+
+def test_a_gather_that_runs_as_a_sum_is_no_gradient() -> None:
+    layers = LintedParameter(name="layers", shape=(3, 16, 24), part=(3, 2, 24), layers=True, bytes=4)
+
+    def gathered(*dims: int) -> Collective:
+        array = ArrayShape("f32", dims)
+        return Collective("all-reduce", 3, ("while.1",), (array,), tuple(range(8)), "", "all-reduce.1", is_gather=True)
+
+    assert lint_program([gathered(1, 16, 24)], [layers]).faults == ()
+    (fault,) = lint_program([gathered(3, 16, 24)], [layers]).faults
+    assert fault.kind == "more than a layer gathered"

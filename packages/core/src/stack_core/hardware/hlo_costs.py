@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from stack_core.hardware.flops import Flops, valid_pairs
 from stack_core.hardware.hlo import ArrayShape, Computation, Execution, Instruction, Module
+from stack_core.hardware.hlo_groups import first_group
 
 __all__ = [
     "Collective",
@@ -41,6 +40,7 @@ class Collective:
       group: places in the program's list of devices that talk to each other, the first of several such groups.
       op_name: where the program asked for it.
       runner: the name of the instruction under which a device runs it, see `stack_core.hardware.hlo.Execution`.
+      is_gather: it is an all-reduce to which each device gives its part amid zeros, as TPUs run some gathers.
     """
 
     kind: str
@@ -50,6 +50,7 @@ class Collective:
     group: tuple[int, ...]
     op_name: str
     runner: str
+    is_gather: bool = False
 
     @property
     def array_bytes(self) -> int:
@@ -156,7 +157,7 @@ def collectives(module: Module, device_count: int) -> tuple[Collective, ...]:
         kind = instruction.operation
         if kind not in _COLLECTIVES:
             continue
-        group = _group(instruction, device_count)
+        group = first_group(instruction, device_count)
         operands = computation.operands(instruction)
         if execution.fused and {user.opcode for user in computation.users[instruction.name]} == {"dynamic-slice"}:
             kind = "reduce-scatter"  # which TPUs run as a fusion of an all-reduce and a slice of its result
@@ -167,7 +168,8 @@ def collectives(module: Module, device_count: int) -> tuple[Collective, ...]:
             arrays = arrays[:1]  # the others are the buffer that they are written to, and tables of places and sizes
         if len(group) > 1:
             name, runner = instruction.op_name, execution.runner
-            found.append(Collective(kind, execution.times, execution.loops, arrays, group, name, runner))
+            gathers = kind == "all-reduce" and _are_parts(operands, computation, module)
+            found.append(Collective(kind, execution.times, execution.loops, arrays, group, name, runner, gathers))
     return tuple(found)
 
 
@@ -316,6 +318,29 @@ def _written(inner: Computation, result: Instruction) -> int:
     return _main_memory(result.shapes)
 
 
+def _are_parts(operands: Iterable[Instruction], computation: Computation, module: Module) -> bool:
+    """Whether each array of several numbers is one value everywhere but in the part that a device writes."""
+    arrays = [operand for operand in operands if any(shape.dims for shape in operand.shapes)]
+    return bool(arrays) and all(_is_part(array, computation, module) for array in arrays)
+
+
+def _is_part(array: Instruction, computation: Computation, module: Module) -> bool:
+    while array.opcode in ("bitcast", "copy", "copy-done", "copy-start", "convert"):
+        (array,) = computation.operands(array)
+    updated, around = array, computation
+    if array.opcode == "fusion":
+        around = module.computations[array.called("calls")[0]]
+        updated = around.root
+        while updated.opcode in ("bitcast", "convert"):
+            (updated,) = around.operands(updated)
+    if updated.opcode != "dynamic-update-slice":
+        return False
+    base = around.operands(updated)[0]
+    if around is not computation and base.opcode == "parameter":
+        base = computation.operands(array)[int(base.arguments)]
+    return base.opcode == "broadcast"
+
+
 def _gathered(instruction: Instruction, operands: tuple[ArrayShape, ...], size: int) -> tuple[ArrayShape, ...]:
     """The operands of an all-gather at the size to which they are gathered."""
     (axis,) = _numbers(r"dimensions=\{(\d+)\}", instruction.attributes)
@@ -332,52 +357,3 @@ def _gathered(instruction: Instruction, operands: tuple[ArrayShape, ...], size: 
 def _numbers(pattern: str, text: str) -> tuple[int, ...]:
     match = re.search(pattern, text)
     return tuple(int(number) for number in match[1].split(",") if number) if match else ()
-
-
-def _group(instruction: Instruction, device_count: int) -> tuple[int, ...]:
-    """The first group of devices of a collective, in any of the forms in which XLA writes groups."""
-    attributes = instruction.attributes
-    if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes):
-        return tuple(sorted({int(pairs[1]), int(pairs[2])}))
-    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
-        return tuple(int(number) for number in listed[1].split(","))
-    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
-        return _iota_group(int(iota[2]), iota[3], iota[4])
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\](.*?) \{([^}]*)\}", attributes):
-        return _mesh_group(mesh[1], mesh[2], mesh[3])
-    return tuple(range(device_count))
-
-
-def _iota_group(size: int, dims: str, permutation: str | None) -> tuple[int, ...]:
-    """`[groups,size]<=[dims]T(permutation)`: counted up, reshaped to dims, transposed, reshaped to the groups."""
-    places = np.arange(math.prod(map(int, dims.split(",")))).reshape([int(dim) for dim in dims.split(",")])
-    if permutation is not None:
-        places = places.transpose([int(axis) for axis in permutation.split(",")])
-    return tuple(int(place) for place in places.reshape(-1, size)[0])
-
-
-def _mesh_group(axes: str, devices: str, over: str) -> tuple[int, ...]:
-    """`mesh['a'=2,'b'=4], device_ids=(...) {'b','a':(1)2}`: the axes of a mesh that a group spans.
-
-    `'a':(p)s` is the part of size s of an axis that is split into p, s and the rest. Devices may be `([dims]T(p))`.
-    """
-    sizes = {name: int(size) for name, size in re.findall(r"'?([\w.]+)'?=(\d+)", axes)}
-    listed = devices.partition("device_ids=")[2]
-    if iota := re.match(r"\(\[([\d,]+)\]T\(([\d,]+)\)", listed):
-        numbers = _iota_group(math.prod(sizes.values()), iota[1], iota[2])
-    else:
-        numbers = tuple(map(int, re.findall(r"\d+", listed))) or tuple(range(math.prod(sizes.values())))
-    places = np.array(numbers).reshape(list(sizes.values()))
-    names = list(sizes)
-    spanned = {name: (int(before or 1), int(part or 0)) for name, before, part in _AXES.findall(over)}
-    index: list[int | slice] = []
-    shape: list[int] = []
-    for name in names:
-        before, part = spanned.get(name, (1, 1))
-        part = part or sizes[name]
-        shape += [before, part, sizes[name] // (before * part)]
-        index += [0, slice(None), 0]
-    return tuple(int(place) for place in places.reshape(shape)[tuple(index)].reshape(-1))
-
-
-_AXES: Final = re.compile(r"'?([\w.]+)'?(?::\((\d+)\)(\d+))?")

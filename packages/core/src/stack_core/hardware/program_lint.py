@@ -73,7 +73,7 @@ class Fault:
 _REMEDIES: Mapping[str, str] = {
     "replicated": "Split an axis of it by mesh.rules, or by the logical axes of its family.",
     "gradient summed whole": "Each device keeps a part of it: constrain the gradient as the parameter is, so that the "
-    "sum becomes a reduce-scatter.",
+    "sum becomes a reduce-scatter. If it is, the compiler sums whole over so many devices: let mesh.fsdp span fewer.",
     "more than a layer gathered": "Gather inside the loop over layers, one layer at a time.",
     "moved in an inner loop": "It is the same in every trip: gather it, and sum its gradient, outside of the loop.",
 }
@@ -211,9 +211,10 @@ def _faults_of(
     collective: Collective, dims: Sequence[int], parameter: LintedParameter, outer_trips: int
 ) -> Iterator[FaultKind]:
     layers = _layers_in(dims, parameter) or 0
-    if collective.kind in _GRADIENTS and parameter.is_split:
+    gathers = collective.kind == "all-gather" or collective.is_gather
+    if collective.kind in _GRADIENTS and parameter.is_split and not gathers:
         yield "gradient summed whole"
-    if collective.kind == "all-gather" and layers > 1:
+    if gathers and layers > 1:
         yield "more than a layer gathered"
     if not parameter.layers and collective.loops and collective.times > outer_trips:
         yield "moved in an inner loop"

@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -33,6 +35,15 @@ def test_on_eight_devices(checks: str) -> None:
     subprocess.run([sys.executable, "-W", "error", script, checks], check=True, env=environment)
 
 
+@pytest.fixture
+def unchecked_annotations() -> Iterator[None]:
+    """Lets the calls through to the op's own checks, as for a user, who has no type checker on."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
 @pytest.mark.parametrize(
     ("changes", "kind", "expected"),
     [
@@ -40,6 +51,12 @@ def test_on_eight_devices(checks: str) -> None:
         ({"order": "striped"}, UnknownName, "zigzag, contiguous"),
         ({"window": (1, -1)}, ArgumentError, "window is"),
         ({"kv_heads": 3}, ShapeError, "4 heads and key has 3 kv_heads"),
+        ({"segment_ids": (jnp.zeros((1, 4), jnp.int32),) * 3}, ArgumentError, "segment_ids has 3 arrays; .* the pair"),
+        (
+            {"segment_ids": jnp.zeros((1, 5), jnp.int32)},
+            ShapeError,
+            r"'q_seq' is 5 in segment_ids\[0\]",
+        ),
         ({"axis_name": "contexts"}, ArgumentError, "axis_name is 'contexts'.* bound by jax.shard_map: 'context'"),
     ],
 )

@@ -72,7 +72,7 @@ def test_goodput_moves_what_went_on_inside_training(tmp_path, monkeypatch):
         "waiting for data": 2.0,
         "evaluating": 1.5,
         "saving": 3.0,
-        "ending": 0.0,
+        "finishing": 0.0,
     }
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from stack_core.errors import ClusterError
+from stack_core.runs.goodput import share_of_training
 from stack_core.runtime.record import ClusterRecord
 
 __all__ = ["events", "join", "logs", "status"]
@@ -33,7 +34,7 @@ def status(run: Path, /, *, json: Annotated[bool, Parameter(negative=())] = Fals
         print(f"  {_when(failure)} {_sentence(failure)}")
     total_s = sum(found["seconds"].values())
     if total_s:
-        print(f"goodput {found['seconds']['training'] / total_s:.1%} of {total_s:.1f} s")
+        print(f"goodput {share_of_training(found['seconds']):.1%} of {total_s:.1f} s")
         for activity, spent_s in sorted(found["seconds"].items(), key=lambda item: -item[1]):
             print(f"  {activity:<16} {spent_s:>10.1f} s  {spent_s / total_s:>6.1%}")
 

@@ -13,13 +13,13 @@ from stack_core.contracts.launching import Launcher
 from stack_core.errors import ClusterError, RunGivenUp, StackError
 from stack_core.events import CheckpointSaved, Event, FormationFormed, RunStarted, WorkerDied
 from stack_core.plugins import registries
+from stack_core.runs.goodput import Goodput, share_of_training
 from stack_core.runs.signals import StopRequest
 from stack_core.runtime.attribution import Failure, attributed
 from stack_core.runtime.config import ClusterConfig
 from stack_core.runtime.event_frames import from_frame
 from stack_core.runtime.formation import Formation, Member, formed, updated
 from stack_core.runtime.hosts import Hosts
-from stack_core.runtime.ledger import Ledger
 from stack_core.runtime.record import ClusterRecord
 from stack_core.runtime.supervisor import GiveUp, after
 
@@ -77,7 +77,7 @@ class _Driver:
     tell_observers: Callable[[Event], None]
     stop: StopRequest
     failures: list[Failure] = field(default_factory=list)
-    ledger: Ledger = field(default_factory=lambda: Ledger(time.time()))
+    goodput: Goodput = field(default_factory=lambda: Goodput(time.time(), "starting agents"))
     lost: set[int] = field(default_factory=set)
     _progress_s: float = 0.0
     _noted_s: float = 0.0
@@ -117,7 +117,7 @@ class _Driver:
         """The formation that agents held without a driver, or the next one where too little of it is left."""
         saved = [each for each in self.record.notes("ledger") if each["time"] >= left["time"]]
         if saved:
-            self.ledger = Ledger.restored(saved[-1], time.time())
+            self.goodput = Goodput.restored(saved[-1], time.time())
         everyone = range(self.hosts.count)
         with contextlib.suppress(ClusterError):
             self.hosts.wait_for(everyone, _ATTACH_S)
@@ -214,7 +214,7 @@ class _Driver:
 
     def _failed(self, formation: Formation, failure: Failure) -> None:
         now_s = time.time()
-        self.ledger.failed(now_s)
+        self.goodput.failed(now_s)
         self.record.note(
             "failure",
             number=formation.number,
@@ -243,7 +243,7 @@ class _Driver:
         for said in self.hosts.poll(timeout_s):
             self._hear(formation, said)
         if time.time() - self._noted_s > _NOTE_S:
-            self._switch(self.ledger.activity)
+            self._switch(self.goodput.activity)
 
     def _hear(self, formation: Formation, said: dict[str, Any]) -> None:
         host = said["host"]
@@ -279,7 +279,7 @@ class _Driver:
         if step is not None:
             member.step = max(step, member.step or 0)
         self._started = self._started or isinstance(event, RunStarted)
-        self.ledger.observe(event, time.time())
+        self.goodput.observe(event, time.time())
         if isinstance(event, (RunStarted, CheckpointSaved)):
             self.record.note("event", event=type(event).__name__, step=step)
         self.tell_observers(event)
@@ -334,9 +334,9 @@ class _Driver:
         self.lost.clear()
 
     def _switch(self, activity: str) -> None:
-        self.ledger.switch(activity, time.time())
+        self.goodput.switch(activity, time.time())
         self._noted_s = time.time()
-        self.record.note("ledger", alone=True, **self.ledger.saved())
+        self.record.note("ledger", alone=True, **self.goodput.saved())
 
     def _note_session(self) -> None:
         self.record.note(
@@ -364,6 +364,6 @@ class _Driver:
             )
 
     def _close_record(self, how: str) -> None:
-        self._switch(self.ledger.activity)
-        self.record.note("end", how=how, goodput=self.ledger.goodput(), seconds=self.ledger.seconds)
+        self._switch(self.goodput.activity)
+        self.record.note("end", how=how, goodput=share_of_training(self.goodput.seconds), seconds=self.goodput.seconds)
         self.record.finish()

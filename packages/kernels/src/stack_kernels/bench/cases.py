@@ -23,6 +23,7 @@ class BenchCase:
       model: the size that it is a part of, "66m" or "8b".
       name: where in the model it is: "prefill".
       arrays: draws the array arguments by parameter name; float32 arrays are rounded to the dtype that is measured.
+      options: the other arguments. An `axis_name` is an axis of a mesh of one device, where sequences lie along it.
       gradient: whether the gradient is measured too.
     """
 
@@ -90,10 +91,12 @@ def _attention_cases(of: _Llama) -> list[BenchCase]:
         keys = (batch, kv_seq, of.kv_heads, of.head_dim)
         return _normal(query=(batch, q_seq, of.heads, of.head_dim), key=keys, value=keys)
 
+    on_a_ring = {"axis_name": "context", "causal": True}
     return [
         BenchCase("attention", of.name, "causal", sizes(of.batch, of.seq, of.seq), {"causal": True}),
         BenchCase("attention", of.name, "causal, long", sizes(1, of.long_seq, of.long_seq), {"causal": True}),
         BenchCase("attention", of.name, "decode", sizes(_DECODED_ROWS, 1, _CACHED_KEYS), gradient=False),
+        BenchCase("ring_attention", of.name, "causal", sizes(of.batch, of.seq, of.seq), on_a_ring),
         BenchCase("paged_attention", of.name, "decode", _paged(of, queries=1), gradient=False),
         BenchCase("paged_attention", of.name, "prefill", _paged(of, queries=256), gradient=False),
     ]

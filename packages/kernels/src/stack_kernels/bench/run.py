@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from stack_core import ops
 from stack_core.errors import BenchmarkError, StackError, UnsupportedOp
@@ -52,8 +54,11 @@ class Task:
         """A function of the case's arrays."""
         op = functools.partial(getattr(ops, self.case.op), implementation=implementation)
 
-        def forward(arrays: Mapping[str, Any]) -> Any:
+        def direct(arrays: Mapping[str, Any]) -> Any:
             return op(**arrays, **self.case.options)
+
+        axis = self.case.options.get("axis_name")
+        forward = direct if axis is None else _on_one_device(direct, axis)
 
         def gradient(arrays: Mapping[str, Any]) -> Any:
             floating = {name: x for name, x in arrays.items() if _is_floating(x)}
@@ -137,6 +142,12 @@ def results(rows: Sequence[Row]) -> Results:
         versions={name: version(name) for name in _VERSIONS},
         rows=tuple(rows),
     )
+
+
+def _on_one_device(call: Callable[[Mapping[str, Any]], Any], axis: str) -> Callable[[Mapping[str, Any]], Any]:
+    """The call inside a mesh of one device, which has the whole sequence of every array [batch, seq, ...]."""
+    mesh, split = jax.make_mesh((1,), (axis,), axis_types=(AxisType.Auto,)), P(None, axis)
+    return jax.shard_map(call, mesh=mesh, in_specs=(split,), out_specs=split)
 
 
 def _is_floating(array: Any) -> bool:

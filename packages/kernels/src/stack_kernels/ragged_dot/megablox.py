@@ -120,7 +120,12 @@ def _backward(
 
 
 def _multiply(rows: Any, matrices: Any, sizes: Any, config: GroupedTiles, *, transposed: bool, interpret: Any) -> Any:
-    """Each row times the matrix of its group, or times its transpose; zeros after the last group."""
+    """Each row times the matrix of its group, or times its transpose; zeros after the last group.
+
+    The library asks `jax.devices()` whether the TPU at hand is older than v4, which multiplies no bf16. It does so
+    before it looks at a dtype, and in the function that makes the kernel, so that no cast before it helps. For a target
+    that is not at hand the answer is right, too: every TPU of our `Chip`s multiplies bf16.
+    """
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     of_sums, of_results = (config.d_out, config.d_in) if transposed else (config.d_in, config.d_out)

@@ -4,15 +4,7 @@ import json
 import time
 from pathlib import Path
 
-from stack_core.events import (
-    CheckpointSaved,
-    EvaluationFinished,
-    Event,
-    RunFailed,
-    RunFinished,
-    RunStarted,
-    StepFinished,
-)
+from stack_core.events import Event, RunFailed, RunFinished, RunStarted
 from stack_core.runs.event_bus import ObserverContext
 from stack_core.runs.goodput import Goodput
 
@@ -39,23 +31,11 @@ class GoodputObserver:
         now_s = time.perf_counter()
         if isinstance(event, RunStarted):
             self._account = Goodput(now_s - event.setup_s)
-            self._account.switch("training", now_s)
-            self._account.move(event.compile_s, "starting", "compiling")
-        account = self._account
-        if account is None:
+        if self._account is None:
             return
-        match event:
-            case StepFinished():
-                account.switch("training", now_s)
-                account.move(event.data_wait_s, "training", "waiting for data")
-            case EvaluationFinished():
-                account.switch("training", now_s)
-                account.move(event.duration_s, "training", "evaluating")
-            case CheckpointSaved():
-                account.switch("training", now_s)
-                account.move(event.blocked_s, "training", "saving")
-            case RunFinished() | RunFailed():
-                self._write(account)
+        self._account.observe(event, now_s)
+        if isinstance(event, RunFinished | RunFailed):
+            self._write(self._account)
 
     def close(self) -> None:
         if self._account is not None:
@@ -64,7 +44,7 @@ class GoodputObserver:
 
     def _write(self, account: Goodput) -> None:
         """Writes the session's line, in the place of the one that was written before."""
-        account.switch("ending", time.perf_counter())
+        account.switch("finishing", time.perf_counter())
         with self._path.open("a+b") as file:
             self._written_at = file.tell() if self._written_at is None else self._written_at
             file.truncate(self._written_at)

@@ -7,8 +7,7 @@ from typing import Any
 from stack_core.contracts.reports import Fragment
 from stack_core.report.document import facts
 from stack_core.report.markup import element
-from stack_core.runs.goodput import goodput as share_of_training
-from stack_core.runs.goodput import sum_of_sessions
+from stack_core.runs.goodput import share_of_training, sum_of_sessions
 from stack_train.panels.records import records
 
 __all__ = ["goodput"]

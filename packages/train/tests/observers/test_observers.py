@@ -64,6 +64,8 @@ def test_goodput_moves_what_went_on_inside_training(tmp_path, monkeypatch):
         now_s = at_s
         observer.observe(event)
     observer.close()
+    now_s = 117.5
+    observer.finish()
     (record,) = lines_of(tmp_path / "goodput.jsonl")
     assert record["seconds"] == {
         "starting": 6.0,
@@ -72,7 +74,7 @@ def test_goodput_moves_what_went_on_inside_training(tmp_path, monkeypatch):
         "waiting for data": 2.0,
         "evaluating": 1.5,
         "saving": 3.0,
-        "finishing": 0.0,
+        "finishing": 0.5,
     }
 
 

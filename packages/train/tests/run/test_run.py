@@ -107,8 +107,7 @@ def test_every_second_of_a_run_is_given_to_an_activity(config_of):
     (session,) = (
         json.loads(line)["seconds"] for line in (config_path(config) / "goodput.jsonl").read_text().splitlines()
     )
-    # Beside 1%, what follows the last observer takes some 50 ms, however long a run is.
-    assert 0.99 * wall_s - 0.1 <= sum(session.values()) <= wall_s
+    assert 0.99 * wall_s <= sum(session.values()) <= wall_s
     assert all(session[activity] > 0 for activity in ("starting", "compiling", "training", "evaluating", "saving"))
     assert "was training, in one session whose end" in (config_path(config) / "report.html").read_text()
 

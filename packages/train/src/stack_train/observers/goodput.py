@@ -1,5 +1,6 @@
 """`goodput.jsonl` in the run's directory: where the wall time of each session went."""
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -19,7 +20,8 @@ def goodput_observer(context: ObserverContext) -> "GoodputObserver":
 class GoodputObserver:
     """Appends `{"seconds": {activity: ...}}` when a session ends; what is killed leaves nothing.
 
-    The line is there when the report is written, and is written again when all observers are done.
+    The line is there when the report is written, and is written again when all observers are done and what the run
+    took is freed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,6 +42,12 @@ class GoodputObserver:
     def close(self) -> None:
         if self._account is not None:
             self._write(self._account)
+
+    def finish(self) -> None:
+        """Gives the time since `close` to "finishing"; on a disk that is full, the line of `close` stays."""
+        if self._account is not None:
+            with contextlib.suppress(OSError):
+                self._write(self._account)
             self._account = None
 
     def _write(self, account: Goodput) -> None:

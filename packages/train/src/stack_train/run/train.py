@@ -23,6 +23,7 @@ from stack_core.runs.signals import stop_requests
 from stack_core.runtime.worker import current_worker
 from stack_train.adapters import read_adapters
 from stack_train.checkpoint import CheckpointDirectory, CheckpointStore, FrozenRecord
+from stack_train.observers.goodput import GoodputObserver
 from stack_train.observers.terminal import TerminalObserver
 from stack_train.run.config import RunConfig
 from stack_train.run.loop import RunSummary, TrainingLoop
@@ -48,26 +49,30 @@ def train(config: RunConfig, *, resume: bool = False, allow: Sequence[str] = (),
     Raises:
       StackError: the config, the data, the directory or a checkpoint does not fit; or training cannot go on.
     """
-    return start(build(config, resume=resume, allow=allow), terminal=terminal)
+    with contextlib.ExitStack() as last:  # once `start` has returned, the run and its programs are freed
+        return start(build(config, resume=resume, allow=allow), terminal=terminal, last=last)
 
 
-def start(run: Run, *, terminal: bool = False) -> RunSummary:
+def start(run: Run, *, terminal: bool = False, last: contextlib.ExitStack | None = None) -> RunSummary:
     """Trains to the last step, or to a signal; nothing is written before the compiled step is known to fit.
 
     Args:
       terminal: draw progress bars.
+      last: gets what ends the session: its account, then the hold on the directory. None ends it before this returns.
 
     Raises:
       StackError: the step, the directory or a checkpoint does not fit, or training cannot go on.
     """
     processes, ending = run.processes, run.processes.ending_together
-    with ending():
+    with contextlib.ExitStack() as own, ending():
+        last = own if last is None else last
         started_s = time.perf_counter()
         compiled = compile_fitting(run.step, run.trainer)
         compile_s = time.perf_counter() - started_s
         processes.from_each("compiled", True)  # none writes before all know that it fits
+        last.enter_context(_opened(run))
         # Inside, too: observers learn what an exception became.
-        with _opened(run), _observed(run, terminal=terminal) as bus, _released(run), ending(), out_of_memory():
+        with _observed(run, last, terminal=terminal) as bus, _released(run), ending(), out_of_memory():
             processes.in_turn("files", lambda: _write_files(run))
             directory, settings = run.directory.checkpoints, run.config.checkpoint
             tell = partial(_tell, run, bus)
@@ -187,12 +192,15 @@ def _cost(run: Run) -> tuple[int, float | None]:
 
 
 @contextlib.contextmanager
-def _observed(run: Run, *, terminal: bool) -> Iterator[EventBus]:
-    """The bus of all registered observers; tells them when the run fails."""
+def _observed(run: Run, last: contextlib.ExitStack, *, terminal: bool) -> Iterator[EventBus]:
+    """The bus of all registered observers; tells them when the run fails. The account of time is closed by `last`."""
     context = ObserverContext(run.directory.path, run.config, terminal)
     observers = observers_from(registries.observers, context) if run.processes.first else []
     if (worker := current_worker()) is not None:  # whose driver watches every rank, and draws for all
         observers = [*(each for each in observers if not isinstance(each, TerminalObserver)), worker]
+    for observer in observers:
+        if isinstance(observer, GoodputObserver):
+            last.callback(observer.finish)
     with EventBus(observers) as bus:
         try:
             yield bus

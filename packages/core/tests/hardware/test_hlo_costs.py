@@ -205,11 +205,10 @@ def test_groups_in_every_form(groups):
         ("f32[4,4]{1,0} reduce-scatter(%x), replica_groups={{0,1,2,3}}, dimensions={0}", "reduce-scatter", 256, 192),
         ("f32[16,4]{1,0} all-reduce(%x), replica_groups={{0,1,2,3}}", "all-reduce", 256, 384),
         ("f32[16,4]{1,0} all-to-all(%x), replica_groups={{0,1}}", "all-to-all", 256, 128),
-        (
-            "f32[32,4]{1,0} ragged-all-to-all(%x, %room, %t, %t, %t, %t), replica_groups={{0,1,2,3}}",
-            "ragged-all-to-all",
-            256,
-            192,
+        *(
+            (f"{made} ragged-all-to-all({given}, %t, %t, %t, %t), replica_groups={{{{0,1,2,3}}}}", kind, 256, 192)
+            for made, given in (("f32[32,4]{1,0}", "%x, %room"), ("f32[16,4]{1,0}", "%room, %x"))
+            for kind in ("ragged-all-to-all",)
         ),
         ("f32[16,4]{1,0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}", "collective-permute", 256, 256),
         (

@@ -35,8 +35,8 @@ class Collective:
         "collective-broadcast".
       times: executions in one run of the program.
       loops: names of the loops around it, outermost first.
-      arrays: those it makes, or for a reduce-scatter those it takes: the larger side. Of a ragged all-to-all, the rows
-        that a device has, of which it sends those that the sizes say.
+      arrays: those it makes, or for a reduce-scatter those it takes: the larger side. Of a ragged all-to-all, the
+        smaller of what a device has and its buffer: more than that is not sent, taken over all devices.
       group: places in the program's list of devices that talk to each other, the first of several such groups.
       op_name: where the program asked for it.
       runner: the name of the instruction under which a device runs it, see `stack_core.hardware.hlo.Execution`.
@@ -165,7 +165,7 @@ def collectives(module: Module, device_count: int) -> tuple[Collective, ...]:
         if kind == "all-gather":
             arrays = _gathered(instruction, arrays, len(group))
         elif kind == "ragged-all-to-all":
-            arrays = arrays[:1]  # the others are the buffer that they are written to, and tables of places and sizes
+            arrays = (min(arrays[:2], key=lambda array: array.bytes),)  # the others are tables of places and sizes
         if len(group) > 1:
             name, runner = instruction.op_name, execution.runner
             gathers = kind == "all-reduce" and _are_parts(operands, computation, module)

@@ -1,10 +1,12 @@
 """Every launcher passes the suite; what they cannot do they say."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 
@@ -78,7 +80,10 @@ def test_joined(marked, tmp_path):
 
 @pytest.mark.slow
 def test_ray(marked, monkeypatch):
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")  # read when Ray is imported
+    # Read when Ray is imported.
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", uuid.uuid4().hex)
     ray = pytest.importorskip("ray", reason="needs stack-core[ray]")
     port = free_port()
     # A raylet gives up when its own agents do not tell their ports in fifteen seconds; given ones it need not wait for.
@@ -89,13 +94,26 @@ def test_ray(marked, monkeypatch):
         "runtime-env-agent-port",
     )
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}", "--num-cpus=4"]
-    command += ["--include-dashboard=false", *(f"--{name}={free_port()}" for name in names)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    command += ["--include-dashboard=false", "--block", *(f"--{name}={free_port()}" for name in names)]
+    cluster = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     try:
+        wait_for(port, cluster)
         check_launcher(RayLauncher, ClusterConfig(**SETTINGS), TOKEN)
     finally:
         ray.shutdown()
+        cluster.terminate()  # and what it has started
+        cluster.wait(60)
+
+
+def wait_for(port, process, limit_s=120.0):
+    """Waits until somebody listens."""
+    until_s = time.monotonic() + limit_s
+    while time.monotonic() < until_s and process.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"nobody listens at {port}")
 
 
 def test_without_ray_the_extra_is_named(monkeypatch):

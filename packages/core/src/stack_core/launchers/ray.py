@@ -56,7 +56,7 @@ class RayLauncher:
             except ConnectionError as error:
                 raise ClusterError(
                     f"No Ray cluster is at {os.environ.get('RAY_ADDRESS', 'this machine')}: {error}. Start one by "
-                    "`ray start --head`, or set RAY_ADDRESS."
+                    "`ray start --head`, or set RAY_ADDRESS; if the cluster has a token, set RAY_AUTH_MODE=token too."
                 ) from error
 
     def start(self, host: int, invitation: Invitation) -> None:

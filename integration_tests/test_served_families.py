@@ -42,6 +42,9 @@ CASES = [
     pytest.param(family, rules, marks=[] if DEFAULT.get(family) == rules else pytest.mark.slow)
     for family in FAMILIES
     for rules in ("float", "w8a8")
+    # Over latents the engine multiplies queries by the matrix that the whole-sequence model multiplies latents by: with
+    # activations of eight bits the two code different arrays, and have no common answer.
+    if (family, rules) != ("deepseek_v3", "w8a8")
 ]
 W8A8 = [{"path": ".*", "weights": "int8", "activations": "int8"}]
 TOLERANCE = {"float": 0.0, "w8a8": 0.1}  # codes of activations: sums in another order take one to its neighbour

@@ -133,6 +133,23 @@ def test_a_thousand_pieces_of_noise_at_the_socket_crash_nothing(hosts):
     assert sorted(hosts.present) == [0]
 
 
+def test_an_agent_whose_frames_were_changed_is_lost_and_another_may_come(hosts):
+    links = come(hosts, greeting())
+    hosts.wait_for((0,), 10.0)
+    _CAME[-1][0].join(10)
+    links[0].peer.send({"event": "step"})
+    links[0].peer.outgoing[-1] ^= 1
+    links[0].flush()
+    told = []
+    while not any("lost" in said for said in told):
+        told += hosts.poll(0.1)
+    assert "differs from its MAC" in next(said["lost"] for said in told if "lost" in said)
+    assert not any("event" in said for said in told)
+    come(hosts, greeting(pid=2))
+    hosts.wait_for((0,), 10.0)
+    assert hosts.present[0].pid == 2
+
+
 @pytest.mark.parametrize(
     "hello",
     [

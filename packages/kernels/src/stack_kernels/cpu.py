@@ -2,41 +2,10 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.abi import OpCall, QView
-from stack_core.hardware import Chip
-from stack_core.ops.building import QuantizedArray, is_quantized
-
-__all__ = ["abstract_view", "as_bits", "from_bits", "takes_no", "unquantized"]
-
-
-def unquantized(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
-    """The `supports` of what takes every call without a quantized operand."""
-    quantized = [name for name, array in call.arrays.items() if is_quantized(array)]
-    return f"{' and '.join(quantized)} is quantized" if quantized else True
-
-
-def takes_no(call: OpCall, *names: str) -> bool | str:
-    """True unless one of these optional arguments is given; then the reason, which names them."""
-    arguments = {**call.arrays, **call.options}
-    given = [name for name in names if arguments[name] is not None]
-    return f"it takes no {' and no '.join(given)}" if given else True
-
-
-def abstract_view(array: QuantizedArray) -> QView:
-    """What a quantized array of arrays, or of `jax.ShapeDtypeStruct`, shows, without values."""
-    known = {}
-
-    def show(array: Any) -> tuple[Any, ...]:
-        view = array.__stack_qview__()
-        known.update(abi=view.abi, scheme=view.scheme)
-        return view.qvalue, view.scale, view.zero_point, view.codebook
-
-    qvalue, scale, zero_point, codebook = jax.eval_shape(show, array)
-    return QView(qvalue=qvalue, scale=scale, zero_point=zero_point, codebook=codebook, **known)
+__all__ = ["as_bits", "from_bits"]
 
 
 def as_bits(array: Any) -> Any:

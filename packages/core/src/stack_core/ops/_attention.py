@@ -16,7 +16,7 @@ from stack_core.ops._op import Op, OpAxes
 from stack_core.ops._running_softmax import with_sinks
 from stack_core.ops._splitting import LogicalNames
 
-__all__ = ["OP", "REFERENCE", "attention"]
+__all__ = ["OP", "REFERENCE", "attention", "attention_axes"]
 
 
 def attention(
@@ -202,7 +202,8 @@ def _by_group(array: Any, kv_heads: int) -> Any:
     return array.reshape(array.shape[0], kv_heads, array.shape[1] // kv_heads, *array.shape[2:])
 
 
-def _axes(call: OpCall) -> OpAxes:
+def attention_axes(call: OpCall) -> OpAxes:
+    """The axes of a call of `attention` or `ring_attention`."""
     scores = "batch heads q_seq kv_seq"
     operands = {
         "query": "batch q_seq heads key_dim",
@@ -217,7 +218,7 @@ def _axes(call: OpCall) -> OpAxes:
     }
     outputs = ("batch q_seq heads value_dim", "batch q_seq heads")
     return OpAxes(
-        operands,
+        {name: axes for name, axes in operands.items() if name in call.arrays},
         outputs if call.options["return_lse"] else outputs[:1],
         {"lse": outputs[1]},
         whole=frozenset({"q_seq", "kv_seq", "key_dim", "value_dim"}),
@@ -225,7 +226,7 @@ def _axes(call: OpCall) -> OpAxes:
     )
 
 
-OP = Op("attention", _reference, _axes, folds="batch", residuals=("lse",), keeps=True)
+OP = Op("attention", _reference, attention_axes, folds="batch", residuals=("lse",), keeps=True)
 """`lse` is log d, what `return_lse` returns."""
 
 REFERENCE = OP.implementation()

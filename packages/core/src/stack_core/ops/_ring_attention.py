@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from stack_core.abi import OpCall
 from stack_core.errors import ArgumentError, ShapeError
 from stack_core.ops import _attention_tiles
+from stack_core.ops._attention import attention_axes
 from stack_core.ops._check import (
     Axes,
     axis_size,
@@ -25,7 +25,7 @@ from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import accurate_dtype
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._manual_axes import vary_alike
-from stack_core.ops._op import Op, OpAxes
+from stack_core.ops._op import Op
 from stack_core.ops._running_softmax import with_sinks
 from stack_core.ops._splitting import LogicalNames
 
@@ -434,27 +434,7 @@ def _ungrouped(x: Any) -> Any:
     return jnp.moveaxis(x, 3, 1).reshape(batch, seq, kv_heads * group, *rest)
 
 
-def _axes(call: OpCall) -> OpAxes:
-    operands = {
-        "query": "batch q_seq heads key_dim",
-        "key": "batch kv_seq kv_heads key_dim",
-        "value": "batch kv_seq kv_heads value_dim",
-        "segment_ids": ("batch q_seq", "batch kv_seq"),
-        "kv_lengths": "batch",
-        "sinks": "heads",
-        "query_offset": "batch",
-    }
-    outputs = ("batch q_seq heads value_dim", "batch q_seq heads")
-    return OpAxes(
-        operands,
-        outputs if call.options["return_lse"] else outputs[:1],
-        {"lse": outputs[1]},
-        whole=frozenset({"q_seq", "kv_seq", "key_dim", "value_dim"}),
-        together=(("heads", "kv_heads"),),
-    )
-
-
-OP = Op("ring_attention", _reference, _axes, folds="batch", residuals=("lse",), backward=_backward)
+OP = Op("ring_attention", _reference, attention_axes, folds="batch", residuals=("lse",), backward=_backward)
 """`lse` is log d, what `return_lse` returns."""
 
 REFERENCE = OP.implementation()

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import differentiated
-from stack_kernels.cpu import takes_no
+from stack_kernels.supports import first_problem, takes_no
 
 __all__ = ["CUDNN", "is_installed"]
 
@@ -47,7 +47,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         f"a mask of the segments would take {mask_bytes} bytes": mask_bytes > _MOST_MASK_BYTES,
         "cuDNN is not installed: pip install nvidia-cudnn-cu13": not is_installed(),
     }
-    return next((reason for reason, applies in problems.items() if applies), True)
+    return first_problem(problems)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import numpy as np
 
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
-from stack_kernels.cpu import takes_no
+from stack_kernels.supports import first_problem, takes_no
 
 __all__ = ["SPLASH", "SplashTiles", "splash"]
 
@@ -68,7 +68,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     if call.direction == "backward":
         problems["it takes no gradient of lse"] = call.options["return_lse"]
         problems[f"{call.forward!r} hands it no lse"] = "lse" not in call.residuals
-    return next((reason for reason, applies in problems.items() if applies), True)
+    return first_problem(problems)
 
 
 def _default(call: OpCall, chip: Chip) -> SplashTiles:

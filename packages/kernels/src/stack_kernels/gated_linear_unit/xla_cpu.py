@@ -12,8 +12,8 @@ from jax import lax
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import ACTIVATIONS, accurate_dtype
-from stack_kernels.cpu import takes_no, unquantized
 from stack_kernels.linear.product import XLA, Products, transposed
+from stack_kernels.supports import takes_no, unquantized
 
 __all__ = ["XLA_CPU", "GatedProducts", "gated_gradients", "gated_linear_unit", "is_plain"]
 

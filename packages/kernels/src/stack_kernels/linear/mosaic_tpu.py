@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from stack_core.abi import OWN, OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import contract, dequantize, differentiated, is_quantized, vary_alike
-from stack_kernels.cpu import abstract_view
+from stack_kernels.supports import abstract_view, first_problem
 
 __all__ = ["MOSAIC_TPU", "ProductTile", "mosaic_tpu"]
 
@@ -104,7 +104,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     }
     if not any(problems.values()):
         problems[f"no tile of {d_in} x {d_out} fits into VMEM"] = not list(_space(call, chip))
-    return next((reason for reason, applies in problems.items() if applies), True)
+    return first_problem(problems)
 
 
 def _space(call: OpCall, chip: Chip) -> Iterator[ProductTile]:

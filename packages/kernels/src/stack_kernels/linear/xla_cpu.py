@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from stack_core.abi import OpImplementation
 from stack_core.ops.building import accurate_dtype
-from stack_kernels.cpu import unquantized
 from stack_kernels.linear.product import XLA, Products, transposed
+from stack_kernels.supports import unquantized
 
 __all__ = ["XLA_CPU", "linear", "linear_gradients"]
 

@@ -10,10 +10,11 @@ from jax import lax
 from stack_core.abi import OWN, OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import RowParts, accurate_dtype, dequantize, differentiated, vary_alike
-from stack_kernels.cpu import as_bits, takes_no
+from stack_kernels.cpu import as_bits
 from stack_kernels.linear.product import XLA, Products
 from stack_kernels.linear_cross_entropy import kept_exponentials, logits_again
 from stack_kernels.linear_cross_entropy.chunks import Chunks, Loss, Rows, divide, in_chunks, read_tiles
+from stack_kernels.supports import takes_no
 
 __all__ = ["CONFIGS", "XLA_CPU", "linear_cross_entropy"]
 

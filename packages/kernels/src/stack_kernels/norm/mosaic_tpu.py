@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
+from stack_kernels.supports import first_problem
 
 __all__ = ["MOSAIC_TPU", "NormTile", "mosaic_tpu"]
 
@@ -64,7 +65,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         problems["16 rows do not fit into VMEM"] = not list(_space(call, chip))
     if call.direction == "backward":
         problems[f"{call.forward!r} hands it no inverse_rms"] = "inverse_rms" not in call.residuals
-    return next((reason for reason, applies in problems.items() if applies), True)
+    return first_problem(problems)
 
 
 def _space(call: OpCall, chip: Chip) -> Iterator[NormTile]:

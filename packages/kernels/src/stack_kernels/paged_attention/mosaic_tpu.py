@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import bounded_places, forward_only
-from stack_kernels.cpu import unquantized
+from stack_kernels.supports import first_problem, unquantized
 
 __all__ = ["MOSAIC_TPU", "mosaic_tpu"]
 
@@ -63,7 +63,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         f"two pages of {page_bytes} bytes do not fit into VMEM": page_bytes > _PAGE_BYTES,
         "the tables do not fit into scalar memory": 4 * tokens * tables.shape[1] > _TABLE_BYTES,
     }
-    return next((reason for reason, applies in problems.items() if applies), True)
+    return first_problem(problems)
 
 
 def _attention(query: Any, key_pages: Any, value_pages: Any, *, interpret: Any, **call: Any) -> Any:

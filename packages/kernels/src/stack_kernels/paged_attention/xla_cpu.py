@@ -33,7 +33,7 @@ from stack_core.ops.building import (
     with_sinks,
 )
 from stack_kernels.attention.products import by_group, unmixed
-from stack_kernels.cpu import unquantized
+from stack_kernels.supports import unquantized
 
 __all__ = ["XLA_CPU", "StepConfig", "values_like_keys"]
 

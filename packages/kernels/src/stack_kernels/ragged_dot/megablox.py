@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import is_quantized
-from stack_kernels.cpu import takes_no, unquantized
+from stack_kernels.supports import first_problem, takes_no, unquantized
 from stack_kernels.untyped import untyped
 
 __all__ = ["MEGABLOX", "GroupedTiles", "megablox"]
@@ -61,7 +61,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         f"it takes {' or '.join(_DTYPES)}, not {lhs.dtype.name}": lhs.dtype.name not in _DTYPES,
         "there is no row, or matrices are empty": lhs.size * rhs.size == 0,
     }
-    return next((reason for reason, applies in problems.items() if applies), True)
+    return first_problem(problems)
 
 
 def _space(call: OpCall, chip: Chip) -> Iterator[GroupedTiles]:

@@ -14,8 +14,8 @@ from jax import lax
 from stack_core.abi import OWN, OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import accurate_dtype, contract, differentiated, vary_alike
-from stack_kernels.cpu import takes_no, unquantized
 from stack_kernels.linear.product import transposed
+from stack_kernels.supports import takes_no, unquantized
 
 __all__ = ["XLA_CPU"]
 

@@ -12,7 +12,7 @@ from pydantic import PositiveFloat, PositiveInt
 from stack_core.config import config
 from stack_train.models.decoder import DecoderConfig, DecoderSpec, Layer
 from stack_train.models.family import DecoderFamily
-from stack_train.models.gemma3 import GEMMA_NAMES
+from stack_train.models.gemma3 import GEMMA_NAMES, GEMMA_SETTINGS
 from stack_train.models.reader import ConfigMap, Reader, Setting, alternating, read_rope, write_rope
 from stack_train.nn.feed_forward import Gated
 from stack_train.nn.residual import Norm
@@ -69,17 +69,9 @@ FAMILY = DecoderFamily(
         architecture="Gemma2ForCausalLM",
         model_type="gemma2",
         settings=(
+            *GEMMA_SETTINGS,
             Setting("vocab_size", ("vocab_size",), 256_000),
-            Setting("embed", ("hidden_size",), 2304),
-            Setting("layers", ("num_hidden_layers",), 26),
-            Setting("heads", ("num_attention_heads",), 8),
-            Setting("kv_heads", ("num_key_value_heads",), 4, "kv_head_count"),
-            Setting("head_dim", ("head_dim",), 256, "head_size"),
-            Setting("mlp", ("intermediate_size",), 9216),
             Setting("max_positions", ("max_position_embeddings",), 8192),
-            Setting("tie_embeddings", ("tie_word_embeddings",), True),
-            Setting("window", ("sliding_window",), 4096),
-            Setting("query_scalar", ("query_pre_attn_scalar",), 256),
             Setting("attention_softcap", ("attn_logit_softcapping",), 50.0),
             Setting("logit_softcap", ("final_logit_softcapping",), 30.0),
         ),

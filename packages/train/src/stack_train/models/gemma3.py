@@ -18,7 +18,7 @@ from stack_train.nn.attention import Rope
 from stack_train.nn.feed_forward import Gated
 from stack_train.nn.residual import Norm
 
-__all__ = ["FAMILY", "GEMMA_NAMES", "Gemma3Config"]
+__all__ = ["FAMILY", "GEMMA_NAMES", "GEMMA_SETTINGS", "Gemma3Config"]
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
@@ -93,6 +93,19 @@ GEMMA_NAMES: Names = {
 }
 """What the norms of layers are called that have four."""
 
+GEMMA_SETTINGS = (
+    Setting("embed", ("hidden_size",), 2304),
+    Setting("layers", ("num_hidden_layers",), 26),
+    Setting("heads", ("num_attention_heads",), 8),
+    Setting("kv_heads", ("num_key_value_heads",), 4, "kv_head_count"),
+    Setting("head_dim", ("head_dim",), 256, "head_size"),
+    Setting("mlp", ("intermediate_size",), 9216),
+    Setting("tie_embeddings", ("tie_word_embeddings",), True),
+    Setting("window", ("sliding_window",), 4096),
+    Setting("query_scalar", ("query_pre_attn_scalar",), 256),
+)
+"""What Gemma 2 and 3 call the same in `config.json`, with one default."""
+
 FAMILY = DecoderFamily(
     name="gemma3",
     config_class=Gemma3Config,
@@ -100,17 +113,9 @@ FAMILY = DecoderFamily(
         architecture="Gemma3ForCausalLM",
         model_type="gemma3_text",
         settings=(
+            *GEMMA_SETTINGS,
             Setting("vocab_size", ("vocab_size",), 262_208),
-            Setting("embed", ("hidden_size",), 2304),
-            Setting("layers", ("num_hidden_layers",), 26),
-            Setting("heads", ("num_attention_heads",), 8),
-            Setting("kv_heads", ("num_key_value_heads",), 4, "kv_head_count"),
-            Setting("head_dim", ("head_dim",), 256, "head_size"),
-            Setting("mlp", ("intermediate_size",), 9216),
             Setting("max_positions", ("max_position_embeddings",), 131_072),
-            Setting("tie_embeddings", ("tie_word_embeddings",), True),
-            Setting("window", ("sliding_window",), 4096),
-            Setting("query_scalar", ("query_pre_attn_scalar",), 256),
             Setting("attention_softcap", ("attn_logit_softcapping",)),
             Setting("logit_softcap", ("final_logit_softcapping",)),
         ),

@@ -11,7 +11,6 @@ from jax import lax
 from stack_core.abi import OpCall, OpImplementation, QView
 from stack_core.hardware import Chip
 from stack_core.ops.building import forward_only, is_quantized
-from stack_kernels.cpu import abstract_view
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.linear.block import Product
 from stack_kernels.jit_cpu.linear.streams import SEGMENT_COLUMNS, STREAMS, StreamedProduct, streamed_module
@@ -19,6 +18,7 @@ from stack_kernels.jit_cpu.linear.tiles import product_module
 from stack_kernels.jit_cpu.numbers import BITS
 from stack_kernels.linear.codes import dequantized
 from stack_kernels.linear.integer_dot import rows_of
+from stack_kernels.supports import abstract_view
 
 __all__ = ["JIT_X86", "few_rows_product", "supports_few_rows"]
 

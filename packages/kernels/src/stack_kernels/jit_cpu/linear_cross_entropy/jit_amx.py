@@ -6,9 +6,9 @@ from typing import Any
 from stack_core.abi import OWN, OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import differentiated
-from stack_kernels.cpu import takes_no
 from stack_kernels.jit_cpu.linear.jit_amx import TILED, supports_tiles
 from stack_kernels.linear_cross_entropy.xla_cpu import CONFIGS, linear_cross_entropy
+from stack_kernels.supports import takes_no
 
 __all__ = ["JIT_AMX"]
 

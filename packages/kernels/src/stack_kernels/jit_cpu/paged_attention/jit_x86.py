@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import as_int32, forward_only, is_quantized, with_sinks
-from stack_kernels.cpu import abstract_view
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.numbers import BITS, WRITTEN
 from stack_kernels.jit_cpu.paged_attention.call import PagedAttention
 from stack_kernels.jit_cpu.paged_attention.tiles import paged_attention_module
 from stack_kernels.paged_attention.xla_cpu import values_like_keys
+from stack_kernels.supports import abstract_view
 
 __all__ = ["JIT_X86"]
 

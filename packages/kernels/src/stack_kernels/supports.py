@@ -1,0 +1,43 @@
+"""What implementations look at to say whether they support a call, and how they say it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from stack_core.abi import OpCall, QView
+from stack_core.hardware import Chip
+from stack_core.ops.building import QuantizedArray, is_quantized
+
+__all__ = ["abstract_view", "first_problem", "takes_no", "unquantized"]
+
+
+def first_problem(problems: Mapping[str, bool]) -> bool | str:
+    """The answer of `supports`: the first reason that applies, True if none does."""
+    return next((reason for reason, applies in problems.items() if applies), True)
+
+
+def unquantized(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
+    """The `supports` of what takes every call without a quantized operand."""
+    quantized = [name for name, array in call.arrays.items() if is_quantized(array)]
+    return f"{' and '.join(quantized)} is quantized" if quantized else True
+
+
+def takes_no(call: OpCall, *names: str) -> bool | str:
+    """True unless one of these optional arguments is given; then the reason, which names them."""
+    arguments = {**call.arrays, **call.options}
+    given = [name for name in names if arguments[name] is not None]
+    return f"it takes no {' and no '.join(given)}" if given else True
+
+
+def abstract_view(array: QuantizedArray) -> QView:
+    """What a quantized array of arrays, or of `jax.ShapeDtypeStruct`, shows, without values."""
+    known = {}
+
+    def show(array: Any) -> tuple[Any, ...]:
+        view = array.__stack_qview__()
+        known.update(abi=view.abi, scheme=view.scheme)
+        return view.qvalue, view.scale, view.zero_point, view.codebook
+
+    qvalue, scale, zero_point, codebook = jax.eval_shape(show, array)
+    return QView(qvalue=qvalue, scale=scale, zero_point=zero_point, codebook=codebook, **known)

@@ -134,7 +134,7 @@ def test_a_killed_run_ends_bitwise_like_an_uninterrupted_one(whole, tmp_path):
 
 @pytest.mark.slow  # two runs
 def test_a_run_that_draws_ahead_is_stale_by_what_it_may_be_and_goes_on(tmp_path):
-    ahead = ("data.max_staleness=2", "objective.correction.kind=truncate", "run.evaluate_every_steps=0")
+    ahead = ("data.max_staleness=2", "run.evaluate_every_steps=0")
     train(cell(tmp_path / "run", *ahead, "run.steps=4"))
     train(cell(tmp_path / "run", *ahead), resume=True)
     steps = records(tmp_path / "run", "train")

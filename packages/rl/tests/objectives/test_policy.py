@@ -183,7 +183,7 @@ def test_a_preset_minimizes_the_loss_of_its_paper(preset: type[PolicyConfig]) ->
         batch = laid_out(
             [[a, b] for a, b in zip(members[::2], members[1::2], strict=True)], weights_of("token", members), 4
         )
-        config = preset(kl=0.3, kl_estimator="k3", kl_corrected=True, entropy=0.1)
+        config = preset(correction=None, kl=0.3, kl_estimator="k3", kl_corrected=True, entropy=0.1)
         found, metrics = config.build()(model(), batch, key=jax.random.key(0), reference=model(1))
         ours, theirs = log_softmax(model(), batch), log_softmax(model(1), batch)
         logprobs, reference, drawn = picked(ours, batch), picked(theirs, batch), batch["targets"] != IGNORED_TARGET
@@ -200,7 +200,7 @@ def test_a_preset_minimizes_the_loss_of_its_paper(preset: type[PolicyConfig]) ->
 def test_ppo_minimizes_the_losses_of_policy_and_critic() -> None:
     members, rng = episodes(), np.random.default_rng(5)
     kernel = rng.normal(0, 0.5, EMBED)
-    config = PPOConfig(dual_clip=1.1, value_weight=0.3, value_clip=0.1, kl=0.2)
+    config = PPOConfig(correction=None, dual_clip=1.1, value_weight=0.3, value_clip=0.1, kl=0.2)
     objective = config.build()
     assert isinstance(objective, TrainsModels)
     assert isinstance(objective, ScoresTokens)
@@ -244,13 +244,18 @@ def test_ppo_minimizes_the_losses_of_policy_and_critic() -> None:
 
 
 @pytest.mark.parametrize(
-    ("correction", "weight"),
+    ("config", "weight"),
     [
-        (Correction(high=1.1), lambda ratio: np.minimum(ratio, 1.1)),
-        (Correction(kind="mask", low=0.5, high=1.2), lambda ratio: np.where((ratio >= 0.5) & (ratio <= 1.2), ratio, 0)),
+        (GRPOConfig(), lambda ratio: np.minimum(ratio, 2.0)),
+        (CISPOConfig(highest=1.1), lambda ratio: np.minimum(ratio, 1.1)),
+        (GRPOConfig(correction=Correction(high=1.1)), lambda ratio: np.minimum(ratio, 1.1)),
+        (
+            DAPOConfig(correction=Correction(kind="mask", low=0.5, high=1.2)),
+            lambda ratio: np.where((ratio >= 0.5) & (ratio <= 1.2), ratio, 0),
+        ),
     ],
 )
-def test_a_correction_weighs_tokens_by_what_drew_them(correction: Correction, weight: Any) -> None:
+def test_a_correction_weighs_tokens_by_what_drew_them(config: PolicyConfig, weight: Any) -> None:
     """The gradient is that of sum w c(p / q) A log p, with c held still."""
     members = episodes()
     with jax.enable_x64(True):
@@ -270,7 +275,7 @@ def test_a_correction_weighs_tokens_by_what_drew_them(correction: Correction, we
             return -jnp.sum(jnp.where(drawn, weights * batch["advantages"] * logprobs, 0))
 
         right = jax.grad(expected)((model().embedding, model().weight))
-        for found, each in zip(gradient(GRPOConfig(correction=correction))([batch]), right, strict=True):
+        for found, each in zip(gradient(config)([batch]), right, strict=True):
             np.testing.assert_allclose(found, each, rtol=1e-5, atol=1e-7)
 
 
@@ -287,7 +292,7 @@ def test_distillation_is_the_policy_gradient_of_the_teachers_log_ratio() -> None
 
         found = jax.grad(loss)(model().weight, DistillConfig(kl=0.5, reference="run:runs/teacher"), batch)
         credited = {"advantages": jnp.asarray(distilled(own, teacher, drawn, coefficient=0.5))}
-        expected = jax.grad(loss)(model().weight, RLOOConfig(), batch | credited)
+        expected = jax.grad(loss)(model().weight, RLOOConfig(correction=None), batch | credited)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
     with pytest.raises(ConfigError, match="Name the teacher's run"):
         DistillConfig().build()
@@ -345,6 +350,6 @@ def test_an_algorithm_of_ones_own_is_one_function() -> None:
     exec(source, module)
     members = episodes()
     batch = laid_out([[each] for each in members], weights_of("token", members), 8)
-    for ours, clipped in zip(*(gradient(each)([batch]) for each in (module["SoftClip"](), GRPOConfig())), strict=True):
+    for ours, clipped in zip(*(gradient(each(correction=None))([batch]) for each in (module["SoftClip"], GRPOConfig)), strict=True):
         assert np.isfinite(ours).all()
         assert np.abs(ours - clipped).max() > 1e-4

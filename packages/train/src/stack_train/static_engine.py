@@ -32,7 +32,7 @@ from stack_core.text.sampling import MOST_BIASES, MOST_STOP_TOKENS, SamplingSett
 
 __all__ = ["StaticEngine", "StaticEngineConfig"]
 
-_SMALLEST_BUCKET = 16
+_SMALLEST_PROMPT, _SMALLEST_CAPACITY = 4, 16  # tokens; small caches cost nothing, and each size is a program
 _UNSUPPORTED = ("stop", "prompt_logprobs")
 
 
@@ -102,9 +102,10 @@ class StaticEngine:
 
     def warm_up(self) -> None:
         """Compiles every pair of sizes."""
-        sizes = sorted({self._bucket(1 << power) for power in range(self._checkpoint.max_positions.bit_length() + 1)})
-        for capacity in sizes:
-            for bucket in (size for size in sizes if size <= capacity):
+        powers = range(self._checkpoint.max_positions.bit_length() + 1)
+        prompts = sorted({self._bucket(1 << power, _SMALLEST_PROMPT) for power in powers})
+        for capacity in sorted({self._bucket(1 << power, _SMALLEST_CAPACITY) for power in powers}):
+            for bucket in (size for size in prompts if size <= capacity):
                 self._compute([], bucket, capacity)
 
     def start(self) -> None:
@@ -282,8 +283,9 @@ class StaticEngine:
         if not batch:
             return
         prompts = [len(each.work.request.prompt) for each in batch]
-        bucket = self._bucket(max(prompts))
-        capacity = self._bucket(max(tokens + each.limit for tokens, each in zip(prompts, batch, strict=True)))
+        bucket = self._bucket(max(prompts), _SMALLEST_PROMPT)
+        most = max(tokens + each.limit for tokens, each in zip(prompts, batch, strict=True))
+        capacity = self._bucket(most, _SMALLEST_CAPACITY)
         try:
             found = self._compute(batch, bucket, capacity)
         except Exception as error:  # Whatever the device raises ends these requests, and no others.
@@ -414,8 +416,8 @@ class StaticEngine:
         if work.receive is not None:
             work.receive(update)
 
-    def _bucket(self, tokens: int) -> int:
-        return min(max(_SMALLEST_BUCKET, 1 << (tokens - 1).bit_length()), self._checkpoint.max_positions)
+    def _bucket(self, tokens: int, smallest: int) -> int:
+        return min(max(smallest, 1 << (tokens - 1).bit_length()), self._checkpoint.max_positions)
 
 
 def _completed(given: Mapping[Any, Any], held: Any) -> Any:

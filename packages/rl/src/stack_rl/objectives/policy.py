@@ -94,8 +94,9 @@ class PolicyConfig:
 
     Attributes:
       name: of the algorithm in the registry `objectives`; subclasses give it a default.
-      correction: c; without one, ratios are those to the behaviour. With one, they are those to the policy before the
-        update, 1 at its only step, and c is the ratio of that policy to the behaviour.
+      correction: c, the ratio to the behaviour of the policy before the update, at most 2 by default. The algorithm's
+        own ratios are then those to that policy, 1 at its only step, so that none is clipped. With None they are those
+        to the behaviour, and c is 1.
       kl: weight of the divergence from the reference; 0 needs no reference.
       kl_estimator: "k2", whose gradient is that of the divergence while the policy draws its own tokens, or "k3".
       kl_corrected: weigh k by the ratio, for tokens that another policy drew.
@@ -105,7 +106,7 @@ class PolicyConfig:
     """
 
     name: str
-    correction: Correction | None = None
+    correction: Correction | None = Correction()
     kl: NonNegativeFloat = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
     kl_corrected: bool = False

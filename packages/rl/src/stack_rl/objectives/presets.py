@@ -12,7 +12,7 @@ from stack_core.contracts.training import Objective
 from stack_core.errors import ConfigError
 from stack_rl.math.policy import cispo_loss, clipped_loss, is_clipped, reinforce_loss
 from stack_rl.math.sequences import sequence_mean
-from stack_rl.objectives.policy import PolicyConfig, PolicyTokens
+from stack_rl.objectives.policy import Correction, PolicyConfig, PolicyTokens
 
 __all__ = [
     "CISPOConfig",
@@ -153,11 +153,14 @@ class CISPOConfig(PolicyConfig):
 
         l = -sg[clip(r, lowest, highest)] A log p
 
+    r is the ratio to the behaviour, and so the correction: there is no other one by default.
+
     Source: MiniMax-M1, 2025 (arXiv:2506.13585), section 3.1. Departures: (1) the paper names no bounds; see
     `stack_rl.math.policy.cispo_loss`.
     """
 
     name: Literal["cispo"] = "cispo"
+    correction: Correction | None = None
     lowest: NonNegativeFloat = 0.0
     highest: PositiveFloat = 5.0
     weights: ClassVar[str] = "token"

@@ -87,6 +87,23 @@ def test_log_probabilities_are_those_of_the_model_and_of_the_processed_distribut
         assert all(each.rank <= 5 for each in update.logprobs)
 
 
+def test_candidates_are_the_tokens_that_each_was_drawn_from(model_logprobs, engine):
+    asked = {"temperature": 0.5, "top_k": 9, "top_p": 0.8, "candidates": True}
+    found = ask(engine, request("narrow", PROMPTS[0], **asked), request("plain", PROMPTS[1]))
+    ((narrow,), (plain,)) = found
+    assert plain.candidates is None
+    whole = (*PROMPTS[0], *narrow.tokens)
+    logits = model_logprobs(whole)[len(PROMPTS[0]) - 1 : -1] / 0.5
+    for row, token, candidates in zip(logits, narrow.tokens, narrow.candidates, strict=True):
+        order = np.argsort(-row)[:9]
+        shares = np.exp(row[order]) / np.exp(row[order]).sum()
+        kept = order[np.cumsum(shares) - shares < 0.8]
+        assert candidates == tuple(sorted(kept)) and token in candidates
+    assert len(set(map(len, narrow.candidates))) > 1
+    ((greedy,),) = ask(engine, request("greedy", PROMPTS[0], temperature=0.0, candidates=True))
+    assert greedy.candidates == tuple((token,) for token in greedy.tokens)
+
+
 def test_draws_depend_on_seed_and_index_and_not_on_the_rest_of_the_batch(engine):
     ((alone,),) = ask(engine, request("alone", PROMPTS[0]))
     many = ask(engine, *(request(seed, PROMPTS[0], seed=seed) for seed in (9, 7, 11)), request("n", PROMPTS[0], n=6))

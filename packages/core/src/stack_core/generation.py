@@ -60,6 +60,7 @@ class SamplingParams:
         nothing, 0 the log-probability of the token itself.
       logprobs_of: whose those are: the "model", before any of the changes above, or the "processed" distribution that
         the token was drawn from, after all of them, in which the tokens that are no candidates have -inf.
+      candidates: report the tokens that each token was drawn from, for who is to know the distribution later.
       prompt_logprobs: the model's for the tokens of the prompt, the first of which has none.
     """
 
@@ -81,6 +82,7 @@ class SamplingParams:
     n: PositiveInt = 1
     logprobs: NonNegativeInt | None = None
     logprobs_of: Literal["model", "processed"] = "model"
+    candidates: bool = False
     prompt_logprobs: NonNegativeInt | None = None
 
 
@@ -140,6 +142,7 @@ class GenerationUpdate:
       text: the text that became final with them; it may lag behind the tokens, as a character may need several.
       weights_versions: of the weights that drew each of `tokens`.
       logprobs: one for each of `tokens`, if they were asked for.
+      candidates: the tokens that each of `tokens` was drawn from, in rising order, if they were asked for.
       prompt_logprobs: with the first update of continuation 0, which then comes before those of the others, if they
         were asked for: one for each token of the prompt, None for the first.
       stop_reason: the stop text or the token that ended it; None for the model's own end tokens.
@@ -156,6 +159,7 @@ class GenerationUpdate:
     text: str = ""
     weights_versions: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
+    candidates: tuple[tuple[int, ...], ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

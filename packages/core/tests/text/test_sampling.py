@@ -384,7 +384,20 @@ AMONG_OTHERS = {
 
 def test_every_field_is_the_hosts_or_its_effect_is_known():
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert fields == ON_THE_HOST | EFFECTS.keys() | AMONG_OTHERS.keys() | {"seed", "logprobs", "logprobs_of"}
+    others = {"seed", "logprobs", "logprobs_of", "candidates"}
+    assert fields == ON_THE_HOST | EFFECTS.keys() | AMONG_OTHERS.keys() | others
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.0}, *EFFECTS.values(), {"top_k": 6, "top_p": 0.7}])
+def test_candidates_are_what_has_a_probability(changes):
+    params = SamplingParams(**changes)
+    settings = settings_of(params, prompt_tokens=PROMPT_TOKENS, end_tokens=END_TOKENS)
+    arrays = LOGITS[None], settings, np.asarray([HISTORY], np.int32), np.int32([len(HISTORY)])
+    drawn = jax.jit(sample, static_argnames="candidates")(*arrays, candidates=True)
+    assert drawn.candidates.tolist() == [(probabilities(LOGITS, params, **RICH) > 0).tolist()]
+    assert drawn.candidates[0, drawn.tokens[0]]
+    assert drawn.tokens.tolist() == jitted(*arrays).tokens.tolist()
+    assert jitted(*arrays).candidates is None
 
 
 def test_the_seed_changes_what_is_sampled():

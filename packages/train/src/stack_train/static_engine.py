@@ -89,7 +89,7 @@ class StaticEngine:
         self._checkpoint, self._config = checkpoint, StaticEngineConfig() if config is None else config
         self._params = checkpoint.load_params()
         self._version = 0
-        self._generate = jax.jit(self._run_rows, static_argnames="capacity")
+        self._generate = jax.jit(self._run_rows, static_argnames=("capacity", "candidates"))
         self._changed = threading.Condition()
         self._device = threading.RLock()  # held while a batch runs, and while weights change
         self._works: dict[str, _Work] = {}
@@ -97,7 +97,7 @@ class StaticEngine:
         self._is_started = self._is_closed = False
         self._thread: threading.Thread | None = None
         self._counts = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0, "compilations": 0}
-        self._shapes: set[tuple[int, int]] = set()
+        self._programs: set[tuple[int, int, bool]] = set()
         self._running = 0
 
     def warm_up(self) -> None:
@@ -300,11 +300,13 @@ class StaticEngine:
 
     def _compute(self, batch: Sequence[_Continuation], bucket: int, capacity: int) -> dict[str, np.ndarray]:
         """Runs the program of two sizes; rows without a continuation end at once."""
-        if (bucket, capacity) not in self._shapes:
-            self._shapes.add((bucket, capacity))
+        candidates = any(each.work.request.sampling.candidates for each in batch)
+        if (program := (bucket, capacity, candidates)) not in self._programs:
+            self._programs.add(program)
             self._counts["compilations"] += 1
         self._counts["steps"] += 1
-        return jax.device_get(self._generate(self._params, self._rows(batch, bucket), capacity=capacity))
+        rows = self._rows(batch, bucket)
+        return jax.device_get(self._generate(self._params, rows, capacity=capacity, candidates=candidates))
 
     def _rows(self, batch: Sequence[_Continuation], bucket: int) -> dict[str, np.ndarray]:
         rows, stops = self._config.rows, [self._stops(each.work.request.sampling) for each in batch]
@@ -331,12 +333,15 @@ class StaticEngine:
         own = () if sampling.ignore_eos else self._checkpoint.end_tokens
         return sorted({*own, *sampling.stop_tokens})
 
-    def _run_rows(self, params: Any, rows: dict[str, jax.Array], *, capacity: int) -> dict[str, jax.Array]:
+    def _run_rows(
+        self, params: Any, rows: dict[str, jax.Array], *, capacity: int, candidates: bool
+    ) -> dict[str, jax.Array]:
         """Continues all rows; one program.
 
         Returns:
           count[rows], drawn tokens; ok[rows], whether all logits allowed one; history[rows, capacity], prompts and what
-          was drawn; of each drawn token logprobs[rows, capacity] and ranks, as `sample` gives them.
+          was drawn; of each drawn token logprobs[rows, capacity] and ranks, as `sample` gives them, and with
+          `candidates` those as bits, uint8[rows, capacity, vocab / 8].
         """
         model, count = self._checkpoint.model(params), rows["lengths"].shape[0]
         empty: Any = DenseKVCache.empty(
@@ -353,6 +358,8 @@ class StaticEngine:
             "logprobs": jnp.zeros((count, capacity), jnp.float32),
             "ranks": jnp.zeros((count, capacity), jnp.int32),
         }
+        if candidates:
+            found["candidates"] = jnp.zeros((count, capacity, -(-self._checkpoint.vocab_size // 8)), jnp.uint8)
         choose = partial(_choose, model, rows, SamplingSettings.unpacked(rows["settings"]))
         state = choose(0, hidden, found, rows["limits"] == 0)
 
@@ -389,6 +396,7 @@ class StaticEngine:
             text="" if tokenizer is None else tokenizer.decode(shown),
             weights_versions=(self._version,) * count,
             logprobs=logprobs,
+            candidates=_set_bits(found["candidates"][:count]) if sampling.candidates else None,
             finish_reason="stop" if stopped else "length",
             stop_reason=tokens[-1] if stopped and not is_own else None,
             times=RequestTimes(of.work.times.submitted_s, started_s, ended_s, ended_s),
@@ -434,6 +442,11 @@ def _completed(given: Mapping[Any, Any], held: Any) -> Any:
     }
 
 
+def _set_bits(packed: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """The places of the bits that are set in each row of bytes."""
+    return tuple(tuple(np.flatnonzero(bits).tolist()) for bits in np.unpackbits(packed, axis=1))
+
+
 def _deadline_s(work: _Work) -> float:
     timeout_s = work.request.timeout_s
     return float("inf") if timeout_s is None else work.times.submitted_s + timeout_s
@@ -450,11 +463,14 @@ def _choose(
 ) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
     """Draws the token at a place of each continuation; says which have ended then, and which drew one."""
     lengths = rows["lengths"] + place
-    drawn = sample(model.logits(hidden[:, 0]), settings, found["history"], lengths)
+    kept = "candidates" in found
+    drawn = sample(model.logits(hidden[:, 0]), settings, found["history"], lengths, candidates=kept)
     stops = jnp.any(drawn.tokens[:, None] == rows["stops"], axis=1) & (place + 1 > settings.min_tokens)
+    values = {"logprobs": drawn.logprobs, "ranks": drawn.ranks}
+    values |= {"candidates": jnp.packbits(drawn.candidates, axis=1)} if kept else {}
     own = {
-        name: jax.lax.dynamic_update_slice_in_dim(found[name], getattr(drawn, name)[:, None], place, axis=1)
-        for name in ("logprobs", "ranks")
+        name: jax.lax.dynamic_update_slice_in_dim(found[name], each[:, None], place, axis=1)
+        for name, each in values.items()
     }
     history = found["history"].at[jnp.arange(len(lengths)), lengths].set(drawn.tokens, mode="drop")
     found = {"history": history, "ok": found["ok"] & (drawn.ok | ended), **own}

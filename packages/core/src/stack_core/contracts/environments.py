@@ -188,6 +188,8 @@ class Trajectory:
       versions: int32, of the weights that drew each; -1 of the others.
       rewards: float32, each at the last token of its action.
       is_truncated: a limit of tokens ended it.
+      candidates: what each token was drawn from, where that was not the whole vocabulary: int32[tokens], how many, and
+        int32[...], the candidates of all tokens in turn.
     """
 
     group: int
@@ -200,3 +202,4 @@ class Trajectory:
     verdict: Verdict | None = None
     is_truncated: bool = False
     facts: Mapping[str, float] = field(default_factory=dict)
+    candidates: tuple[np.ndarray, np.ndarray] | None = None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.random import threefry_2x32
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from stack_core.generation import SamplingParams
 from stack_core.text.candidates import GROUPS, at_token, kth_largest, most_likely, padded
@@ -126,9 +126,11 @@ class Sampled(TokenLogprobs):
 
     Attributes:
       ok: bool[rows]; where it is False the logits were NaN, infinite or all -inf, and the token means nothing.
+      candidates: bool[rows, vocab], the tokens that each was drawn from; None if they were not asked for.
     """
 
     ok: Any
+    candidates: Any = None
 
 
 def sample(
@@ -136,6 +138,8 @@ def sample(
     settings: SamplingSettings,
     history: Int[Array, "rows max_tokens"],
     lengths: Int[Array, " rows"],
+    *,
+    candidates: bool = False,
 ) -> Sampled:
     """Draws a token for each row, as `SamplingParams` describes.
 
@@ -146,8 +150,9 @@ def sample(
       settings: of each row.
       history: tokens of each row's prompt and continuation.
       lengths: how many there are, all before the one that is drawn.
+      candidates: also find the tokens that each was drawn from.
     """
-    logits = padded(logits)
+    vocab, logits = logits.shape[1], padded(logits)
     generated = lengths - settings.prompt_tokens
     stopping = jnp.where(generated[:, None] < settings.min_tokens[:, None], settings.stop_tokens, -1)
 
@@ -173,26 +178,35 @@ def sample(
     )
     drawing = jnp.any(settings.temperature > 0) | jnp.any(settings.processed > 0)
 
-    def chosen() -> tuple[jax.Array, jax.Array, TokenLogprobs]:
+    def chosen() -> tuple[jax.Array, jax.Array, TokenLogprobs, jax.Array | None]:
         # Less the peak in either branch, for one that gave the logits as they are would copy them.
         best, ok, lower = lax.cond(changes, lambda: _less_peak(changed()), lambda: _less_peak(logits))
-        tokens, processed = lax.cond(
-            drawing, lambda: _drawn(lower, best, settings, generated), lambda: (best, _no_logprobs(best))
+        tokens, processed, kept = lax.cond(
+            drawing,
+            lambda: _drawn(lower, best, settings, generated, candidates=candidates),
+            lambda: (best, _no_logprobs(best), alone(best)),
         )
-        return tokens, ok, processed
+        return tokens, ok, processed, kept
 
-    def greedy() -> tuple[jax.Array, jax.Array, TokenLogprobs]:
+    def greedy() -> tuple[jax.Array, jax.Array, TokenLogprobs, jax.Array | None]:
         best = most_likely(logits)
-        return best, jnp.isfinite(at_token(logits, best)), _no_logprobs(best)
+        return best, jnp.isfinite(at_token(logits, best)), _no_logprobs(best), alone(best)
 
-    tokens, ok, processed = lax.cond(changes | drawing, chosen, greedy)
+    def alone(tokens: jax.Array) -> jax.Array | None:
+        return _is_token(tokens, logits.shape[1]) if candidates else None
+
+    tokens, ok, processed, kept = lax.cond(changes | drawing, chosen, greedy)
     of_model = lax.cond(
         jnp.any((settings.logprobs >= 0) & (settings.processed == 0)),
         lambda: token_logprobs(logits, tokens),
         lambda: _no_logprobs(tokens),
     )
     figures = jax.tree.map(partial(_either, settings.processed > 0), processed, of_model)
-    return Sampled(**vars(figures), ok=ok)
+    return Sampled(**vars(figures), ok=ok, candidates=None if kept is None else kept[:, :vocab])
+
+
+def _is_token(tokens: jax.Array, vocab: int) -> Bool[Array, "rows vocab"]:
+    return jnp.arange(vocab) == tokens[:, None]
 
 
 def _either(condition: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array:
@@ -207,9 +221,9 @@ def _less_peak(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _drawn(
-    lower: jax.Array, best: jax.Array, settings: SamplingSettings, generated: jax.Array
-) -> tuple[jax.Array, TokenLogprobs]:
-    """A token of each row, and what is to be reported of the distribution that it was drawn from.
+    lower: jax.Array, best: jax.Array, settings: SamplingSettings, generated: jax.Array, *, candidates: bool
+) -> tuple[jax.Array, TokenLogprobs, jax.Array | None]:
+    """A token of each row, what is to be reported of the distribution that it was drawn from, and its candidates.
 
     Args:
       lower: logits, the largest of which are 0.
@@ -222,12 +236,16 @@ def _drawn(
     weights = jnp.where(kept, weights, 0)
     tokens = jnp.where(is_drawn, _draw(weights, settings, generated), best)
 
-    def figures() -> TokenLogprobs:
-        sampled = weights >= jnp.maximum(_top_p_bound(weights, settings.top_p), jnp.finfo(jnp.float32).tiny)[:, None]
-        sampled = jnp.where(is_drawn[:, None], sampled, jnp.arange(lower.shape[1]) == best[:, None])
-        return token_logprobs(jnp.where(sampled, scaled, -jnp.inf), tokens)
+    def sampled() -> jax.Array:
+        bound = jnp.maximum(_top_p_bound(weights, settings.top_p), jnp.finfo(jnp.float32).tiny)
+        return jnp.where(is_drawn[:, None], weights >= bound[:, None], _is_token(best, lower.shape[1]))
 
-    return tokens, lax.cond(jnp.any(settings.processed > 0), figures, lambda: _no_logprobs(tokens))
+    kept = sampled() if candidates else None
+
+    def figures() -> TokenLogprobs:
+        return token_logprobs(jnp.where(sampled() if kept is None else kept, scaled, -jnp.inf), tokens)
+
+    return tokens, lax.cond(jnp.any(settings.processed > 0), figures, lambda: _no_logprobs(tokens)), kept
 
 
 def _draw(weights: jax.Array, settings: SamplingSettings, generated: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from stack_core.config import apply_overrides, load_yaml, parse
@@ -21,7 +22,9 @@ from stack_rl.environments.prompts import PromptsConfig
 from stack_rl.objectives.presets import GRPOConfig
 from stack_rl.rollouts import RolloutData
 from stack_train import RunConfig, RunSettings, build, start
+from stack_train.run.config import run_config
 from stack_train.run.train import train
+from stack_train.weights import load_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = (
@@ -142,6 +145,34 @@ def test_a_run_that_draws_ahead_is_stale_by_what_it_may_be_and_goes_on(tmp_path)
     assert 0 < max(each["staleness"] for each in steps) <= 2
     assert all(0 < each["effective_share"] <= 1 + 1e-6 and each["correction"] <= 2 for each in steps)
     assert max(each["largest_mismatch"] for each in steps) > 1e-4  # another policy drew
+
+
+@pytest.mark.slow  # a run
+def test_with_top_p_the_trainer_has_the_distribution_that_was_drawn_from(tmp_path):
+    """Mean ratios of a run's own batches: with the candidates 1, without them what top-p kept."""
+    drawing = ("data.top_p=0.9", "data.groups=16", "data.group_size=16", "run.steps=2", "run.evaluate_every_steps=0")
+    run = build(cell(tmp_path / "run", *drawing, "optimizer.learning_rate=1e-12", "objective.kl=0.1"))
+    batches, take = [], run.data.train_iterator
+
+    def kept():
+        iterator = take()
+        inner = iterator._take
+        iterator._take = lambda: batches.append(inner()) or batches[-1]
+        return iterator
+
+    run.data.train_iterator = kept
+    start(run)
+    for each in records(run.directory.path, "train"):
+        assert each["ratio"] == pytest.approx(1, abs=0.002)
+        assert each["largest_mismatch"] < 1e-4 and each["effective_share"] == pytest.approx(1, abs=1e-4)
+        assert each["kl"] == pytest.approx(0, abs=1e-6)  # the reference is the model, over the same candidates
+    model, _ = load_model(run.directory.path, run_config(run.directory.path))  # hardly moved
+    objective, ratios = GRPOConfig().build(), {}
+    for name, left_out in {"with": (), "without": ("candidates",)}.items():
+        batch = {key: jnp.asarray(value) for key, value in batches[0].items() if key not in left_out}
+        ratios[name] = float(objective(model, batch, key=jax.random.key(0))[1]["ratio"].value)
+    assert ratios["with"] == pytest.approx(1, abs=0.002)
+    assert 0.88 < ratios["without"] < 0.96
 
 
 def _digests(checkpoint: Path) -> dict[str, str]:

@@ -3,7 +3,8 @@
 Its "weights" are two numbers that each batch changes, bit for bit by what the batch holds; a scripted engine draws by
 them. It goes on from its newest checkpoint, and writes what each step used to `steps.json`.
 
-Arguments: the directory, the largest staleness, and "module:Class.method:before|after:nth call" to die at, or "never".
+Arguments: the directory, the largest staleness, "module:Class.method:before|after:nth call" to die at, or "never", and
+how many rounds of groups may be drawn in place of flat ones.
 """
 
 import asyncio
@@ -137,13 +138,13 @@ class Training:
 
 
 def main():
-    directory, staleness, moment = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    directory, staleness, moment, refill_rounds = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     if moment != "never":
         die_at(moment if moment.startswith("stack_") else f"__main__:{moment}")
     rollouts.registries = SimpleNamespace(engines={"static": Engine})
-    data = rollouts.RolloutData(
-        environment=SleepyConfig(), groups=2, group_size=2, seq_tokens=8, max_staleness=staleness
-    ).build(seed=0, model=None)
+    sizes = {"groups": 2, "group_size": 2, "seq_tokens": 8}
+    drawn = {"max_staleness": staleness, "refill_rounds": refill_rounds}
+    data = rollouts.RolloutData(environment=SleepyConfig(), **sizes, **drawn).build(seed=0, model=None)
     (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
     data.write(directory)
     (directory / "config.yaml").touch()

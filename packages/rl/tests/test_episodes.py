@@ -13,7 +13,7 @@ from stack_core.errors import ConfigError, EnvironmentFailed, StackError
 from stack_rl import episodes
 from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.environments.cell import CellConfig
-from stack_rl.episodes import Attempt, Player
+from stack_rl.episodes import Attempt, Drawing, Player
 from stack_rl.rewards.unchecked import Unchecked
 
 from .scripted import Policy, ScriptedEngine
@@ -167,7 +167,9 @@ def test_groups_are_played_beside_the_caller_and_tell_how_they_ended():
     ]
     for fails in ("", "reset"):
         tasks = CountingTasks(turns=2, fails=fails)
-        player = ConcurrentPlayer(tasks, engine, seq_tokens=20, seed=0, on_failure="stop", timeout_s=5.0)
+        player = ConcurrentPlayer(
+            tasks, engine, seq_tokens=20, seed=0, on_failure="stop", timeout_s=5.0, drawing=Drawing()
+        )
         player.begin([Attempt(3, 1), Attempt(3, 0)], found.put, found.put)
         ended = found.get(timeout=5)
         player.close()

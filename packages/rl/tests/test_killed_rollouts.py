@@ -30,12 +30,16 @@ MOMENTS = (
 )
 
 
-def finished(directory, staleness, *moments):
+def finished(directory, staleness, *moments, refill_rounds=0):
     """What the steps of a run used that was killed at each moment in turn, and then went on to its end."""
+
+    def command(moment):
+        return [sys.executable, "-W", "ignore", CHILD, directory, str(staleness), moment, str(refill_rounds)]
+
     for moment in moments:
-        child = subprocess.run([sys.executable, CHILD, directory, str(staleness), moment], check=False)
+        child = subprocess.run(command(moment), check=False)
         assert child.returncode == -signal.SIGKILL, f"it was not killed at {moment}"
-    subprocess.run([sys.executable, CHILD, directory, str(staleness), "never"], check=True)
+    subprocess.run(command("never"), check=True)
     return json.loads((directory / "steps.json").read_text())
 
 
@@ -63,6 +67,20 @@ def test_a_run_that_is_killed_thrice_ends_bitwise_like_a_whole_one(whole, tmp_pa
 
 def test_a_run_that_draws_ahead_uses_every_group_once_whenever_it_is_killed(tmp_path):
     check_ahead(finished(tmp_path, 2, EARLY[1]))
+
+
+@pytest.mark.slow  # four processes
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_groups_that_were_drawn_in_place_of_flat_ones_outlive_a_kill(tmp_path, staleness):
+    moments = ("stack_rl.rollout_journal:RolloutJournal.add:after:3", "Training.save:after:1")
+    whole, cut = (tmp_path / "whole", tmp_path / "cut")
+    whole.mkdir(), cut.mkdir()
+    steps = finished(cut, staleness, *moments, refill_rounds=3)
+    used = [number for each in steps for number in each["groups"]]
+    assert len(used) > 16 and len(used) == len(set(used))
+    if not staleness:
+        assert steps == finished(whole, 0, refill_rounds=3)
+        assert used == list(range(len(used)))
 
 
 @pytest.mark.slow  # two processes each

@@ -10,7 +10,7 @@ from stack_core.contracts.environments import Tasks, Trajectory
 from stack_core.contracts.generation import Engine
 from stack_core.errors import EngineBusy, EnvironmentFailed
 from stack_core.generation import GenerationRequest, GenerationUpdate
-from stack_rl.episodes import Attempt, Episode, EventLoop, OnFailure, described, joined, sampling_for, within
+from stack_rl.episodes import Attempt, Drawing, Episode, EventLoop, OnFailure, described, joined, sampling_for, within
 from stack_rl.rewards.unchecked import Unchecked
 
 __all__ = ["ConcurrentPlayer"]
@@ -26,11 +26,21 @@ class ConcurrentPlayer:
       seq_tokens: of an episode, prompts and observations included, at most.
       seed: of the draws.
       timeout_s: of each step of an environment.
+      drawing: what is drawn from.
     """
 
     def __init__(
-        self, tasks: Tasks, engine: Engine, *, seq_tokens: int, seed: int, on_failure: OnFailure, timeout_s: float
+        self,
+        tasks: Tasks,
+        engine: Engine,
+        *,
+        seq_tokens: int,
+        seed: int,
+        on_failure: OnFailure,
+        timeout_s: float,
+        drawing: Drawing,
     ) -> None:
+        self._drawing = drawing
         self._tasks, self._engine, self._seed = tasks, engine, seed
         self._seq_tokens, self._on_failure, self._timeout_s = seq_tokens, on_failure, timeout_s
         self._loop = EventLoop()
@@ -100,7 +110,7 @@ class ConcurrentPlayer:
         def receive(update: GenerationUpdate) -> None:
             loop.call_soon_threadsafe(arrive, update)
 
-        sampling = sampling_for(episode, seed=seed, seq_tokens=self._seq_tokens, greedy=False)
+        sampling = sampling_for(episode, self._drawing, seed=seed, seq_tokens=self._seq_tokens)
         request = GenerationRequest(request_id=name, prompt=tuple(episode.tokens), sampling=sampling)
         while True:
             try:

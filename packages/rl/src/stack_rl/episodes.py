@@ -20,6 +20,7 @@ from stack_rl.rewards.unchecked import Unchecked
 __all__ = [
     "STEP_TIMEOUT_S",
     "Attempt",
+    "Drawing",
     "Episode",
     "EventLoop",
     "OnFailure",
@@ -50,6 +51,19 @@ class Attempt:
     held_out: bool = False
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """Which tokens a policy draws from, as `SamplingParams` names them; all by default."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+
+    @property
+    def is_narrowed(self) -> bool:
+        """Whether some tokens are left out, so that trajectories hold the candidates."""
+        return self.top_p < 1 or self.top_k > 0
+
+
 @dataclass
 class Episode:
     """An episode under way; lists have an entry for each token."""
@@ -62,6 +76,7 @@ class Episode:
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    candidates: list[tuple[int, ...]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     verdict: Verdict | None = None
     is_truncated: bool = False
@@ -91,6 +106,7 @@ class Episode:
         self.sampled += [False] * count
         self.logprobs += [0.0] * count
         self.versions += [-1] * count
+        self.candidates += [()] * count
         self.rewards += [0.0] * count
 
     def act(self, update: GenerationUpdate) -> None:
@@ -101,6 +117,7 @@ class Episode:
         self.sampled += [True] * count
         self.logprobs += [each.logprob for each in update.logprobs]
         self.versions += update.weights_versions
+        self.candidates += update.candidates or [()] * count
         self.rewards += [0.0] * count
         self.is_truncated = update.finish_reason == "length" and count < self.observation.max_tokens
         self.action = Action(tokens=update.tokens, finish_reason=update.finish_reason)
@@ -125,7 +142,14 @@ class Episode:
             verdict=self.verdict,
             is_truncated=self.is_truncated,
             facts=self.facts,
+            candidates=_flat(self.candidates),
         )
+
+
+def _flat(candidates: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray] | None:
+    """The candidates of all tokens as a `Trajectory` has them; None where no token has any."""
+    counts = np.asarray([len(each) for each in candidates], np.int32)
+    return (counts, np.asarray([token for each in candidates for token in each], np.int32)) if counts.any() else None
 
 
 class Player:
@@ -137,6 +161,7 @@ class Player:
     Args:
       seq_tokens: of an episode, prompts and observations included, at most.
       timeout_s: of each step of an environment; one that takes longer has failed.
+      drawing: what is drawn from, where it is not greedy.
     """
 
     def __init__(
@@ -147,7 +172,9 @@ class Player:
         seq_tokens: int,
         on_failure: OnFailure,
         timeout_s: float = STEP_TIMEOUT_S,
+        drawing: Drawing = Drawing(),
     ) -> None:
+        self._drawing = drawing
         self._tasks, self._engine = tasks, engine
         self._seq_tokens, self._on_failure, self._timeout_s = seq_tokens, on_failure, timeout_s
         self._loop = EventLoop()
@@ -192,7 +219,8 @@ class Player:
         """One action in each episode."""
         names = []
         for episode, seed in zip(acting, seeds, strict=True):
-            sampling = sampling_for(episode, seed=int(seed), seq_tokens=self._seq_tokens, greedy=greedy)
+            drawing = None if greedy else self._drawing
+            sampling = sampling_for(episode, drawing, seed=int(seed), seq_tokens=self._seq_tokens)
             names.append(f"rollout-{self._requests}")
             self._requests += 1
             request = GenerationRequest(request_id=names[-1], prompt=tuple(episode.tokens), sampling=sampling)
@@ -214,18 +242,18 @@ class Player:
         self._loop.run([guarded(each) for each in episodes], timeout_s=self._timeout_s + _FAREWELL_S)
 
 
-def sampling_for(episode: Episode, *, seed: int, seq_tokens: int, greedy: bool) -> SamplingParams:
-    """How the next action of an episode is drawn: from all tokens at temperature 1, or greedily."""
+def sampling_for(episode: Episode, drawing: Drawing | None, *, seed: int, seq_tokens: int) -> SamplingParams:
+    """How the next action of an episode is drawn: at temperature 1, or greedily where `drawing` is None."""
     observation = episode.observation
     assert observation is not None
-    return SamplingParams(
-        max_tokens=min(observation.max_tokens, seq_tokens - len(episode.tokens)),
-        temperature=0.0 if greedy else 1.0,
-        seed=seed,
-        stop_tokens=observation.stop_tokens,
-        logprobs=0,
-        logprobs_of="model" if greedy else "processed",
-    )
+    tokens = {
+        "max_tokens": min(observation.max_tokens, seq_tokens - len(episode.tokens)),
+        "stop_tokens": observation.stop_tokens,
+    }
+    if drawing is None:
+        return SamplingParams(**tokens, seed=seed, temperature=0.0, logprobs=0)
+    drawn = {"top_p": drawing.top_p, "top_k": drawing.top_k, "candidates": drawing.is_narrowed}
+    return SamplingParams(**tokens, **drawn, seed=seed, logprobs=0, logprobs_of="processed")
 
 
 def described(episode: Episode, tasks: Tasks) -> str:
@@ -264,11 +292,13 @@ def joined(updates: Sequence[GenerationUpdate]) -> GenerationUpdate:
     if last.finish_reason not in ("stop", "length"):
         raise StackError(f"The engine ended a rollout with {last.finish_reason!r}: {last.error or 'no reason given'}.")
     parts = [part for each in updates for part in each.logprobs or ()]
+    candidates = tuple(part for each in updates for part in each.candidates or ())
     return GenerationUpdate(
         request_id=last.request_id,
         tokens=tuple(token for each in updates for token in each.tokens),
         weights_versions=tuple(version for each in updates for version in each.weights_versions),
         logprobs=tuple(parts),
+        candidates=candidates or None,
         finish_reason=last.finish_reason,
     )
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from stack_core.contracts.data import IGNORED_TARGET, Shapes
 from stack_core.contracts.environments import Trajectory
+from stack_core.errors import DataError
 from stack_rl.math.advantages import ADVANTAGES, equal_groups, gae, whitened_tokens
 from stack_rl.math.weights import token_weights
 
@@ -24,18 +25,23 @@ _TOKENS: Final = {
 }
 _VALUES: Final = ("old_values", "returns")
 # Objectives report the means of what an episode's row says besides whether it is real, dropped, and its share.
-_FACTS: Final = ("reward", "correct", "unchecked", "unparsed", "action_tokens", "staleness", "truncated", "flat_groups")
-_ROWS: Final = ("real", "dropped", "share", *_FACTS)
+_OF_EPISODES: Final = ("reward", "correct", "unchecked", "unparsed", "action_tokens", "staleness", "truncated")
+_OF_GROUPS: Final = ("flat_groups", "drawn_groups")
+_ROWS: Final = ("real", "dropped", "share", *_OF_EPISODES, *_OF_GROUPS)
 
 
-def batch_shapes(rows: int, seq_tokens: int, *, values: bool = False) -> Shapes:
+def batch_shapes(rows: int, seq_tokens: int, *, values: bool = False, candidates: int = 0) -> Shapes:
     """The arrays of a batch: of tokens [rows, seq_tokens], and of rows [rows].
 
     Args:
       values: those of `credited_by_values` are among them.
+      candidates: how many a target may have been drawn from; int32[rows, seq_tokens, candidates] holds them, and -1
+        behind them. 0 leaves the array out, as all tokens are candidates.
     """
     dtypes = _TOKENS | (dict.fromkeys(_VALUES, np.float32) if values else {})
     tokens = {name: jax.ShapeDtypeStruct((rows, seq_tokens), np.dtype(dtype)) for name, dtype in dtypes.items()}
+    if candidates:
+        tokens["candidates"] = jax.ShapeDtypeStruct((rows, seq_tokens, candidates), np.dtype(np.int32))
     return tokens | {name: jax.ShapeDtypeStruct((rows,), np.dtype(np.float32)) for name in _ROWS}
 
 
@@ -51,11 +57,16 @@ def batch_of(
       advantage: a name of `ADVANTAGES`; None credits nothing.
       weights: a name that `token_weights` knows.
       version: of the weights that are trained next.
+
+    Raises:
+      DataError: a token has more candidates than a batch has room for.
     """
     batch = {name: np.zeros(each.shape, each.dtype) for name, each in shapes.items()}
     rows, seq_tokens = batch["targets"].shape
     batch["targets"][:] = IGNORED_TARGET
-    batch["share"][:] = 1 / rows
+    batch["share"][:], batch["drawn_groups"][:] = 1 / rows, 1.0
+    if "candidates" in batch:
+        batch["candidates"][:] = -1
     batch["dropped"][: len(trajectories)] = [each is None for each in trajectories]
     there = np.asarray([row for row, each in enumerate(trajectories) if each is not None], np.int64)
     found = [each for each in trajectories if each is not None]
@@ -121,10 +132,28 @@ def _lay_out(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajectory, 
         "staleness": version - trajectory.versions[trajectory.sampled].min(initial=version),
         "truncated": trajectory.is_truncated,
     }
+    if "candidates" in batch:
+        _lay_out_candidates(batch["candidates"][row], trajectory)
     for name, values in of_tokens.items():
         batch[name][row, :count] = values
     for name, value in of_row.items():
         batch[name][row] = value
+
+
+def _lay_out_candidates(into: np.ndarray, trajectory: Trajectory) -> None:
+    """Writes the candidates of each target; one without any was taken greedily, from itself alone."""
+    tokens, none = trajectory.tokens, np.zeros(0, np.int32)
+    counts, candidates = trajectory.candidates or (np.zeros(len(tokens), np.int32), none)
+    if (most := int(counts.max(initial=0))) > into.shape[1]:
+        raise DataError(
+            f"A token was drawn from {most} candidates, but data.most_candidates is {into.shape[1]}. Raise it, or "
+            "lower data.top_p or data.top_k."
+        )
+    ends = np.cumsum(counts)
+    for target in np.flatnonzero(trajectory.sampled[1:]) + 1:
+        own = candidates[ends[target] - counts[target] : ends[target]]
+        own = own if len(own) else tokens[target : target + 1]
+        into[target - 1, : len(own)] = own
 
 
 def _has_others(groups: Any) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 from stack_core.contracts.environments import Trajectory
 from stack_core.errors import DataError
 
-__all__ = ["Group", "Ledger"]
+__all__ = ["Group", "Ledger", "trained_on"]
 
 _ARRAYS: Final = {"tokens": "<i4", "sampled": "?", "logprobs": "<f4", "versions": "<i4", "rewards": "<f4"}
 _PLAIN: Final = ("group", "task", "verdict", "is_truncated")
@@ -34,6 +34,16 @@ class Group:
     trajectories: Sequence[Trajectory | None]
 
     @property
+    def rewards(self) -> list[float]:
+        """Of each attempt that was not dropped."""
+        return [float(each.rewards.sum()) for each in self.trajectories if each is not None]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether all rewards are equal, so that no attempt is better than another; so are those of one attempt."""
+        return len(set(self.rewards)) < 2
+
+    @property
     def newest(self) -> int:
         """The newest version that drew a token."""
         versions = [int(each.versions.max(initial=-1)) for each in self.trajectories if each is not None]
@@ -48,8 +58,7 @@ class Group:
             "dropped": [each is None for each in self.trajectories],
             "trajectories": [_plain(each) for each in there],
         }
-        arrays = [np.asarray(getattr(each, name), dtype).tobytes() for each in there for name, dtype in _ARRAYS.items()]
-        return b"".join([json.dumps(head).encode(), b"\n", *arrays])
+        return b"".join([json.dumps(head).encode(), b"\n", *(part for each in there for part in _buffers(each))])
 
     @classmethod
     def from_bytes(cls, number: int, written: bytes) -> "Group":
@@ -62,9 +71,23 @@ class Group:
         return cls(number, head["version"], head["digest"], trajectories)
 
 
+def trained_on(groups: Sequence[Group], count: int) -> list[Group]:
+    """The `count` of a batch's groups that its rows hold, by number: those with unequal rewards before flat ones."""
+    chosen = sorted(groups, key=lambda each: (each.is_flat, each.number))[:count]
+    return sorted(chosen, key=lambda each: each.number)
+
+
+def _buffers(trajectory: Trajectory) -> Iterator[bytes]:
+    for name, dtype in _ARRAYS.items():
+        yield np.asarray(getattr(trajectory, name), dtype).tobytes()
+    for part in trajectory.candidates or ():
+        yield np.asarray(part, "<i4").tobytes()
+
+
 def _plain(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "count": len(trajectory.tokens),
+        "candidates": None if trajectory.candidates is None else len(trajectory.candidates[1]),
         "facts": dict(trajectory.facts),
         **{name: getattr(trajectory, name) for name in _PLAIN},
     }
@@ -79,6 +102,8 @@ class _Buffers:
 
     def trajectory(self, head: Mapping[str, Any]) -> Trajectory:
         arrays: dict[str, Any] = {name: self._take(head["count"], dtype) for name, dtype in _ARRAYS.items()}
+        if head["candidates"] is not None:
+            arrays["candidates"] = self._take(head["count"], "<i4"), self._take(head["candidates"], "<i4")
         return Trajectory(facts=head["facts"], **{name: head[name] for name in _PLAIN}, **arrays)
 
     def _take(self, count: int, dtype: str) -> np.ndarray:

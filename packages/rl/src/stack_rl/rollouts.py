@@ -19,9 +19,9 @@ from stack_core.errors import ConfigError, DataError
 from stack_core.plugins import registries
 from stack_core.runs.directory import RunDirectory
 from stack_rl.concurrent import ConcurrentPlayer
-from stack_rl.episodes import STEP_TIMEOUT_S, Attempt, OnFailure, Player
+from stack_rl.episodes import STEP_TIMEOUT_S, Attempt, Drawing, OnFailure, Player
 from stack_rl.experience import batch_of, batch_shapes, credited_by_values
-from stack_rl.groups import Group, Ledger
+from stack_rl.groups import Group, Ledger, trained_on
 from stack_rl.pacing import Pacing
 from stack_rl.rollout_journal import RolloutJournal
 from stack_rl.supply import AheadSupply, Rounds, Supply, TogetherSupply, Weights
@@ -42,7 +42,8 @@ class RolloutData:
 
     A batch has a row for each episode: what the policy saw and drew, the log-probabilities by which it drew, and for
     each token the advantage of its episode within the group and its weight in the loss. The policy draws at temperature
-    1 from all tokens, which is the distribution that an objective differentiates.
+    1 from all tokens, which is the distribution that an objective differentiates. With `top_p` or `top_k` it draws from
+    some, its candidates; every token keeps its own, and the objective differentiates the distribution over these.
 
     With `max_staleness` 0 a batch is drawn when it is asked for, by the weights that it trains: a function of its
     number and of them. Otherwise groups are drawn while the policy trains, and tokens by the weights of their moment,
@@ -72,6 +73,10 @@ class RolloutData:
       engine: an entry of the registry `engines`, which generates.
       on_failure: an episode whose environment or reward fails stops the run ("stop"), or is left out ("drop").
       step_timeout_s: of a step of an environment; one that takes longer has failed.
+      top_p, top_k: which tokens are candidates, as `SamplingParams` says; all by default.
+      most_candidates: of a token; more are refused. They take this room in every batch.
+      refill_rounds: draw other groups in place of those whose rewards are all equal, at most so many times as many as a
+        batch has (DAPO's dynamic sampling). Where that does not fill the batch, flat ones do, and a warning says why.
       max_staleness: steps that may lie between the dispatch of a group and its use: 0 is synchronous, 1 one step off.
       stale_keys: what becomes of the keys and values that older weights made when the engine gets new ones: they "keep"
         their place, or the engine makes them again ("recompute").
@@ -91,6 +96,10 @@ class RolloutData:
     engine: str = "static"
     on_failure: OnFailure = "stop"
     step_timeout_s: PositiveFloat = STEP_TIMEOUT_S
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: NonNegativeInt = 0
+    most_candidates: PositiveInt = 64
+    refill_rounds: NonNegativeInt = 0
     max_staleness: NonNegativeInt = 0
     stale_keys: Literal["keep", "recompute"] = "keep"
 
@@ -99,8 +108,13 @@ class RolloutData:
         """Rows of a batch."""
         return self.groups * self.group_size
 
+    @property
+    def drawing(self) -> Drawing:
+        return Drawing(self.top_p, self.top_k)
+
     def spec(self, model: Any) -> Shapes:
-        return batch_shapes(self.batch_size, self.seq_tokens, values=self.advantage == "gae")
+        candidates = self.most_candidates if self.drawing.is_narrowed else 0
+        return batch_shapes(self.batch_size, self.seq_tokens, values=self.advantage == "gae", candidates=candidates)
 
     def work(self) -> tuple[str, int]:
         return "episodes", self.batch_size
@@ -149,11 +163,12 @@ class RolloutBatches:
             "seq_tokens": settings.seq_tokens,
             "on_failure": settings.on_failure,
             "timeout_s": settings.step_timeout_s,
+            "drawing": settings.drawing,
         }
         self._player = Player(self._tasks, self._engine, **playing)
-        rounds = Rounds(
-            self._tasks, settings.groups, settings.group_size, self._seed, self._ledger, journal=self._journal
-        )
+        sizes = settings.groups, settings.group_size
+        kept = {"journal": self._journal, "refill_rounds": settings.refill_rounds}
+        rounds = Rounds(self._tasks, *sizes, self._seed, self._ledger, **kept)
         if settings.max_staleness:
             beside = ConcurrentPlayer(self._tasks, self._engine, seed=self._seed, **playing)
             self._supply = AheadSupply(rounds, beside, Pacing(settings.groups, settings.max_staleness))
@@ -233,10 +248,13 @@ class RolloutBatches:
         return self._batch_of(groups)
 
     def _batch_of(self, groups: Sequence[Group]) -> Batch:
-        found = [each for group in groups for each in group.trajectories]
+        chosen = trained_on(groups, self._config.groups)
+        found = [each for group in chosen for each in group.trajectories]
         if all(each is None for each in found):
             raise DataError("Every episode of a batch failed and was dropped; set data.on_failure: stop to see why.")
-        return self._batch(found, training=True)
+        batch = self._batch(found, training=True)
+        batch["drawn_groups"][:] = len(groups) / self._config.groups
+        return batch
 
     def _state(self) -> dict[str, Any]:
         """Where the run stands, in a checkpoint that is being saved."""

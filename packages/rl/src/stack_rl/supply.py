@@ -1,7 +1,9 @@
 """Where the groups of a batch come from: drawn when it is asked for, or ahead of it while the policy trains."""
 
 import queue
-from collections.abc import Callable, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,7 +41,7 @@ class Supply(Protocol):
         ...
 
     def take(self, weights: Weights) -> list[Group]:
-        """The groups of the next batch, which nothing has used."""
+        """The groups of the next batch, which nothing has used; see `trained_on` for which of them it trains on."""
         ...
 
     def close(self) -> None: ...
@@ -52,6 +54,7 @@ class Rounds:
     Attributes:
       groups, group_size: tasks in a batch, and attempts at each.
       seed: of the order of tasks and of the draws.
+      refill_rounds: how many times as many groups as a batch trains on may be drawn besides, in place of flat ones.
     """
 
     tasks: Tasks
@@ -60,6 +63,8 @@ class Rounds:
     seed: int
     ledger: Ledger
     journal: RolloutJournal | None
+    refill_rounds: int = 0
+    _has_warned: bool = False
 
     def attempts(self, number: int) -> list[Attempt]:
         task = task_of(number, self.tasks, self.seed)
@@ -68,6 +73,23 @@ class Rounds:
     def write(self, groups: Sequence[Group]) -> None:
         if self.journal is not None:
             self.journal.add(groups)
+
+    def says_why(self, groups: Sequence[Group]) -> None:
+        """Warns, once in a run, that flat groups stay in a batch, as too few others were found."""
+        lacking = self.groups - sum(not each.is_flat for each in groups)
+        if lacking <= 0 or self._has_warned:
+            return
+        self._has_warned = True
+        rewards = Counter(each.rewards[0] if each.rewards else None for each in groups if each.is_flat)
+        of_all = {each: "no attempt left" if each is None else f"a reward of {each:g} throughout" for each in rewards}
+        found = ", ".join(f"{count} with {of_all[reward]}" for reward, count in rewards.most_common(4))
+        warnings.warn(
+            f"Batch {self.ledger.batches} has {lacking} of {self.groups} groups without variance, which teach nothing: "
+            f"of {len(groups)} groups that were drawn, {found}. The tasks are too hard or too easy for this policy. "
+            "Change them or the reward, or raise data.refill_rounds or data.group_size. This is said once; flat_groups "
+            "and drawn_groups count what follows.",
+            stacklevel=2,
+        )
 
     def recorded(self, weights: Weights) -> dict[int, Group]:
         """What waits in the journal and was drawn by weights of this course."""
@@ -88,12 +110,25 @@ class TogetherSupply:
 
     def take(self, weights: Weights) -> list[Group]:
         rounds, unused = self.rounds, self.rounds.ledger.unused()
-        numbers = [next(unused) for _ in range(rounds.groups)]
-        recorded = rounds.recorded(weights)
+        recorded, groups, lacking = rounds.recorded(weights), list[Group](), rounds.groups
+        for round_ in range(1 + rounds.refill_rounds):
+            groups += self._round(round_, [next(unused) for _ in range(lacking)], recorded, weights)
+            lacking = rounds.groups - sum(not each.is_flat for each in groups)
+            if not lacking:
+                break
+        if rounds.refill_rounds:
+            rounds.says_why(groups)
+        return groups
+
+    def _round(
+        self, round_: int, numbers: Sequence[int], recorded: Mapping[int, Group], weights: Weights
+    ) -> list[Group]:
+        """Groups of these numbers, as they were recorded, or drawn together."""
+        rounds = self.rounds
         if all(number in recorded for number in numbers):
             return [recorded[number] for number in numbers]
         attempts = [attempt for number in numbers for attempt in rounds.attempts(number)]
-        seed = (rounds.seed, _TRAINING, rounds.ledger.batches)
+        seed = (rounds.seed, _TRAINING, rounds.ledger.batches, *([round_] if round_ else []))
         found = self.player.play(attempts, seed=seed, greedy=False)
         size = rounds.group_size
         parts = [found[first : first + size] for first in range(0, len(found), size)]
@@ -117,6 +152,7 @@ class AheadSupply:
     pacing: Pacing
     _arrived: "queue.SimpleQueue[Group | Exception]" = field(default_factory=queue.SimpleQueue)
     _done: dict[int, Group] = field(default_factory=dict)
+    _aside: list[Group] = field(default_factory=list)  # flat ones, in whose place others were dispatched
     _begun: set[int] = field(default_factory=set)
     _is_running: bool = False
 
@@ -136,11 +172,15 @@ class AheadSupply:
             arrived = self._arrived.get()
             if isinstance(arrived, Exception):
                 raise arrived
-            self._done[arrived.number] = arrived
-            self.pacing.complete(arrived.number)
+            self._arrive(arrived)
+            self._dispatch(weights)
         self.pacing.use(numbers)
-        self._begun.difference_update(numbers)
-        return [self._done.pop(number) for number in numbers]
+        groups = [*(self._done.pop(number) for number in numbers), *self._aside]
+        self._aside = []
+        self._begun.difference_update(each.number for each in groups)
+        if self.rounds.refill_rounds:
+            self.rounds.says_why(groups)
+        return groups
 
     def close(self) -> None:
         self.player.close()
@@ -150,10 +190,18 @@ class AheadSupply:
         self._is_running = True
         for number, group in self.rounds.recorded(weights).items():
             self._begun.add(number)
-            self._done[number] = group
             self.pacing.dispatch(number, group.version)
-            self.pacing.complete(number)
+            self._arrive(group)
         self._dispatch(weights)
+
+    def _arrive(self, group: Group) -> None:
+        """Takes a group up; a flat one makes room for another, as long as the next batch has not set enough aside."""
+        if group.is_flat and len(self._aside) < self.rounds.refill_rounds * self.rounds.groups:
+            self.pacing.use([group.number])
+            self._aside.append(group)
+            return
+        self._done[group.number] = group
+        self.pacing.complete(group.number)
 
     def _dispatch(self, weights: Weights) -> None:
         unused = (number for number in self.rounds.ledger.unused() if number not in self._begun)

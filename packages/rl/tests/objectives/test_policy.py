@@ -350,6 +350,7 @@ def test_an_algorithm_of_ones_own_is_one_function() -> None:
     exec(source, module)
     members = episodes()
     batch = laid_out([[each] for each in members], weights_of("token", members), 8)
-    for ours, clipped in zip(*(gradient(each(correction=None))([batch]) for each in (module["SoftClip"], GRPOConfig)), strict=True):
+    found = (gradient(each(correction=None))([batch]) for each in (module["SoftClip"], GRPOConfig))
+    for ours, clipped in zip(*found, strict=True):
         assert np.isfinite(ours).all()
         assert np.abs(ours - clipped).max() > 1e-4

@@ -77,8 +77,11 @@ def warnings(objective: Any, data: Any) -> Iterator[str]:
             "objective.kl_estimator: k3 has the gradient of KL(p_ref || p). kl_corrected: true gives it that of "
             "KL(p || p_ref), and so does k2 on policy."
         )
-    if objective.name == "dapo":
-        yield "dapo: groups whose rewards are equal have no gradient; the paper draws others for them."
+    if objective.name == "dapo" and not getattr(data, "refill_rounds", 0):
+        yield (
+            "dapo: groups whose rewards are equal have no gradient; the paper draws others in their place. "
+            "data.refill_rounds does so."
+        )
 
 
 def _defaults(objective: Any) -> Mapping[str, Any]:

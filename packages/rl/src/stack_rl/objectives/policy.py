@@ -6,7 +6,7 @@ An algorithm is a subclass of `PolicyConfig` with one method, the loss of each t
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from stack_core.metrics import Metric, Metrics
 from stack_rl.math import corrections
 from stack_rl.math.kl import corrected, estimator_in_loss
 from stack_rl.math.policy import log_ratio
+from stack_rl.objectives.candidates import among_candidates
 from stack_rl.objectives.entropy import token_entropies
 
 __all__ = ["Correction", "PolicyConfig", "PolicyObjective", "PolicyTokens", "ReferencedObjective"]
@@ -166,7 +167,7 @@ class PolicyObjective:
     ) -> tuple[jax.Array, Metrics]:
         settings, drawn = self.config, batch["targets"] != IGNORED_TARGET
         segment_ids, count = batch["segment_ids"], jnp.sum(drawn.astype(batch["weights"].dtype))
-        hidden, logprobs = _logprobs(model, batch)
+        hidden, logprobs, entropies = _figures(model, batch, entropies=settings.entropy > 0)
         moved = log_ratio(logprobs, batch["old_logprobs"], drawn)
         moves = moved if settings.correction is None else log_ratio(logprobs, jax.lax.stop_gradient(logprobs), drawn)
         tokens = PolicyTokens(logprobs, moves, batch["advantages"], drawn, segment_ids)
@@ -176,17 +177,16 @@ class PolicyObjective:
             losses, report["correction"] = weights * losses, weights
             report["masked"] = (weights == 0).astype(weights.dtype)
         if reference is not None:
-            divergence = estimator_in_loss(settings.kl_estimator)(logprobs, _logprobs(reference, batch)[1])
+            divergence = estimator_in_loss(settings.kl_estimator)(logprobs, _figures(reference, batch).logprobs)
             divergence = corrected(divergence, moved) if settings.kl_corrected else divergence
             losses, report["kl"] = losses + settings.kl * divergence, divergence
-        if settings.entropy:
-            entropies = token_entropies(model.head(), hidden).astype(logprobs.dtype)
+        if entropies is not None:
             losses, report["entropy"] = losses - settings.entropy * entropies, entropies
         if critic is not None:
             values = critic(hidden).astype(logprobs.dtype)
             of_values = settings.value_losses(values, batch["old_values"], batch["returns"])
             losses, report["value"], report["value_loss"] = losses + of_values, values, of_values
-        report |= {"logprob": logprobs, "mismatch": jnp.abs(moved)}
+        report |= {"logprob": logprobs, "mismatch": jnp.abs(moved), "ratio": jnp.exp(moved)}
         # The batch's rows share the loss, so that microbatches add up to the sum over all tokens.
         share = jnp.sum(batch["share"])
         loss = Metric.mean(jnp.sum(jnp.where(drawn, batch["weights"] * losses, 0.0)) / share, share)
@@ -214,13 +214,27 @@ class ReferencedObjective(PolicyObjective):
         return self._loss(model, batch, companions["reference"])
 
 
-def _logprobs(
-    model: LanguageModel, batch: Mapping[str, jax.Array]
-) -> tuple[Float[Array, "batch seq embed"], Float[Array, "batch seq"]]:
-    """The hidden states, and log p of each target; logits of a whole batch are never in memory."""
-    hidden = model(batch["tokens"], batch["positions"], batch["segment_ids"]).hidden
-    losses = model.head().cross_entropy(hidden, batch["targets"], ignore_index=IGNORED_TARGET, reduction="none")
-    return hidden, -losses.astype(batch["old_logprobs"].dtype)
+class _Figures(NamedTuple):
+    """Of the distribution that each target was drawn from; entropies only where they were asked for."""
+
+    hidden: Float[Array, "batch seq embed"]
+    logprobs: Float[Array, "batch seq"]
+    entropies: Float[Array, "batch seq"] | None
+
+
+def _figures(model: LanguageModel, batch: Mapping[str, jax.Array], *, entropies: bool = False) -> _Figures:
+    """What a model makes of each target, among its candidates if the batch has them.
+
+    Logits of a whole batch are never in memory.
+    """
+    hidden, dtype = model(batch["tokens"], batch["positions"], batch["segment_ids"]).hidden, batch["old_logprobs"].dtype
+    head, targets = model.head(), batch["targets"]
+    if "candidates" in batch:
+        logprobs, found = among_candidates(head, hidden, jnp.maximum(targets, 0), batch["candidates"])
+    else:
+        logprobs = -head.cross_entropy(hidden, targets, ignore_index=IGNORED_TARGET, reduction="none")
+        found = token_entropies(head, hidden) if entropies else None
+    return _Figures(hidden, logprobs.astype(dtype), found.astype(dtype) if entropies and found is not None else None)
 
 
 def _mean(values: jax.Array, drawn: jax.Array, count: jax.Array) -> Metric:

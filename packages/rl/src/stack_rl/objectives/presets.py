@@ -86,8 +86,8 @@ class DAPOConfig(ClippedConfig):
 
         l = -min(r A, clip(r, 1 - 0.2, 1 + 0.28) A), A = (reward - mean of the group) / std of the group, w = 1 / N
 
-    Source: Yu et al., DAPO, 2025 (arXiv:2503.14476), equation 8. Drawing other groups for those of equal rewards is the
-    data's part, and so is charging long answers: `data.environment.overlong_tokens` of prompts.
+    Source: Yu et al., DAPO, 2025 (arXiv:2503.14476), equation 8. Drawing other groups in place of flat ones is the
+    data's part, `data.refill_rounds`, and so is charging long answers: `data.environment.overlong_tokens` of prompts.
     """
 
     name: Literal["dapo"] = "dapo"

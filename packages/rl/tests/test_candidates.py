@@ -1,0 +1,59 @@
+"""Candidates in trajectories, in their bytes and in batches."""
+
+import numpy as np
+import pytest
+
+from stack_core.errors import DataError
+from stack_core.generation import GenerationUpdate, TokenLogprob
+from stack_rl.environments.cell import CellConfig
+from stack_rl.episodes import Attempt, Drawing, Player
+from stack_rl.experience import batch_of, batch_shapes
+from stack_rl.groups import Group
+
+from .scripted import Policy, ScriptedEngine
+
+
+class Narrow(ScriptedEngine):
+    """Draws token 3 from the candidates 3 and 5, then 4 from 4 alone."""
+
+    def stream(self, request_id):
+        (request,) = (each for each in self.requests if each.request_id == request_id)
+        assert request.sampling.top_p == 0.9 and request.sampling.candidates
+        token, candidates = (3, (3, 5)) if len(request.prompt) == 3 else (4, (4,))
+        yield GenerationUpdate(
+            request_id=request_id,
+            tokens=(token,),
+            logprobs=(TokenLogprob(token, -0.5, 1),),
+            weights_versions=(0,),
+            candidates=(candidates,),
+            finish_reason="length",
+        )
+
+
+def played():
+    tasks = CellConfig().build(Policy(), seq_tokens=6, seed=0)
+    player = Player(tasks, Narrow(lambda prompt: ()), seq_tokens=6, on_failure="stop", drawing=Drawing(top_p=0.9))
+    return player.play([Attempt(0, 0), Attempt(0, 0)], seed=(0,), greedy=False)
+
+
+def test_trajectories_keep_what_each_token_was_drawn_from():
+    first, _ = played()
+    counts, tokens = first.candidates
+    assert counts.tolist() == [0, 0, 0, 2, 0, 1] and tokens.tolist() == [3, 5, 4]
+    read = Group.from_bytes(0, Group(0, 0, "", [first, None, first]).to_bytes())
+    assert read.trajectories[1] is None
+    for each in (read.trajectories[0], read.trajectories[2]):
+        assert [part.tolist() for part in each.candidates] == [[0, 0, 0, 2, 0, 1], [3, 5, 4]]
+        assert each.rewards.tolist() == first.rewards.tolist()
+
+
+def test_batches_have_a_row_of_candidates_for_each_target():
+    batch = batch_of(played(), shapes=batch_shapes(3, 6, candidates=2), advantage="group", weights="token", version=0)
+    assert batch["targets"][0].tolist() == [-100, -100, 3, -100, 4, -100]
+    nothing = [-1, -1]
+    assert batch["candidates"][0].tolist() == [nothing, nothing, [3, 5], nothing, [4, -1], nothing]
+    assert (batch["candidates"][2] == -1).all()
+    with pytest.raises(DataError, match=r"drawn from 2 candidates, but data.most_candidates is 1"):
+        batch_of(played(), shapes=batch_shapes(2, 6, candidates=1), advantage=None, weights="token", version=0)
+    assert "candidates" not in batch_of(played(), shapes=batch_shapes(2, 6), advantage=None, weights="sum", version=0)
+    assert np.asarray(batch["candidates"]).dtype == np.int32

@@ -1,8 +1,11 @@
 """Attacks on the sandbox: each is stopped, or the sandbox does not start and says why."""
 
 import asyncio
+import os
+import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -85,6 +88,35 @@ def test_a_program_that_sleeps_ignores_signals_and_leaves_its_session_is_ended()
     assert ended.how == "timeout" and ended.duration_s < 4
     time.sleep(0.1)
     assert not processes() - before
+
+
+def test_a_runner_that_is_killed_takes_its_program_along_and_has_not_exited(sandbox):
+    """kill -9 from outside, as when memory runs out: the program is gone, and its end is no answer of its own."""
+    before = processes()
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(sandbox.run, "import time\nprint(1, flush=True)\ntime.sleep(1000)")
+        while not processes() - before and not ending.done():
+            time.sleep(0.01)
+        assert not ending.done()
+        (runner,) = children()
+        os.kill(runner, signal.SIGKILL)
+        ended = ending.result(timeout=LIMITS["wall_s"])
+    assert (ended.how, ended.succeeded) == ("killed", False)
+    until_s = time.monotonic() + 2
+    while processes() - before and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert not processes() - before
+    assert sandbox.run("print(2)").output == b"2\n"
+
+
+def children():
+    """Processes that this one started and that still run."""
+    children = set[int]()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        state, parent, *_ = read(path).rpartition(b") ")[2].split() or (b"Z", b"0")
+        if int(parent) == os.getpid() and state != b"Z":
+            children.add(int(path.parent.name))
+    return children
 
 
 def processes():

@@ -10,6 +10,7 @@ from test_rollouts import cell, records
 from stack_core.contracts.environments import Trajectory
 from stack_rl.experience import batch_of, batch_shapes
 from stack_rl.math.weights import WEIGHTS
+from stack_rl.rollouts import RolloutBatches
 from stack_train import build, start
 from stack_train.run.placing import placed
 from stack_train.run.program import build_trainer
@@ -67,16 +68,32 @@ def batch(weights: str) -> dict[str, np.ndarray]:
 
 
 def check_rollouts(output: Path) -> None:
-    """A run that trains on eight devices, whose engine draws on one, is that of one device up to rounding."""
-    steps = ("run.steps=3", "run.evaluate_every_steps=0")
-    start(build(cell(output / "eight", *steps, "mesh.fsdp=8")))
-    eight = records(output / "eight", "train")
+    """A run on eight devices is that of one, up to rounding, whether its engine draws on them or on four."""
+    steps = ("run.steps=3", "run.evaluate_every_steps=0", "mesh.fsdp=8")
     one = records(Path(sys.argv[2]), "train")
-    for name in ("reward", "action_tokens", "loss", "logprob"):
-        ours, theirs = ([each[name] for each in found[:3]] for found in (eight, one))
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5, err_msg=name)
-    assert max(each["largest_mismatch"] for each in eight) < 1e-4
+    for mesh in ("", "data.engine_mesh.fsdp=2,data.engine_mesh.tensor=2"):
+        run = build(cell(output / f"eight{len(mesh)}", *steps, *filter(None, mesh.split(","))))
+        seen = places_of_weights(run.data)
+        start(run)
+        assert seen == [{4 if mesh else 8}] * 4, seen
+        eight = records(run.directory.path, "train")
+        for name in ("reward", "action_tokens", "loss", "logprob"):
+            ours, theirs = ([each[name] for each in found[:3]] for found in (eight, one))
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5, err_msg=name)
+        assert max(each["largest_mismatch"] for each in eight) < 1e-4
     sys.stdout.write("rollouts ok\n")
+
+
+def places_of_weights(data: RolloutBatches) -> list[set[int]]:
+    """On how many devices the engine's parameters lie, whenever it has got new ones."""
+    seen, take = [], data.update_weights
+
+    def taken(*given):
+        take(*given)
+        seen.append({len(leaf.sharding.device_set) for leaf in jax.tree.leaves(data._engine._params)})
+
+    data.update_weights = taken
+    return seen
 
 
 if __name__ == "__main__":

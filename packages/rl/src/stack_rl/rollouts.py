@@ -16,6 +16,7 @@ from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.contracts.generation import Engine, KeepsMissing
 from stack_core.digest import tree_digest
 from stack_core.errors import ConfigError, DataError
+from stack_core.mesh import MeshConfig
 from stack_core.plugins import registries
 from stack_core.runs.directory import RunDirectory
 from stack_rl.concurrent import ConcurrentPlayer
@@ -23,6 +24,7 @@ from stack_rl.episodes import STEP_TIMEOUT_S, Attempt, Drawing, OnFailure, Playe
 from stack_rl.experience import batch_of, batch_shapes, credited_by_values
 from stack_rl.groups import Group, Ledger, trained_on
 from stack_rl.pacing import Pacing
+from stack_rl.placing import PlacedPolicy
 from stack_rl.rollout_journal import RolloutJournal
 from stack_rl.supply import AheadSupply, Rounds, Supply, TogetherSupply, Weights
 
@@ -71,6 +73,8 @@ class RolloutData:
       weights: what tokens weigh in the loss. "sequence": episodes weigh the same; "token": tokens do; "constant": a
         token is 1 / (rows * seq_tokens); "prompt": tasks weigh the same, and within them tokens; "sum": a token is 1.
       engine: an entry of the registry `engines`, which generates.
+      engine_mesh: the policy that it draws from lies on this mesh, over the machine's last devices; with None
+        "static" draws on the trainer's, `mesh`, which has all devices.
       on_failure: an episode whose environment or reward fails stops the run ("stop"), or is left out ("drop").
       step_timeout_s: of a step of an environment; one that takes longer has failed.
       top_p, top_k: which tokens are candidates, as `SamplingParams` says; all by default.
@@ -94,6 +98,7 @@ class RolloutData:
     critic_warmup_steps: NonNegativeInt = 0
     weights: Literal["sequence", "token", "constant", "prompt", "sum"] = "sequence"
     engine: str = "static"
+    engine_mesh: MeshConfig | None = None
     on_failure: OnFailure = "stop"
     step_timeout_s: PositiveFloat = STEP_TIMEOUT_S
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -157,7 +162,8 @@ class RolloutBatches:
         self._tasks = settings.environment.build(policy, seq_tokens=settings.seq_tokens, seed=self._seed)
         if self._tasks.training == 0:
             raise DataError(f"The environment {settings.environment.name!r} has no task to train on.")
-        self._engine = registries.engines[settings.engine](policy)
+        placed: Any = policy if settings.engine_mesh is None else PlacedPolicy(policy, settings.engine_mesh)
+        self._engine = registries.engines[settings.engine](placed)
         self._engine.start()
         playing = {
             "seq_tokens": settings.seq_tokens,

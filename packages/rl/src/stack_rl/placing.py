@@ -1,0 +1,48 @@
+"""Where the policy that rollouts are drawn from lies: on a mesh of its own."""
+
+import math
+from typing import Any
+
+import jax
+
+from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.errors import ConfigError, ShardingError
+from stack_core.mesh import MeshConfig, make_mesh
+
+__all__ = ["PlacedPolicy"]
+
+
+class PlacedPolicy:
+    """A `GenerativeCheckpoint` whose parameters lie on a mesh over the last devices of the machine.
+
+    An engine puts later weights where the first ones lie, so that weights of the trainer's mesh are sent from there to
+    this one.
+
+    Args:
+      mesh: its sizes multiply to the number of devices; with an axis of -1 it has all.
+
+    Raises:
+      ShardingError: there are fewer devices.
+    """
+
+    def __init__(self, policy: GenerativeCheckpoint, mesh: MeshConfig) -> None:
+        devices, sizes = jax.devices(), mesh.sizes.values()
+        count = len(devices) if -1 in sizes else math.prod(sizes)
+        if count > len(devices):
+            raise ShardingError(
+                f"data.engine_mesh has {count} devices; there are {len(devices)}. Lower its sizes, or leave it out."
+            )
+        self._policy, self._mesh = policy, make_mesh(mesh, devices[len(devices) - count :])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def load_params(self, shardings: Any = None) -> Any:
+        """The parameters on the mesh.
+
+        Raises:
+          ConfigError: the engine places them itself.
+        """
+        if shardings is not None:
+            raise ConfigError("This engine places its parameters itself. Leave data.engine_mesh out, or use 'static'.")
+        return self._policy.load_params(self._policy.shardings(self._mesh))

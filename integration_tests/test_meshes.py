@@ -15,7 +15,7 @@ def test_every_mesh_trains_as_one_device_does(tmp_path):
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_NUM_CPU_DEVICES": "8",
         "XDG_CACHE_HOME": str(tmp_path),
     }
     command = [sys.executable, "-W", "error", TRAIN_TESTS / "steps_on_eight_devices.py", "all"]

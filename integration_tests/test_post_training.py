@@ -123,7 +123,7 @@ def in_two_processes(settings: Path, *arguments: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         together = ["--processes.count", "2", "--processes.coordinator", f"127.0.0.1:{free.getsockname()[1]}"]
     command = [sys.executable, "-m", "stack_core.cli", "train", str(settings), *together, *arguments]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     started = [
         subprocess.Popen([*command, "--processes.id", each], env=environment, stderr=subprocess.PIPE, text=True)
         for each in "01"

@@ -96,7 +96,7 @@ def test_meshes_and_microbatches_have_the_gradient_of_one_device_by_every_aggreg
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_NUM_CPU_DEVICES": "8",
         "XDG_CACHE_HOME": str(tmp_path),
     }
     script = Path(__file__).with_name("rollouts_on_eight_devices.py")

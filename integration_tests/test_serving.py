@@ -247,7 +247,7 @@ def test_quantized_models(rules, tolerance):
 
 
 def test_eight_devices():
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     command = [sys.executable, "-W", "error", Path(__file__).with_name("serving_on_eight_devices.py")]
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -31,7 +31,7 @@ def run(*arguments, **environment):
 
 
 def test_on_eight_devices():
-    run(EIGHT_DEVICES, XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    run(EIGHT_DEVICES, JAX_NUM_CPU_DEVICES="8")
 
 
 def test_importing_initializes_no_backend():

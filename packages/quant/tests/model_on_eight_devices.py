@@ -2,7 +2,7 @@
 
 import os
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 
 from typing import Any
 

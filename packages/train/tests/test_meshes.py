@@ -19,7 +19,7 @@ def on_eight_devices(tmp_path):
         environment = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "JAX_NUM_CPU_DEVICES": "8",
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
         }
         command = [sys.executable, "-W", "error", str(HERE / script), *map(str, arguments)]
@@ -42,11 +42,12 @@ def test_denoisers_and_an_autoencoder_train_as_on_one_device(on_eight_devices):
     on_eight_devices("diffusion/steps_on_eight_devices.py")
 
 
-def test_runs_resume_on_other_meshes_and_refuse_what_does_not_divide(on_eight_devices, tmp_path):
+@pytest.mark.parametrize("more", [(), pytest.param(("all",), marks=pytest.mark.slow)], ids=["few", "all"])
+def test_runs_resume_on_other_meshes_and_refuse_what_does_not_divide(on_eight_devices, tmp_path, more):
     texts = tmp_path / "texts"
     texts.mkdir()
     rng = np.random.default_rng(0)
     words = ["alpha", "beta", "gamma", "delta", "return", "yield", "(x)", "\n"]
     for number in range(20):
         (texts / f"{number}.txt").write_text(" ".join(rng.choice(words, 200)))
-    on_eight_devices("runs_on_eight_devices.py", tmp_path, texts / "*.txt")
+    on_eight_devices("runs_on_eight_devices.py", tmp_path, texts / "*.txt", *more)

@@ -17,7 +17,7 @@ from stack_core.hardware.program_lint import LintedParameter, lint_program
 
 @pytest.fixture(scope="module")
 def programs() -> Mapping[str, Any]:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     script = Path(__file__).with_name("programs_on_eight_devices.py")
     command = [sys.executable, "-W", "error", str(script)]
     done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)

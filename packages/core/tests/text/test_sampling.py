@@ -617,6 +617,6 @@ def test_changing_settings_compiles_nothing():
 
 
 def test_a_vocabulary_over_eight_devices_gives_what_one_device_gives():
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     script = Path(__file__).with_name("samples_on_eight_devices.py")
     subprocess.run([sys.executable, "-W", "error", script], check=True, env=environment)

@@ -33,7 +33,7 @@ def test_the_contract_on_one_device(check: OpCheck) -> None:
 
 @pytest.mark.parametrize("cases", ["covering", pytest.param("all", marks=pytest.mark.slow)])
 def test_on_eight_devices(cases: str) -> None:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     script = Path(__file__).with_name("ragged_all_to_all_on_eight_devices.py")
     subprocess.run([sys.executable, "-W", "error", script, cases], check=True, env=environment)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def test_digests_and_checkpoints_do_not_depend_on_the_sharding(tmp_path: Path) -> None:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     child = [sys.executable, "-W", "error", str(Path(__file__).with_name("sharding_child.py")), str(tmp_path)]
     result = subprocess.run(child, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

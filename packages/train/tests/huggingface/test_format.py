@@ -333,7 +333,7 @@ def test_parameters_come_from_the_host_to_the_devices_that_they_are_split_over(m
     FORMAT.import_run(source, tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace("\n  dtype: float32", "\n  dtype: bfloat16"))
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     script = Path(__file__).with_name("loads_on_eight_devices.py")
     command = [sys.executable, "-W", "error", str(script), str(source), str(tmp_path / "run")]
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)

@@ -13,7 +13,7 @@ from stack_train.nn.context import check_whole_sequence, to_zigzag
 
 @pytest.mark.parametrize("meshes", ["few", pytest.param("all", marks=pytest.mark.slow)])
 def test_shared_sequences_train_as_whole_ones_do(meshes):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     script = Path(__file__).with_name("context_on_eight_devices.py")
     subprocess.run([sys.executable, "-W", "error", script, meshes], check=True, env=environment)
 

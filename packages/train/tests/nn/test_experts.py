@@ -111,7 +111,7 @@ def test_the_forward_pass_moves_the_bias_of_stacked_layers_and_a_cache_leaves_it
 @pytest.mark.parametrize("meshes", [(), pytest.param(("all",), marks=pytest.mark.slow)], ids=["few", "all"])
 def test_eight_devices_give_what_one_gives(meshes):
     """Losses, gradients and facts on meshes with an `expert` axis, in a process that has eight devices."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     script = Path(__file__).with_name("experts_on_eight_devices.py")
     command = [sys.executable, "-W", "error", str(script), *meshes]
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)

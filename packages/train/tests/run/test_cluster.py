@@ -75,7 +75,7 @@ class Cluster:
         environment = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+            "JAX_NUM_CPU_DEVICES": "1",
             "XDG_CACHE_HOME": str(self.root / "cache"),
             "STACK_TEST_MARK": self.mark,
         }

@@ -60,7 +60,7 @@ class Runner:
         environment = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_NUM_CPU_DEVICES": str(devices),
             "XDG_CACHE_HOME": str(self.root / "cache"),
         }
         command = [sys.executable, "-m", "stack_core.cli", "train", str(self.config)]

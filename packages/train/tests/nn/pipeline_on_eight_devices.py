@@ -83,9 +83,9 @@ def compiled_gradients(trainer, batch):
 def stages_give_the_gradients_of_one_device(chosen):
     batch = batch_of(16)
     single = make_trainer({"data": 1})
-    start = jax.device_get(single.init(key=jax.random.key(0)).params)
+    start = single.init(key=jax.random.key(0))
     expected, loss = of(single, start, batch)
-    evaluated = float(jax.jit(single.evaluate)(start, batch)["loss"])
+    evaluated = float(jax.jit(single.evaluate)(start.params, batch)["loss"])
     for name, chunks, sizes in chosen:
         trainer = make_trainer(sizes, name, chunks)
         found, of_stages = of(trainer, start, batch)
@@ -94,14 +94,13 @@ def stages_give_the_gradients_of_one_device(chosen):
         for one, several in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
             np.testing.assert_allclose(several, one, rtol=0, atol=1e-6, err_msg=where)
         if "fsdp" in sizes:
-            placed = jax.device_put(start, trainer.variable_shardings)
+            placed = jax.device_put(start.params, trainer.variable_shardings)
             again = jax.jit(trainer.evaluate)(placed, jax.device_put(batch, trainer.batch_shardings(batch)))
             np.testing.assert_allclose(float(again["loss"]), evaluated, rtol=1e-6, err_msg=where)
 
 
 def of(trainer, start, batch):
-    state = trainer.init(key=jax.random.key(0))
-    state = dataclasses.replace(state, params=jax.device_put(start, trainer.state_shardings.params))
+    state = jax.device_put(start, trainer.state_shardings)
     placed = jax.device_put(batch, trainer.batch_shardings(batch))
     gradients, metrics, _ = compiled_gradients(trainer, batch)(state, placed)
     return jax.device_get(gradients), float(metrics["loss"])

@@ -22,7 +22,7 @@ def process():
         environment = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_NUM_CPU_DEVICES": str(devices),
         }
         command = [sys.executable, "-W", "error", SCRIPT, directory, kill_after_steps, devices, *names]
         done = subprocess.run([*map(str, command)], env=environment, check=False, capture_output=True, text=True)
@@ -39,16 +39,18 @@ ALL = tuple(registries.optimizers.names())
 
 
 @pytest.mark.parametrize(
-    ("devices", "names"),
+    ("devices", "names", "kill_after_steps"),
     [
-        (4, ("adafactor", "muon")),
-        pytest.param(1, ALL, marks=pytest.mark.slow),
-        pytest.param(8, ALL, marks=pytest.mark.slow),
+        (4, ("adafactor", "muon"), 0),
+        pytest.param(1, ALL, 60, marks=pytest.mark.slow),
+        pytest.param(8, ALL, 60, marks=pytest.mark.slow),
     ],
 )
-def test_it_learns_and_resumes_bitwise(process, tmp_path, devices, names):
+def test_it_learns_and_resumes_bitwise(process, tmp_path, devices, names, kill_after_steps):
+    """Also a whole run has left a checkpoint, from which it can go on again without one that is killed."""
     whole = process(tmp_path / "whole", devices, names)
     for name in names:
         assert whole[name]["loss"] < 0.9 * whole[name]["unigram_entropy"], name
-    process(tmp_path / "killed", devices, names, kill_after_steps=60)
-    assert process(tmp_path / "killed", devices, names) == whole
+    if kill_after_steps:
+        process(tmp_path / "killed", devices, names, kill_after_steps)
+    assert process(tmp_path / ("killed" if kill_after_steps else "whole"), devices, names) == whole

@@ -88,3 +88,11 @@ def test_a_gather_that_runs_as_a_sum_is_no_gradient() -> None:
     assert lint_program([gathered(1, 16, 24)], [layers]).faults == ()
     (fault,) = lint_program([gathered(3, 16, 24)], [layers]).faults
     assert fault.kind == "more than a layer gathered"
+
+
+def test_a_gather_of_the_one_expert_that_a_device_has_is_one_of_its_parameter() -> None:
+    experts = LintedParameter(name="experts", shape=(3, 8, 16, 24), part=(3, 1, 2, 24), layers=True, bytes=4)
+    array = ArrayShape("f32", (1, 16, 24))
+    gather = Collective("all-gather", 3, ("while.1",), (array,), tuple(range(8)), "", "all-gather.1")
+    found = lint_program([gather], [experts])
+    assert found.largest["experts"] is gather and found.faults == ()

@@ -196,15 +196,24 @@ def _layers_in(dims: Sequence[int], parameter: LintedParameter, *, transposed: b
     if len(axes) < 2:  # vectors of any meaning have the same shape
         return None
     sizes = [size for size in dims if size > 1]
+    own = math.prod(part for _, part in axes)
     for count in {1, layers}:
-        wanted = [*([(count, count)] if count > 1 else []), *((size, part) for size, part in axes if size > 1)]
-        if len(wanted) == len(sizes) and any(
-            all(size % part == 0 and whole % size == 0 for size, (whole, part) in zip(order, wanted, strict=True))
-            for order in (itertools.permutations(sizes) if transposed else [sizes])
-        ):
-            own = math.prod(part for _, part in axes) * count
-            return count if math.prod(sizes) > own or not parameter.is_split else None
+        for kept in _ways_to_hold(axes):
+            wanted = [*([(count, count)] if count > 1 else []), *((size, part) for size, part in kept if size > 1)]
+            if len(wanted) == len(sizes) and any(
+                all(size % part == 0 and whole % size == 0 for size, (whole, part) in zip(order, wanted, strict=True))
+                for order in (itertools.permutations(sizes) if transposed else [sizes])
+            ):
+                return count if math.prod(sizes) > own * count or not parameter.is_split else None
     return None
+
+
+def _ways_to_hold(axes: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
+    """The axes that an array may have of a parameter: all, or all but those of which a device holds one place."""
+    yield axes
+    longer = [(size, part) for size, part in axes if part > 1]
+    if 2 <= len(longer) < len(axes):
+        yield longer
 
 
 def _faults_of(

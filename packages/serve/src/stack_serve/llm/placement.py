@@ -114,7 +114,7 @@ class Placement:
 
     def replicated(self, tree: Any) -> Any:
         """The same on every device."""
-        return tree if self._mesh is None else jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
+        return jax.device_put(tree, None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec()))
 
 
 class AbstractPlacement(Placement):

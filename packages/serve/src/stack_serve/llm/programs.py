@@ -282,9 +282,10 @@ class Programs:
             raise unusable(faults)
 
     def _empty_slots(self) -> SlotState:
+        """In numpy: a target's devices, on which JAX would put them, may not be there."""
         slots = self._config.max_sequences + 1
         settings = np.tile(SamplingSettings.greedy_row().packed(), (slots, 1))
-        return SlotState(jnp.zeros((slots, self._max_tokens), jnp.int32), jnp.asarray(settings))
+        return SlotState(np.zeros((slots, self._max_tokens), np.int32), settings)
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -33,9 +33,9 @@ class PlacedPolicy:
                 f"data.engine_mesh has {count} devices; there are {len(devices)}. Lower its sizes, or leave it out."
             )
         self._policy, self._mesh = policy, make_mesh(mesh, devices[len(devices) - count :])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
+        # Held rather than looked up when asked for, which protocols of Python 3.12 and later do not see.
+        held = [name for name in dir(policy) if not name.startswith("_") and name != "load_params"]
+        vars(self).update({name: getattr(policy, name) for name in held})
 
     def load_params(self, shardings: Any = None) -> Any:
         """The parameters on the mesh.

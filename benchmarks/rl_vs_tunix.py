@@ -1,0 +1,107 @@
+"""Post-training beside Tunix: sampling at batch 8, a supervised step and a GRPO step of the same Llama in float32.
+
+    nox -s bench -- rl_vs_tunix
+
+Each contender is a process of its own, Tunix's in an environment that is made for it; they take turns, task by task and
+round by round. Times are medians over steps after a warm-up, of CPU and of the wall clock; a shared machine changes the
+first less. Writes `results/rl_vs_tunix.md` and `.json` after every round.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from report import RESULTS, circumstances, table, write
+
+TUNIX = "google-tunix==0.1.7"
+TASKS = {"sft": "supervised step, 8 x 128 tokens", "sampling": "sampling, 8 x 32 tokens", "grpo": "GRPO step, 4 x 4"}
+WORKERS = Path(__file__).parent / "post_training"
+
+
+class Worker:
+    """A contender that waits for the name of a task."""
+
+    def __init__(self, python: Path, name: str) -> None:
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TQDM_DISABLE": "1"}
+        command = [str(python), str(WORKERS / f"{name}_worker.py")]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self._answer()
+
+    def ask(self, task: str) -> list[tuple[float, float]]:
+        print(task, file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> Any:
+        """The next line that is JSON; libraries print others."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(('"', "[[")):
+                return json.loads(line)
+        raise RuntimeError(f"A contender ended with status {self._process.wait()}.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--environment", type=Path, default=Path.home() / ".cache" / "stack" / "bench-tunix")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    pythons = {"stack": Path(sys.executable), "tunix": installed(arguments.environment)}
+    found: dict[str, dict[str, list[list[tuple[float, float]]]]] = {name: {} for name in pythons}
+    for round_ in range(arguments.rounds):
+        workers = {name: Worker(python, name) for name, python in pythons.items()}
+        try:
+            for task in TASKS:
+                for name, worker in workers.items():
+                    found[name].setdefault(task, []).append(worker.ask(task))
+        finally:
+            for worker in workers.values():
+                worker.close()
+        record = {**circumstances(), "tunix": TUNIX, "rounds": round_ + 1, "seconds": found}
+        write(arguments.results, "rl_vs_tunix", record, report(found))
+
+
+def installed(environment: Path) -> Path:
+    """The interpreter of an environment with Tunix, made unless it is there."""
+    python = environment / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "-q", TUNIX], check=True)
+    return python
+
+
+def report(found: Mapping[str, Mapping[str, list[list[tuple[float, float]]]]]) -> str:
+    def median(name: str, task: str, kind: int, round_: int) -> float:
+        return statistics.median(step[kind] for step in found[name][task][round_])
+
+    rows = []
+    for task, title in TASKS.items():
+        rounds = range(len(found["stack"][task]))
+        for kind, clock in enumerate(("CPU", "wall")):
+            ours, theirs = ([median(name, task, kind, each) for each in rounds] for name in ("stack", "tunix"))
+            ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+            cells = [f"{statistics.median(each) * 1e3:,.1f}" for each in (ours, theirs)]
+            span = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            rows.append([f"{title}, {clock}", *cells, span])
+    heading = ["", "stack, ms", "Tunix, ms", "Tunix over stack"]
+    lines = [f"# Post-training beside {TUNIX}", "", *table(heading, rows), ""]
+    lines.append(
+        "Medians over steps and rounds; in brackets the rounds' extremes. One Llama of about 1M parameters, float32."
+    )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,8 @@ from stack_quant.packing import pack, stored_bytes, unpack
 from stack_quant.qtypes import QTYPES
 
 
-@given(bits=st.integers(2, 8), count=st.integers(0, 19), seed=st.integers(0, 99))
+# Few counts, of every remainder of a byte's codes: each shape is compiled anew.
+@given(bits=st.integers(2, 8), count=st.sampled_from([0, 1, 2, 7, 12, 19]), seed=st.integers(0, 99))
 def test_codes_come_back(bits: int, count: int, seed: int) -> None:
     kind = QTYPES[f"int{bits}"]
     drawn = np.random.default_rng(seed).integers(-(2 ** (bits - 1)), 2 ** (bits - 1), size=(3, count))

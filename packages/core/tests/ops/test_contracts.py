@@ -62,6 +62,7 @@ def test_attention_in_many_tiles(check: OpCheck, monkeypatch: pytest.MonkeyPatch
     check(ATTENTION)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "check",
     _in_chunks("linear_cross_entropy", "plain", "none", "ignored", "bias", "everything_that_heads_have"),

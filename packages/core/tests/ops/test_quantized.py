@@ -75,6 +75,7 @@ OPS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int4", "float8_e4m3fn"])
 @pytest.mark.parametrize("scales", SCALES.values(), ids=SCALES.keys())
 def test_it_is_the_op_of_the_dequantized_weight(scales: tuple[int, int], dtype: str) -> None:
@@ -110,6 +111,7 @@ def test_a_codebook_holds_what_the_codes_stand_for() -> None:
     np.testing.assert_array_equal(building.take(weight, indices, 0, jnp.float32), expected[[3, 0]])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_it_is_the_same_under_jit_vmap_and_scan(op: str, dtype: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.contracts.generation import Engine
+from stack_core.contracts.generation import Engine, KeepsMissing
 from stack_core.errors import ConversionError, EngineBusy, EngineStopped, GenerationError
 from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams
 from stack_serve.llm.config import EngineConfig
@@ -480,6 +480,24 @@ def test_new_weights_take_effect_and_old_pages_are_forgotten() -> None:
     with LLMEngine(TinyCheckpoint(read=lambda: rounded), CONFIG) as fresh:
         (expected,) = run(fresh, request_of("expected", prompt))
     assert tokens_of(after) == tokens_of(expected) != tokens_of(before)
+
+
+def test_some_new_weights_are_placed_alone_and_the_others_stay() -> None:
+    new, held = random_params(seed=1), random_params()
+    some = {name: new[name] for name in ("head", "embedding")}
+    with LLMEngine(TinyCheckpoint(), CONFIG) as engine:
+        (before,) = run(engine, request_of("before"))
+        arrays = jax.tree.leaves(engine._programs._weights.params)
+        engine.update_weights(some, version=3)
+        (after,) = run(engine, request_of("after"))
+        stayed = [leaf for leaf in jax.tree.leaves(engine._programs._weights.params) if any(leaf is e for e in arrays)]
+        assert len(stayed) == len(arrays) - len(some)
+        with pytest.raises(ConversionError, match="is missing"):
+            engine.update_weights({})
+    with LLMEngine(TinyCheckpoint(read=lambda: {**held, **some}), CONFIG) as fresh:
+        (expected,) = run(fresh, request_of("expected"))
+    assert tokens_of(after) == tokens_of(expected) != tokens_of(before)
+    assert isinstance(engine, KeepsMissing)
 
 
 def test_other_weights_are_refused_by_name(idle: LLMEngine) -> None:

@@ -42,6 +42,7 @@ class LLMEngine:
 
     Attributes:
       limits: sizes of what it serves.
+      keeps_missing: see `KeepsMissing`.
 
     Args:
       progress: receives what `warm_up` has compiled, how many programs are done, and how many there are.
@@ -50,6 +51,8 @@ class LLMEngine:
       ConfigError: the config does not fit the model.
       HardwareError: there are fewer devices than it asks for.
     """
+
+    keeps_missing = True
 
     def __init__(
         self, checkpoint: GenerativeCheckpoint, config: EngineConfig | None = None, *, progress: Progress | None = None
@@ -216,7 +219,7 @@ class LLMEngine:
     def update_weights(
         self, params: Any, *, version: int | None = None, kv: KeysOfOldWeights = "keep", donate: bool = False
     ) -> None:
-        """Replaces the parameters between two steps; see `Engine`.
+        """Replaces the parameters between two steps; see `Engine`. Those that `params` leaves out stay as they are.
 
         Raises:
           GenerationError: `kv` is none of the three.

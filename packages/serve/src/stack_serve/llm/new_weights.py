@@ -1,4 +1,4 @@
-"""Checks parameters that are to replace those of an engine."""
+"""Checks parameters that are to replace those of an engine, or some of them."""
 
 from typing import Any
 
@@ -7,24 +7,33 @@ import jax.numpy as jnp
 
 from stack_core.errors import ConversionError
 
-__all__ = ["check_params"]
+__all__ = ["check_params", "leaves_by_path"]
+
+
+def leaves_by_path(tree: Any) -> dict[str, Any]:
+    """The leaves of a pytree in order, by paths such as "['head']"."""
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def check_params(params: Any, expected: Any) -> None:
-    """Raises a ConversionError that names each parameter which is missing, unknown, deleted, or of another kind.
+    """Raises a ConversionError that names each parameter which is unknown, deleted, or of another kind.
+
+    Parameters may be left out, but not all; where some are unknown, those that are missing are named too.
 
     Args:
       expected: pytree of `jax.ShapeDtypeStruct`.
     """
-    given = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
-    wanted = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(expected)}
-    lines = [f"  {path} is missing" for path in wanted.keys() - given.keys()]
-    lines += [f"  {path} is unknown" for path in given.keys() - wanted.keys()]
+    given, wanted = leaves_by_path(params), leaves_by_path(expected)
+    lines = [f"  {path} is unknown" for path in given.keys() - wanted.keys()]
+    if lines or not given:
+        lines += [f"  {path} is missing" for path in wanted.keys() - given.keys()]
     found = ((path, _fault(given[path], leaf)) for path, leaf in wanted.items() if path in given)
     lines += [f"  {path} {fault}" for path, fault in found if fault is not None]
     if lines:
         listing = "\n".join(sorted(lines))
-        raise ConversionError(f"The new parameters are not those of the model:\n{listing}\nGive all of its own.")
+        raise ConversionError(
+            f"The new parameters are not those of the model:\n{listing}\nGive all of its own, or some."
+        )
 
 
 def _fault(given: Any, wanted: Any) -> str | None:

@@ -1,6 +1,6 @@
 """Where an engine's arrays lie: on one device, or with each layer's heads and features split over several."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -16,6 +16,7 @@ from stack_core.huge_pages import in_one_block
 from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
 from stack_serve.llm.cache import SlotStates
 from stack_serve.llm.config import PageLayout
+from stack_serve.llm.new_weights import leaves_by_path
 from stack_serve.llm.unstacking import Layers, split_layers
 
 __all__ = ["AbstractPlacement", "Placement"]
@@ -60,36 +61,39 @@ class Placement:
         """The checkpoint's parameters, with those that are `chosen` split into their layers."""
         leaves, structure = jax.tree.flatten(checkpoint.load_params(self._shardings(checkpoint)))
         leaves.reverse()  # each is let go of when it has its place
-        return self._placed(_taken(leaves), checkpoint, structure, chosen, is_owned=True)
+        wanted = self._wanted(checkpoint, chosen)
+        return jax.tree.unflatten(structure, self._placed(_taken(leaves), list(wanted.values()), is_owned=True))
 
-    def params(self, checkpoint: GenerativeCheckpoint, params: Any, chosen: Any, *, donate: bool) -> Any:
-        """The same of other parameters like them; memory holds one array at a time beside them and their copies.
+    def params(self, checkpoint: GenerativeCheckpoint, params: Any, chosen: Any, *, donate: bool) -> Mapping[str, Any]:
+        """The same of other parameters, or of some, by path; memory holds one array at a time beside them and copies.
 
         Args:
           donate: each of them is deleted once it has its place.
         """
-        leaves, structure = jax.tree.flatten(params)
-        given = _donated(leaves) if donate else iter(leaves)
-        return self._placed(given, checkpoint, structure, chosen, is_owned=False)
+        given, wanted = leaves_by_path(params), self._wanted(checkpoint, chosen)
+        leaves = _donated(list(given.values())) if donate else iter(given.values())
+        return dict(zip(given, self._placed(leaves, [wanted[path] for path in given], is_owned=False), strict=True))
 
-    def _placed(
-        self, leaves: Iterator[Any], checkpoint: GenerativeCheckpoint, structure: Any, chosen: Any, *, is_owned: bool
-    ) -> Any:
-        wanted, split = jax.tree.leaves(checkpoint.parameters), jax.tree.leaves(chosen)
+    def _wanted(self, checkpoint: GenerativeCheckpoint, chosen: Any) -> dict[str, tuple[Any, bool, Any]]:
+        """Of each parameter, by path: its shape and dtype, whether it is split into layers, and its sharding."""
+        parameters, shardings = leaves_by_path(checkpoint.parameters), self._shardings(checkpoint)
+        places = [None] * len(parameters) if shardings is None else jax.tree.leaves(shardings)
+        each = zip(parameters.values(), jax.tree.leaves(chosen), places, strict=True)
+        return dict(zip(parameters, each, strict=True))
+
+    def _placed(self, leaves: Iterator[Any], wanted: Sequence[tuple[Any, bool, Any]], *, is_owned: bool) -> list[Any]:
         if self._mesh is None and jax.default_backend() == "cpu":
-            avals = [each for aval, is_split in zip(wanted, split, strict=True) for each in _parts(aval, is_split)]
-            parts = (part for leaf, is_split in zip(leaves, split, strict=True) for part in _slices(leaf, is_split))
+            avals = [each for aval, is_split, _ in wanted for each in _parts(aval, is_split)]
+            parts = (
+                part for leaf, (_, is_split, _) in zip(leaves, wanted, strict=True) for part in _slices(leaf, is_split)
+            )
             arrays = iter(in_one_block(parts, avals))
-            counts = [aval.shape[0] if is_split else None for aval, is_split in zip(wanted, split, strict=True)]
-            placed = [next(arrays) if count is None else Layers(tuple(islice(arrays, count))) for count in counts]
-        else:
-            shardings = self._shardings(checkpoint)
-            places = [None] * len(wanted) if shardings is None else jax.tree.leaves(shardings)
-            placed = [
-                _copied(leaf, aval.dtype, place, is_split=is_split, is_owned=is_owned)
-                for leaf, aval, place, is_split in zip(leaves, wanted, places, split, strict=True)
-            ]
-        return jax.tree.unflatten(structure, placed)
+            counts = [aval.shape[0] if is_split else None for aval, is_split, _ in wanted]
+            return [next(arrays) if count is None else Layers(tuple(islice(arrays, count))) for count in counts]
+        return [
+            _copied(leaf, aval.dtype, place, is_split=is_split, is_owned=is_owned)
+            for leaf, (aval, is_split, place) in zip(leaves, wanted, strict=True)
+        ]
 
     def _shardings(self, checkpoint: GenerativeCheckpoint) -> Any:
         return None if self._mesh is None else checkpoint.shardings(self._mesh)

@@ -1,7 +1,7 @@
 """What an engine runs on its devices: a few programs of fixed shapes, all compiled before the first request."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -18,9 +18,10 @@ from stack_serve.llm.adapters import AdapterShapes, HostAdapter, Weights, put, u
 from stack_serve.llm.buckets import Buckets
 from stack_serve.llm.cache import empty_layers
 from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.new_weights import leaves_by_path
 from stack_serve.llm.placement import Placement
 from stack_serve.llm.step import ROW_FIELDS, SlotState, Step, admit
-from stack_serve.llm.unstacking import layer_by_layer, loops_over, split_layers
+from stack_serve.llm.unstacking import Layers, layer_by_layer, loops_over, split_layers
 
 __all__ = ["Programs", "StepResult"]
 
@@ -168,17 +169,20 @@ class Programs:
         held |= {} if self._weights.pool is None else {"adapters": self._weights.pool}
         return {name: sum(array.nbytes for array in jax.tree.leaves(tree)) for name, tree in held.items()}
 
-    def place(self, params: Any, *, donate: bool) -> Any:
-        """Other parameters of the same structure and shapes as `use` takes them; any thread may call it.
+    def place(self, params: Any, *, donate: bool) -> Mapping[str, Any]:
+        """Other parameters of the same structure and shapes, or some, as `use` takes them; any thread may call it.
 
         Args:
           donate: each of them is deleted once it is placed.
         """
         return self._placement.params(self._checkpoint, params, self._looped, donate=donate)
 
-    def use(self, placed: Any) -> None:
-        """Computes with other parameters from the next step on."""
-        self._weights = replace(self._weights, params=placed)
+    def use(self, placed: Mapping[str, Any]) -> None:
+        """Computes with other parameters from the next step on; those that `placed` lacks stay."""
+        held, structure = jax.tree.flatten(self._weights.params, is_leaf=lambda node: isinstance(node, Layers))
+        paths = leaves_by_path(self._checkpoint.parameters)
+        leaves = [placed.get(path, leaf) for path, leaf in zip(paths, held, strict=True)]
+        self._weights = replace(self._weights, params=jax.tree.unflatten(structure, leaves))
 
     def load_adapter(self, slot: int, adapter: HostAdapter) -> None:
         """Puts an adapter into one of its slots, from the next step on."""

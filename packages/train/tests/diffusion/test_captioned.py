@@ -136,7 +136,11 @@ def test_a_run_becomes_a_directory_of_diffusers_and_a_run_again(run, tmp_path):
     FORMAT.export_run(Path(run.output), tmp_path / "pipeline")
     assert json.loads((tmp_path / "pipeline" / "model_index.json").read_text())["vae"][1] == "AutoencoderKL"
     FORMAT.import_run(tmp_path / "pipeline", tmp_path / "again")
-    before, after = (open_images(str(path)).model for path in (run.output, tmp_path / "again"))
+    again = open_images(str(tmp_path / "again"))
+    prompts = [open_images(each).encoders.text(["a red ring"]) for each in (run.output, f"hf:{tmp_path / 'pipeline'}")]
+    jax.tree.map(np.testing.assert_array_equal, prompts[1], again.encoders.text(["a red ring"]))
+    jax.tree.map(np.testing.assert_array_equal, *prompts)  # the model is told as many tokens as it was trained with
+    before, after = open_images(run.output).model, again.model
     for ours, theirs in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +46,7 @@ _PARTS: Mapping[str, tuple[str, Component | str]] = {
 }
 _ENCODERS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae")
 _T5_TOKENS = 512
+_T5_TOKENIZER, _TOKENIZER_CONFIG, _MOST_TOKENS = "tokenizer_2", "tokenizer_config.json", "model_max_length"
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def open_encoders(directory: Path, *, text_tokens: int = _T5_TOKENS) -> Encoders
         clip_model,
         load_prompt_tokenizer(directory / "tokenizer", "text_encoder", clip_config.max_positions),
         t5_model,
-        load_prompt_tokenizer(directory / "tokenizer_2", "text_encoder_2", text_tokens),
+        load_prompt_tokenizer(directory / _T5_TOKENIZER, "text_encoder_2", text_tokens),
     )
     for tokenizer, vocab_size in (
         (text.clip_tokenizer, clip_config.vocab_size),
@@ -148,7 +150,8 @@ def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipelin
     """Reads a diffusers directory of a Flux.
 
     Args:
-      text_tokens: that the second text encoder is given; by default 512, and 256 of a model without guidance.
+      text_tokens: that the second text encoder is given; by default 512, and 256 of a model without guidance, or fewer
+        where its tokenizer's `model_max_length` is lower.
 
     Raises:
       ConversionError: a part is missing, is not what is read here, or does not fit the others.
@@ -158,13 +161,35 @@ def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipelin
         raise ConversionError(f"{directory} lacks transformer, the denoiser. Download the whole directory.")
     config, model = load_component(flux.COMPONENT, directory / "transformer")
     # What diffusers' pipelines of FLUX.1 dev and schnell give by default.
-    tokens = text_tokens or (_T5_TOKENS if config.guidance is not None else _T5_TOKENS // 2)
+    most = _T5_TOKENS if config.guidance is not None else _T5_TOKENS // 2
+    tokens = text_tokens or min(most, _most_tokens(directory / _T5_TOKENIZER))
     encoders = open_encoders(directory, text_tokens=tokens)
     encoders.check(config)
     config = replace(config, image_size=encoders.image_size, text_tokens=tokens)
     model.config = config
     model.eval()
     return Pipeline(config, model, encoders, _read_scheduler(directory / "scheduler", config))
+
+
+def _most_tokens(directory: Path) -> int:
+    """The tokens that a tokenizer's settings allow; as many as there are where they do not say."""
+    path = directory / _TOKENIZER_CONFIG
+    return int(_mapping(path).get(_MOST_TOKENS) or sys.maxsize)
+
+
+def _write_most_tokens(directory: Path, tokens: int) -> None:
+    """Notes how many tokens a denoiser was told: it attends to the padding, so that others would be another text."""
+    path = directory / _TOKENIZER_CONFIG
+    _write_json(path, {**_mapping(path), _MOST_TOKENS: tokens})
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConversionError(f"{path} cannot be read: {error}. Download the directory again.") from error
 
 
 def _read_index(directory: Path) -> None:
@@ -228,6 +253,7 @@ def save_pipeline(directory: Path, config: Any, model: Any, encoders: Encoders, 
     encoders.check(config)
     with atomic_directory(directory) as partial:
         _write_encoders(partial, encoders)
+        _write_most_tokens(partial / _T5_TOKENIZER, encoders.text.t5_tokenizer.tokens)
         save_component(flux.COMPONENT, partial / "transformer", config, model)
         (partial / "scheduler").mkdir()
         settings = {
@@ -246,7 +272,7 @@ def _write_encoders(directory: Path, encoders: Encoders) -> None:
     save_component(autoencoder_kl.COMPONENT, directory / "vae", autoencoder.config, autoencoder)
     save_component(clip.COMPONENT, directory / "text_encoder", text.clip.config, text.clip)
     save_component(t5.COMPONENT, directory / "text_encoder_2", text.t5.config, text.t5)
-    for part, tokenizer in (("tokenizer", text.clip_tokenizer), ("tokenizer_2", text.t5_tokenizer)):
+    for part, tokenizer in (("tokenizer", text.clip_tokenizer), (_T5_TOKENIZER, text.t5_tokenizer)):
         if (encoders.directory / part).is_dir():  # byte for byte
             shutil.copytree(encoders.directory / part, directory / part)
         else:

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_quant import quantize_function
+from stack_quant import quantize, quantize_function
 from stack_quant.errors import QuantError, RuleError
 from stack_quant.lora.function import adapt_function
+from stack_quant.spec import ArraySpec
 
 
 def normal(seed, *shape):
@@ -28,6 +29,11 @@ def scanned(params, x):
     return jax.lax.scan(jax.checkpoint(layer), x, params)[0]
 
 
+def codes():
+    """A matrix that is quantized already, such as one of a frozen companion."""
+    return quantize(normal(9, 8, 6), ArraySpec())
+
+
 SIZES = jnp.asarray([2, 0, 3])
 
 CASES = {
@@ -40,6 +46,7 @@ CASES = {
     "mapped": (lambda params, x: jax.vmap(lambda w: ops.linear(x, w))(params["w"]), {"w": (3, 8, 6)}),
     "cast": (lambda params, x: (x @ params["w"].astype(jnp.float32)).astype(jnp.float32), {"w": (8, 6)}),
     "linear": (lambda params, x: ops.linear(x, params["w"], bias=jnp.ones(6)), {"w": (8, 6)}),
+    "beside codes": (lambda params, x: ops.linear(x, params["w"]) + ops.linear(x, codes()), {"w": (8, 6)}),
     "gated": (lambda params, x: ops.gated_linear_unit(x, params["a"], params["b"]), {"a": (8, 6), "b": (8, 6)}),
     "ragged": (lambda params, x: ops.ragged_dot(x, params["w"], SIZES), {"w": (3, 8, 6)}),
     "concatenated": (lambda params, x: x @ jnp.concatenate([params["a"], params["b"]], 1), {"a": (8, 2), "b": (8, 4)}),

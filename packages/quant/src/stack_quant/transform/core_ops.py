@@ -46,6 +46,8 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     assert unit is not None, "the handler of units alone"
     name = interpreter.name(equation, unit.op)
     places = unit.arrays(range(len(operands)))
+    if not all(isinstance(place, int | None) for place in places.values()):  # of what came quantized as it is
+        return interpreter.as_it_is(equation, operands)
     arguments = {place: argument for argument, place in places.items()}
     weights = {places[argument]: axis for argument, axis in _WEIGHTS.get(unit.op, {}).items()}
     factors = {places[argument]: axis for argument, axis in _ACTIVATIONS.get(unit.op, {}).items()}

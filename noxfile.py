@@ -154,10 +154,10 @@ def parity(session: nox.Session, transformers: int) -> None:
     _pytest(session, [tests], "-m", "parity")
 
 
-@nox.session(default=False)
+@nox.session(default=False, python=PARITY_PYTHON, venv_backend="venv")
 def llama_cpp(session: nox.Session) -> None:
-    """Runs files in GGUF that we wrote in llama.cpp, and reads those that it wrote."""
-    _install(session, "core", "train", groups=("test",))
+    """Runs files in GGUF that we wrote in llama.cpp, and reads those that it wrote, as transformers does."""
+    _install(session, "core", "train", *TORCH, groups=("test", "parity"))
     session.install(LLAMA_CPP)
     _pytest(session, ["integration_tests/parity/test_llama_cpp.py"])
 

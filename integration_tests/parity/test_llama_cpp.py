@@ -1,4 +1,4 @@
-"""GGUF files in llama.cpp through its Python package, which builds from source: an environment of its own."""
+"""GGUF files in llama.cpp through its Python package, which builds from source, and in transformers."""
 
 import sys
 from pathlib import Path
@@ -11,6 +11,7 @@ from stack_train.gguf import FORMAT
 from stack_train.run.config import run_config
 from stack_train.weights import load_model
 
+torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed; it builds from source by pip")
 sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "train" / "tests" / "gguf"))
 from tiny_runs import TEMPLATE, VOCAB, make_run  # noqa: E402
@@ -59,7 +60,21 @@ def check(ours, theirs, *, most):
     np.testing.assert_array_equal(ours.argmax(-1)[clear], theirs.argmax(-1)[clear])
 
 
-FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 32, "tie_embeddings": True}}
+def dequantized_logits(directory, file, tokens):
+    """Those of transformers, which dequantizes a file with the format's own package and multiplies in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, gguf_file=file, dtype=torch.float32)
+    with torch.no_grad():
+        return model.eval()(torch.tensor([tokens])).logits[0].numpy()
+
+
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32, "tie_embeddings": True},
+    "mixtral": {"experts": 4},
+    "qwen3_moe": {"head_dim": 32, "experts": 4, "active_experts": 2, "expert_mlp": 64},
+    "gemma3": {"layers": 7, "window": 8, "query_scalar": 16},
+}
 
 
 @pytest.mark.parametrize("stored", ["F16", "Q8_0", "Q4_0"])
@@ -105,5 +120,6 @@ def test_a_file_that_llama_cpp_quantized_opens_here(tmp_path, kind):
     llama = opened(tmp_path / "model.gguf")
     prompt = llama.tokenize(PROMPT.encode())
     ids, theirs = answers(llama, prompt)
-    ours = logits_of(tmp_path / "again", ids)[len(prompt) - 1 : -1]
-    check(ours, theirs, most=EIGHT_BITS)
+    ours = logits_of(tmp_path / "again", ids)
+    check(ours[len(prompt) - 1 : -1], theirs, most=EIGHT_BITS)
+    np.testing.assert_allclose(ours, dequantized_logits(tmp_path, "model.gguf", ids), atol=1e-5, rtol=1e-5)

@@ -4,14 +4,16 @@ import sys
 import gguf
 import numpy as np
 import pytest
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from stack_core.config import to_mapping
 from stack_core.errors import ConversionError
+from stack_core.plugins import registries
 from stack_train.checkpoint import named_leaves
 from stack_train.commands.convert import convert
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.gguf import FORMAT
+from stack_train.gguf.names import ARCHITECTURES, architecture_of
 from stack_train.gguf.vocabulary import Vocabulary
 from stack_train.run.config import run_config
 from stack_train.weights import load_params
@@ -34,6 +36,9 @@ FAMILIES = {
     "mistral": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "qwen2": {},
     "qwen3": {"head_dim": 32},
+    "mixtral": {"experts": 4},
+    "qwen3_moe": {"head_dim": 32, "experts": 4, "active_experts": 2, "expert_mlp": 64},
+    "gemma3": {"layers": 7, "window": 8, "query_scalar": 16},
 }
 
 
@@ -58,12 +63,11 @@ def test_a_file_has_what_the_run_had(tmp_path, name):
     assert before.keys() == after.keys()
     for path, value in before.items():
         stored = np.asarray(value)
-        halved = (
-            stored.astype(np.float16).astype(np.float32)
-            if path.endswith(("kernel", "embedding", "lm_head"))
-            else stored
-        )
-        np.testing.assert_array_equal(after[path], halved, err_msg=path)
+        if path.endswith(("kernel", "embedding", "lm_head", "_gate", "_up", "_down")) and "router" not in path:
+            stored = stored.astype(np.float16).astype(np.float32)
+        elif name == "gemma3":
+            stored = (stored + np.float32(1)) - np.float32(1)  # norms are written with the one that Gemma adds
+        np.testing.assert_array_equal(after[path], stored, err_msg=path)
 
 
 @pytest.mark.parametrize("stored", ["Q8_0", "Q4_0"])
@@ -151,7 +155,9 @@ def test_the_tokenizer_and_its_chat_template_come_back(tmp_path, cut, name):
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
-        ("gemma3", {"period": 2}, r"family 'gemma3' are not written to GGUF; these are: llama"),
+        ("gemma2", {}, r"family 'gemma2' are not written to GGUF; these are: llama"),
+        ("gemma3", {"period": 2, "query_scalar": 32}, r"period=2, not 6; query_scalar=32, not the head_dim 16"),
+        ("qwen3_moe", {"dense_layers": [0]}, r"dense_layers=\(0,\), not \(\)"),
         ("mistral", {"window": 8}, "window=8, not None"),
         ("llama", {"attention_bias": True}, "attention_bias=True"),
         (
@@ -166,6 +172,33 @@ def test_what_has_no_place_in_a_file_is_refused(tmp_path, family, fields, messag
     with pytest.raises(ConversionError, match=message):
         FORMAT.export_run(tmp_path / "run", tmp_path / "model.gguf")
     assert not (tmp_path / "model.gguf").exists()
+
+
+LANGUAGE = [name for name in sorted(registries.models) if hasattr(registries.models[name], "weight_rules")]
+
+
+@pytest.mark.parametrize("family", LANGUAGE)
+def test_every_family_is_written_or_refused_by_its_name(family):
+    config = registries.models[family].config_class(
+        family=family, **({"query_scalar": 64} if family == "gemma3" else {})
+    )
+    if family in ARCHITECTURES:
+        assert architecture_of(config) is ARCHITECTURES[family]
+        return
+    with pytest.raises(ConversionError, match=f"family '{family}' are not written to GGUF; these are: llama, mistral"):
+        architecture_of(config)
+
+
+@pytest.mark.parametrize("kind", ["Unigram", "BPE with bytes as a fallback"])
+def test_tokenizers_of_sentencepiece_are_refused_by_their_kind(tmp_path, kind):
+    pieces = [(f"<0x{index:02X}>", 0.0) for index in range(256)]
+    vocab = {piece: index for index, (piece, _) in enumerate(pieces)}
+    model = models.Unigram(pieces) if kind == "Unigram" else models.BPE(vocab, [], byte_fallback=True)
+    tokenizer = HuggingFaceTokenizer({"tokenizer.json": Tokenizer(model).to_str().encode()}, "pieces")
+    with pytest.raises(ConversionError, match=rf"The tokenizer is a {kind}; byte-level BPE is written"):
+        Vocabulary.of(tokenizer, 256)
+    with pytest.raises(ConversionError, match=r"The file's tokenizer is 'llama', .*'gpt2' is read"):
+        Vocabulary.read({"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": list(vocab)})
 
 
 def test_bad_input_is_named(tmp_path, monkeypatch):

@@ -23,9 +23,9 @@ from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.gguf.names import (
     ARCHITECTURES,
     ROPE_FREQUENCIES,
+    ROUTER,
     Architecture,
     architecture_of,
-    gguf_name,
     settings_of,
 )
 from stack_train.gguf.vocabulary import Vocabulary
@@ -91,7 +91,7 @@ class GgufFormat:
             writer.add_name(run.resolve().name)
             writer.add_file_type(_FILE_TYPES[stored])
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-            for key, value in (*settings_of(config, architecture.name), *vocabulary.settings()):
+            for key, value in (*settings_of(config, architecture), *vocabulary.settings()):
                 _add(gguf, writer, key, value)
             _write(gguf, writer, tensors, progress)
             partial.rename(directory)
@@ -146,14 +146,15 @@ def _tensors(
     gguf: Any, config: Any, architecture: Architecture, leaves: Mapping[str, Any], stored: str
 ) -> Iterator[_Tensor]:
     heads = _reordered(config)
-    for rule in registries.models[config.family].weight_rules(config):
+    for rule in architecture.rules(config):
         for name, shape in rule.tensor_shapes(leaves[rule.parameter].shape).items():
 
             def read(rule: WeightRule = rule, name: str = name) -> np.ndarray:
                 view = rule.tensors(np.asarray(leaves[rule.parameter], np.float32))[name]
                 return architecture.stored(name, view, heads)
 
-            yield _Tensor(gguf_name(name), shape, _type_of(gguf, shape, stored), read)
+            own = architecture.name_of(name)
+            yield _Tensor(own, shape, _type_of(gguf, own, shape, stored), read)
     if isinstance(config.rope_scaling, ops.Llama3Scaling):
         factors = _rope_factors(config.rope_scaling, config)
         yield _Tensor(ROPE_FREQUENCIES, factors.shape, gguf.GGMLQuantizationType.F32, lambda: factors)
@@ -172,9 +173,9 @@ def _rope_factors(scaling: ops.Llama3Scaling, config: Any) -> np.ndarray:
     return (plain / np.asarray(scaled, np.float64)).astype(np.float32)
 
 
-def _type_of(gguf: Any, shape: Sequence[int], stored: str) -> Any:
-    """The type of a tensor: vectors are F32, and matrices whose rows do not divide into blocks F16."""
-    if len(shape) == 1:
+def _type_of(gguf: Any, name: str, shape: Sequence[int], stored: str) -> Any:
+    """The type of a tensor: vectors and routers are F32, and matrices whose rows do not divide into blocks F16."""
+    if len(shape) == 1 or ROUTER in name:
         return gguf.GGMLQuantizationType.F32
     wanted = gguf.GGMLQuantizationType[stored]
     block, _ = gguf.GGML_QUANT_SIZES[wanted]
@@ -239,9 +240,9 @@ class _Source:
             raise ConversionError(f"{path} is no whole GGUF file: {type(error).__name__}: {error}.") from error
         tensors = {each.name: each for each in reader.tensors}
         config, architecture = _config_of(settings, tensors, path)
-        rules = registries.models[config.family].weight_rules(config)
+        rules = architecture.rules(config)
         parameters = named_leaves(abstract_params(config))
-        _check(gguf, path, rules, parameters, tensors)
+        _check(gguf, path, architecture, rules, parameters, tensors)
         return cls(config, Vocabulary.read(settings), architecture, tensors, parameters, rules)
 
     def leaves(self, progress: Progress | None) -> Iterator[tuple[str, np.ndarray]]:
@@ -251,7 +252,7 @@ class _Source:
             wanted = self.parameters[rule.parameter]
             leaf = np.empty(wanted.shape, wanted.dtype)
             for name, part in rule.tensors(leaf).items():
-                stored = self.tensors[gguf_name(name)]
+                stored = self.tensors[self.architecture.name_of(name)]
                 values = gguf.quants.dequantize(stored.data, stored.tensor_type)
                 part[...] = self.architecture.read(name, values.reshape(part.shape), heads)
             yield rule.parameter, leaf
@@ -263,12 +264,15 @@ class _Source:
 def _config_of(settings: Mapping[str, Any], tensors: Mapping[str, Any], path: Path) -> tuple[Any, Architecture]:
     """Our config of a file's settings."""
     name = settings.get("general.architecture")
-    family = next((family for family, each in ARCHITECTURES.items() if each.name == name), None)
-    if family is None:
+    mixes = bool(settings.get(f"{name}.expert_count"))
+    families = (family for family, each in ARCHITECTURES.items() if (each.name, each.has_experts) == (name, mixes))
+    if (family := next(families, None)) is None:
         known = sorted({each.name for each in ARCHITECTURES.values()})
         raise ConversionError(f"{path} is of architecture {name!r}; these are read: {', '.join(known)}.")
     own = {key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")}
-    _check_settings(own, path)
+    own = {key: value for key, value in own.items() if value or key in _NEEDED}  # experts, for one, may be none
+    of_family = ARCHITECTURES[family].settings
+    _check_settings(own, tuple(of_family.values()), path)
     heads, embed = own["attention.head_count"], own["embedding_length"]
     mapping = {
         "family": family,
@@ -285,6 +289,8 @@ def _config_of(settings: Mapping[str, Any], tensors: Mapping[str, Any], path: Pa
         "tie_embeddings": "output.weight" not in tensors,
         "dtype": "float32",
         "param_dtype": "float32",
+        **{field: own[key] for field, key in of_family.items()},
+        **({"query_scalar": own.get("attention.key_length", embed // heads)} if family == "gemma3" else {}),
     }
     if own.get("rope.scaling.type", "none") == "linear":
         mapping["rope_scaling"] = {"rope_type": "linear", "factor": float(own["rope.scaling.factor"])}
@@ -318,10 +324,11 @@ _READ = (
 )
 
 
-def _check_settings(own: Mapping[str, Any], path: Path) -> None:
+def _check_settings(own: Mapping[str, Any], of_family: Sequence[str], path: Path) -> None:
     """Raises where a setting is missing, or says what the models do not do."""
-    wrong = [f"{key} is missing" for key in _NEEDED if key not in own]
-    wrong += [f"{key}={value!r} is not read" for key, value in own.items() if key not in _READ and value]
+    known = (*_READ, *of_family)
+    wrong = [f"{key} is missing" for key in (*_NEEDED, *of_family) if key not in own]
+    wrong += [f"{key}={value!r} is not read" for key, value in own.items() if key not in known]
     if own.get("rope.scaling.type", "none") not in ("none", "linear"):
         wrong.append(f"rope.scaling.type={own['rope.scaling.type']!r}, not linear")
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -348,12 +355,13 @@ def _llama3_scaling(config: Any, factors: np.ndarray, path: Path) -> ops.Llama3S
 def _check(
     gguf: Any,
     path: Path,
+    architecture: Architecture,
     rules: Sequence[WeightRule],
     parameters: Mapping[str, jax.ShapeDtypeStruct],
     tensors: Mapping[str, Any],
 ) -> None:
     expected = {
-        gguf_name(name): shape
+        architecture.name_of(name): shape
         for rule in rules
         for name, shape in rule.tensor_shapes(parameters[rule.parameter].shape).items()
     }

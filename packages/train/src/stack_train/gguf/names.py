@@ -4,15 +4,17 @@ Source: ggml's description of the format, and the converter of llama.cpp.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from stack_core import ops
 from stack_core.errors import ConversionError
+from stack_core.plugins import registries
+from stack_train.models.weight_map import WeightRule
 
-__all__ = ["ARCHITECTURES", "ROPE_FREQUENCIES", "Architecture", "architecture_of", "gguf_name", "settings_of"]
+__all__ = ["ARCHITECTURES", "ROPE_FREQUENCIES", "ROUTER", "Architecture", "architecture_of", "settings_of"]
 
 _OUTER = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -31,14 +33,30 @@ _LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps",
 }
-_PREFIX = "model.layers."
+_FOUR_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_PREFIX, _EXPERT = "model.layers.", "{expert}."
+
+ROUTER = "ffn_gate_inp"
+"""What routers of mixtures are called, which are not quantized."""
 
 ROPE_FREQUENCIES = "rope_freqs.weight"
 """The tensor by which llama3's scaling divides frequencies."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """How a family is told in GGUF.
 
@@ -46,11 +64,41 @@ class Architecture:
       name: under which llama.cpp knows it.
       interleaves: it rotates neighbouring features, so that rows of queries and keys come in another order.
       fixed: fields of our config that it has one value of.
+      settings: keys of its own, by the fields of our config that they tell.
+      names: modules of a layer that it calls otherwise than others do.
+      norm_offset: what norms have added in the file, which adds none in its turn.
     """
 
     name: str
-    interleaves: bool
-    fixed: Mapping[str, Any]
+    interleaves: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    norm_offset: float = 0.0
+
+    @property
+    def has_experts(self) -> bool:
+        return "experts" in self.settings
+
+    def rules(self, config: Any) -> list[WeightRule]:
+        """Those of a config's model, all experts of a layer in one tensor."""
+        rules = registries.models[config.family].weight_rules(config)
+        return [replace(rule, tensor=rule.tensor.replace(_EXPERT, ""), fused=None) for rule in rules]
+
+    def name_of(self, name: str) -> str:
+        """What a tensor of a Hugging Face checkpoint is called.
+
+        Raises:
+          ConversionError: it has no name there.
+        """
+        if name in _OUTER:
+            return _OUTER[name]
+        layer, _, place = name.removeprefix(_PREFIX).partition(".")
+        module, _, kind = place.rpartition(".")
+        names = {**_LAYER, **self.names}
+        if module not in names:
+            raise ConversionError(f"Tensor {name} has no name in GGUF.")
+        return f"blk.{layer}.{names[module]}.{kind}"
 
     def stored(self, name: str, tensor: np.ndarray, heads: Mapping[str, int]) -> np.ndarray:
         """A tensor of Hugging Face's layout as the file has it.
@@ -58,6 +106,8 @@ class Architecture:
         Args:
           heads: of each projection whose rows are reordered.
         """
+        if name.endswith("norm.weight"):
+            return tensor + np.float32(self.norm_offset)
         if (count := self._heads(name, heads)) is None:
             return tensor
         halves = tensor.reshape(count, 2, tensor.shape[0] // count // 2, *tensor.shape[1:])
@@ -65,6 +115,8 @@ class Architecture:
 
     def read(self, name: str, tensor: np.ndarray, heads: Mapping[str, int]) -> np.ndarray:
         """The inverse of `stored`."""
+        if name.endswith("norm.weight"):
+            return tensor - np.float32(self.norm_offset)
         if (count := self._heads(name, heads)) is None:
             return tensor
         pairs = tensor.reshape(count, tensor.shape[0] // count // 2, 2, *tensor.shape[1:])
@@ -75,14 +127,27 @@ class Architecture:
         return heads.get(place) if self.interleaves else None
 
 
-_LLAMA = Architecture("llama", True, {})
+_EXPERTS = {"experts": "expert_count", "active_experts": "expert_used_count"}
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", True, {"attention_bias": False, "mlp_bias": False}),
-    "mistral": Architecture("llama", True, {"window": None}),
-    "qwen2": Architecture("qwen2", False, {"window": None}),
-    "qwen3": Architecture("qwen3", False, {"window": None, "attention_bias": False}),
+    "llama": Architecture(name="llama", interleaves=True, fixed={"attention_bias": False, "mlp_bias": False}),
+    "mistral": Architecture(name="llama", interleaves=True, fixed={"window": None}),
+    "mixtral": Architecture(name="llama", interleaves=True, fixed={"window": None}, settings=_EXPERTS),
+    "qwen2": Architecture(name="qwen2", fixed={"window": None}),
+    "qwen3": Architecture(name="qwen3", fixed={"window": None, "attention_bias": False}),
+    "qwen3_moe": Architecture(
+        name="qwen3moe",
+        fixed={"window": None, "attention_bias": False, "sparse_step": 1, "dense_layers": (), "normalized": True},
+        settings={**_EXPERTS, "expert_mlp": "expert_feed_forward_length"},
+    ),
+    "gemma3": Architecture(
+        name="gemma3",
+        fixed={"period": 6, "local_theta": 10_000.0, "attention_softcap": None, "logit_softcap": None},
+        settings={"window": "attention.sliding_window"},
+        names=_FOUR_NORMS,
+        norm_offset=1.0,
+    ),
 }
-"""By our families; a file is read as the first that has its architecture."""
+"""By our families; a file is read as the first that has its architecture, with experts or without."""
 
 
 def architecture_of(config: Any) -> Architecture:
@@ -101,6 +166,8 @@ def architecture_of(config: Any) -> Architecture:
         for name, value in architecture.fixed.items()
         if getattr(config, name) != value
     ]
+    if getattr(config, "query_scalar", config.head_size) != config.head_size:
+        wrong.append(f"query_scalar={config.query_scalar}, not the head_dim {config.head_size}")
     if not isinstance(config.rope_scaling, None | ops.LinearScaling | ops.Llama3Scaling):
         wrong.append(f"rope_scaling={config.rope_scaling!r}, not linear or llama3")
     if wrong:
@@ -108,22 +175,7 @@ def architecture_of(config: Any) -> Architecture:
     return architecture
 
 
-def gguf_name(name: str) -> str:
-    """What a tensor of a Hugging Face checkpoint is called.
-
-    Raises:
-      ConversionError: it has no name there.
-    """
-    if name in _OUTER:
-        return _OUTER[name]
-    layer, _, place = name.removeprefix(_PREFIX).partition(".")
-    module, _, kind = place.rpartition(".")
-    if module not in _LAYER:
-        raise ConversionError(f"Tensor {name} has no name in GGUF.")
-    return f"blk.{layer}.{_LAYER[module]}.{kind}"
-
-
-def settings_of(config: Any, architecture: str) -> list[tuple[str, Any]]:
+def settings_of(config: Any, architecture: Architecture) -> list[tuple[str, Any]]:
     """The numbers of a config under their keys; an int, a float or a string each."""
     found: Sequence[tuple[str, Any]] = [
         ("context_length", config.max_positions),
@@ -142,4 +194,5 @@ def settings_of(config: Any, architecture: str) -> list[tuple[str, Any]]:
     scaling: list[tuple[str, Any]] = []
     if isinstance(config.rope_scaling, ops.LinearScaling):
         scaling = [("rope.scaling.type", "linear"), ("rope.scaling.factor", float(config.rope_scaling.factor))]
-    return [(f"{architecture}.{key}", value) for key, value in (*found, *scaling)]
+    own = [(key, getattr(config, name)) for name, key in architecture.settings.items()]
+    return [(f"{architecture.name}.{key}", value) for key, value in (*found, *scaling, *own)]

@@ -5,7 +5,6 @@ python integration_tests/test_adapted_families.py > docs/adapters.md
 
 import dataclasses
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from stack_core.contracts.models import LanguageModel
+from stack_core.contracts.models import LanguageModel, RunsOnBatches
 from stack_core.plugins import registries
 from stack_quant.lora.planning import adapted_treatment, factors_of
 from stack_quant.lora.rules import AdapterRule
-from stack_quant.nnx_model import ModuleProgram, plain_module
+from stack_quant.nnx_model import ModuleProgram, call_on_batches, plain_module
 from stack_quant.recipes import load_recipe
 from stack_quant.section import QuantConfig, Quantization
 from stack_train.run.model import abstract_model
@@ -26,12 +25,14 @@ TABLE = Path(__file__).parents[1] / "docs" / "adapters.md"
 HEAD = """\
 # Adapters and nf4, by family
 
-Which parameters of a layer take adapters of low rank (`lora:`, path `blocks`), and which of these the recipe `nf4`
-leaves out. In the products of all of them adapters go by way of the rank. Parameters without a product, such as norms
-and biases, have neither.
+Which parameters of a layer take adapters of low rank (`lora:`, path `blocks`; of `flux` path `.*_blocks`, of
+`autoencoder_kl` all), and which of these the recipe `nf4` leaves out. In the products of matrices adapters go by way of
+the rank; in convolutions, marked by *, the kernel with its adapter is formed. Parameters without a product, such as
+norms and biases, have neither.
 """
+PATHS = {"flux": ".*_blocks", "autoencoder_kl": ".*"}
 SMALL = {"vocab_size": 64, "embed": 64, "heads": 4, "mlp": 64, "max_positions": 32}
-FEW = ("llama", "deepseek_v3", "qwen3_next")  # every kind of layer with products
+FEW = ("llama", "deepseek_v3", "qwen3_next", "autoencoder_kl")  # every kind of layer with products
 SLOW = pytest.mark.slow
 NARROW = {
     "mixtral": {"experts": 4, "active_experts": 2},
@@ -39,56 +40,83 @@ NARROW = {
     "gemma3": {"layers": 3, "period": 2, "query_scalar": 16},
     "deepseek_v3": {"query_rank": 64, "kv_rank": 64, "nope_dim": 16, "rope_dim": 8, "value_dim": 16, "experts": 4}
     | {"active_experts": 2, "expert_mlp": 64, "expert_groups": 2, "kept_groups": 1},
+    "dit": {"image_size": 8, "head_dim": 16},
+    "flux": {"image_size": 8, "head_dim": 16, "rope_axes": (4, 6, 6), "text_dim": 64, "pooled_dim": 64}
+    | {"text_tokens": 4, "double_layers": 2, "single_layers": 2},
+    "autoencoder_kl": {"image_size": 8, "widths": (64, 64), "groups": 4},
     "qwen3_next": {"layers": 3, "period": 2, "key_heads": 2, "value_heads": 2, "key_dim": 32, "value_dim": 32}
     | {"experts": 4, "active_experts": 2, "expert_mlp": 64, "shared_mlp": 64},
 }
-
-
-def families() -> Iterator[str]:
-    """Those of language models."""
-    return (name for name in sorted(registries.models) if "vocab_size" in fields_of(name))
 
 
 def fields_of(name: str) -> set[str]:
     return {field.name for field in dataclasses.fields(registries.models[name].config_class)}
 
 
-def row(name: str) -> str:
+def small_model(name: str) -> Any:
+    """A family's smallest model that has every kind of layer, without values."""
     fields = fields_of(name)
     sizes = {key: value for key, value in {**SMALL, "layers": 2, **NARROW.get(name, {})}.items() if key in fields}
-    model = abstract_model(registries.models[name].config_class(family=name, **sizes))
-    assert isinstance(model, LanguageModel)
-    batch = {key: jax.ShapeDtypeStruct((2, 8), jnp.int32) for key in ("tokens", "positions", "segment_ids")}
+    return abstract_model(registries.models[name].config_class(family=name, **sizes))
+
+
+def batch_of(model: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a batch of a model's data."""
+    if isinstance(model, LanguageModel):
+        return {key: jax.ShapeDtypeStruct((2, 8), jnp.int32) for key in ("tokens", "positions", "segment_ids")}
+    assert isinstance(model, RunsOnBatches)
+    config, float32 = model.config, jnp.float32
+    images = jax.ShapeDtypeStruct((2, config.image_size, config.image_size, config.channels), float32)
+    batch = {"images": images, "weights": jax.ShapeDtypeStruct((2,), float32)}
+    if config.classes:
+        return batch | {"labels": jax.ShapeDtypeStruct((2,), jnp.int32)}
+    if not hasattr(config, "text_dim"):
+        return batch
+    text = jax.ShapeDtypeStruct((2, config.text_tokens, config.text_dim), float32)
+    return batch | {"text": text, "pooled": jax.ShapeDtypeStruct((2, config.pooled_dim), float32)}
+
+
+def row(name: str) -> str:
+    model = small_model(name)
+    batch, rule = batch_of(model), AdapterRule(path=PATHS.get(name, "blocks"))
     quantized: Any = Quantization(QuantConfig(rules=load_recipe("nf4")), batch).apply(model)
-    program = ModuleProgram.of(plain_module(quantized), (), batch)
+    program = ModuleProgram.of(plain_module(quantized), (), batch, call_on_batches(model))
     arrays, traced = program.parameters.arrays, program.trace()
-    treatment = adapted_treatment([AdapterRule(path="blocks")], traced, arrays, quantized.quantization.treatment, bool)
+    treatment = adapted_treatment([rule], traced, arrays, quantized.quantization.treatment, bool)
     factors = factors_of(treatment.adapters, arrays, jax.random.key(0), "float32")
-    merged = [row for row in traced.survey(arrays, treatment, factors).rows if "are merged" in row.reason]
-    assert not merged, merged
+    rows = traced.survey(arrays, treatment, factors).rows
+    merged = {path for each in rows if "are merged" in each.reason for path in each.paths}
+    assert all(arrays[path].ndim == 4 for path in merged), merged
     nf4 = {path for path, spec in treatment.specs.items() if spec.type == "nf4"}
-    names = {_place(path): path in nf4 for path in treatment.adapters}
+    names: dict[str, bool] = {}
+    for path in treatment.adapters:
+        names[_place(path) + "*" * (path in merged)] = path in nf4
     left = ", ".join(place for place, is_nf4 in names.items() if not is_nf4) or "none"
     return f"| {name} | {', '.join(names)} | {left} |"
 
 
 def _place(path: str) -> str:
-    return "/".join(path.removesuffix("/kernel").split("/")[3:])
+    """A parameter's path without its kernel and the numbers of layers, and in language models without the stack's."""
+    parts = path.removesuffix("/kernel").split("/")
+    return "/".join(part for part in (parts[1:] if parts[0] == "blocks" else parts) if not part.isdigit())
 
 
 def page() -> str:
-    rows = "\n".join(map(row, families()))
+    rows = "\n".join(map(row, sorted(registries.models)))
     return f"{HEAD}\n| family | with adapters | of these not in nf4 |\n|---|---|---|\n{rows}\n"
 
 
-@pytest.mark.parametrize("name", [name if name in FEW else pytest.param(name, marks=SLOW) for name in families()])
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=SLOW) for name in sorted(registries.models)]
+)
 def test_the_table_says_what_a_family_takes(name: str) -> None:
     assert row(name) in TABLE.read_text(encoding="utf-8").splitlines()
 
 
-def test_the_table_has_every_language_model() -> None:
-    listed = {line.split("|")[1].strip() for line in TABLE.read_text(encoding="utf-8").splitlines() if "/" in line}
-    assert set(families()) <= listed
+def test_the_table_has_every_family() -> None:
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    listed = {line.split("|")[1].strip() for line in lines if line.startswith("| ")}
+    assert set(registries.models) == listed - {"family"}
 
 
 if __name__ == "__main__":

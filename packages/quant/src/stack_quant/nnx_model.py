@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from stack_core.contracts.models import LanguageModel
+from stack_core.contracts.models import LanguageModel, RunsOnBatches
 from stack_core.ops.building import is_quantized
 from stack_quant.errors import QuantError
 from stack_quant.measuring import Call
@@ -23,6 +23,7 @@ __all__ = [
     "FACTORS",
     "ModuleProgram",
     "as_program_class",
+    "call_on_batches",
     "is_factor",
     "plain_module",
     "quantize_module",
@@ -136,6 +137,15 @@ def is_factor(variable: Any) -> bool:
 
 class StaticRange(nnx.Variable[Any]):
     """A variable that holds an end of a static range of activations."""
+
+
+def call_on_batches(model: Any) -> Callable[..., Any] | None:
+    """How a model takes a run's batch by name where it `RunsOnBatches`, as the `call` of `quantize_module`; or None."""
+    return _on_batch if isinstance(model, RunsOnBatches) else None
+
+
+def _on_batch(model: Any, **batch: Any) -> Any:
+    return model.on_batch(batch)
 
 
 def run_as_program(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:

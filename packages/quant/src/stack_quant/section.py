@@ -50,10 +50,13 @@ class Quantization:
     sample_batch: Mapping[str, Any]
 
     def apply(self, model: Any) -> Any:
-        return quantize_model(model, self.recipe.rules, dict(self.sample_batch), method=self.recipe.method)
+        from stack_quant.nnx_model import call_on_batches  # imports flax, which who has a module has
+
+        call, method = call_on_batches(model), self.recipe.method
+        return quantize_model(model, self.recipe.rules, dict(self.sample_batch), method=method, call=call)
 
     def call(self, function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        from stack_quant.nnx_model import run_as_program  # imports flax, which who has a module has
+        from stack_quant.nnx_model import run_as_program  # as above
 
         key = kwargs.get("key")
         if key is not None and model.quantization.treatment.method.products is not None:

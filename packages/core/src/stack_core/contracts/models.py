@@ -26,6 +26,7 @@ __all__ = [
     "LanguageModelConfig",
     "ModelFamily",
     "Outputs",
+    "RunsOnBatches",
     "ShardsItself",
 ]
 
@@ -128,6 +129,18 @@ class LanguageModel(Protocol):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """`head().logits(hidden)`, as a method: a transform of the model's methods then sees the head's product."""
+        ...
+
+
+@runtime_checkable
+class RunsOnBatches(Protocol):
+    """A model of other data than tokens that says what a batch of its data goes through.
+
+    Sections that transform a run's model trace this to find the products of its parameters.
+    """
+
+    def on_batch(self, batch: Mapping[str, jax.Array]) -> Any:
+        """Computes what a step of training does with the model, by all parameters that training moves."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Adapters on `nnx` modules: the module's own variables, and one more for each factor."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,13 @@ __all__ = ["adapt_module", "merge_module"]
 
 
 def adapt_module(
-    model: Any, rules: Sequence[AdapterRule], sample_batch: Mapping[str, Any], *, seed: int = 0, dtype: str = "float32"
+    model: Any,
+    rules: Sequence[AdapterRule],
+    sample_batch: Mapping[str, Any],
+    *,
+    call: Callable[..., Any] | None = None,
+    seed: int = 0,
+    dtype: str = "float32",
 ) -> Any:
     """An `nnx.Module` with adapters, of a subclass of its class; the module that was given stays as it is.
 
@@ -28,6 +34,7 @@ def adapt_module(
     Args:
       model: with values, or abstract; some parameters may be quantized.
       sample_batch: what it is called with, arrays or shapes.
+      call: see `quantize_model`.
       seed: of the factors "down".
 
     Raises:
@@ -36,7 +43,7 @@ def adapt_module(
     """
     held = getattr(model, "quantization", None)
     quantization = held if isinstance(held, Quantization) else unquantized()
-    program = ModuleProgram.of(plain_module(model), (), sample_batch)
+    program = ModuleProgram.of(plain_module(model), (), sample_batch, call)
     arrays = program.parameters.arrays
     treatment = adapted_treatment(
         rules, program.trace(), arrays, quantization.treatment, lambda path: issubclass(program.kinds[path], nnx.Param)

@@ -5,7 +5,7 @@ It computes what diffusers' `AutoencoderKL` does.
 Source: Rombach et al., High-Resolution Image Synthesis with Latent Diffusion Models, 2022 (arXiv:2112.10752).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -253,6 +253,10 @@ class AutoencoderKl(nnx.Module):
         mean, log_variance = self.encode(images)
         latents = mean + jnp.exp(0.5 * log_variance) * jax.random.normal(key, mean.shape)
         return self.decode(latents), mean, log_variance
+
+    def on_batch(self, batch: Mapping[str, jax.Array]) -> Images:
+        """See `RunsOnBatches`."""
+        return self.decode(self.encode(batch["images"])[0])
 
     def scaled_latents(self, images: Images) -> Latents:
         """The means of latents as a denoiser sees them."""

@@ -4,9 +4,19 @@ from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-__all__ = ["TIMESTEPS", "Condition", "Denoiser", "Images", "ImagesConfig", "Predicted"]
+__all__ = [
+    "TIMESTEPS",
+    "Condition",
+    "Denoiser",
+    "Images",
+    "ImagesConfig",
+    "Predicted",
+    "condition_of",
+    "predicted_halfway",
+]
 
 TIMESTEPS = 1000.0
 """The timestep of pure noise: a flow's time 1, or one past the last step of a discrete schedule of 1000."""
@@ -50,3 +60,14 @@ class ImagesConfig(Protocol):
     image_size: int
     channels: int
     classes: int
+
+
+def condition_of(batch: Mapping[str, jax.Array]) -> Condition:
+    """The condition in a batch: all that is neither "images" nor "weights"."""
+    return {name: array for name, array in batch.items() if name not in ("images", "weights")}
+
+
+def predicted_halfway(model: Denoiser, batch: Mapping[str, jax.Array]) -> Predicted:
+    """What a denoiser predicts of a batch, as if its images were half noise."""
+    images = batch["images"]
+    return model(images, jnp.full(images.shape[:1], TIMESTEPS / 2), condition_of(batch))

@@ -6,6 +6,7 @@ diffusers holds one a block, and so does this.
 Source: Peebles and Xie, Scalable Diffusion Models with Transformers, 2023 (arXiv:2212.09748).
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -18,7 +19,7 @@ from stack_core.config import config
 from stack_core.errors import ConfigError
 from stack_core.mesh import constrain
 from stack_train.diffusion.components import Component
-from stack_train.diffusion.denoiser import Condition, Images, Predicted
+from stack_train.diffusion.denoiser import Condition, Images, Predicted, predicted_halfway
 from stack_train.diffusion.layers import (
     Tokens,
     grid_positions,
@@ -159,6 +160,10 @@ class Dit(nnx.Module):
         shift, scale = jnp.split(self.last_modulation(jax.nn.silu(outputs[0][0])), 2, axis=-1)
         x = self.last(modulated(x, shift, scale))
         return unpatched(x, config.patch, height, width, channels_last=True).astype(jnp.float32)
+
+    def on_batch(self, batch: Mapping[str, jax.Array]) -> Predicted:
+        """See `RunsOnBatches`."""
+        return predicted_halfway(self, batch)
 
     def unconditional(self, condition: Condition) -> Condition:
         """The label beyond the last."""

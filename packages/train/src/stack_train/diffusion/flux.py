@@ -6,6 +6,7 @@ told how far to go beyond its condition, as FLUX.1 dev was; schnell was not.
 Source: Black Forest Labs, FLUX.1, 2024, whose streams are those of Esser et al., 2024 (arXiv:2403.03206).
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -19,7 +20,7 @@ from stack_core.config import config
 from stack_core.errors import ConfigError
 from stack_core.mesh import constrain
 from stack_train.diffusion.components import Component
-from stack_train.diffusion.denoiser import Condition, Images, Predicted
+from stack_train.diffusion.denoiser import Condition, Images, Predicted, predicted_halfway
 from stack_train.diffusion.layers import (
     Heads,
     Tokens,
@@ -234,6 +235,10 @@ class Flux(nnx.Module):
         scale, shift = jnp.split(self.last_modulation(embedded), 2, axis=-1)
         x = self.last(modulated(joined[:, text.shape[1] :], shift, scale))
         return unpatched(x, config.patch, height, width, channels_last=False).astype(jnp.float32)
+
+    def on_batch(self, batch: Mapping[str, jax.Array]) -> Predicted:
+        """See `RunsOnBatches`."""
+        return predicted_halfway(self, batch)
 
     def unconditional(self, condition: Condition) -> Condition:
         """Texts that are 0 throughout."""

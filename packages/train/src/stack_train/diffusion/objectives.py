@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from stack_core.config import config
 from stack_core.contracts.training import Objective
 from stack_core.metrics import Metric, Metrics
-from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images
+from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images, condition_of
 from stack_train.diffusion.noise import FlowConfig, NoiseConfig, Prediction, Schedule
 
 __all__ = ["Denoises", "EpsilonConfig", "FlowMatchingConfig", "VConfig"]
@@ -63,7 +63,7 @@ class DenoisingConfig(abc.ABC):
         self, model: Denoiser, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
     ) -> tuple[jax.Array, Metrics]:
         images, real = batch[_IMAGES], batch[_WEIGHTS]
-        condition = {name: array for name, array in batch.items() if name not in (_IMAGES, _WEIGHTS)}
+        condition = condition_of(batch)
         noise = jax.random.normal(jax.random.fold_in(key, _NOISE), images.shape, images.dtype)
         noisy, timesteps, target, weight = self.noisy(images, noise, key=jax.random.fold_in(key, _LEVEL))
         shown = self._dropped(model, condition, images.shape[0], key=jax.random.fold_in(key, _DROPOUT))

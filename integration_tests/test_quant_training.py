@@ -74,13 +74,6 @@ def test_a_run_goes_on_as_if_it_had_not_been_stopped(config, tmp_path, quant):
         np.testing.assert_array_equal(resumed[name], leaf, err_msg=name)
 
 
-def test_the_resolved_config_holds_the_rules_of_a_recipe(config, tmp_path):
-    main(["train", config("named", {"method": "qat", "rules": "w8a8"})])
-    written = yaml.safe_load((tmp_path / "named" / "config.yaml").read_text())["quant"]
-    assert written["method"] == "qat" and all(isinstance(rule, dict) for rule in written["rules"])
-    assert {rule["weights"] for rule in written["rules"]} >= {"int8"}
-
-
 @pytest.mark.parametrize(
     ("quant", "message"),
     [

@@ -240,9 +240,12 @@ def test_quantized_training_follows_training_in_float(folder):
 
 
 def test_a_recipe_that_is_trained_by_is_what_the_run_is_quantized_by(folder, capsys):
-    run = config(folder, output=str(folder / "aware"), quant={"method": "qat", "rules": W8A8})
+    run = config(folder, output=str(folder / "aware"), quant={"method": "qat", "rules": "w8a8"})
     run["run"] = {"steps": 2, "init_from": str(folder / "run")}
     main(["train", written(folder / "aware.yaml", run)])
+    resolved = yaml.safe_load((folder / "aware" / "config.yaml").read_text())["quant"]
+    assert resolved["method"] == "qat" and all(isinstance(rule, dict) for rule in resolved["rules"])
+    assert {rule["weights"] for rule in resolved["rules"]} >= {"int8"}
     main(["generate", str(folder / "aware"), "--prompt", "alpha", "--max-tokens", "2"])
     capsys.readouterr()
     main(["quantize", str(folder / "aware"), "--out", str(folder / "aware-quantized"), "--json"])

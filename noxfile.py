@@ -38,7 +38,9 @@ GAINS = (
 # Of these, tests find what others have compiled, also in processes of their own and in another package's session;
 # not of stack-profile, which looks at what is compiled.
 SHARES_PROGRAMS = ("core", "kernels", "quant", "train", "rl", "serve", "integration")
-# What tests compile runs for milliseconds: without LLVM's optimizations it is there a fifth sooner. `slow` has them.
+# What tests compile runs for milliseconds: without LLVM's optimizations it is there a fifth sooner. `slow` has them,
+# and so have tests of codes, where the last bit of a sum decides between two.
+COMPILES_QUICKLY = ("core", "kernels", "train")
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 RELEASE = ("matrix", "slow", "aot", "parity", "llama_cpp", "clients", "lowest", "newest")
 PARITY_PYTHON = "3.11"
@@ -116,7 +118,9 @@ def together(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """Each package alone with core, in an environment of its own; then all of them together."""
     if package in SHARES_PROGRAMS:
-        session.env.update(_sparing_compilation())
+        session.env.update(_shared_programs())
+    if package in COMPILES_QUICKLY:
+        session.env["XLA_FLAGS"] = QUICK_TO_COMPILE
     if package == "integration":
         _install(session, *PACKAGES, groups=("test",))
         _pytest(session, ["integration_tests"], "--ignore=integration_tests/layering", NO_PARITY, "-m", "not slow")
@@ -252,12 +256,11 @@ def _install(session: nox.Session, *requirements: str, groups: tuple[str, ...] =
 
 
 @functools.cache
-def _sparing_compilation() -> dict[str, str]:
-    """Lets tests, and the processes that they start, compile quickly and find what others have compiled in this run."""
+def _shared_programs() -> dict[str, str]:
+    """Lets tests, and the processes that they start, find what another has compiled in this run of nox."""
     folder = ROOT / ".nox" / "compiled"
     shutil.rmtree(folder, ignore_errors=True)
     return {
-        "XLA_FLAGS": QUICK_TO_COMPILE,
         "JAX_COMPILATION_CACHE_DIR": str(folder),
         "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**31),  # of several processes, JAX locks only a cache that has a limit
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",  # each entry makes adding another slower

@@ -45,8 +45,8 @@ class LowRankAdaptation:
         from stack_quant.lora.module import adapt_module  # imports flax, which who has a module has
         from stack_quant.nnx_model import call_on_batches  # as above
 
-        call, options = call_on_batches(model), {"seed": self.recipe.seed, "dtype": self.recipe.dtype}
-        return adapt_module(model, self.recipe.rules, self.sample_batch, call=call, **options)
+        call, recipe = call_on_batches(model), self.recipe
+        return adapt_module(model, recipe.rules, self.sample_batch, call=call, seed=recipe.seed, dtype=recipe.dtype)
 
     def call(self, function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         from stack_quant.nnx_model import run_as_program  # as above

@@ -92,7 +92,7 @@ def run_on_ray(folder, steps):
     from ray.train.v2.jax import JaxConfig
     from ray.train.v2.jax.jax_trainer import JaxTrainer
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     JaxTrainer(
         ray_worker,
         train_loop_config={"folder": folder, "steps": steps},

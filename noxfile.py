@@ -38,10 +38,6 @@ GAINS = (
 # Of these, tests find what others have compiled, also in processes of their own and in another package's session;
 # not of stack-profile, which looks at what is compiled.
 SHARES_PROGRAMS = ("core", "kernels", "quant", "train", "rl", "serve", "integration")
-# What tests compile runs for milliseconds: without LLVM's optimizations it is there a fifth sooner. `slow` has them,
-# and so have tests of codes, where the last bit of a sum decides between two.
-COMPILES_QUICKLY = ("core", "kernels", "train")
-QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 RELEASE = ("matrix", "slow", "aot", "parity", "llama_cpp", "clients", "lowest", "newest")
 PARITY_PYTHON = "3.11"
 # With what needs it: in the group `parity` it would have `constraints/` pin PyTorch and CUDA's libraries.
@@ -119,8 +115,6 @@ def tests(session: nox.Session, package: str) -> None:
     """Each package alone with core, in an environment of its own; then all of them together."""
     if package in SHARES_PROGRAMS:
         session.env.update(_shared_programs())
-    if package in COMPILES_QUICKLY:
-        session.env["XLA_FLAGS"] = QUICK_TO_COMPILE
     if package == "integration":
         _install(session, *PACKAGES, groups=("test",))
         _pytest(session, ["integration_tests"], "--ignore=integration_tests/layering", NO_PARITY, "-m", "not slow")

@@ -87,8 +87,9 @@ def _meets_the_contract(environment, folder):
 
 def _is_tuned(environment, folder, cache):
     (folder / "tuned.py").write_text(TUNED)
-    table = folder / "table.json"
-    environment.stack("tune", f"{folder / 'tuned.py'}:normed", "--out", str(table), "--budget-s", "120", **cache)
+    tables = folder / "tables"
+    environment.stack("tune", f"{folder / 'tuned.py'}:normed", "--tables", str(tables), "--budget-s", "120", **cache)
+    (table,) = tables.iterdir()
     (case,) = json.loads(table.read_text())["cases"]
     measured = [each["config"] for each in case["measurements"] if each["implementation"] == "acme_rows"]
     assert sorted(config["rows"] for config in measured) == [8, 32]

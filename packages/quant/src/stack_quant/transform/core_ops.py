@@ -46,9 +46,10 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     assert unit is not None, "the handler of units alone"
     name = interpreter.name(equation, unit.op)
     places = unit.arrays(range(len(operands)))
-    if not all(isinstance(place, int | None) for place in places.values()):  # of what came quantized as it is
+    named = (*_WEIGHTS.get(unit.op, {}), *_ACTIVATIONS.get(unit.op, {}))
+    if not all(isinstance(places[argument], int) for argument in named):  # one of them came quantized
         return interpreter.as_it_is(equation, operands)
-    arguments = {place: argument for argument, place in places.items()}
+    arguments = {places[argument]: argument for argument in named}
     weights = {places[argument]: axis for argument, axis in _WEIGHTS.get(unit.op, {}).items()}
     factors = {places[argument]: axis for argument, axis in _ACTIVATIONS.get(unit.op, {}).items()}
     for place, axis in weights.items():

@@ -4,7 +4,7 @@
     python examples/chat.py ask ADDRESS [DIRECTORY]
 
 The text is the Python standard library. A chat shows one of its short functions and asks for its name, an argument,
-what it returns, or how its docstring begins; the answer stands in the question. Whole modules are held out: neither
+what it returns, or a word of its docstring; the answers stand in its code. Whole modules are held out: neither
 their text nor their functions are in what is written for training.
 """
 
@@ -62,8 +62,8 @@ def write(directory: Path, documents: Iterable[Document]) -> None:
     for code in functions["chat"]:  # copies of a function are in many modules
         functions["held_out"].pop(code, None)
     for part, found in functions.items():
-        lines = (json.dumps(chat) + "\n" for chat in chats(found.values(), QUESTIONS[part], alike=ALIKE[part]))
-        (directory / f"{part}.jsonl").write_text("".join(lines))
+        made = chats(found.values(), QUESTIONS[part], alike=ALIKE[part], together=part == "chat")
+        (directory / f"{part}.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in made))
 
 
 def is_held_out(name: str) -> bool:
@@ -102,31 +102,46 @@ def answers(node: ast.FunctionDef, lines: Sequence[str]) -> Iterator[tuple[str, 
     if not node.name.startswith("__"):
         yield "What is this function called?", node.name
     arguments = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
-    if arguments[:1] == ["self"]:
-        if arguments[1:]:
-            yield "Which argument comes after self?", arguments[1]
-    elif arguments:
-        yield "Which argument comes first?", arguments[0]
+    if arguments[1:]:
+        yield "Which argument comes second?", arguments[1]
     returned = [each.value for each in ast.walk(node) if isinstance(each, ast.Return)]
     if len(returned) == 1 and (value := returned[0]) is not None and value.lineno == value.end_lineno:
         text = lines[value.lineno - 1][value.col_offset : value.end_col_offset]
         if len(text) <= RETURN_CHARACTERS:
             yield "What does it return?", text
-    if words := (ast.get_docstring(node) or "").split():
-        yield "What is the first word of its docstring?", words[0]
+    words = (ast.get_docstring(node) or "").partition("\n")[0].split()
+    if words[1:]:
+        yield "What is the second word of its docstring?", words[1]
 
 
-def chats(functions: Iterable[Function], of_kind: int, *, alike: int) -> Iterator[Chat]:
-    """Up to so many chats of each kind of question, in an order that depends on their texts alone."""
+def chats(functions: Iterable[Function], of_kind: int, *, alike: int, together: bool) -> Iterator[Chat]:
+    """Up to so many questions of each kind, in an order that depends on their texts alone.
+
+    Args:
+      alike: questions of a kind that have the same answer, at most.
+      together: whether the questions about a function are turns of one chat, or a chat each.
+    """
     asked = [(question, answer, each.code) for each in functions for question, answer in each.answers.items()]
     kinds: Counter[str] = Counter()
     copies: Counter[tuple[str, str]] = Counter()
+    by_code: dict[str, list[tuple[str, str]]] = {}
     for question, answer, code in sorted(asked, key=lambda each: digest("\n".join(each))):
         if kinds[question] < of_kind and copies[question, answer] < alike:
             kinds[question] += 1
             copies[question, answer] += 1
-            user = {"role": "user", "content": f"{code}\n\n{question}"}
-            yield {"messages": [user, {"role": "assistant", "content": answer}]}
+            by_code.setdefault(code, []).append((question, answer))
+    for code, pairs in by_code.items():
+        for turns in [pairs] if together else ([pair] for pair in pairs):
+            yield {"messages": list(messages_of(code, turns))}
+
+
+def messages_of(code: str, pairs: Iterable[tuple[str, str]]) -> Iterator[Message]:
+    """Questions and answers in turn; the code stands before the first."""
+    shown = f"{code}\n\n"
+    for question, answer in pairs:
+        yield {"role": "user", "content": shown + question}
+        yield {"role": "assistant", "content": answer}
+        shown = ""
 
 
 def ask(address: str, directory: Path) -> dict[str, float]:

@@ -1,7 +1,12 @@
-"""What examples/chat.py writes: questions about functions, whole modules held out."""
+"""From text to chat: what examples/chat.py writes, and the commands of docs/chat.md with what they promise."""
 
 import json
+import os
+import re
+import shlex
 import shutil
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,11 +36,16 @@ def documents() -> Iterator[Document]:
     yield Document("json/made.py", COPIED + OWN)
 
 
-def messages(path: Path) -> list[tuple[str, str, str]]:
-    """The code, the question and the answer of each chat."""
+def asked(path: Path) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The code of each chat, and its questions and answers in turn."""
     chats = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
-    assert all([message["role"] for message in chat] == ["user", "assistant"] for chat in chats)
-    return [(*user["content"].rsplit("\n\n", 1), assistant["content"]) for user, assistant in chats]
+    found = []
+    for chat in chats:
+        assert [message["role"] for message in chat] == ["user", "assistant"] * (len(chat) // 2)
+        contents = [message["content"] for message in chat]
+        code, contents[0] = contents[0].rsplit("\n\n", 1)
+        found.append((code, list(zip(contents[::2], contents[1::2], strict=True))))
+    return found
 
 
 def test_whole_modules_are_held_out_of_what_is_trained_on(chat, tmp_path):
@@ -47,15 +57,19 @@ def test_whole_modules_are_held_out_of_what_is_trained_on(chat, tmp_path):
 
     trained_on = [json.loads(line)["text"] for line in (tmp_path / "first/text.jsonl").read_text().splitlines()]
     assert trained_on == [given[0].text]
-    trained, asked = (messages(tmp_path / f"first/{part}.jsonl") for part in ("chat", "held_out"))
-    codes = {code for code, _, _ in trained}
+    trained, held_out = (asked(tmp_path / f"first/{part}.jsonl") for part in ("chat", "held_out"))
+    codes = {code for code, _ in trained}
     assert COPIED.rstrip() in codes
-    assert not codes & {code for code, _, _ in asked}
-    names = {code.partition("(")[0] for code, _, _ in asked}
+    assert len(codes) == len(trained), "all questions about a function are turns of one chat"
+    assert any(len(turns) > 1 for _, turns in trained)
+    assert not codes & {code for code, _ in held_out}
+    names = {code.partition("(")[0] for code, _ in held_out}
     assert {"def keep", "def _destinsrc"} <= names
     assert "def copyfile" not in names, "it is not short"
-    assert all(answer in code for code, _, answer in trained + asked)
-    assert len({(question, answer) for _, question, answer in asked}) == len(asked), "each answer is another"
+    assert all(answer in code for code, turns in trained + held_out for _, answer in turns)
+    assert all(len(turns) == 1 for _, turns in held_out)
+    pairs = [turns[0] for _, turns in held_out]
+    assert len(set(pairs)) == len(pairs), "each answer is another"
 
 
 def test_what_is_asked_about_a_function(chat):
@@ -63,7 +77,62 @@ def test_what_is_asked_about_a_function(chat):
     assert function.code == OWN.rstrip()
     assert function.answers == {
         "What is this function called?": "keep",
-        "Which argument comes after self?": "first",
+        "Which argument comes second?": "first",
         "What does it return?": "first",
-        "What is the first word of its docstring?": "Holds",
+        "What is the second word of its docstring?": "it.",
     }
+
+
+class Shell:
+    """Runs the commands of docs/chat.md, servers on free ports."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._server: subprocess.Popen[str] | None = None
+        self._address = ""
+        self._environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+    def run(self, line: str) -> str:
+        words = shlex.split(line, comments=True)
+        if words[:2] == ["stack", "serve"]:
+            words[words.index("--port") + 1] = "0"
+            command = [*words[: words.index("&")], "--json"]
+            self._server = subprocess.Popen(
+                command, cwd=self._folder, env=self._environ, stdout=subprocess.PIPE, text=True
+            )
+            assert self._server.stdout is not None
+            self._address = json.loads(self._server.stdout.readline())["address"]
+            return ""
+        if words[:1] == ["kill"]:
+            self.stop()
+            return ""
+        words = [self._address if word.startswith("http://") else word for word in words]
+        done = subprocess.run(words, cwd=self._folder, env=self._environ, stdout=subprocess.PIPE, text=True, check=True)
+        return done.stdout
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.terminate()
+            assert self._server.wait(timeout=180) == 0
+            self._server = None
+
+
+@pytest.mark.slow
+def test_the_documented_commands_teach_a_model_to_chat(tmp_path):
+    """Answers end, are right three times as often as before, and stay so in int8."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    commands = re.search(r"(?:^    .+\n|^\n)+", (ROOT / "docs/chat.md").read_text(), re.MULTILINE)
+    assert commands is not None
+    shell, found = Shell(tmp_path), []
+    try:
+        for line in commands[0].splitlines():
+            said = shell.run(line.strip()) if line.strip() else ""
+            if " ask " in line:
+                found.append(json.loads(said))
+    finally:
+        shell.stop()
+    before, after, int8 = found
+    assert min(after["not_empty"], after["ended"], int8["not_empty"], int8["ended"]) >= 0.95
+    assert after["correct"] >= 3 * before["first_line_correct"]
+    assert after["correct"] >= 0.3
+    assert abs(int8["correct"] - after["correct"]) <= 0.02

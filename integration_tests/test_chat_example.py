@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import resource
 import shlex
 import shutil
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,9 +92,18 @@ class Shell:
         self._folder = folder
         self._server: subprocess.Popen[str] | None = None
         self._address = ""
-        self._environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # some slow programs down
+        self._environ = {**environ, "PATH": f"{Path(sys.executable).parent}:{environ['PATH']}"}
 
     def run(self, line: str) -> str:
+        """What a command wrote; what it took is kept in `took.txt`."""
+        began_s, used_s = time.monotonic(), cpu_s()
+        said = self._run(line)
+        with (self._folder / "took.txt").open("a") as took:
+            took.write(f"{time.monotonic() - began_s:.0f} s, {cpu_s() - used_s:.0f} s of CPU: {line}\n{said}")
+        return said
+
+    def _run(self, line: str) -> str:
         words = shlex.split(line, comments=True)
         if words[:2] == ["stack", "serve"]:
             words[words.index("--port") + 1] = "0"
@@ -112,27 +123,35 @@ class Shell:
 
     def stop(self) -> None:
         if self._server is not None:
-            self._server.terminate()
-            assert self._server.wait(timeout=180) == 0
+            with self._server as server:
+                server.terminate()
+                assert server.wait(timeout=180) == 0
             self._server = None
+
+
+def cpu_s() -> float:
+    """CPU time of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 @pytest.mark.slow
 def test_the_documented_commands_teach_a_model_to_chat(tmp_path):
     """Answers end, are right three times as often as before, and stay so in int8."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    commands = re.search(r"(?:^    .+\n|^\n)+", (ROOT / "docs/chat.md").read_text(), re.MULTILINE)
+    commands = re.search(r"(?:^    .+\n)+", (ROOT / "docs/chat.md").read_text(), re.MULTILINE)
     assert commands is not None
-    shell, found = Shell(tmp_path), []
+    shell, found, before_s = Shell(tmp_path), [], cpu_s()
     try:
         for line in commands[0].splitlines():
-            said = shell.run(line.strip()) if line.strip() else ""
+            said = shell.run(line.strip())
             if " ask " in line:
                 found.append(json.loads(said))
     finally:
         shell.stop()
+    assert cpu_s() - before_s < 2 * 15 * 60, "15 minutes on two cores"
     before, after, int8 = found
     assert min(after["not_empty"], after["ended"], int8["not_empty"], int8["ended"]) >= 0.95
-    assert after["correct"] >= 3 * before["first_line_correct"]
-    assert after["correct"] >= 0.3
+    assert after["correct"] >= 3 * before["begins_correct"]
+    assert after["correct"] >= 0.8
     assert abs(int8["correct"] - after["correct"]) <= 0.02

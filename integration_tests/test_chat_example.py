@@ -93,7 +93,8 @@ class Shell:
         self._server: subprocess.Popen[str] | None = None
         self._address = ""
         environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # some slow programs down
-        self._environ = {**environ, "PATH": f"{Path(sys.executable).parent}:{environ['PATH']}"}
+        path = f"{Path(sys.executable).parent}:{environ['PATH']}"
+        self._environ = {**environ, "PATH": path, "XDG_CACHE_HOME": str(folder / "cache")}  # nothing is compiled yet
 
     def run(self, line: str) -> str:
         """What a command wrote; what it took is kept in `took.txt`."""

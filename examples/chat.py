@@ -149,7 +149,7 @@ def ask(address: str, directory: Path) -> dict[str, float]:
 
     Returns:
       Shares of the questions: with an answer that is not empty, that ended by itself, that is right to the letter, and
-      that begins with the right one, whatever follows.
+      of which the first line is right, whatever follows.
     """
     lines = (directory / "held_out.jsonl").read_text().splitlines()
     questions, answers = zip(*(json.loads(line)["messages"] for line in lines), strict=True)
@@ -162,7 +162,7 @@ def ask(address: str, directory: Path) -> dict[str, float]:
         "not_empty": sum(map(bool, texts)),
         "ended": sum(choice["finish_reason"] == "stop" for choice in choices),
         "correct": sum(text == answer for text, answer in pairs),
-        "begins_correct": sum(text.startswith(answer) for text, answer in pairs),
+        "first_line_correct": sum(text.partition("\n")[0].rstrip() == answer for text, answer in pairs),
     }
     return {"questions": len(texts), **{name: count / len(texts) for name, count in counts.items()}}
 

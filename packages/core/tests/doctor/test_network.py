@@ -1,4 +1,4 @@
-"""Where collectives of CPUs listen is told, since whoever reaches it can speak to them."""
+"""The doctor tells where collectives of CPUs listen, because anyone who reaches that address can join them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where processes of a cluster on this host reach each other: what JAX opens there asks nobody who he is."""
+"""Where the processes of a cluster reach each other on this host; JAX does not authenticate what connects there."""
 
 import ipaddress
 import socket

@@ -132,7 +132,7 @@ def _merge(files: Sequence[Path], folder: Path | None) -> None:
 
 
 def _known_here(folder: Path | None) -> "Table":
-    """All measurements of this chip: of a folder, or of those that are read without being named."""
+    """All measurements of this chip: from a folder, or from the tables that every process reads."""
     from stack_core.hardware import current_chip
     from stack_kernels.tuning.sources import known_tables
     from stack_kernels.tuning.tables import ChipName, Table, own_table_path

@@ -1,4 +1,4 @@
-"""`stack tune` in a process of its own: an implementation that crashes or hangs costs itself alone.
+"""`stack tune` in a child process, so that an implementation that crashes or hangs does not end the search.
 
 The process writes down what it tries before it does. Where a signal or the time limit ends it, what it tried is
 recorded as failed, and another process goes on with the rest.

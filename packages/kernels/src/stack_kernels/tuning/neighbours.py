@@ -17,7 +17,7 @@ class Neighbours:
         self._theirs_s = _others_s()
 
     def cpus(self) -> float | None:
-        """Processors that others used, on average; None where that cannot be known."""
+        """The average number of processors that other programs used, or None without `/proc`."""
         now = _others_s()
         if now is None or self._theirs_s is None:
             return None

@@ -154,7 +154,7 @@ def parity(session: nox.Session, transformers: int) -> None:
 
 @nox.session(default=False, python=PARITY_PYTHON, venv_backend="venv")
 def llama_cpp(session: nox.Session) -> None:
-    """Runs files in GGUF that we wrote in llama.cpp, and reads those that it wrote, as transformers does."""
+    """Runs our GGUF files in llama.cpp, and compares how we and transformers read the files that llama.cpp wrote."""
     _install(session, "core", "train", *TORCH, groups=("test", "parity"))
     session.install(LLAMA_CPP)
     _pytest(session, ["integration_tests/parity/test_llama_cpp.py"])

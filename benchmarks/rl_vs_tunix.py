@@ -2,7 +2,7 @@
 
     nox -s bench -- rl_vs_tunix
 
-Each contender is a process of its own, Tunix's in an environment that is made for it; they take turns, task by task and
+Each contender runs in its own process, Tunix in its own environment; they take turns, task by task and
 round by round. Times are medians over steps after a warm-up, of CPU and of the wall clock; a shared machine changes the
 first less. Writes `results/rl_vs_tunix.md` and `.json` after every round.
 """

@@ -18,7 +18,7 @@ import pytest
 from stack_core.contracts.data import Document
 
 ROOT = Path(__file__).parents[1]
-# A copy of a function of textwrap in a module of a package that is held out, beside a function of its own.
+# A held-out module with a copy of a function of textwrap and a function that no other module has.
 COPIED = "def fill(text, width=70):\n    return wrapped(text, width)\n"
 OWN = 'def keep(self, first, *rest):\n    """Holds it."""\n    return first\n'
 

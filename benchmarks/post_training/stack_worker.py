@@ -1,4 +1,4 @@
-"""stack's static engine, supervised step and GRPO step."""
+"""Measures stack's static engine, supervised step and GRPO step."""
 
 import json
 import tempfile

@@ -1,4 +1,4 @@
-"""Tunix's sampler, supervised step and GRPO step; runs in an environment of its own."""
+"""Measures Tunix's sampler, supervised step and GRPO step, in an environment that has Tunix."""
 
 from typing import Any
 

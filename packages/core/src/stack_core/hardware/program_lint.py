@@ -180,7 +180,7 @@ def _by_shape(parameters: Iterable[LintedParameter]) -> list[tuple[LintedParamet
 def _matching(
     dims: Sequence[int], by_shape: Sequence[tuple[LintedParameter, ...]]
 ) -> Iterator[tuple[LintedParameter, ...]]:
-    """Those whose axes the array has in their order; only where there are none, those that it may be a transpose of."""
+    """The parameters whose axes the array has in the same order, or, if there are none, those that it may transpose."""
     in_order = [group for group in by_shape if _layers_in(dims, group[0], transposed=False) is not None]
     yield from in_order or (group for group in by_shape if _layers_in(dims, group[0]) is not None)
 

@@ -54,6 +54,40 @@ def test_a_reader_sees_what_a_writer_appends_meanwhile(journal):
         assert [each.payload for each in reader.read("a")] == [b"x"]
 
 
+class Interrupted(sqlite3.Connection):
+    """Lets another make the journal before its statement number `moment`, unless it holds a lock by then."""
+
+    moment, maker, statements = 0, None, 0
+
+    def execute(self, *arguments):
+        if self.statements == self.moment:
+            self.maker.start()
+            self.maker.join(0.2)
+        self.statements += 1
+        return super().execute(*arguments)
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_two_make_a_journal_at_once(tmp_path, monkeypatch, moment):
+    def make():
+        with Journal(tmp_path / "journal.sqlite") as journal:
+            journal.append("a", b"x")
+
+    connect = sqlite3.connect
+    factories = iter([Interrupted])  # of the first connection alone
+    monkeypatch.setattr(Interrupted, "moment", moment)
+    monkeypatch.setattr(Interrupted, "maker", maker := threading.Thread(target=make))
+    monkeypatch.setattr(
+        sqlite3,
+        "connect",
+        lambda *names, **options: connect(*names, factory=next(factories, sqlite3.Connection), **options),
+    )
+    make()
+    maker.join()
+    with Journal(tmp_path / "journal.sqlite") as journal:
+        assert [each.payload for each in journal.read("a")] == [b"x", b"x"]
+
+
 def test_threads_append_side_by_side(journal):
     def work(name):
         for number in range(50):

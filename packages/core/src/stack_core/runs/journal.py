@@ -165,9 +165,13 @@ class Journal:
 
     def _prepare(self, synchronous: str) -> None:
         database = self._database
-        (application,) = database.execute("PRAGMA application_id").fetchone()
-        (version,) = database.execute("PRAGMA user_version").fetchone()
-        (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        database.execute("BEGIN")  # one snapshot, for another process may make the journal meanwhile
+        try:
+            (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            (application,) = database.execute("PRAGMA application_id").fetchone()
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+        finally:
+            database.execute("ROLLBACK")
         if application not in (0, _APPLICATION) or (application == 0 and tables):
             raise JournalError(f"{self.path} is a database of another program. Name another file.")
         if application and version != _FORMAT:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.contracts.generation import Engine
+from stack_core.contracts.generation import Engine, ExpectsRequests
 from stack_core.errors import ConversionError, EngineStopped, GenerationError
 from stack_core.generation import GenerationRequest, SamplingParams
 from stack_train.generate import TokenGenerator
@@ -165,6 +165,24 @@ def test_receivers_are_served_and_every_request_ends_once(checkpoint):
     engine.close()
     with pytest.raises(EngineStopped, match="closed"):
         engine.submit(request("late", PROMPTS[0]))
+
+
+def test_an_engine_that_expects_few_continuations_has_few_rows_and_one_program(checkpoint, monkeypatch):
+    engine, rows = StaticEngine(checkpoint), []
+    assert isinstance(engine, ExpectsRequests)
+    engine.expect(5)
+    engine.start()
+    generate = engine._generate
+    monkeypatch.setattr(
+        engine,
+        "_generate",
+        lambda params, given, **sizes: rows.append(len(given["tokens"])) or generate(params, given, **sizes),
+    )
+    found = ask(engine, *(request(place, PROMPTS[0], seed=place) for place in range(11)))
+    ((alone,),) = ask(engine, request("alone", PROMPTS[0], seed=10))
+    assert rows == [8, 8, 8] and engine.stats().compilations == 1
+    assert alone.tokens == found[10][0].tokens
+    engine.close()
 
 
 def test_what_the_device_raises_ends_its_requests_and_no_others(engine, monkeypatch):

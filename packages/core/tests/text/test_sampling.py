@@ -609,6 +609,17 @@ def test_packed_settings_are_unpacked_bit_by_bit():
         assert np.asarray(value).tobytes() == expected.tobytes(), name
 
 
+def test_rows_that_are_packed_together_are_those_that_are_packed_alone():
+    shared = {"temperature": 0.7, "top_k": 3, "logit_bias": {5: -1.5}, "stop_tokens": (4,)}
+    params = [SamplingParams(**shared, seed=seed, **other) for seed, other in ((1, {}), (2, {}), (1, {"min_p": 0.1}))]
+    params.append(SamplingParams(**{**shared, "logit_bias": {6: -1.5}}))
+    seeds, prompt_tokens = [(1, 0), (2, 0), (2**63, 1), (-5, 0)], [3, 4, 5, 2**40]
+    rows = SamplingSettings.packed_rows(params, seeds=seeds, end_tokens={7}, prompt_tokens=prompt_tokens)
+    for row, each, seed, tokens in zip(rows, params, seeds, prompt_tokens, strict=True):
+        alone = SamplingSettings.row(each, seed=seed, end_tokens={7}, prompt_tokens=tokens)
+        np.testing.assert_array_equal(row, alone.packed())
+
+
 def test_changing_settings_compiles_nothing():
     logits, history, lengths = np.zeros((1, 300), np.float32), np.zeros((1, 4), np.int32), np.int32([3])
     compiled = jitted.lower(logits, greedy_rows(1), history, lengths).compile()

@@ -13,7 +13,7 @@ from stack_core.config import Selected, config
 from stack_core.contracts.data import Batch, Shapes
 from stack_core.contracts.environments import Tasks, Trajectory
 from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.contracts.generation import Engine, KeepsMissing
+from stack_core.contracts.generation import Engine, ExpectsRequests, KeepsMissing
 from stack_core.digest import tree_digest
 from stack_core.errors import ConfigError, DataError
 from stack_core.mesh import MeshConfig
@@ -164,6 +164,8 @@ class RolloutBatches:
             raise DataError(f"The environment {settings.environment.name!r} has no task to train on.")
         placed: Any = policy if settings.engine_mesh is None else PlacedPolicy(policy, settings.engine_mesh)
         self._engine = registries.engines[settings.engine](placed)
+        if isinstance(self._engine, ExpectsRequests):
+            self._engine.expect(settings.batch_size)
         self._engine.start()
         playing = {
             "seq_tokens": settings.seq_tokens,

@@ -41,7 +41,8 @@ class StaticEngineConfig:
     """Sizes of a static engine.
 
     Attributes:
-      rows: continuations in a batch; fewer are filled up, so that there is one shape.
+      rows: continuations in a batch; fewer are filled up, so that there is one shape. Where the engine is told to
+        expect fewer, it is the next power of two.
       kv_cache: what keys and values are held as.
     """
 
@@ -88,6 +89,7 @@ class StaticEngine:
     def __init__(self, checkpoint: GenerativeCheckpoint, config: StaticEngineConfig | None = None) -> None:
         self._checkpoint, self._config = checkpoint, StaticEngineConfig() if config is None else config
         self._params = checkpoint.load_params()
+        self._rows = self._config.rows
         self._version = 0
         self._generate = jax.jit(self._run_rows, static_argnames=("capacity", "candidates"))
         self._changed = threading.Condition()
@@ -99,6 +101,10 @@ class StaticEngine:
         self._counts = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0, "compilations": 0}
         self._programs: set[tuple[int, int, bool]] = set()
         self._running = 0
+
+    def expect(self, continuations: int) -> None:
+        """See `ExpectsRequests`. The size then stays as it is, so that a smaller batch compiles nothing."""
+        self._rows = min(self._config.rows, 1 << (continuations - 1).bit_length())
 
     def warm_up(self) -> None:
         """Compiles every pair of sizes."""
@@ -269,8 +275,8 @@ class StaticEngine:
                 self._queue = []
                 self._running = len(queued)
             queued.sort(key=lambda each: each.work.request.priority)
-            for first in range(0, len(queued), self._config.rows):
-                self._run_batch(queued[first : first + self._config.rows])
+            for first in range(0, len(queued), self._rows):
+                self._run_batch(queued[first : first + self._rows])
             with self._changed:
                 self._running = 0
                 self._changed.notify_all()
@@ -305,11 +311,11 @@ class StaticEngine:
             self._programs.add(program)
             self._counts["compilations"] += 1
         self._counts["steps"] += 1
-        rows = self._rows(batch, bucket)
+        rows = self._filled_rows(batch, bucket)
         return jax.device_get(self._generate(self._params, rows, capacity=capacity, candidates=candidates))
 
-    def _rows(self, batch: Sequence[_Continuation], bucket: int) -> dict[str, np.ndarray]:
-        rows, stops = self._config.rows, [self._stops(each.work.request.sampling) for each in batch]
+    def _filled_rows(self, batch: Sequence[_Continuation], bucket: int) -> dict[str, np.ndarray]:
+        rows, stops = self._rows, [self._stops(each.work.request.sampling) for each in batch]
         most = 1 << max([len(each) for each in stops] + [1]).bit_length()
         arrays = {
             "tokens": np.zeros((rows, bucket), np.int32),
@@ -318,15 +324,19 @@ class StaticEngine:
             "stops": np.full((rows, most), -1, np.int32),
             "settings": np.tile(SamplingSettings.greedy_row().packed(), (rows, 1)),
         }
+        seeds = []
         for row, each in enumerate(batch):
-            request, sampling = each.work.request, each.work.request.sampling
-            seed = int(np.random.default_rng().integers(1 << 63)) if sampling.seed is None else sampling.seed
-            arrays["tokens"][row, : len(request.prompt)] = request.prompt
+            prompt, seed = each.work.request.prompt, each.work.request.sampling.seed
+            seeds.append((int(np.random.default_rng().integers(1 << 63)) if seed is None else seed, each.index))
+            arrays["tokens"][row, : len(prompt)] = prompt
             arrays["stops"][row, : len(stops[row])] = stops[row]
-            arrays["lengths"][row], arrays["limits"][row] = len(request.prompt), each.limit
-            ends, prompt = self._checkpoint.end_tokens, len(request.prompt)
-            settings = SamplingSettings.row(sampling, seed=(seed, each.index), end_tokens=ends, prompt_tokens=prompt)
-            arrays["settings"][row] = settings.packed()
+            arrays["lengths"][row], arrays["limits"][row] = len(prompt), each.limit
+        arrays["settings"][: len(batch)] = SamplingSettings.packed_rows(
+            [each.work.request.sampling for each in batch],
+            seeds=seeds,
+            end_tokens=self._checkpoint.end_tokens,
+            prompt_tokens=arrays["lengths"][: len(batch)].tolist(),
+        )
         return arrays
 
     def _stops(self, sampling: SamplingParams) -> list[int]:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from stack_core.contracts.formats import GenerativeCheckpoint
     from stack_core.generation import EngineStats, GenerationRequest, GenerationUpdate
 
-__all__ = ["Engine", "KeepsMissing", "NeedsPolicy"]
+__all__ = ["Engine", "ExpectsRequests", "KeepsMissing", "NeedsPolicy"]
 
 
 @runtime_checkable
@@ -86,6 +86,18 @@ class KeepsMissing(Protocol):
     """
 
     keeps_missing: bool
+
+
+@runtime_checkable
+class ExpectsRequests(Protocol):
+    """An engine that sizes its batches by how much it is going to have."""
+
+    def expect(self, continuations: int) -> None:
+        """Says how many continuations are asked for at once, at most; before `start`.
+
+        More are served, too, but not together.
+        """
+        ...
 
 
 @runtime_checkable

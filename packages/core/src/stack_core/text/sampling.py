@@ -1,6 +1,7 @@
 """Draws the next token of each row from the logits of a model."""
 
 import hashlib
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -84,7 +85,6 @@ class SamplingSettings:
           prompt_tokens: before the continuation.
         """
         ends = () if params.ignore_eos else tuple(end_tokens)
-        words = hashlib.blake2b(repr(seed).encode(), digest_size=8).digest()
         return cls(
             temperature=_float32(params.temperature),
             top_k=_int32(params.top_k),
@@ -96,12 +96,42 @@ class SamplingSettings:
             min_tokens=_int32(params.min_tokens),
             logprobs=_int32(-1 if params.logprobs is None else params.logprobs),
             processed=_int32(params.logprobs is not None and params.logprobs_of == "processed"),
-            seed=np.frombuffer(words, "<u4").astype(np.uint32),
+            seed=_seed_words(seed),
             prompt_tokens=_int32(prompt_tokens),
             bias_tokens=_filled(tuple(params.logit_bias), MOST_BIASES, _int32(-1)),
             bias_values=_filled(tuple(params.logit_bias.values()), MOST_BIASES, _float32(0.0)),
             stop_tokens=_filled((*ends, *params.stop_tokens), MOST_STOP_TOKENS, _int32(-1)),
         )
+
+    @classmethod
+    def packed_rows(
+        cls,
+        params: Sequence[SamplingParams],
+        *,
+        seeds: Sequence[tuple[int, int]],
+        end_tokens: Collection[int],
+        prompt_tokens: Sequence[int],
+    ) -> Int[np.ndarray, "rows words"]:
+        """The settings of many continuations, each `packed`; what parameters share but for the seed is made once.
+
+        Args:
+          seeds, prompt_tokens: of each continuation, as `row` has them.
+          end_tokens: of the model.
+        """
+        none = cls.greedy_row()
+        sizes = np.cumsum([0, *(value.size for value in vars(none).values())])
+        places = dict(zip(vars(none), itertools.pairwise(sizes.tolist()), strict=True))
+        made: dict[Any, np.ndarray] = {}
+        rows = np.empty((len(params), sizes[-1]), np.int32)
+        for row, each, seed, tokens in zip(rows, params, seeds, prompt_tokens, strict=True):
+            same = (*(value for name, value in vars(each).items() if name not in ("seed", "logit_bias")),)
+            key = (same, tuple(each.logit_bias.items()))
+            if key not in made:
+                made[key] = cls.row(each, seed=seed, end_tokens=end_tokens, prompt_tokens=tokens).packed()
+            row[:] = made[key]
+            row[slice(*places["seed"])] = _seed_words(seed).view(np.int32)
+            row[slice(*places["prompt_tokens"])] = _int32(tokens)
+        return rows
 
     def packed(self) -> Int[np.ndarray, " words"]:
         """The bits of one row, in one array, for every array that a program takes costs the host time."""
@@ -327,6 +357,10 @@ def _no_logprobs(tokens: jax.Array) -> TokenLogprobs:
     rows = len(tokens)
     zeros, tops = jnp.zeros(rows, jnp.float32), (rows, MOST_LOGPROBS)
     return TokenLogprobs(tokens, zeros, jnp.zeros(rows, jnp.int32), jnp.zeros(tops, jnp.int32), jnp.zeros(tops))
+
+
+def _seed_words(seed: tuple[int, int]) -> np.ndarray:
+    return np.frombuffer(hashlib.blake2b(repr(seed).encode(), digest_size=8).digest(), "<u4").astype(np.uint32)
 
 
 def _float32(value: float) -> np.float32:

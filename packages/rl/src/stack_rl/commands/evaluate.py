@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from stack_core.config import load_yaml, parse
 from stack_core.contracts.environments import Tasks, Trajectory
 from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.contracts.generation import ExpectsRequests
 from stack_core.errors import ConfigError
 from stack_core.plugins import registries
 from stack_rl.episodes import Attempt, Player
@@ -63,6 +64,8 @@ def played(data: RolloutData, policy: GenerativeCheckpoint, tasks: Tasks) -> lis
     if not tasks.held_out:
         raise ConfigError("The environment holds no task out to evaluate on; set data.environment.held_out.")
     engine = registries.engines[data.engine](policy)
+    if isinstance(engine, ExpectsRequests):
+        engine.expect(min(data.batch_size, tasks.held_out))
     engine.start()
     player = Player(tasks, engine, seq_tokens=data.seq_tokens, on_failure=data.on_failure)
     found: list[Trajectory | None] = []

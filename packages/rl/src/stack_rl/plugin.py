@@ -52,6 +52,7 @@ def stack_register_environments(registry: Registrar) -> None:
     registry.add("prompts", "stack_rl.environments.prompts:PromptsConfig")
     registry.add("tools", "stack_rl.environments.tools:ToolsConfig")
     registry.add("gymnasium", "stack_rl.environments.gymnasium:GymnasiumConfig")
+    registry.add("agent", "stack_rl.environments.agent:AgentConfig")
 
 
 @hookimpl

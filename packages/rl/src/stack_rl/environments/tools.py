@@ -1,7 +1,6 @@
 """`environment.name: tools`: prompts whose answers may call functions first."""
 
 import asyncio
-import importlib
 import inspect
 import json
 import re
@@ -15,6 +14,7 @@ from stack_core.config import config
 from stack_core.contracts.environments import Completion, Environment, Reward, Tasks
 from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.errors import ConfigError
+from stack_rl.environments.functions import imported
 from stack_rl.environments.messages import History, Message, MessageEnvironment, Renderer, Reply, renderer_of
 from stack_rl.environments.prompts import weighted
 from stack_rl.environments.records import Record, read_records
@@ -74,7 +74,9 @@ class ToolsConfig:
         """
         found: dict[str, Callable[..., Any]] = {}
         for each in self.tools:
-            name, function = resolved(each) if callable(each) else (str(each).rpartition(":")[2], _imported(each))
+            name, function = (
+                resolved(each) if callable(each) else (str(each).rpartition(":")[2], imported(each, what="Tool"))
+            )
             if name in found:
                 raise ConfigError(f"Two tools are called {name!r}; each needs a name of its own.")
             found[name] = function
@@ -83,17 +85,6 @@ class ToolsConfig:
     def _records(self) -> tuple[list[Record], list[Record]]:
         held_out = [] if self.held_out is None else read_records(self.held_out, "data.environment.held_out")
         return read_records(self.source, "data.environment.source"), held_out
-
-
-def _imported(address: Any) -> Callable[..., Any]:
-    module, separator, name = str(address).partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name) if separator else None
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"Tool {address!r} cannot be imported: {error}. Correct it, or PYTHONPATH.") from error
-    if not callable(found):
-        raise ConfigError(f"Tool {address!r} is no function; write 'module:function'.")
-    return found
 
 
 def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:

@@ -1,0 +1,268 @@
+"""`environment.name: agent`: episodes that a user's own program plays through a client of OpenAI's API."""
+
+import asyncio
+import contextlib
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pydantic import PositiveInt
+
+from stack_core.config import config
+from stack_core.contracts.environments import Action, Environment, Observation, Outcome, Score, Tasks
+from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.errors import EnvironmentFailed
+from stack_rl.environments.endpoint import MODEL, Asked, ChatEndpoint, ChatSession
+from stack_rl.environments.functions import imported
+from stack_rl.environments.messages import History, Message, MessageEnvironment, Renderer, Reply, renderer_of
+from stack_rl.environments.records import Record, read_records
+
+__all__ = ["AgentAccess", "AgentConfig"]
+
+
+@dataclass(frozen=True)
+class AgentAccess:
+    """Where an agent reaches the policy: `openai.OpenAI(base_url=..., api_key=...)`, and the model's name there."""
+
+    base_url: str
+    api_key: str
+    model: str = MODEL
+
+
+@config
+class AgentConfig:
+    """An agent of yours, which asks the policy by OpenAI's chat completions and says what the episode was worth.
+
+    It is a function of an `AgentAccess` and a record of `source`, and returns a number or a `Score`. One that is not
+    async runs on a thread of its own. Every request goes to the policy as it is trained, and is kept with its token ids
+    and the log-probabilities by which they were drawn. The requests of an episode are one conversation: each begins
+    with the messages and the answer of the one before. How the policy draws is the run's to say; requests that set a
+    temperature, tools or a stream are refused.
+
+    An agent that raises has failed, and so has its episode; that is no reward of 0. One that raises because the
+    conversation had no room left (status 400, as OpenAI's) ends a truncated episode instead, which is worth 0.
+
+    Attributes:
+      agent: "module:function", or in Python the function itself.
+      source: records in JSONL files, as of `prompts`; each has a `prompt`.
+      held_out: files with those that a run is evaluated on; None evaluates on none.
+      max_tokens: of an answer; requests may ask for fewer.
+      most_turns: answers of an episode; a request for more is refused.
+      history: what a chat template that changes earlier turns means; see `MessageEnvironment`.
+    """
+
+    agent: Any
+    source: str
+    name: Literal["agent"] = "agent"
+    held_out: str | None = None
+    max_tokens: PositiveInt = 128
+    most_turns: PositiveInt = 16
+    history: History = "exact"
+
+    def check(self, model: Any) -> None:
+        self._function()
+        self._records()
+
+    def build(self, policy: GenerativeCheckpoint, *, seq_tokens: int, seed: int) -> Tasks:
+        return _Tasks(self, self._function(), renderer_of(policy), seq_tokens, *self._records())
+
+    def _function(self) -> Callable[..., Any]:
+        return self.agent if callable(self.agent) else imported(self.agent, what="Agent")
+
+    def _records(self) -> tuple[list[Record], list[Record]]:
+        held_out = [] if self.held_out is None else read_records(self.held_out, "data.environment.held_out")
+        return read_records(self.source, "data.environment.source"), held_out
+
+
+class _Tasks:
+    def __init__(
+        self,
+        settings: AgentConfig,
+        agent: Callable[..., Any],
+        renderer: Renderer,
+        seq_tokens: int,
+        training: Sequence[Record],
+        held_out: Sequence[Record],
+    ) -> None:
+        self._settings, self._agent, self._renderer, self._seq_tokens = settings, agent, renderer, seq_tokens
+        self._training, self._held_out = training, held_out
+        self.training, self.held_out = len(training), len(held_out)
+        self._endpoints: weakref.WeakKeyDictionary[Any, ChatEndpoint] = weakref.WeakKeyDictionary()
+
+    def episode(self, task: int, *, held_out: bool = False) -> Environment:
+        _, record = self._record(task, held_out=held_out)
+        return _Episode(self._settings, self._agent, record, self._renderer, self._seq_tokens, self._endpoint)
+
+    def name(self, task: int, *, held_out: bool = False) -> str:
+        return self._record(task, held_out=held_out)[0]
+
+    def text(self, tokens: tuple[int, ...]) -> str:
+        return self._renderer.written(tokens)
+
+    def _record(self, task: int, *, held_out: bool) -> Record:
+        return (self._held_out if held_out else self._training)[task]
+
+    def _endpoint(self) -> ChatEndpoint:
+        """That of the event loop that asks, which all its episodes share."""
+        return self._endpoints.setdefault(asyncio.get_running_loop(), ChatEndpoint())
+
+
+@dataclass(frozen=True)
+class _Returned:
+    value: Any
+
+
+@dataclass(frozen=True)
+class _Raised:
+    error: BaseException
+
+
+class _Episode:
+    """An `Environment`, and the `Conversation` in it: the world's part of it is the agent."""
+
+    def __init__(
+        self,
+        settings: AgentConfig,
+        agent: Callable[..., Any],
+        record: Mapping[str, Any],
+        renderer: Renderer,
+        seq_tokens: int,
+        endpoint: Callable[[], ChatEndpoint],
+    ) -> None:
+        self._settings, self._agent, self._record, self._seq_tokens = settings, agent, record, seq_tokens
+        self._find_endpoint, self._session = endpoint, ChatSession()
+        self._endpoint: ChatEndpoint | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._asked: Asked | None = None
+        self._tokens = self._turns = 0
+        # The limit of turns is told to the agent, which the conversation therefore counts.
+        budgets = {"max_tokens": settings.max_tokens, "most_turns": settings.most_turns + 1}
+        self._inner = MessageEnvironment(self, renderer, **budgets, history=settings.history)
+
+    async def reset(self) -> Observation:
+        return self._shown(await self._inner.reset())
+
+    async def step(self, action: Action) -> Outcome:
+        self._tokens += len(action.tokens)
+        outcome = await self._inner.step(action)
+        shown = outcome.observation
+        if shown is None:
+            return outcome
+        if self._tokens + len(shown.tokens) < self._seq_tokens:
+            return replace(outcome, observation=self._shown(shown))
+        reply = await self._refused_to_its_end(
+            f"The conversation has {self._tokens + len(shown.tokens)} tokens, of {self._seq_tokens} with an answer.",
+            "context_length_exceeded",
+        )
+        # What does not fit tells the player that a limit ended the episode.
+        return replace(outcome, reward=reply.reward, verdict=reply.verdict, facts={**outcome.facts, **reply.facts})
+
+    async def begin(self) -> Sequence[Message]:
+        self._endpoint = self._find_endpoint()
+        access = AgentAccess(await self._endpoint.open(self._session), self._session.key)
+        self._start(access)
+        event = await self._session.events.get()
+        if isinstance(event, Asked):
+            self._asked = event
+            return event.messages
+        if isinstance(event, _Raised):
+            raise _failed(event.error)
+        raise EnvironmentFailed(f"the agent returned {event.value!r} before it asked the policy anything")
+
+    async def reply(self, text: str, *, is_finished: bool, tokens: tuple[int, ...]) -> Reply:
+        before = self._asked
+        assert before is not None
+        prompt_tokens = self._tokens - len(tokens)
+        self._session.answer(text, is_finished=is_finished, prompt_tokens=prompt_tokens, tokens=len(tokens))
+        self._turns += 1
+        event = await self._session.events.get()
+        if isinstance(event, _Raised):
+            raise _failed(event.error)
+        if isinstance(event, _Returned):
+            return _scored(event.value)
+        if self._turns >= self._settings.most_turns:
+            message = f"The episode has had environment.most_turns: {self._settings.most_turns} answers."
+            return await self._refused_to_its_end(message, "turns_exceeded")
+        self._asked = event
+        said = [*before.messages, {"role": "assistant", "content": text}]
+        if event.messages[: len(said)] != said or len(event.messages) == len(said):
+            raise EnvironmentFailed(_other_history(said, event.messages))
+        return Reply(messages=event.messages[len(said) :])
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        if self._endpoint is not None:
+            await self._endpoint.close(self._session)
+
+    def _shown(self, observation: Observation) -> Observation:
+        """An observation whose answer has the tokens that the request allows."""
+        self._tokens += len(observation.tokens)
+        asked = None if self._asked is None else self._asked.max_tokens
+        return replace(observation, max_tokens=min(observation.max_tokens, asked or observation.max_tokens))
+
+    async def _refused_to_its_end(self, message: str, code: str) -> Reply:
+        """Refuses whatever the agent asks for until it ends; what it then raises is the policy's doing, and worth 0."""
+        event = None
+        while event is None or isinstance(event, Asked):
+            self._session.refuse(message, code)
+            event = await self._session.events.get()
+        return Reply() if isinstance(event, _Raised) else _scored(event.value)
+
+    def _start(self, access: AgentAccess) -> None:
+        """Runs the agent; how it ends is an event of the session."""
+        if inspect.iscoroutinefunction(self._agent):
+            self._task = asyncio.ensure_future(self._run_here(access))
+            return
+        loop, events = asyncio.get_running_loop(), self._session.events
+
+        def run() -> None:
+            try:
+                ended: _Returned | _Raised = _Returned(self._agent(access, self._record))
+            except BaseException as error:  # An agent is a user's code, and may even exit.
+                ended = _Raised(error)
+            with contextlib.suppress(RuntimeError):  # the run is over, and its event loop closed
+                loop.call_soon_threadsafe(events.put_nowait, ended)
+
+        threading.Thread(target=run, name="agent", daemon=True).start()
+
+    async def _run_here(self, access: AgentAccess) -> None:
+        try:
+            ended: _Returned | _Raised = _Returned(await self._agent(access, self._record))
+        except Exception as error:  # An agent is a user's code and may raise whatever it likes.
+            ended = _Raised(error)
+        self._session.events.put_nowait(ended)
+
+
+def _failed(error: BaseException) -> EnvironmentFailed:
+    failure = EnvironmentFailed(f"the agent raised {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _scored(value: Any) -> Reply:
+    """What an agent says of its episode, as the last reply.
+
+    Raises:
+      EnvironmentFailed: it is no number.
+    """
+    if isinstance(value, Score):
+        return Reply(reward=value.value, verdict=value.verdict, facts=value.facts)
+    try:
+        return Reply(reward=float(value))
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFailed(f"the agent returned {value!r}; a number or a Score was expected") from error
+
+
+def _other_history(said: Sequence[Message], asked: Sequence[Message]) -> str:
+    """The message about a request that does not go on where the one before ended."""
+    place = next((at for at, pair in enumerate(zip(said, asked, strict=False)) if pair[0] != pair[1]), len(asked))
+    was = said[place] if place < len(said) else "the policy's answer, and something new behind it"
+    now = asked[place] if place < len(asked) else "nothing"
+    return (
+        f"the agent's request does not go on where the one before ended: message {place} was {was!r}, and is {now!r}. "
+        "An episode is one conversation, in which the policy's answers stay as they were"
+    )

@@ -1,0 +1,198 @@
+"""An endpoint of OpenAI's chat completions, on this machine alone, that asks whoever holds its sessions."""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+__all__ = ["MODEL", "Asked", "ChatEndpoint", "ChatSession"]
+
+MODEL: Final = "policy"
+"""The name of the only model."""
+
+_HOST, _BACKLOG = "127.0.0.1", 1024
+_MOST_BODY_BYTES = 64 << 20
+_FREE: Final = ("model", "messages", "max_tokens", "max_completion_tokens", "user", "metadata")
+_FIXED: Final[Mapping[str, Any]] = {"n": 1, "stream": False, "logprobs": False, "tools": [], "stop": []}
+_ROLES: Final = ("system", "user", "assistant", "tool")
+
+Response: TypeAlias = tuple[int, Mapping[str, Any]]
+"""A status of HTTP, and what is written as JSON."""
+
+
+class _RefusedError(Exception):
+    """A request that is answered with status 400."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a client asks for.
+
+    Attributes:
+      messages: a role and a text each.
+      max_tokens: of the answer; None leaves them to whoever answers.
+    """
+
+    messages: Sequence[Mapping[str, str]]
+    max_tokens: int | None
+
+
+@dataclass
+class ChatSession:
+    """The requests of one client, which its key tells from others'; each is answered before the next is taken.
+
+    Attributes:
+      events: what the client asks for, and whatever else is put there.
+    """
+
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    events: "asyncio.Queue[Any]" = field(default_factory=asyncio.Queue)
+    _waiting: "asyncio.Future[Response] | None" = None
+
+    async def ask(self, asked: Asked) -> Response:
+        """Waits for the answer to a request."""
+        if self._waiting is not None:
+            return _error("An episode is one conversation: wait for an answer before the next request.", "busy")
+        self._waiting = asyncio.get_running_loop().create_future()
+        self.events.put_nowait(asked)
+        try:
+            return await self._waiting
+        finally:
+            self._waiting = None
+
+    def answer(self, text: str, *, is_finished: bool, prompt_tokens: int, tokens: int) -> None:
+        """Answers the request that waits; `is_finished` is False where a limit of tokens ended the text."""
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text},
+            "finish_reason": "stop" if is_finished else "length",
+            "logprobs": None,
+        }
+        head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "object": "chat.completion", "created": int(time.time())}
+        self._end((200, {**head, "model": MODEL, "choices": [choice], "usage": usage}))
+
+    def refuse(self, message: str, code: str) -> None:
+        """Answers the request that waits, if one does, with an error."""
+        self._end(_error(message, code))
+
+    def _end(self, response: Response) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(response)
+
+
+class ChatEndpoint:
+    """Serves sessions on a port of 127.0.0.1 as long as there are any; of one event loop."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, ChatSession] = {}
+        self._server: asyncio.Server | None = None
+        self._changing = asyncio.Lock()
+
+    async def open(self, session: ChatSession) -> str:
+        """Takes requests with the key of a session from now on.
+
+        Returns:
+          The URL that clients take as `base_url`.
+        """
+        async with self._changing:
+            self._sessions[session.key] = session
+            if self._server is None:
+                self._server = await asyncio.start_server(self._serve, _HOST, 0, backlog=_BACKLOG)
+            return f"http://{_HOST}:{self._server.sockets[0].getsockname()[1]}/v1"
+
+    async def close(self, session: ChatSession) -> None:
+        """Refuses what the session's client asks for from now on."""
+        session.refuse("The episode has ended.", "ended")
+        async with self._changing:
+            self._sessions.pop(session.key, None)
+            if not self._sessions and self._server is not None:
+                self._server.close()
+                self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request; the connection is closed behind it."""
+        try:
+            status, body = await self._respond(reader)
+            content = json.dumps(body).encode()
+            head = f"HTTP/1.1 {status} {'OK' if status == 200 else 'Error'}\r\nContent-Type: application/json\r\n"
+            writer.write(f"{head}Content-Length: {len(content)}\r\nConnection: close\r\n\r\n".encode() + content)
+            await writer.drain()
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # the client is gone
+        finally:
+            writer.close()
+
+    async def _respond(self, reader: asyncio.StreamReader) -> Response:
+        try:
+            request, headers, body = await _read(reader)
+            session = self._sessions.get(headers.get("authorization", "").removeprefix("Bearer "))
+            if session is None:
+                return _error("No episode that goes on has this key.", "invalid_api_key", status=401)
+            if request == ("GET", "/v1/models"):
+                return 200, {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": ""}]}
+            if request != ("POST", "/v1/chat/completions"):
+                return _error(f"There is no {' '.join(request)}, only POST /v1/chat/completions.", "none", status=404)
+            return await session.ask(_asked(body))
+        except _RefusedError as error:
+            return _error(str(error), "unsupported_value")
+
+
+async def _read(reader: asyncio.StreamReader) -> tuple[tuple[str, str], dict[str, str], bytes]:
+    """Method and path, headers in lower case, and the body of a request."""
+    try:
+        first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        method, path, _ = first.split(" ")
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        size = int(headers.get("content-length", "0"))
+    except (ValueError, asyncio.LimitOverrunError) as error:
+        raise _RefusedError(f"This is no request of HTTP/1.1: {error}.") from error
+    if "transfer-encoding" in headers or not 0 <= size <= _MOST_BODY_BYTES:
+        raise _RefusedError(f"Send the body whole, with its Content-Length, of {_MOST_BODY_BYTES} bytes at most.")
+    return (method, path), headers, await reader.readexactly(size)
+
+
+def _asked(body: bytes) -> Asked:
+    """Reads a request.
+
+    Raises:
+      _RefusedError: it is not one, or asks for what an episode cannot have.
+    """
+    try:
+        given = json.loads(body)
+    except ValueError as error:
+        raise _RefusedError(f"The body is not JSON: {error}.") from error
+    if not isinstance(given, dict) or not isinstance(given.get("messages"), list) or not given["messages"]:
+        raise _RefusedError("'messages' is to be a list of at least one message.")
+    for name, value in given.items():
+        if name not in _FREE and value is not None and _FIXED.get(name, _FIXED) != value:
+            raise _RefusedError(
+                f"{name!r} is {value!r}. Leave it out: the run says how the policy draws, and an answer is one text."
+            )
+    if given.get("model") != MODEL:
+        raise _RefusedError(f"'model' is {given.get('model')!r}; the only one here is {MODEL!r}.")
+    limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if given.get(name) is not None]
+    if any(type(limit) is not int or limit < 1 for limit in limits):
+        raise _RefusedError(f"'max_tokens' is {limits[0]!r}; a whole number of at least 1 was expected.")
+    return Asked([_message(each) for each in given["messages"]], min(limits, default=None))
+
+
+def _message(given: Any) -> Mapping[str, str]:
+    fields = {name: value for name, value in given.items() if value} if isinstance(given, dict) else {}
+    content = fields.pop("content", "")
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        content = "".join(map(str, texts)) if len(texts) == len(content) else None
+    role = fields.pop("role", None)
+    if role not in _ROLES or not isinstance(content, str) or fields:
+        raise _RefusedError(
+            f"A message is {given!r}; a role of {', '.join(_ROLES)} and a text as its content were expected."
+        )
+    return {"role": role, "content": content}
+
+
+def _error(message: str, code: str, *, status: int = 400) -> Response:
+    return status, {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}

@@ -1,0 +1,28 @@
+"""Functions of a user that a config names."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from stack_core.errors import ConfigError
+
+__all__ = ["imported"]
+
+
+def imported(address: Any, *, what: str) -> Callable[..., Any]:
+    """The function at "module:function".
+
+    Args:
+      what: it is, for messages.
+
+    Raises:
+      ConfigError: it cannot be imported, or is no function.
+    """
+    module, separator, name = str(address).partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name) if separator else None
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{what} {address!r} cannot be imported: {error}. Correct it, or PYTHONPATH.") from error
+    if not callable(found):
+        raise ConfigError(f"{what} {address!r} is no function; write 'module:function'.")
+    return found

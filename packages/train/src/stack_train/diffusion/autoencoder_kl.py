@@ -26,6 +26,7 @@ from stack_train.nn.linear import FloatName, Linear
 
 __all__ = ["COMPONENT", "FAMILY", "AutoencoderKl", "AutoencoderKlConfig"]
 
+_ATTENTION = dict.fromkeys(("query", "key", "value"), ("batch", None, None, None))
 _LEAST_LOG_VARIANCE, _MOST_LOG_VARIANCE = -30.0, 20.0
 
 Latents = Float[Array, "batch latent_height latent_width latent_channels"]
@@ -141,7 +142,7 @@ class PixelAttention(nnx.Module):
     def __call__(self, x: Features) -> Features:
         pixels = self.group_norm(x).reshape(x.shape[0], -1, x.shape[-1])
         query, key, value = (linear(pixels)[:, :, None] for linear in (self.to_q, self.to_k, self.to_v))
-        attended: Any = ops.attention(query, key, value)
+        attended: Any = ops.attention(query, key, value, axes=_ATTENTION)
         return x + self.to_out(attended[:, :, 0]).reshape(x.shape)
 
 

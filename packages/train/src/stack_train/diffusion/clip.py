@@ -17,7 +17,7 @@ from stack_core import ops
 from stack_core.config import config
 from stack_core.errors import ConfigError
 from stack_train.diffusion.components import Component
-from stack_train.diffusion.layers import Tokens, split_heads
+from stack_train.diffusion.layers import ATTENTION, TOKENS, Tokens, split_heads
 from stack_train.models.reader import Setting
 from stack_train.nn.build import Build
 from stack_train.nn.linear import FloatName, lookup
@@ -67,7 +67,9 @@ class LayerNorm(nnx.Module):
         self.scale, self.bias = build.full(size, "norm", 1.0), build.full(size, "norm", 0.0)
 
     def __call__(self, x: Tokens) -> Tokens:
-        normed: Any = ops.norm(x, self.scale[...], offset=self.bias[...], kind="layer", epsilon=self.epsilon)
+        normed: Any = ops.norm(
+            x, self.scale[...], offset=self.bias[...], kind="layer", epsilon=self.epsilon, axes={"x": TOKENS}
+        )
         return normed
 
 
@@ -87,7 +89,7 @@ class ClipBlock(nnx.Module):
     def __call__(self, x: Tokens) -> Tokens:
         normed = self.attention_norm(x)
         heads = (split_heads(linear(normed), self.heads, "heads") for linear in (self.query, self.key, self.value))
-        attended: Any = ops.attention(*heads, causal=True)
+        attended: Any = ops.attention(*heads, causal=True, axes=ATTENTION)
         x = x + self.output(attended.reshape(x.shape))
         wide = self.up(self.mlp_norm(x))
         wide = wide * jax.nn.sigmoid(1.702 * wide) if self.activation == "quick_gelu" else jax.nn.gelu(wide, False)
@@ -132,7 +134,9 @@ class FinalNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(size, param_dtype), logical_axes=("norm",))
 
     def __call__(self, x: Tokens) -> Tokens:
-        normed: Any = ops.norm(x, self.scale[...], offset=self.bias[...], kind="layer", epsilon=self.epsilon)
+        normed: Any = ops.norm(
+            x, self.scale[...], offset=self.bias[...], kind="layer", epsilon=self.epsilon, axes={"x": TOKENS}
+        )
         return normed
 
 

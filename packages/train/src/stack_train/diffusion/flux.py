@@ -22,6 +22,7 @@ from stack_core.mesh import constrain
 from stack_train.diffusion.components import Component
 from stack_train.diffusion.denoiser import Condition, Images, Predicted, predicted_halfway
 from stack_train.diffusion.layers import (
+    HEADS,
     Heads,
     Tokens,
     modulated,
@@ -39,6 +40,7 @@ from stack_train.nn.stack import RematPolicy, scan_layers
 
 __all__ = ["COMPONENT", "FAMILY", "Flux", "FluxConfig"]
 
+_ROPE = {"x": HEADS, "positions": ("batch", "seq")}
 _WAVES = 256
 _GUIDANCE_SCALE = 1000.0  # of guidance, as of times: the waves are made for numbers up to a thousand
 
@@ -117,7 +119,7 @@ class Projections(nnx.Module):
         query, key, value = (
             split_heads(linear(x), self.heads, "heads") for linear in (self.query, self.key, self.value)
         )
-        return self.norm(query, self.query_norm), self.norm(key, self.key_norm), value
+        return self.norm(query, self.query_norm, HEADS), self.norm(key, self.key_norm, HEADS), value
 
 
 class Stream(nnx.Module):
@@ -258,7 +260,7 @@ def rotated(x: Heads, places: Int[Array, "batch seq axes"], axes: tuple[int, ...
     """Rotates the features of each axis by the token's place on it."""
     starts = [sum(axes[:number]) for number in range(1, len(axes))]
     parts = [
-        ops.rope(part, places[..., number], theta=10_000.0, interleaved=True)
+        ops.rope(part, places[..., number], theta=10_000.0, interleaved=True, axes=_ROPE)
         for number, part in enumerate(jnp.split(x, starts, axis=-1))
     ]
     return jnp.concatenate(parts, axis=-1)

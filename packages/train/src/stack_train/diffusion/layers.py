@@ -1,17 +1,20 @@
 """What denoisers share: patches, positions, waves of time, norms that are modulated, attention without a mask."""
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from stack_core import ops
-from stack_core.mesh import constrain
+from stack_core.mesh import LogicalAxes, constrain
 from stack_train.diffusion.denoiser import Images
 
 __all__ = [
+    "ATTENTION",
+    "HEADS",
+    "TOKENS",
     "Heads",
     "Tokens",
     "grid_positions",
@@ -25,6 +28,10 @@ __all__ = [
 
 Tokens = Float[Array, "batch seq embed"]
 Heads = Float[Array, "batch seq heads head_dim"]
+TOKENS: Final[LogicalAxes] = ("batch", "seq", None)
+HEADS: Final[LogicalAxes] = ("batch", "seq", "act_heads", None)
+ATTENTION: Final[dict[str, LogicalAxes]] = {"query": HEADS, "key": HEADS, "value": HEADS}
+"""The logical axes of the operands of `ops.attention`; `TOKENS` and `HEADS` are those of activations."""
 
 
 def patches_of(images: Images, patch: int) -> Float[Array, "batch seq features"]:
@@ -68,16 +75,16 @@ def modulated(
     x: Tokens, shift: Float[Array, "batch embed"], scale: Float[Array, "batch embed"], *, epsilon: float = 1e-6
 ) -> Tokens:
     """norm(x) (1 + scale) + shift, by a layer norm without parameters."""
-    normed: Any = ops.norm(x, kind="layer", epsilon=epsilon)
+    normed: Any = ops.norm(x, kind="layer", epsilon=epsilon, axes={"x": TOKENS})
     return normed * (1 + scale[:, None]) + shift[:, None]
 
 
 def split_heads(x: Tokens, heads: int, name: str) -> Heads:
     """Cuts features into heads, which `tensor` shares."""
-    return constrain(x.reshape(*x.shape[:2], heads, -1), "batch", "seq", "act_heads", None, name=name)
+    return constrain(x.reshape(*x.shape[:2], heads, -1), *HEADS, name=name)
 
 
 def self_attention(query: Heads, key: Heads, value: Heads) -> Tokens:
     """Every token attends to every other, head by head."""
-    attended: Any = ops.attention(query, key, value)
+    attended: Any = ops.attention(query, key, value, axes=ATTENTION)
     return attended.reshape(*query.shape[:2], -1)

@@ -20,7 +20,7 @@ from stack_core import ops
 from stack_core.config import config
 from stack_core.errors import ConfigError
 from stack_train.diffusion.components import Component
-from stack_train.diffusion.layers import Tokens, split_heads
+from stack_train.diffusion.layers import ATTENTION, TOKENS, Tokens, split_heads
 from stack_train.models.reader import Setting
 from stack_train.nn.build import Build
 from stack_train.nn.linear import FloatName, lookup
@@ -62,6 +62,9 @@ class T5EncoderConfig:
             )
 
 
+_OPERANDS = {**ATTENTION, "bias": (None, "act_heads", None, None)}
+
+
 class T5Block(nnx.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); called with the slice of one layer."""
 
@@ -78,11 +81,11 @@ class T5Block(nnx.Module):
         self.attention_norm, self.mlp_norm = build.scale(embed), build.scale(embed)
 
     def __call__(self, x: Tokens, bias: Float[Array, "1 heads seq seq"]) -> Tokens:
-        normed = self.norm(x, self.attention_norm)
+        normed = self.norm(x, self.attention_norm, TOKENS)
         heads = (split_heads(linear(normed), self.heads, "heads") for linear in (self.query, self.key, self.value))
-        attended: Any = ops.attention(*heads, bias=bias, scale=1.0)
+        attended: Any = ops.attention(*heads, bias=bias, scale=1.0, axes=_OPERANDS)
         x = x + self.output(attended.reshape(*x.shape[:2], -1))
-        normed = self.norm(x, self.mlp_norm)
+        normed = self.norm(x, self.mlp_norm, TOKENS)
         return x + self.down(jax.nn.gelu(self.gate(normed), approximate=True) * self.up(normed))
 
 
@@ -121,7 +124,7 @@ class T5Encoder(nnx.Module):
             unroll=False,
             moves=False,
         )
-        return self.final(x, self.norm).astype(jnp.float32)
+        return self.final(x, self.norm, TOKENS).astype(jnp.float32)
 
 
 def bucket_of(seq: int, buckets: int, max_distance: int) -> Int[np.ndarray, "seq seq"]:

@@ -3,6 +3,7 @@
 Its arguments are a directory, and a pattern of text files to train on; `all` adds a run that resumes on its own mesh.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -16,11 +17,12 @@ import pytest
 
 from stack_core.config import apply_overrides, load_yaml, parse
 from stack_core.errors import ConfigError, ShardingError
-from stack_core.mesh import DEFAULT_RULES
+from stack_core.hardware import model_flops_per_step
+from stack_core.mesh import DEFAULT_RULES, MeshConfig
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.run import train as run
 from stack_train.run.config import RunConfig
-from stack_train.run.program import build_trainer
+from stack_train.run.program import build_trainer, model_flops
 
 CONFIG = {
     "model": {
@@ -182,6 +184,20 @@ def what_the_mesh_does_not_divide_is_refused_before_anything_is_written(root, te
         assert not (root / "refused").exists() and not (root / "no cache").exists()
 
 
+def a_mixture_needs_the_flops_that_one_device_does(root, texts):
+    """Whatever room the buffers of its experts have."""
+    mixture = ("model.family=mixtral", "model.experts=8", "model.active_experts=2", "mesh.fsdp=2", "mesh.expert=4")
+    config = config_of(root / "mixture", texts, *mixture)
+    alone = dataclasses.replace(config, mesh=MeshConfig())
+    on_mesh, on_one = build_trainer(config), build_trainer(alone, jax.devices()[:1])
+    needed = model_flops(config, on_mesh)
+    assert needed == model_flops(alone, on_one)
+    done = model_flops_per_step(
+        on_mesh.evaluate, on_mesh.abstract_variables, config.data.spec(config.model), on_mesh.abstract_state.beside
+    )
+    assert done.uncounted or done.total > needed.total > 0  # stack-kernels' loops over groups are not counted
+
+
 if __name__ == "__main__":
     root, texts = Path(sys.argv[1]), sys.argv[2]
     a_run_resumes_on_another_mesh(root, texts)
@@ -190,3 +206,4 @@ if __name__ == "__main__":
     the_resolved_config_has_every_rule(root, texts)
     a_run_starts_from_the_weights_of_another_mesh(root, texts)
     what_the_mesh_does_not_divide_is_refused_before_anything_is_written(root, texts)
+    a_mixture_needs_the_flops_that_one_device_does(root, texts)

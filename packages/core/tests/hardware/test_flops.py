@@ -257,6 +257,22 @@ def test_a_pallas_kernel_counts_every_cell_of_its_grid():
     assert count_flops(call, zeros(4, 4)).total == 6 * SQUARE
 
 
+@pytest.mark.parametrize("estimate", [None, 1_000])
+def test_a_pallas_kernel_over_a_grid_that_only_its_run_knows_counts_what_it_estimates(estimate):
+    def kernel(x_ref, out_ref):
+        out_ref[...] = x_ref[...] @ x_ref[...]
+
+    cost = estimate and pl.CostEstimate(flops=estimate, transcendentals=0, bytes_accessed=0)
+    call = lambda cells, x: pl.pallas_call(
+        kernel, grid=(cells,), out_shape=zeros(4, 4), cost_estimate=cost, interpret=True
+    )(x)
+    flops = count_flops(call, zeros(dtype=jnp.int32), zeros(4, 4))
+    if estimate is None:
+        assert flops.total == 0 and "Pallas kernel with a dynamic grid" in flops.uncounted[0]
+    else:
+        assert flops == Flops({"float32": estimate})
+
+
 def test_a_linear_solver_counts_without_its_derivatives():
     assert count_flops(lambda x: jnp.linalg.solve(x, x), zeros(4, 4)).total == 0
 

@@ -14,6 +14,7 @@ from stack_core.hardware.hlo_costs import (
     instruction_costs,
     instruction_flops,
     memory_traffic,
+    uncounted_kernels,
 )
 
 
@@ -71,6 +72,17 @@ def test_products_by_other_names(line, flops):
     )
     assert executed_flops(module).by_dtype == ({"bfloat16": flops} if flops else {})
     assert instruction_flops(module.entry.root, module.entry).total == flops
+
+
+def test_kernels_that_do_not_say_what_they_do_are_named_once():
+    module = module_of(
+        "%x = bf16[8,16]{1,0} parameter(0)",
+        '%gmm.8 = bf16[8,16]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", backend_config={}',
+        '%gmm = bf16[8,16]{1,0} custom-call(%gmm.8), custom_call_target="tpu_custom_call", backend_config={}',
+        '%attention.1 = bf16[8,16]{1,0} custom-call(%gmm), custom_call_target="__cudnn$fmhaSoftmax"',
+        'ROOT %mine = bf16[8,16]{1,0} custom-call(%attention.1), custom_call_target="mine", backend_config={}',
+    )
+    assert uncounted_kernels(module) == ("attention", "gmm")
 
 
 def test_a_batch_axis_that_became_a_dilated_spatial_one_counts_each_pair_once():

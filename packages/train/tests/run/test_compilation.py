@@ -196,6 +196,7 @@ def test_a_step_of_a_published_model_fits_64_tpus(name):
     config, target = config_of(PUBLISHED / f"{name}.yaml", "data.batch_size=64"), Target("v5p:4x4x4")
     report = compile_step(config, target)
     assert report.devices == 64 and report.fits is True
+    assert any(kernel.startswith("splash") for kernel in report.cost.uncounted_kernels)
     held_bytes = state_bytes_of_a_device(build_trainer(config, target.devices))
     assert held_bytes < report.cost.memory.argument_bytes < 1.05 * held_bytes
 

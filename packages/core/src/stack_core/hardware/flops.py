@@ -61,8 +61,8 @@ def count_flops(function: Callable[..., Any], *args: Any) -> Flops:
 
     A scan counts its body once a trip, a `cond` its most expensive branch, a Pallas kernel its body once a grid cell;
     what `jax.checkpoint` computes again in a backward pass counts again. A foreign function counts what it says in its
-    attributes `flops` and `flops_dtype`. A `while` loop's trips are not guessed: it is reported in `Flops.uncounted`,
-    unless it does no FLOPs.
+    attributes `flops` and `flops_dtype`, a Pallas kernel over a grid that only its run knows what its `cost_estimate`
+    says. A `while` loop's trips are not guessed: it is reported in `Flops.uncounted`, unless it does no FLOPs.
 
     Args:
       args: arrays, or pytrees of anything with a shape and a dtype.
@@ -192,6 +192,9 @@ def _pallas_call(equation: Any) -> Flops:
     grid = equation.params["grid_mapping"].grid
     if all(isinstance(size, int) for size in grid):
         return cell * math.prod(grid)
+    estimate = equation.params["cost_estimate"]
+    if estimate is not None and len(cell.by_dtype) == 1:
+        return Flops(dict.fromkeys(cell.by_dtype, estimate.flops), cell.uncounted)
     return Flops({}, _uncounted("Pallas kernel with a dynamic grid", cell))
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "instruction_costs",
     "instruction_flops",
     "memory_traffic",
+    "uncounted_kernels",
 ]
 
 
@@ -126,13 +127,23 @@ def instruction_flops(instruction: Instruction, computation: Computation) -> Flo
 def executed_flops(module: Module) -> Flops:
     """FLOPs of the matrix products and convolutions that one device runs.
 
-    Calls of libraries other than cuBLAS, and Pallas kernels, do not say what they compute and are in no sum.
+    Calls of libraries other than cuBLAS, and Pallas kernels, are in no sum: `uncounted_kernels` names them.
     """
     flops = Flops({}, tuple(f"loop {name}, counted once" for name in module.unknown_loops()))
     for execution in module.executions():
         if not execution.fused:
             flops = sum((part * execution.times for part in _flops_inside(execution, module)), flops)
     return flops
+
+
+def uncounted_kernels(module: Module) -> tuple[str, ...]:
+    """The names of kernels that run and whose FLOPs `executed_flops` does not know.
+
+    A Mosaic kernel's own estimate is not taken: that of a grouped product is of all rows, in a group or not.
+    """
+    found = (execution.instruction for execution in module.executions())
+    kernels = (each for each in found if each.opcode == "custom-call" and _KERNEL.search(each.attributes))
+    return tuple(sorted({re.sub(r"[.\d]+$", "", kernel.name) for kernel in kernels}))
 
 
 def memory_traffic(module: Module) -> int:
@@ -243,6 +254,7 @@ def _convolution(instruction: Instruction, computation: Computation) -> int:
     return 2 * channels * math.prod(pairs)
 
 
+_KERNEL: Final = re.compile(r'custom_call_target="(tpu_custom_call|mosaic_gpu|__gpu\$xla\.gpu\.triton|__cudnn)')
 _FLOPS: Final = {"dot": _dot, "convolution": _convolution, "custom-call": _library_product}
 
 

@@ -8,7 +8,7 @@ from stack_core.errors import HardwareError
 from stack_core.hardware.chips import Chip, count_units
 from stack_core.hardware.flops import Flops
 from stack_core.hardware.hlo import parse_hlo
-from stack_core.hardware.hlo_costs import Collective, collectives, executed_flops, memory_traffic
+from stack_core.hardware.hlo_costs import Collective, collectives, executed_flops, memory_traffic, uncounted_kernels
 
 if TYPE_CHECKING:
     import jax
@@ -71,7 +71,7 @@ class ProgramCost:
     """What one device does in one run of a compiled program.
 
     Attributes:
-      flops: products that it runs, whether the model needs them or not.
+      flops: products that it runs, whether the model needs them or not, but for those of `uncounted_kernels`.
       traffic_bytes: to and from its main memory.
       unknown_loops: loops whose trips are not known; their bodies count once.
     """
@@ -81,6 +81,7 @@ class ProgramCost:
     traffic_bytes: int
     collectives: tuple[Collective, ...]
     unknown_loops: tuple[str, ...]
+    uncounted_kernels: tuple[str, ...]
     roofline: Roofline
 
 
@@ -108,6 +109,7 @@ def program_cost(
         traffic_bytes=traffic,
         collectives=found,
         unknown_loops=module.unknown_loops(),
+        uncounted_kernels=uncounted_kernels(module),
         roofline=Roofline(
             compute_s=None if ideal_s is None else ideal_s / part,
             memory_s=None if bandwidth is None else traffic / (bandwidth * part),

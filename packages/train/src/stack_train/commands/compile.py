@@ -144,6 +144,8 @@ def _speed(report: "StepReport") -> list[str]:
         mfu = "not known" if report.mfu is None else f"{report.mfu:.1%}"
         lines.append(f"predicted: {_seconds(roofline.step_s)} a step, bound by {roofline.binding}, MFU {mfu}")
     lines += [f"not counted beyond one trip: {name}" for name in report.cost.unknown_loops]
+    if kernels := report.cost.uncounted_kernels:
+        lines.append(f"not counted in FLOPs that are done: kernels {', '.join(kernels)}")
     return lines
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 from flax.nnx.traversals import flatten_mapping
 
-from stack_core.hardware import Flops, count_units, model_flops_per_step
+from stack_core.hardware import Flops, count_units
 from stack_core.hardware.program_lint import LintedParameter, ProgramLint, lint_program
 from stack_core.hardware.roofline import ProgramCost, program_cost
 from stack_core.hardware.targets import Target, use_target
 from stack_core.paths import path_name
 from stack_train.run.checks import check_run
 from stack_train.run.config import RunConfig
-from stack_train.run.program import build_trainer, traced_step
+from stack_train.run.program import build_trainer, model_flops, traced_step
 from stack_train.staged import is_in_layers
 from stack_train.trainer import Trainer
 
@@ -78,6 +78,7 @@ class StepReport:
             "hardware_flops": cost.flops.total * self.devices,
             "hardware_flops_per_device": dict(cost.flops.by_dtype),
             "uncounted_loops": list(cost.unknown_loops),
+            "uncounted_kernels": list(cost.uncounted_kernels),
             "memory_traffic_bytes_per_device": cost.traffic_bytes,
             "collectives": self.collectives_by_kind(),
             "lint": None if self.lint is None else self.lint.as_mapping(),
@@ -125,8 +126,7 @@ def compile_step(config: RunConfig, target: Target) -> StepReport:
         traced_s, traced_cpu_s = time.perf_counter(), time.process_time()
         compiled, refusal = _compiled(lowered)
         compiled_s, compiler_cpu_s = time.perf_counter(), time.process_time() - traced_cpu_s
-        shapes, beside = config.data.spec(config.model), trainer.abstract_state.beside
-        model_flops = model_flops_per_step(trainer.evaluate, trainer.abstract_variables, shapes, beside)
+        needed = model_flops(config, trainer)
     chip, mesh_devices = target.chip, trainer.mesh.devices.flatten().tolist()
     cost = None if compiled is None else program_cost(compiled, mesh_devices, chip, link_share=target.link_share)
     units = count_units(chip, mesh_devices)
@@ -137,11 +137,11 @@ def compile_step(config: RunConfig, target: Target) -> StepReport:
         mesh={axis: size for axis, size in trainer.mesh.shape.items() if size > 1},
         parameters=trainer.parameter_count,
         work=config.data.work(),
-        model_flops=model_flops,
+        model_flops=needed,
         memory_bytes=None if chip.hbm_bytes is None else chip.hbm_bytes * units // len(mesh_devices),
         refusal=refusal,
         cost=cost,
-        mfu=_mfu(model_flops.ideal_s(chip, units=units), cost),
+        mfu=_mfu(needed.ideal_s(chip, units=units), cost),
         lint=None if cost is None or len(mesh_devices) == 1 else _lint(config, trainer, cost),
         trace_s=traced_s - started_s,
         compile_s=compiled_s - traced_s,
@@ -180,5 +180,6 @@ def _compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, 
 
 
 def _mfu(ideal_s: float | None, cost: ProgramCost | None) -> float | None:
+    """At most 1, also where kernels hide so much of the work that the rest would take less than the model needs."""
     step_s = None if cost is None else cost.roofline.step_s
-    return ideal_s / step_s if ideal_s is not None and step_s else None
+    return ideal_s / max(step_s, ideal_s) if ideal_s and step_s else None

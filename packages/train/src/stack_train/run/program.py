@@ -1,6 +1,7 @@
 """The trainer of a run, and its step traced for the run's batches; nothing is allocated."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from jax.sharding import Mesh
 
 from stack_core.contracts.training import NeedsCompanions, Objective, ReadsInputs
 from stack_core.errors import ConfigError, ShardingError, nearest
-from stack_core.mesh import DEFAULT_RULES, ShardingRules, make_mesh
+from stack_core.hardware import Flops, model_flops_per_step
+from stack_core.mesh import DEFAULT_RULES, MeshConfig, ShardingRules, make_mesh
 from stack_core.plugins import registries
 from stack_train.companions import INIT, Companion
 from stack_train.nn.schedules import Schedule, schedule
@@ -20,7 +22,7 @@ from stack_train.run.transforms import transform_names, transform_of
 from stack_train.staged import is_in_layers
 from stack_train.trainer import Trainer
 
-__all__ = ["build_trainer", "naming_sizes", "traced_step"]
+__all__ = ["build_trainer", "model_flops", "naming_sizes", "traced_step"]
 
 # Where the sizes of logical axes are set that are no fields of a model's config.
 _SIZES = {"batch": ("data.batch_size", "run.accumulation_steps"), "seq": ("data.seq_tokens",)}
@@ -155,6 +157,18 @@ def traced_step(config: RunConfig, trainer: Trainer) -> jax.stages.Traced:
             )
     with naming_sizes(config):
         return trainer.trace(config.data.spec(config.model))
+
+
+def model_flops(config: RunConfig, trainer: Trainer) -> Flops:
+    """FLOPs that a step needs, whatever the mesh: counted on one of its devices, where each row meets its experts once.
+
+    On a mesh, experts compute whole buffers, which have room for more rows than come.
+    """
+    if trainer.mesh.size > 1:
+        alone = MeshConfig(fsdp=1, rules=config.mesh.rules)
+        trainer = build_trainer(dataclasses.replace(config, mesh=alone), trainer.mesh.devices.flatten()[:1].tolist())
+    shapes, beside = config.data.spec(config.model), trainer.abstract_state.beside
+    return model_flops_per_step(trainer.evaluate, trainer.abstract_variables, shapes, beside)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from stack_core.config import to_yaml
 from stack_core.contracts.data import Closes, FollowsCheckpoints, WritesFiles
 from stack_core.contracts.generation import NeedsPolicy
 from stack_core.events import CheckpointSaved, Event, RunFailed, RunStarted
-from stack_core.hardware import count_units, current_chip, model_flops_per_step
+from stack_core.hardware import count_units, current_chip
 from stack_core.mesh import check_shardings
 from stack_core.plugins import registries
 from stack_core.runs.event_bus import EventBus, ObserverContext, observers_from
@@ -29,6 +29,7 @@ from stack_train.run.config import RunConfig
 from stack_train.run.loop import RunSummary, TrainingLoop
 from stack_train.run.memory import compile_fitting, out_of_memory
 from stack_train.run.policy import policy_of
+from stack_train.run.program import model_flops
 from stack_train.run.run import Run, build
 from stack_train.run.start import copy_tokenizer_of_start
 from stack_train.state import TrainState
@@ -183,12 +184,8 @@ def _with_given_adapters(state: TrainState, records: Mapping[str, FrozenRecord],
 
 def _cost(run: Run) -> tuple[int, float | None]:
     """The model's FLOPs of one step, and how long they take at the peak of all chips, where that is known."""
-    trainer = run.trainer
-    shapes = run.config.data.spec(run.config.model)
-    beside = trainer.abstract_state.beside
-    flops = model_flops_per_step(trainer.evaluate, trainer.abstract_variables, shapes, beside)
-    chip = current_chip()
-    return flops.total, flops.ideal_s(chip, units=count_units(chip, trainer.mesh.devices.flatten().tolist()))
+    flops, chip = model_flops(run.config, run.trainer), current_chip()
+    return flops.total, flops.ideal_s(chip, units=count_units(chip, run.trainer.mesh.devices.flatten().tolist()))
 
 
 @contextlib.contextmanager

@@ -206,6 +206,8 @@ def trajectory(table, noise):
     return found
 
 
+# diffusers makes NumPy arrays of tensors
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize("prediction", ["epsilon", "v"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_sampler_goes_the_way_of_diffusers(name, prediction):

@@ -10,6 +10,7 @@ import pytest
 
 from stack_core.contracts.environments import Action, EnvironmentKind, Observation, Outcome, Tasks
 from stack_core.errors import ConfigError, EnvironmentFailed, StackError
+from stack_core.generation import GenerationUpdate
 from stack_rl import episodes
 from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.environments.cell import CellConfig
@@ -180,6 +181,19 @@ def test_groups_are_played_beside_the_caller_and_tell_how_they_ended():
             assert sorted(tasks.closed) == [0, 1]
     seeds = [each.sampling.seed for each in engine.requests[:4]]
     assert len(set(seeds)) == 4
+
+
+def test_an_engine_may_answer_after_the_end_of_the_run():
+    engine, submitted = ScriptedEngine(lambda prompt: (5, 6)), queue.SimpleQueue()
+    engine.submit = lambda request, receive: submitted.put((request, receive))
+    player = ConcurrentPlayer(
+        CountingTasks(turns=1), engine, seq_tokens=20, seed=0, on_failure="stop", timeout_s=5.0, drawing=Drawing()
+    )
+    ignore = lambda ended: None
+    player.begin([Attempt(0, 0)], ignore, ignore)
+    request, receive = submitted.get(timeout=5)
+    player.close()
+    receive(GenerationUpdate(request_id=request.request_id, finish_reason="abort"))
 
 
 def test_a_prompt_that_leaves_no_room_is_named():

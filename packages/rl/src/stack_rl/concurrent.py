@@ -1,6 +1,7 @@
 """Plays groups of episodes side by side: each goes on as soon as its own environment and the engine let it."""
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -108,7 +109,8 @@ class ConcurrentPlayer:
                 ended.set_result(None)
 
         def receive(update: GenerationUpdate) -> None:
-            loop.call_soon_threadsafe(arrive, update)
+            with contextlib.suppress(RuntimeError):  # the run has ended, and its event loop is closed
+                loop.call_soon_threadsafe(arrive, update)
 
         sampling = sampling_for(episode, self._drawing, seed=seed, seq_tokens=self._seq_tokens)
         request = GenerationRequest(request_id=name, prompt=tuple(episode.tokens), sampling=sampling)

@@ -175,6 +175,19 @@ def test_with_top_p_the_trainer_has_the_distribution_that_was_drawn_from(tmp_pat
     assert 0.88 < ratios["without"] < 0.96
 
 
+@pytest.mark.slow  # a run of a larger model
+def test_in_bfloat16_few_ratios_of_trainer_and_sampler_are_far_from_one(tmp_path):
+    """At most 1.5% of tokens outside [0.9, 1.1], by logits that are unlike each other."""
+    mask = ("objective.correction={kind: mask, low: 0.9, high: 1.1}", "objective.entropy=0")
+    model = ("layers=4", "embed=128", "heads=4", "mlp=512", "initializer_std=0.2", "dtype=bfloat16")
+    sizes = ("data.groups=32", "data.group_size=16", "run.steps=4", "run.evaluate_every_steps=0")
+    train(cell(tmp_path / "run", *(f"model.{each}" for each in model), *mask, *sizes))
+    steps = records(tmp_path / "run", "train")
+    assert min(each["mismatch"] for each in steps) > 1e-4  # the two do round differently
+    assert max(each["logprob"] for each in steps) > -2.2  # -2.5 is uniform
+    assert sum(each["masked"] for each in steps) / len(steps) <= 0.015
+
+
 def _digests(checkpoint: Path) -> dict[str, str]:
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     return {name: leaf["digest"] for name, leaf in manifest["content"]["leaves"].items()}

@@ -9,11 +9,13 @@ STACK_ABI_MINOR = 0
 _OPS: dict[str, str] = {
     "attention/cudnn": "attention.cudnn:CUDNN",
     "attention/splash": "attention.splash:SPLASH",
+    "attention/tokamax": "attention.tokamax:TOKAMAX",
     "attention/xla_cpu": "attention.xla_cpu:XLA_CPU",
     "exchange/ragged_all_to_all": "exchange.ragged_all_to_all:RAGGED_ALL_TO_ALL",
     "gated_linear_unit/jit_amx": "jit_cpu.gated_linear_unit.jit_amx:JIT_AMX",
     "gated_linear_unit/jit_x86": "jit_cpu.gated_linear_unit.jit_x86:JIT_X86",
     "gated_linear_unit/jit_x86_wide": "jit_cpu.gated_linear_unit.jit_x86_wide:JIT_X86_WIDE",
+    "gated_linear_unit/tokamax": "gated_linear_unit.tokamax:TOKAMAX",
     "gated_linear_unit/xla_cpu": "gated_linear_unit.xla_cpu:XLA_CPU",
     "gated_linear_unit/xla_cpu_quantized": "gated_linear_unit.xla_cpu_quantized:XLA_CPU_QUANTIZED",
     "linear/jit_amx": "jit_cpu.linear.jit_amx:JIT_AMX",
@@ -23,13 +25,19 @@ _OPS: dict[str, str] = {
     "linear/xla_cpu_quantized": "linear.xla_cpu_quantized:XLA_CPU_QUANTIZED",
     "linear_attention/xla_cpu": "linear_attention.xla_cpu:XLA_CPU",
     "linear_cross_entropy/jit_amx": "jit_cpu.linear_cross_entropy.jit_amx:JIT_AMX",
+    "linear_cross_entropy/tokamax": "linear_cross_entropy.tokamax:TOKAMAX",
     "linear_cross_entropy/xla_cpu": "linear_cross_entropy.xla_cpu:XLA_CPU",
-    "norm/mosaic_tpu": "norm.mosaic_tpu:MOSAIC_TPU",
     "norm/jit_x86": "jit_cpu.norm.jit_x86:JIT_X86",
+    "norm/mosaic_tpu": "norm.mosaic_tpu:MOSAIC_TPU",
+    "norm/tokamax_triton": "norm.tokamax_triton:TOKAMAX_TRITON",
     "paged_attention/jit_x86": "jit_cpu.paged_attention.jit_x86:JIT_X86",
     "paged_attention/mosaic_tpu": "paged_attention.mosaic_tpu:MOSAIC_TPU",
     "paged_attention/xla_cpu": "paged_attention.xla_cpu:XLA_CPU",
     "ragged_dot/megablox": "ragged_dot.megablox:MEGABLOX",
+    "ragged_dot/tokamax_mosaic_gpu": "ragged_dot.tokamax:TOKAMAX_MOSAIC_GPU",
+    "ragged_dot/tokamax_triton": "ragged_dot.tokamax:TOKAMAX_TRITON",
+    "ragged_dot/tokamax_v1": "ragged_dot.tokamax:TOKAMAX_TPU_V1",
+    "ragged_dot/tokamax_v2": "ragged_dot.tokamax:TOKAMAX_TPU_V2",
     "ragged_dot/xla_cpu": "ragged_dot.xla_cpu:XLA_CPU",
     "rope/jit_x86": "jit_cpu.rope.jit_x86:JIT_X86",
     "rope/xla_cpu": "rope.xla_cpu:XLA_CPU",
@@ -45,6 +53,7 @@ def stack_register_ops(registry: Registrar) -> None:
 @hookimpl
 def stack_register_tuned_tables(registry: Registrar) -> None:
     registry.add("measured", "stack_kernels.tuning.sources:MEASURED")
+    registry.add("published", "stack_kernels.tuning.published:PUBLISHED")
 
 
 @hookimpl

@@ -93,11 +93,18 @@ def _update(path: Path, names: Sequence[str], chips: Sequence[str], rows: Sequen
     """Puts the cells of these implementations and chips, and of the CPU, in their places; drops what is gone."""
     import jax
 
-    from stack_kernels.laboratory.table import COLUMNS, Table, cell_of, implementations, this_processor
+    from stack_kernels import from_tokamax
+    from stack_kernels.laboratory.table import COLUMNS, Table, cell_of, implementations, is_of_tokamax, this_processor
 
-    before = Table.read(path).cells if path.exists() else {}
-    cells = {name: dict(row) for name, row in before.items() if name in implementations()}
+    before = Table.read(path) if path.exists() else Table({}, {}, {})
+    cells = {name: dict(row) for name, row in before.cells.items() if name in implementations()}
     for name in names:
         fresh = {column: cell_of(name, column, rows) for column in COLUMNS if column in ("cpu", *chips)}
         cells[name] = {column: cell_of(name, column) for column in COLUMNS} | cells.get(name, {}) | fresh
-    Table({"jax": jax.__version__}, this_processor(), cells).write(path)
+    of_tokamax = [name for name in names if is_of_tokamax(name)]
+    versions = dict(before.versions)
+    if of_tokamax:
+        versions["tokamax"] = f"{from_tokamax.WRITTEN_FOR}, jax {jax.__version__}"
+    if len(of_tokamax) < len(names):
+        versions["jax"] = jax.__version__
+    Table(versions, this_processor(), cells).write(path)

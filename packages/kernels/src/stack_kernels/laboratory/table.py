@@ -26,6 +26,7 @@ from stack_kernels.laboratory.calls import CALLS
 from stack_kernels.laboratory.experiments import Row
 from stack_kernels.laboratory.interpreted import INTERPRETABLE
 from stack_kernels.laboratory.without_cudnn import cudnn_taken_for_granted
+from stack_kernels.laboratory.without_tokamax import tokamax_taken_for_granted
 
 __all__ = [
     "CHIPS",
@@ -35,6 +36,7 @@ __all__ = [
     "calls_of",
     "cell_of",
     "implementations",
+    "is_of_tokamax",
     "taken",
     "this_processor",
 ]
@@ -69,6 +71,11 @@ def implementations() -> list[str]:
     return sorted(name for name in registered if name.partition("/")[0] in of_calls)
 
 
+def is_of_tokamax(name: str) -> bool:
+    """Whether an implementation, "op/name", is a kernel of Tokamax, which not every environment of ours can have."""
+    return name.partition("/")[2].startswith("tokamax")
+
+
 def this_processor() -> dict[str, Any]:
     """The CPU's model, and what it has of the instructions that kernels are written with."""
     return {"model": cpu_model(), "features": sorted(_FEATURES & cpu_flags())}
@@ -97,7 +104,7 @@ def taken(name: str, column: str) -> tuple[int, str | None]:
     """How many calls an implementation takes on a chip; where that is none, why."""
     found, reasons = registries.ops[name], Counter[str]()
     chosen = contextlib.nullcontext() if column == "cpu" else use_chip(registries.chips[column])
-    with chosen, cudnn_taken_for_granted():
+    with chosen, cudnn_taken_for_granted(), tokamax_taken_for_granted():
         answers = [answer(found, call) for call in calls_of(found.op)]
     count = sum(given is True for given in answers)
     reasons.update(str(given) for given in answers if given is not True)
@@ -133,6 +140,7 @@ class Table:
     """The cells by implementation and column, and what they were found with.
 
     Attributes:
+      versions: of jax, and of Tokamax, with that of jax beside it, for the rows of its kernels.
       processor: of the column "cpu", as `this_processor` gives it.
     """
 
@@ -163,9 +171,8 @@ class Table:
 
     def markdown(self) -> str:
         """A row an implementation, a column a chip, and the reasons of refusals below."""
-        reasons = list(
-            dict.fromkeys(cell.reason for row in self.cells.values() for cell in row.values() if cell.reason)
-        )
+        rows = [row for _, row in sorted(self.cells.items())]
+        reasons = list(dict.fromkeys(cell.reason for row in rows for cell in row.values() if cell.reason))
         lines = [_line(("", *COLUMNS)), _line(["---"] * (1 + len(COLUMNS)))]
         for name, row in sorted(self.cells.items()):
             lines.append(_line([f"`{name}`", *(_text(row[column], reasons) for column in COLUMNS)]))

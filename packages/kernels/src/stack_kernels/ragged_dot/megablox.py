@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import is_quantized
+from stack_kernels.ragged_dot.groups import cut, padded, zero_after
 from stack_kernels.supports import first_problem, takes_no, unquantized
 from stack_kernels.untyped import untyped
 
@@ -95,7 +95,7 @@ def _forward(
     *, lhs: Any, rhs: Any, group_sizes: Any, bias: None, wants: Any, config: GroupedTiles, interpret: Any
 ) -> tuple[Any, Mapping[str, Any]]:
     del bias, wants
-    return _multiply(lhs, rhs, _cut(group_sizes, len(lhs)), config, transposed=False, interpret=interpret), {}
+    return _multiply(lhs, rhs, cut(group_sizes, len(lhs)), config, transposed=False, interpret=interpret), {}
 
 
 def _backward(
@@ -110,7 +110,7 @@ def _backward(
     interpret: Any,
 ) -> Mapping[str, Any]:
     lhs, rhs = arrays["lhs"], arrays["rhs"]
-    sizes = _cut(arrays["group_sizes"], len(lhs))
+    sizes = cut(arrays["group_sizes"], len(lhs))
     found: dict[str, Any] = {}
     if "lhs" in wants:
         found["lhs"] = _multiply(cotangents, rhs, sizes, config, transposed=True, interpret=interpret)
@@ -138,8 +138,8 @@ def _multiply(rows: Any, matrices: Any, sizes: Any, config: GroupedTiles, *, tra
         transpose_rhs=transposed,
         interpret=interpret,
     )
-    found = _untyped(product, _padded(rows, tile), matrices, sizes)[: len(rows)]
-    return jnp.where(jnp.arange(len(rows))[:, None] < jnp.sum(sizes), found, 0)
+    found = _untyped(product, padded(rows, tile), matrices, sizes)[: len(rows)]
+    return zero_after(sizes, found)
 
 
 def _outer_products(lhs: Any, cotangent: Any, sizes: Any, config: GroupedTiles, *, interpret: Any) -> Any:
@@ -153,7 +153,7 @@ def _outer_products(lhs: Any, cotangent: Any, sizes: Any, config: GroupedTiles, 
         tiling=(tile, min(config.d_in, lhs.shape[1]), min(config.d_out, cotangent.shape[1])),
         interpret=interpret,
     )
-    return _untyped(product, _padded(lhs, tile).T, _padded(cotangent, tile), sizes)
+    return _untyped(product, padded(lhs, tile).T, padded(cotangent, tile), sizes)
 
 
 def _untyped(product: Any, *arrays: Any) -> Any:
@@ -161,18 +161,8 @@ def _untyped(product: Any, *arrays: Any) -> Any:
         return untyped(product, *arrays)
 
 
-def _cut(group_sizes: Any, rows: int) -> Any:
-    """The sizes in int32, without what exceeds the rows."""
-    ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows)
-    return jnp.diff(ends, prepend=0).astype(jnp.int32)
-
-
 def _rows_of_tile(rows: int, config: GroupedTiles) -> int:
     return min(config.rows, -(-rows // _SUBLANES) * _SUBLANES)
-
-
-def _padded(rows: Any, tile: int) -> Any:
-    return jnp.pad(rows, ((0, -len(rows) % tile), (0, 0)))
 
 
 MEGABLOX = megablox()

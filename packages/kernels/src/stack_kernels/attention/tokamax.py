@@ -1,0 +1,282 @@
+"""`attention` on Hopper and Blackwell: Tokamax's kernels in Mosaic-GPU, forward and backward.
+
+The kernels know neither sinks nor segments, and average all values for a query that may attend to none. Here segments
+become a mask, such queries get zeros, and sinks join the denominator afterwards: with the log-sum-exp that includes
+them, the kernel's own backward pass gives the gradients.
+"""
+
+import importlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from stack_core.abi import OpCall, OpImplementation
+from stack_core.hardware import Chip
+from stack_kernels import from_tokamax
+from stack_kernels.supports import first_problem
+
+__all__ = ["TOKAMAX", "HeadTiles"]
+
+_PLACE = "tokamax._src.ops.attention.pallas_mosaic_gpu"
+_DTYPES = ("bfloat16", "float16")
+_MOST_FEATURES = {("sm90", "forward"): 256, ("sm90", "backward"): 256, ("sm100", "forward"): 256}
+_MOST_OF_BLACKWELLS_GRADIENT = 128  # the shared memory of a block holds no more
+_SHARED_BYTES = 220 * 2**10
+_MOST_MASK_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class HeadTiles:
+    """How the kernel cuts a head.
+
+    Attributes:
+      queries: of a tile, for each of the warpgroups.
+      keys: of a tile; of a Blackwell's backward pass the smaller side of its tiles.
+      stages: tiles of keys that are fetched ahead.
+      persistent: forward: as many blocks as the chip has cores, each of which takes one tile after the other.
+    """
+
+    queries: int
+    keys: int
+    stages: int
+    persistent: bool
+
+
+def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
+    query, key, value = (call.arrays[name] for name in ("query", "key", "value"))
+    options, generation = call.options, _generation(chip)
+    features = max(query.shape[3], value.shape[3])
+    most = _MOST_FEATURES.get((generation, call.direction), _MOST_OF_BLACKWELLS_GRADIENT)
+    mask_bytes = _mask_bytes(call)
+    problems = {
+        f"it is for h100, h200 and b200, not {chip.kind}": generation not in ("sm90", "sm100"),
+        f"it takes {' or '.join(_DTYPES)}, not {query.dtype.name}": query.dtype.name not in _DTYPES,
+        "it takes one query_offset for all rows, known while tracing": "query_offset" in call.arrays,
+        f"a head has at most {most} features {call.direction}": features > most,
+        "it caps scores after the bias": call.arrays["bias"] is not None and options["softcap"] is not None,
+        "there is no query, no key or no value": query.size * key.size * value.size == 0,
+        f"a mask would take {mask_bytes} bytes": mask_bytes > _MOST_MASK_BYTES,
+    }
+    if call.direction == "backward":
+        problems["it takes no gradient of lse"] = options["return_lse"]
+        problems[f"{call.forward!r} hands it no lse"] = "lse" not in call.residuals
+    problems["a head has a multiple of 8 features"] = bool(query.shape[3] % 8 or value.shape[3] % 8)
+    if not any(problems.values()):
+        problems["no tile fits into shared memory"] = not list(_space(call, chip))
+    problems[str(from_tokamax.missing())] = from_tokamax.missing() is not None
+    return first_problem(problems)
+
+
+def _generation(chip: Chip) -> str:
+    return from_tokamax.GENERATIONS.get(chip.kind.partition("-")[0].lower(), "another")
+
+
+def _mask_bytes(call: OpCall) -> int:
+    (batch, q_seq), kv_seq, mask = call.arrays["query"].shape[:2], call.arrays["key"].shape[1], call.arrays["mask"]
+    of_segments = 0 if call.arrays["segment_ids"] is None else batch * q_seq * kv_seq
+    heads = 1 if mask is None else mask.shape[1]
+    return max(of_segments * heads, 0 if mask is None else mask.size)
+
+
+def _space(call: OpCall, chip: Chip) -> Iterator[HeadTiles]:
+    """Tiles that fit into shared memory, the ones that Tokamax begins with first."""
+    generation, backward = _generation(chip), call.direction == "backward"
+    if generation not in ("sm90", "sm100"):
+        return
+    causal = bool(call.options["causal"]) and call.options["window"] is None
+    rows = (128,) if generation == "sm100" else (64,) if backward else (64, 128)
+    columns = (64,) if backward and generation == "sm90" else (128, 64)
+    for queries in rows:
+        for keys in columns:
+            for stages in (2, 1) if backward or generation == "sm100" else (2, 3, 4):
+                tiles = HeadTiles(queries, keys, stages, not causal and generation == "sm90" and not backward)
+                if _shared_bytes(call, tiles, generation) <= _SHARED_BYTES:
+                    yield tiles
+
+
+def _shared_bytes(call: OpCall, tiles: HeadTiles, generation: str) -> int:
+    """An upper bound of the shared memory that a block of the kernel takes."""
+    of_key, of_value = (-(-call.arrays[name].shape[3] // 64) * 64 for name in ("query", "value"))
+    extras = sum(call.arrays[name] is not None for name in ("bias", "mask", "segment_ids"))
+    of_tile = tiles.keys * (of_key + of_value) * 2
+    if call.direction == "forward":
+        rows = tiles.queries * (2 if generation == "sm90" else 1)
+        of_stage = of_tile + extras * rows * tiles.keys * 2
+        return rows * of_key * 2 + tiles.stages * of_stage + (rows * of_value * 2 if tiles.persistent else 0)
+    if generation == "sm100":  # the larger of its two kernels
+        held = 128 * (of_key + of_value) * 2 + 2 * 128 * tiles.keys * 2
+        return held + tiles.stages * (of_tile + extras * 128 * tiles.keys * 2)
+    held = 2 * tiles.queries * (of_key + of_value) * 2 + 2 * tiles.queries * tiles.keys * 2
+    return held + tiles.stages * (of_tile + extras * 2 * tiles.queries * tiles.keys * 2)
+
+
+def _forward(
+    *, wants: frozenset[str], config: HeadTiles, return_lse: bool, **call: Any
+) -> tuple[Any, Mapping[str, Any]]:
+    library = importlib.import_module(_PLACE)
+    seen = _seen(call)
+
+    def attend(query: Any, key: Any, value: Any, bias: Any, limits: Any) -> Any:
+        return from_tokamax.run(
+            library.PallasMosaicGpuFlashAttention(),
+            _of_forward(library, config, value.shape[3]),
+            query,
+            key,
+            value,
+            **_options(call, bias, limits),
+            return_residuals=True,
+        )
+
+    operands = (call["query"], call["key"], call["value"], call["bias"], _limits(call))
+    output, (highest, total) = from_tokamax.on_arrays(attend, *operands)
+    lse = (highest + jnp.log(jnp.where(total == 0, 1, total))).swapaxes(1, 2)
+    lse, output = jnp.where(seen, lse, -math.inf), jnp.where(seen[..., None], output, 0)
+    if call["sinks"] is not None:
+        joined = jnp.logaddexp(lse, call["sinks"].astype(jnp.float32))
+        output, lse = (output * jnp.exp(lse - joined)[..., None]).astype(output.dtype), joined
+    return (output, lse) if return_lse else output, {"lse": lse}
+
+
+def _backward(
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    outputs: Any,
+    residuals: Mapping[str, Any],
+    cotangents: Any,
+    *,
+    wants: frozenset[str],
+    config: HeadTiles,
+) -> Mapping[str, Any]:
+    library = importlib.import_module(_PLACE)
+    call = {**arrays, **options}
+    seen, lse = _seen(call), residuals["lse"]
+    kept = jnp.where(seen, lse, 0).swapaxes(1, 2)  # a query that attends to no key has no weights at any lse
+    output, cotangent = (jnp.where(seen[..., None], x, 0).astype(x.dtype) for x in (outputs, cotangents))
+
+    def gradients(*operands: Any) -> Any:
+        output, cotangent, kept, query, key, value, bias, limits = operands
+        forward = library.PallasMosaicGpuFlashAttention()  # whose `bind` knows what is not given
+        settings = forward.bind(query, key, value, **_options(call, bias, limits)).kwargs
+        found, _ = from_tokamax.run(
+            library.vjp.PallasMosaicGpuFlashAttentionVjp(),
+            _of_backward(config),
+            (kept, jnp.ones_like(kept)),
+            output,
+            cotangent,
+            query,
+            key,
+            value,
+            **settings,
+        )
+        return tuple(found[name] for name in ("q", "k", "v", "bias") if found.get(name) is not None)
+
+    operands = (arrays[name] for name in ("query", "key", "value", "bias"))
+    names = ("query", "key", "value", "bias")
+    given = from_tokamax.on_arrays(gradients, output, cotangent, kept, *operands, _limits(call))
+    found = dict(zip(names, given, strict=False))
+    if "sinks" in wants:
+        shares = jnp.sum(outputs.astype(jnp.float32) * cotangents.astype(jnp.float32), axis=-1)
+        found["sinks"] = -jnp.sum(jnp.exp(arrays["sinks"].astype(jnp.float32) - lse) * shares, axis=(0, 1))
+    return {name: array for name, array in found.items() if name in wants}
+
+
+def _of_forward(library: Any, config: HeadTiles, features: int) -> Any:
+    if config.queries == 128 and not config.persistent and library.gpu_utils.is_sm100():
+        splits = 2 if features > 192 else 1
+        return library.ConfigSM100(
+            block_q=config.queries,
+            block_kv=config.keys,
+            num_stages=config.stages,
+            collective=False,
+            num_tma_splits=splits,
+        )
+    return library.ConfigSM90(
+        block_q=config.queries, block_kv=config.keys, num_stages=config.stages, persistent=config.persistent
+    )
+
+
+def _of_backward(config: HeadTiles) -> Any:
+    of_hopper = importlib.import_module("tokamax._src.ops.attention.pallas_mosaic_gpu_vjp_kernel_sm90")
+    of_blackwell = importlib.import_module("tokamax._src.ops.attention.pallas_mosaic_gpu_vjp_kernel_sm100")
+    made = of_blackwell.Config if config.queries == 128 else of_hopper.Config
+    return made(
+        block_q_dkv=config.keys if config.queries == 128 else config.queries,
+        block_kv_dkv=max(config.queries, config.keys),
+        block_q_dq=config.queries,
+        block_kv_dq=config.keys,
+        num_stages=config.stages,
+    )
+
+
+def _options(call: Mapping[str, Any], bias: Any, limits: Any) -> dict[str, Any]:
+    base = importlib.import_module("tokamax._src.ops.attention.base")
+    allowed, first, end = limits
+    is_causal = end is None and call["causal"]
+    return {
+        "logits_scale": call["scale"],
+        "logits_soft_cap": call["softcap"],
+        "bias": bias,
+        "mask": base.Mask(allowed, is_causal=is_causal, k_start=first, k_end=end),
+    }
+
+
+def _limits(call: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """A mask [batch, heads, q_seq, kv_seq], and the first key and the end of keys [batch, 1, q_seq] of each query.
+
+    Each is None where it says nothing. Where `causal` alone decides, as it is of equally many queries and keys, the
+    kernel is told so instead.
+    """
+    q_seq, kv_seq, mask = call["query"].shape[1], call["key"].shape[1], call["mask"]
+    if call["segment_ids"] is not None:
+        of_queries, of_keys = call["segment_ids"]
+        same = (of_queries[:, :, None] == of_keys[:, None, :])[:, None]
+        mask = same if mask is None else mask & same
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (*mask.shape[:2], q_seq, kv_seq))
+    left, right = call["window"] or (None, None)
+    lengths, offset = call["kv_lengths"], call["query_offset"]
+    if call["causal"]:
+        if left is None and right is None and offset == 0 and lengths is None:
+            return mask, None, None
+        right = 0 if right is None else min(right, 0)
+    place = jnp.arange(q_seq, dtype=jnp.int32) + offset
+    first = None if left is None else jnp.clip(place - left, 0, kv_seq)[None, None]
+    end = None if right is None else jnp.clip(place + right + 1, 0, kv_seq)[None, None]
+    if lengths is not None:
+        of_row = jnp.clip(lengths.astype(jnp.int32), 0, kv_seq)[:, None, None]
+        end = of_row if end is None else jnp.minimum(of_row, end)
+    return mask, first, end
+
+
+def _seen(call: Mapping[str, Any]) -> Any:
+    """Which queries may attend to any key, bool[batch, q_seq, heads], or of size 1 where an axis does not matter."""
+    mask, first, end = _limits(call)
+    q_seq, kv_seq = call["query"].shape[1], call["key"].shape[1]
+    first = jnp.zeros((1, 1, 1), jnp.int32) if first is None else first
+    end = jnp.full((1, 1, 1), kv_seq, jnp.int32) if end is None else end
+    if mask is None:
+        return jnp.broadcast_to(first < end, (*end.shape[:2], q_seq)).swapaxes(1, 2)
+    place = jnp.arange(kv_seq)
+    allowed = mask & (place >= first[..., None]) & (place < end[..., None])
+    if call["causal"]:
+        allowed &= place <= jnp.arange(q_seq)[:, None] + call["query_offset"]
+    return jnp.any(allowed, axis=3).swapaxes(1, 2)
+
+
+TOKAMAX = OpImplementation(
+    "attention",
+    "tokamax",
+    _forward,
+    _backward,
+    platforms=("gpu",),
+    supports=_supports,
+    default=lambda call, chip: next(_space(call, chip), None),
+    space=_space,
+    residuals=("lse",),
+    is_opaque=True,
+    exports=False,
+    priority=2,
+)

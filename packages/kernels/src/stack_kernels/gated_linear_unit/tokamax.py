@@ -1,0 +1,98 @@
+"""`gated_linear_unit` on Hopper and Blackwell: Tokamax's kernel in Mosaic-GPU, forward.
+
+It wants both weights in one array, [d_in, 2, d_out], and they are copied into one for each call: that costs more than
+the kernel saves where the weights are large beside the rows, so that it runs where it is named or was measured. Rows
+are padded to tiles. Its gradient would be XLA's: others give it.
+"""
+
+import importlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from stack_core.abi import OpCall, OpImplementation
+from stack_core.hardware import Chip
+from stack_core.ops.building import ACTIVATIONS, is_quantized
+from stack_kernels import from_tokamax
+from stack_kernels.supports import first_problem, takes_no, unquantized
+
+__all__ = ["TOKAMAX", "GateTile"]
+
+_PLACE = "tokamax._src.ops.gated_linear_unit.pallas_mosaic_gpu"
+_DTYPES = ("bfloat16", "float16")
+_ACTIVATIONS = ("silu", "relu", "sigmoid", "gelu_tanh")
+_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class GateTile:
+    """Rows, d_in and d_out of a tile, and how many tiles are fetched ahead."""
+
+    rows: int
+    d_in: int
+    d_out: int
+    stages: int
+
+
+def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
+    if (plain := unquantized(call, chip)) is not True:
+        return plain
+    if (refused := takes_no(call, "bias_gate", "bias_up", "limit")) is not True:
+        return refused
+    x, weight, options = call.arrays["x"], call.arrays["w_gate"], call.options
+    generation, absent = from_tokamax.GENERATIONS.get(chip.kind.partition("-")[0].lower()), from_tokamax.missing()
+    problems = {
+        f"it is for h100, h200 and b200, not {chip.kind}": generation not in ("sm90", "sm100"),
+        f"it takes {' or '.join(_DTYPES)}, not {x.dtype.name}": x.dtype.name not in _DTYPES,
+        f"its activations are {', '.join(_ACTIVATIONS)}, not {options['activation']!r}": options["activation"]
+        not in _ACTIVATIONS,
+        "it adds nothing to the second product": options["up_offset"] != 0,
+        "there is no row, or matrices are empty": x.size * weight.size == 0,
+        f"d_in and d_out are multiples of {_MULTIPLE}": any(size % _MULTIPLE for size in weight.shape),
+        str(absent): absent is not None,
+    }
+    return first_problem(problems)
+
+
+def _space(call: OpCall, chip: Chip) -> Iterator[GateTile]:
+    if is_quantized(call.arrays["w_gate"]):
+        return
+    for d_in in (64, 128):
+        if call.arrays["x"].shape[-1] % d_in == 0:
+            yield from (GateTile(128, d_in, 64, stages) for stages in (4, 2))
+
+
+def _forward(
+    *, x: Any, w_gate: Any, w_up: Any, activation: str, wants: frozenset[str], config: GateTile, **others: Any
+) -> tuple[Any, dict[str, Any]]:
+    del wants, others
+    library = importlib.import_module(_PLACE)
+    rows = x.reshape(-1, x.shape[-1])
+    whole = jnp.pad(rows, ((0, -len(rows) % config.rows), (0, 0)))
+
+    def product(rows: Any, w_gate: Any, w_up: Any) -> Any:
+        tiles = library.Config(
+            tile_m=config.rows, tile_n=config.d_out, tile_k=config.d_in, num_stages=config.stages, epi_tile_n=None
+        )
+        op = library.PallasMosaicGpuGatedLinearUnit()
+        return from_tokamax.run(op, tiles, rows, (w_gate, w_up), activation=ACTIVATIONS[activation])[0]
+
+    found = from_tokamax.on_arrays(product, whole, w_gate, w_up)[: len(rows)]
+    return found.reshape(*x.shape[:-1], math.prod(w_gate.shape[1:])), {}
+
+
+TOKAMAX = OpImplementation(
+    "gated_linear_unit",
+    "tokamax",
+    _forward,
+    platforms=("gpu",),
+    supports=_supports,
+    default=lambda call, chip: next(_space(call, chip), None),
+    space=_space,
+    is_opaque=True,
+    exports=False,
+    priority=-1,
+)

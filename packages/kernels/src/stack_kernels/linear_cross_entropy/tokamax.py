@@ -1,0 +1,182 @@
+"""`linear_cross_entropy` on TPUs: Tokamax's kernels in Mosaic-TPU, which hold a tile of the logits at a time.
+
+They know no row that is ignored, and take labels as they come. Here rows are padded to tiles and the losses come row by
+row, so that ignored rows get none and no gradient, the mean is over the others, and a label outside the vocabulary
+makes its loss NaN. On a mesh each device would compute a mean over all rows, so that it runs where it is named or was
+measured.
+"""
+
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from stack_core.abi import OWN, OpCall, OpImplementation
+from stack_core.hardware import Chip
+from stack_kernels import from_tokamax
+from stack_kernels.supports import first_problem, takes_no, unquantized
+
+__all__ = ["TOKAMAX", "LogitTile"]
+
+_PLACE = "tokamax._src.ops.linear_softmax_cross_entropy_loss.pallas_mosaic_tpu_kernel"
+_DTYPES = ("bfloat16", "float32")
+_ROWS, _LANES = 1024, 128
+_FEATURES = (512, 384, 256, 128)
+_WORDS = (2048, 1024, 512, 256, 128)
+_VMEM_BYTES = 48 * 2**20  # of the 64 MiB of a core with the least
+
+
+@dataclass(frozen=True)
+class LogitTile:
+    """Rows, features and words of a tile, multiples of 128."""
+
+    rows: int
+    embed: int
+    vocab: int
+
+
+def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
+    if (plain := unquantized(call, chip)) is not True:
+        return plain
+    if (refused := takes_no(call, "bias", "softcap")) is not True:
+        return refused
+    hidden, weight, options = call.arrays["hidden"], call.arrays["weight"], call.options
+    absent = from_tokamax.missing()
+    problems = {
+        f"it takes {' or '.join(_DTYPES)}, not {hidden.dtype.name}": hidden.dtype.name not in _DTYPES,
+        "it weighs no squared log-partition and spreads no target": options["z_loss"] != 0
+        or options["label_smoothing"] != 0,
+        "there is no row, or the head is empty": hidden.size * weight.size == 0,
+        f"embed is a multiple of {_LANES}": weight.shape[0] % _LANES != 0,
+        f"the vocabulary has {_LANES} words at least": weight.shape[1] < _LANES,
+        str(absent): absent is not None,
+    }
+    return first_problem(problems)
+
+
+def _space(call: OpCall, chip: Chip) -> Iterator[LogitTile]:
+    """Tiles that fit into VMEM, by the library's count of what its kernels hold; the largest first."""
+    (embed, vocab), itemsize = call.arrays["weight"].shape[-2:], call.arrays["hidden"].dtype.itemsize
+    for features in _FEATURES:
+        is_split_in_two = call.direction == "backward" and -(-embed // features) == 2  # it waits for itself then
+        if embed % features == 0 and not is_split_in_two:
+            for words in _WORDS:
+                if words < 2 * vocab and _held_bytes(features, words, itemsize, call.direction) <= _VMEM_BYTES:
+                    yield LogitTile(_ROWS, features, words)
+
+
+def _held_bytes(features: int, words: int, itemsize: int, direction: str) -> int:
+    of_features = 1 << (features - 1).bit_length()
+    if direction == "forward":
+        return 2 * (_ROWS + words) * of_features * itemsize + 24 * _ROWS + 16 * _ROWS * words
+    of_rows, of_words = _ROWS * (2 * itemsize + 16), words * (4 * itemsize + 16)
+    return of_features * (of_rows + of_words) + 24 * _ROWS + 12 * _ROWS * words + 384 * 2**10
+
+
+class _Rows(NamedTuple):
+    """Rows in whole tiles.
+
+    Attributes:
+      labels: in the vocabulary, whatever was given.
+      counts: which rows have a loss.
+      is_label: which labels are in the vocabulary.
+    """
+
+    hidden: Any
+    labels: Any
+    counts: Any
+    is_label: Any
+
+    @classmethod
+    def of(cls, hidden: Any, labels: Any, vocab: int, ignore_index: int, tile: int) -> "_Rows":
+        rows, given = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).astype(jnp.int32)
+        more = -len(rows) % tile
+        given = jnp.pad(given, (0, more), constant_values=ignore_index)
+        counts = (given != ignore_index) & (jnp.arange(len(given)) < len(rows))
+        labels = jnp.clip(given, 0, vocab - 1)
+        return cls(jnp.pad(rows, ((0, more), (0, 0))), labels, counts, labels == given)
+
+    def number(self) -> Any:
+        """Of the rows that have a loss, at least 1."""
+        return jnp.maximum(jnp.sum(self.counts), 1).astype(jnp.float32)
+
+
+def _forward(
+    *,
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    ignore_index: int,
+    reduction: str,
+    wants: frozenset[str],
+    config: LogitTile,
+    **others: Any,
+) -> tuple[Any, Mapping[str, Any]]:
+    rows = _Rows.of(hidden, labels, weight.shape[1], ignore_index, config.rows)
+    losses, lse = _losses(rows, weight, config)
+    losses = jnp.where(rows.counts, jnp.where(rows.is_label, losses, jnp.nan), 0)
+    kept = {OWN: lse} if OWN in wants else {}
+    if reduction == "none":
+        return losses[: labels.size].reshape(labels.shape), kept
+    total = jnp.sum(losses)
+    return (total / rows.number() if reduction == "mean" else total), kept
+
+
+def _backward(
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    outputs: Any,
+    residuals: Mapping[str, Any],
+    cotangents: Any,
+    *,
+    wants: frozenset[str],
+    config: LogitTile,
+) -> Mapping[str, Any]:
+    """Computes the log-partitions again where its own forward pass did not run or could not hand them on."""
+    hidden, weight, labels = (arrays[name] for name in ("hidden", "weight", "labels"))
+    rows = _Rows.of(hidden, labels, weight.shape[1], options["ignore_index"], config.rows)
+    lse = residuals[OWN] if OWN in residuals else _losses(rows, weight, config)[1]
+    if options["reduction"] == "none":
+        of_rows = jnp.pad(cotangents.reshape(-1), (0, -labels.size % config.rows))
+    else:
+        of_row = cotangents / rows.number() if options["reduction"] == "mean" else cotangents
+        of_rows = jnp.broadcast_to(of_row, rows.labels.shape)
+    of_rows = jnp.where(rows.counts, jnp.where(rows.is_label, of_rows, jnp.nan), 0).astype(jnp.float32)
+    library = importlib.import_module(_PLACE)
+    gradients = functools.partial(
+        library.linear_softmax_cross_entropy_loss_bwd_pallas_mosaic_tpu, **_blocks(config), reduction="none"
+    )
+    of_hidden, of_weight = from_tokamax.on_arrays(gradients, of_rows, lse, rows.hidden, rows.labels, weight)
+    of_hidden = of_hidden[: labels.size].reshape(hidden.shape).astype(hidden.dtype)
+    return {"hidden": of_hidden, "weight": of_weight.astype(weight.dtype)}
+
+
+def _losses(rows: _Rows, weight: Any, config: LogitTile) -> tuple[Any, Any]:
+    """The loss and the log-partition of each row."""
+    library = importlib.import_module(_PLACE)
+    losses = functools.partial(
+        library.linear_softmax_cross_entropy_loss_fwd_pallas_mosaic_tpu, **_blocks(config), reduction="none"
+    )
+    return from_tokamax.on_arrays(losses, rows.hidden, rows.labels, weight)
+
+
+def _blocks(config: LogitTile) -> dict[str, int]:
+    return {"b_block_size": config.rows, "h_block_size": config.embed, "v_block_size": config.vocab}
+
+
+TOKAMAX = OpImplementation(
+    "linear_cross_entropy",
+    "tokamax",
+    _forward,
+    _backward,
+    platforms=("tpu",),
+    supports=_supports,
+    default=lambda call, chip: None if unquantized(call, chip) is not True else next(_space(call, chip), None),
+    space=_space,
+    residuals=(OWN,),
+    is_opaque=True,
+    priority=-1,
+)

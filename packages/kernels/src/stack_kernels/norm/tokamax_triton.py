@@ -1,0 +1,159 @@
+"""`norm` on NVIDIA's GPUs: Tokamax's kernels in Triton, forward and backward, of rms and layer norms along any axis.
+
+They know no residual sum: it is formed before, and XLA fuses it with what computes its operands. The backward pass
+reads the kept reciprocal root mean square; of a layer norm it computes the mean again.
+"""
+
+import importlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stack_core.abi import OpCall, OpImplementation
+from stack_core.hardware import Chip
+from stack_kernels import from_tokamax
+from stack_kernels.supports import first_problem
+
+__all__ = ["TOKAMAX_TRITON", "NormBlock"]
+
+_PLACE = "tokamax._src.ops.normalization.triton"
+_DTYPES = ("bfloat16", "float16", "float32")
+_NUMBERS = 16_384  # of a block, which lies in a core's registers: a quarter of them
+_MOST = 65_536
+_WARPS = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class NormBlock:
+    """What a block norms at a time, powers of two.
+
+    Attributes:
+      rows: of the axes before the normed one.
+      columns: of the axes after it; 1 where there is none.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+
+
+def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
+    x, generation = call.arrays["x"], from_tokamax.GENERATIONS.get(chip.kind.partition("-")[0].lower())
+    absent = from_tokamax.missing("jax_triton", "triton")
+    problems = {
+        f"it is for a100, h100, h200 and b200, not {chip.kind}": generation is None,
+        f"it takes {' or '.join(_DTYPES)}, not {x.dtype.name}": x.dtype.name not in _DTYPES,
+        "there is nothing to norm": x.size == 0,
+    }
+    if x.size:
+        problems["a row does not fit into registers"] = not list(_space(call, chip))
+    if call.direction == "backward":
+        problems[f"{call.forward!r} hands it no inverse_rms"] = "inverse_rms" not in call.residuals
+    problems[str(absent)] = absent is not None
+    return first_problem(problems)
+
+
+def _space(call: OpCall, chip: Chip) -> Iterator[NormBlock]:
+    x, axis = call.arrays["x"], call.options["axis"]
+    size, rows = _power(x.shape[axis]), math.prod(x.shape[:axis])
+    after = math.prod(x.shape[axis:][1:])
+    columns = 1 if after == 1 else min(_power(after), 16)
+    if size * columns > (_MOST if call.direction == "forward" else _MOST // 2):
+        return
+    most = max(min(_NUMBERS // (size * columns), _power(rows), 8), 1)
+    warps = min(max(size * columns // 1024, 1), 8)
+    for of_block in (1, most):
+        yield from (NormBlock(of_block, columns, each) for each in sorted(_WARPS, key=lambda each: abs(each - warps)))
+
+
+def _power(size: int) -> int:
+    """The next power of two."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def _forward(
+    *, x: Any, scale: Any, offset: Any, residual: Any, wants: frozenset[str], config: NormBlock, **options: Any
+) -> tuple[Any, Mapping[str, Any]]:
+    library = importlib.import_module(_PLACE)
+    total = x if residual is None else x + residual
+
+    def normed(x: Any, scale: Any, offset: Any) -> Any:
+        op = library.TritonNormalization(input_output_alias=False)
+        y, (_, inverse) = from_tokamax.run(
+            op, _config(library, config), x, scale, offset, **_options(options), return_residuals=True
+        )
+        return y, inverse
+
+    y, inverse = from_tokamax.on_arrays(normed, total, scale, offset)
+    kept = {"inverse_rms": inverse} if "inverse_rms" in wants else {}
+    return (y if residual is None else (y, total)), kept
+
+
+def _backward(
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    outputs: Any,
+    residuals: Mapping[str, Any],
+    cotangents: Any,
+    *,
+    wants: frozenset[str],
+    config: NormBlock,
+) -> Mapping[str, Any]:
+    library = importlib.import_module(_PLACE)
+    has_sum = arrays["residual"] is not None
+    total = outputs[1] if has_sum else arrays["x"]
+    of_y = cotangents[0] if has_sum else cotangents
+    mean = None
+    if options["kind"] == "layer":
+        mean = jnp.mean(total.astype(jnp.float32), axis=options["axis"], keepdims=True)
+
+    def gradients(mean: Any, inverse: Any, of_y: Any, x: Any, scale: Any, offset: Any) -> Any:
+        def of_one(of_y: Any) -> Any:
+            kept, unread = (mean, inverse), of_y  # the output's place, which it does not read
+            op, blocks = library.TritonNormalizationVjp(), _config(library, config, of_gradient=True)
+            return from_tokamax.run(op, blocks, kept, unread, of_y, x, scale, offset, **_options(options))[0]
+
+        # It overwrites x, by what JAX cannot follow beside other derivatives, but where several cotangents share one x.
+        found = jax.tree.map(lambda each: each[0], jax.vmap(of_one)(of_y[None]))
+        return {name: one for name, one in zip(("x", "scale", "offset"), found, strict=True) if one is not None}
+
+    operands = (mean, residuals["inverse_rms"], of_y, total, arrays["scale"], arrays["offset"])
+    found = dict(from_tokamax.on_arrays(gradients, *operands))
+    if has_sum:
+        found["x"] = found["x"] + cotangents[1]
+        found["residual"] = found["x"]
+    return found
+
+
+def _config(library: Any, config: NormBlock, *, of_gradient: bool = False) -> Any:
+    made = (library.triton_vjp_config if of_gradient else library.triton_config).Config
+    return made(block_m=config.rows, block_n=None if config.columns == 1 else config.columns, num_warps=config.warps)
+
+
+def _options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "axis": options["axis"],
+        "epsilon": options["epsilon"],
+        "scale_offset": options["scale_offset"],
+        "subtract_mean": options["kind"] == "layer",
+    }
+
+
+TOKAMAX_TRITON = OpImplementation(
+    "norm",
+    "tokamax_triton",
+    _forward,
+    _backward,
+    platforms=("gpu",),
+    supports=_supports,
+    default=lambda call, chip: next(_space(call, chip), None),
+    space=_space,
+    residuals=("inverse_rms",),
+    is_opaque=True,
+    exports=False,
+    priority=2,
+)

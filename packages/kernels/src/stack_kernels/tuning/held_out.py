@@ -1,0 +1,114 @@
+"""How well published timings choose for models that they do not have: whole model shapes are held out in turn.
+
+Of each call that was timed with two implementations or more, the time of the one that is chosen from the timings of
+other models is compared with the fastest of them. Tokamax chooses by a fixed order, and so does what is compared with.
+"""
+
+import collections
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stack_core.hardware import Chip
+from stack_core.plugins import registries
+from stack_kernels.tuning.published import Timed, estimates
+from stack_kernels.tuning.shapes import CallShape
+
+__all__ = ["Distance", "Outcome", "distance_of", "outcomes", "seconds_off", "tokamaxs_order"]
+
+_MODEL_SIZES: Mapping[str, tuple[str, ...]] = {
+    "attention": ("heads", "kv_heads", "head_dim", "value_dim"),
+    "gated_linear_unit": ("d_in", "d_out"),
+    "linear_cross_entropy": ("embed", "vocab"),
+    "norm": ("features",),
+    "ragged_dot": ("groups", "d_in", "d_out"),
+}
+"""What a model fixes; it decides neither the batch nor the length. A gradient swaps d_in and d_out: both are sorted."""
+
+_ORDER = ("pallas_mosaic", "triton", "pallas_triton", "", "xla_chunked", "chunked_xla", "jax_nn")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one held-out call: the times of what two ways chose, over the fastest.
+
+    Attributes:
+      estimated: what each implementation was estimated to take, over what it took.
+    """
+
+    chip: str
+    op: str
+    direction: str
+    chosen: float
+    in_order: float
+    estimated: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Of several calls, how far the chosen is from the fastest.
+
+    Attributes:
+      within: the share of calls where it takes at most 5% longer.
+      mean: of its time over the fastest's.
+    """
+
+    calls: int
+    within: float
+    mean: float
+    worst: float
+
+
+def outcomes(timed: Sequence[Timed]) -> Iterator[Outcome]:
+    """Each call with at least two implementations, chosen from the timings of all other models on its chip."""
+    kinds: dict[tuple[str, str, str], dict[CallShape, Mapping[str, tuple[float, Any]]]] = collections.defaultdict(dict)
+    for case in timed:
+        kinds[case.chip, case.shape.op, case.direction][case.shape] = case.times
+    for (kind, op, direction), cases in sorted(kinds.items()):
+        chip: Chip = registries.chips[kind]
+        models = {shape: _model(shape) for shape in cases}
+        for model in sorted({models[shape] for shape, times in cases.items() if len(times) > 1}):
+            others = {shape: times for shape, times in cases.items() if models[shape] != model}
+            for shape, times in cases.items():
+                if models[shape] == model and len(times) > 1:
+                    found = {
+                        name: each.seconds for name, each in estimates(shape, others, chip).items() if name in times
+                    }
+                    yield _outcome((kind, op, direction), {name: s for name, (s, _) in times.items()}, found)
+
+
+def _outcome(kind: tuple[str, str, str], times: Mapping[str, float], found: Mapping[str, float]) -> Outcome:
+    fastest, first = min(times.values()), tokamaxs_order(times)
+    chosen = min(found, key=lambda name: found[name]) if found else first
+    off = {name: seconds / times[name] for name, seconds in found.items()}
+    return Outcome(*kind, times[chosen] / fastest, times[first] / fastest, off)
+
+
+def _model(shape: CallShape) -> tuple[Any, ...]:
+    sizes = dict(shape.sizes)
+    fixed = [sizes[name] for name in _MODEL_SIZES[shape.op]]
+    return (*fixed[:-2], *sorted(fixed[-2:])) if shape.op == "ragged_dot" else tuple(fixed)
+
+
+def tokamaxs_order(names: Mapping[str, Any]) -> str:
+    """What Tokamax tries first: Mosaic, of which the older on TPUs, then Triton, then XLA."""
+
+    def place(name: str) -> tuple[int, int]:
+        known = (number for number, word in enumerate(_ORDER) if word and name.startswith(word))
+        return next(known, _ORDER.index("")), int("v2" in name)
+
+    return min(sorted(names), key=place)
+
+
+def distance_of(found: Sequence[Outcome], of: Callable[[Outcome], float]) -> Distance:
+    """How far one way of choosing is from the fastest."""
+    ratios = [of(each) for each in found]
+    within = sum(ratio <= 1.05 for ratio in ratios) / len(ratios)
+    return Distance(len(ratios), within, sum(ratios) / len(ratios), max(ratios))
+
+
+def seconds_off(found: Sequence[Outcome]) -> tuple[float, float]:
+    """By what factor estimated seconds are off: the median, and what nine in ten are within."""
+    off = sorted(abs(math.log(ratio)) for each in found for ratio in each.estimated.values())
+    return math.exp(off[len(off) // 2]), math.exp(off[int(0.9 * len(off))])

@@ -1,0 +1,228 @@
+"""Chooses by timings that others published, for chips on which nothing was measured here.
+
+What an implementation takes for a call is what the chip's peaks allow, times how far it fell short of them where it was
+timed: the geometric mean over the timings of the same kind of call whose sizes are nearest, near ones counting more. An
+implementation with fewer than three timings of a kind is no candidate. `benchmarks/chooser_vs_tokamax.py` measures how
+well that chooses and how far off its seconds are; the figures stand in docs/accelerators.md.
+
+Measurements of `stack tune` go before: their table is asked first.
+"""
+
+import functools
+import gzip
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stack_core.abi import OpCall, OpImplementation, TunedChoice
+from stack_core.hardware import Chip
+from stack_core.plugins import registries
+from stack_kernels.tuning.lookup import duration, nearest_chip
+from stack_kernels.tuning.shapes import CallShape, shape_of
+from stack_kernels.tuning.tables import ChipName, decoded_config
+
+__all__ = ["PUBLISHED", "Estimate", "Published", "Timed", "estimates", "read"]
+
+PATH = Path(__file__).parents[1] / "published" / "tokamax.json.gz"
+_NEAREST = 8
+_FEWEST = 3
+_SPREAD = 0.3  # a timing at this distance counts a quarter of one at the very sizes
+_LEAST_S = 1e-6
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A call that was timed.
+
+    Attributes:
+      direction: "forward", "backward", or of ragged products "of lhs" and "of rhs", whose gradients are apart.
+      times: the implementations as their publisher names them, with seconds and the config as JSON has it.
+    """
+
+    chip: str
+    shape: CallShape
+    direction: str
+    times: Mapping[str, tuple[float, Any]]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of an implementation, and the nearest timing of it."""
+
+    seconds: float
+    timed_s: float
+    config: Any
+    shape: CallShape
+
+
+def read(path: Path = PATH) -> tuple[Timed, ...]:
+    """The timings of a file that `benchmarks/tokamax_timings.py` wrote."""
+    content = json.loads(gzip.decompress(path.read_bytes()))
+    return tuple(_timed(case) for case in content["cases"])
+
+
+def _timed(case: Mapping[str, Any]) -> Timed:
+    traits, sizes = (tuple(sorted(case[part].items())) for part in ("traits", "sizes"))
+    shape = CallShape(case["op"], traits, sizes, case["flops"], case["bytes"])
+    return Timed(case["chip"], shape, case["direction"], {name: (s, config) for name, s, config in case["times"]})
+
+
+def estimates(
+    shape: CallShape, timed: Mapping[CallShape, Mapping[str, tuple[float, Any]]], chip: Chip
+) -> dict[str, Estimate]:
+    """What each implementation takes for a call, from timings on one chip of calls in one direction."""
+    distances = [(other.distance(shape), other) for other in timed]
+    near = sorted(((far, other) for far, other in distances if far < math.inf), key=lambda pair: pair[0])
+    found: dict[str, Estimate] = {}
+    for name in {name for _, other in near for name in timed[other]}:
+        of_one = [(far, other, *timed[other][name]) for far, other in near if name in timed[other]]
+        if len(of_one) < _FEWEST:
+            continue
+        short = [
+            (1 / (far + _SPREAD) ** 2, math.log(s / _bound_s(other, chip))) for far, other, s, _ in of_one[:_NEAREST]
+        ]
+        shortfall = sum(weight * log for weight, log in short) / sum(weight for weight, _ in short)
+        _, nearest, timed_s, config = of_one[0]
+        found[name] = Estimate(_bound_s(shape, chip) * math.exp(shortfall), timed_s, config, nearest)
+    return found
+
+
+def _bound_s(shape: CallShape, chip: Chip) -> float:
+    """What the chip's peaks allow, of bfloat16 products; at least a microsecond."""
+    peak, bandwidth = chip.peak_flops["bfloat16"], chip.hbm_bandwidth_bytes_s
+    assert bandwidth is not None, f"the bandwidth of {chip.kind} is known"
+    return max(shape.flops / peak, shape.traffic_bytes / bandwidth, _LEAST_S)
+
+
+class Published:
+    """A `TunedTable` of published timings.
+
+    Args:
+      ours: by op and the publisher's name, our implementation, and what gives its config from the publisher's.
+    """
+
+    def __init__(self, source: str, path: Path, ours: Mapping[tuple[str, str], tuple[str, Any]]) -> None:
+        self._source, self._path, self._ours = source, path, ours
+
+    def lookup(
+        self,
+        call: OpCall,
+        chip: Chip,
+        *,
+        candidates: Mapping[str, OpImplementation],
+        forward: TunedChoice | None = None,
+    ) -> TunedChoice | None:
+        """What to use for one direction of a call; see `stack_core.contracts.tuning.TunedTable`."""
+        del forward  # gradients were timed alone
+        known = self._by_chip
+        near = nearest_chip(ChipName.of(chip), known) if _is_accelerator(chip) else None
+        if near is None or not candidates:
+            return None
+        found = {name: each for name, each in self._estimates(call, near).items() if name in candidates}
+        highest = max(candidate.priority for candidate in candidates.values())
+        if not found or any(name not in found for name, each in candidates.items() if each.priority == highest):
+            return None  # what was never timed may be faster than all that was
+        best = min(found, key=lambda name: found[name].seconds)
+        default = candidates[best].default
+        return TunedChoice(
+            best, self._config(found[best], default and default(call, chip)), self._reason(found[best], near, chip)
+        )
+
+    @functools.cached_property
+    def _by_chip(self) -> dict[ChipName, dict[tuple[str, str], dict[CallShape, Mapping[str, tuple[float, Any]]]]]:
+        found: dict[ChipName, dict[tuple[str, str], dict[CallShape, Mapping[str, tuple[float, Any]]]]] = {}
+        for case in sorted(read(self._path), key=lambda case: "bfloat16" in str(case.shape.traits)):  # these stay
+            of_chip = found.setdefault(ChipName.of(registries.chips[case.chip]), {})
+            of_chip.setdefault((case.shape.op, case.direction), {})[_plain(case.shape)] = case.times
+        return found
+
+    def _estimates(self, call: OpCall, chip: ChipName) -> dict[str, Estimate]:
+        timed = self._by_chip[chip].get((call.op, call.direction), {})
+        found = estimates(_plain(shape_of(call)), timed, registries.chips[chip.kind])
+        names = {theirs: ours for (op, theirs), (ours, _) in self._ours.items() if op == call.op}
+        translated = {theirs: self._ours[call.op, theirs][1] for theirs in names}
+        return {
+            names[theirs]: Estimate(each.seconds, each.timed_s, translated[theirs](each.config), each.shape)
+            for theirs, each in found.items()
+            if theirs in names
+        }
+
+    def _config(self, found: Estimate, default: Any) -> Any:
+        try:
+            return decoded_config(found.config, default)
+        except ValueError:
+            return None
+
+    def _reason(self, found: Estimate, near: ChipName, chip: Chip) -> str:
+        where = near.kind if near.kind == chip.kind else f"{near.kind}, like which {chip.kind} is taken to be"
+        return (
+            f"{self._source} published {duration(found.timed_s)} at {found.shape} on {where}; "
+            f"about {duration(found.seconds)} here"
+        )
+
+
+def _is_accelerator(chip: Chip) -> bool:
+    return chip.kind != "cpu" and "bfloat16" in chip.peak_flops and chip.hbm_bandwidth_bytes_s is not None
+
+
+def _plain(shape: CallShape) -> CallShape:
+    """With float16 as bfloat16, whose products take as long."""
+    traits = tuple(
+        (name, value.replace("bfloat16", "float16").replace("float16", "bfloat16")) for name, value in shape.traits
+    )
+    return CallShape(shape.op, traits, shape.sizes, shape.flops, shape.traffic_bytes)
+
+
+def _heads(config: Mapping[str, Any]) -> Any:
+    """Of Tokamax's attention; a tuned share of keys a block has is none of ours."""
+    if config.get("split_k", 1) != 1 or config.get("fold_q_sequence_heads", False) or "block_q" not in config:
+        return None
+    return {
+        "queries": config["block_q"],
+        "keys": config["block_kv"],
+        "stages": config["num_stages"],
+        "persistent": bool(config.get("persistent", False)),
+    }
+
+
+def _groups(config: Mapping[str, Any]) -> Any:
+    if "tile_m" in config:
+        sizes = [config[f"tile_{axis}"] or 0 for axis in ("m", "k", "n")]
+        return dict(zip(("rows", "d_in", "d_out"), sizes, strict=True)) | {
+            "stages": config.get("input_buffer_count", 2)
+        }
+    if config["split_k"] != 1:
+        return None
+    found = {
+        "rows": config["block_m"],
+        "d_in": config["block_k"],
+        "d_out": config["block_n"],
+        "stages": config["num_stages"],
+    }
+    return found | ({"warps": config["num_warps"]} if "num_warps" in config else {})
+
+
+def _norms(config: Mapping[str, Any]) -> Any:
+    return {"rows": config["block_m"], "columns": config["block_n"] or 1, "warps": config["num_warps"]}
+
+
+def _none(config: Any) -> None:
+    return None
+
+
+# Not the gated unit, whose weights lay in one array where it was timed: ours are copied into one for each call.
+_TOKAMAX: Mapping[tuple[str, str], tuple[str, Any]] = {
+    ("attention", "pallas_mosaic_gpu_flash_attention"): ("tokamax", _heads),
+    ("attention", "jax_nn_dot_product_attention"): ("cudnn", _none),
+    ("norm", "normalization"): ("reference", _none),
+    ("norm", "triton_normalization"): ("tokamax_triton", _norms),
+    ("ragged_dot", "pallas_mosaic_gpu_ragged_dot"): ("tokamax_mosaic_gpu", _groups),
+    ("ragged_dot", "triton_ragged_dot"): ("tokamax_triton", _groups),
+    ("ragged_dot", "pallas_mosaic_tpu_ragged_dot"): ("tokamax_v1", _groups),
+    ("ragged_dot", "pallas_mosaic_tpu_v2_ragged_dot"): ("tokamax_v2", _groups),
+}
+PUBLISHED = Published("Tokamax 0.0.17", PATH, _TOKAMAX)
+"""The timings in Tokamax's wheel (Apache-2.0, see published/NOTICE), which this package registers."""

@@ -1,0 +1,191 @@
+"""What every implementation says of random calls on eight chips, and whether what it accepts compiles for them.
+
+`supports` answers from shapes and the chip, in words; it never raises, and its default config is among those it takes.
+The calls are those of `random_calls.py`, and larger ones in the tiles that kernels want.
+"""
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core import ops
+from stack_core.abi import OWN, OpCall, OpImplementation
+from stack_core.hardware import use_chip, use_target
+from stack_core.plugins import registries
+from stack_core.testing import Quantized, first_call
+from stack_kernels.from_tokamax import missing
+from stack_kernels.laboratory.programs import kernels_of
+from stack_kernels.laboratory.table import is_of_tokamax
+from stack_kernels.laboratory.without_cudnn import cudnn_taken_for_granted
+from stack_kernels.laboratory.without_tokamax import tokamax_taken_for_granted
+from stack_kernels.laboratory.worker import target_of
+
+from .random_calls import OPS
+
+CHIPS = ("a100-80gb", "h100", "h200", "b200", "v5e", "v5p", "v6e", "v7x")
+PLATFORMS = {chip: "tpu" if chip.startswith("v") else "gpu" for chip in CHIPS}
+DTYPES = ("bfloat16", "float32", "float16")
+SCALES = (1, 1, 2, 8, 16, 64, 128)
+
+
+def implementations(op: str) -> list[OpImplementation]:
+    found = sorted(entry.name for entry in registries.ops.entries() if entry.provider == "kernels")
+    return [registries.ops[name] for name in found if name.startswith(f"{op}/")]
+
+
+@functools.cache
+def calls(op: str, count: int) -> tuple[OpCall, ...]:
+    """Random calls in both directions, as `supports` sees them."""
+    plain = [_call(op, number) for number in range(count)]
+    drawn = [*plain, *(again for call in plain[: count // 5] for again in _quantized(call))]
+    return tuple(each for call in drawn for each in _directions(call))
+
+
+def _call(op: str, number: int) -> OpCall:
+    rng = np.random.default_rng([zlib.crc32(op.encode()), number])
+    signature = OPS[op](rng)
+    arrays = jax.eval_shape(lambda: signature.draw(np.random.default_rng(0), DTYPES[number % 3]))
+    scale = int(rng.choice(SCALES))
+    call = first_call(lambda arrays: getattr(ops, op)(**arrays, **signature.options), arrays)
+    return call if scale == 1 else _grown(call, scale)
+
+
+def _quantized(call: OpCall) -> Iterator[OpCall]:
+    """The call again with each of its matrices in int8, a scale for each column."""
+    for name in ("weight", "w_gate", "rhs"):
+        if (array := call.arrays.get(name)) is not None and hasattr(array, "shape") and array.size:
+            codes, scale = np.zeros(array.shape, np.int8), np.zeros((*array.shape[:-2], 1, array.shape[-1]), np.float32)
+            yield dataclasses.replace(call, arrays={**call.arrays, name: Quantized(codes, scale)})
+
+
+def _grown(call: OpCall, scale: int) -> OpCall:
+    """With each axis but those of size 1 `scale` times as long; quantized operands stay, and with them the call."""
+    if any(hasattr(type(x), "__stack_qview__") for x in call.arrays.values()):
+        return call
+    longer = lambda x: jax.ShapeDtypeStruct(tuple(size if size == 1 else size * scale for size in x.shape), x.dtype)
+    return dataclasses.replace(call, arrays=jax.tree.map(longer, dict(call.arrays)))
+
+
+def _directions(call: OpCall) -> Iterator[OpCall]:
+    yield call
+    named = ("lse", "inverse_rms", "gate", "up", OWN)
+    for residuals in ((), named):
+        yield dataclasses.replace(call, direction="backward", forward="reference", residuals=residuals)
+
+
+def check_answers(op: str, chip: str, count: int) -> None:
+    found = registries.chips[chip]
+    with use_chip(found), tokamax_taken_for_granted():
+        for implementation in implementations(op):
+            if implementation.platforms is not None and PLATFORMS[chip] not in implementation.platforms:
+                continue
+            for call in calls(op, count):
+                config = implementation.default and implementation.default(call, found)
+                answer = implementation.supports(call, found, config)
+                assert answer is True or (isinstance(answer, str) and answer), f"{op}/{implementation.name}: {answer!r}"
+                if answer is True and implementation.default is not None:
+                    assert config is not None, f"{op}/{implementation.name} takes {call} without a config"
+                    for each in implementation.space(call, found):
+                        assert type(each) is type(config)
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_it_answers_random_calls_on_every_chip(op: str) -> None:
+    for chip in CHIPS:
+        check_answers(op, chip, 15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_it_answers_a_thousand_random_calls_on_every_chip(op: str) -> None:
+    for chip in CHIPS:
+        check_answers(op, chip, 1000)
+
+
+def accepted(implementation: OpImplementation, chip: str, count: int) -> list[tuple[int, OpCall]]:
+    """The first calls that it takes forward, of many."""
+    found: list[tuple[int, OpCall]] = []
+    chosen = registries.chips[chip]
+    with use_chip(chosen), cudnn_taken_for_granted():
+        for number in range(40 * count):
+            call = _call(implementation.op, number)
+            config = implementation.default and implementation.default(call, chosen)
+            if implementation.supports(call, chosen, config) is True:
+                found.append((number, call))
+            if len(found) == count:
+                break
+    return found
+
+
+def check_compiles(chip: str, count: int) -> None:
+    target = target_of(chip)
+    place = jax.sharding.SingleDeviceSharding(target.devices[0])
+    problems, tried = [], 0
+    for implementation in (each for op in sorted(OPS) for each in implementations(op)):
+        name = f"{implementation.op}/{implementation.name}"
+        if PLATFORMS[chip] not in (implementation.platforms or ()) or (is_of_tokamax(name) and missing() is not None):
+            continue
+        for number, call in accepted(implementation, chip, count):
+            tried += 1
+            arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), dict(call.arrays))
+            try:
+                with cudnn_taken_for_granted(), use_target(target):
+                    compiled = jax.jit(_value_and_gradients(call, implementation)).lower(arrays).compile()
+                assert kernels_of(compiled.as_text() or ""), "the program calls no kernel"
+            except Exception as error:  # compilers fail in any way
+                problems.append(f"{name} on {chip}, call {number}: {type(error).__name__}: {str(error)[:300]}\n{call}")
+    assert tried, f"nothing takes a call on {chip}"
+    assert not problems, "\n".join(problems)
+
+
+def _value_and_gradients(call: OpCall, implementation: OpImplementation) -> Any:
+    """Of the floating operands, by its own backward pass where it has one for this call."""
+    moving = [name for name, x in call.arrays.items() if x is not None and _is_floating(x)]
+    function = getattr(ops, call.op)
+
+    def total(moved: Any, arrays: Any) -> Any:
+        options = {name: value for name, value in call.options.items() if name != "scale" or call.op == "attention"}
+        given = {name: x for name, x in {**arrays, **moved}.items() if x is not None}
+        result = function(**given, **options, implementation=implementation.name)
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(result))
+
+    if implementation.backward is None:
+        return lambda arrays: total({}, arrays)
+    return lambda arrays: jax.value_and_grad(total)({name: arrays[name] for name in moving}, arrays)
+
+
+def _is_floating(array: Any) -> bool:
+    return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(array))
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("chip", [chip for chip in CHIPS if chip.startswith("v")])
+def test_a_few_accepted_calls_compile_for_a_tpu(chip: str) -> None:
+    check_compiles(chip, 2)
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("chip", ["h100"])
+def test_a_few_accepted_calls_compile_for_a_gpu(chip: str) -> None:
+    check_compiles(chip, 2)  # Mosaic-GPU compiles for one chip a process
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("chip", [chip for chip in CHIPS if chip.startswith("v")])
+def test_sixty_accepted_calls_compile_for_a_tpu(chip: str) -> None:
+    check_compiles(chip, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("chip", ["a100-80gb", "h100", "h200", "b200"])
+def test_sixty_accepted_calls_compile_for_a_gpu(chip: str) -> None:
+    check_compiles(chip, 60)

@@ -267,7 +267,12 @@ def _drawn(
     tokens = jnp.where(is_drawn, _draw(weights, settings, generated), best)
 
     def sampled() -> jax.Array:
-        bound = jnp.maximum(_top_p_bound(weights, settings.top_p), jnp.finfo(jnp.float32).tiny)
+        bound = lax.cond(
+            jnp.any(settings.top_p < 1),
+            lambda: _top_p_bound(weights, settings.top_p),
+            lambda: jnp.zeros(len(weights), jnp.float32),
+        )
+        bound = jnp.maximum(bound, jnp.finfo(jnp.float32).tiny)
         return jnp.where(is_drawn[:, None], weights >= bound[:, None], _is_token(best, lower.shape[1]))
 
     kept = sampled() if candidates else None

@@ -195,9 +195,13 @@ def _programs(scheme: Scheme, params: Any, x: Any) -> dict[str, tuple[Callable[.
     plain = functools.partial(program, jnp.matmul)
     activations = None if scheme.activations is None else scheme.activations[1]
     rule = Rule(path=".*", weights=scheme.weights[1], activations=activations, tile_size=scheme.tile)
-    ours, quantized, _ = quantize_function(plain, params, [rule], (x,))
+    ours = quantize_function(plain, params, [rule], (x,))
     by_qwix = jax.tree.map(_by_qwix(scheme.weights[0], 0, scheme.tile), params)
-    return {OURS: (ours, quantized), QWIX: (functools.partial(program, theirs), by_qwix), FLOAT: (plain, params)}
+    return {
+        OURS: (ours.apply, ours.params),
+        QWIX: (functools.partial(program, theirs), by_qwix),
+        FLOAT: (plain, params),
+    }
 
 
 def _by_qwix(kind: str, axis: int, tile: int | None) -> Callable[[Any], Any]:

@@ -67,12 +67,12 @@ def main() -> None:
             if rules[0].static_ranges and fn is in_shard_map and jax.__version__.startswith("0.11."):
                 continue  # XLA of jax 0.11.2 crashes as it compiles what measures; needs jax 0.10 or 0.12
             stream = {"stream": [(tokens,)]} if rules[0].static_ranges else {}
-            one, of_one, _ = quantize_function(fn, jax.tree.map(jnp.asarray, params), rules, (tokens,), **stream)
-            many, of_many, _ = quantize_function(fn, spread, rules, (apart,), **stream)
-            check_shardings(name, of_many, shardings)
+            one = quantize_function(fn, jax.tree.map(jnp.asarray, params), rules, (tokens,), **stream)
+            many = quantize_function(fn, spread, rules, (apart,), **stream)
+            check_shardings(name, many.params, shardings)
             if rules[0].static_ranges and fn is in_shard_map:
                 assert many.ranges["head"].high.tolist() == [np.abs(params["embedding"][tokens]).max()]
-            found, expected = jax.jit(many)(of_many, apart), jax.jit(one)(of_one, tokens)
+            found, expected = jax.jit(many.apply)(many.params, apart), jax.jit(one.apply)(one.params, tokens)
             difference = float(jnp.abs(np.asarray(found) - np.asarray(expected)).max())
             # Sums in other orders take an activation to the next code now and then.
             assert difference < (0.02 if rules[0].activations else 1e-5), (fn.__name__, name, difference)

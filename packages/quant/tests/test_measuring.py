@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from stack_core import ops
 from stack_quant.conversion import quantize
 from stack_quant.errors import QuantError, RuleError
-from stack_quant.model import quantize_function, quantize_model
+from stack_quant.model import quantize_function, quantize_model, report
 from stack_quant.qarray import dequantize
 from stack_quant.rules import Rule
 from stack_quant.scales import Range
@@ -39,7 +39,7 @@ def product(w: Any, x: Any) -> Any:
 
 
 def measured(fn: Any, params: Any, *args: Any, rules: Any = None, stream: Any = STREAM, **options: Any) -> Any:
-    quantized, _, _ = quantize_function(fn, params, rules or static(), args, stream=stream, **options)
+    quantized = quantize_function(fn, params, rules or static(), args, stream=stream, **options)
     return {site: np.asarray(span.high) for site, span in quantized.ranges.items()}
 
 
@@ -49,16 +49,16 @@ def largest(arrays: Any) -> Any:
 
 def test_a_range_that_was_measured_at_one_size_serves_another() -> None:
     wide = [(batch(seed, 4, 128),) for seed in range(4)]
-    quantized, params, report = quantize_function(product, W, static(), wide[0], stream=wide)
+    quantized = quantize_function(product, W, static(), wide[0], stream=wide)
     (site, span), *_ = quantized.ranges.items()
     assert (site, span.low, span.high.shape) == ("", None, (1,))
     assert float(span.high[0]) == largest(x for (x,) in wide)
     x = batch(9, 1, 4) / 8
-    found = jax.jit(quantized)(params, x)
+    found = jax.jit(quantized.apply)(quantized.params, x)
     codes = quantize(x, ArraySpec(), range=Range(None, span.high.reshape(1, 1, 1)))
-    np.testing.assert_allclose(found, dequantize(codes) @ dequantize(params), rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(quantized(params, 1e8 * x), quantized(params, 1e9 * x))  # all is beyond the range
-    assert [row.operands for row in report.operations] == [("int8 static", "int8")]
+    np.testing.assert_allclose(found, dequantize(codes) @ dequantize(quantized.params), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(quantized(1e8 * x), quantized(1e9 * x))  # all is beyond the range
+    assert [row.operands for row in report(quantized).operations] == [("int8 static", "int8")]
 
 
 @pytest.mark.parametrize(
@@ -89,11 +89,11 @@ def test_so_many_batches_are_taken_and_no_more() -> None:
 
 def test_an_asymmetric_range_and_one_of_each_tile() -> None:
     rules = static(activation_calibration="minmax")
-    quantized, params, _ = quantize_function(product, W, rules, (BATCHES[0],), stream=[(x + 3,) for x in BATCHES])
+    quantized = quantize_function(product, W, rules, (BATCHES[0],), stream=[(x + 3,) for x in BATCHES])
     span = quantized.ranges[""]
     assert span.low.shape == (1,) and float(span.high[0]) == pytest.approx(3 + max(float(x.max()) for x in BATCHES))
     x = BATCHES[2] + 3
-    np.testing.assert_allclose(quantized(params, x), x @ W, atol=0.5)
+    np.testing.assert_allclose(quantized(x), x @ W, atol=0.5)
     tiled = measured(product, W, BATCHES[0], rules=static(tile_size=4))[""]
     parts = np.concatenate([x.reshape(-1, 4, 4) for x in BATCHES])
     np.testing.assert_array_equal(tiled, np.abs(parts).max(axis=(0, 2)))
@@ -110,10 +110,10 @@ def test_layers_of_a_scan_have_ranges_of_their_own() -> None:
     for layer in (2, 1, 0):
         expected.insert(0, largest([2 * x]))
         x = jnp.tanh(ops.linear(2 * x, STACK[layer]))
-    quantized, params, _ = quantize_function(layers, STACK, static(), (x,), stream=STREAM[:1])
+    quantized = quantize_function(layers, STACK, static(), (x,), stream=STREAM[:1])
     assert quantized.ranges[""].high.shape == (3, 1)
     np.testing.assert_allclose(quantized.ranges[""].high[:, 0], expected, rtol=1e-5)
-    difference = jnp.linalg.norm(quantized(params, BATCHES[0]) - layers(STACK, BATCHES[0]))
+    difference = jnp.linalg.norm(quantized(BATCHES[0]) - layers(STACK, BATCHES[0]))
     assert 0 < difference < 0.05 * jnp.linalg.norm(layers(STACK, BATCHES[0]))
 
 
@@ -147,10 +147,10 @@ INSIDE = {
 @pytest.mark.parametrize("where", INSIDE)
 def test_a_range_is_measured_wherever_the_product_is(where: str) -> None:
     fn = INSIDE[where]
-    quantized, params, _ = quantize_function(fn, W, static(), (BATCHES[0],), stream=STREAM)
+    quantized = quantize_function(fn, W, static(), (BATCHES[0],), stream=STREAM)
     assert quantized.ranges[""].high.tolist() == [largest(BATCHES)]
-    plain, plain_params, _ = quantize_function(product, W, static(), (BATCHES[0],), stream=STREAM)
-    np.testing.assert_allclose(jax.jit(quantized)(params, BATCHES[1]), plain(plain_params, BATCHES[1]), rtol=1e-5)
+    plain = quantize_function(product, W, static(), (BATCHES[0],), stream=STREAM)
+    np.testing.assert_allclose(jax.jit(quantized.apply)(quantized.params, BATCHES[1]), plain(BATCHES[1]), rtol=1e-5)
 
 
 def test_all_trips_of_a_while_loop_share_a_range() -> None:
@@ -214,16 +214,16 @@ def test_other_layers_around_a_parameter_are_refused() -> None:
 
 def test_shapes_have_shapes_of_ranges() -> None:
     shape = jax.ShapeDtypeStruct(STACK.shape, "float32")
-    quantized, _, _ = quantize_function(layers, shape, static(), (BATCHES[0],))
+    quantized = quantize_function(layers, shape, static(), (BATCHES[0],))
     assert quantized.ranges[""].high == jax.ShapeDtypeStruct((3, 1), jnp.float32)
 
 
 def test_training_finds_them_at_each_call() -> None:
-    quantized, params, _ = quantize_function(product, W, static(), (BATCHES[0],), method="qat")
+    quantized = quantize_function(product, W, static(), (BATCHES[0],), method="qat")
     codes = quantize(BATCHES[0], ArraySpec())
     weight = quantize(W, ArraySpec(channel_axes=(1,)))
     expected = dequantize(codes) @ dequantize(weight)
-    np.testing.assert_allclose(quantized(params, BATCHES[0]), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(quantized(BATCHES[0]), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(RuleError, match="method 'qt' finds the range of each row at each step"):
         quantize_function(product, W, static(), (BATCHES[0],), method="qt")
 

@@ -14,7 +14,7 @@ import pytest
 
 from stack_core.errors import ArgumentError, ShapeError, UnknownName
 from stack_quant.errors import QuantError
-from stack_quant.model import quantize_function, quantize_model, report
+from stack_quant.model import QuantizedModel, quantize_function, quantize_model, report
 from stack_quant.rules import Rule
 
 RULES = [Rule(path="kernel|embedding", weights="int8")]
@@ -70,6 +70,25 @@ def test_a_callable_pytree_that_was_trained_is_quantized_as_it_was() -> None:
     assert (row.scheme, report(quantized).method) == ("int8", "ptq")
 
 
+def product(params: Any, x: Any) -> Any:
+    return x @ params["kernel"]
+
+
+def test_a_function_with_its_parameters_is_a_model_like_any_other() -> None:
+    params = {"kernel": jax.random.normal(jax.random.key(1), (16, 8))}
+    quantized, of_pytree = quantize_function(product, params, RULES, (X,)), quantize_model(Net(X.T), RULES, X)
+    assert isinstance(quantized, QuantizedModel) and isinstance(of_pytree, QuantizedModel)
+    assert report(quantized).bytes_after < report(quantized).bytes_before
+    found = jax.jit(lambda model, x: model(x))(quantized, X)
+    np.testing.assert_array_equal(found, jax.jit(quantized.apply)(quantized.params, X))
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(quantized))(X), quantized(X))
+    trained = quantize_function(quantized, params, RULES, (X,), method="qat")
+    assert trained.function is product and report(trained).method == "qat"
+    of_model = jax.grad(lambda model: jnp.sum(model(X)))(trained).params
+    of_params = jax.grad(lambda params: jnp.sum(trained.apply(params, X)))(params)
+    np.testing.assert_array_equal(of_model["kernel"], of_params["kernel"])
+
+
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(QuantError, match=r"neither an nnx\.Module nor a callable pytree"):
         quantize_model({"kernel": X}, RULES, X)
@@ -86,9 +105,9 @@ def test_values_that_are_not_finite_are_named_by_path() -> None:
 def test_shapes_are_enough() -> None:
     shape = jax.ShapeDtypeStruct((16, 8), "float32")
     fn = lambda p, x: x @ p["kernel"]
-    _, params, found = quantize_function(fn, {"kernel": shape}, RULES, (jax.ShapeDtypeStruct((2, 16), "float32"),))
-    assert params["kernel"].shape == (16, 8)
-    assert found.bytes_after == 16 * 8 + 4 * 8
+    planned = quantize_function(fn, {"kernel": shape}, RULES, (jax.ShapeDtypeStruct((2, 16), "float32"),))
+    assert planned.params["kernel"].shape == (16, 8)
+    assert report(planned).bytes_after == 16 * 8 + 4 * 8
 
 
 def test_what_was_planned_from_shapes_is_quantized_part_by_part() -> None:
@@ -97,11 +116,11 @@ def test_what_was_planned_from_shapes_is_quantized_part_by_part() -> None:
     fn = lambda p, x: (x @ p["up"]["kernel"] + p["up"]["bias"]) @ p["down"]
     rules = [Rule(path="up", weights="int4", tile_size=4), Rule(path="down", weights="int8")]
     shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), params)
-    planned, _, _ = quantize_function(fn, shapes, rules, (X,))
-    _, whole, _ = quantize_function(fn, params, rules, (X,))
+    planned = quantize_function(fn, shapes, rules, (X,))
+    whole = quantize_function(fn, params, rules, (X,))
     streamed = {path: planned.quantization.quantize(path, part) for path, part in params.items()}
-    jax.tree.map(np.testing.assert_array_equal, streamed, whole)
-    np.testing.assert_array_equal(planned(streamed, X), planned(whole, X))
+    jax.tree.map(np.testing.assert_array_equal, streamed, whole.params)
+    np.testing.assert_array_equal(planned.apply(streamed, X), planned.apply(whole.params, X))
     with pytest.raises(ShapeError, match=r"down: an array of shape \[4, 8\], .* planned with \[8, 4\]"):
         planned.quantization.quantize("down", jnp.ones((4, 8)))
     with pytest.raises(UnknownName, match=r"'up/kernal'.* 'up/kernel'"):
@@ -112,8 +131,8 @@ def test_half_precision_of_little_spread_survives() -> None:
     w = (0.01 * jax.random.normal(jax.random.key(2), (64, 32))).astype(jnp.float16)
     fn = lambda p, x: x @ p["kernel"]
     eye = jnp.eye(64, dtype=jnp.float16)
-    quantized, params, _ = quantize_function(fn, {"kernel": w}, RULES, (eye,))
-    assert error(quantized(params, eye).astype(jnp.float32), w.astype(jnp.float32)) <= 0.0075
+    quantized = quantize_function(fn, {"kernel": w}, RULES, (eye,))
+    assert error(quantized(eye).astype(jnp.float32), w.astype(jnp.float32)) <= 0.0075
 
 
 def test_on_eight_devices() -> None:

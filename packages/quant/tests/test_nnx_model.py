@@ -207,8 +207,8 @@ def test_a_linen_module_is_a_function_of_its_variables() -> None:
     tokens = jnp.array([[1, 2, 3]])
     net = Net()
     variables = net.init(jax.random.key(0), tokens)
-    apply, quantized, found = quantize_function(net.apply, variables, RULES, (tokens,))
-    shapes = {row.path: row.scale_shape for row in found.parameters}
+    quantized = quantize_function(net.apply, variables, RULES, (tokens,))
+    shapes = {row.path: row.scale_shape for row in report(quantized).parameters}
     assert shapes["params/Embed_0/embedding"] == (12, 1)
     assert shapes["params/Dense_0/kernel"] == (1, 16)
-    assert error(jax.jit(apply)(quantized, tokens), net.apply(variables, tokens)) < 0.02
+    assert error(jax.jit(quantized.apply)(quantized.params, tokens), net.apply(variables, tokens)) < 0.02

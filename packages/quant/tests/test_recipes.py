@@ -9,7 +9,7 @@ from stack_core.config import parse
 from stack_core.errors import ConfigError, ShapeError, UnknownName
 from stack_core.plugins import registries
 from stack_quant.errors import RuleError
-from stack_quant.model import quantize_function
+from stack_quant.model import quantize_function, report
 from stack_quant.recipes import as_rules, load_recipe, recipe_names
 from stack_quant.rules import Rule
 from stack_quant.section import QuantConfig, Quantization
@@ -33,10 +33,10 @@ def forward(params, tokens):
 def test_a_recipe_quantizes_what_its_name_says(name: str) -> None:
     params = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in SHAPES.items()}
     tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-    _, _, report = quantize_function(forward, params, name, (tokens,))
-    schemes = {row.path: row.scheme for row in report.parameters if not row.reason}
+    quantized = quantize_function(forward, params, name, (tokens,))
+    schemes = {row.path: row.scheme for row in report(quantized).parameters if not row.reason}
     assert schemes == SCHEMES[name]
-    computed = {row.computed for row in report.operations if "layers/up" in row.paths}
+    computed = {row.computed for row in report(quantized).operations if "layers/up" in row.paths}
     assert computed == {"quantized" if name in ("w8a8", "w4a8", "fp8") else "dequantized"}
 
 
@@ -45,11 +45,11 @@ def test_a_recipe_quantizes_what_its_name_says(name: str) -> None:
 def test_a_recipe_takes_the_largest_tile_that_divides_and_says_so(name: str, entries: int, tile: int) -> None:
     weight, x = jax.random.normal(jax.random.key(0), (entries, 16)), jnp.ones((2, entries))
     fn = lambda params, x: x @ params["up"]
-    apply, quantized, report = quantize_function(fn, {"up": weight}, name, (x,))
-    (row,) = report.parameters
+    quantized = quantize_function(fn, {"up": weight}, name, (x,))
+    (row,) = report(quantized).parameters
     assert row.scale_shape == (entries // tile, 16) and row.scheme.startswith("int4")
-    assert f"{tile} entries share a scale: the tile_size of rule 1 does not divide its axes" in str(report)
-    assert apply(quantized, x).shape == (2, 16)
+    assert f"{tile} entries share a scale: the tile_size of rule 1 does not divide its axes" in str(report(quantized))
+    assert quantized(x).shape == (2, 16)
     with pytest.raises(ShapeError, match="up: a tile of 128 entries"):
         quantize_function(fn, {"up": weight}, [Rule(path="up", weights="int4", tile_size=128)], (x,))
 
@@ -58,10 +58,10 @@ def test_two_contracted_axes_are_cut_as_one_and_activations_as_the_weight() -> N
     weight, x = jax.random.normal(jax.random.key(0), (6, 20, 8)), jax.random.normal(jax.random.key(1), (3, 6, 20))
     fn = lambda params, x: jnp.einsum("bhd,hde->be", x, params["out"])
     rule = Rule(path="out", weights="int8", activations="int8", tile_size=32, smaller_tiles=True)
-    apply, quantized, _ = quantize_function(fn, {"out": weight}, rule, (x,))
-    assert quantized["out"].scale.shape == (1, 4, 8)  # 5 of the 20, and all 6: einsum's order
+    quantized = quantize_function(fn, {"out": weight}, rule, (x,))
+    assert quantized.params["out"].scale.shape == (1, 4, 8)  # 5 of the 20, and all 6: einsum's order
     expected = fn({"out": weight}, x)
-    assert jnp.linalg.norm(apply(quantized, x) - expected) < 0.02 * jnp.linalg.norm(expected)
+    assert jnp.linalg.norm(quantized(x) - expected) < 0.02 * jnp.linalg.norm(expected)
 
 
 def test_a_recipe_is_a_name_or_a_file_of_rules(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_a_recipe_is_a_name_or_a_file_of_rules(tmp_path: Path) -> None:
     ],
 )
 def test_rules_are_one_or_several_and_may_be_mappings(rules: Any) -> None:
-    _, quantized, _ = quantize_function(lambda p, x: x @ p["up"], {"up": jnp.ones((4, 4))}, rules, (jnp.ones((2, 4)),))
-    assert quantized["up"].codes.dtype == jnp.int8
+    quantized = quantize_function(lambda p, x: x @ p["up"], {"up": jnp.ones((4, 4))}, rules, (jnp.ones((2, 4)),))
+    assert quantized.params["up"].codes.dtype == jnp.int8
     assert parse(QuantConfig, {"rules": rules}, path="quant").rules == (Rule(path="up", weights="int8"),)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from stack_core.errors import ArgumentError, ShapeError, UnknownName
 from stack_quant.errors import RuleError
-from stack_quant.model import quantize_function
+from stack_quant.model import quantize_function, report
 from stack_quant.rules import Rule
 
 W = jnp.ones((8, 4))
@@ -18,8 +18,8 @@ def fn(params: Any, x: Any) -> Any:
 
 
 def rows(*rules: Rule) -> dict[str, Any]:
-    _, _, report = quantize_function(fn, PARAMS, rules, (jnp.ones((2, 8)),))
-    return {row.path: row for row in report.parameters}
+    quantized = quantize_function(fn, PARAMS, rules, (jnp.ones((2, 8)),))
+    return {row.path: row for row in report(quantized).parameters}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from stack_quant.recipes import Rules, as_rules
 from stack_quant.transform.coverage import Report
 from stack_quant.transform.program import Parameters
 
-__all__ = ["QuantizedFunction", "QuantizedModel", "quantize_function", "quantize_model", "report"]
+__all__ = ["QuantizedModel", "quantize_function", "quantize_model", "report"]
 
 M = TypeVar("M")
 
@@ -40,8 +40,11 @@ def quantize_function(
     method: str = "ptq",
     stream: Iterable[Sequence[Any]] | None = None,
     stream_batches: int = STREAM_BATCHES,
-) -> "tuple[QuantizedFunction, Any, Report]":
+) -> "QuantizedModel":
     """Quantizes the parameters of `fn(params, *args)` by rules on their paths.
+
+    With the result, `quantized(*args)` calls `fn` on its quantized parameters, and `quantized.apply(params, *args)` on
+    others like them, such as those that training changes.
 
     Args:
       fn: traced, never patched; a linen module's `apply` with its variables as `params` is one.
@@ -52,10 +55,6 @@ def quantize_function(
       stream: arguments of calls over which static ranges are measured, where rules ask for these.
       stream_batches: of the stream, at most.
 
-    Returns:
-      A function like `fn`, to be called with the second result in place of `params`; and the report. The function is a
-      pytree of its static ranges.
-
     Raises:
       RuleError: a rule matches nothing, or asks for what the method does not do.
       ShapeError: a tile does not divide the axis that it lies along.
@@ -64,9 +63,9 @@ def quantize_function(
     """
     parameters = Parameters.of(params)
     calls = None if stream is None else ((args, {}) for args in islice(stream, stream_batches))
-    fn = fn.function if isinstance(fn, QuantizedFunction) else fn
+    fn = fn.function if isinstance(fn, QuantizedModel) else fn
     arrays, ranges, quantization = quantized(fn, parameters, as_rules(rules), sample_args, {}, method, calls)
-    return QuantizedFunction(fn, quantization, ranges), parameters.with_arrays(arrays), quantization.report
+    return QuantizedModel(parameters.with_arrays(arrays), quantization, ranges, function=fn)
 
 
 def quantize_model(
@@ -108,7 +107,7 @@ def quantize_model(
         from stack_quant.nnx_model import quantize_module
 
         return quantize_module(model, rules, args, kwargs, method=method, call=call, stream=calls)
-    plain: Any = model.model if isinstance(model, QuantizedModel) else model
+    plain: Any = model.params if isinstance(model, QuantizedModel) else model
     parameters = Parameters.of(plain)
     if not callable(plain) or not parameters.arrays:
         raise QuantError(
@@ -119,64 +118,54 @@ def quantize_model(
     return QuantizedModel(parameters.with_arrays(arrays), quantization, ranges)  # pyrefly: ignore
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["ranges", "key"], meta_fields=["function", "quantization"]
-)
-@dataclass(frozen=True, eq=False)  # `jax.jit` hashes what it compiles
-class QuantizedFunction:
-    """A function of parameters, some of them quantized, and other arguments; a pytree of what it holds besides.
-
-    Attributes:
-      ranges: the static ranges of activations, by site.
-      key: what its gradients are rounded at random with, or None.
-    """
-
-    function: Callable[..., Any]
-    quantization: Quantization
-    ranges: Any
-    key: jax.Array | None = None
-
-    def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.quantization.call(self.function, params, State(self.ranges, self.key), *args, **kwargs)
-
-    def with_key(self, key: jax.Array | None) -> "QuantizedFunction":
-        """The function whose gradients are rounded at random, drawn from a key: a new one for each step."""
-        return dataclasses.replace(self, key=key)
-
-
 def report(model: Any) -> Report:
-    """What `quantize_model` did to a model.
+    """What `quantize_model` or `quantize_function` did.
 
     Raises:
       QuantError: the model is not quantized.
     """
     quantization = getattr(model, "quantization", None)
     if not isinstance(quantization, Quantization):
-        raise QuantError(f"{type(model).__name__} is not quantized. Give what quantize_model returned.")
+        kind = type(model).__name__
+        raise QuantError(f"{kind} is not quantized. Give what quantize_model or quantize_function returned.")
     return quantization.report
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["model", "ranges", "key"], meta_fields=["quantization"]
-)
-@dataclass(frozen=True)
-class QuantizedModel:
-    """A callable pytree with quantized leaves; its methods and properties are those of the model, run as programs.
+def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
 
-    Its submodules, read as attributes, have dequantized parameters, and are called as any.
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "ranges", "key"],
+    meta_fields=["quantization", "function"],
+)
+@dataclass(frozen=True, eq=False)  # `jax.jit` hashes the functions that it compiles
+class QuantizedModel:
+    """A callable pytree with quantized leaves: a model, or a function with its parameters.
+
+    Methods and properties of a model are its own, run as programs. Its submodules, read as attributes, have dequantized
+    parameters, and are called as any.
 
     Attributes:
+      params: the model, or the function's parameters, with quantized leaves.
       ranges: the static ranges of activations, by site.
       key: what its gradients are rounded at random with, or None.
+      function: `function(params, *args)` is what is computed; of a model, its call.
     """
 
-    model: Any
+    params: Any
     quantization: Quantization
     ranges: Any
     key: jax.Array | None = None
+    function: Callable[..., Any] = _call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.quantization.call(_call, self.model, State(self.ranges, self.key), *args, **kwargs)
+        return self.apply(self.params, *args, **kwargs)
+
+    def apply(self, params: Any, *args: Any, **kwargs: Any) -> Any:
+        """Computes with other parameters in place of its own, such as those of a later training step."""
+        return self.quantization.call(self.function, params, State(self.ranges, self.key), *args, **kwargs)
 
     def with_key(self, key: jax.Array | None) -> "QuantizedModel":
         """The model whose gradients are rounded at random, drawn from a key: a new one for each step."""
@@ -184,24 +173,20 @@ class QuantizedModel:
 
     def __getattr__(self, name: str) -> Any:
         """A method or property of the model, run as a program; or what it holds, parameters dequantized."""
-        if name.startswith("__") or name in ("model", "quantization", "ranges", "key"):
+        if name.startswith("__") or name in ("params", "quantization", "ranges", "key"):
             raise AttributeError(name)  # not there yet, as while it is unpickled
-        found, state = inspect.getattr_static(type(self.model), name, None), State(self.ranges, self.key)
+        found, state = inspect.getattr_static(type(self.params), name, None), State(self.ranges, self.key)
         if inspect.isfunction(found):
-            return functools.partial(self.quantization.call, found, self.model, state)
+            return functools.partial(self.quantization.call, found, self.params, state)
         if isinstance(found, property):
-            return self.quantization.call(operator.attrgetter(name), self.model, state)
-        if not hasattr(self.model, name):
-            raise AttributeError(f"{type(self.model).__name__} has no attribute {name!r}.")
+            return self.quantization.call(operator.attrgetter(name), self.params, state)
+        if not hasattr(self.params, name):
+            raise AttributeError(f"{type(self.params).__name__} has no attribute {name!r}.")
         return jax.tree.map(
             lambda leaf: ops.dequantize(leaf, leaf.dtype) if is_quantized(leaf) else leaf,
-            getattr(self.model, name),
+            getattr(self.params, name),
             is_leaf=is_quantized,
         )
-
-
-def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
-    return model(*args, **kwargs)
 
 
 def _arguments(sample_batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -97,12 +97,12 @@ def test_products_never_form_the_sum(name):
 def test_adapters_go_onto_quantized_parameters():
     params, x = {"w": normal(0, 64, 6)}, normal(9, 5, 64)
     rule = {"path": "w", "weights": "nf4", "tile_size": 64}
-    function, codes, _ = quantize_function(lambda params, x: x @ params["w"], params, rule, [x])
-    adapted, factors = adapt_function(function, codes, {"path": "w", "rank": 2}, [x], key=jax.random.key(0))
-    np.testing.assert_allclose(adapted(factors, codes, x), function(codes, x), atol=1e-6)
+    function = quantize_function(lambda params, x: x @ params["w"], params, rule, [x])
+    adapted, factors = adapt_function(function, function.params, {"path": "w", "rank": 2}, [x], key=jax.random.key(0))
+    np.testing.assert_allclose(adapted(factors, function.params, x), function(x), atol=1e-6)
     factors = moved(factors)
-    expected = function(codes, x) + 8.0 * (x @ factors["w"]["down"]) @ factors["w"]["up"]
-    np.testing.assert_allclose(adapted(factors, codes, x), expected, atol=1e-5)
+    expected = function(x) + 8.0 * (x @ factors["w"]["down"]) @ factors["w"]["up"]
+    np.testing.assert_allclose(adapted(factors, function.params, x), expected, atol=1e-5)
 
 
 def test_an_embedding_is_looked_up_with_its_adapter_merged():

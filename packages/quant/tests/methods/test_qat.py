@@ -32,12 +32,12 @@ W8A8 = Rule(path=".*", weights="int8", activations="int8")
     ],
 )
 def test_training_computes_what_the_quantized_model_will(params: Any, args: Any, rule: Rule, most: float) -> None:
-    trained, same, _ = quantize_function(network, params, [rule], args, method="qat")
-    assert jax.tree.structure(same) == jax.tree.structure(params)
-    np.testing.assert_array_equal(same["head"], params["head"])
-    afterwards, codes, _ = quantize_function(network, params, [rule], args, method="ptq")
-    result = jax.jit(trained)(params, *args)
-    assert error(result, jax.jit(afterwards)(codes, *args)) <= most
+    trained = quantize_function(network, params, [rule], args, method="qat")
+    assert jax.tree.structure(trained.params) == jax.tree.structure(params)
+    np.testing.assert_array_equal(trained.params["head"], params["head"])
+    afterwards = quantize_function(network, params, [rule], args, method="ptq")
+    result = jax.jit(trained.apply)(params, *args)
+    assert error(result, jax.jit(afterwards.apply)(afterwards.params, *args)) <= most
     assert error(result, network(params, *args)) > most
 
 
@@ -68,10 +68,10 @@ def test_each_product_rounds_as_the_quantized_one(name: str, kinds: tuple[str, s
     fn = PRODUCTS[name]
     weight, x = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in ((0, (32, 8)), (1, (8, 16))))
     rules = [Rule(path=".*", weights=kinds[0], activations=kinds[1])]
-    trained, _, found = quantize_function(fn, weight, rules, (x,), method="qat")
-    afterwards, codes, _ = quantize_function(fn, weight, rules, (x,), method="ptq")
-    assert error(trained(weight, x), afterwards(codes, x)) <= 1e-4
-    assert {row.computed for row in found.operations} == {"rounded"}
+    trained = quantize_function(fn, weight, rules, (x,), method="qat")
+    afterwards = quantize_function(fn, weight, rules, (x,), method="ptq")
+    assert error(trained.apply(weight, x), afterwards(x)) <= 1e-4
+    assert {row.computed for row in report(trained).operations} == {"rounded"}
 
 
 def test_the_gradient_goes_straight_through_and_stops_where_values_were_clipped() -> None:
@@ -81,17 +81,17 @@ def test_the_gradient_goes_straight_through_and_stops_where_values_were_clipped(
         path="w", weights="int4", activations="int8", weight_calibration="fixed,2", activation_calibration="fixed,3"
     )
     fn = lambda params, x: x @ params["w"]
-    trained, _, _ = quantize_function(fn, {"w": weight}, [rule], (x,), method="qat")
+    trained = quantize_function(fn, {"w": weight}, [rule], (x,), method="qat")
     cotangent = jnp.array([[1.0, -2.0], [0.5, 3.0]])
-    _, pull = jax.vjp(trained, {"w": weight}, x)
+    _, pull = jax.vjp(trained.apply, {"w": weight}, x)
     to_weight, to_x = pull(cotangent)
-    _, codes, _ = quantize_function(fn, {"w": weight}, [rule], (x,), method="ptq")
+    codes = quantize_function(fn, {"w": weight}, [rule], (x,), method="ptq")
     rounded_x = jnp.clip(jnp.round(x / (3 / 127.5)), -128, 127) * (3 / 127.5)
     np.testing.assert_allclose(
         to_weight["w"], jnp.where(jnp.abs(weight) <= 2, rounded_x.T @ cotangent, 0), rtol=1e-5, atol=1e-6
     )
     np.testing.assert_allclose(
-        to_x, jnp.where(jnp.abs(x) <= 3, cotangent @ floats(codes)["w"].T, 0), rtol=1e-5, atol=1e-6
+        to_x, jnp.where(jnp.abs(x) <= 3, cotangent @ floats(codes.params)["w"].T, 0), rtol=1e-5, atol=1e-6
     )
 
 
@@ -128,14 +128,14 @@ def test_a_module_keeps_float_parameters_under_the_same_paths_and_learns() -> No
 
 
 def test_the_report_says_what_is_rounded(params: Any, args: Any) -> None:
-    _, _, found = quantize_function(
+    quantized = quantize_function(
         network, params, [Rule(path="head", weights="int8", activations="int8")], args, method="qat"
     )
-    row = next(row for row in found.parameters if row.path == "head")
+    row = next(row for row in report(quantized).parameters if row.path == "head")
     assert (row.scheme, row.scale_shape, row.bytes_before) == ("float32 as int8", None, row.bytes_after)
-    (product,) = (row for row in found.operations if row.paths == ("head",))
+    (product,) = (row for row in report(quantized).operations if row.paths == ("head",))
     assert (product.operands, product.computed, product.reason) == (("int8", "int8"), "rounded", "")
-    assert {row.computed for row in found.operations if row.paths != ("head",)} == {"float"}
+    assert {row.computed for row in report(quantized).operations if row.paths != ("head",)} == {"float"}
 
 
 def test_gradients_are_not_quantized() -> None:

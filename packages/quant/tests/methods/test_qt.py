@@ -10,7 +10,7 @@ from flax import nnx
 
 from stack_core import ops
 from stack_quant.errors import RuleError
-from stack_quant.model import quantize_function, quantize_model
+from stack_quant.model import quantize_function, quantize_model, report
 from stack_quant.rules import Rule
 from stack_quant.section import QuantConfig, Quantization
 
@@ -21,7 +21,7 @@ FP8 = Rule(path=".*", weights="fp8_e4m3", activations="fp8_e4m3", gradients="fp8
 
 
 def trained(fn: Any, params: Any, *args: Any, rule: Rule = INT8) -> Any:
-    return quantize_function(fn, params, [rule], args, method="qt")[0]
+    return quantize_function(fn, params, [rule], args, method="qt")
 
 
 def gradients(fn: Any, params: Any, *args: Any) -> Any:
@@ -31,7 +31,7 @@ def gradients(fn: Any, params: Any, *args: Any) -> Any:
 
 @pytest.mark.parametrize(("rule", "most", "key"), [(INT8, 0.15, jax.random.key(3)), (FP8, 0.5, None)])
 def test_all_gradients_are_near_those_in_float(params: Any, args: Any, rule: Rule, most: float, key: Any) -> None:
-    fn = trained(network, params, *args, rule=rule).with_key(key)
+    fn = trained(network, params, *args, rule=rule).with_key(key).apply
     found, expected = gradients(fn, params, *args), gradients(network, params, *args)
     for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert 0 < error(got, wanted) < most
@@ -64,9 +64,9 @@ PRODUCTS = {
 @pytest.mark.parametrize("fn", PRODUCTS.values(), ids=PRODUCTS)
 def test_each_product_has_both_gradients(fn: Any) -> None:
     weight, x = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in ((0, (32, 24)), (1, (16, 16))))
-    quantized, _, found = quantize_function(fn, weight, [INT8], (x,), method="qt")
-    assert {row.computed for row in found.operations} <= {"quantized", "rounded"}
-    run = quantized.with_key(jax.random.key(2))
+    quantized = quantize_function(fn, weight, [INT8], (x,), method="qt")
+    assert {row.computed for row in report(quantized).operations} <= {"quantized", "rounded"}
+    run = quantized.with_key(jax.random.key(2)).apply
     assert 0 < error(run(weight, x), fn(weight, x)) <= 0.02
     assert 0 < error(gradients(run, weight, x), gradients(fn, weight, x)) <= 0.03
     swapped = (lambda x, weight: run(weight, x)), (lambda x, weight: fn(weight, x))
@@ -83,19 +83,19 @@ def test_int8_convolution_of_activations_off_centre() -> None:
 
     quantized = trained(fn, kernel, images)
     for key in (None, keys[2]):
-        assert error(gradients(quantized.with_key(key), kernel, images), gradients(fn, kernel, images)) <= 0.02
+        assert error(gradients(quantized.with_key(key).apply, kernel, images), gradients(fn, kernel, images)) <= 0.02
 
 
 def test_rounding_at_random_is_unbiased_and_repeats_for_the_same_key() -> None:
     weight, x = jax.random.normal(jax.random.key(0), (16, 24)), jax.random.normal(jax.random.key(1), (32, 16))
     product = lambda params, x: x @ params
     fn = trained(product, weight, x)
-    run = jax.jit(lambda key: gradients(fn.with_key(key), weight, x))
+    run = jax.jit(lambda key: gradients(fn.with_key(key).apply, weight, x))
     np.testing.assert_array_equal(run(jax.random.key(1)), run(jax.random.key(1)))
     drawn = jax.lax.map(run, jax.random.split(jax.random.key(0), 256))
     operands_alone = Rule(path=".*", weights="int8", activations="int8")
-    expected = gradients(trained(product, weight, x, rule=operands_alone), weight, x)
-    one, to_nearest = error(drawn[0], expected), error(gradients(fn, weight, x), expected)
+    expected = gradients(trained(product, weight, x, rule=operands_alone).apply, weight, x)
+    one, to_nearest = error(drawn[0], expected), error(gradients(fn.apply, weight, x), expected)
     assert error(jnp.mean(drawn, axis=0), expected) < min(0.1 * one, 0.2 * to_nearest)
 
 
@@ -109,7 +109,7 @@ def test_products_draw_apart_in_loops_and_maps() -> None:
         run = trained(fn, weights, x).with_key(jax.random.key(0))
         # Every product has the same operands and the same cotangent.
         cotangent = jnp.where(jnp.arange(8) == 0, 1.0, 0.3) * jnp.array([1.0, 0.7, 0.6, 0.3])[:, None]
-        _, pull = jax.vjp(lambda params, run=run: run(params, x), weights)
+        _, pull = jax.vjp(lambda params, run=run: run.apply(params, x), weights)
         (found,) = pull(jnp.broadcast_to(cotangent, (3, 4, 8)))
         assert not np.array_equal(found[0], found[1]) and not np.array_equal(found[1], found[2])
 
@@ -128,13 +128,13 @@ def test_what_is_kept_is_quantized() -> None:
         return sizes
 
     assert kept(fn).get("bfloat16", 0) >= 4 * 64 * 32
-    quantized = kept(trained(fn, weights, x))
+    quantized = kept(trained(fn, weights, x).apply)
     assert quantized.get("bfloat16", 0) == 0 and quantized["int8"] == 4 * (64 * 32 + 32 * 32)
     assert quantized.get("float32", 0) <= 4 * 2 * 32
 
 
 def test_no_gradient_of_the_data_is_computed() -> None:
-    fn = trained(lambda params, x: jax.nn.relu(x @ params["a"]) @ params["b"], PAIR, jnp.ones((4, 8)))
+    fn = trained(lambda params, x: jax.nn.relu(x @ params["a"]) @ params["b"], PAIR, jnp.ones((4, 8))).apply
     text = str(jax.make_jaxpr(jax.grad(lambda params: jnp.sum(fn(params, jnp.ones((4, 8))))))(PAIR))
     assert products_in(text) == 2 + 3
 
@@ -155,7 +155,7 @@ def test_one_gradient_alone_costs_one_product_and_keeps_one_operand(primitive: s
             return x @ params
         return jax.lax.conv_general_dilated(x, params, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
-    fn, given = trained(product, params, x), (params, x)
+    fn, given = trained(product, params, x).apply, (params, x)
 
     def of_wanted(array: Any) -> Any:
         return fn(*(array if place == wanted else one for place, one in enumerate(given)))
@@ -173,8 +173,10 @@ def test_what_has_no_quantized_gradient_is_left_in_float_and_says_so() -> None:
     def fn(params: Any, x: Any) -> Any:
         return ops.ragged_dot(x, params, jnp.array([2, 2]))
 
-    _, _, found = quantize_function(fn, jnp.ones((2, 8, 4)), [INT8], (jnp.ones((4, 8)),), method="qt")
-    assert [(row.computed, row.reason) for row in found.operations] == [("float", "it has no quantized gradient")]
+    quantized = quantize_function(fn, jnp.ones((2, 8, 4)), [INT8], (jnp.ones((4, 8)),), method="qt")
+    assert [(row.computed, row.reason) for row in report(quantized).operations] == [
+        ("float", "it has no quantized gradient")
+    ]
 
 
 def test_a_module_draws_from_a_key_that_its_state_does_not_keep() -> None:

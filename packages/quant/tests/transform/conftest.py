@@ -12,7 +12,7 @@ import pytest
 
 from stack_core import ops
 from stack_core.ops.building import is_quantized
-from stack_quant.model import quantize_function
+from stack_quant.model import quantize_function, report
 from stack_quant.rules import Rule
 
 
@@ -36,15 +36,15 @@ def check() -> Any:
         """Quantizes `fn`; it must give what `fn` gives on the rounded parameters, and leave `fn` as it was."""
         program, compiled = traced(fn, params, *args), jax.jit(fn)
         before = compiled(params, *args)
-        quantized, qparams, report = quantize_function(fn, params, rules, args)
-        result = jax.jit(quantized)(qparams, *args)
-        expected = compiled(floats(qparams), *args)
+        quantized = quantize_function(fn, params, rules, args)
+        result = jax.jit(quantized.apply)(quantized.params, *args)
+        expected = compiled(floats(quantized.params), *args)
         norm = jnp.linalg.norm(expected.astype(jnp.float32))
         assert jnp.linalg.norm((result - expected).astype(jnp.float32)) <= tol * norm
         assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
         np.testing.assert_array_equal(compiled(params, *args), before)
         assert traced(fn, params, *args) == program
-        return report
+        return report(quantized)
 
     return check
 

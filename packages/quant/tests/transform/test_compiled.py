@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core import ops
-from stack_quant.model import quantize_function
+from stack_quant.model import quantize_function, report
 from stack_quant.qarray import dequantize
 from stack_quant.quantization import State
 from stack_quant.rules import Rule
@@ -37,13 +37,13 @@ def functions(fn: Any, *args: Any) -> int:
 
 def test_calls_of_one_function_share_one_where_rules_treat_them_alike() -> None:
     assert functions(layers, WEIGHTS, X) == 1
-    quantized, params, _ = quantize_function(layers, WEIGHTS, RULES, (X,))
-    assert functions(quantized, params, X) == 1
+    quantized = quantize_function(layers, WEIGHTS, RULES, (X,))
+    assert functions(quantized.apply, quantized.params, X) == 1
     left_out = (Rule(path="[37]"), *RULES)
-    quantized, params, _ = quantize_function(layers, WEIGHTS, left_out, (X,))
-    assert functions(quantized, params, X) == 2
-    floats = jax.jit(layers)([ops.dequantize(w, jnp.float32) for w in params], X)
-    assert 0 < jnp.abs(quantized(params, X) - floats).max() < 0.1
+    quantized = quantize_function(layers, WEIGHTS, left_out, (X,))
+    assert functions(quantized.apply, quantized.params, X) == 2
+    floats = jax.jit(layers)([ops.dequantize(w, jnp.float32) for w in quantized.params], X)
+    assert 0 < jnp.abs(quantized(X) - floats).max() < 0.1
 
 
 def test_results_of_a_shared_function_are_the_parameters_of_each_call() -> None:
@@ -57,10 +57,10 @@ def test_results_of_a_shared_function_are_the_parameters_of_each_call() -> None:
         return x
 
     rules = (Rule(path="0", weights="int8"), Rule(path="1", weights="int8"), Rule(path=".*", weights="int4"))
-    quantized, params, found = quantize_function(fn, WEIGHTS, rules, (X,))
-    assert all(row.scale_shape is not None for row in found.parameters)
-    expected = fn(list(map(dequantize, params)), X)
-    np.testing.assert_allclose(quantized(params, X), expected, atol=1e-5)
+    quantized = quantize_function(fn, WEIGHTS, rules, (X,))
+    assert all(row.scale_shape is not None for row in report(quantized).parameters)
+    expected = fn(list(map(dequantize, quantized.params)), X)
+    np.testing.assert_allclose(quantized(X), expected, atol=1e-5)
 
 
 def test_an_eager_call_is_traced_once_for_the_shapes_of_its_arguments() -> None:
@@ -71,18 +71,20 @@ def test_an_eager_call_is_traced_once_for_the_shapes_of_its_arguments() -> None:
         x = layers(weights, x)
         return {"y": x if power is None else x**power, "rows": x.shape[0], "name": "x"}
 
-    quantized, params, _ = quantize_function(fn, WEIGHTS, RULES, (X,))
+    quantized = quantize_function(fn, WEIGHTS, RULES, (X,))
     traced.clear()
-    results = [quantized(params, x) for x in (X, X + 1, X[:2], X)]
+    results = [quantized(x) for x in (X, X + 1, X[:2], X)]
     assert traced == [(3, 8), (2, 8)]
     assert [result["rows"] for result in results] == [3, 3, 2, 3] and results[0]["name"] == "x"
-    np.testing.assert_array_equal(results[0]["y"], jax.jit(lambda p, x: quantized(p, x)["y"])(params, X))
+    np.testing.assert_array_equal(
+        results[0]["y"], jax.jit(lambda p, x: quantized.apply(p, x)["y"])(quantized.params, X)
+    )
     np.testing.assert_array_equal(results[0]["y"], results[3]["y"])
     traced.clear()
-    squares = [quantized(params, X, power=power)["y"] for power in (2, 2, 3)]  # fn may branch on a number
+    squares = [quantized(X, power=power)["y"] for power in (2, 2, 3)]  # fn may branch on a number
     assert len(traced) == 3 and jnp.array_equal(squares[0], squares[1])
     traced.clear()
-    pickle.loads(pickle.dumps(quantized.quantization)).call(fn, params, State({}), X)
+    pickle.loads(pickle.dumps(quantized.quantization)).call(fn, quantized.params, State({}), X)
     assert len(traced) == 1
 
 

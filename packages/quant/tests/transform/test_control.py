@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from stack_quant.model import quantize_function
+from stack_quant.model import quantize_function, report
 from stack_quant.rules import Rule
 
 from .conftest import computed, scales
@@ -175,8 +175,8 @@ def test_a_function_with_a_derivative_of_its_own_keeps_it_where_nothing_inside_i
     scaled.defvjp(lambda x, w: (x @ w, None), lambda _, cotangent: (jnp.full_like(X, 7.0), jnp.zeros_like(W)))
     fn = lambda p, x: scaled(x, p["own"]) @ p["w"]
     rules = [Rule(path="w", weights="int8")]
-    quantized, params, _ = quantize_function(fn, {"own": W, "w": W}, rules, (X,))
-    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(quantized(params, x)))(X), 7.0)
+    quantized = quantize_function(fn, {"own": W, "w": W}, rules, (X,))
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(quantized(x)))(X), 7.0)
 
 
 @pytest.mark.parametrize("method", ["ptq", "qat", "qt"])
@@ -188,15 +188,17 @@ def test_a_derivative_of_its_own_stays_where_what_is_inside_is_quantized(method:
 
     total.defvjp(lambda x, w: (total(x, w), (x, w)), lambda saved, _: (saved[0] * 0.25, jnp.full_like(saved[1], 7.0)))
     rules = [Rule(path="w", weights="int8", activations="int8")]
-    quantized, params, report = quantize_function(lambda p, x: total(x, p["w"]), {"w": W}, rules, (X,), method=method)
-    result, to_x = transformed(jax.value_and_grad(quantized, argnums=1))(params, X)
-    assert set(computed(report)) != {"float"} and result != total(X, W)
+    quantized = quantize_function(lambda p, x: total(x, p["w"]), {"w": W}, rules, (X,), method=method)
+    result, to_x = transformed(jax.value_and_grad(quantized.apply, argnums=1))(quantized.params, X)
+    assert set(computed(report(quantized))) != {"float"} and result != total(X, W)
     np.testing.assert_allclose(to_x, X / 4, rtol=1e-6)
     if method != "ptq":
-        np.testing.assert_allclose(transformed(jax.grad(quantized))(params, X)["w"], 7.0)
+        np.testing.assert_allclose(transformed(jax.grad(quantized.apply))(quantized.params, X)["w"], 7.0)
 
 
 def test_vmap_around_a_quantized_function() -> None:
-    quantized, params, _ = quantize_function(lambda w, x: x @ w, W, RULES, (X,))
+    quantized = quantize_function(lambda w, x: x @ w, W, RULES, (X,))
     batch = jnp.stack([X, 2 * X])
-    np.testing.assert_allclose(jax.vmap(quantized, in_axes=(None, 0))(params, batch)[1], quantized(params, 2 * X), 1e-5)
+    np.testing.assert_allclose(
+        jax.vmap(quantized.apply, in_axes=(None, 0))(quantized.params, batch)[1], quantized(2 * X), 1e-5
+    )

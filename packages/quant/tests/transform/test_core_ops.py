@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from stack_core import ops
-from stack_quant.model import quantize_function
+from stack_quant.model import quantize_function, report
 from stack_quant.rules import Rule
 
 from .conftest import computed, scales
@@ -69,8 +69,8 @@ def test_weights_go_into_ops_quantized(call: str, rules: Any, check: Any) -> Non
 
 
 def test_an_op_gets_the_quantized_array_and_no_floats() -> None:
-    quantized, params, _ = quantize_function(lambda w, x: ops.linear(x, w), normal(1, 16, 8), ONE, (X,))
-    (call,) = ops.explain(quantized, params, X)
+    quantized = quantize_function(lambda w, x: ops.linear(x, w), normal(1, 16, 8), ONE, (X,))
+    (call,) = ops.explain(quantized.apply, quantized.params, X)
     assert call.op == "linear"
     assert "int8[16, 8]" in call.arrays["weight"]
 
@@ -78,11 +78,13 @@ def test_an_op_gets_the_quantized_array_and_no_floats() -> None:
 @pytest.mark.parametrize("rules", [ONE, BOTH])
 def test_the_weights_of_experts_go_into_ragged_dot_as_codes(rules: Any) -> None:
     for fn in (lambda w, x: ops.ragged_dot(x, w, SIZES), lambda w, x: jax.lax.ragged_dot(x, w, SIZES)):
-        quantized, params, report = quantize_function(fn, normal(1, 2, 16, 8), rules, (X,))
-        (call,) = ops.explain(quantized, params, X)
+        quantized = quantize_function(fn, normal(1, 2, 16, 8), rules, (X,))
+        (call,) = ops.explain(quantized.apply, quantized.params, X)
         assert (call.op, "int8[2, 16, 8]" in call.arrays["rhs"]) == ("ragged_dot", True)
         assert call.arrays["lhs"].startswith("float32[5, 16]")
-        assert [row.operands for row in report.operations] == [("float32" if rules == ONE else "int8", "int8")]
+        assert [row.operands for row in report(quantized).operations] == [
+            ("float32" if rules == ONE else "int8", "int8")
+        ]
 
 
 def test_a_norms_scale_is_left_in_float_with_a_reason(check: Any) -> None:

@@ -36,16 +36,16 @@ def test_rows_are_taken_from_codes(form: str, check: Any) -> None:
 
 def test_the_whole_table_is_never_dequantized() -> None:
     fn = lambda table, tokens: jnp.take(table, tokens, axis=0, mode="fill")
-    quantized, table, _ = quantize_function(fn, TABLE, [Rule(path=".*", weights="int4")], (TOKENS,))
-    text = str(jax.make_jaxpr(quantized)(table, TOKENS))
+    quantized = quantize_function(fn, TABLE, [Rule(path=".*", weights="int4")], (TOKENS,))
+    text = str(jax.make_jaxpr(quantized.apply)(quantized.params, TOKENS))
     assert "i4[12,8]" in text and "f32[12,8]" not in text
 
 
 def test_an_index_outside_of_the_table_gives_nan_as_before() -> None:
     tokens = jnp.array([-13, -1, 0, 12])
     fn = lambda table, tokens: jnp.take(table, tokens, axis=0, mode="fill")
-    quantized, table, _ = quantize_function(fn, TABLE, [Rule(path=".*", weights="int8")], (tokens,))
-    np.testing.assert_array_equal(jnp.isnan(quantized(table, tokens)), jnp.isnan(fn(TABLE, tokens)))
+    quantized = quantize_function(fn, TABLE, [Rule(path=".*", weights="int8")], (tokens,))
+    np.testing.assert_array_equal(jnp.isnan(quantized(tokens)), jnp.isnan(fn(TABLE, tokens)))
 
 
 def test_what_is_taken_along_two_axes_is_dequantized_and_reported(check: Any) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from stack_quant.model import quantize_function
+from stack_quant.model import quantize_function, report
 from stack_quant.rules import Rule
 
 from .conftest import computed, scales
@@ -130,8 +130,8 @@ def test_a_precision_is_honoured() -> None:
         return jnp.matmul(x, w, precision="highest", preferred_element_type=jnp.float32)
 
     w = normal(1, 32, 16, dtype="bfloat16")
-    quantized, params, _ = quantize_function(fn, w, [Rule(path=".*", weights="int8")], (X.astype(jnp.bfloat16),))
-    jaxpr = jax.make_jaxpr(quantized)(params, X.astype(jnp.bfloat16))
+    quantized = quantize_function(fn, w, [Rule(path=".*", weights="int8")], (X.astype(jnp.bfloat16),))
+    jaxpr = jax.make_jaxpr(quantized.apply)(quantized.params, X.astype(jnp.bfloat16))
     (product,) = (equation for equation in jaxpr.eqns if equation.primitive.name == "dot_general")
     assert product.params["precision"] == (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
     assert product.params["preferred_element_type"] == jnp.float32
@@ -178,8 +178,8 @@ def test_what_derives_from_a_parameter_is_computed_from_its_rounded_value(check:
 
 def test_gradients_flow_through_quantized_products() -> None:
     w = normal(1, 32, 16)
-    quantized, params, _ = quantize_function(lambda w, x: x @ w, w, [Rule(path=".*", weights="int8")], (X,))
-    gradient = jax.grad(lambda x: jnp.sum(quantized(params, x) ** 2))(X)
+    quantized = quantize_function(lambda w, x: x @ w, w, [Rule(path=".*", weights="int8")], (X,))
+    gradient = jax.grad(lambda x: jnp.sum(quantized(x) ** 2))(X)
     expected = jax.grad(lambda x: jnp.sum((x @ w) ** 2))(X)
     assert jnp.linalg.norm(gradient - expected) < 0.02 * jnp.linalg.norm(expected)
     assert np.all(np.isfinite(gradient))
@@ -210,7 +210,7 @@ def test_concatenated_parameters_are_multiplied_each_by_its_rule(fn: Any, check:
 def test_what_a_product_sums_over_is_not_cut_and_the_reason_says_what_it_is_made_of() -> None:
     params, x = {"q": jnp.ones((8, 4)), "k": jnp.ones((8, 4))}, jnp.ones((2, 16))
     fn = lambda p, x: x @ jnp.concatenate([p["q"], p["k"]], 0)
-    _, _, report = quantize_function(fn, params, [Rule(path="q|k", weights="int8")], (x,))
-    reasons = {row.reason for row in report.parameters}
+    quantized = quantize_function(fn, params, [Rule(path="q|k", weights="int8")], (x,))
+    reasons = {row.reason for row in report(quantized).parameters}
     assert reasons == {"products take only what is computed from it and other parameters together"}
-    assert [row.reason for row in report.operations] == ["an operand is computed from q and k together"]
+    assert [row.reason for row in report(quantized).operations] == ["an operand is computed from q and k together"]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from stack_quant.lora.planning import adapted_treatment, factors_of
 from stack_quant.lora.rules import AdapterRules, as_adapter_rules
-from stack_quant.model import QuantizedFunction
+from stack_quant.model import QuantizedModel
 from stack_quant.quantization import Quantization, State, unquantized
 from stack_quant.transform.adapted import Factors
 from stack_quant.transform.program import Parameters, trace
@@ -23,7 +23,7 @@ def adapt_function(
     """Puts adapters on the parameters of `fn(params, *args)` by rules on their paths.
 
     Args:
-      fn: traced, never patched; or what `quantize_function` returned, for adapters on quantized parameters.
+      fn: traced, never patched; or what `quantize_function` returned, for adapters on its quantized `params`.
       params: a pytree, frozen.
       rules: in order, or one alone, as `AdapterRule`s or mappings.
       sample_args: arguments of a call, arrays or shapes.
@@ -34,21 +34,25 @@ def adapt_function(
     Raises:
       RuleError: a rule matches nothing.
     """
-    quantized = fn if isinstance(fn, QuantizedFunction) else QuantizedFunction(fn, unquantized(), {})
+    quantized = fn if isinstance(fn, QuantizedModel) else QuantizedModel(params, unquantized(), {}, function=fn)
     parameters = Parameters.of(params)
     program = trace(quantized.function, parameters, *sample_args)
     treatment = adapted_treatment(
         as_adapter_rules(rules), program, parameters.arrays, quantized.quantization.treatment, lambda path: True
     )
-    function = AdaptedFunction(replace(quantized, quantization=replace(quantized.quantization, treatment=treatment)))
-    return function, factors_of(treatment.adapters, parameters.arrays, key, jnp.float32)
+    adapted = replace(quantized, params=None, quantization=replace(quantized.quantization, treatment=treatment))
+    return AdaptedFunction(adapted), factors_of(treatment.adapters, parameters.arrays, key, jnp.float32)
 
 
 @dataclass(frozen=True)
 class AdaptedFunction:
-    """A function of factors, parameters and other arguments."""
+    """A function of factors, parameters and other arguments.
 
-    function: QuantizedFunction
+    Attributes:
+      function: what is computed and how, without parameters.
+    """
+
+    function: QuantizedModel
 
     def __call__(self, factors: Mapping[str, Factors], params: Any, *args: Any, **kwargs: Any) -> Any:
         quantization: Quantization = self.function.quantization

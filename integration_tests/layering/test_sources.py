@@ -1,6 +1,7 @@
 """What the modules of a package import, read from their syntax trees."""
 
 import ast
+import functools
 import graphlib
 import importlib.metadata
 import itertools
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = ("benchmarks/**/*.py", "examples/**/*.py", "integration_tests/**/*.py", "packages/*/tests/**/*.py")
 
 
+@functools.cache
 def _modules(source: Path) -> dict[str, ast.Module]:
     """The syntax tree of every module of a package, by its dotted name."""
     names = {path: ".".join(path.relative_to(source.parent).with_suffix("").parts) for path in source.rglob("*.py")}

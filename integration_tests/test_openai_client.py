@@ -181,7 +181,7 @@ def test_a_full_queue_is_429(served: Served) -> None:
 
 
 def test_sigterm_lets_answers_end(directory: Path) -> None:
-    server = Served(directory, "--max-sequences", "2", "--step-tokens", "16")
+    server = Served(directory, "--max-sequences", "4", "--step-tokens", "16")
     stream = server.openai.completions.create(
         model=server.model, prompt="abc", max_tokens=300, stream=True, extra_body={"ignore_eos": True}
     )

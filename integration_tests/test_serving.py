@@ -197,19 +197,24 @@ def assert_equals_its_reference(checkpoint, config=PAIR, *, tolerance=0.0):
         reference.assert_most_likely(prompt, continuation.tokens, tolerance=tolerance)
 
 
+SAMPLE = {name: jnp.zeros((1, 8), jnp.int32) for name in ("tokens", "positions")}
+W4 = [Rule(path="embedding|lm_head", weights="int8"), Rule(path=".*", weights="int4", tile_size=4)]
+
+
 @pytest.mark.parametrize(
-    ("variant", "layout", "page_tokens"),
+    ("variant", "layout", "page_tokens", "rules"),
     [
         pytest.param(
-            {"kv_heads": 4, "tie_embeddings": True}, "phsd", 1, id="heads alike, tied", marks=pytest.mark.slow
+            {"kv_heads": 4, "tie_embeddings": True}, "phsd", 1, None, id="heads alike, tied", marks=pytest.mark.slow
         ),
         pytest.param(
-            {"kv_heads": 1, "attention_bias": True, "mlp_bias": True}, "hpsd", 16, id="one head of keys, biases"
+            {"kv_heads": 1, "attention_bias": True, "mlp_bias": True}, "hpsd", 16, W4, id="one head of keys, biases, w4"
         ),
     ],
 )
-def test_models_and_layouts_of_pages(variant, layout, page_tokens):
-    checkpoint = opened(model_of(dataclasses.replace(CONFIG, **variant)))
+def test_models_and_layouts_of_pages(variant, layout, page_tokens, rules):
+    model = model_of(dataclasses.replace(CONFIG, **variant))
+    checkpoint = opened(model if rules is None else quantize_model(model, rules, SAMPLE))
     assert_equals_its_reference(checkpoint, dataclasses.replace(PAIR, page_layout=layout, page_tokens=page_tokens))
 
 
@@ -217,9 +222,8 @@ def test_bfloat16():
     assert_equals_its_reference(opened(model_of(dataclasses.replace(CONFIG, dtype="bfloat16"))), tolerance=0.1)
 
 
-@pytest.mark.parametrize(
-    ("cache_dtype", "tolerance"), [("int8", 0.04), pytest.param("fp8_e4m3", 0.2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # stack-serve's own tests have an engine with a cache of codes
+@pytest.mark.parametrize(("cache_dtype", "tolerance"), [("int8", 0.04), ("fp8_e4m3", 0.2)])
 def test_a_cache_of_codes_is_close(checkpoint, reference, cache_dtype, tolerance):
     config = dataclasses.replace(PAIR, cache_dtype=cache_dtype)
     for prompt, continuation in pair_of_continuations(checkpoint, config):
@@ -229,25 +233,16 @@ def test_a_cache_of_codes_is_close(checkpoint, reference, cache_dtype, tolerance
         assert 1e-5 < difference.mean() < tolerance
 
 
-@pytest.mark.parametrize(
-    ("rules", "tolerance"),
-    [
-        # Where sums in another order take an activation to its next code, a token may be less likely by that much.
-        pytest.param([Rule(path=".*", weights="int8", activations="int8")], 0.1, id="w8a8", marks=pytest.mark.slow),
-        pytest.param(
-            [Rule(path="embedding|lm_head", weights="int8"), Rule(path=".*", weights="int4", tile_size=4)],
-            0.0,
-            id="w4",
-        ),
-    ],
-)
-def test_quantized_models(rules, tolerance):
-    sample = {name: jnp.zeros((1, 8), jnp.int32) for name in ("tokens", "positions")}
-    assert_equals_its_reference(opened(quantize_model(model_of(), rules, sample)), tolerance=tolerance)
+@pytest.mark.slow  # by default of another family, and in four bits above
+def test_a_model_whose_activations_are_quantized():
+    """Where sums in another order take an activation to its next code, a token may be less likely by that much."""
+    rules = [Rule(path=".*", weights="int8", activations="int8")]
+    assert_equals_its_reference(opened(quantize_model(model_of(), rules, SAMPLE)), tolerance=0.1)
 
 
-def test_eight_devices():
+@pytest.mark.parametrize("engines", ["few", pytest.param("all", marks=pytest.mark.slow)])
+def test_eight_devices(engines):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
-    command = [sys.executable, "-W", "error", Path(__file__).with_name("serving_on_eight_devices.py")]
+    command = [sys.executable, "-W", "error", Path(__file__).with_name("serving_on_eight_devices.py"), engines]
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -18,6 +18,7 @@ from stack_core.ops._exchange import REFERENCE
 from stack_core.testing import OpCheck, op_checks
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "check", [check for check in op_checks("exchange") if check.case.name.endswith("_over_1")], ids=str
 )
@@ -25,10 +26,11 @@ def test_the_contract_on_one_device(check: OpCheck) -> None:
     check(REFERENCE)
 
 
-def test_on_eight_devices() -> None:
+@pytest.mark.parametrize("checks", ["few", pytest.param("all", marks=pytest.mark.slow)])
+def test_on_eight_devices(checks: str) -> None:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     script = Path(__file__).with_name("exchange_on_eight_devices.py")
-    subprocess.run([sys.executable, "-W", "error", script], check=True, env=environment)
+    subprocess.run([sys.executable, "-W", "error", script, checks], check=True, env=environment)
 
 
 @pytest.mark.parametrize(

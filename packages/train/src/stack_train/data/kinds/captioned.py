@@ -107,7 +107,6 @@ class CaptionedData(ImageSettings):
         captions = captions_of(images.names)
         facts = EncoderFacts.of(encoders, model.text_tokens)
         encoded = _encoded(encoders, facts, images.pixels, captions, self.encoded_at_once)
-        _check_scale(encoded.latents, facts, directory)
         names = [f"{name}: {caption!r}" for name, caption in zip(images.names, captions, strict=True)]
         rows = _Rows(encoded, names, jnp.dtype(model.dtype), facts)
         return CaptionedBatches(self, rows, seed=seed, facts=facts)
@@ -224,19 +223,24 @@ class CaptionedBatches(ImageBatches):
 def _encoded(
     encoders: Encoders, facts: EncoderFacts, pixels: np.ndarray, captions: Sequence[str], at_once: int
 ) -> _Encoded:
-    """Latents of images, and conditions of their captions; each is made once and mapped from the cache."""
+    """Latents of images, and conditions of their captions; each is made once and mapped from the cache.
+
+    Latents come first, and their scale is checked before the captions are encoded, which may take longer.
+    """
     different = sorted(set(captions))
     folder = user_cache_dir() / "encoded"
     images = cached(
         folder / digest_of(facts.digest, [digest_of(image.tobytes().hex()) for image in pixels]),
         lambda entry: _write_latents(entry, encoders, pixels, at_once),
     )
+    latents = np.load(images / _LATENTS, mmap_mode="r")
+    _check_scale(latents, facts)
     texts = cached(
         folder / digest_of(facts.digest, different), lambda entry: _write_texts(entry, encoders, different, at_once)
     )
     places = {caption: place for place, caption in enumerate(different)}
     return _Encoded(
-        np.load(images / _LATENTS, mmap_mode="r"),
+        latents,
         np.load(texts / _TEXT, mmap_mode="r"),
         np.load(texts / _POOLED, mmap_mode="r"),
         np.array([places[caption] for caption in captions], np.int64),
@@ -282,11 +286,11 @@ def _stacked(rows: list[Any]) -> Any:
     return rows if isinstance(rows[0], str) else np.stack(rows)
 
 
-def _check_scale(latents: np.ndarray, facts: EncoderFacts, directory: Path) -> None:
+def _check_scale(latents: np.ndarray, facts: EncoderFacts) -> None:
     std = float(np.std(latents[:256]))
     if not _LEAST_STD <= std <= _MOST_STD:
         raise DataError(
-            f"The autoencoder in {directory} gives these images latents with a standard deviation of {std:.3g} after "
-            f"its scaling_factor {facts.scaling_factor:g}; denoisers are trained on ones near 1. Set scaling_factor in "
-            f"vae/config.json to {facts.scaling_factor / max(std, 1e-9):.4g}."
+            f"The autoencoder in {facts.directory} gives these images latents with a standard deviation of {std:.3g} "
+            f"after its scaling_factor {facts.scaling_factor:g}; denoisers are trained on ones near 1. "
+            f"Set scaling_factor in vae/config.json to {facts.scaling_factor / max(std, 1e-9):.4g}."
         )

@@ -1,5 +1,7 @@
 """A tiny run is trained, quantized, generated from, and trained on: stack-train and stack-quant meet in core alone."""
 
+import contextlib
+import io
 import json
 import re
 import shutil
@@ -91,18 +93,27 @@ def recipe(folder, rules):
 
 
 @pytest.fixture(scope="module")
-def quantized(folder):
-    """`quantized(rules)` is the run directory that `stack quantize` makes by rules."""
+def said(folder):
+    """`said(rules)` is what `stack quantize --json` prints that quantizes by rules, with its `out` beside it."""
     made = {}
 
     def quantize(rules):
         key = json.dumps(rules)
         if key not in made:
-            made[key] = folder / f"quantized-{len(made)}"
-            main(["quantize", str(folder / "run"), "--recipe", recipe(folder, rules), "--out", str(made[key])])
+            out = folder / f"quantized-{len(made)}"
+            arguments = ["--recipe", recipe(folder, rules), "--out", str(out), "--json"]
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                main(["quantize", str(folder / "run"), *arguments])
+            made[key] = {**json.loads(printed.getvalue()), "out": out}
         return made[key]
 
     return quantize
+
+
+@pytest.fixture(scope="module")
+def quantized(said):
+    """`quantized(rules)` is the run directory that `stack quantize` makes by rules."""
+    return lambda rules: said(rules)["out"]
 
 
 def model_of(run):
@@ -165,16 +176,13 @@ def test_codes_are_stored_in_their_own_bits(folder, quantized):
     assert specs["norm"] == "float32[32]"
 
 
-def test_the_command_prints_the_report_and_both_losses(folder, capsys):
-    rules = recipe(folder, W8A8)
-    main(["quantize", str(folder / "run"), "--recipe", rules, "--out", str(folder / "as-json"), "--json"])
-    result = json.loads(capsys.readouterr().out)
+def test_the_command_prints_the_report_and_both_losses(folder, said, capsys):
+    result = said(W8A8)
     assert result["bytes_after"] < 0.3 * result["bytes_before"] and result["targets"] > 100
     assert 0 < abs(result["loss_after"] / result["loss_before"] - 1) < 0.01
     assert {row["kind"] for row in result["rows"]} == {"rule", "parameter", "operation"}
-    main(
-        ["quantize", str(folder / "run"), "--recipe", rules, "--out", str(folder / "as-text"), "--evaluation-batches=1"]
-    )
+    arguments = ["--recipe", recipe(folder, W8A8), "--out", str(folder / "as-text"), "--evaluation-batches=1"]
+    main(["quantize", str(folder / "run"), *arguments])
     printed = capsys.readouterr()
     assert printed.err.split("\n")[-7:] == [
         "reading the model",
@@ -190,12 +198,10 @@ def test_the_command_prints_the_report_and_both_losses(folder, capsys):
     assert re.fullmatch(r"loss on held-out data: .* before, .* after \([+-].*%\), .* tokens", lines[-2])
 
 
-def test_the_loss_after_is_that_of_the_model_that_is_written(folder, quantized, capsys):
-    arguments = ["--recipe", recipe(folder, W4), "--out", str(folder / "measured"), "--json"]
-    main(["quantize", str(folder / "run"), *arguments])
-    result = json.loads(capsys.readouterr().out)
+def test_the_loss_after_is_that_of_the_model_that_is_written(folder, said):
+    result = said(W4)
     trained = RUN_FORMAT.open_model(folder / "run")
-    reference = in_float(trained.model, model_of(folder / "measured"))
+    reference = in_float(trained.model, model_of(result["out"]))
     batches = [jax.tree.map(jnp.asarray, batch) for batch in trained.validation_batches()]
     loss = combine_all([trained.metrics(reference, batch) for batch in batches])["loss"]
     assert result["loss_after"] == pytest.approx(float(loss), rel=1e-5) != result["loss_before"]

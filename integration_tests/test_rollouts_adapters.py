@@ -21,12 +21,16 @@ def size_bytes(tree):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+def holds_codes(tree):
+    return any(map(is_quantized, jax.tree.leaves(tree, is_leaf=is_quantized)))
+
+
 HELD = {StaticEngine: lambda engine: engine._params, LLMEngine: lambda engine: engine._programs._weights.params}
 
 
 @pytest.fixture
 def sent(monkeypatch):
-    """The parameters of each update of an engine: their names and their bytes."""
+    """The parameters of each update of an engine: their names and bytes, and whether it holds quantized ones."""
     found = []
 
     def watch(engine_class, held):
@@ -34,7 +38,7 @@ def sent(monkeypatch):
 
         def counted(engine, params, **options):
             before = named_leaves(held(engine))
-            found.append((set(named_leaves(params)), size_bytes(params)))
+            found.append((set(named_leaves(params)), size_bytes(params), holds_codes(held(engine))))
             update(engine, params, **options)
             after = named_leaves(held(engine))
             assert after.keys() == before.keys()
@@ -62,9 +66,9 @@ def test_grpo_sends_the_adapter_alone_and_is_held_to_the_base(tmp_path, sent, qu
     state = trainer.abstract_state
     adapter = size_bytes(state.params)
     assert len(sent) == 9  # before the first step, and after each
-    assert {size for _, size in sent} == {adapter} and adapter < 0.5 * size_bytes(state.frozen)
-    assert all(names == set(named_leaves(state.params)) for names, _ in sent)
-    assert bool(quant) == any(map(is_quantized, jax.tree.leaves(state.frozen, is_leaf=is_quantized)))
+    assert {size for _, size, _ in sent} == {adapter} and adapter < 0.5 * size_bytes(state.frozen)
+    assert all(names == set(named_leaves(state.params)) for names, *_ in sent)
+    assert {codes for *_, codes in sent} == {bool(quant)} == {holds_codes(state.frozen)}
     steps = records(tmp_path / "run", "train")
     assert max(each["largest_mismatch"] for each in steps) < 1e-4  # the sampler has the trainer's weights
     divergences = [each["kl"] for each in steps]

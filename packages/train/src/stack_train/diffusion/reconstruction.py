@@ -12,7 +12,6 @@ from stack_core.config import config
 from stack_core.contracts.training import Objective
 from stack_core.errors import ConfigError
 from stack_core.metrics import Metric, Metrics
-from stack_train.diffusion.autoencoder_kl import AutoencoderKl
 
 __all__ = ["ReconstructionConfig"]
 
@@ -45,7 +44,7 @@ class ReconstructionConfig:
         return self
 
     def __call__(
-        self, model: AutoencoderKl, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
+        self, model: Any, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
     ) -> tuple[jax.Array, Metrics]:
         if not hasattr(model, "encode"):
             raise ConfigError(

@@ -34,7 +34,8 @@ def policy_of(run: Run, variables: Tree) -> ModuleCheckpoint:
         )
 
     def read(shardings: Any) -> Iterator[tuple[Any, jax.Array]]:
-        return ((path, jnp.copy(value)) for path, value in flatten_mapping(variables).items())
+        # Mapped, because a copy of a quantized array as such would be one in float.
+        return ((path, jax.tree.map(jnp.copy, value)) for path, value in flatten_mapping(variables).items())
 
     start = run.config.run.init_from
     return generative_checkpoint(

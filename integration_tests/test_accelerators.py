@@ -2,6 +2,7 @@
 
 import collections
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from stack_core.hardware import Target
 from stack_core.hardware.roofline import program_cost, program_memory
 from stack_core.hardware.targets import use_target
 from stack_core.plugins import registries
+from stack_kernels.from_tokamax import missing
+from stack_kernels.laboratory.programs import kernels_of
 from stack_kernels.laboratory.without_cudnn import cudnn_taken_for_granted
 from stack_serve.llm.compilation import compile_engine
 from stack_serve.llm.config import EngineConfig
@@ -26,6 +29,20 @@ from stack_train.run.program import build_trainer, traced_step
 
 SEQ, ROWS, HEADS = 256, 8, 4
 MODEL = {"family": "llama", "vocab_size": 512, "layers": 2, "embed": 256, "heads": HEADS, "kv_heads": 2, "mlp": 512}
+MIXTURE = {
+    "family": "qwen3_moe",
+    "vocab_size": 512,
+    "layers": 2,
+    "embed": 256,
+    "heads": HEADS,
+    "kv_heads": 2,
+    "head_dim": 128,
+    "mlp": 512,
+    "expert_mlp": 256,
+    "experts": 8,
+    "active_experts": 2,
+    "dtype": "bfloat16",
+}
 EIGHT_B = {
     "layers": 32,
     "vocab_size": 128_256,
@@ -51,9 +68,9 @@ def cudnn():
         yield
 
 
-def step_for(target, folder):
-    """The compiled step of a Llama over fsdp x tensor."""
-    fields = {"output": str(folder), "model": MODEL, "mesh": {"fsdp": 2, "tensor": 2}}
+def step_for(target, folder, model=MODEL, second="tensor"):
+    """The compiled step of a model over fsdp and one more axis."""
+    fields = {"output": str(folder), "model": model, "mesh": {"fsdp": 2, second: 2}}
     config = parse(RunConfig, {**fields, "data": {"seq_tokens": SEQ, "batch_size": ROWS}})
     trainer = build_trainer(config, target.devices)
     with use_target(target):
@@ -104,8 +121,51 @@ def test_on_gpus_each_device_runs_cudnns_attention_on_its_part(tmp_path):
     )
 
 
-def check_engine(target):
-    """An engine of an 8B model compiles and fits; what it keeps is split over the devices, and donated."""
+def check_mixture(target, folder, *kernels):
+    """Each device calls the kernels in a step with gradients, on its part.
+
+    Args:
+      kernels: each a pattern of a kernel's call, and of an operand as one device has it.
+    """
+    compiled = step_for(target, folder, MIXTURE, "expert")
+    calls = [line for line in compiled.as_text().splitlines() if "custom-call(" in line]
+    for name, operand in kernels:
+        of_kernel = [line for line in calls if re.search(name, line)]
+        assert of_kernel, f"no {name} among {kernels_of(compiled.as_text())}"
+        assert any(operand in line for line in of_kernel), of_kernel[:2]
+
+
+@pytest.mark.tpu_aot
+def test_on_tpus_each_device_runs_the_kernels_of_a_mixture_on_its_part(tmp_path):
+    part = f"{ROWS // 4},{HEADS},{SEQ},128]"
+    check_mixture(
+        Target("v6e:2x2"),
+        tmp_path,
+        ("splash_mha_fwd", part),
+        ("splash_mha_dkv", part),
+        ("splash_mha_dq", part),
+        ("%gmm", "bf16[4,256,256]"),
+        ("%tgmm", "bf16[4,256,256]"),
+        ("stack_norm", f"bf16[{ROWS // 4 * SEQ},256]"),
+    )
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.usefixtures("cudnn")
+def test_on_gpus_each_device_runs_the_kernels_of_a_mixture_on_its_part(tmp_path):
+    """With Tokamax its kernels; without it cuDNN's, and the products of the experts are XLA's."""
+    kernels = [(r"__cudnn\$fmha", f"bf16[{ROWS // 4},{SEQ},{HEADS},128]")]
+    if missing("jax_triton", "triton") is None:
+        kernels = [("mosaic_gpu", "bf16[4,256,256]"), ("triton", f"bf16[{ROWS // 4},{SEQ},256]")]
+    check_mixture(Target("h100:1x1x4"), tmp_path, *kernels)
+
+
+def check_engine(target, *kernels):
+    """An engine of an 8B model compiles and fits; what it keeps is split over the devices, and donated.
+
+    Args:
+      kernels: what its decoding program calls.
+    """
     config = LlamaConfig(**EIGHT_B, dtype="bfloat16", param_dtype="bfloat16")
     model = nnx.eval_shape(lambda: registries.models["llama"].build(config, key=jax.random.key(0)))
     nowhere = Path("nowhere")
@@ -113,6 +173,7 @@ def check_engine(target):
     settings = EngineConfig(tensor=4, pages=4096, max_tokens=2048, cache_dtype="bfloat16")
     programs = compile_engine(checkpoint, settings, target)
     assert set(programs) == {"decode", "prefill"}
+    assert set(kernels) <= set(kernels_of(programs["decode"].as_text()))
     sizes = {name: 2 * math.prod(leaf.shape) for name, leaf in _named(checkpoint.parameters)}
     pages_bytes = 2 * EIGHT_B["layers"] * 4096 * settings.page_tokens * EIGHT_B["kv_heads"] * 128 * 2
     for name, program in programs.items():
@@ -132,7 +193,7 @@ def _named(tree):
 
 @pytest.mark.tpu_aot
 def test_an_engine_of_an_8b_model_compiles_for_tpus():
-    check_engine(Target("v6e:2x2"))
+    check_engine(Target("v6e:2x2"), "stack_paged_attention", "stack_norm")
 
 
 @pytest.mark.gpu_aot

@@ -156,7 +156,7 @@ def test_on_gpus_each_device_runs_the_kernels_of_a_mixture_on_its_part(tmp_path)
     """With Tokamax its kernels; without it cuDNN's, and the products of the experts are XLA's."""
     kernels = [(r"__cudnn\$fmha", f"bf16[{ROWS // 4},{SEQ},{HEADS},128]")]
     if missing("jax_triton", "triton") is None:
-        kernels = [("mosaic_gpu", "bf16[4,256,256]"), ("triton", f"bf16[{ROWS // 4},{SEQ},256]")]
+        kernels = [("mosaic_gpu", "bf16[4,256,256]"), ("triton", f"bf16[{ROWS // 4 * SEQ},256,1]")]
     check_mixture(Target("h100:1x1x4"), tmp_path, *kernels)
 
 

@@ -169,14 +169,14 @@ IMPLEMENTATIONS: tuple[tuple[OpImplementation, str], ...] = (
 
 
 # XLA's grouped products multiply NaN of other groups by 0, and Tokamax's XLA form of the norm's gradient knows the last
-# axis alone.
+# axis alone. Its forms mix dtypes, so that only float32 is looked at.
 _NOT_OF_XLA = (("ragged_dot", "not_a_number"), ("norm", "other_axis"))
 
 
 def _checks() -> Iterator[Any]:
     for implementation, chip in IMPLEMENTATIONS:
         for check in op_checks(implementation.op):
-            if (implementation.op, check.case.name) in _NOT_OF_XLA:
+            if check.aspect != "float32" or (implementation.op, check.case.name) in _NOT_OF_XLA:
                 continue
             yield pytest.param(implementation, chip, check, id=f"{implementation.op}/{implementation.name}-{check}")
 
@@ -226,7 +226,7 @@ def test_the_grouped_product_of_tpus_interpreted(sizes: tuple[int, ...]) -> None
         found = ops.ragged_dot(lhs, rhs, jnp.array(sizes), implementation=implementation)
         return jnp.vdot(found, cotangent), found
 
-    device = jax.sharding.AbstractDevice(device_kind="TPU v6 lite", num_cores=1)
+    device = jax.sharding.AbstractDevice("TPU v6 lite", 1, "tpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device)
     with use_chip(registries.chips["v6e"]), jax.sharding.use_abstract_mesh(mesh):
         functions = [functools.partial(loss, implementation=name) for name in (kernel, "reference")]

@@ -51,8 +51,11 @@ def run(op: Any, config: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def on_arrays(function: Callable[..., Any], *arrays: Any) -> Any:
-    """`function(*arrays)` as its kernels are written: dtypes promote as JAX has it, results name no mesh axes."""
+    """`function(*arrays)` as its kernels are written: dtypes promote as JAX has it, results name no mesh axes.
+
+    It is one call to whoever traces it again: what is around its kernels names no mesh axes either.
+    """
     import jax
 
     with jax.numpy_dtype_promotion("standard"):
-        return untyped(function, *arrays)
+        return untyped(jax.jit(function), *arrays)

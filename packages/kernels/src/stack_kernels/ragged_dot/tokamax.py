@@ -5,6 +5,7 @@ off at the last row, and the rows after all groups get zeros, in the cotangent t
 product would let NaN through from the other.
 """
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -183,7 +184,8 @@ class Kernel:
         return product
 
     def _library(self) -> tuple[Any, Any]:
-        return tuple(importlib.import_module(f"{self.places}.{name}") for name in ("base", self.place[0]))
+        base, library = (importlib.import_module(f"{self.places}.{name}") for name in ("base", self.place[0]))
+        return base, library
 
     def _tile(self, config: Any) -> int:
         return self.rows_of_tile or config.rows
@@ -246,7 +248,9 @@ def _for_v2(library: Any, config: GroupTiles, transposed: bool) -> Any:
     return library.Config(tile_m=config.rows, tile_k=of_sums, tile_n=of_results)
 
 
-_ON_TPU = {"platform": "tpu", "generations": {}, "dtypes": ("bfloat16", "float32"), "rows_of_tile": 0, "multiple": 128}
+_on_tpu = functools.partial(
+    Kernel, platform="tpu", generations={}, dtypes=("bfloat16", "float32"), rows_of_tile=0, multiple=128
+)
 
 TOKAMAX_MOSAIC_GPU = Kernel(
     "tokamax_mosaic_gpu",
@@ -267,16 +271,15 @@ TOKAMAX_TRITON = Kernel(
     _for_triton,
     needs=("jax_triton", "triton"),
 ).implementation()
-V1 = Kernel(
+V1 = _on_tpu(
     "tokamax_v1",
     ("pallas_mosaic_tpu", "PallasMosaicTpuRaggedDot"),
     tiles=_of_v1,
     made=_for_v1,
     fewest=128,
-    **_ON_TPU,
 )
 TOKAMAX_TPU_V1 = V1.implementation()
-V2 = Kernel(
+V2 = _on_tpu(
     "tokamax_v2",
     ("pallas_mosaic_tpu_v2", "PallasMosaicTpuV2RaggedDot"),
     tiles=lambda call: iter((GroupTiles(0, 0, 0, 2),)),
@@ -284,6 +287,6 @@ V2 = Kernel(
     op=lambda groups: {"num_actual_groups": groups},
     priority=3,
     differentiates=False,  # its gradient takes a minute and a half to compile: v1 gives it
-    **(_ON_TPU | {"rows_of_tile": 8}),
+    rows_of_tile=8,
 )
 TOKAMAX_TPU_V2 = V2.implementation()

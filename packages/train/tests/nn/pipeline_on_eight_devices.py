@@ -39,9 +39,8 @@ ALL = (
     *FEW,
     ("gpipe", 1, {"stage": 2}),
     ("1f1b", 1, {"stage": 4, "data": 2}),
-    ("1f1b", 1, {"stage": 2, "tensor": 4}),
+    ("1f1b", 1, {"stage": 2, "tensor": 2}),
     ("1f1b", 1, {"stage": 8}),
-    ("1f1b", 1, {"stage": 2, "context": 2, "fsdp": 2}),
     ("interleaved", 2, {"stage": 4, "fsdp": 2}),
     ("gpipe", 1, {"stage": 4, "fsdp": 2}),
 )

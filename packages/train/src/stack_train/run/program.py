@@ -102,6 +102,10 @@ def _check_staged(config: RunConfig, trainer: Trainer) -> None:
         "the microbatches of run.pipeline take the place of run.accumulation_steps, which is more than 1": (
             config.run.accumulation_steps > 1
         ),
+        # The log-sum-exp that attention over a shared sequence keeps cannot be lowered inside a stage (jax 0.10.2).
+        f"mesh.context is {trainer.mesh.shape['context']}, and stages do not share sequences": (
+            trainer.mesh.shape["context"] > 1
+        ),
         f"run.pipeline.microbatches={microbatches} does not divide the batch": any(
             shape.shape[0] % microbatches for shape in config.data.spec(config.model).values()
         ),

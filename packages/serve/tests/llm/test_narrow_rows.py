@@ -1,0 +1,49 @@
+"""Rows of a table of 16-bit floats are the same in a loop, which casts no table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_serve.llm.unstacking import layer_by_layer
+
+ROWS, FEATURES = 1000, 16
+
+
+def embedded(table, places):
+    return jnp.take(table, places, axis=0, mode="fill").astype(jnp.float32)
+
+
+def in_a_loop(function):
+    """Sums rows, and goes on to others."""
+
+    def run(table, places):
+        def turn(_, carry):
+            places, total = carry
+            return (places * 7) % ROWS, total + function(table, places)
+
+        return jax.lax.fori_loop(0, 8, turn, (places, jnp.zeros((*places.shape, FEATURES))))[1]
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("function", [embedded, jax.jit(embedded)], ids=["plain", "in a call"])
+def test_rows_are_those_of_the_table(dtype, function):
+    table = jax.random.normal(jax.random.key(0), (ROWS, FEATURES)).astype(dtype).at[6, 0].set(jnp.nan)
+    places = jnp.array([[3, 0], [7, 6], [-1, ROWS]])  # -1 is the last; the other end is outside
+    found = jax.jit(layer_by_layer(function))(table, places)
+    np.testing.assert_array_equal(found, embedded(table, places))
+    assert np.isnan(found[2, 1]).all()
+    np.testing.assert_array_equal(
+        in_a_loop(layer_by_layer(function))(table, places), in_a_loop(function)(table, places)
+    )
+
+
+def test_a_loop_casts_no_table():
+    table, places = jax.ShapeDtypeStruct((ROWS, FEATURES), jnp.bfloat16), jax.ShapeDtypeStruct((2,), jnp.int32)
+    cast, taken = (
+        in_a_loop(function).lower(table, places).compile().memory_analysis().temp_size_in_bytes
+        for function in (embedded, layer_by_layer(embedded))
+    )
+    assert taken < 5_000 < 4 * ROWS * FEATURES <= cast

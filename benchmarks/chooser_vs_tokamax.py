@@ -1,7 +1,8 @@
 """How far ops that are chosen by Tokamax's published timings are from the fastest, beside Tokamax's fixed order.
 
-Whole model shapes are held out in turn: the timings of other models, on the same chip, choose for them. Calls with two
-implementations or more, on seven chips. Nothing is measured here: the timings are those that stack-kernels ships.
+Whole model shapes are held out in turn: the timings of other models, on the same chip, choose for them. Only calls
+that two or more implementations were timed on count, on seven chips. The script measures nothing: it reads the timings
+that stack-kernels ships.
 
     nox -s bench -- chooser_vs_tokamax
 """

@@ -1,4 +1,4 @@
-"""Timings that others published: what they advise, for what they were taken of and for what is near or far."""
+"""The table of published timings advises on calls that were timed, and on calls near and far from them."""
 
 import dataclasses
 from typing import Any

@@ -43,8 +43,8 @@ def quantize_function(
 ) -> "QuantizedModel":
     """Quantizes the parameters of `fn(params, *args)` by rules on their paths.
 
-    With the result, `quantized(*args)` calls `fn` on its quantized parameters, and `quantized.apply(params, *args)` on
-    others like them, such as those that training changes.
+    The result's `quantized(*args)` calls `fn` on its quantized parameters; `quantized.apply(params, *args)` calls it
+    on given ones of the same structure, such as those after a training step.
 
     Args:
       fn: traced, never patched; a linen module's `apply` with its variables as `params` is one.
@@ -164,7 +164,7 @@ class QuantizedModel:
         return self.apply(self.params, *args, **kwargs)
 
     def apply(self, params: Any, *args: Any, **kwargs: Any) -> Any:
-        """Computes with other parameters in place of its own, such as those of a later training step."""
+        """Calls the function on `params`, which replace its own: those after a training step, for instance."""
         return self.quantization.call(self.function, params, State(self.ranges, self.key), *args, **kwargs)
 
     def with_key(self, key: jax.Array | None) -> "QuantizedModel":

@@ -71,7 +71,7 @@ class ProgramCost:
     """What one device does in one run of a compiled program.
 
     Attributes:
-      flops: products that it runs, whether the model needs them or not, but for those of `uncounted_kernels`.
+      flops: products that it runs, whether the model needs them or not; `uncounted_kernels` are left out.
       traffic_bytes: to and from its main memory.
       unknown_loops: loops whose trips are not known; their bodies count once.
     """

@@ -226,8 +226,8 @@ def _options(call: Mapping[str, Any], bias: Any, limits: Any) -> dict[str, Any]:
 def _limits(call: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """A mask [batch, heads, q_seq, kv_seq], and the first key and the end of keys [batch, 1, q_seq] of each query.
 
-    Each is None where it says nothing. Where `causal` alone decides, as it is of equally many queries and keys, the
-    kernel is told so instead.
+    Each is None where it masks nothing. Where `causal` alone limits the keys, both bounds are None: the kernel applies
+    it itself.
     """
     q_seq, kv_seq, mask = call["query"].shape[1], call["key"].shape[1], call["mask"]
     if call["segment_ids"] is not None:

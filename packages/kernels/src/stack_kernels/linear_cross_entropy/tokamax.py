@@ -1,8 +1,8 @@
 """`linear_cross_entropy` on TPUs: Tokamax's kernels in Mosaic-TPU, which hold a tile of the logits at a time.
 
-They know no row that is ignored, and take labels as they come. Here rows are padded to tiles and the losses come row by
-row, so that ignored rows get none and no gradient, the mean is over the others, and a label outside the vocabulary
-makes its loss NaN. On a mesh each device would compute a mean over all rows, so that it runs where it is named or was
+The kernels neither ignore rows nor check labels. This adapter pads rows to tiles and asks for a loss per row: it zeroes
+the loss and the gradient of ignored rows, takes the mean over the others, and makes the loss of a label outside the
+vocabulary NaN. On a mesh each device would compute a mean over all rows, so it runs only where it is named or was
 measured.
 """
 

@@ -19,5 +19,5 @@ def padded(rows: Any, tile: int) -> Any:
 
 
 def zero_after(sizes: Any, rows: Any) -> Any:
-    """The rows, with zeros for those that come after all groups."""
+    """Zeroes the rows after the last group."""
     return jnp.where(jnp.arange(len(rows))[:, None] < jnp.sum(sizes), rows, 0).astype(rows.dtype)

@@ -1,4 +1,4 @@
-"""Chooses by timings that others published, for chips on which nothing was measured here.
+"""Chooses implementations by published timings, on chips that this machine has no measurements of.
 
 What an implementation takes for a call is what the chip's peaks allow, times how far it fell short of them where it was
 timed: the geometric mean over the timings of the same kind of call whose sizes are nearest, near ones counting more. An

@@ -36,10 +36,10 @@ class AgentAccess:
 class AgentConfig:
     """An agent of yours, which asks the policy by OpenAI's chat completions and says what the episode was worth.
 
-    It is a function of an `AgentAccess` and a record of `source`, and returns a number or a `Score`. One that is not
-    async runs on a thread of its own. Every request goes to the policy as it is trained, and is kept with its token ids
-    and the log-probabilities by which they were drawn. The requests of an episode are one conversation: each begins
-    with the messages and the answer of the one before. How the policy draws is the run's to say; requests that set a
+    It is a function of an `AgentAccess` and a record of `source`, and returns a number or a `Score`. A function
+    that is not async runs on its own thread. The policy answers every request with its current weights; token ids and
+    the log-probabilities by which they were drawn are kept. The requests of an episode are one conversation: each
+    begins with the messages and the answer of the one before. The run decides how the policy draws; requests that set a
     temperature, tools or a stream are refused.
 
     An agent that raises has failed, and so has its episode; that is no reward of 0. One that raises because the

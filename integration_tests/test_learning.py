@@ -17,11 +17,12 @@ from stack_core.cli import main
 from stack_core.config import apply_overrides, load_yaml, parse
 from stack_core.contracts.environments import Completion
 from stack_core.errors import ConfigError, ConversionError, DataError
+from stack_core.mesh import MeshConfig
 from stack_core.model_formats import open_for_generation, open_further
 from stack_rl.environments.prompts import PromptsConfig
 from stack_rl.objectives.heads import scalar_head
 from stack_rl.objectives.reward_model import answer_rewards
-from stack_rl.rewards.model import ModelReward
+from stack_rl.rewards.model import ModelReward, ModelRewardConfig
 from stack_train import RunConfig
 from stack_train.run.config import run_config
 from stack_train.run.start import with_model_of_start
@@ -89,6 +90,8 @@ def test_a_reward_model_scores_answers_as_it_was_trained_to(tiny):
     ]
     cut = Completion(prompt="c:", text="", tokens=answers[0], is_finished=False, record={}, prompt_tokens=prompt)
     *found, of_cut = asyncio.run(scored(reward, [*completions, cut]))
+    own_mesh = ModelRewardConfig(source="runs/tiny-reward", mesh=MeshConfig(fsdp=1)).build()
+    np.testing.assert_allclose(asyncio.run(scored(own_mesh, completions[:3])), found[:3], rtol=1e-5)
 
     shapes = {"kernel": jax.ShapeDtypeStruct((16,), jnp.float32), "bias": jax.ShapeDtypeStruct((), jnp.float32)}
     values, head = open_further("runs/tiny-reward", "reward", shapes), scalar_head(config.model, key=jax.random.key(0))
@@ -113,6 +116,10 @@ def test_what_is_no_reward_model_for_a_policy_is_refused(tiny):
         ModelReward("runs/tiny")
     with pytest.raises(ConfigError, match="'run:runs/nowhere' is no directory"):
         PromptsConfig(source="runs/letters-data/prompts.jsonl", rewards=("run:runs/nowhere",)).check(None)
+    with pytest.raises(ConfigError, match="'runs/nowhere' is no directory"):
+        PromptsConfig(
+            source="runs/letters-data/prompts.jsonl", rewards=({"name": "model", "source": "runs/nowhere"},)
+        ).check(None)
     reward = ModelReward("runs/tiny-reward")
     reward.check(open_for_generation("runs/tiny").tokenizer)
     with pytest.raises(DataError, match="another tokenizer than the policy's"):

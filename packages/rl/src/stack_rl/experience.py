@@ -12,7 +12,9 @@ from stack_core.errors import DataError
 from stack_rl.math.advantages import ADVANTAGES, equal_groups, gae, whitened_tokens
 from stack_rl.math.weights import token_weights
 
-__all__ = ["batch_of", "batch_shapes", "credited_by_values"]
+__all__ = ["REFERENCE_LOGPROBS", "batch_of", "batch_shapes", "credited_by_values"]
+
+REFERENCE_LOGPROBS: Final = "reference_logprobs"
 
 _TOKENS: Final = {
     "tokens": np.int32,
@@ -30,15 +32,19 @@ _OF_GROUPS: Final = ("flat_groups", "drawn_groups")
 _ROWS: Final = ("real", "dropped", "share", *_OF_EPISODES, *_OF_GROUPS)
 
 
-def batch_shapes(rows: int, seq_tokens: int, *, values: bool = False, candidates: int = 0) -> Shapes:
+def batch_shapes(
+    rows: int, seq_tokens: int, *, values: bool = False, candidates: int = 0, reference: bool = False
+) -> Shapes:
     """The arrays of a batch: of tokens [rows, seq_tokens], and of rows [rows].
 
     Args:
       values: those of `credited_by_values` are among them.
       candidates: how many a target may have been drawn from; int32[rows, seq_tokens, candidates] holds them, and -1
         behind them. 0 leaves the array out, as all tokens are candidates.
+      reference: the log-probabilities of the targets by a reference are among them.
     """
-    dtypes = _TOKENS | (dict.fromkeys(_VALUES, np.float32) if values else {})
+    more = (*(_VALUES if values else ()), *((REFERENCE_LOGPROBS,) if reference else ()))
+    dtypes = _TOKENS | dict.fromkeys(more, np.float32)
     tokens = {name: jax.ShapeDtypeStruct((rows, seq_tokens), np.dtype(dtype)) for name, dtype in dtypes.items()}
     if candidates:
         tokens["candidates"] = jax.ShapeDtypeStruct((rows, seq_tokens, candidates), np.dtype(np.int32))

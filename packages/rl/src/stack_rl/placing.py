@@ -1,9 +1,10 @@
-"""Where the policy that rollouts are drawn from lies: on a mesh of its own."""
+"""Where models beside the trained one lie: on meshes of their own."""
 
 import math
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.errors import ConfigError, ShardingError
@@ -20,19 +21,24 @@ class PlacedPolicy:
 
     Args:
       mesh: its sizes multiply to the number of devices; with an axis of -1 it has all.
+      key: of the config, which set the mesh.
+
+    Attributes:
+      whole: the sharding of an array that each of the mesh's devices holds all of.
 
     Raises:
       ShardingError: there are fewer devices.
     """
 
-    def __init__(self, policy: GenerativeCheckpoint, mesh: MeshConfig) -> None:
+    def __init__(self, policy: GenerativeCheckpoint, mesh: MeshConfig, key: str = "data.engine_mesh") -> None:
         devices, sizes = jax.devices(), mesh.sizes.values()
         count = len(devices) if -1 in sizes else math.prod(sizes)
         if count > len(devices):
             raise ShardingError(
-                f"data.engine_mesh has {count} devices; there are {len(devices)}. Lower its sizes, or leave it out."
+                f"{key} has {count} devices; there are {len(devices)}. Lower its sizes, or leave it out."
             )
-        self._policy, self._mesh = policy, make_mesh(mesh, devices[len(devices) - count :])
+        self._policy, self._mesh, self._key = policy, make_mesh(mesh, devices[len(devices) - count :]), key
+        self.whole = NamedSharding(self._mesh, PartitionSpec())
         # Held rather than looked up when asked for, which protocols of Python 3.12 and later do not see.
         held = [name for name in dir(policy) if not name.startswith("_") and name != "load_params"]
         vars(self).update({name: getattr(policy, name) for name in held})
@@ -44,5 +50,5 @@ class PlacedPolicy:
           ConfigError: the engine places them itself.
         """
         if shardings is not None:
-            raise ConfigError("This engine places its parameters itself. Leave data.engine_mesh out, or use 'static'.")
+            raise ConfigError(f"This engine places its parameters itself. Leave {self._key} out, or use 'static'.")
         return self._policy.load_params(self._policy.shardings(self._mesh))

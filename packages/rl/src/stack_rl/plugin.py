@@ -61,6 +61,7 @@ def stack_register_rewards(registry: Registrar) -> None:
     registry.add("characters", "stack_rl.rewards.functions:characters")
     registry.add("math", "stack_rl.rewards.math:MathConfig")
     registry.add("code", "stack_rl.rewards.code:CodeConfig")
+    registry.add("model", "stack_rl.rewards.model:ModelRewardConfig")
     registry.add("judge", "stack_rl.rewards.judge:JudgeConfig")
 
 

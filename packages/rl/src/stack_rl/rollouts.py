@@ -21,10 +21,11 @@ from stack_core.plugins import registries
 from stack_core.runs.directory import RunDirectory
 from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.episodes import STEP_TIMEOUT_S, Attempt, Drawing, OnFailure, Player
-from stack_rl.experience import batch_of, batch_shapes, credited_by_values
+from stack_rl.experience import REFERENCE_LOGPROBS, batch_of, batch_shapes, credited_by_values
 from stack_rl.groups import Group, Ledger, trained_on
 from stack_rl.pacing import Pacing
 from stack_rl.placing import PlacedPolicy
+from stack_rl.reference import Reference, ReferenceConfig
 from stack_rl.rollout_journal import RolloutJournal
 from stack_rl.supply import AheadSupply, Rounds, Supply, TogetherSupply, Weights
 
@@ -75,6 +76,7 @@ class RolloutData:
       engine: an entry of the registry `engines`, which generates.
       engine_mesh: the policy that it draws from lies on this mesh, over the machine's last devices; with None
         "static" draws on the trainer's, `mesh`, which has all devices.
+      reference: scores every batch by a model on a mesh of its own, for an objective with `reference: data`.
       on_failure: an episode whose environment or reward fails stops the run ("stop"), or is left out ("drop").
       step_timeout_s: of a step of an environment; one that takes longer has failed.
       top_p, top_k: which tokens are candidates, as `SamplingParams` says; all by default.
@@ -99,6 +101,7 @@ class RolloutData:
     weights: Literal["sequence", "token", "constant", "prompt", "sum"] = "sequence"
     engine: str = "static"
     engine_mesh: MeshConfig | None = None
+    reference: ReferenceConfig | None = None
     on_failure: OnFailure = "stop"
     step_timeout_s: PositiveFloat = STEP_TIMEOUT_S
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -119,7 +122,8 @@ class RolloutData:
 
     def spec(self, model: Any) -> Shapes:
         candidates = self.most_candidates if self.drawing.is_narrowed else 0
-        return batch_shapes(self.batch_size, self.seq_tokens, values=self.advantage == "gae", candidates=candidates)
+        more = {"values": self.advantage == "gae", "reference": self.reference is not None}
+        return batch_shapes(self.batch_size, self.seq_tokens, candidates=candidates, **more)
 
     def work(self) -> tuple[str, int]:
         return "episodes", self.batch_size
@@ -130,6 +134,8 @@ class RolloutData:
                 f"data.seq_tokens is {self.seq_tokens}, but model.max_positions is {model.max_positions}. Lower the "
                 "first or raise the second."
             )
+        if self.reference is not None:
+            self.reference.check()
         self.environment.check(model)
 
     def build(self, *, seed: int, model: Any) -> "RolloutBatches":
@@ -144,6 +150,7 @@ class RolloutBatches:
         self._shapes = config.spec(model)
         self._tasks: Tasks | None = None
         self._engine: Engine | None = None
+        self._reference: Reference | None = None
         self._player: Player | None = None
         self._supply: Supply | None = None
         self._journal: RolloutJournal | None = None
@@ -162,6 +169,8 @@ class RolloutBatches:
         self._tasks = settings.environment.build(policy, seq_tokens=settings.seq_tokens, seed=self._seed)
         if self._tasks.training == 0:
             raise DataError(f"The environment {settings.environment.name!r} has no task to train on.")
+        if settings.reference is not None:
+            self._reference = Reference(settings.reference, policy)
         placed: Any = policy if settings.engine_mesh is None else PlacedPolicy(policy, settings.engine_mesh)
         self._engine = registries.engines[settings.engine](placed)
         if isinstance(self._engine, ExpectsRequests):
@@ -280,6 +289,8 @@ class RolloutBatches:
         advantage = settings.advantage if training and not by_values else None
         options = {"shapes": self._shapes, "weights": settings.weights, "version": self._version}
         batch = batch_of(found, advantage=advantage, **options)
+        if self._reference is not None:
+            batch[REFERENCE_LOGPROBS] = self._reference.logprobs(batch)
         if not by_values:
             return batch
         how = {"discount": settings.discount, "decay": settings.decay, "whiten": settings.whiten}

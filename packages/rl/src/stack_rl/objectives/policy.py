@@ -25,7 +25,20 @@ from stack_rl.math.policy import log_ratio
 from stack_rl.objectives.candidates import among_candidates
 from stack_rl.objectives.entropy import token_entropies
 
-__all__ = ["Correction", "PolicyConfig", "PolicyObjective", "PolicyTokens", "ReferencedObjective"]
+__all__ = [
+    "OF_DATA",
+    "Correction",
+    "PolicyConfig",
+    "PolicyObjective",
+    "PolicyTokens",
+    "ReferencedObjective",
+    "ScoredObjective",
+    "TargetFigures",
+    "target_figures",
+]
+
+OF_DATA: Final = "data"
+"""The reference whose log-probabilities come with the batch."""
 
 _TOKENS: Final = ("tokens", "targets", "positions", "segment_ids", "advantages", "weights", "old_logprobs")
 _ROWS: Final = ("share", "real", "dropped")
@@ -101,7 +114,8 @@ class PolicyConfig:
       kl: weight of the divergence from the reference; 0 needs no reference.
       kl_estimator: "k2", whose gradient is that of the divergence while the policy draws its own tokens, or "k3".
       kl_corrected: weigh k by the ratio, for tokens that another policy drew.
-      reference: "init", the model as it was at the start, or "run:DIRECTORY".
+      reference: "init", the model as it was at the start, or "run:DIRECTORY", which lie on the trainer's mesh; "data"
+        is that of `data.reference`, which lies on a mesh of its own.
       entropy: weight of the entropy, which keeps a policy from settling early.
       advantage, weights: what the algorithm's paper asks of the data, `data.advantage` and `data.weights`.
     """
@@ -142,7 +156,9 @@ class PolicyConfig:
         raise NotImplementedError
 
     def build(self) -> Objective:
-        return ReferencedObjective(self) if self.kl else PolicyObjective(self)
+        if not self.kl:
+            return PolicyObjective(self)
+        return ScoredObjective(self) if self.reference == OF_DATA else ReferencedObjective(self)
 
 
 @dataclass(frozen=True)
@@ -167,7 +183,7 @@ class PolicyObjective:
     ) -> tuple[jax.Array, Metrics]:
         settings, drawn = self.config, batch["targets"] != IGNORED_TARGET
         segment_ids, count = batch["segment_ids"], jnp.sum(drawn.astype(batch["weights"].dtype))
-        hidden, logprobs, entropies = _figures(model, batch, entropies=settings.entropy > 0)
+        hidden, logprobs, entropies = target_figures(model, batch, entropies=settings.entropy > 0)
         moved = log_ratio(logprobs, batch["old_logprobs"], drawn)
         moves = moved if settings.correction is None else log_ratio(logprobs, jax.lax.stop_gradient(logprobs), drawn)
         tokens = PolicyTokens(logprobs, moves, batch["advantages"], drawn, segment_ids)
@@ -176,8 +192,8 @@ class PolicyObjective:
             weights = settings.correction.weights(moved, drawn, segment_ids)
             losses, report["correction"] = weights * losses, weights
             report["masked"] = (weights == 0).astype(weights.dtype)
-        if reference is not None:
-            divergence = estimator_in_loss(settings.kl_estimator)(logprobs, _figures(reference, batch).logprobs)
+        if (of_reference := self._of_reference(batch, reference)) is not None:
+            divergence = estimator_in_loss(settings.kl_estimator)(logprobs, of_reference)
             divergence = corrected(divergence, moved) if settings.kl_corrected else divergence
             losses, report["kl"] = losses + settings.kl * divergence, divergence
         if entropies is not None:
@@ -198,6 +214,25 @@ class PolicyObjective:
             **_facts(batch),
         }
 
+    def _of_reference(
+        self, batch: Mapping[str, jax.Array], reference: LanguageModel | None
+    ) -> Float[Array, "batch seq"] | None:
+        """The reference's log-probabilities of the targets, where there is a reference.
+
+        Raises:
+          ConfigError: the data has those of another.
+        """
+        there, settings = "reference_logprobs" in batch, self.config
+        if there and not (settings.kl and settings.reference == OF_DATA):
+            raise ConfigError(
+                f"The data has a reference (data.reference), which the objective does not read: objective.kl is "
+                f"{settings.kl}, and objective.reference is {settings.reference!r}. Set objective.kl and "
+                "objective.reference: data, or leave data.reference out."
+            )
+        if there:
+            return batch["reference_logprobs"].astype(batch["old_logprobs"].dtype)
+        return None if reference is None else target_figures(reference, batch).logprobs
+
 
 @dataclass(frozen=True)
 class ReferencedObjective(PolicyObjective):
@@ -214,7 +249,14 @@ class ReferencedObjective(PolicyObjective):
         return self._loss(model, batch, companions["reference"])
 
 
-class _Figures(NamedTuple):
+@dataclass(frozen=True)
+class ScoredObjective(PolicyObjective):
+    """The objective of a `PolicyConfig` whose reference has scored the batch before."""
+
+    inputs: ClassVar[Mapping[str, str]] = MappingProxyType({**PolicyConfig.inputs, "reference_logprobs": "batch seq"})
+
+
+class TargetFigures(NamedTuple):
     """Of the distribution that each target was drawn from; entropies only where they were asked for."""
 
     hidden: Float[Array, "batch seq embed"]
@@ -222,7 +264,7 @@ class _Figures(NamedTuple):
     entropies: Float[Array, "batch seq"] | None
 
 
-def _figures(model: LanguageModel, batch: Mapping[str, jax.Array], *, entropies: bool = False) -> _Figures:
+def target_figures(model: LanguageModel, batch: Mapping[str, jax.Array], *, entropies: bool = False) -> TargetFigures:
     """What a model makes of each target, among its candidates if the batch has them.
 
     Logits of a whole batch are never in memory.
@@ -234,7 +276,9 @@ def _figures(model: LanguageModel, batch: Mapping[str, jax.Array], *, entropies:
     else:
         logprobs = -head.cross_entropy(hidden, targets, ignore_index=IGNORED_TARGET, reduction="none")
         found = token_entropies(head, hidden) if entropies else None
-    return _Figures(hidden, logprobs.astype(dtype), found.astype(dtype) if entropies and found is not None else None)
+    return TargetFigures(
+        hidden, logprobs.astype(dtype), found.astype(dtype) if entropies and found is not None else None
+    )
 
 
 def _mean(values: jax.Array, drawn: jax.Array, count: jax.Array) -> Metric:

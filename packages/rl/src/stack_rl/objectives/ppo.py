@@ -15,10 +15,10 @@ from stack_core.contracts.training import Objective
 from stack_core.metrics import Metrics
 from stack_rl.math.value import value_loss
 from stack_rl.objectives.heads import scalar_head
-from stack_rl.objectives.policy import PolicyConfig, PolicyObjective
+from stack_rl.objectives.policy import OF_DATA, PolicyConfig, PolicyObjective
 from stack_rl.objectives.presets import ClippedConfig
 
-__all__ = ["CriticObjective", "PPOConfig"]
+__all__ = ["CriticObjective", "PPOConfig", "ScoredCriticObjective"]
 
 
 @config
@@ -60,7 +60,7 @@ class PPOConfig(ClippedConfig):
         return self.value_weight * value_loss(values, old_values, returns, clip=self.value_clip)
 
     def build(self) -> Objective:
-        return CriticObjective(self)
+        return ScoredCriticObjective(self) if self.kl and self.reference == OF_DATA else CriticObjective(self)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class CriticObjective(PolicyObjective):
 
     @property
     def companions(self) -> Mapping[str, str]:
-        return {"reference": self.config.reference} if self.config.kl else {}
+        asked = self.config.kl and self.config.reference != OF_DATA
+        return {"reference": self.config.reference} if asked else {}
 
     def __call__(
         self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
@@ -83,3 +84,10 @@ class CriticObjective(PolicyObjective):
     def scores(self, outputs: Outputs, batch: Mapping[str, jax.Array], **models: Any) -> Mapping[str, jax.Array]:
         """What the critic expects before each target."""
         return {"values": models["critic"](outputs.hidden)}
+
+
+@dataclass(frozen=True)
+class ScoredCriticObjective(CriticObjective):
+    """That of a `PolicyConfig` with a critic whose reference has scored the batch before."""
+
+    inputs: ClassVar[Mapping[str, str]] = MappingProxyType({**PPOConfig.inputs, "reference_logprobs": "batch seq"})

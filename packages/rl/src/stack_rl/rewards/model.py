@@ -1,22 +1,50 @@
-"""Rewards by a reward model that a run trained, `reward: run:DIRECTORY`."""
+"""`reward: run:DIRECTORY`, or `{name: model, source: DIRECTORY}`: a reward model that a run trained."""
 
 import asyncio
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from stack_core.config import config
 from stack_core.contracts.data import Tokenizer
-from stack_core.contracts.environments import Completion
-from stack_core.errors import DataError
+from stack_core.contracts.environments import Completion, Reward
+from stack_core.errors import ConfigError, DataError
+from stack_core.mesh import MeshConfig
 from stack_core.model_formats import open_for_generation, open_further
+from stack_rl.placing import PlacedPolicy
 
-__all__ = ["ModelReward"]
+__all__ = ["ModelReward", "ModelRewardConfig"]
 
 _ROWS: Final = 64
 _SMALLEST_BUCKET: Final = 16
+
+
+@config
+class ModelRewardConfig:
+    """A reward model, on a mesh of its own; see `ModelReward`.
+
+    Attributes:
+      source: directory of the run, or of another reward model.
+      mesh: over the machine's last devices; with None it lies on the first.
+    """
+
+    source: str
+    name: Literal["model"] = "model"
+    mesh: MeshConfig | None = None
+
+    def check(self) -> None:
+        """Raises a ConfigError where there is no such directory."""
+        if not Path(self.source).is_dir():
+            raise ConfigError(
+                f"Reward model {self.source!r} is no directory. Give that of a run whose objective is reward_model."
+            )
+
+    def build(self) -> Reward:
+        return ModelReward(self.source, self.mesh)
 
 
 class ModelReward:
@@ -28,21 +56,26 @@ class ModelReward:
 
     Args:
       address: of the run, or of another directory that holds a reward model.
+      mesh: over the machine's last devices, on which it lies; None is the first device.
 
     Raises:
+      ShardingError: there are fewer devices than the mesh has.
       ConversionError: the run trained no reward model.
       StackError: its checkpoint cannot be read.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, mesh: MeshConfig | None = None) -> None:
         self.address = address
-        self._model = open_for_generation(address)
+        opened = open_for_generation(address)
+        placed: Any = None if mesh is None else PlacedPolicy(opened, mesh, "The reward model's mesh")
+        self._model = placed or opened
         self._params = self._model.load_params()
         embed, _ = jax.eval_shape(lambda params: self._model.model(params).head().weight, self._params).shape
         shapes = {"kernel": (embed,), "bias": ()}
-        self._head = open_further(
+        head = open_further(
             address, "reward", {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
         )
+        self._head = head if placed is None else jax.device_put(head, placed.whole)
         self._scores = jax.jit(self._scored)
         self._waiting: list[tuple[tuple[int, ...], asyncio.Future[float]]] = []
 

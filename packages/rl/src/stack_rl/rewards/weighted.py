@@ -14,7 +14,7 @@ from stack_core.errors import ConfigError, EnvironmentFailed
 from stack_core.plugins import registries
 from stack_rl.rewards.unchecked import Unchecked
 
-__all__ = ["ReadsTokens", "RewardKind", "WeightedReward", "check_reward", "resolved", "total_score"]
+__all__ = ["ChecksItself", "ReadsTokens", "RewardKind", "WeightedReward", "check_reward", "resolved", "total_score"]
 
 
 @config
@@ -46,11 +46,21 @@ class RewardKind(Protocol):
     def build(self) -> Reward: ...
 
 
+@runtime_checkable
+class ChecksItself(Protocol):
+    """A `RewardKind` that looks at what it needs before anything is built."""
+
+    def check(self) -> None:
+        """Raises a StackError where something is missing."""
+        ...
+
+
 def check_reward(reward: Any) -> None:
     """Raises as `resolved` does, but reads no reward model: of one, only the directory has to be there."""
     address = str(reward)
     if isinstance(reward, Mapping):
-        _kind(reward)
+        if isinstance(kind := _kind(reward), ChecksItself):
+            kind.check()
     elif callable(reward) or not address.startswith("run:"):
         resolved(reward)
     elif not Path(address.removeprefix("run:")).is_dir():

@@ -1,0 +1,78 @@
+"""`data.reference`: the model that a policy is held to, on a mesh of its own."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jaxtyping import Float32
+
+from stack_core.config import config
+from stack_core.contracts.data import Batch
+from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.errors import ConfigError, DataError
+from stack_core.mesh import MeshConfig
+from stack_core.model_formats import open_for_generation
+from stack_rl.objectives.policy import target_figures
+from stack_rl.placing import PlacedPolicy
+
+__all__ = ["Reference", "ReferenceConfig"]
+
+_READ: Final = ("tokens", "targets", "positions", "segment_ids", "old_logprobs", "candidates")
+
+
+@config
+class ReferenceConfig:
+    """The reference of an objective with `reference: data`, which scores every batch before it is trained on.
+
+    It lies on its own mesh, and the trainer's devices hold none of it.
+
+    Attributes:
+      source: "run:DIRECTORY", such as the run that this one starts from.
+      mesh: over the machine's last devices; by default over all.
+    """
+
+    source: str
+    mesh: MeshConfig = MeshConfig()
+
+    def __post_init__(self) -> None:
+        if not self.source.startswith("run:"):
+            raise ConfigError(
+                f"data.reference.source is {self.source!r}; name a run, such as the one that this run starts from: "
+                "run:DIRECTORY."
+            )
+
+    def check(self) -> None:
+        """Raises a ConfigError where no such run is there."""
+        if not Path(self.source.removeprefix("run:")).is_dir():
+            raise ConfigError(f"data.reference.source is {self.source!r}, which is no directory. Name that of a run.")
+
+
+class Reference:
+    """The model of a `ReferenceConfig`, with its parameters on its mesh.
+
+    Raises:
+      DataError: its vocabulary is not the policy's.
+      ShardingError: there are fewer devices than its mesh has.
+      StackError: its checkpoint cannot be read.
+    """
+
+    def __init__(self, settings: ReferenceConfig, policy: GenerativeCheckpoint) -> None:
+        opened = open_for_generation(settings.source.removeprefix("run:"))
+        if opened.vocab_size != policy.vocab_size or opened.max_positions < policy.max_positions:
+            raise DataError(
+                f"The reference {settings.source} has {opened.vocab_size} tokens and {opened.max_positions} positions; "
+                f"the policy has {policy.vocab_size} and {policy.max_positions}. Name a run of a model like it."
+            )
+        self._model: Any = PlacedPolicy(opened, settings.mesh, "data.reference.mesh")
+        self._params = self._model.load_params()
+        self._scores = jax.jit(self._scored, out_shardings=self._model.whole)
+
+    def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows seq"]:
+        """log p(target) by the reference, among its candidates where the batch has them; 0 where there is no target."""
+        read = {name: batch[name] for name in _READ if name in batch}
+        return np.asarray(jax.device_get(self._scores(self._params, read)), np.float32)
+
+    def _scored(self, params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+        return target_figures(self._model.model(params), batch).logprobs

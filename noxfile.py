@@ -45,6 +45,8 @@ TORCH = ("torch==2.13.0", "peft==0.21.2", "trl==1.16.0")
 TRANSFORMERS_4 = "transformers>=4.57,<5"
 # Compilers for hardware that is not there: libtpu, and the CUDA plugin without what only running on a GPU needs.
 COMPILERS = ("jax[tpu,cuda13-local]", "nvidia-cuda-nvcc>=13,<14")
+# Without LLVM's optimizations, for the default sessions: XLA's own run, and small programs compile in half the time.
+QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 # Builds llama.cpp from source, which takes many minutes.
 LLAMA_CPP = "llama-cpp-python>=0.3.16,<0.4"
 NO_PARITY = "--ignore=integration_tests/parity"
@@ -115,6 +117,7 @@ def tests(session: nox.Session, package: str) -> None:
     """Each package alone with core, in an environment of its own; then all of them together."""
     if package in SHARES_PROGRAMS:
         session.env.update(_shared_programs())
+        session.env["XLA_FLAGS"] = QUICK_TO_COMPILE
     if package == "integration":
         _install(session, *PACKAGES, groups=("test",))
         _pytest(session, ["integration_tests"], "--ignore=integration_tests/layering", NO_PARITY, "-m", "not slow")

@@ -91,7 +91,8 @@ def test_only_a_coefficient_trains_the_layers_that_predict_later_tokens():
     plain, whole = (gradients_of(model, objective_loss(further_loss=weight)) for weight in (0.0, 0.25))
     further = [name for name in plain if name.startswith("further/")]
     assert further and not any(plain[name].any() for name in further)
-    assert all(np.abs(whole[name][place]).max() > 0 for name in further for place in (0, 1) if "expert_" not in name)
+    learning = [name for name in further if "expert" not in name and "router" not in name]  # one expert weighs one
+    assert all(np.abs(whole[name][place]).max() > 1e-4 for name in learning for place in (0, 1))
     assert np.abs(whole["embedding"] - plain["embedding"]).max() > 1e-4
 
 

@@ -1,11 +1,13 @@
 """Many streams at once against a real server, some of which hang up: nothing may be lost, mixed up, leaked or compiled.
 
     nox -s bench -- serve_load --minutes 5 --streams 200
+    nox -s bench -- serve_load --minutes 0.5 --before main --rounds 4     # what a change costs
 
 The answers of some prompts are asked for one at a time first. Then each stream asks for a random one at a random
 length, again and again; some hang up at once, some in the middle. An answer has to begin as the known one does and to
 have all its tokens. At the end no page may be in use and no program may have been compiled, and the server's memory has
-to have stayed as it was. Exits with 1 where it has not.
+to have stayed as it was. Exits with 1 where it has not. `--before COMMIT` puts a server of that commit under the same
+load in turns, each for `--minutes`, and tells the ratios of tokens a second and of the server's CPU time a token.
 """
 
 import argparse
@@ -27,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from peers import before
 from report import RESULTS, circumstances, write
 from serving.checkpoint import write_checkpoint
 from serving.completions import body_of, tokens_of
@@ -72,16 +75,42 @@ class Tally:
 def main() -> None:
     options = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
-    with tempfile.TemporaryDirectory() as folder, served(options.model or _model(Path(folder)), options) as server:
-        record = {
-            **circumstances(),
-            "streams": options.streams,
-            "minutes": options.minutes,
-            **asyncio.run(loaded(server, options)),
-        }
-    write(options.results, "serve_load", record, _markdown(record))
+    name, python = "serve_load", Path(sys.executable)
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model or _model(Path(folder))
+        if options.before is None:
+            found = under_load(python, model, options)
+        else:
+            name = f"{name}-before-{options.before[:12]}"
+            earlier = before.environment_of(options.before, options.environments / f"stack-at-{options.before[:12]}")
+            found = _beside(python, earlier, model, options)
+    record = {**circumstances(), "streams": options.streams, "minutes": options.minutes, **found}
+    write(options.results, name, record, _markdown(record))
     if record["failures"]:
         sys.exit("\n".join(record["failures"]))
+
+
+def _beside(python: Path, earlier: Path, model: Path | str, options: argparse.Namespace) -> dict[str, Any]:
+    """Today's server and an earlier one in turns: what came of today's last load, and the ratios of all rounds."""
+    ratios: dict[str, list[float]] = {"tokens_per_s": [], "cpu_us_a_token": []}
+    failures: list[str] = []
+    found: dict[str, Any] = {}
+    for number in range(options.rounds):
+        turns = ((python, "now"), (earlier, "then"))
+        rounds = {name: under_load(each, model, options) for each, name in turns[:: 1 if number % 2 else -1]}
+        found = rounds["now"]
+        failures += found["failures"]
+        for figure, values in ratios.items():
+            values.append(rounds["now"][figure] / rounds["then"][figure])
+        print(f"round {number}: " + ", ".join(f"{figure} {values[-1]:.3f}" for figure, values in ratios.items()))
+    spread = {name: [statistics.median(each), min(each), max(each)] for name, each in ratios.items()}
+    return {**found, "failures": failures, "before": options.before, "rounds": options.rounds, "ratios": spread}
+
+
+def under_load(python: Path, model: Path | str, options: argparse.Namespace) -> dict[str, Any]:
+    """What comes of a load on a server of the environment that a Python is of."""
+    with served(python, model, options) as server:
+        return asyncio.run(loaded(server, options))
 
 
 @dataclass(frozen=True)
@@ -94,11 +123,16 @@ class Server:
     def rss_bytes(self) -> int:
         return int(Path(f"/proc/{self.process}/statm").read_text().split()[1]) * _PAGE_BYTES
 
+    def cpu_s(self) -> float:
+        """CPU seconds that it has taken, in itself and for it in the kernel."""
+        user, system = Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
 
 @contextlib.contextmanager
-def served(model: Path | str, options: argparse.Namespace) -> Iterator[Server]:
+def served(python: Path, model: Path | str, options: argparse.Namespace) -> Iterator[Server]:
     """The server, on a port of its own; it has to end with 0 when it is told to."""
-    stack = Path(sys.executable).with_name("stack")
+    stack = python.with_name("stack")
     sizes = ["--max-sequences", options.max_sequences, "--max-waiting", 4 * options.streams, "--pages", options.pages]
     command = [stack, "serve", model, "--port", 0, "--json", *sizes]
     process = subprocess.Popen(
@@ -118,14 +152,14 @@ def served(model: Path | str, options: argparse.Namespace) -> Iterator[Server]:
         process.wait()
 
 
-async def loaded(server: Server, options: argparse.Namespace) -> dict[str, object]:
+async def loaded(server: Server, options: argparse.Namespace) -> dict[str, Any]:
     """Runs the load and says what came of it."""
     async with Endpoint(server.address, timeout_s=120.0) as endpoint:
         model = (await endpoint.models())[0]
         source = random.Random(options.seed)
         known = [await _known(endpoint, model, source) for _ in range(options.known)]
-        before = await metrics(server.address)
-        tally, samples = Tally(), []
+        at_first = await metrics(server.address)
+        tally, samples, cpu_s = Tally(), [], server.cpu_s()
         end_s = time.monotonic() + 60 * options.minutes
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(_watch(server, samples))
@@ -133,9 +167,10 @@ async def loaded(server: Server, options: argparse.Namespace) -> dict[str, objec
             asking = (_stream(endpoint, model, known, tally, source, end_s) for source in sources)
             await asyncio.wait([group.create_task(each) for each in asking])
             watching.cancel()
+        cpu_s = server.cpu_s() - cpu_s
         await asyncio.sleep(1.0)
-        after = await metrics(server.address)
-    return _summary(tally, samples, before, after, options)
+        at_last = await metrics(server.address)
+    return {"cpu_us_a_token": 1e6 * cpu_s / tally.tokens, **_summary(tally, samples, at_first, at_last, options)}
 
 
 async def _known(endpoint: Endpoint, model: str, source: random.Random) -> Known:
@@ -206,18 +241,18 @@ async def metrics(address: str) -> dict[str, float]:
 def _summary(
     tally: Tally,
     samples: Sequence[tuple[float, int]],
-    before: dict[str, float],
-    after: dict[str, float],
+    at_first: dict[str, float],
+    at_last: dict[str, float],
     options: argparse.Namespace,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Figures, and what is not as it has to be."""
     settled = [(at_s, rss) for at_s, rss in samples if at_s > samples[0][0] + SETTLE_S]
     growth = None
     if len(settled) > 1:
         slope, _ = statistics.linear_regression(*zip(*settled, strict=True))
         growth = 60 * slope
-    compiled = after["stack:engine_compilations_total"] - before["stack:engine_compilations_total"]
-    left = {name: after[f"vllm:{name}"] for name in _LEFT}
+    compiled = at_last["stack:engine_compilations_total"] - at_first["stack:engine_compilations_total"]
+    left = {name: at_last[f"vllm:{name}"] for name in _LEFT}
     failures = [f"{name} is {value} once all streams have ended" for name, value in left.items() if value]
     failures += tally.wrong
     if compiled:
@@ -229,7 +264,7 @@ def _summary(
     return {
         "outcomes": dict(tally.outcomes),
         "tokens_per_s": tally.tokens / (60 * options.minutes),
-        "preemptions": after["vllm:num_preemptions_total"],
+        "preemptions": at_last["vllm:num_preemptions_total"],
         "compilations": compiled,
         "left": left,
         "rss_bytes": {"first": samples[0][1], "last": samples[-1][1], "most": max(rss for _, rss in samples)},
@@ -250,13 +285,20 @@ def _markdown(record: Mapping[str, Any]) -> str:
         f"{record['minutes']:g} minutes, prompts of 3 to 300 tokens, answers of 1 to 128, a fifth hung up on.",
         "",
         f"- {counts['completed']} answers complete and as they are alone, {counts['hung up']} hung up on, "
-        f"{counts['wrong']} wrong, {counts['failed']} failed; {record['tokens_per_s']:.0f} tokens/s",
+        f"{counts['wrong']} wrong, {counts['failed']} failed; {record['tokens_per_s']:.0f} tokens/s, "
+        f"{record['cpu_us_a_token']:.0f} us of the server's CPU a token",
         f"- {record['preemptions']:.0f} preemptions, {record['compilations']:.0f} compilations",
         f"- left over: {', '.join(f'{name} {value:g}' for name, value in record['left'].items())}",
         f"- memory {sizes}; {flat}",
+        *(f"- {name} over {record['before'][:12]}: {_spread(each)}" for name, each in record.get("ratios", {}).items()),
         *(f"- **{failure}**" for failure in record["failures"]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _spread(ratio: Sequence[float]) -> str:
+    median, least, most = ratio
+    return f"{median:.3f} ({least:.3f} to {most:.3f})"
 
 
 def _model(folder: Path) -> Path:
@@ -272,6 +314,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pages", type=int, default=240, help="few enough that sequences are preempted")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="another than the small one that is made here; of at least 4,096 tokens")
+    parser.add_argument("--before", type=before.full_commit, help="a commit of this repository, to serve in turns")
+    parser.add_argument("--rounds", type=int, default=4, help="of both servers, with --before")
+    parser.add_argument("--environments", type=Path, default=Path.home() / ".cache" / "stack" / "bench-envs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     return parser.parse_args()
 

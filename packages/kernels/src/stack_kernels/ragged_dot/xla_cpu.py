@@ -1,13 +1,17 @@
 """`ragged_dot` on CPUs: group after group, in full tiles of rows and one tile that is hardly larger than the rest.
 
 Loops end where the rows of a group end, and each matrix is read once a group. The work is that of the rows, and of less
-than a third of the rest more. A loop of that kind cannot be differentiated, so that the gradients are written out.
+than a third of the rest more. A loop of that kind cannot be differentiated, so that the gradients are written out, and
+mapped it would compute every size of tile for every group of all elements, so that `jax.vmap` takes them one by one.
 """
 
+import bisect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 from jax import lax
 
@@ -55,6 +59,14 @@ _ragged_dot.defvjp(_forward, _backward)
 
 def _multiply(subscripts: str, rows: Any, matrices: Any, begin: Any, end: Any) -> Any:
     """Each row times the matrix kn of its group; zeros after the last group."""
+    return _one_by_one(partial(_multiplied, subscripts), rows, matrices, begin, end)
+
+
+def _one_by_one(function: Callable[..., Any], *operands: Any) -> Any:
+    return jax.custom_batching.sequential_vmap(function)(*operands)
+
+
+def _multiplied(subscripts: str, rows: Any, matrices: Any, begin: Any, end: Any) -> Any:
     padded = _padded(rows)
 
     def multiply_group(output: Any, group: Any) -> Any:
@@ -76,6 +88,10 @@ def _multiply(subscripts: str, rows: Any, matrices: Any, begin: Any, end: Any) -
 
 def _outer_products(lhs: Any, cotangent: Any, begin: Any, end: Any) -> Any:
     """[groups, d_in, d_out]: the gradient of each group's matrix."""
+    return _one_by_one(_summed_outer_products, lhs, cotangent, begin, end)
+
+
+def _summed_outer_products(lhs: Any, cotangent: Any, begin: Any, end: Any) -> Any:
     padded = [_padded(x) for x in (lhs, cotangent)]
     accurate = accurate_dtype(lhs.dtype)
 
@@ -96,7 +112,8 @@ def _outer_products(lhs: Any, cotangent: Any, begin: Any, end: Any) -> Any:
 
 def _over_tiles(add: Callable[[int, Any, Any], Any], begin: Any, end: Any, rows: int, carry: Any) -> Any:
     """The carry after `add(size, start, carry)` of tiles that together have the rows from `begin` to `end`."""
-    sizes = [size for size in _REST_ROWS if size < rows + _REST_ROWS[0]]
+    fitting_all = bisect.bisect_left(_REST_ROWS, min(rows, _FULL_ROWS))
+    sizes = _REST_ROWS[: fitting_all + 1]
     full = jnp.maximum(end - begin - 1, 0) // _FULL_ROWS
     carry = lax.fori_loop(0, full, lambda i, carry: add(_FULL_ROWS, begin + i * _FULL_ROWS, carry), carry)
     start = begin + full * _FULL_ROWS

@@ -81,10 +81,9 @@ def assert_close(actual, expected):
 
 
 def placed(mesh, arrays):
-    first = next(iter(arrays))
-    return {
-        name: jax.device_put(x, NamedSharding(mesh, LAYOUT if name == first else P())) for name, x in arrays.items()
-    }
+    batch = next(iter(arrays.values())).shape[0]
+    places = {name: NamedSharding(mesh, LAYOUT if x.shape[0] == batch else P()) for name, x in arrays.items()}
+    return {name: jax.device_put(x, places[name]) for name, x in arrays.items()}
 
 
 def mesh_of(kind):

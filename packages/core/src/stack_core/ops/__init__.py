@@ -17,6 +17,7 @@ from stack_core.ops._linear_attention import linear_attention as linear_attentio
 from stack_core.ops._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from stack_core.ops._low_rank import low_rank as low_rank
 from stack_core.ops._norm import norm as norm
+from stack_core.ops._page_layout import page_layout as page_layout
 from stack_core.ops._paged_attention import paged_attention as paged_attention
 from stack_core.ops._quantized import dequantize as dequantize
 from stack_core.ops._ragged_dot import ragged_dot as ragged_dot
@@ -57,6 +58,7 @@ __all__ = [
     "linear_cross_entropy",
     "low_rank",
     "norm",
+    "page_layout",
     "paged_attention",
     "ragged_dot",
     "received_sizes",

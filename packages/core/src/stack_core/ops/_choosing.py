@@ -36,6 +36,7 @@ __all__ = [
     "answer",
     "described",
     "for_export",
+    "highest_priority",
     "op_call",
     "plan",
     "supporting",
@@ -215,6 +216,20 @@ def _named(op: str, implementation: Implementation) -> list[OpImplementation]:
         return []
     names = [implementation] if isinstance(implementation, str | OpImplementation) else list(implementation)
     return [name if isinstance(name, OpImplementation) else _registered(f"{op}/{name}") for name in names]
+
+
+def highest_priority(request: Request, operands: Sequence[Any]) -> int:
+    """The highest priority among the implementations that support the forward pass of a call on the target chip.
+
+    Raises:
+      UnsupportedOp: none does.
+    """
+    found, candidates = _sides(request, operands)
+    answers = {name: _answer(candidate, found) for name, candidate in candidates.items()}
+    able = [candidates[name].priority for name, answer in answers.items() if answer is True]
+    if not able:
+        raise UnsupportedOp(_refusals(found.call, answers, ()))
+    return max(able)
 
 
 def supporting(call: OpCall) -> dict[str, OpImplementation]:

@@ -22,7 +22,7 @@ from stack_core.ops._quantized import QuantizedArray, is_quantized, logical_arra
 from stack_core.ops._running_softmax import add_tile, by_group, empty_softmax, finish, masked_logits, with_sinks
 from stack_core.ops._splitting import LogicalNames
 
-__all__ = ["LAYOUTS", "OP", "REFERENCE", "paged_attention"]
+__all__ = ["LAYOUTS", "OP", "REFERENCE", "checked_call", "paged_attention"]
 
 LAYOUTS: Mapping[str, str] = {
     "phsd": "pages kv_heads slots head_dim",
@@ -105,6 +105,39 @@ def paged_attention(
     (arXiv:2309.06180); Milakov and Gimelshein, Online normalizer calculation for softmax, 2018 (arXiv:1805.02867);
     values that are parts of the keys as in DeepSeek-V2, 2024 (arXiv:2405.04434), section 2.1.2.
     """
+    arrays, options = checked_call(
+        query,
+        key_pages,
+        value_pages,
+        block_tables=block_tables,
+        kv_lengths=kv_lengths,
+        query_starts=query_starts,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+        value_dim=value_dim,
+        layout=layout,
+    )
+    return dispatch(OP, arrays, options, implementation, axes)
+
+
+def checked_call(
+    query: Any,
+    key_pages: Any,
+    value_pages: Any,
+    *,
+    block_tables: Any,
+    kv_lengths: Any,
+    query_starts: Any,
+    window: tuple[int | None, int | None] | None,
+    softcap: float | None,
+    sinks: Any,
+    scale: float | None,
+    value_dim: int | None,
+    layout: str,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays and the options of a call, which fit each other; raises as `paged_attention`."""
     check_known("paged_attention", "layout", layout, tuple(LAYOUTS))
     _check_operands(query, key_pages, value_pages, sinks, layout)
     _check_places(query, block_tables=block_tables, kv_lengths=kv_lengths, query_starts=query_starts)
@@ -127,7 +160,7 @@ def paged_attention(
         "value_dim": value_dim,
         "layout": layout,
     }
-    return dispatch(OP, arrays, options, implementation, axes)
+    return arrays, options
 
 
 def _check_operands(query: Any, key_pages: Any, value_pages: Any, sinks: Any, layout: str) -> None:

@@ -4,9 +4,10 @@ A recurrent state has one size however long its sequence is, so it has no pages:
 slot. A page can be shared by sequences that begin alike; a state cannot, because it is that of its last token alone.
 """
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,9 @@ from jaxtyping import Array, Float
 from stack_core import ops
 from stack_core.contracts.caches import AttentionSpec, KeysValues, Latent, LayerState, Recurrent, Transition
 from stack_core.kv_cache import CODE_DTYPES, CodedVectors, coded
-from stack_serve.llm.config import CacheType, PageLayout
+from stack_serve.llm.config import ANY_LAYOUT, CacheType, PageLayout
 
-__all__ = ["PagedKVCache", "PagedLayer", "Rows", "SlotStates", "empty_layers"]
+__all__ = ["PagedKVCache", "PagedLayer", "Rows", "SlotStates", "WantedLayouts", "empty_layers"]
 
 _PIECE_TOKENS = 64
 
@@ -66,7 +67,19 @@ class Rows:
     sequences: Any
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["layers", "rows"], meta_fields=["layout", "single"])
+@dataclass(eq=False)
+class WantedLayouts:
+    """The layouts of pages that suit the chip best, one of each call of attention that is traced with it."""
+
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def best(self) -> PageLayout:
+        """The one that most calls want; calls to which all layouts are alike do not count."""
+        return cast(PageLayout, Counter(self.names).most_common(1)[0][0]) if self.names else ANY_LAYOUT
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["layers", "rows"], meta_fields=["layout", "single", "wanted"])
 @dataclass(frozen=True)
 class PagedKVCache:
     """A `KVCache` for tokens of many sequences at once, each a batch row of one token.
@@ -79,12 +92,14 @@ class PagedKVCache:
 
     Attributes:
       single: no row has more than one token.
+      wanted: notes which layouts suit the calls of attention.
     """
 
     layers: Any
     rows: Rows
     layout: PageLayout
     single: bool = False
+    wanted: WantedLayouts | None = None
 
     def attend(
         self,
@@ -108,19 +123,19 @@ class PagedKVCache:
     def _attention(
         self, layer: PagedLayer, query: jax.Array, spec: AttentionSpec, **options: Any
     ) -> Float[Array, "tokens 1 heads value_dim"]:
-        output: Any = ops.paged_attention(
-            query[:, 0].astype(getattr(layer.key, "dtype", query.dtype)),
-            layer.key,
-            layer.value,
-            block_tables=self.rows.block_tables,
-            kv_lengths=self.rows.kv_lengths,
-            query_starts=self.rows.query_starts,
-            window=spec.window,
-            softcap=spec.softcap,
-            scale=spec.scale,
-            layout=self.layout,
-            **options,
-        )
+        arrays = (query[:, 0].astype(getattr(layer.key, "dtype", query.dtype)), layer.key, layer.value)
+        options |= {
+            "block_tables": self.rows.block_tables,
+            "kv_lengths": self.rows.kv_lengths,
+            "query_starts": self.rows.query_starts,
+            "window": spec.window,
+            "softcap": spec.softcap,
+            "scale": spec.scale,
+            "layout": self.layout,
+        }
+        if self.wanted is not None and (name := ops.page_layout(*arrays, **options)) is not None:
+            self.wanted.names.append(name)
+        output: Any = ops.paged_attention(*arrays, **options)
         return output[:, None].astype(query.dtype)
 
     def attend_latent(
@@ -217,6 +232,9 @@ class PagedKVCache:
 
     def _write(self, pool: jax.Array, new: jax.Array) -> jax.Array:
         places = {"p": self.rows.pages, "s": self.rows.slots}
+        if self.layout == "phsd":  # around an axis that is not indexed XLA would lay out the whole pool anew
+            places = {axis: numbers[:, None] for axis, numbers in places.items()}
+            places["h"] = jnp.arange(pool.shape[1])
         index = tuple(places.get(axis, slice(None)) for axis in self.layout)
         if self.layout == "hpsd":  # neighbouring index arrays leave their axis where it is, behind the heads
             new = new.swapaxes(0, 1)

@@ -1,17 +1,20 @@
 """What a generation engine is made with."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from stack_core.config import config
 from stack_core.errors import ConfigError
 
-__all__ = ["CacheType", "EngineConfig", "PageLayout"]
+__all__ = ["ANY_LAYOUT", "CacheType", "EngineConfig", "PageLayout"]
 
 CacheType = Literal["model", "float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"]
 PageLayout = Literal["phsd", "pshd", "hpsd"]
+
+ANY_LAYOUT: Final[PageLayout] = "pshd"
+"""Where all layouts are alike: a token's keys of all heads lie together."""
 
 
 @config
@@ -28,7 +31,8 @@ class EngineConfig:
       pages: of the cache; None is what `max_sequences` sequences of `max_tokens` need, or what fits in memory.
       memory_fraction: of the memory that the parameters leave free, what the cache may take where `pages` is None.
       cache_dtype: what keys and values are held in; "model" is what the model computes them in.
-      page_layout: axes of a pool of pages, as `ops.paged_attention` names them.
+      page_layout: axes of a pool of pages, as `ops.paged_attention` names them. None is the layout that suits the
+        implementations for the chip best, as `ops.page_layout` says, and "pshd" where all layouts are alike.
       tensor: devices that each layer's heads and features are split over.
       prefix_caching: keep pages of prompts for later requests that begin alike. None does for models whose every state
         lies in pages: a recurrent state is that of one token, and cannot be cut where another prompt branches off.
@@ -51,7 +55,7 @@ class EngineConfig:
     pages: PositiveInt | None = None
     memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     cache_dtype: CacheType = "model"
-    page_layout: PageLayout = "pshd"
+    page_layout: PageLayout | None = None
     tensor: PositiveInt = 1
     prefix_caching: bool | None = None
     adapters: Mapping[str, str] = Field(default_factory=dict)

@@ -84,6 +84,7 @@ class LLMEngine:
         self._programs.compile_all(self._progress)
         give_memory_back()
         _LOG.info("Memory: %s", self.memory())
+        _LOG.info("Pages: %s", self._programs.page_layout)
         for choice in ops.choices():
             _LOG.info("%(op)s %(direction)s %(call)s: %(implementation)s %(config)s, %(reason)s", choice)
 

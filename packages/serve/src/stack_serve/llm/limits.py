@@ -13,7 +13,7 @@ from stack_core.hardware.memory import free_bytes
 from stack_core.text.logprobs import MOST_LOGPROBS
 from stack_core.text.sampling import MOST_BIASES, MOST_STOP_TOKENS
 from stack_serve.llm.cache import empty_layers
-from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.config import ANY_LAYOUT, EngineConfig
 
 __all__ = ["Limits"]
 
@@ -160,7 +160,7 @@ def _fitting_pages(checkpoint: GenerativeCheckpoint, config: EngineConfig) -> in
 
     def cache_bytes(pages: int) -> int:
         sizes = {"page_tokens": config.page_tokens, "slots": config.max_sequences + 1}
-        kind: Any = {"layout": config.page_layout, "dtype": config.cache_dtype}
+        kind: Any = {"layout": config.page_layout or ANY_LAYOUT, "dtype": config.cache_dtype}
         return _size_bytes(jax.eval_shape(lambda: empty_layers(checkpoint.states, pages=pages, **sizes, **kind)))
 
     states_bytes, page_bytes = cache_bytes(0), cache_bytes(1) - cache_bytes(0)

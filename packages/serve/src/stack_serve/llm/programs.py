@@ -16,8 +16,8 @@ from stack_core.text.logprobs import TokenLogprobs
 from stack_core.text.sampling import Sampled, SamplingSettings
 from stack_serve.llm.adapters import AdapterShapes, HostAdapter, Weights, put, unusable
 from stack_serve.llm.buckets import Buckets
-from stack_serve.llm.cache import empty_layers
-from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.cache import WantedLayouts, empty_layers
+from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, PageLayout
 from stack_serve.llm.new_weights import leaves_by_path
 from stack_serve.llm.placement import Placement
 from stack_serve.llm.step import ROW_FIELDS, SlotState, Step, admit
@@ -64,33 +64,31 @@ class Programs:
         self._max_tokens = max_tokens
         self._row_fields = len(ROW_FIELDS) + -(-max_tokens // config.page_tokens)
         self._buckets = Buckets(config.max_sequences, config.step_tokens)
-        self._step = Step(checkpoint, config, pages)
         self._placement = Placement(checkpoint.states, config.tensor) if placement is None else placement
         self._compiled: dict[Key, Any] = {}
 
         self._slots = self._placement.replicated(self._empty_slots())
-        self._empty = empty = partial(
-            empty_layers,
-            checkpoint.states,
-            pages=pages,
-            page_tokens=config.page_tokens,
-            slots=config.max_sequences + 1,
-            layout=config.page_layout,
-            dtype=config.cache_dtype,
-        )
+        self._lay_out(pages, config.page_layout or ANY_LAYOUT)
         pool = None if adapters is None else jax.eval_shape(adapters.pool)
-        whole = (Weights(checkpoint.parameters, pool), jax.eval_shape(empty))
+        whole = (Weights(checkpoint.parameters, pool), jax.eval_shape(self._empty))
         try:
-            looped, looped_pools = self._placement.traced(loops_over, self._smallest_step, whole)
+            (looped, looped_pools), wanted = self._placement.traced(self._examined, whole)
         except Exception:  # whatever a model does with what is no array
             if adapters is not None:
                 self._check_adapters(adapters)
             raise
         self._looped = looped.params
-        self._layers = self._placement.pools(lambda: split_layers(empty(), looped_pools), config.page_layout)
+        self._lay_out(pages, config.page_layout or wanted.best)
+        empty, layout = self._empty, self._step.layout
+        self._layers = self._placement.pools(lambda: split_layers(empty(), looped_pools), layout)
         params = self._placement.load(checkpoint, self._looped)
         held = None if adapters is None else self._placement.replicated(split_layers(adapters.pool(), looped.pool))
         self._weights, self._adapters = Weights(params, held), adapters
+
+    @property
+    def page_layout(self) -> PageLayout:
+        """How pages lie: as the config names it, or as suits the implementations for the chip best."""
+        return self._step.layout
 
     def compile_all(self, progress: Progress | None = None) -> None:
         """Compiles every program that can be needed.
@@ -268,9 +266,31 @@ class Programs:
         """[rows, embed] of the smallest step."""
         return jax.eval_shape(self._smallest_step, (self._weights, self._layers))[-1]
 
-    def _smallest_step(self, weights_and_layers: Any) -> Any:
-        rows = jnp.zeros((1, self._row_fields), jnp.int32)
-        return layer_by_layer(partial(self._step, tokens=1))(*weights_and_layers, self._slots.tokens, rows)
+    def _lay_out(self, pages: int, layout: PageLayout) -> None:
+        """Sets the layout of pages, which a step that is traced is told."""
+        self._step = Step(self._checkpoint, self._config, pages, layout)
+        self._empty = partial(
+            empty_layers,
+            self._checkpoint.states,
+            pages=pages,
+            page_tokens=self._config.page_tokens,
+            slots=self._config.max_sequences + 1,
+            layout=layout,
+            dtype=self._config.cache_dtype,
+        )
+
+    def _examined(self, weights_and_layers: Any) -> tuple[Any, WantedLayouts]:
+        """Which arrays of a step's weights and pools loops take a slice of a turn, and which layouts of pages it wants.
+
+        Where the config names a layout, no other is looked for.
+        """
+        wanted = WantedLayouts()
+        asking = wanted if self._config.page_layout is None else None
+        return loops_over(partial(self._smallest_step, wanted=asking), weights_and_layers), wanted
+
+    def _smallest_step(self, weights_and_layers: Any, *, wanted: WantedLayouts | None = None) -> Any:
+        rows, step = jnp.zeros((1, self._row_fields), jnp.int32), partial(self._step, tokens=1, wanted=wanted)
+        return layer_by_layer(step)(*weights_and_layers, self._slots.tokens, rows)
 
     def _check_adapters(self, adapters: AdapterShapes) -> None:
         """Raises a GenerationError that names the parameters whose adapters alone a step cannot be traced with."""

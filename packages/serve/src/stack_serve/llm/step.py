@@ -11,8 +11,8 @@ from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.text.logprobs import TokenLogprobs, token_logprobs
 from stack_core.text.sampling import Sampled, SamplingSettings, sample
 from stack_serve.llm.adapters import Weights, with_rows
-from stack_serve.llm.cache import PagedKVCache, Rows
-from stack_serve.llm.config import EngineConfig
+from stack_serve.llm.cache import PagedKVCache, Rows, WantedLayouts
+from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, PageLayout
 from stack_serve.llm.unstacking import layer_by_layer
 
 __all__ = ["ROW_FIELDS", "SlotState", "Step", "admit"]
@@ -49,11 +49,13 @@ class Step:
 
     Attributes:
       pages: of the cache.
+      layout: of a page.
     """
 
     checkpoint: GenerativeCheckpoint
     config: EngineConfig
     pages: int
+    layout: PageLayout = ANY_LAYOUT
 
     @jax.named_scope("prefill")
     def prefill(
@@ -79,6 +81,7 @@ class Step:
         *,
         tokens: int,
         single: bool = False,
+        wanted: WantedLayouts | None = None,
     ) -> tuple[Any, Float[Array, "tokens 1 embed"], Float[Array, "rows embed"]]:
         """Computes at most `tokens` tokens, which the rows have in all.
 
@@ -86,12 +89,13 @@ class Step:
           layers: `PagedLayer`s and `SlotStates` in the structure of the model's states.
           known: the tokens of each slot.
           single: no row has more than one.
+          wanted: notes which layouts of pages suit the calls of attention.
 
         Returns:
           The pools of pages after it, the hidden states of all tokens, and those of each row's last.
         """
         places, token_ids, positions, adapters = self._places(known, rows, tokens)
-        cache: Any = PagedKVCache(layers, places, self.config.page_layout, single)
+        cache: Any = PagedKVCache(layers, places, self.layout, single, wanted)
         model = self.checkpoint.model(with_rows(weights, adapters))
         outputs = model(token_ids[:, None], positions[:, None], cache=cache)
         after: Any = outputs.cache

@@ -1,0 +1,98 @@
+"""An engine lays its pages out as the implementations for the chip read them, unless its config names a layout."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+
+from stack_core.generation import GenerationRequest, SamplingParams
+from stack_core.ops._paged_attention import LAYOUTS, REFERENCE
+from stack_core.plugins import registries
+from stack_core.registry import Entry, Registry
+from stack_serve.llm.cache import WantedLayouts
+from stack_serve.llm.config import EngineConfig, PageLayout
+from stack_serve.llm.engine import LLMEngine
+from stack_serve.llm.placement import AbstractPlacement
+from stack_serve.llm.programs import Programs
+
+from .tiny_checkpoint import EMBED, HEADS, STATES, TinyCheckpoint
+
+CONFIG = EngineConfig(max_sequences=2, step_tokens=8, page_tokens=4)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Registers a kernel of the highest priority that reads one layout, beside what is registered."""
+
+    def reads(layout: str) -> None:
+        def supports(call: Any, chip: Any, config: Any) -> bool | str:
+            return call.options["layout"] == layout or "another layout"
+
+        kernel = dataclasses.replace(REFERENCE, name="kernel", supports=supports, priority=99)
+        entries = {entry.name: entry for entry in registries.ops.entries()}
+        entries["paged_attention/kernel"] = Entry("paged_attention/kernel", kernel, "test")
+        monkeypatch.setattr(registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
+
+    return reads
+
+
+class SeenPlacement(AbstractPlacement):
+    """Keeps the shapes of the pools that it places."""
+
+    def pools(self, make: Any, layout: PageLayout) -> Any:
+        self.seen = super().pools(make, layout)
+        return self.seen
+
+
+def layout_of(config: EngineConfig) -> tuple[str, tuple[int, ...]]:
+    """The layout of an engine's programs, and the shape of one layer's keys."""
+    placement = SeenPlacement(STATES, 1, jax.devices())
+    programs = Programs(TinyCheckpoint(), config, max_tokens=16, pages=6, placement=placement)
+    return programs.page_layout, placement.seen.key.arrays[0].shape
+
+
+def shape(layout: str) -> tuple[int, ...]:
+    sizes = {"p": 6, "s": CONFIG.page_tokens, "h": HEADS, "d": EMBED // HEADS}
+    return tuple(sizes[axis] for axis in layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layout_is_the_one_that_the_best_implementation_reads(reads: Any, layout: str) -> None:
+    reads(layout)
+    assert layout_of(CONFIG) == (layout, shape(layout))
+
+
+def test_a_layout_that_the_config_names_stays(reads: Any) -> None:
+    reads("phsd")
+    assert layout_of(dataclasses.replace(CONFIG, page_layout="hpsd")) == ("hpsd", shape("hpsd"))
+
+
+def test_where_all_are_alike_a_tokens_heads_lie_together() -> None:
+    assert layout_of(CONFIG) == ("pshd", shape("pshd"))
+
+
+def test_most_calls_decide() -> None:
+    assert WantedLayouts().best == "pshd"
+    assert WantedLayouts(["phsd", "hpsd", "hpsd"]).best == "hpsd"
+
+
+def found(layout: PageLayout | None) -> list[tuple[list[int], int]]:
+    """The tokens of three requests, two of which begin alike, and how many tokens each found in the cache."""
+    config = dataclasses.replace(CONFIG, page_layout=layout)
+    answers = []
+    with LLMEngine(TinyCheckpoint(), config) as engine:
+        for number, prompt in enumerate(((1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 4, 5, 6, 7, 8, 3), (7, 7))):
+            params = SamplingParams(max_tokens=8, temperature=0.0)
+            engine.submit(GenerationRequest(request_id=str(number), prompt=prompt, sampling=params))
+            updates = list(engine.stream(str(number)))
+            answers.append(([token for each in updates for token in each.tokens], updates[-1].cached_tokens))
+    return answers
+
+
+@pytest.mark.slow  # two engines are compiled; integration_tests have one by default whose layout is named
+def test_continuations_and_reused_prefixes_are_those_of_any_other_layout(reads: Any) -> None:
+    expected = found("pshd")
+    assert [cached for _, cached in expected] == [0, 8, 0]
+    reads("phsd")
+    assert found(None) == expected

@@ -20,6 +20,7 @@ _OPS: dict[str, str] = {
     "gated_linear_unit/xla_cpu_quantized": "gated_linear_unit.xla_cpu_quantized:XLA_CPU_QUANTIZED",
     "linear/jit_amx": "jit_cpu.linear.jit_amx:JIT_AMX",
     "linear/jit_x86": "jit_cpu.linear.jit_x86:JIT_X86",
+    "linear/mosaic_gpu": "linear.mosaic_gpu:MOSAIC_GPU",
     "linear/mosaic_tpu": "linear.mosaic_tpu:MOSAIC_TPU",
     "linear/xla_cpu": "linear.xla_cpu:XLA_CPU",
     "linear/xla_cpu_quantized": "linear.xla_cpu_quantized:XLA_CPU_QUANTIZED",

@@ -1,7 +1,6 @@
 """Compiles implementations for chips that are not there, a process for each chip."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,8 +9,9 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+from stack_core.hardware.wheel_compilers import path_with_wheel_compilers
 
 __all__ = ["Row", "compile_for"]
 
@@ -114,22 +114,12 @@ class _Process:
 
 
 def _environment() -> dict[str, str]:
-    """Of the process that compiles: it has no devices, keeps no programs, and takes ptxas from the wheel.
-
-    Mosaic-GPU looks for ptxas on PATH first, where an older one would refuse its code.
-    """
-    folders = [str(folder) for folder in _compilers() if folder.is_dir()]
+    """Of the process that compiles: it has no devices, keeps no programs, and takes ptxas from the wheel."""
     return {
         **os.environ,
-        "PATH": os.pathsep.join([*folders, os.environ.get("PATH", "")]),
+        "PATH": path_with_wheel_compilers(),
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "MOSAIC_GPU_DUMP_PTXAS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
-
-
-def _compilers() -> Iterator[Path]:
-    found = importlib.util.find_spec("nvidia")
-    for place in () if found is None else found.submodule_search_locations or ():
-        yield Path(place) / "cu13" / "bin"

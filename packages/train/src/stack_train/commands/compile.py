@@ -48,6 +48,7 @@ def compile_run(
     import jax  # after what a mistyped file should not wait for
 
     from stack_core.hardware.targets import Target
+    from stack_core.hardware.wheel_compilers import use_wheel_compilers
     from stack_train.run.compilation import compile_step
     from stack_train.run.config import RunConfig
     from stack_train.run.memory import ADVICE
@@ -61,7 +62,7 @@ def compile_run(
     progress = Console(stderr=True)
     reports = []
     for each in targets:
-        with progress.status(f"Compiling for {each.name}; minutes for a large model"):
+        with use_wheel_compilers(), progress.status(f"Compiling for {each.name}; minutes for a large model"):
             reports.append(compile_step(run, each))
         if not json:
             _print(reports[-1])

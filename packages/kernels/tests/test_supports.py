@@ -70,7 +70,11 @@ def _grown(call: OpCall, scale: int) -> OpCall:
     if any(hasattr(type(x), "__stack_qview__") for x in call.arrays.values()):
         return call
     longer = lambda x: jax.ShapeDtypeStruct(tuple(size if size == 1 else size * scale for size in x.shape), x.dtype)
-    return dataclasses.replace(call, arrays=jax.tree.map(longer, dict(call.arrays)))
+    arrays = jax.tree.map(longer, dict(call.arrays))
+    if "query_starts" in arrays:  # one more than there are sequences
+        places = (arrays["kv_lengths"].shape[0] + 1,)
+        arrays["query_starts"] = jax.ShapeDtypeStruct(places, arrays["query_starts"].dtype)
+    return dataclasses.replace(call, arrays=arrays)
 
 
 def _directions(call: OpCall) -> Iterator[OpCall]:

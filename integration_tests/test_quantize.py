@@ -142,9 +142,12 @@ def in_float(model, quantized_model):
 
 
 def assert_equal_but_for_rounding(actual, expected):
-    """Sums in other orders differ in their last bits, which takes an activation of some tokens to the next code."""
+    """Sums in other orders differ in their last bits, which takes an activation of some tokens to the next code.
+
+    With other codes or scales no token would agree.
+    """
     difference = jnp.abs(actual - expected).max(-1)
-    assert jnp.median(difference) < 1e-4 and difference.max() < 0.02, difference
+    assert jnp.quantile(difference, 0.25) < 1e-5 and difference.max() < 0.02, difference
 
 
 @pytest.mark.parametrize("rules", [pytest.param(W4, id="w4", marks=pytest.mark.slow), pytest.param(MIXED, id="mixed")])

@@ -46,6 +46,7 @@ print(json.dumps([found.tolist(), sorted(foreign)]))
 
 def test_the_manifest_tells_what_is_in_it(tmp_path: Path) -> None:
     manifest = export(tmp_path / "digits")
+    assert manifest.name == export(tmp_path / "digits" / "1").name == "digits"
     assert str(manifest.signatures["predict"]) == (
         "(pixels: float32[batch, 64]) -> (probabilities: float32[batch, 10]) with batch in 1, 2, 8"
     )

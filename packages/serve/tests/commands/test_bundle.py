@@ -31,14 +31,14 @@ def test_a_bundle_tells_what_it_computes(digits: Path, capsys: Any) -> None:
     main(["bundle", "inspect", str(digits)])
     out = capsys.readouterr().out
     assert "predict(pixels: float32[batch, 64]) -> (probabilities: float32[batch, 10])" in out
-    assert "licence Apache-2.0" in out and "4 parameters, 1 examples, custom calls: none" in out
+    assert "licence Apache-2.0" in out and "parameters: 4, examples: 1, custom calls: none" in out
     main(["bundle", "inspect", str(digits), "--json"])
     assert json.loads(capsys.readouterr().out)["format"] == 1
 
 
 def test_a_whole_bundle_is_verified_and_a_damaged_one_refused(digits: Path, tmp_path: Path, capsys: Any) -> None:
     main(["bundle", "verify", str(digits)])
-    assert "5 files have their digests, 1 examples repeated" in capsys.readouterr().out
+    assert "5 files have their digests; examples repeated: 1" in capsys.readouterr().out
     shutil.copytree(digits, tmp_path / "bad")
     program = next((tmp_path / "bad/programs").iterdir())
     program.write_bytes(program.read_bytes()[:-1])

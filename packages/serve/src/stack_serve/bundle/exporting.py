@@ -68,7 +68,7 @@ def export(
       functions: by the names of their signatures; clients that name none get "predict".
       params: a pytree of arrays, which all functions share.
       licence: of the weights: an SPDX expression, or its text.
-      name: of the model; None is the directory's.
+      name: of the model; None is the directory's, or its parent's for a version such as digits/1.
 
     Raises:
       BundleError: a function or a parameter cannot be exported.
@@ -88,7 +88,7 @@ def export(
         kept = tuple(example for each in traced for example in each.write_examples(partial))
         manifest = Manifest(
             format=FORMAT,
-            name=name or directory.resolve().name,
+            name=name or _name_of(directory.resolve()),
             stablehlo=PINNED,
             jax=jax.__version__,
             licence=licence,
@@ -103,6 +103,11 @@ def export(
         (partial / MANIFEST_DIGEST).write_bytes(digest_line(content))
         opened.load(partial)  # It is worth nothing if it does not open, or computes something else.
     return manifest
+
+
+def _name_of(directory: Path) -> str:
+    """The name of a model's directory: models/digits and models/digits/1 are both of digits."""
+    return directory.parent.name if directory.name.isdecimal() else directory.name
 
 
 class _Traced:

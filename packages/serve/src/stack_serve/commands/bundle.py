@@ -59,7 +59,7 @@ def inspect(bundle: Path, /, *, json: Json = False) -> None:
         targets = sorted({program.target for program in manifest.programs if program.signature == name})
         print(f"  {name}{signature} on {', '.join(targets)}")
     calls = sorted({call for program in manifest.programs for call in program.custom_calls})
-    print(f"  {len(manifest.weights)} parameters, {len(manifest.examples)} examples, custom calls: {calls or 'none'}")
+    print(f"  parameters: {len(manifest.weights)}, examples: {len(manifest.examples)}, custom calls: {calls or 'none'}")
 
 
 def verify(bundle: Path, /, *, replay: bool = True) -> None:
@@ -75,5 +75,5 @@ def verify(bundle: Path, /, *, replay: bool = True) -> None:
     manifest = compare(bundle)
     if replay:
         load(bundle)
-    done = f", {len(manifest.examples)} examples repeated" if replay else ""
+    done = f"; examples repeated: {len(manifest.examples)}" if replay else ""
     print(f"{bundle}: {len(manifest.files)} files have their digests{done}.")

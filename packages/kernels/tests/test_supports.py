@@ -6,6 +6,7 @@ The calls are those of `random_calls.py`, and larger ones in the tiles that kern
 
 import dataclasses
 import functools
+import warnings
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,7 @@ CHIPS = ("a100-80gb", "h100", "h200", "b200", "v5e", "v5p", "v6e", "v7x")
 PLATFORMS = {chip: "tpu" if chip.startswith("v") else "gpu" for chip in CHIPS}
 DTYPES = ("bfloat16", "float32", "float16")
 SCALES = (1, 1, 2, 8, 16, 64, 128)
+MOST_ENTRIES = 2**22
 
 
 def implementations(op: str) -> list[OpImplementation]:
@@ -66,11 +68,16 @@ def _quantized(call: OpCall) -> Iterator[OpCall]:
 
 
 def _grown(call: OpCall, scale: int) -> OpCall:
-    """With each axis but those of size 1 `scale` times as long; quantized operands stay, and with them the call."""
+    """With each axis but those of size 1 `scale` times as long; quantized operands stay, and with them the call.
+
+    As does a call with an array of more than `MOST_ENTRIES`, whose temporaries might not fit on a chip.
+    """
     if any(hasattr(type(x), "__stack_qview__") for x in call.arrays.values()):
         return call
     longer = lambda x: jax.ShapeDtypeStruct(tuple(size if size == 1 else size * scale for size in x.shape), x.dtype)
     arrays = jax.tree.map(longer, dict(call.arrays))
+    if any(x.size > MOST_ENTRIES for x in jax.tree.leaves(arrays)):
+        return call
     if "query_starts" in arrays:  # one more than there are sequences
         places = (arrays["kv_lengths"].shape[0] + 1,)
         arrays["query_starts"] = jax.ShapeDtypeStruct(places, arrays["query_starts"].dtype)
@@ -141,7 +148,9 @@ def check_compiles(chip: str, count: int) -> None:
             tried += 1
             arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), dict(call.arrays))
             try:
-                with cudnn_taken_for_granted(), use_target(target):
+                with cudnn_taken_for_granted(), use_target(target), warnings.catch_warnings():
+                    # It may be taken forward alone, and that is said.
+                    warnings.filterwarnings("ignore", ".* was named and runs forward, but not backward", RuntimeWarning)
                     compiled = jax.jit(_value_and_gradients(call, implementation)).lower(arrays).compile()
                 assert kernels_of(compiled.as_text() or ""), "the program calls no kernel"
             except Exception as error:  # compilers fail in any way

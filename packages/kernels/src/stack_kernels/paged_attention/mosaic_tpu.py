@@ -57,7 +57,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     problems = {
         f"it takes {' or '.join(_DTYPES)}, not {query.dtype.name}": query.dtype.name not in _DTYPES,
         f"it reads pages of the layout 'phsd', not {call.options['layout']!r}": call.options["layout"] != "phsd",
-        "a page has one slot": keys.shape[2] == 1,  # Mosaic refuses bf16 products with one column
+        "a page has one slot": keys.shape[2] == 1,  # Mosaic does not sum bf16 over an axis of length one
         "there is no query or no page": query.size * tables.size * keys.size == 0,
         f"it is for decoding, and {tokens} queries are two or more for each of {sequences} sequences": tokens
         >= 2 * sequences,

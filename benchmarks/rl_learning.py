@@ -23,7 +23,7 @@ DECAYING = (
     *("--optimizer.learning_rate", "1e-3"),
     *("--optimizer.schedule.decay", "linear", "--optimizer.schedule.final_fraction", "0"),
 )
-DAPO = ("--objective.name", "dapo", "--data.weights", "token")
+DAPO = ("--objective.name", "dapo", "--data.weights", "token", "--data.refill_rounds", "2")
 RECIPES: Mapping[str, Sequence[str]] = {
     "cell_grpo": (CELL,),
     "cell_dapo": (CELL, *DAPO),

@@ -41,6 +41,11 @@ def test_a_product_of_one_row_is_exact_to_its_dtype(dtype: Any, d_in: int, d_out
     np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5 * d_in**0.5)
 
 
+def test_one_row_of_no_features_is_zero() -> None:
+    output = ops.linear(jnp.zeros((1, 0)), jnp.zeros((0, 3)), implementation=XLA_CPU)
+    np.testing.assert_array_equal(output, np.zeros((1, 3)))
+
+
 def test_a_product_of_one_row_is_one_pass_over_the_weight() -> None:
     def linear(x: Any, weight: Any) -> Any:
         return ops.linear(x, weight, implementation=XLA_CPU)

@@ -90,7 +90,8 @@ def total(parts: jax.Array, axis: int) -> jax.Array:
 
 def _is_one_row(rows: jax.Array, weight: jax.Array) -> bool:
     dtypes = (jnp.float32,) if _JAX_0_10 else (jnp.float32, jnp.bfloat16)  # jax 0.10 does not vectorize bf16 here
-    return rows.shape[0] == 1 and rows.dtype == weight.dtype and rows.dtype in dtypes and not len(weight) % _STREAMS
+    streams = len(weight) > 0 and not len(weight) % _STREAMS
+    return rows.shape[0] == 1 and rows.dtype == weight.dtype and rows.dtype in dtypes and streams
 
 
 def _one_row(rows: jax.Array, weight: jax.Array) -> jax.Array:

@@ -242,8 +242,7 @@ def try_op(op: str, signatures: int, draws: int) -> tuple[int, list[str]]:
                         f"{op}/{name}, signature {number}, draw {draw}: {problem}: {shapes} {signature.options}"
                     )
                     break
-        if number % 40 == 39:
-            jax.clear_caches()  # programs of one signature are of no use to another
+        jax.clear_caches()
     return compared, wrong
 
 

@@ -49,7 +49,7 @@ def decoding(
 OPTIONS = {
     "plain": {},
     "window_over_steps": {"window": (11, None)},
-    "all_options": {"window": (20, 3), "softcap": 2.0, "scale": 0.5, "sinks": jnp.array([0.0, 1.0, -jnp.inf, 3.0])},
+    "all_options": {"window": (20, 3), "softcap": 2.0, "scale": 0.5, "sinks": jnp.arange(4.0)},
 }
 
 

@@ -68,8 +68,7 @@ def finish(state: RunningSoftmax) -> tuple[Any, Any]:
 def with_sinks(output: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
     """What `finish` would have given, had each head [heads] one more key with this logit and the value 0."""
     whole = jnp.logaddexp(lse, sinks.astype(lse.dtype).reshape(1, *lse.shape[1:3], 1))
-    share = jnp.where(jnp.isneginf(lse), -jnp.inf, lse - whole)  # without a key it is 0, whatever the sink
-    return output * jnp.exp(share)[..., None], whole
+    return output * jnp.exp(lse - whole)[..., None], whole
 
 
 def masked_logits(

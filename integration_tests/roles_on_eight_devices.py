@@ -1,4 +1,4 @@
-"""PPO against a reward model, held to a reference: every model on a mesh of its own; run with eight host devices."""
+"""PPO with a reward model and a reference, each on a separate mesh; run with eight host devices."""
 
 import os
 import sys

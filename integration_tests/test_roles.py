@@ -18,7 +18,7 @@ STEPS = ("run.steps=3", "run.evaluate_every_steps=0", "checkpoint.every_steps=3"
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that others start from and are held to."""
+    """The run that others start from and take as their reference."""
     output = tmp_path_factory.mktemp("runs") / "first"
     train(cell(output, "run.steps=2", "run.evaluate_every_steps=0"))
     return output

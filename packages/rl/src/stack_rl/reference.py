@@ -1,4 +1,4 @@
-"""`data.reference`: the model that a policy is held to, on a mesh of its own."""
+"""`data.reference`: scores each batch by a reference model that has a separate mesh."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -115,7 +115,7 @@ class PolicyConfig:
       kl_estimator: "k2", whose gradient is that of the divergence while the policy draws its own tokens, or "k3".
       kl_corrected: weigh k by the ratio, for tokens that another policy drew.
       reference: "init", the model as it was at the start, or "run:DIRECTORY", which lie on the trainer's mesh; "data"
-        is that of `data.reference`, which lies on a mesh of its own.
+        reads what `data.reference` computed on a separate mesh.
       entropy: weight of the entropy, which keeps a policy from settling early.
       advantage, weights: what the algorithm's paper asks of the data, `data.advantage` and `data.weights`.
     """

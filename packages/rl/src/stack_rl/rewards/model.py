@@ -25,7 +25,7 @@ _SMALLEST_BUCKET: Final = 16
 
 @config
 class ModelRewardConfig:
-    """A reward model, on a mesh of its own; see `ModelReward`.
+    """A reward model and the mesh that holds it; see `ModelReward`.
 
     Attributes:
       source: directory of the run, or of another reward model.

@@ -267,7 +267,7 @@ class Programs:
         return jax.eval_shape(self._smallest_step, (self._weights, self._layers))[-1]
 
     def _lay_out(self, pages: int, layout: PageLayout) -> None:
-        """Sets the layout of pages, which a step that is traced is told."""
+        """Sets the layout that steps and new pools use."""
         self._step = Step(self._checkpoint, self._config, pages, layout)
         self._empty = partial(
             empty_layers,

@@ -76,7 +76,7 @@ class RolloutData:
       engine: an entry of the registry `engines`, which generates.
       engine_mesh: the policy that it draws from lies on this mesh, over the machine's last devices; with None
         "static" draws on the trainer's, `mesh`, which has all devices.
-      reference: scores every batch by a model on a mesh of its own, for an objective with `reference: data`.
+      reference: a model on a separate mesh that scores every batch, for an objective with `reference: data`.
       on_failure: an episode whose environment or reward fails stops the run ("stop"), or is left out ("drop").
       step_timeout_s: of a step of an environment; one that takes longer has failed.
       top_p, top_k: which tokens are candidates, as `SamplingParams` says; all by default.

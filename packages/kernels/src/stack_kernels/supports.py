@@ -9,7 +9,7 @@ from stack_core.abi import OpCall, QView
 from stack_core.hardware import Chip
 from stack_core.ops.building import QuantizedArray, is_quantized
 
-__all__ = ["abstract_view", "first_problem", "takes_no", "unquantized"]
+__all__ = ["abstract_view", "first_problem", "takes_no", "unquantized", "weight_alone"]
 
 
 def first_problem(problems: Mapping[str, bool]) -> bool | str:
@@ -41,3 +41,10 @@ def abstract_view(array: QuantizedArray) -> QView:
 
     qvalue, scale, zero_point, codebook = jax.eval_shape(show, array)
     return QView(qvalue=qvalue, scale=scale, zero_point=zero_point, codebook=codebook, **known)
+
+
+def weight_alone(call: OpCall) -> bool | str:
+    """Whether the weight of a `linear` call is quantized, and x is not."""
+    if not is_quantized(call.arrays["weight"]):
+        return "the weight is not quantized"
+    return "both operands are quantized" if is_quantized(call.arrays["x"]) else True

@@ -1,4 +1,4 @@
-"""Where models beside the trained one lie: on meshes of their own."""
+"""Places models that a run does not train on separate meshes."""
 
 import math
 from typing import Any
@@ -10,10 +10,10 @@ from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.errors import ConfigError, ShardingError
 from stack_core.mesh import MeshConfig, make_mesh
 
-__all__ = ["PlacedPolicy"]
+__all__ = ["PlacedModel"]
 
 
-class PlacedPolicy:
+class PlacedModel:
     """A `GenerativeCheckpoint` whose parameters lie on a mesh over the last devices of the machine.
 
     An engine puts later weights where the first ones lie, so that weights of the trainer's mesh are sent from there to
@@ -21,7 +21,7 @@ class PlacedPolicy:
 
     Args:
       mesh: its sizes multiply to the number of devices; with an axis of -1 it has all.
-      key: of the config, which set the mesh.
+      key: of the config, for messages.
 
     Attributes:
       whole: the sharding of an array that each of the mesh's devices holds all of.
@@ -30,18 +30,18 @@ class PlacedPolicy:
       ShardingError: there are fewer devices.
     """
 
-    def __init__(self, policy: GenerativeCheckpoint, mesh: MeshConfig, key: str = "data.engine_mesh") -> None:
+    def __init__(self, checkpoint: GenerativeCheckpoint, mesh: MeshConfig, key: str = "data.engine_mesh") -> None:
         devices, sizes = jax.devices(), mesh.sizes.values()
         count = len(devices) if -1 in sizes else math.prod(sizes)
         if count > len(devices):
             raise ShardingError(
                 f"{key} has {count} devices; there are {len(devices)}. Lower its sizes, or leave it out."
             )
-        self._policy, self._mesh, self._key = policy, make_mesh(mesh, devices[len(devices) - count :]), key
+        self._checkpoint, self._mesh, self._key = checkpoint, make_mesh(mesh, devices[len(devices) - count :]), key
         self.whole = NamedSharding(self._mesh, PartitionSpec())
         # Held rather than looked up when asked for, which protocols of Python 3.12 and later do not see.
-        held = [name for name in dir(policy) if not name.startswith("_") and name != "load_params"]
-        vars(self).update({name: getattr(policy, name) for name in held})
+        held = [name for name in dir(checkpoint) if not name.startswith("_") and name != "load_params"]
+        vars(self).update({name: getattr(checkpoint, name) for name in held})
 
     def load_params(self, shardings: Any = None) -> Any:
         """The parameters on the mesh.
@@ -51,4 +51,4 @@ class PlacedPolicy:
         """
         if shardings is not None:
             raise ConfigError(f"This engine places its parameters itself. Leave {self._key} out, or use 'static'.")
-        return self._policy.load_params(self._policy.shardings(self._mesh))
+        return self._checkpoint.load_params(self._checkpoint.shardings(self._mesh))

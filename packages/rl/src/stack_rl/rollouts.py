@@ -24,7 +24,7 @@ from stack_rl.episodes import STEP_TIMEOUT_S, Attempt, Drawing, OnFailure, Playe
 from stack_rl.experience import REFERENCE_LOGPROBS, batch_of, batch_shapes, credited_by_values
 from stack_rl.groups import Group, Ledger, trained_on
 from stack_rl.pacing import Pacing
-from stack_rl.placing import PlacedPolicy
+from stack_rl.placing import PlacedModel
 from stack_rl.reference import Reference, ReferenceConfig
 from stack_rl.rollout_journal import RolloutJournal
 from stack_rl.supply import AheadSupply, Rounds, Supply, TogetherSupply, Weights
@@ -171,7 +171,7 @@ class RolloutBatches:
             raise DataError(f"The environment {settings.environment.name!r} has no task to train on.")
         if settings.reference is not None:
             self._reference = Reference(settings.reference, policy)
-        placed: Any = policy if settings.engine_mesh is None else PlacedPolicy(policy, settings.engine_mesh)
+        placed: Any = policy if settings.engine_mesh is None else PlacedModel(policy, settings.engine_mesh)
         self._engine = registries.engines[settings.engine](placed)
         if isinstance(self._engine, ExpectsRequests):
             self._engine.expect(settings.batch_size)

@@ -15,9 +15,9 @@ from jax import lax
 
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
-from stack_core.ops.building import forward_only, is_quantized, vary_alike
+from stack_core.ops.building import forward_only, vary_alike
 from stack_kernels.from_tokamax import GENERATIONS
-from stack_kernels.supports import abstract_view, first_problem
+from stack_kernels.supports import abstract_view, first_problem, weight_alone
 
 __all__ = ["MOSAIC_GPU", "SplitTile", "mosaic_gpu"]
 
@@ -65,10 +65,8 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     x, weight = call.arrays["x"], call.arrays["weight"]
     if GENERATIONS.get(chip.kind.partition("-")[0].lower()) != "sm90":
         return f"it is for h100 and h200, not {chip.kind}"
-    if not is_quantized(weight):
-        return "the weight is not quantized"
-    if is_quantized(x):
-        return "both operands are quantized"
+    if (refused := weight_alone(call)) is not True:
+        return refused
     view = abstract_view(weight)
     (d_in, d_out), tiles = view.qvalue.shape, view.scale.shape[0]
     rows = x.size // max(d_in, 1)
@@ -92,11 +90,11 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 def _space(call: OpCall, chip: Chip) -> Iterator[SplitTile]:
     """Tiles that divide the weight; first the fewest parts that give each core a block, of wide and shallow tiles."""
     x, weight = call.arrays["x"], call.arrays["weight"]
-    if is_quantized(x) or not is_quantized(weight):
+    if weight_alone(call) is not True:
         return
     view = abstract_view(weight)
     (d_in, d_out), tiles = view.qvalue.shape, view.scale.shape[0]
-    shared = d_in // max(tiles, 1) if tiles > 1 else d_in
+    shared = d_in // max(tiles, 1)
     bits = _CODE_BITS.get(view.qvalue.dtype.name, 8)
     found = [
         SplitTile(depth, width, parts)

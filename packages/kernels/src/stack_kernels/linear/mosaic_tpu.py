@@ -17,8 +17,8 @@ from jax.typing import DTypeLike
 
 from stack_core.abi import OWN, OpCall, OpImplementation
 from stack_core.hardware import Chip
-from stack_core.ops.building import contract, dequantize, differentiated, is_quantized, vary_alike
-from stack_kernels.supports import abstract_view, first_problem
+from stack_core.ops.building import contract, dequantize, differentiated, vary_alike
+from stack_kernels.supports import abstract_view, first_problem, weight_alone
 
 __all__ = ["MOSAIC_TPU", "ProductTile", "mosaic_tpu"]
 
@@ -86,10 +86,8 @@ def mosaic_tpu(*, interpret: Any = False) -> OpImplementation:
 
 def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     x, weight = call.arrays["x"], call.arrays["weight"]
-    if not is_quantized(weight):
-        return "the weight is not quantized"
-    if is_quantized(x):
-        return "both operands are quantized"
+    if (refused := weight_alone(call)) is not True:
+        return refused
     view = abstract_view(weight)
     (d_in, d_out), tiles = view.qvalue.shape, view.scale.shape[0]
     problems = {
@@ -111,7 +109,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 def _space(call: OpCall, chip: Chip) -> Iterator[ProductTile]:
     """Tiles that divide the weight and fit into VMEM, everything held twice; large and square ones first."""
     x, weight = call.arrays["x"], call.arrays["weight"]
-    if is_quantized(x) or not is_quantized(weight):
+    if weight_alone(call) is not True:
         return
     view = abstract_view(weight)
     (d_in, d_out), tiles = view.qvalue.shape, view.scale.shape[0]

@@ -15,7 +15,7 @@ from stack_core.contracts.environments import Completion, Reward
 from stack_core.errors import ConfigError, DataError
 from stack_core.mesh import MeshConfig
 from stack_core.model_formats import open_for_generation, open_further
-from stack_rl.placing import PlacedPolicy
+from stack_rl.placing import PlacedModel
 
 __all__ = ["ModelReward", "ModelRewardConfig"]
 
@@ -67,7 +67,7 @@ class ModelReward:
     def __init__(self, address: str, mesh: MeshConfig | None = None) -> None:
         self.address = address
         opened = open_for_generation(address)
-        placed: Any = None if mesh is None else PlacedPolicy(opened, mesh, "The reward model's mesh")
+        placed: Any = None if mesh is None else PlacedModel(opened, mesh, "The reward model's mesh")
         self._model = placed or opened
         self._params = self._model.load_params()
         embed, _ = jax.eval_shape(lambda params: self._model.model(params).head().weight, self._params).shape

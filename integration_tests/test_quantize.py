@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from stack_train.run.config import run_config
 from stack_train.trained_model import RUN_FORMAT
 from stack_train.weights import load_model, load_params
 
+# The default sessions compile without LLVM's optimizations, by which two programs differ in more last bits.
+AS_USERS_COMPILE = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 CONFIG = {
     "model": {
         "family": "llama",
@@ -123,7 +126,7 @@ def model_of(run):
 def logits_of(model):
     graph, state = nnx.split(model)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=AS_USERS_COMPILE)
     def logits(state):
         merged = nnx.merge(graph, state)
         return merged.logits(merged(TOKENS, POSITIONS).hidden)
@@ -142,12 +145,9 @@ def in_float(model, quantized_model):
 
 
 def assert_equal_but_for_rounding(actual, expected):
-    """Sums in other orders differ in their last bits, which takes an activation of some tokens to the next code.
-
-    With other codes or scales no token would agree.
-    """
+    """Sums in other orders differ in their last bits, which takes an activation of some tokens to the next code."""
     difference = jnp.abs(actual - expected).max(-1)
-    assert jnp.quantile(difference, 0.25) < 1e-5 and difference.max() < 0.02, difference
+    assert jnp.median(difference) < 1e-4 and difference.max() < 0.02, difference
 
 
 @pytest.mark.parametrize("rules", [pytest.param(W4, id="w4", marks=pytest.mark.slow), pytest.param(MIXED, id="mixed")])

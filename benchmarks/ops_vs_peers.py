@@ -12,11 +12,9 @@ import argparse
 import importlib
 import importlib.util
 import json
-import math
 import os
 import re
 import shlex
-import statistics
 import subprocess
 import sys
 import threading
@@ -27,7 +25,7 @@ from typing import Any
 
 from op_cases import Case
 from peers.peer import find_python, find_uv, run_quietly
-from report import RESULTS, circumstances, table, write
+from report import RESULTS, beside, circumstances, spread, table, write
 
 ROOT = Path(__file__).parents[1]
 OPS = sorted(path.stem for path in (ROOT / "benchmarks" / "op_cases").glob("[a-z]*.py"))
@@ -99,11 +97,14 @@ def _title(case: Case) -> str:
 
 
 def _raced(op: str, number: int, case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What is known of each contender: its rounds, and whatever else its process said of it."""
-    found: dict[str, Any] = {name: {"rounds": []} for name in case.contenders}
+    """What is known of each contender: a summary of its rounds, and whatever else its process said of it."""
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in case.contenders}
+    found: dict[str, dict[str, Any]] = {name: {} for name in case.contenders}
     for line in _said(op, number, arguments):
-        entry = found[line.pop("contender")]
-        entry["rounds"].append(line) if "s" in line else entry.update(line)
+        name = line.pop("contender")
+        rounds[name].append(line) if "s" in line else found[name].update(line)
+    for name, entry in found.items():
+        entry.update(beside(rounds[OURS], rounds[name]))
     for name in case.contenders if case.memory else ():
         if "problem" not in found[name]:
             for line in _said(op, number, arguments, f"--memory-of={name}"):
@@ -155,23 +156,23 @@ def _circumstances(row: Mapping[str, Any]) -> str:
 def _cells(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     contenders = row["contenders"]
     ours = contenders[OURS]
-    cells = [f"{1e3 * _median(ours, 's'):.3g} ({ours.get('chosen')})", f"{1e3 * _median(ours, 'cpu_s'):.3g}"]
-    cells = cells if ours["rounds"] else [ours["problem"], ""]
-    cells += [_ratio(ours, contenders[name]) if name in contenders else "" for name in names if name != OURS]
+    cells = [ours.get("problem", ""), ""]
+    if ours["rounds"]:
+        cells = [f"{1e3 * _median(ours, 's'):.3g} ({ours.get('chosen')})", f"{1e3 * _median(ours, 'cpu_s'):.3g}"]
+    cells += [_ratio(contenders[name]) if name in contenders else "" for name in names if name != OURS]
     peers = {name: entry for name, entry in contenders.items() if name not in {OURS, CORE} and entry["rounds"]}
     best = min(peers, key=lambda name: _median(peers[name], "s"), default=None)
-    return [*cells, f"{best}: {_ratio(ours, peers[best])}, CPU {_ratio(ours, peers[best], 'cpu_s')}" if best else ""]
+    return [*cells, f"{best}: {_ratio(peers[best])}, CPU {_ratio(peers[best], 'cpu_s')}" if best else ""]
 
 
 def _median(entry: Mapping[str, Any], key: str) -> float:
-    return statistics.median(each[key] for each in entry["rounds"]) if entry["rounds"] else math.nan
+    return entry[key][2]
 
 
-def _ratio(ours: Mapping[str, Any], theirs: Mapping[str, Any], key: str = "s") -> str:
-    if not theirs["rounds"]:
-        return theirs["problem"].replace("|", "/")
-    ratios = [our[key] / their[key] for our, their in zip(ours["rounds"], theirs["rounds"], strict=False)]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+def _ratio(entry: Mapping[str, Any], key: str = "s") -> str:
+    if not entry["rounds"]:
+        return entry["problem"].replace("|", "/")
+    return spread(entry["stack over it"][key]) if entry["stack over it"] else ""
 
 
 def _memory(rows: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[str]:

@@ -16,18 +16,17 @@ import importlib.util
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from peers.peer import find_python, find_uv, run_quietly
-from report import RESULTS, circumstances, table, write
+from report import RESULTS, beside, circumstances, spread, table, write
 
 ROOT = Path(__file__).parents[1]
 NAME = "quant_vs_qwix"
@@ -224,7 +223,7 @@ def _quantizers(scheme: Scheme, weight: Any, *, jitted: bool) -> dict[str, tuple
 
 
 def _raced(calls: Mapping[str, tuple[Callable[[], Any], int | None]], rounds: int) -> dict[str, Any]:
-    """Of each contender its bytes, and the seconds and CPU seconds of a call in each round."""
+    """Of each contender its bytes, and a summary of the seconds and CPU seconds of a call in each round."""
     import jax
 
     def timed(call: Callable[[], Any], repeats: int) -> dict[str, float]:
@@ -238,39 +237,26 @@ def _raced(calls: Mapping[str, tuple[Callable[[], Any], int | None]], rounds: in
     for name, (call, _) in calls.items():
         timed(call, 1)
         repeats[name] = max(1, round(ROUND_S / timed(call, 1)["s"]))
-    found: dict[str, Any] = {name: {"bytes": size, "rounds": []} for name, (_, size) in calls.items()}
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in calls}
     for number in range(rounds):
         names = list(calls)
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            found[name]["rounds"].append(timed(calls[name][0], repeats[name]))
-    return found
-
-
-def _ratios(contenders: Mapping[str, Any], name: str, key: str = "s") -> list[float]:
-    """Our time over theirs, of each round."""
-    pairs = zip(contenders[OURS]["rounds"], contenders[name]["rounds"], strict=True)
-    return [ours[key] / theirs[key] for ours, theirs in pairs]
+            measured[name].append(timed(calls[name][0], repeats[name]))
+    return {name: {"bytes": size, **beside(measured[OURS], measured[name])} for name, (_, size) in calls.items()}
 
 
 def _is_slower(contenders: Mapping[str, Any]) -> bool:
     """Whether it is in three rounds of four: where both run the same products, the median is on either side of 1."""
-    ratios = _ratios(contenders, QWIX)
-    return sum(ratio > 1 for ratio in ratios) >= 0.75 * len(ratios)
-
-
-def _cell(ratios: Sequence[float]) -> str:
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    _, lower_quartile, *_ = contenders[QWIX]["stack over it"]["s"]
+    return lower_quartile > 1
 
 
 def _cells(contenders: Mapping[str, Any]) -> list[str]:
-    cells = [
-        f"{1e3 * statistics.median(each[key] for each in contenders[OURS]['rounds']):.3g}" for key in ("s", "cpu_s")
-    ]
+    cells = [f"{1e3 * contenders[OURS][key][2]:.3g}" for key in ("s", "cpu_s")]
     for name in (QWIX, FLOAT):
-        for key in ("s", "cpu_s"):
-            known = name in contenders
-            cells.append(_cell(_ratios(contenders, name, key)) if known else "")
+        ratios = contenders[name]["stack over it"] if name in contenders else {}
+        cells += [spread(ratios[key]) if ratios else "" for key in ("s", "cpu_s")]
     sizes = [contenders.get(name, {}).get("bytes") for name in (OURS, QWIX, FLOAT)]
     return cells + ["" if size is None else f"{size / 2**20:.1f}" for size in sizes]
 

@@ -3,8 +3,8 @@
     nox -s bench -- rl_vs_tunix
 
 Each contender runs in its own process, Tunix in its own environment; they take turns, task by task and
-round by round. Times are medians over steps after a warm-up, of CPU and of the wall clock; a shared machine changes the
-first less. Writes `results/rl_vs_tunix.md` and `.json` after every round.
+round by round. Times are medians over the steps of a round, after a warm-up, of CPU and of the wall clock; a shared
+machine changes the first less. Writes `results/rl_vs_tunix.md` and `.json` after every round.
 """
 
 import argparse
@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from report import RESULTS, circumstances, table, write
+from report import RESULTS, beside, circumstances, spread, table, write
 
 TUNIX = "google-tunix==0.1.7"
 TASKS = {"sft": "supervised step, 8 x 128 tokens", "sampling": "sampling, 8 x 32 tokens", "grpo": "GRPO step, 4 x 4"}
+CLOCKS = {"cpu_s": "CPU", "s": "wall"}  # as workers tell them
 WORKERS = Path(__file__).parent / "post_training"
 
 
@@ -35,9 +36,10 @@ class Worker:
         )
         self._answer()
 
-    def ask(self, task: str) -> list[tuple[float, float]]:
+    def ask(self, task: str) -> dict[str, float]:
+        """The medians over the task's steps."""
         print(task, file=self._process.stdin, flush=True)
-        return self._answer()
+        return dict(zip(CLOCKS, map(statistics.median, zip(*self._answer(), strict=True)), strict=True))
 
     def close(self) -> None:
         self._process.kill()
@@ -59,18 +61,20 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     pythons = {"stack": Path(sys.executable), "tunix": installed(arguments.environment)}
-    found: dict[str, dict[str, list[list[tuple[float, float]]]]] = {name: {} for name in pythons}
-    for round_ in range(arguments.rounds):
+    found: dict[str, dict[str, list[dict[str, float]]]] = {task: {name: [] for name in pythons} for task in TASKS}
+    for _ in range(arguments.rounds):
         workers = {name: Worker(python, name) for name, python in pythons.items()}
         try:
-            for task in TASKS:
+            for task, rounds in found.items():
                 for name, worker in workers.items():
-                    found[name].setdefault(task, []).append(worker.ask(task))
+                    rounds[name].append(worker.ask(task))
         finally:
             for worker in workers.values():
                 worker.close()
-        record = {**circumstances(), "tunix": TUNIX, "rounds": round_ + 1, "seconds": found}
-        write(arguments.results, "rl_vs_tunix", record, report(found))
+        tasks = {
+            task: {name: beside(rounds["stack"], rounds[name]) for name in rounds} for task, rounds in found.items()
+        }
+        write(arguments.results, "rl_vs_tunix", {**circumstances(), "tunix": TUNIX, "tasks": tasks}, report(tasks))
 
 
 def installed(environment: Path) -> Path:
@@ -82,23 +86,18 @@ def installed(environment: Path) -> Path:
     return python
 
 
-def report(found: Mapping[str, Mapping[str, list[list[tuple[float, float]]]]]) -> str:
-    def median(name: str, task: str, kind: int, round_: int) -> float:
-        return statistics.median(step[kind] for step in found[name][task][round_])
-
+def report(tasks: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     rows = []
     for task, title in TASKS.items():
-        rounds = range(len(found["stack"][task]))
-        for kind, clock in enumerate(("CPU", "wall")):
-            ours, theirs = ([median(name, task, kind, each) for each in rounds] for name in ("stack", "tunix"))
-            ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-            cells = [f"{statistics.median(each) * 1e3:,.1f}" for each in (ours, theirs)]
-            span = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            rows.append([f"{title}, {clock}", *cells, span])
-    heading = ["", "stack, ms", "Tunix, ms", "Tunix over stack"]
+        ours, theirs = tasks[task]["stack"], tasks[task]["tunix"]
+        for key, clock in CLOCKS.items():
+            medians = [f"{each[key][2] * 1e3:,.1f}" for each in (ours, theirs)]
+            rows.append([f"{title}, {clock}", *medians, spread(theirs["stack over it"][key])])
+    heading = ["", "stack, ms", "Tunix, ms", "stack over Tunix"]
+    rounds = tasks["sft"]["stack"]["rounds"]
     lines = [f"# Post-training beside {TUNIX}", "", *table(heading, rows), ""]
     lines.append(
-        "Medians over steps and rounds; in brackets the rounds' extremes. One Llama of about 1M parameters, float32."
+        f"Medians over steps and {rounds} rounds; in brackets the rounds' extremes. Llama, 1M parameters, float32."
     )
     return "\n".join(lines) + "\n"
 

@@ -66,7 +66,7 @@ def _race(case: Case, arguments: argparse.Namespace) -> None:
             break
         first = number % max(1, len(racing))
         for contender in racing[first:] + racing[:first]:
-            _tell(contender.name, round=number, **_timed(contender))
+            _tell(contender.name, **_timed(contender))
 
 
 class _NotAdmitted(Exception):

@@ -79,7 +79,7 @@ def _installed(folder: Path) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         run_quietly(find_uv(), "venv", f"--python={find_python(TOKAMAX_PYTHON)}", folder)
-    ours = [f"--editable={ROOT / 'packages' / name}" for name in ("core", "kernels")]
+    ours = [f"--editable={ROOT / 'packages' / name}" for name in ("core", "kernels[cpu]")]
     pins = f"--constraints={ROOT / 'constraints' / 'py312.txt'}"
     run_quietly(find_uv(), "pip", "install", f"--python={python}", pins, *ours, *PEERS)
     return python

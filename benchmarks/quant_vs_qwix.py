@@ -130,7 +130,7 @@ def _installed(folder: Path) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         run_quietly(find_uv(), "venv", f"--python={find_python(PYTHON)}", folder)
-    ours = [f"--editable={ROOT / 'packages' / name}" for name in ("core", "kernels", "quant")]
+    ours = [f"--editable={ROOT / 'packages' / name}" for name in ("core", "kernels[cpu]", "quant")]
     pins = f"--constraints={ROOT / 'constraints' / 'py312.txt'}"
     run_quietly(find_uv(), "pip", "install", f"--python={python}", pins, *ours, PEER)
     return python

@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from stack_core import ops
 from stack_core.hardware.flops import count_flops
+from stack_core.ops.building import contract
 
 MIB = 2**20
 
@@ -130,3 +132,31 @@ def test_bf16_products_run_under_any_vmap(in_axes: tuple[int | None, int | None]
 
     gradients = jax.jit(jax.grad(total, argnums=(0, 1)))(x, weight)
     assert all(bool(jnp.all(jnp.isfinite(gradient.astype(jnp.float32)))) for gradient in gradients)
+
+
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0)])
+@pytest.mark.parametrize("further_axes", [(0, 0), (0, None), (None, 0)])
+def test_bf16_products_of_heads_run_where_one_operand_is_mapped(in_axes: Any, further_axes: Any) -> None:
+    """XLA's CPU backend refuses such products, when they run, where a mapped axis is before that of the heads."""
+
+    def operand(at: int, *shape: int) -> Any:
+        sizes = [size for size, axes in ((3, further_axes), (4, in_axes)) if axes[at] == 0]
+        return jax.random.normal(jax.random.key(at), (*sizes, *shape), jnp.bfloat16)
+
+    def total(product: Any, *operands: Any) -> tuple[Any, Any]:
+        found = jax.vmap(jax.vmap(product, in_axes), further_axes)(*operands)
+        return jnp.sum(jnp.sin(found)), found
+
+    def contracted(query: Any, key: Any) -> Any:
+        return contract("hqd,hkd->hqk", query, key, jnp.float32)
+
+    def exact(query: Any, key: Any) -> Any:
+        return jnp.einsum("hqd,hkd->hqk", query, key)
+
+    operands = operand(0, 2, 8, 16), operand(1, 2, 12, 16)
+    gradients, found = jax.jit(jax.grad(functools.partial(total, contracted), (0, 1), has_aux=True))(*operands)
+    wide = [array.astype(jnp.float32) for array in operands]
+    expected_gradients, expected = jax.grad(functools.partial(total, exact), (0, 1), has_aux=True)(*wide)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    for gradient, of_exact in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(gradient.astype(jnp.float32), of_exact, atol=0.01 * jnp.max(jnp.abs(of_exact)))

@@ -67,7 +67,7 @@ _narrow.defvjp(_forward, _backward)
 
 @functools.cache
 def _accumulated(subscripts: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The product in fp32, with a rule for vmap that lets the new axis lead as well."""
+    """The product in fp32, with a rule for vmap that keeps the indices of all three terms in front."""
 
     @jax.custom_batching.custom_vmap
     def product(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -79,6 +79,11 @@ def _accumulated(subscripts: str) -> Callable[[jax.Array, jax.Array], jax.Array]
         new = next(letter for letter in string.ascii_lowercase if letter not in subscripts)
         if not in_batched[0]:
             left = jnp.broadcast_to(left, (axis_size, *left.shape))
+        elif not in_batched[1]:  # the new axis is one more of the rows of `left`, behind the indices of all terms
+            lead = len(set(left_axes).intersection(right_axes, result))
+            shared, rows, of_result = left_axes[:lead], left_axes[lead:], result[lead:]
+            rowwise = _accumulated(f"{shared}{new}{rows},{right_axes}->{shared}{new}{of_result}")
+            return jnp.moveaxis(rowwise(jnp.moveaxis(left, 0, lead), right), lead, 0), True
         new_right = new if in_batched[1] else ""
         return _accumulated(f"{new}{left_axes},{new_right}{right_axes}->{new}{result}")(left, right), True
 

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx2
 import numpy as np
@@ -83,11 +85,24 @@ def write_tokenizer(directory: Path) -> None:
 
 
 class Served:
-    """`stack serve` of a directory."""
+    """`stack serve` of a directory.
 
-    def __init__(self, directory: Path, *options: str, python: str = sys.executable) -> None:
-        command = [python, "-m", "stack_core.cli", "serve", str(directory), "--port", "0", "--json", *options]
-        environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    Args:
+      under: arguments of Python that come before the module, such as those of what runs it.
+      variables: of its environment, beside ours.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *options: str,
+        python: str = sys.executable,
+        under: Sequence[str] = (),
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        serve = ["-m", "stack_core.cli", "serve", str(directory), "--port", "0", "--json", *options]
+        command = [python, *under, *serve]
+        environ = {**os.environ, "JAX_PLATFORMS": "cpu", **variables}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
         assert self.process.stdout is not None and self.process.stderr is not None
         line = self.process.stdout.readline()

@@ -31,7 +31,7 @@ config = OpenAIConfig(port=0, drain_s=float(sys.argv[1]))
 listener = listen(config)
 sys.stdout.write(f"{listener.getsockname()[1]}\n")
 sys.stdout.flush()
-engine = Starting(stuck if "stuck" in sys.argv else letters, step_s=0.02, most=1000)
+engine = Starting(stuck if "stuck" in sys.argv else letters, step_s=0.02, most=10_000)
 server = HttpServer(
     OpenAIApp(Service(checkpoint(), config), lambda: engine),
     listener,

@@ -23,6 +23,7 @@ from stack_train.further import FurtherModel, FurtherState
 from stack_train.generative import ModuleCheckpoint, generative_checkpoint, parameters_of
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_model, holds_codes, stored_model
+from stack_train.run.start import with_tokenizer
 from stack_train.run.transforms import transform_names, transform_of
 from stack_train.trained_adapters import digests_of_run
 from stack_train.variables import ModelVariables, stored_values
@@ -76,7 +77,7 @@ class TrainedLanguageModel:
         config = replace(
             self.config,
             output=str(directory),
-            data=_with_tokenizer(self.config.data, directory / "tokenizer"),
+            data=with_tokenizer(self.config.data, directory / "tokenizer"),
             sections={**self.config.sections, **sections},
         )
         with atomic_directory(directory) as partial:
@@ -89,7 +90,7 @@ class TrainedLanguageModel:
 
     @cached_property
     def _data(self) -> Batches:
-        data = _with_tokenizer(self.config.data, self.tokenizer)
+        data = with_tokenizer(self.config.data, self.tokenizer)
         return data.build(seed=self.config.run.seed, model=self.config.model)
 
     @cached_property
@@ -189,13 +190,6 @@ def _from_source(data: Any, source: str) -> Any:
     if "source" not in {field.name for field in fields(data)}:
         raise ConversionError(f"Data of kind {data.kind!r} comes from no source, so that --data cannot change it.")
     return replace(data, source=source)
-
-
-def _with_tokenizer(data: Any, tokenizer: Path) -> Any:
-    """Data made of text with the tokenizer of a directory; other data as it is."""
-    names = {field.name for field in fields(data)}
-    changes = {"tokenizer": str(tokenizer), "vocab_size": None}
-    return replace(data, **{name: value for name, value in changes.items() if name in names})
 
 
 def _for_the_device(batch: Batch) -> Batch:

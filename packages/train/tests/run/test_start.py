@@ -2,12 +2,15 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
 from stack_core.config import load_yaml, parse
 from stack_core.errors import ConfigError
+from stack_train.run.checks import check_start
 from stack_train.run.config import RunConfig
+from stack_train.run.run import build
 from stack_train.run.start import with_model_of_start
 from stack_train.run.train import train
 
@@ -22,8 +25,9 @@ def folder(tmp_path_factory):
     return root
 
 
-def mapping(folder, output, source="a", **sections):
-    data = {"source": f"text:{folder}/{source}.txt", "seq_tokens": 16, "batch_size": 4, "validation_fraction": 0.0}
+def mapping(folder, output, source="a", data=None, **sections):
+    sizes = {"seq_tokens": 16, "batch_size": 4, "validation_fraction": 0.0}
+    data = {"source": f"text:{folder}/{source}.txt", **sizes, **(data or {})}
     base = {"model": MODEL, "data": data, "run": {"steps": 4}, "output": str(folder / output)}
     return {**base, **sections}
 
@@ -54,27 +58,71 @@ def test_numerics_that_shapes_do_not_show_are_named(folder, source):
     assert train(other, allow=["model.rope_theta"]).step == 1
 
 
+def test_a_tokenizer_of_another_vocabulary_is_named(folder, source):
+    def config(tokenizer):
+        return parse(RunConfig, mapping(folder, "own", "b", {"tokenizer": tokenizer}, run={"init_from": source}))
+
+    with pytest.raises(ConfigError, match=r"\n  data\.tokenizer: 'bpe', not '.*source/tokenizer'\n.*--allow data\.tok"):
+        train(config("bpe"))
+    check_start(config("bpe"), ("data.tokenizer",))
+    shutil.copytree(f"{source}/tokenizer", folder / "copied")
+    check_start(config(str(folder / "copied")))
+    vocabulary = folder / "copied" / "tokenizer.json"
+    vocabulary.write_text(vocabulary.read_text().replace("<|end_of_text|>", "<|end|>"))
+    (folder / "copied" / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: '.*copied'"):
+        check_start(config(str(folder / "copied")))
+
+
 def test_a_resumed_run_may_change_what_is_allowed_and_notes_it(folder, source):
     train(parse(RunConfig, mapping(folder, "changed")))
-    rate = {"learning_rate": 1e-4}
-    changed = parse(RunConfig, mapping(folder, "changed", "b", optimizer=rate, run={"steps": 6}))
+    changes = {"data": {"batch_size": 8}, "optimizer": {"learning_rate": 1e-4, "schedule": {"decay": "constant"}}}
+    changed = parse(RunConfig, mapping(folder, "changed", "b", run={"steps": 6}, **changes))
     choices = folder / "changed" / "ops.json"
     before = [
         {**entry, "implementation": f"other {entry['implementation']}"} for entry in json.loads(choices.read_text())
     ]
     choices.write_text(json.dumps([entry for entry in before if entry["op"] == "norm"]))
-    with pytest.raises(ConfigError, match=r"data\.source.*\n.*optimizer\.learning_rate.*\n.*--allow data\.source"):
+    keys = ["data.source", "data.batch_size", "optimizer.learning_rate", "optimizer.schedule.decay"]
+    with pytest.raises(ConfigError, match=r".*\n  ".join(map(re.escape, keys)) + r".*\n.*--allow data\.source"):
         train(changed, resume=True)
-    assert train(changed, resume=True, allow=["data.source", "optimizer.learning_rate"]).step == 6
+    # Other documents, and the ids that the model has learned.
+    encoded_by = build(changed, resume=True, allow=keys).data.tokenizer.vocabulary
+    assert encoded_by == (folder / "changed" / "tokenizer" / "tokenizer.json").read_bytes()
+    assert train(changed, resume=True, allow=keys).step == 6
     (note,) = map(json.loads, (folder / "changed" / "changes.jsonl").read_text().splitlines())
     of_ops = [line for line in note["changes"] if line.startswith("ops.")]
     of_config = [line.partition(":")[0] for line in note["changes"] if line not in of_ops]
-    assert of_config == ["data.source", "optimizer.learning_rate"]
+    assert of_config == keys
     assert of_ops and all(re.fullmatch(r"ops\.norm .*: (.+), was other \1", line) for line in of_ops)
     assert {entry["op"] for entry in json.loads(choices.read_text())} >= {"attention", "norm"}
     assert load_yaml(folder / "changed" / "config.yaml")["optimizer"]["learning_rate"] == 1e-4
 
 
+def test_files_that_were_added_are_named_and_noted(folder):
+    (folder / "corpus").mkdir()
+    (folder / "corpus" / "a.txt").write_text("one two three four five six seven eight nine ten " * 40)
+    config = mapping(folder, "grown", "corpus/*")
+    train(parse(RunConfig, config))
+    added = folder / "corpus" / "b.txt"
+    added.write_text("eleven twelve " * 40)
+    longer = parse(RunConfig, config | {"run": {"steps": 6}})
+    line = f"data.source: {added} was added"
+    with pytest.raises(ConfigError, match=rf"\n  {re.escape(line)}\n.*--allow data\.source"):
+        train(longer, resume=True)
+    assert train(longer, resume=True, allow=["data.source"]).step == 6
+    (note,) = map(json.loads, (folder / "grown" / "changes.jsonl").read_text().splitlines())
+    assert note["changes"] == [line]
+    assert train(parse(RunConfig, config | {"run": {"steps": 7}}), resume=True).step == 7  # they are the run's by now
+
+
 def test_the_smallest_config_is_a_run():
     config = parse(RunConfig, {"output": "runs/smallest", "model": {"family": "llama"}})
     config.data.check(config.model)
+
+
+@pytest.mark.slow
+def test_the_smallest_config_trains(tmp_path):
+    """Only its thousand steps are fewer here."""
+    config = {"output": str(tmp_path / "smallest"), "model": {"family": "llama"}, "run": {"steps": 1}}
+    assert train(parse(RunConfig, config)).step == 1

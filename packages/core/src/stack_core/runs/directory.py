@@ -13,6 +13,7 @@ A run called small:
     ├── report.html     curves and a summary, written at evaluations and at the end
     ├── changes.jsonl   what was changed when it was resumed, if anything was
     ├── ops.json        the implementation that each call of an op got, and why
+    ├── files.json      the files that its data lies in, with their sizes
     ├── cluster/        of a run over several hosts: its journal, and what its workers printed
     └── run.lock        held by flock(2), which the kernel releases however its holder ends
 """
@@ -56,6 +57,10 @@ class RunDirectory:
     @property
     def ops(self) -> Path:
         return self.path / "ops.json"
+
+    @property
+    def files(self) -> Path:
+        return self.path / "files.json"
 
     @property
     def _lock(self) -> Path:

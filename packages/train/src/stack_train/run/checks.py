@@ -6,7 +6,7 @@ from pathlib import Path
 from stack_core.errors import ConfigError
 from stack_train.objectives import check_inputs
 from stack_train.run.config import RunConfig, run_config
-from stack_train.run.start import check_same_model
+from stack_train.run.start import check_same_start
 from stack_train.run.transforms import recipe_differences, transform_names, transform_of
 
 __all__ = ["check_run", "check_start"]
@@ -28,7 +28,8 @@ def check_start(config: RunConfig, allow: tuple[str, ...] = ()) -> None:
     """Raises where a run cannot start from what `run` names; warns where the model there is transformed, ours not.
 
     Raises:
-      ConfigError: it is no run directory, its model computes something else, or is transformed by another recipe.
+      ConfigError: it is no run directory, its model computes something else or has another tokenizer, or is
+        transformed by another recipe.
     """
     if config.run.adapters_from is not None and transform_of(config).adapting is None:
         raise ConfigError(
@@ -40,7 +41,7 @@ def check_start(config: RunConfig, allow: tuple[str, ...] = ()) -> None:
     if source.startswith("hf:"):
         raise ConfigError(f"run.init_from takes a run directory. Convert first: stack convert {source} RUN.")
     saved = run_config(Path(source))
-    check_same_model(config, saved, allow)
+    check_same_start(config, saved, allow)
     if missing := [name for name in transform_names(saved) if name not in transform_names(config)]:
         warnings.warn(
             f"The model of {source} is transformed by section {' and '.join(missing)} of its config, which this run's "

@@ -22,7 +22,8 @@ from stack_train.run.config import RunConfig
 from stack_train.run.memory import check_state
 from stack_train.run.placing import own_rows
 from stack_train.run.program import build_trainer, naming_sizes, traced_step
-from stack_train.run.start import with_tokenizer_of_start
+from stack_train.run.source_files import changed_files
+from stack_train.run.start import data_of_resumed, with_tokenizer_of_start
 from stack_train.trainer import Trainer
 
 __all__ = ["Run", "build"]
@@ -63,7 +64,8 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
         check_state(trainer)
     step = traced_step(config, trainer)
     # In turn, so that one alone trains a tokenizer and tokenizes; the others find that in the cache.
-    data = processes.in_turn("data", lambda: config.data.build(seed=config.run.seed, model=config.model))
+    kind = data_of_resumed(config) if resume else config.data
+    data = processes.in_turn("data", lambda: kind.build(seed=config.run.seed, model=config.model))
     rows = None
     if processes.count > 1 and isinstance(data, ReadsRows):
         rows = own_rows(trainer, config.data.spec(config.model))
@@ -99,17 +101,19 @@ class Run:
 
 
 def _changes(config: RunConfig, directory: RunDirectory, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """In what a run that goes on differs from what it was, of those keys that decide what it learns.
+    """In what a run that goes on differs from what it was: keys that decide what it learns, files of its data.
 
     Raises:
       ConfigError: a key differs that is not allowed to.
     """
-    saved = parse_yaml(directory.config_yaml(), str(directory.config))
+    mapping, saved = to_mapping(config), parse_yaml(directory.config_yaml(), str(directory.config))
     found = [
         line
-        for line in differences(to_mapping(config), saved)
+        for line in differences(mapping, saved)
         if line.startswith((*_FIXED, *registries.transforms.names())) and not line.startswith(_FREE)
     ]
+    if mapping["data"].get("source") == saved.get("data", {}).get("source"):
+        found += changed_files(config.data, directory)
     if changed := [line for line in found if not line.startswith(allowed)] if allowed else found:
         listing = "\n  ".join(changed)
         raise ConfigError(

@@ -31,6 +31,7 @@ from stack_train.run.memory import compile_fitting, out_of_memory
 from stack_train.run.policy import policy_of
 from stack_train.run.program import model_flops
 from stack_train.run.run import Run, build
+from stack_train.run.source_files import keep_files
 from stack_train.run.start import copy_tokenizer_of_start
 from stack_train.state import TrainState
 from stack_train.trained_adapters import with_adapters
@@ -107,6 +108,7 @@ def _write_files(run: Run) -> None:
     data = run.data
     if run.processes.first:
         run.directory.write(to_yaml(run.config), partial(_write_data_files, run))
+        keep_files(run.config.data, run.directory)
         if changes := [*run.changes, *_kept_choices(run)]:
             run.directory.note_changes(changes)
     elif isinstance(data, WritesFiles):

@@ -1,0 +1,44 @@
+"""The files that a run's data lies in, so that a run which goes on tells what was added, removed or changed."""
+
+import glob
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stack_core.plugins import registries
+from stack_core.runs.directory import RunDirectory
+
+__all__ = ["changed_files", "keep_files", "source_files"]
+
+
+def source_files(data: Any) -> dict[str, int]:
+    """The size in bytes of each file that `data.source` matches, by name; nothing for data that lies in no files."""
+    source = getattr(data, "source", None)
+    if not isinstance(source, str):
+        return {}
+    scheme, _, address = source.partition(":")
+    pattern = str(Path(address if scheme in registries.data_sources else source).expanduser())
+    paths = (Path(match) for match in sorted(glob.glob(pattern, recursive=True)))  # noqa: PTH207, may be absolute
+    sizes = ((str(path), path.stat().st_size) for path in paths if path.is_file())
+    return {name: size_bytes for name, size_bytes in sizes if size_bytes}
+
+
+def keep_files(data: Any, directory: RunDirectory) -> None:
+    """Writes into a run's directory which files its data lies in."""
+    directory.files.write_text(json.dumps(source_files(data), indent=1) + "\n", encoding="utf-8")
+
+
+def changed_files(data: Any, directory: RunDirectory) -> Iterator[str]:
+    """Lines "data.source: ...", one for each file that is not as it was when the run last went on."""
+    if not directory.files.is_file():
+        return
+    before: Mapping[str, int] = json.loads(directory.files.read_text(encoding="utf-8"))
+    now = source_files(data)
+    for name in sorted({*before, *now}):
+        if name not in before:
+            yield f"data.source: {name} was added"
+        elif name not in now:
+            yield f"data.source: {name} was removed"
+        elif now[name] != before[name]:
+            yield f"data.source: {name} has {now[name]} bytes, not {before[name]}"

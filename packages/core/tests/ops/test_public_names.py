@@ -66,6 +66,7 @@ def test_public_names_of_building() -> None:
         "is_quantized",
         "logical_array",
         "masked_logits",
+        "padding_as_zero",
         "parameters_of",
         "picked",
         "rope_angles",

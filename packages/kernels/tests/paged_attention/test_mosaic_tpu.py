@@ -57,7 +57,7 @@ def test_options_of_decoding(values: bool, options: dict[str, object], has_sinks
         "block_tables": jnp.asarray(tables),
         "kv_lengths": jnp.asarray(lengths),
         "query_starts": jnp.array([0, 1, 2, 3, 4, 5]),
-        "sinks": jnp.asarray(rng.normal(size=4), jnp.float32) if has_sinks else None,
+        "sinks": jnp.array([0.5, 1.0, -jnp.inf, jnp.nan]) if has_sinks else None,
     }
     call = lambda implementation: ops.paged_attention(**arrays, **options, implementation=implementation)  # type: ignore[arg-type]
     with use_chip(V6E):

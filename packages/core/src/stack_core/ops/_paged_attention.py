@@ -16,7 +16,7 @@ from stack_core.ops._choosing import Implementation
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._op import Op, OpAxes
-from stack_core.ops._paged_places import bounded_places
+from stack_core.ops._paged_places import bounded_places, padding_as_zero
 from stack_core.ops._plain import is_plain
 from stack_core.ops._quantized import QuantizedArray, is_quantized, logical_array, take
 from stack_core.ops._running_softmax import add_tile, by_group, empty_softmax, finish, masked_logits, with_sinks
@@ -262,8 +262,7 @@ def _reference(
     token = jnp.arange(tokens)
     sequence = _last_start(query_starts, token)
     place = block_starts[sequence] * rows + token - query_starts[sequence]
-    is_padding = (token < query_starts[0]) | (token >= query_starts[-1])
-    return jnp.where(is_padding[:, None, None], 0, jnp.take(output, place, axis=0, mode="clip")), {}
+    return padding_as_zero(jnp.take(output, place, axis=0, mode="clip"), query_starts), {}
 
 
 def _block_rows(queries: int, group: int) -> int:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["as_int32", "bounded_places"]
+__all__ = ["as_int32", "bounded_places", "padding_as_zero"]
 
 _INT32 = np.iinfo(np.int32)
 
@@ -29,6 +29,13 @@ def bounded_places(
         jnp.clip(as_int32(kv_lengths), 0, most_keys),
         lax.cummax(jnp.clip(as_int32(query_starts), 0, tokens)),
     )
+
+
+def padding_as_zero(output: Any, query_starts: Any) -> Any:
+    """The output [tokens, ...], 0 for tokens of no sequence by the `query_starts` that `bounded_places` gives."""
+    token = jnp.arange(output.shape[0])
+    is_padding = (token < query_starts[0]) | (token >= query_starts[-1])
+    return jnp.where(is_padding.reshape(-1, *[1] * (output.ndim - 1)), 0, output)
 
 
 def as_int32(integers: Any) -> Any:

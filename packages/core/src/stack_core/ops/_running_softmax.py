@@ -67,8 +67,10 @@ def finish(state: RunningSoftmax) -> tuple[Any, Any]:
 
 def with_sinks(output: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
     """What `finish` would have given, had each head [heads] one more key with this logit and the value 0."""
-    whole = jnp.logaddexp(lse, sinks.astype(lse.dtype).reshape(1, *lse.shape[1:3], 1))
-    return output * jnp.exp(lse - whole)[..., None], whole
+    sinks = sinks.astype(lse.dtype).reshape(1, *lse.shape[1:3], 1)
+    is_empty = jnp.isneginf(lse) & jnp.isneginf(sinks)  # -inf - -inf is NaN, in logaddexp's gradient as well
+    whole = jnp.logaddexp(jnp.where(is_empty, 0, lse), sinks)
+    return output * jnp.exp(lse - whole)[..., None], jnp.where(is_empty, -jnp.inf, whole)
 
 
 def masked_logits(

@@ -6,7 +6,7 @@ from stack_core.ops._differentiated import differentiated, forward_only
 from stack_core.ops._gated_linear_unit import ACTIVATIONS, gate_product
 from stack_core.ops._linear_cross_entropy import RowParts
 from stack_core.ops._manual_axes import vary_alike
-from stack_core.ops._paged_places import as_int32, bounded_places
+from stack_core.ops._paged_places import as_int32, bounded_places, padding_as_zero
 from stack_core.ops._picked import picked
 from stack_core.ops._plain import is_plain
 from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array, take
@@ -46,6 +46,7 @@ __all__ = [
     "is_quantized",
     "logical_array",
     "masked_logits",
+    "padding_as_zero",
     "parameters_of",
     "picked",
     "rope_angles",

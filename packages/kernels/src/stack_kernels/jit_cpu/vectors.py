@@ -8,11 +8,11 @@ from llvmlite import ir
 from stack_kernels.jit_cpu.builder import FLOAT, INT32, SHORT, Builder, vector
 
 __all__ = [
+    "any_lane",
     "as_bfloat16",
     "constant",
     "exp",
     "from_bfloat16",
-    "has_nan",
     "interleaved",
     "reduce_max",
     "sums",
@@ -76,12 +76,10 @@ def from_bfloat16(builder: Builder, x: Any) -> Any:
     return builder.build.bitcast(bits, vector(FLOAT, lanes))
 
 
-def has_nan(builder: Builder, x: Any) -> Any:
-    """Whether a lane of one vector is NaN."""
-    lanes = ir.IntType(x.type.count)
-    return builder.build.icmp_unsigned(
-        "!=", builder.build.bitcast(builder.build.fcmp_unordered("uno", x, x), lanes), lanes(0)
-    )
+def any_lane(builder: Builder, mask: Any) -> Any:
+    """Whether a lane of a vector of booleans is true."""
+    lanes = ir.IntType(mask.type.count)
+    return builder.build.icmp_unsigned("!=", builder.build.bitcast(mask, lanes), lanes(0))
 
 
 def reduce_max(builder: Builder, x: Any) -> Any:

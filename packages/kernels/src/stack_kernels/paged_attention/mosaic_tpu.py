@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
-from stack_core.ops.building import bounded_places, forward_only
+from stack_core.ops.building import bounded_places, forward_only, padding_as_zero
 from stack_kernels.supports import first_problem, unquantized
 
 __all__ = ["MOSAIC_TPU", "mosaic_tpu"]
@@ -95,7 +95,7 @@ def _attention(query: Any, key_pages: Any, value_pages: Any, *, interpret: Any, 
         interpret=interpret,
         step=_Step(tables.shape[1], call["scale"], call["softcap"], value_pages is not None, call["sinks"] is not None),
     )
-    return result[:, :, :group].reshape(tokens, heads, -1)
+    return padding_as_zero(result[:, :, :group].reshape(tokens, heads, -1), query_starts)
 
 
 def _by_lane(sinks: Any, kv_heads: int, group: int, rows: int) -> Any:

@@ -29,6 +29,7 @@ from stack_core.ops.building import (
     forward_only,
     logical_array,
     masked_logits,
+    padding_as_zero,
     vary_alike,
     with_sinks,
 )
@@ -122,6 +123,7 @@ def _cpu(
     if sinks is not None:
         grouped = (tokens, kv_heads, heads // kv_heads, 1)
         output, _ = with_sinks(output.reshape(*grouped, head_dim), lse.reshape(grouped), sinks)
+        output = padding_as_zero(output, query_starts)
     return output.reshape(query.shape).astype(query.dtype)
 
 

@@ -90,6 +90,10 @@ def _sinks(rng: np.random.Generator) -> Mapping[str, Any]:
     return {"sinks": rng.normal(size=4)}
 
 
+def _absent_sinks(rng: np.random.Generator) -> Mapping[str, Any]:
+    return {"sinks": np.array([0.5, -np.inf, 1.0, -np.inf])}
+
+
 _MIXED = ((1, 9), (6, 6), (3, 8), (1, 1))
 
 _CASES = (
@@ -141,6 +145,19 @@ _CASES = (
         value_pages=((0, 0, 0, 5), np.nan),
     ),
     spoiled(_bad_indices_case(""), "infinity", query=((3, 2), np.inf), value_pages=((0, 0, 0, 5), np.inf)),
+    spoiled(  # the scores of all keys of the first sequence are -inf in one head
+        _bad_indices_case("", kv_lengths=[3, 8, 3]),
+        "infinite_value_of_weight_zero",
+        query=((..., 2), 1.0),
+        key_pages=((1, slice(None), 0, 2), -np.inf),
+        value_pages=((1, 1, 0, 5), np.inf),
+    ),
+    spoiled(
+        _paged_case("", (1, 9), (1, 0), (1, 4), padding_tokens=1, layout="pshd", extra=_sinks),
+        "sink_that_is_not_a_number",
+        sinks=(1, np.nan),
+    ),
+    _paged_case("absent_sinks", (1, 9), (1, 0), (1, 4), padding_tokens=1, layout="pshd", extra=_absent_sinks),
 )
 
 
@@ -166,13 +183,15 @@ def _oracle(
     query_starts = np.maximum.accumulate(np.clip(np.asarray(query_starts), 0, len(query)))
     places = np.zeros((len(query), max(kv_lengths, default=0)), np.int32)
     distances = np.full(places.shape, -1)
+    belongs = np.zeros((len(query), 1, 1), bool)
     for row, length in enumerate(kv_lengths):
         start, stop = query_starts[row : row + 2]
         keys = np.arange(length)
+        belongs[start:stop] = True
         places[start:stop, :length] = block_tables[row, keys // slots] * slots + keys % slots
         distances[start:stop, :length] = np.arange(length - (stop - start), length)[:, None] - keys
     key, value = (pool.swapaxes(1, 2).reshape(pages * slots, *pool.shape[1::2]) for pool in (key_pages, value_pages))
-    return _attended(query, key[places], value[places], distances, **scoring)
+    return jnp.where(belongs, _attended(query, key[places], value[places], distances, **scoring), 0.0)
 
 
 def _attended(

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
-from stack_core.ops.building import as_int32, forward_only, is_quantized, with_sinks
+from stack_core.ops.building import (
+    as_int32,
+    bounded_places,
+    forward_only,
+    is_quantized,
+    padding_as_zero,
+    with_sinks,
+)
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.numbers import BITS, WRITTEN
 from stack_kernels.jit_cpu.paged_attention.call import PagedAttention
@@ -101,6 +108,8 @@ def _llvm(query: Any, key_pages: Any, value_pages: Any, *, sinks: Any, window: A
         grouped = (tokens, sizes["h"], heads // sizes["h"], 1)
         lse = (maximum + jnp.log(total)).reshape(grouped)
         output = with_sinks(output.reshape(*grouped, head_dim), lse, sinks)[0].reshape(query.shape)
+        bounds = {"pages": sizes["p"], "slots": sizes["s"], "tokens": tokens}
+        output = padding_as_zero(output, bounded_places(*places, **bounds)[2])
     return output.astype(query.dtype)
 
 

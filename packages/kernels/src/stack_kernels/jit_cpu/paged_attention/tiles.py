@@ -187,14 +187,15 @@ class _Tile:
         highest = vectors.reduce_max(builder, scores)
         after = builder.build.select(builder.build.fcmp_ordered(">", highest, before), highest, before)
         builder.store(after, place)
-        has_any = builder.build.fcmp_ordered(">", after, ir.Constant(FLOAT, float("-inf")))
-        # NaN is no largest score, and must not pass for a key that is not there.
-        has_any = builder.build.or_(has_any, vectors.has_nan(builder, scores))
-        with builder.when(has_any):
-            level = builder.splat(after, lanes)
-            # What is not seen, and what there was before the first key, weighs next to nothing: exp(-87).
+        is_finite = builder.build.fcmp_ordered(">", after, ir.Constant(FLOAT, float("-inf")))
+        # NaN is no largest score, and -inf is none: the values of such keys are added all the same.
+        with builder.when(builder.build.or_(is_finite, vectors.any_lane(builder, seen))):
+            level = builder.splat(builder.build.select(is_finite, after, ir.Constant(FLOAT, 0.0)), lanes)
+            # What there was before the first key is 0, and stays it.
             decay = vectors.exp(builder, builder.build.fsub(builder.splat(before, lanes), level))
             weights = vectors.exp(builder, builder.build.fsub(scores, level))
+            is_absent = builder.build.fcmp_ordered("==", scores, nothing)
+            weights = builder.build.select(is_absent, vectors.constant(0, lanes), weights)
             total = self._total(row)
             total.set(builder.fma(total.get(), decay, weights))
             builder.store(weights, self.weights)

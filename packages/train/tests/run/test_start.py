@@ -1,5 +1,6 @@
 """Runs that start from others: the model and the tokenizer are the source's, and what differs is named."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -116,9 +117,12 @@ def test_files_that_were_added_are_named_and_noted(folder):
     assert train(parse(RunConfig, config | {"run": {"steps": 7}}), resume=True).step == 7  # they are the run's by now
 
 
-def test_the_smallest_config_is_a_run():
+def test_the_smallest_config_is_a_run(folder):
     config = parse(RunConfig, {"output": "runs/smallest", "model": {"family": "llama"}})
     config.data.check(config.model)
+    few = dataclasses.replace(config.data, source=f"text:{folder}/a.txt", validation_fraction=0.0)
+    tokenizer = few.build(seed=0, model=config.model, cache_dir=folder / "cache").tokenizer
+    assert tokenizer.vocab_size < config.model.vocab_size == 32000  # for which the documents have too few words
 
 
 @pytest.mark.slow

@@ -32,12 +32,19 @@ _FORMAT = 1
 
 
 def trained_bpe(
-    source: DataSource, *, vocab_size: int, sample_bytes: int, validation_fraction: float, cache_dir: Path
+    source: DataSource,
+    *,
+    vocab_size: int,
+    sample_bytes: int,
+    validation_fraction: float,
+    cache_dir: Path,
+    fewer: bool = False,
 ) -> HuggingFaceTokenizer:
     """Returns the BPE of a source, from the cache when the same documents and settings were met before.
 
     Args:
       sample_bytes: UTF-8 bytes to train on at most, from training documents chosen by the digest of their text.
+      fewer: where the sample has too few distinct words for `vocab_size`, as many tokens will do as it has.
 
     Raises:
       ConfigError: `vocab_size` has no room for the 256 bytes and the special tokens.
@@ -53,11 +60,12 @@ def trained_bpe(
 
     def build(folder: Path) -> None:
         sample = _sample(source, sample_bytes, validation_fraction)
-        (folder / "tokenizer.json").write_text(_train(sample, vocab_size).to_str(), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(_train(sample, vocab_size, fewer).to_str(), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(_CONFIG, indent=2), encoding="utf-8")
         check_unchanged(source, fingerprint)
 
-    key = digest_of("bpe", _FORMAT, fingerprint, vocab_size, sample_bytes, validation_fraction)
+    settings = (vocab_size, sample_bytes, validation_fraction)
+    key = digest_of("bpe", _FORMAT, fingerprint, *settings, *(["fewer"] if fewer else []))
     return HuggingFaceTokenizer.load(cached(cache_dir / "tokenizers" / key, build))
 
 
@@ -77,7 +85,7 @@ def _sample(source: DataSource, sample_bytes: int, validation_fraction: float) -
             yield document.text.encode("utf-8")[:take].decode("utf-8", "ignore")
 
 
-def _train(sample: Iterator[str], vocab_size: int) -> Tokenizer:
+def _train(sample: Iterator[str], vocab_size: int, fewer: bool) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -89,7 +97,7 @@ def _train(sample: Iterator[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(sample, trainer)
-    if (learned := tokenizer.get_vocab_size()) < vocab_size:
+    if (learned := tokenizer.get_vocab_size()) < vocab_size and not fewer:
         raise DataError(
             f"The documents are too few to learn data.vocab_size={vocab_size} tokens: {learned} were found that occur "
             f"more than once. Set data.vocab_size to {learned} or less, raise data.tokenizer_bytes, or give more text."

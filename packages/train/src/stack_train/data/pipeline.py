@@ -28,7 +28,12 @@ _PACKINGS = {"windows": Packing, "best_fit": BestFitPacking}
 
 
 def build_pipeline(
-    config: TextSettings, *, seed: int, cache_dir: Path | None = None, packing: str = "windows"
+    config: TextSettings,
+    *,
+    seed: int,
+    cache_dir: Path | None = None,
+    packing: str = "windows",
+    most_tokens: int = BPE_VOCAB_SIZE,
 ) -> "Pipeline":
     """Reads, tokenizes and splits what `config` names; what the cache holds is not done again.
 
@@ -36,6 +41,7 @@ def build_pipeline(
       seed: of the order of documents and rows.
       cache_dir: where tokenizers and tokenized corpora are kept; by default `$XDG_CACHE_HOME/stack`.
       packing: "windows" or "best_fit".
+      most_tokens: of a BPE whose size `config` leaves open; where the documents have fewer words, it has fewer.
 
     Raises:
       ConfigError: settings that contradict each other or the tokenizer.
@@ -44,7 +50,7 @@ def build_pipeline(
     """
     source = open_source(config)
     cache_dir = user_cache_dir() if cache_dir is None else cache_dir
-    tokenizer = _make_tokenizer(config, source, cache_dir)
+    tokenizer = _make_tokenizer(config, source, cache_dir, most_tokens)
     return Pipeline(config, tokenizer, tokenize(source, tokenizer, cache_dir), seed=seed, packing=packing)
 
 
@@ -138,11 +144,14 @@ class Pipeline(OwnRows):
         return f"{self._corpus.name(piece.document)} (lines {first}-{last})"
 
 
-def _make_tokenizer(config: TextSettings, source: DataSource, cache_dir: Path) -> HuggingFaceTokenizer:
+def _make_tokenizer(
+    config: TextSettings, source: DataSource, cache_dir: Path, most_tokens: int
+) -> HuggingFaceTokenizer:
     if config.trains_tokenizer:
         return trained_bpe(
             source,
-            vocab_size=config.vocab_size or BPE_VOCAB_SIZE,
+            vocab_size=config.vocab_size or most_tokens,
+            fewer=config.vocab_size is None,
             sample_bytes=config.tokenizer_bytes,
             validation_fraction=config.validation_fraction,
             cache_dir=cache_dir,

@@ -21,7 +21,7 @@ class TextSettings:
       tokenizer: "bpe" trains a byte-level BPE on the source; otherwise the path of a directory or `tokenizer.json`.
         None takes that of `run.init_from`, and trains a BPE where a run starts from nothing.
       vocab_size: tokens of the BPE to train, special tokens included; a ready tokenizer must have exactly as many.
-        None takes the model's for the BPE and whatever a ready tokenizer has.
+        None takes the model's for the BPE, or as many as the documents have words for, and whatever a ready one has.
       tokenizer_bytes: UTF-8 bytes of training documents that the BPE is trained on, at most.
       seq_tokens: tokens in a row.
       batch_size: rows in a batch, over all processes.

@@ -1,6 +1,5 @@
 """`data.kind: text`: documents cut into rows, for next-token prediction."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,9 +58,8 @@ class TextData(TextSettings):
         """Reads, tokenizes and splits the source; what the cache holds is not done again."""
         from stack_train.data.pipeline import build_pipeline  # loads Grain, which only a run needs
 
-        vocab_size = model.vocab_size if self.trains_tokenizer and self.vocab_size is None else self.vocab_size
         pipeline = build_pipeline(
-            replace(self, vocab_size=vocab_size), seed=seed, cache_dir=cache_dir, packing=self.packing
+            self, seed=seed, cache_dir=cache_dir, packing=self.packing, most_tokens=model.vocab_size
         )
         check_vocabulary(pipeline.tokenizer.vocab_size, model)
         return pipeline

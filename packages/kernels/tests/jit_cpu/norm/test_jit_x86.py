@@ -12,12 +12,14 @@ from stack_kernels.jit_cpu.host import Processor
 from stack_kernels.jit_cpu.norm.jit_x86 import JIT_X86
 
 _SIZE = "stack_kernels.jit_cpu.many_numbers.LEAST_SIZE"
+_ROWS = "stack_kernels.jit_cpu.many_numbers.FEWEST_ROWS"
 
 
 @pytest.mark.covering
 @pytest.mark.parametrize("check", op_checks("norm"), ids=str)
 def test_contract(check: OpCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_SIZE, 1)
+    monkeypatch.setattr(_ROWS, 1)
     check(JIT_X86)
 
 
@@ -29,6 +31,7 @@ def test_rows_of_any_size_are_normalized(
     processor: Processor, monkeypatch: pytest.MonkeyPatch, dtype: str, kind: str, size: int
 ) -> None:
     monkeypatch.setattr(_SIZE, 1)
+    monkeypatch.setattr(_ROWS, 1)
     rng = np.random.default_rng(0)
     x, residual = (jnp.asarray(rng.normal(size=(70, size)) + 3, dtype) for _ in range(2))
     scale, offset = (jnp.asarray(rng.normal(size=size), "float16") for _ in range(2))
@@ -46,6 +49,12 @@ def test_rows_of_any_size_are_normalized(
 def test_rows_of_many_numbers_are_normalized_by_it() -> None:
     (decision,) = ops.explain(ops.norm, jnp.zeros((64, 512)), jnp.zeros(512))
     assert decision.forward.implementation.name == "jit_x86"
+
+
+def test_few_rows_are_left_to_xla_however_wide() -> None:
+    for rows in (1, 8, 63):
+        (decision,) = ops.explain(ops.norm, jnp.zeros((rows, 2**15)), jnp.zeros(2**15))
+        assert decision.forward.implementation.name == "reference"
 
 
 @pytest.mark.covering(2)
@@ -90,7 +99,7 @@ def test_gradients_are_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "axis", "reason"), [((8, 8), -1, "32768 numbers or more"), ((512, 512), 0, "the last axis")]
+    ("shape", "axis", "reason"), [((64, 8), -1, "32768 numbers or more"), ((512, 512), 0, "the last axis")]
 )
 def test_what_it_does_not_take_is_refused_with_the_reason(shape: tuple[int, int], axis: int, reason: str) -> None:
     with pytest.raises(UnsupportedOp, match=reason):

@@ -12,12 +12,14 @@ from stack_kernels.jit_cpu.host import Processor
 from stack_kernels.jit_cpu.rope.jit_x86 import JIT_X86
 
 _SIZE = "stack_kernels.jit_cpu.many_numbers.LEAST_SIZE"
+_ROWS = "stack_kernels.jit_cpu.many_numbers.FEWEST_ROWS"
 
 
 @pytest.mark.covering
 @pytest.mark.parametrize("check", op_checks("rope"), ids=str)
 def test_contract(check: OpCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_SIZE, 1)
+    monkeypatch.setattr(_ROWS, 1)
     check(JIT_X86)
 
 
@@ -28,6 +30,7 @@ def test_heads_of_any_size_turn_forward_and_back(
     processor: Processor, monkeypatch: pytest.MonkeyPatch, dtype: str, head_dim: int, rotary_dim: int
 ) -> None:
     monkeypatch.setattr(_SIZE, 1)
+    monkeypatch.setattr(_ROWS, 1)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 33, 3, head_dim)), dtype)
     positions = jnp.arange(66).reshape(2, 33)
 
@@ -49,5 +52,7 @@ def test_what_it_does_not_take_is_refused_with_the_reason() -> None:
     positions = jnp.arange(64)
     with pytest.raises(UnsupportedOp, match="32768 numbers or more"):
         ops.rope(jnp.zeros((64, 1, 8)), positions, implementation=JIT_X86)
+    with pytest.raises(UnsupportedOp, match="64 rows or more"):
+        ops.rope(jnp.zeros((63, 16, 64)), positions[:63], implementation=JIT_X86)
     with pytest.raises(UnsupportedOp, match="turns halves"):
         ops.rope(jnp.zeros((64, 16, 64)), positions, interleaved=True, implementation=JIT_X86)

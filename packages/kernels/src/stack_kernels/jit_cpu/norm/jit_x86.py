@@ -1,6 +1,7 @@
 """`norm` of many rows on CPUs, in machine code, forward and backward: some rows for each thread."""
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_kernels.jit_cpu import host
-from stack_kernels.jit_cpu.many_numbers import supports_many
+from stack_kernels.jit_cpu.many_numbers import supports_many_rows
 from stack_kernels.jit_cpu.norm.gradient import gradient_module, gradient_name, parts, summed_over_rows
 from stack_kernels.jit_cpu.norm.rows import RowNorm, norm_module
 
@@ -19,7 +20,7 @@ __all__ = ["JIT_X86"]
 
 def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     x, axis = call.arrays["x"], call.options["axis"]
-    answer = supports_many(call, chip, x.size)
+    answer = supports_many_rows(call, chip, math.prod(x.shape[:-1]))
     if answer is not True:
         return answer
     if any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(dict(call.arrays))):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_kernels.jit_cpu import host
-from stack_kernels.jit_cpu.many_numbers import supports_many
+from stack_kernels.jit_cpu.many_numbers import supports_many_rows
 from stack_kernels.jit_cpu.rope.rows import Turn, turn_module
 from stack_kernels.rope.xla_cpu import tables
 
@@ -19,7 +19,7 @@ __all__ = ["JIT_X86"]
 
 
 def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
-    answer = supports_many(call, chip, call.arrays["x"].size)
+    answer = supports_many_rows(call, chip, math.prod(call.arrays["x"].shape[:-2]))
     return "it turns halves, and not neighbours" if answer is True and call.options["interleaved"] else answer
 
 

@@ -58,6 +58,7 @@ def error(actual: Any, expected: Any) -> float:
     return float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", MOST)
 @pytest.mark.parametrize("spec", [DEFAULT, AttentionSpec(window=(3, 0), scale=0.3)])
 def test_it_is_near_attention_in_float(kind: str, spec: AttentionSpec) -> None:

@@ -31,6 +31,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("op", CALLS)
 def test_a_weight_that_all_devices_share(op: str, dtype: str) -> None:

@@ -24,6 +24,7 @@ def _gradients(lhs: Any, rhs: Any, group_sizes: Any) -> Any:
     return jax.grad(lambda lhs, rhs: jnp.sum(ops.ragged_dot(lhs, rhs, group_sizes) * weights), argnums=(0, 1))(lhs, rhs)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tile_rows", [1, 1024])
 @pytest.mark.parametrize(
     "check", [c for c in op_checks("ragged_dot") if c.aspect == "float32" and c.case.name != "empty_rows"], ids=str

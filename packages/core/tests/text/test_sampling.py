@@ -158,15 +158,15 @@ def test_draws_follow_what_is_documented(name, shift):
 
 
 CUTS = ({}, {"top_p": 0.9}, {"top_k": 40}, {"top_k": 300, "top_p": 0.8}, {"min_p": 0.01})
-VOCABS = (1, 100, 1000, 32000, 50257)
+VOCABS = (1, 100, 1000, 50257, 32000)
 
 
 def of_vocabularies():
-    """(vocab, scale, changes): by default each size with two cuts, and each cut on flat and on peaked logits."""
+    """(vocab, scale, changes): by default two cuts for each size but the last, on flat or peaked logits."""
     for (place, vocab), (cut, changes), (peaked, scale) in itertools.product(
         enumerate(VOCABS), enumerate(CUTS), enumerate((0.3, 3.0))
     ):
-        chosen = (place + cut) % len(CUTS) == peaked
+        chosen = vocab != VOCABS[-1] and (place + cut) % len(CUTS) == peaked
         yield pytest.param(vocab, scale, changes, marks=() if chosen else pytest.mark.slow)
 
 

@@ -51,13 +51,23 @@ def make_batch(seed=0, rows=4, seq=12):
     }
 
 
+@pytest.fixture(scope="module")
+def trainer():
+    return make_trainer()
+
+
+@pytest.fixture(scope="module")
+def step(trainer):
+    """Of `trainer`, compiled for batches like `make_batch()`."""
+    return trainer.compile(make_batch())
+
+
 def leaves(tree):
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def test_a_run_of_steps_learns_one_batch_by_heart():
-    trainer, batch = make_trainer(), make_batch()
-    state, step = trainer.init(key=jax.random.key(0)), trainer.compile(batch)
+def test_a_run_of_steps_learns_one_batch_by_heart(trainer, step):
+    state, batch = trainer.init(key=jax.random.key(0)), make_batch()
     losses = []
     for _ in range(20):
         state, metrics = step(state, batch)
@@ -67,29 +77,24 @@ def test_a_run_of_steps_learns_one_batch_by_heart():
     assert int(state.step) == 20
 
 
-def test_the_state_is_donated():
-    trainer, batch = make_trainer(), make_batch()
+def test_the_state_is_donated(trainer, step):
     state = trainer.init(key=jax.random.key(0))
     before = jax.tree.leaves(state.params)
-    trainer.compile(batch)(state, batch)
+    step(state, make_batch())
     assert all(leaf.is_deleted() for leaf in before)
 
 
-def test_the_same_key_gives_the_same_state_and_another_gives_another():
-    trainer = make_trainer()
+def test_the_same_key_gives_the_same_state_and_another_gives_another(trainer):
     first, same, other = (leaves(trainer.init(key=jax.random.key(seed)).params) for seed in (0, 0, 1))
     assert all((first[name] == same[name]).all() for name in first)
     assert any((first[name] != other[name]).any() for name in first)
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-def test_accumulated_gradients_are_those_of_the_whole_batch(parts):
-    batch = make_batch()
-    results = []
-    for accumulation_steps in (1, parts):
-        trainer = make_trainer(accumulation_steps=accumulation_steps)
-        results.append(trainer.compile(batch)(trainer.init(key=jax.random.key(0)), batch))
-    (whole, whole_metrics), (summed, summed_metrics) = results
+@pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_accumulated_gradients_are_those_of_the_whole_batch(trainer, step, parts):
+    batch, accumulating = make_batch(), make_trainer(accumulation_steps=parts)
+    whole, whole_metrics = step(trainer.init(key=jax.random.key(0)), batch)
+    summed, summed_metrics = accumulating.compile(batch)(accumulating.init(key=jax.random.key(0)), batch)
     assert float(whole_metrics["loss"].weight) == float(summed_metrics["loss"].weight)
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(float(summed_metrics[name]), float(whole_metrics[name]), rtol=1e-5)
@@ -108,23 +113,21 @@ def test_metrics_report_the_schedule_and_the_norm_before_clipping():
     assert float(metrics["grad_norm"]) > 1e-3
 
 
-def test_evaluation_is_the_objective_without_an_update():
-    trainer, batch = make_trainer(), make_batch()
+def test_evaluation_is_the_objective_without_an_update(trainer, step):
+    batch = make_batch()
     state = trainer.init(key=jax.random.key(0))
     evaluated = float(trainer.compile_evaluation(batch)(trainer.variables(state), batch)["loss"])
-    _, metrics = trainer.compile(batch)(state, batch)
+    _, metrics = step(state, batch)
     assert evaluated == pytest.approx(float(metrics["loss"]), rel=1e-6)
 
 
-def test_every_leaf_of_the_state_has_the_sharding_of_its_rule():
-    trainer = make_trainer()
+def test_every_leaf_of_the_state_has_the_sharding_of_its_rule(trainer):
     state = trainer.init(key=jax.random.key(0))
     for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(trainer.state_shardings), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
-def test_optimizer_moments_have_the_structure_of_the_parameters():
-    trainer = make_trainer()
+def test_optimizer_moments_have_the_structure_of_the_parameters(trainer):
     moments = [leaf.shape for leaf in jax.tree.leaves(trainer.abstract_state.opt_state) if leaf.ndim]
     parameters = [leaf.shape for leaf in jax.tree.leaves(trainer.abstract_params)]
     assert sorted(moments) == sorted(2 * parameters)

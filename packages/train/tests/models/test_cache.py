@@ -44,7 +44,10 @@ def test_is_a_kv_cache(model):
     assert isinstance(empty_cache(model), KVCache)
 
 
-@pytest.mark.parametrize("cuts", [[12], [5, 7], [1, 1, 10], [8, 1, 1, 1, 1]])
+SLOW_CUTS = [pytest.param(cuts, marks=pytest.mark.slow) for cuts in ([12], [1, 1, 10])]
+
+
+@pytest.mark.parametrize("cuts", [[5, 7], [8, 1, 1, 1, 1], *SLOW_CUTS])
 def test_pieces_give_what_the_whole_gives(model, run, tokens, cuts):
     expected = run(tokens, positions_from([0, 0], SEQ)).hidden
     cache, start = empty_cache(model), 0

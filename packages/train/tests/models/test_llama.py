@@ -41,8 +41,12 @@ def loss(model):
     return model.head().cross_entropy(model(tokens, positions).hidden, tokens)
 
 
+@jax.jit
 def logits(model):
-    return jax.jit(lambda model: model.logits(model(*tokens_and_positions()).hidden))(model)
+    return model.logits(model(*tokens_and_positions()).hidden)
+
+
+loss_and_gradients = jax.jit(jax.value_and_grad(loss))
 
 
 def shapes_and_dtypes(model):
@@ -132,7 +136,7 @@ def test_remat_none_means_none_and_the_others_save_less():
 
 @pytest.mark.parametrize("remat", ["full", "dots_no_batch", pytest.param("dots", marks=pytest.mark.slow)])
 def test_remat_leaves_the_gradient_as_it_is(remat):
-    expected, actual = (jax.jit(jax.grad(loss))(build(remat=policy)) for policy in ("none", remat))
+    (_, expected), (_, actual) = (loss_and_gradients(build(remat=policy)) for policy in ("none", remat))
     for left, right in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-7)
 
@@ -143,7 +147,8 @@ def test_unrolled_layers_stand_in_no_loop_and_have_the_same_gradient():
 
     assert loops(build(unroll=True)) == loops(build()) - 1
     for remat in ("none", "full"):
-        expected, actual = (jax.jit(jax.grad(loss))(build(unroll=unroll, remat=remat)) for unroll in (False, True))
+        models = (build(unroll=unroll, remat=remat) for unroll in (False, True))
+        (_, expected), (_, actual) = map(loss_and_gradients, models)
         for left, right in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
             np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-7)
 
@@ -179,7 +184,7 @@ def test_initial_values():
 
 
 def test_biases_have_gradients():
-    gradients = jax.jit(jax.grad(loss))(build(attention_bias=True, mlp_bias=True))
+    _, gradients = loss_and_gradients(build(attention_bias=True, mlp_bias=True))
     attention, feed_forward = gradients.blocks[0][0].attention, gradients.blocks[0][0].feed_forward
     layers = (attention.query, attention.value, attention.output, feed_forward.gate, feed_forward.up, feed_forward.down)
     assert all(jnp.abs(layer.bias[...]).max() > 0 for layer in layers)
@@ -188,11 +193,11 @@ def test_biases_have_gradients():
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 def test_bfloat16_computes_narrow_and_keeps_gradients_wide(tie_embeddings):
     model = build(dtype="bfloat16", tie_embeddings=tie_embeddings)
-    assert model(*tokens_and_positions()).hidden.dtype == jnp.bfloat16
+    assert jax.eval_shape(lambda model: model(*tokens_and_positions()).hidden, model).dtype == jnp.bfloat16
     assert model.head().weight.dtype == jnp.bfloat16
     assert logits(model).dtype == jnp.float32
-    value, gradients = jax.jit(jax.value_and_grad(loss))(model)
-    exact, exact_gradients = jax.jit(jax.value_and_grad(loss))(build(tie_embeddings=tie_embeddings))
+    value, gradients = loss_and_gradients(model)
+    exact, exact_gradients = loss_and_gradients(build(tie_embeddings=tie_embeddings))
     np.testing.assert_allclose(value, exact, rtol=1e-2)
     for narrow, wide in zip(jax.tree.leaves(gradients), jax.tree.leaves(exact_gradients), strict=True):
         assert narrow.dtype == jnp.float32

@@ -178,18 +178,22 @@ def test_on_gpus_each_device_runs_the_kernels_of_a_mixture_on_its_part(tmp_path)
     check_mixture(Target("h100:1x1x4"), tmp_path, *kernels)
 
 
-def check_engine(target, *kernels, config=LLAMA_8B, temporary_bytes=2**27):
+def check_engine(target, *kernels, config=LLAMA_8B, temporary_bytes=2**27, **settings):
     """An engine compiles and fits; what it keeps is split over the devices, and donated.
 
     Args:
       kernels: what its decoding program calls: each a pattern of a kernel's call, and of an operand as one device has
         it.
+      settings: of the engine.
+
+    Returns:
+      Its programs, by their names.
     """
     devices = len(target.devices)
     model = nnx.eval_shape(lambda: registries.models[config.family].build(config, key=jax.random.key(0)))
     nowhere = Path("nowhere")
     checkpoint = generative_checkpoint(model, name="large", tokenizer=nowhere, origin=nowhere, read=lambda _: iter(()))
-    settings = EngineConfig(tensor=devices, pages=4096, max_tokens=2048, cache_dtype="bfloat16")
+    settings = EngineConfig(tensor=devices, pages=4096, max_tokens=2048, cache_dtype="bfloat16", **settings)
     programs = compile_engine(checkpoint, settings, target)
     assert set(programs) == {"decode", "prefill"}
     calls = [line for line in programs["decode"].as_text().splitlines() if "custom-call(" in line]
@@ -209,6 +213,7 @@ def check_engine(target, *kernels, config=LLAMA_8B, temporary_bytes=2**27):
         assert memory.aliased_bytes >= pages_bytes / devices
         assert memory.temporary_bytes < temporary_bytes
         assert memory.total_bytes < target.chip.hbm_bytes
+    return programs
 
 
 def _named(tree):
@@ -219,6 +224,14 @@ def _named(tree):
 def test_an_engine_of_an_8b_model_compiles_for_tpus():
     """Attention reads a device's two of eight key heads, in the layout that its kernel wants."""
     check_engine(Target("v6e:2x2"), ("stack_norm", "bf16[32,4096]"), ("stack_paged_attention", "bf16[4096,2,16,128]"))
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_aot
+def test_an_engine_whose_pools_hold_keys_and_values_calls_a_kernel_for_prompts_too():
+    call = ("ragged_paged_attention", "bf16[4096,16,4,128]")
+    programs = check_engine(Target("v6e:2x2"), call, page_layout="psh2d")
+    assert any(call[0] in kernel for kernel in kernels_of(programs["prefill"].as_text()))
 
 
 @pytest.mark.gpu_aot

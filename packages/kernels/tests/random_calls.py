@@ -99,10 +99,13 @@ def attention(rng: np.random.Generator) -> Signature:
 def paged_attention(rng: np.random.Generator) -> Signature:
     batch, pages, places, slots, kv_heads, group, dim = rng.choice(SIZES[:5], size=7)
     queries = int(rng.choice([batch, 2 * batch + 1]))
-    pool = (pages, kv_heads, slots, dim)
-    layout = {"layout": "pshd"} if rng.random() < 0.5 else {}
-    pool = (pages, slots, kv_heads, dim) if layout else pool
-    shapes = {"query": (queries, kv_heads * group, dim), "key_pages": pool, "value_pages": pool}
+    layout = str(rng.choice(["phsd", "pshd", "psh2d"]))
+    if layout == "psh2d" and rng.random() < 0.5:  # what the kernel of TPUs takes
+        kv_heads, dim = int(rng.choice([1, 2, 4, 8])), 128
+    sizes = {"p": pages, "h": kv_heads, "s": slots, "2": 2, "d": dim}
+    pool = tuple(int(sizes[axis]) for axis in layout)
+    shapes = {"query": (queries, kv_heads * group, dim), "key_pages": pool}
+    shapes |= {} if layout == "psh2d" else {"value_pages": pool}
     shapes |= _maybe(rng, sinks=(kv_heads * group,))
 
     def starts(rng: np.random.Generator) -> Any:
@@ -114,7 +117,9 @@ def paged_attention(rng: np.random.Generator) -> Signature:
         "kv_lengths": _indices(slots * places + 1, batch),
         "query_starts": starts,
     }
-    return Signature(shapes, others, _maybe(rng, window=(3, None), softcap=2.0) | layout)
+    if layout == "psh2d":
+        others["value_pages"] = lambda rng: None
+    return Signature(shapes, others, _maybe(rng, window=(3, None), softcap=2.0) | {"layout": layout})
 
 
 def linear(rng: np.random.Generator) -> Signature:

@@ -166,8 +166,7 @@ def _value_and_gradients(call: OpCall, implementation: OpImplementation) -> Any:
 
     def total(moved: Any, arrays: Any) -> Any:
         options = {name: value for name, value in call.options.items() if name != "scale" or call.op == "attention"}
-        given = {name: x for name, x in {**arrays, **moved}.items() if x is not None}
-        result = function(**given, **options, implementation=implementation.name)
+        result = function(**{**arrays, **moved}, **options, implementation=implementation.name)
         return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(result))
 
     if implementation.backward is None:

@@ -91,13 +91,28 @@ PAGED = {
 @pytest.mark.parametrize(
     ("arguments", "kind", "parts"),
     [
-        ({"layout": "phds"}, UnknownName, ("unknown layout 'phds'", "or 'phsd'?", "phsd, pshd, hpsd")),
+        ({"layout": "phds"}, UnknownName, ("unknown layout 'phds'", "or 'phsd'?", "phsd, pshd, hpsd, psh2d")),
         ({"layout": "pshd"}, ShapeError, ("4 heads", "16 kv_heads")),
         ({"key_pages": _zeros(9, 2, 16, 6)}, ShapeError, ("'head_dim' is 6 in key_pages, but 8 in query",)),
         ({"value_pages": _zeros(8, 2, 16, 8)}, ShapeError, ("'pages' is 8 in value_pages, but 9 in key_pages",)),
         ({"value_pages": None}, ArgumentError, ("value_dim is None and there are no value_pages", "head_dim=8")),
         ({"value_pages": None, "value_dim": 9}, ArgumentError, ("value_dim is 9", "head_dim=8")),
         ({"value_dim": 8}, ArgumentError, ("value_dim is 8 beside value_pages",)),
+        (
+            {"layout": "psh2d", "value_pages": None},
+            ShapeError,
+            ("key_pages has shape (9, 2, 16, 8)", "pages, slots, kv_heads, 2, head_dim"),
+        ),
+        (
+            {"layout": "psh2d", "key_pages": _zeros(9, 16, 2, 2, 8)},
+            ArgumentError,
+            ("value_pages is given", "'psh2d' key_pages holds the values too"),
+        ),
+        (
+            {"layout": "psh2d", "key_pages": _zeros(9, 16, 2, 3, 8), "value_pages": None},
+            ShapeError,
+            ("axis '2' is 3 in key_pages, but 2 in its layout",),
+        ),
         ({"query": _zeros(5, 32)}, ShapeError, ("query has shape (5, 32)", "tokens, heads, head_dim")),
         ({"kv_lengths": PLACES[:2]}, ShapeError, ("'batch' is 2 in kv_lengths, but 3 in block_tables",)),
         ({"query_starts": PLACES}, ShapeError, ("query_starts has shape (3,); expected (4,)", "3 sequences")),

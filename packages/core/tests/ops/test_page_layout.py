@@ -10,11 +10,12 @@ import pytest
 from stack_core import ops
 from stack_core.errors import ShapeError, UnknownName
 from stack_core.kv_cache import coded
-from stack_core.ops._paged_attention import LAYOUTS, REFERENCE
+from stack_core.ops._paged_attention import REFERENCE
+from stack_core.ops._paged_pools import LAYOUTS
 from stack_core.plugins import registries
 from stack_core.registry import Entry, Registry
 
-SIZES = {"p": 6, "h": 2, "s": 4, "d": 8}
+SIZES = {"p": 6, "h": 2, "s": 4, "2": 2, "d": 8}
 
 
 def call(layout: str, **options: Any) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def call(layout: str, **options: Any) -> dict[str, Any]:
     return {
         "query": jnp.zeros((3, 4, SIZES["d"])),
         "key_pages": pages,
-        "value_pages": pages,
+        "value_pages": None if "2" in layout else pages,
         **{name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in places.items()},
         "layout": layout,
         **options,
@@ -39,7 +40,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Any:
         def supports(call: Any, chip: Any, config: Any) -> bool | str:
             pools = [jax.tree.leaves(call.arrays[name]) for name in ("key_pages", "value_pages")]
             shape = tuple(SIZES[axis] for axis in call.options["layout"])
-            assert all(pool[0].shape == shape for pool in pools), "pages are in the layout that is named"
+            assert not (pools[1] and "2" in call.options["layout"]), "one pool holds both"
+            assert all(pool[0].shape[:-1] == shape[:-1] for pool in pools if pool), "pages are in the named layout"
             return call.options["layout"] in layouts or "another layout"
 
         kernel = dataclasses.replace(REFERENCE, name="kernel", supports=supports, priority=priority)
@@ -54,11 +56,11 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("wanted", LAYOUTS)
 def test_the_layout_of_the_best_implementation_is_best(reads: Any, given: str, wanted: str) -> None:
     reads(wanted)
-    assert ops.page_layout(**call(given)) == wanted
+    assert ops.page_layout(**call(given)) == (None if given == wanted else wanted)
 
 
-def test_where_all_layouts_are_alike_none_is_best(reads: Any) -> None:
-    for layouts in ((), tuple(LAYOUTS)):
+def test_a_layout_stays_that_is_as_good_as_any_other(reads: Any) -> None:
+    for layouts in ((), ("phsd", "pshd"), tuple(LAYOUTS)):
         reads(*layouts)
         assert ops.page_layout(**call("pshd")) is None
     reads("hpsd", priority=-1)
@@ -71,6 +73,16 @@ def test_quantized_pages_and_the_names_of_their_axes_move_together(reads: Any) -
     pages = dict.fromkeys(("key_pages", "value_pages"), coded(given["key_pages"], jnp.int8))
     names = {"query": (None, "act_heads", None), "key_pages": (None, None, "act_kv_heads", None)}
     assert ops.page_layout(**{**given, **pages}, axes=names) == "hpsd"
+    reads("psh2d")
+    assert ops.page_layout(**{**given, **pages}, axes=names) == "psh2d"
+
+
+def test_one_pool_is_not_looked_for_where_values_do_not_fit_beside_keys(reads: Any) -> None:
+    reads("psh2d")
+    given = call("pshd")
+    wider = jnp.zeros((*given["key_pages"].shape[:-1], 9))
+    assert ops.page_layout(**{**given, "value_pages": wider}) is None
+    assert ops.page_layout(**{**given, "value_pages": None, "value_dim": 5}) is None
 
 
 def test_traced_arguments_are_answered(reads: Any) -> None:

@@ -64,6 +64,9 @@ def test_it_agrees_with_jax_ragged_paged_attention() -> None:
     call = functools.partial(ops.paged_attention, scale=0.3, softcap=2.0, layout="pshd")
     ours = jax.jit(call)(query, key_pages, value_pages, **places)
     np.testing.assert_allclose(ours[: STARTS[-1]], theirs[: STARTS[-1]], atol=2e-6)
+    one_pool = both.reshape(20, SLOTS, KV_HEADS, 2, HEAD_DIM)
+    of_one = jax.jit(functools.partial(call, layout="psh2d"))(query, one_pool, None, **places)
+    np.testing.assert_allclose(of_one, ours, atol=2e-6)
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def _paged_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
 
 
 def _paged_value_dim(arrays: Any, options: Any) -> int:
-    return options["value_dim"] or _logical(arrays["value_pages"]).shape[-1]
+    return options["value_dim"] or _logical(arrays.get("value_pages", arrays["key_pages"])).shape[-1]
 
 
 def _used_pages_bytes(arrays: Any, options: Any, values: Any) -> dict[str, int]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from stack_core.contracts.caches import AttentionSpec, KeysValues, Latent, Recurrent
+from stack_core.ops._paged_pools import LAYOUTS
 from stack_core.ops.building import is_quantized
 from stack_serve.llm import cache as cache_module
 from stack_serve.llm.cache import PagedKVCache, PagedLayer, Rows, empty_layers
@@ -56,17 +57,24 @@ def attended(dtype: Any, layout: Any) -> tuple[jax.Array, jax.Array]:
     return output[:5, 0], jnp.concatenate([dense(slice(0, 8), 5), dense(slice(8, 10), 0)])
 
 
-@pytest.mark.parametrize("layout", ["phsd", "pshd", "hpsd"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_pages_hold_what_dense_attention_sees(layout: Any) -> None:
     found, expected = attended("model", layout)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "error"), [("bfloat16", 0.02), ("int8", 0.02), ("fp8_e4m3", 0.08), ("fp8_e5m2", 0.2)]
+    ("dtype", "error", "layout"),
+    [
+        ("bfloat16", 0.02, "pshd"),
+        ("int8", 0.02, "pshd"),
+        ("int8", 0.02, "psh2d"),
+        ("fp8_e4m3", 0.08, "pshd"),
+        ("fp8_e5m2", 0.2, "pshd"),
+    ],
 )
-def test_narrow_pages_are_close(dtype: Any, error: float) -> None:
-    found, expected = attended(dtype, "pshd")
+def test_narrow_pages_are_close(dtype: Any, error: float, layout: Any) -> None:
+    found, expected = attended(dtype, layout)
     distance = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
     assert 0 < distance < error
 

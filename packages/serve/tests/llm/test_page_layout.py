@@ -6,13 +6,17 @@ from typing import Any
 import jax
 import pytest
 
+from stack_core.contracts.caches import Latent
+from stack_core.errors import ConfigError
 from stack_core.generation import GenerationRequest, SamplingParams
-from stack_core.ops._paged_attention import LAYOUTS, REFERENCE
+from stack_core.ops._paged_attention import REFERENCE
+from stack_core.ops._paged_pools import LAYOUTS
 from stack_core.plugins import registries
 from stack_core.registry import Entry, Registry
 from stack_serve.llm.cache import WantedLayouts
 from stack_serve.llm.config import EngineConfig, PageLayout
 from stack_serve.llm.engine import LLMEngine
+from stack_serve.llm.limits import Limits
 from stack_serve.llm.placement import AbstractPlacement
 from stack_serve.llm.programs import Programs
 
@@ -53,7 +57,7 @@ def layout_of(config: EngineConfig) -> tuple[str, tuple[int, ...]]:
 
 
 def shape(layout: str) -> tuple[int, ...]:
-    sizes = {"p": 6, "s": CONFIG.page_tokens, "h": HEADS, "d": EMBED // HEADS}
+    sizes = {"p": 6, "s": CONFIG.page_tokens, "h": HEADS, "2": 2, "d": EMBED // HEADS}
     return tuple(sizes[axis] for axis in layout)
 
 
@@ -75,6 +79,15 @@ def test_where_all_are_alike_a_tokens_heads_lie_together() -> None:
 def test_most_calls_decide() -> None:
     assert WantedLayouts().best == "pshd"
     assert WantedLayouts(["phsd", "hpsd", "hpsd"]).best == "hpsd"
+    assert WantedLayouts(["phsd", "psh2d", "psh2d"]).best == "psh2d"
+    assert WantedLayouts(["phsd", "psh2d", "psh2d"], one_pool=False).best == "phsd"
+
+
+def test_latents_have_no_pool_of_keys_beside_values() -> None:
+    checkpoint: Any = TinyCheckpoint()
+    checkpoint = dataclasses.replace(checkpoint, states=Latent(repeats=1, dim=8, value_dim=5, dtype="float32"))
+    with pytest.raises(ConfigError, match=r"'psh2d' holds keys and values of one width side by side; .* has latents"):
+        Limits.of(checkpoint, dataclasses.replace(CONFIG, page_layout="psh2d"))
 
 
 def found(layout: PageLayout | None) -> list[tuple[list[int], int]]:
@@ -96,3 +109,4 @@ def test_continuations_and_reused_prefixes_are_those_of_any_other_layout(reads: 
     assert [cached for _, cached in expected] == [0, 8, 0]
     reads("phsd")
     assert found(None) == expected
+    assert found("psh2d") == expected

@@ -30,7 +30,8 @@ class Axes:
         """Binds or compares the axes of one argument; None fits anything.
 
         Args:
-          axes: axis names; a leading "..." stands for any number of axes, equal wherever it occurs.
+          axes: axis names, or the size of an axis that has one size alone; a leading "..." stands for any number of
+            axes, equal wherever it occurs.
           broadcast: also accept size 1.
 
         Raises:
@@ -47,7 +48,8 @@ class Axes:
         if not fits:
             raise ShapeError(f"{self._op}: {name} has shape {shape}; expected the axes [{', '.join(names)}].")
         for axis, size in zip(names, sizes, strict=True):
-            known, source = self._known.setdefault(axis, (size, name))
+            fixed = (int(axis), "its layout") if axis.isdecimal() else (size, name)
+            known, source = self._known.setdefault(axis, fixed)
             if size != known and not (broadcast and size == 1):
                 raise ShapeError(
                     f"{self._op}: axis {axis!r} is {size} in {name}, but {known} in {source}. "

@@ -1,15 +1,13 @@
 """Which layout of pages suits the target chip's implementations of `paged_attention`."""
 
 import inspect
-from collections.abc import Mapping, Sequence
 from typing import Any
-
-import jax
 
 from stack_core.ops._check import check_known
 from stack_core.ops._choosing import highest_priority
 from stack_core.ops._dispatch import requested
-from stack_core.ops._paged_attention import LAYOUTS, OP, checked_call, paged_attention
+from stack_core.ops._paged_attention import OP, checked_call, paged_attention
+from stack_core.ops._paged_pools import LAYOUTS, holds_values, in_layout
 from stack_core.ops._splitting import LogicalNames
 
 __all__ = ["page_layout"]
@@ -28,7 +26,7 @@ def page_layout(
       layout: that of the pages which are given.
 
     Returns:
-      The name of the layout, or None where what runs is as good in every layout.
+      The name of the layout, or None where none is better than the one given.
 
     Raises:
       ShapeError, ArgumentError, UnknownName: as `paged_attention`.
@@ -37,31 +35,25 @@ def page_layout(
     check_known("page_layout", "layout", layout, tuple(LAYOUTS))
     ranks = {}
     for name in LAYOUTS:
-        pools = [_laid_out(pool, layout, name) for pool in (key_pages, value_pages)]
+        if (pools := in_layout((key_pages, value_pages), layout, name)) is None:
+            continue
         given = inspect.signature(paged_attention).bind(query, *pools, layout=name, **call)
         given.apply_defaults()
         del given.arguments["implementation"], given.arguments["axes"]
         arrays, options = checked_call(**given.arguments)
         ranks[name] = highest_priority(*requested(OP, arrays, options, None, _renamed(axes, layout, name)))
-    return None if len(set(ranks.values())) == 1 else max(ranks, key=ranks.__getitem__)
-
-
-def _laid_out(pool: Any, given: str, wanted: str) -> Any:
-    """The shapes of a pool, or of the parts of a quantized one, in another layout."""
-
-    def leaf(array: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(tuple(array.shape[given.index(axis)] for axis in wanted), array.dtype)
-
-    return jax.tree.map(leaf, pool)
+    best = max(ranks, key=ranks.__getitem__)
+    return None if ranks[layout] == ranks[best] else best
 
 
 def _renamed(axes: LogicalNames | None, given: str, wanted: str) -> LogicalNames | None:
     """The logical names of the axes of pools in another layout."""
     if axes is None:
         return None
-    pools: Mapping[str, Sequence[str | None]] = {
-        name: [names[given.index(axis)] for axis in wanted]
-        for name, names in axes.items()
-        if name in ("key_pages", "value_pages")
-    }
-    return {**axes, **pools}
+    pools = {name: dict(zip(given, axes[name], strict=True)) for name in ("key_pages", "value_pages") if name in axes}
+    if holds_values(given) and "key_pages" in pools:
+        pools["value_pages"] = pools["key_pages"]
+    if holds_values(wanted):
+        pools.pop("value_pages", None)
+    others = {name: names for name, names in axes.items() if name not in ("key_pages", "value_pages")}
+    return others | {name: [of_one.get(axis) for axis in wanted] for name, of_one in pools.items()}

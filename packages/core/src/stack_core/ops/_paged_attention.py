@@ -1,7 +1,7 @@
 """Softmax attention of ragged queries to keys and values that lie in pages."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,26 +17,20 @@ from stack_core.ops._dispatch import dispatch
 from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._op import Op, OpAxes
 from stack_core.ops._paged_places import bounded_places, padding_as_zero
+from stack_core.ops._paged_pools import LAYOUTS, holds_values, parts
 from stack_core.ops._plain import is_plain
 from stack_core.ops._quantized import QuantizedArray, is_quantized, logical_array, take
 from stack_core.ops._running_softmax import add_tile, by_group, empty_softmax, finish, masked_logits, with_sinks
 from stack_core.ops._splitting import LogicalNames
 
-__all__ = ["LAYOUTS", "OP", "REFERENCE", "checked_call", "paged_attention"]
-
-LAYOUTS: Mapping[str, str] = {
-    "phsd": "pages kv_heads slots head_dim",
-    "pshd": "pages slots kv_heads head_dim",
-    "hpsd": "kv_heads pages slots head_dim",
-}
-"""The axes of a pool of pages by the name of its layout, which is their initials; of values too, of another width."""
+__all__ = ["OP", "REFERENCE", "checked_call", "paged_attention"]
 
 _STEP_SLOTS = 128
 
 
 def paged_attention(
     query: Float[Array, "tokens heads head_dim"],
-    key_pages: Float[Array, "_ _ _ head_dim"] | QuantizedArray,
+    key_pages: Float[Array, "... head_dim"] | QuantizedArray,
     value_pages: Float[Array, "_ _ _ value_dim"] | QuantizedArray | None,
     *,
     block_tables: Int[Array, "batch pages_per_seq"],
@@ -76,8 +70,9 @@ def paged_attention(
       query: q, [tokens, heads, head_dim].
       key_pages: k, in the axes of `layout`, of the dtype of `query`, or quantized; heads is a multiple of kv_heads,
         neighbours share a key head.
-      value_pages: v, like `key_pages`, but that its head_dim, the result's, may be another. None: the values are the
-        first `value_dim` numbers of the keys, as latents are that latent attention keeps.
+      value_pages: v, like `key_pages`, but that its head_dim, the result's, may be another. None: the values lie in
+        `key_pages`, in the layout "psh2d" beside the keys; in others they are the first `value_dim` numbers of the
+        keys, as latents are that latent attention keeps.
       block_tables: [batch, pages_per_seq], the numbers of each sequence's pages in their order.
       kv_lengths: [batch], the keys of each sequence, those of its queries included.
       query_starts: [batch + 1], ascending, from 0 unless the first tokens are padding.
@@ -85,9 +80,10 @@ def paged_attention(
       softcap: c, positive.
       sinks: s, [heads], logits that join the denominator and have no value.
       scale: by default head_dim ** -0.5.
-      value_dim: the width of the values, from 1 to head_dim; only where there are no `value_pages`.
+      value_dim: the width of the values, from 1 to head_dim; only where they are parts of the keys.
       layout: "phsd" [pages, kv_heads, slots, head_dim], the reference's fastest on CPUs; "pshd" [pages, slots,
-        kv_heads, head_dim]; or "hpsd" [kv_heads, pages, slots, head_dim].
+        kv_heads, head_dim]; "hpsd" [kv_heads, pages, slots, head_dim]; or "psh2d" [pages, slots, kv_heads, 2,
+        head_dim], a pool of both, without `value_pages`: each key is followed by its value.
       implementation: a name, several in order of preference, or None to let core choose.
       axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
 
@@ -139,11 +135,14 @@ def checked_call(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays and the options of a call, which fit each other; raises as `paged_attention`."""
     check_known("paged_attention", "layout", layout, tuple(LAYOUTS))
+    if holds_values(layout):
+        _check_one_pool(value_pages, value_dim, layout)
     _check_operands(query, key_pages, value_pages, sinks, layout)
     _check_places(query, block_tables=block_tables, kv_lengths=kv_lengths, query_starts=query_starts)
     check_window("paged_attention", window)
     check_positive("paged_attention", softcap=softcap, scale=scale)
-    _check_value_dim(query, value_pages, value_dim)
+    if not holds_values(layout):
+        _check_value_dim(query, value_pages, value_dim)
     arrays = {
         "query": query,
         "key_pages": key_pages,
@@ -179,6 +178,15 @@ def _check_operands(query: Any, key_pages: Any, value_pages: Any, sinks: Any, la
     pages = {"key_pages": key_pages, "value_pages": value_pages}
     plain = {name: array for name, array in pages.items() if not is_quantized(array)}
     check_same_dtype("paged_attention", query=query, **plain)
+
+
+def _check_one_pool(value_pages: Any, value_dim: int | None, layout: str) -> None:
+    given = {"value_pages": value_pages, "value_dim": value_dim}
+    if extra := [name for name, value in given.items() if value is not None]:
+        raise ArgumentError(
+            f"paged_attention: {' and '.join(extra)} is given, but in the layout {layout!r} key_pages holds the values "
+            "too; leave it out."
+        )
 
 
 def _check_value_dim(query: Any, value_pages: Any, value_dim: int | None) -> None:
@@ -229,7 +237,7 @@ def _reference(
     tokens, heads, head_dim = query.shape
     batch = block_tables.shape[0]
     pool = logical_array(key_pages)
-    out_dim = value_dim or logical_array(value_pages).shape[-1]
+    out_dim = value_dim or (pool if holds_values(layout) else logical_array(value_pages)).shape[-1]
     if query.size == 0 or block_tables.size == 0 or pool.size == 0:
         return jnp.zeros_like(query, shape=(tokens, heads, out_dim)), {}
     pages, kv_heads, slots = (pool.shape[layout.index(axis)] for axis in "phs")
@@ -341,11 +349,11 @@ def _attend_in(
         first_key = step * step_keys
         exists = (first_key + jnp.arange(step_keys) <= last[:, None])[:, None, :, None]
 
-        def read(pages: Any) -> Any:
-            return jnp.where(exists, _slots(pages, tables[:, step], layout, query.dtype), 0)
+        def read(pages: Any) -> list[Any]:
+            return [jnp.where(exists, slots, 0) for slots in _slots(pages, tables[:, step], layout, query.dtype)]
 
-        key = read(key_pages)
-        value = key[..., :out_dim] if value_pages is None else read(value_pages)
+        key, *values = read(key_pages) if value_pages is None else [*read(key_pages), *read(value_pages)]
+        value = values[0] if values else key[..., :out_dim]
         products = by_group("bhqd,bhkd->bhqk", query, key)
         places = {"query_positions": positions, "first_key": first_key, "window": (left, 0)}
         return add_tile(state, masked_logits(products, **places, **options), value)
@@ -355,11 +363,14 @@ def _attend_in(
     return finish(loop(visit, jnp.maximum(first, 0) // step_keys, jnp.max(last) // step_keys + 1, steps, state))
 
 
-def _slots(pages: Any, numbers: Any, layout: str, dtype: Any) -> Any:
-    """The slots of the pages with these numbers, [blocks, n] -> [blocks, kv_heads, n * slots, head_dim]."""
-    taken = take(pages, numbers, layout.index("p"), dtype)
-    ordered = jnp.einsum(f"{layout.replace('p', 'bn')}->bhnsd", taken)
-    return ordered.reshape(*ordered.shape[:2], -1, ordered.shape[-1])
+def _slots(pages: Any, numbers: Any, layout: str, dtype: Any) -> list[Any]:
+    """The slots of the pages with these numbers, [blocks, n] -> [blocks, kv_heads, n * slots, head_dim].
+
+    Of a pool that holds keys and values those of the keys, then those of the values.
+    """
+    taken, axes = take(pages, numbers, layout.index("p"), dtype), layout.replace("p", "bn")
+    ordered = [jnp.einsum(f"{axes.replace('2', '')}->bhnsd", part) for part in parts(taken, axes)]
+    return [part.reshape(*part.shape[:2], -1, part.shape[-1]) for part in ordered]
 
 
 def _axes(call: OpCall) -> OpAxes:
@@ -373,7 +384,7 @@ def _axes(call: OpCall) -> OpAxes:
         "query_starts": "batch_and_one",
         "sinks": "heads",
     }
-    whole = {"tokens", "head_dim", "value_dim", "pages", "slots", "batch", "pages_per_seq", "batch_and_one"}
+    whole = {"tokens", "head_dim", "value_dim", "pages", "slots", "2", "batch", "pages_per_seq", "batch_and_one"}
     return OpAxes(operands, ("tokens heads value_dim",), whole=frozenset(whole), together=(("heads", "kv_heads"),))
 
 

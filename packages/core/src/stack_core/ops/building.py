@@ -7,6 +7,7 @@ from stack_core.ops._gated_linear_unit import ACTIVATIONS, gate_product
 from stack_core.ops._linear_cross_entropy import RowParts
 from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._paged_places import as_int32, bounded_places, padding_as_zero
+from stack_core.ops._paged_pools import beside, holds_values
 from stack_core.ops._picked import picked
 from stack_core.ops._plain import is_plain
 from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array, take
@@ -31,6 +32,7 @@ __all__ = [
     "add_tile",
     "answer",
     "as_int32",
+    "beside",
     "bounded_places",
     "by_group",
     "check_parameters",
@@ -42,6 +44,7 @@ __all__ = [
     "finish",
     "forward_only",
     "gate_product",
+    "holds_values",
     "is_plain",
     "is_quantized",
     "logical_array",

@@ -53,12 +53,13 @@ def _attention(queries: int, keys: int, batch: int = 1) -> dict[str, Any]:
     return {"query": _floats(batch, queries, _HEADS, _HEAD_DIM), "key": cached, "value": cached}
 
 
-def _paged(tokens: int) -> dict[str, Any]:
-    pages = _floats(_PAGES, _KV_HEADS, _SLOTS, _HEAD_DIM)
+def _paged(tokens: int, *, one_pool: bool = False) -> dict[str, Any]:
+    sizes = (_PAGES, _SLOTS, _KV_HEADS, 2, _HEAD_DIM) if one_pool else (_PAGES, _KV_HEADS, _SLOTS, _HEAD_DIM)
+    pages = _floats(*sizes)
     return {
         "query": _floats(tokens, _HEADS, _HEAD_DIM),
         "key_pages": pages,
-        "value_pages": pages,
+        "value_pages": None if one_pool else pages,
         "block_tables": _integers(_ROWS, _PAGES // _ROWS),
         "kv_lengths": _integers(_ROWS),
         "query_starts": _integers(_ROWS + 1),
@@ -81,6 +82,8 @@ CALLS: tuple[LabCall, ...] = (
     LabCall("attention", "causal", _attention(_TOKENS, _TOKENS), {"causal": True}, ("query", "key", "value")),
     LabCall("paged_attention", "decode", _paged(_ROWS)),
     LabCall("paged_attention", "prefill", _paged(_TOKENS)),
+    LabCall("paged_attention", "decode, one pool", _paged(_ROWS, one_pool=True), {"layout": "psh2d"}),
+    LabCall("paged_attention", "prefill, one pool", _paged(_TOKENS, one_pool=True), {"layout": "psh2d"}),
     LabCall("linear", "mlp", {"x": _HIDDEN, "weight": _UP}, {}, ("x", "weight")),
     LabCall("linear", "decode, int8 weight", {"x": _DECODED, "weight": _int8_weight()}),
     LabCall("gated_linear_unit", "mlp", {"x": _HIDDEN, "w_gate": _UP, "w_up": _UP}, {}, ("x", "w_gate", "w_up")),

@@ -44,7 +44,7 @@ _AXES: Mapping[str, Mapping[str, str]] = {
     },
     "rope": {"x": "*batch seq heads head_dim"},
 }
-_PAGE_AXES = {"p": "pages", "h": "kv_heads", "s": "slots", "d": "head_dim"}
+_PAGE_AXES = {"p": "pages", "h": "kv_heads", "s": "slots", "2": "pools", "d": "head_dim"}
 
 # Products with one row take other paths than those with several, on every kind of hardware.
 _ROWS = ("rows", "q_seq")

@@ -16,9 +16,10 @@ from jaxtyping import Array, Float
 from stack_core import ops
 from stack_core.contracts.caches import AttentionSpec, KeysValues, Latent, LayerState, Recurrent, Transition
 from stack_core.kv_cache import CODE_DTYPES, CodedVectors, coded
+from stack_core.ops.building import beside, holds_values
 from stack_serve.llm.config import ANY_LAYOUT, CacheType, PageLayout
 
-__all__ = ["PagedKVCache", "PagedLayer", "Rows", "SlotStates", "WantedLayouts", "empty_layers"]
+__all__ = ["PagedKVCache", "PagedLayer", "Rows", "SlotStates", "WantedLayouts", "empty_layers", "fits_beside"]
 
 _PIECE_TOKENS = 64
 
@@ -29,7 +30,8 @@ class PagedLayer:
     """The pools of keys and of values, [layers, ...] and the axes of the layout; one layer's lack the first axis.
 
     Attributes:
-      key, value: arrays, or `CodedVectors`. A pool of latents is a key of one head, without a value.
+      key, value: arrays, or `CodedVectors`. A pool of latents is a key of one head, without a value; in a layout whose
+        pools hold both, values lie beside the keys.
     """
 
     key: Any
@@ -69,14 +71,20 @@ class Rows:
 
 @dataclass(eq=False)
 class WantedLayouts:
-    """The layouts of pages that suit the chip best, one of each call of attention that is traced with it."""
+    """The layouts of pages that suit the chip best, one of each call of attention that is traced with it.
+
+    Attributes:
+      one_pool: values fit into one pool with the keys in every layer.
+    """
 
     names: list[str] = field(default_factory=list)
+    one_pool: bool = True
 
     @property
     def best(self) -> PageLayout:
-        """The one that most calls want; calls to which all layouts are alike do not count."""
-        return cast(PageLayout, Counter(self.names).most_common(1)[0][0]) if self.names else ANY_LAYOUT
+        """The one that most calls want; calls for which none is better than the one at hand do not count."""
+        names = Counter(name for name in self.names if self.one_pool or not holds_values(name))
+        return cast(PageLayout, names.most_common(1)[0][0]) if names else ANY_LAYOUT
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["layers", "rows"], meta_fields=["layout", "single", "wanted"])
@@ -112,9 +120,13 @@ class PagedKVCache:
         sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "tokens 1 heads value_dim"], PagedLayer]:
         """Puts keys and values into their pages, and attends, in the dtype of pages that are not quantized."""
-        layer = PagedLayer(self._put(layer.key, key[:, 0]), self._put(layer.value, value[:, 0]))
         pages = tuple("act_kv_heads" if axis == "h" else None for axis in self.layout)
-        axes = {"query": (None, "act_heads", None), "key_pages": pages, "value_pages": pages}
+        axes = {"query": (None, "act_heads", None), "key_pages": pages}
+        if holds_values(self.layout):
+            layer = PagedLayer(self._put(layer.key, beside(key[:, 0], value[:, 0])), None)
+        else:
+            layer = PagedLayer(self._put(layer.key, key[:, 0]), self._put(layer.value, value[:, 0]))
+            axes["value_pages"] = pages
         own: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
         if sinks is not None:
             axes["sinks"] = ("act_heads",)
@@ -241,6 +253,14 @@ class PagedKVCache:
         return pool.at[index].set(new, mode="drop")
 
 
+def fits_beside(states: Any) -> bool:
+    """Whether values fit into one pool with the keys: every layer has some, and they are as wide."""
+    return not any(
+        isinstance(state, Latent) or (isinstance(state, KeysValues) and state.key_dim != state.value_dim)
+        for state in jax.tree.leaves(states)
+    )
+
+
 def empty_layers(
     states: Any, *, pages: int, page_tokens: int, slots: int, layout: PageLayout, dtype: CacheType = "model"
 ) -> Any:
@@ -251,7 +271,7 @@ def empty_layers(
     """
 
     def pool(state: KeysValues | Latent, kv_heads: int, features: int) -> Any:
-        sizes = {"p": pages, "s": page_tokens, "h": kv_heads, "d": features}
+        sizes = {"p": pages, "s": page_tokens, "h": kv_heads, "2": 2, "d": features}
         axes = (state.repeats, *(sizes[axis] for axis in layout))
         if dtype in CODE_DTYPES:
             return CodedVectors(jnp.zeros(axes, CODE_DTYPES[dtype]), jnp.ones((*axes[:-1], 1), jnp.float32))
@@ -260,7 +280,8 @@ def empty_layers(
     def layer(state: LayerState) -> PagedLayer | SlotStates:
         match state:
             case KeysValues(kv_heads=heads, key_dim=key_dim, value_dim=value_dim):
-                return PagedLayer(pool(state, heads, key_dim), pool(state, heads, value_dim))
+                value = None if holds_values(layout) else pool(state, heads, value_dim)
+                return PagedLayer(pool(state, heads, key_dim), value)
             case Latent(dim=dim):
                 return PagedLayer(pool(state, 1, dim), None)
             case Recurrent(repeats=repeats, shapes=shapes, dtypes=dtypes):

@@ -11,10 +11,10 @@ from stack_core.errors import ConfigError
 __all__ = ["ANY_LAYOUT", "CacheType", "EngineConfig", "PageLayout"]
 
 CacheType = Literal["model", "float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"]
-PageLayout = Literal["phsd", "pshd", "hpsd"]
+PageLayout = Literal["phsd", "pshd", "hpsd", "psh2d"]
 
 ANY_LAYOUT: Final[PageLayout] = "pshd"
-"""Where all layouts are alike: a token's keys of all heads lie together."""
+"""Where no layout is better: a token's keys of all heads lie together."""
 
 
 @config
@@ -32,7 +32,7 @@ class EngineConfig:
       memory_fraction: of the memory that the parameters leave free, what the cache may take where `pages` is None.
       cache_dtype: what keys and values are held in; "model" is what the model computes them in.
       page_layout: axes of a pool of pages, as `ops.paged_attention` names them. None is the layout that suits the
-        implementations for the chip best, as `ops.page_layout` says, and "pshd" where all layouts are alike.
+        implementations for the chip best, as `ops.page_layout` says, and "pshd" where none is better.
       tensor: devices that each layer's heads and features are split over.
       prefix_caching: keep pages of prompts for later requests that begin alike. None does for models whose every state
         lies in pages: a recurrent state is that of one token, and cannot be cut where another prompt branches off.

@@ -10,9 +10,10 @@ from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.errors import ConfigError, GenerationError
 from stack_core.generation import GenerationRequest, SamplingParams
 from stack_core.hardware.memory import free_bytes
+from stack_core.ops.building import holds_values
 from stack_core.text.logprobs import MOST_LOGPROBS
 from stack_core.text.sampling import MOST_BIASES, MOST_STOP_TOKENS
-from stack_serve.llm.cache import empty_layers
+from stack_serve.llm.cache import empty_layers, fits_beside
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig
 
 __all__ = ["Limits"]
@@ -52,6 +53,11 @@ class Limits:
             raise ConfigError(
                 f"max_tokens={max_tokens} is more than the {checkpoint.max_positions} positions of model "
                 f"{checkpoint.name!r}. Lower it, or leave it out to have them all."
+            )
+        if config.page_layout is not None and holds_values(config.page_layout) and not fits_beside(checkpoint.states):
+            raise ConfigError(
+                f"page_layout={config.page_layout!r} holds keys and values of one width side by side; model "
+                f"{checkpoint.name!r} has latents, or values of another width. Leave it out."
             )
         needed = -(-max_tokens // config.page_tokens)
         pages = config.pages or min(needed * config.max_sequences, max(needed, _fitting_pages(checkpoint, config)))

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.ops.building import holds_values
 from stack_core.text.logprobs import TokenLogprobs
 from stack_core.text.sampling import Sampled, SamplingSettings
 from stack_serve.llm.adapters import AdapterShapes, HostAdapter, Weights, put, unusable
 from stack_serve.llm.buckets import Buckets
-from stack_serve.llm.cache import WantedLayouts, empty_layers
+from stack_serve.llm.cache import WantedLayouts, empty_layers, fits_beside
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, PageLayout
 from stack_serve.llm.new_weights import leaves_by_path
 from stack_serve.llm.placement import Placement
@@ -70,15 +71,17 @@ class Programs:
         self._slots = self._placement.replicated(self._empty_slots())
         self._lay_out(pages, config.page_layout or ANY_LAYOUT)
         pool = None if adapters is None else jax.eval_shape(adapters.pool)
-        whole = (Weights(checkpoint.parameters, pool), jax.eval_shape(self._empty))
+        weights = Weights(checkpoint.parameters, pool)
         try:
-            (looped, looped_pools), wanted = self._placement.traced(self._examined, whole)
+            (looped, looped_pools), wanted = self._examined(weights)
         except Exception:  # whatever a model does with what is no array
             if adapters is not None:
                 self._check_adapters(adapters)
             raise
-        self._looped = looped.params
         self._lay_out(pages, config.page_layout or wanted.best)
+        if config.page_layout is None and holds_values(wanted.best):  # two pools of a layer have become one
+            (looped, looped_pools), _ = self._examined(weights)
+        self._looped = looped.params
         empty, layout = self._empty, self._step.layout
         self._layers = self._placement.pools(lambda: split_layers(empty(), looped_pools), layout)
         params = self._placement.load(checkpoint, self._looped)
@@ -279,14 +282,15 @@ class Programs:
             dtype=self._config.cache_dtype,
         )
 
-    def _examined(self, weights_and_layers: Any) -> tuple[Any, WantedLayouts]:
+    def _examined(self, weights: Weights) -> tuple[Any, WantedLayouts]:
         """Which arrays of a step's weights and pools loops take a slice of a turn, and which layouts of pages it wants.
 
         Where the config names a layout, no other is looked for.
         """
-        wanted = WantedLayouts()
+        wanted = WantedLayouts(one_pool=fits_beside(self._checkpoint.states))
         asking = wanted if self._config.page_layout is None else None
-        return loops_over(partial(self._smallest_step, wanted=asking), weights_and_layers), wanted
+        step = partial(self._smallest_step, wanted=asking)
+        return self._placement.traced(loops_over, step, (weights, jax.eval_shape(self._empty))), wanted
 
     def _smallest_step(self, weights_and_layers: Any, *, wanted: WantedLayouts | None = None) -> Any:
         rows, step = jnp.zeros((1, self._row_fields), jnp.int32), partial(self._step, tokens=1, wanted=wanted)

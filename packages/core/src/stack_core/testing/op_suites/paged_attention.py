@@ -12,6 +12,8 @@ __all__ = ["SUITE"]
 
 _ABSENT_PAGES = (-7, 10**6)
 _AXES = {"p": 0, "h": 1, "s": 2, "d": 3}
+_BOTH = "psh2d"
+"""The layout of one pool of keys and values."""
 
 
 def _paged_case(
@@ -26,8 +28,9 @@ def _paged_case(
 ) -> OpCase:
     """`sequences` are their numbers of queries and of keys; `sizes` are heads, kv_heads, slots, head_dim.
 
-    Pages of values are as wide as those of keys, or `value_width`; with the option `value_dim` there are none. Slots
-    that no key has hold NaN, entries of the tables that no sequence needs are no page's numbers.
+    Pages of values are as wide as those of keys, or `value_width`; with the option `value_dim`, or a layout of one pool
+    for both, there are none. Slots that no key has hold NaN, entries of the tables that no sequence needs are no page's
+    numbers.
     """
     heads, kv_heads, slots, head_dim = sizes
     queries, lengths = zip(*sequences, strict=True)
@@ -41,7 +44,14 @@ def _paged_case(
             for key in range(length):
                 holds_a_key[row[key // slots], key % slots] = True
         masked = np.where(holds_a_key[:, None, :, None], drawn, np.nan)
-        return masked.transpose([_AXES[axis] for axis in layout])
+        return masked.transpose([_AXES[axis] for axis in layout if axis != "2"])
+
+    def pools(rng: np.random.Generator, tables: np.ndarray) -> Mapping[str, np.ndarray | None]:
+        key = pool(rng, tables, head_dim)
+        value = None if "value_dim" in options else pool(rng, tables, value_width or head_dim)
+        if layout == _BOTH:
+            key, value = np.stack([key, value], axis=-2), None  # type: ignore[list-item]
+        return {"key_pages": key, "value_pages": value}
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
         numbers = iter(rng.permutation(pages))
@@ -50,8 +60,7 @@ def _paged_case(
             row[:count] = [next(numbers) for _ in range(count)]
         return {
             "query": rng.normal(size=(sum(queries) + padding_tokens, heads, head_dim)),
-            "key_pages": pool(rng, tables, head_dim),
-            "value_pages": None if "value_dim" in options else pool(rng, tables, value_width or head_dim),
+            **pools(rng, tables),
             "block_tables": tables.astype(np.int32),
             "kv_lengths": integers(*lengths),
             "query_starts": integers(0, *np.cumsum(queries)),
@@ -74,16 +83,17 @@ def _quantized_case(name: str, scales: tuple[int, int, int, int], zeros: bool) -
     return OpCase(case.op, case.name, case.arrays, case.options, fixed=("key_pages", "value_pages"))
 
 
-def _bad_indices_case(name: str, tokens: int = 5, **indices: Any) -> OpCase:
+def _bad_indices_case(name: str, tokens: int = 5, layout: str = "pshd", **indices: Any) -> OpCase:
     """Three sequences have two of 5 pages each, of 4 slots; some indices are out of range."""
     valid = {"block_tables": [[1, 3], [0, 4], [2, 1]], "kv_lengths": [5, 8, 3], "query_starts": [0, 1, 3, 4]}
 
     def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
-        query, key_pages, value_pages = (rng.normal(size=size) for size in ((tokens, 4, 8), *[(5, 4, 2, 8)] * 2))
+        query, *pools = (rng.normal(size=size) for size in ((tokens, 4, 8), *[(5, 4, 2, 8)] * 2))
+        key_pages, value_pages = (np.stack(pools, axis=-2), None) if layout == _BOTH else pools
         drawn = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
         return drawn | {index: np.array(values, np.int32) for index, values in {**valid, **indices}.items()}
 
-    return OpCase("paged_attention", name, arrays, {"layout": "pshd"})
+    return OpCase("paged_attention", name, arrays, {"layout": layout})
 
 
 def _sinks(rng: np.random.Generator) -> Mapping[str, Any]:
@@ -102,6 +112,9 @@ _CASES = (
     _paged_case("slot_major", *_MIXED, layout="pshd"),
     _paged_case("head_first", *_MIXED, layout="hpsd"),
     _paged_case("slot_major_decode", (1, 9), (0, 5), (1, 1), (1, 4), padding_tokens=1, layout="pshd"),
+    _paged_case("keys_beside_values", *_MIXED, padding_tokens=3, layout=_BOTH),
+    _paged_case("keys_beside_values_decode", (1, 9), (0, 5), (1, 1), (1, 4), padding_tokens=1, layout=_BOTH),
+    _paged_case("keys_beside_values_options", *_MIXED, (0, 2), layout=_BOTH, window=(4, 0), softcap=2.0, scale=0.5),
     _paged_case("head_a_key_head", (1, 5), (1, 7), sizes=(3, 3, 2, 8)),
     _paged_case("odd_sizes", (37, 53), (1, 67), sizes=(6, 2, 7, 20)),
     _paged_case("one_slot", (2, 3), (1, 4), sizes=(4, 4, 1, 8)),
@@ -125,6 +138,13 @@ _CASES = (
     _bad_indices_case("negative_lengths", kv_lengths=[-1, -(2**31), 6]),
     _bad_indices_case("starts_beyond_the_tokens", query_starts=[0, 3, 2**31 - 1, 10**6]),
     _bad_indices_case("starts_that_do_not_ascend", query_starts=[2, -(2**31), 4, 3]),
+    _bad_indices_case(
+        "bad_indices_of_one_pool",
+        layout=_BOTH,
+        block_tables=[[-1, 5], [2**31 - 1, -(2**31)], [10**6, 2]],
+        kv_lengths=[9, -1, 10**6],
+        query_starts=[1, -(2**31), 4, 10**6],
+    ),
     _bad_indices_case("many_queries_without_keys", tokens=400, kv_lengths=[0, 1, 6], query_starts=[0, 390, 395, 400]),
     _paged_case(
         "everything",
@@ -174,6 +194,9 @@ def _oracle(
     **scoring: Any,
 ) -> Any:
     """The definition, each token with its own keys, with indices that are out of range brought into it."""
+    if layout == _BOTH:
+        key_pages, value_pages = (dense(key_pages)[..., half, :] for half in (0, 1))
+        layout = layout.replace("2", "")
     order = [layout.index(axis) for axis in _AXES]
     key_pages = dense(key_pages).transpose(order)
     value_pages = key_pages[..., :value_dim] if value_pages is None else dense(value_pages).transpose(order)

@@ -1,0 +1,144 @@
+"""`paged_attention` on TPUs: decoding and prompts, by the ragged paged attention of the jax wheel.
+
+The kernel reads one pool in which the heads of keys and values take turns, takes heads of 128 numbers alone, waits for
+pages of sequences without keys that it never fetched, leaves tokens of no sequence unwritten, and averages the values
+that a query may not see where there are no others. Here such sequences get a key, and such tokens and queries zeros.
+
+Unlike the reference: a NaN in a key or a value reaches all queries of its sequence, those before it and those whose
+window it lies outside of too.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from stack_core.abi import OpCall, OpImplementation
+from stack_core.hardware import Chip
+from stack_core.ops.building import bounded_places, forward_only
+from stack_kernels.supports import first_problem, takes_no, unquantized
+from stack_kernels.untyped import untyped
+
+__all__ = ["RAGGED", "RaggedTiles"]
+
+_DTYPES = ("bfloat16", "float32")
+_HEAD_DIM = 128
+_TABLE_BYTES = 2**18  # of scalar memory
+_VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a kernel has by default on the smallest chip
+_MOST_KEYS = 512
+
+
+@dataclass(frozen=True)
+class RaggedTiles:
+    """How many queries, and how many pages of one sequence, the kernel attends with at once."""
+
+    queries: int
+    pages: int
+
+
+def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
+    if (plain := unquantized(call, chip)) is not True:
+        return plain
+    if call.options["layout"] != "psh2d":
+        return f"it reads pages of the layout 'psh2d', not {call.options['layout']!r}"
+    if (refused := takes_no(call, "sinks")) is not True:
+        return refused
+    query, keys, tables = (call.arrays[name] for name in ("query", "key_pages", "block_tables"))
+    problems = {
+        f"it takes {' or '.join(_DTYPES)}, not {query.dtype.name}": query.dtype.name not in _DTYPES,
+        f"it is for a head_dim of {_HEAD_DIM}, not {query.shape[2]}": query.shape[2] != _HEAD_DIM,
+        "there is no query or no page": query.size * tables.size * keys.size == 0,
+        f"its tiles hold no {keys.shape[2]} heads of keys": not _fills_tiles(2 * keys.shape[2], query.dtype.itemsize),
+        "it would take four of more heads of float32 at a time, and Mosaic takes eight or all": query.dtype.itemsize
+        == 4
+        and query.shape[1] == keys.shape[2] > 4,
+        "the tables do not fit into scalar memory": 4 * tables.size > _TABLE_BYTES,
+    }
+    if not any(problems.values()):
+        problems["one page and one query do not fit into VMEM"] = next(_space(call, chip), None) is None
+    return first_problem(problems)
+
+
+def _fills_tiles(heads: int, itemsize: int) -> bool:
+    """Whether the kernel can address these heads of keys and values, several of which share a word of 4 bytes."""
+    words, rest = divmod(heads * itemsize, 4)
+    return not rest and (words in (1, 2, 4, 8) or words % 8 == 0)
+
+
+def _space(call: OpCall, chip: Chip) -> Iterator[RaggedTiles]:
+    """Tiles that fit into VMEM, the largest first that are at most 32 queries and 512 keys."""
+    keys, tokens = call.arrays["key_pages"], call.arrays["query"].shape[0]
+    places = call.arrays["block_tables"].shape[1]
+    if unquantized(call, chip) is not True or call.options["layout"] != "psh2d" or min(keys.shape) == 0:
+        return
+    for of_queries in (32, 64, 128, 16, 8):
+        for of_keys in (_MOST_KEYS, 256, 128, 1):
+            tiles = RaggedTiles(min(of_queries, tokens), min(max(of_keys // keys.shape[1], 1), places))
+            if _held_bytes(call, tiles) <= _VMEM_BYTES:
+                yield tiles
+
+
+def _held_bytes(call: OpCall, tiles: RaggedTiles) -> int:
+    """Two blocks of pages, of queries and of outputs; sums, statistics and scores in float32."""
+    _, heads, head_dim = call.arrays["query"].shape
+    _, slots, kv_heads, _, _ = call.arrays["key_pages"].shape
+    itemsize = call.arrays["query"].dtype.itemsize
+    keys, rows = tiles.pages * slots, tiles.queries * heads
+    fetched = 2 * keys * kv_heads * 2 * head_dim * itemsize + 4 * rows * head_dim * itemsize
+    scores = 4 * (rows // kv_heads) * keys * 4
+    return fetched + 4 * rows * (head_dim + 2 * 128) + scores
+
+
+def _attention(query: Any, key_pages: Any, *, config: RaggedTiles, **call: Any) -> Any:
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    tokens = query.shape[0]
+    pages, slots, kv_heads, _, head_dim = key_pages.shape
+    places = (call[name] for name in ("block_tables", "kv_lengths", "query_starts"))
+    tables, lengths, starts = bounded_places(*places, pages=pages, slots=slots, tokens=tokens)
+    left = None if call["window"] is None else call["window"][0]
+    attend = functools.partial(
+        ragged_paged_attention,
+        sm_scale=call["scale"],
+        sliding_window=None if left is None else left + 1,
+        soft_cap=call["softcap"],
+        num_kv_pages_per_block=config.pages,
+        num_queries_per_block=config.queries,
+    )
+    with_keys = jnp.maximum(lengths, 1)
+    pool = key_pages.reshape(pages, slots, 2 * kv_heads, head_dim)
+    found = untyped(attend, query, pool, with_keys, tables, *_visited(starts))
+    return jnp.where(_sees_a_key(lengths, starts, tokens)[:, None, None], found, 0)
+
+
+def _visited(starts: Any) -> tuple[Any, Any]:
+    """The starts that the kernel gets, and int32[1], how many sequences it visits: none behind the last with a query.
+
+    One sequence has a query at least, so that the page which the kernel fetches first is waited for.
+    """
+    places = jnp.arange(len(starts), dtype=jnp.int32)
+    given = jnp.where(starts[-1] > starts[0], starts, jnp.minimum(places, 1))
+    return given, jnp.max(jnp.where(jnp.diff(given) > 0, places[1:], 1), keepdims=True)
+
+
+def _sees_a_key(lengths: Any, starts: Any, tokens: int) -> Any:
+    """bool[tokens]: the token is a query of a sequence, and not before the first key."""
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    after = jnp.searchsorted(starts[1:], token, side="right", method="compare_all")
+    sequence = jnp.minimum(after, len(lengths) - 1)
+    is_query = (token >= starts[0]) & (token < starts[-1])
+    return is_query & (lengths[sequence] - starts[sequence + 1] + token >= 0)
+
+
+RAGGED = OpImplementation(
+    "paged_attention",
+    "ragged",
+    forward_only(_attention),
+    platforms=("tpu",),
+    supports=_supports,
+    default=lambda call, chip: next(_space(call, chip), None),
+    space=_space,
+    is_opaque=True,
+)

@@ -54,10 +54,11 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         "it would take four of more heads of float32 at a time, and Mosaic takes eight or all": query.dtype.itemsize
         == 4
         and query.shape[1] == keys.shape[2] > 4,
+        "a sequence has one key at most": tables.shape[1] * keys.shape[1] == 1,  # Mosaic widens no single row of bf16
         "the tables do not fit into scalar memory": 4 * tables.size > _TABLE_BYTES,
     }
     if not any(problems.values()):
-        problems["one page and one query do not fit into VMEM"] = next(_space(call, chip), None) is None
+        problems["a page and eight queries do not fit into VMEM"] = next(_space(call, chip), None) is None
     return first_problem(problems)
 
 
@@ -76,7 +77,7 @@ def _space(call: OpCall, chip: Chip) -> Iterator[RaggedTiles]:
     for of_queries in (32, 64, 128, 16, 8):
         for of_keys in (_MOST_KEYS, 256, 128, 1):
             tiles = RaggedTiles(min(of_queries, tokens), min(max(of_keys // keys.shape[1], 1), places))
-            if _held_bytes(call, tiles) <= _VMEM_BYTES:
+            if tiles.pages * keys.shape[1] > 1 and _held_bytes(call, tiles) <= _VMEM_BYTES:
                 yield tiles
 
 

@@ -66,6 +66,7 @@ def test_public_names_of_building() -> None:
         "holds_values",
         "is_plain",
         "is_quantized",
+        "joined_by_sinks",
         "logical_array",
         "masked_logits",
         "padding_as_zero",

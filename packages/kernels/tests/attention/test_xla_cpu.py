@@ -48,8 +48,10 @@ FEW_KEYS = {
     "loops": (203, {"bias": _normal(3, 1, 4, 203, 30), "window": (90, 60)}),
 }
 
+SINKS = jnp.array([1, -jnp.inf, 1, -jnp.inf])  # the second batch row below has no keys, and two heads no sink either
+
 ONE_TILE = {
-    "all_batch_rows": (TileConfig(), {"kv_lengths": jnp.array([20, 0]), "softcap": 3.0, "sinks": jnp.ones(4)}),
+    "all_batch_rows": (TileConfig(), {"kv_lengths": jnp.array([20, 0]), "softcap": 3.0, "sinks": SINKS}),
     "batch_row_by_batch_row": (TileConfig(tile_bytes=2**13), {"bias": _normal(3, 2, 4, 25, 30), "window": (6, 2)}),
     "keys_that_causality_leaves": (TileConfig(), {"bias": _normal(3, 1, 1, 25, 30), "causal": True}),
 }

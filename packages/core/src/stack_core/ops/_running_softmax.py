@@ -12,7 +12,16 @@ from jax import lax
 
 from stack_core.ops._contract import accurate_dtype, contract
 
-__all__ = ["RunningSoftmax", "add_tile", "by_group", "empty_softmax", "finish", "masked_logits", "with_sinks"]
+__all__ = [
+    "RunningSoftmax",
+    "add_tile",
+    "by_group",
+    "empty_softmax",
+    "finish",
+    "joined_by_sinks",
+    "masked_logits",
+    "with_sinks",
+]
 
 
 class RunningSoftmax(NamedTuple):
@@ -67,10 +76,21 @@ def finish(state: RunningSoftmax) -> tuple[Any, Any]:
 
 def with_sinks(output: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
     """What `finish` would have given, had each head [heads] one more key with this logit and the value 0."""
-    sinks = sinks.astype(lse.dtype).reshape(1, *lse.shape[1:3], 1)
+    share, whole = joined_by_sinks(lse, sinks.reshape(1, *lse.shape[1:3], 1))
+    return output * share[..., None], whole
+
+
+def joined_by_sinks(lse: Any, sinks: Any) -> tuple[Any, Any]:
+    """What share of the softmax is left to the keys once sinks join its denominator, and the logarithm of that.
+
+    Args:
+      lse: the logarithm of the denominator of the keys alone, -inf where there are none.
+      sinks: shaped to broadcast to `lse`.
+    """
+    sinks = sinks.astype(lse.dtype)
     is_empty = jnp.isneginf(lse) & jnp.isneginf(sinks)  # -inf - -inf is NaN, in logaddexp's gradient as well
     whole = jnp.logaddexp(jnp.where(is_empty, 0, lse), sinks)
-    return output * jnp.exp(lse - whole)[..., None], jnp.where(is_empty, -jnp.inf, whole)
+    return jnp.exp(lse - whole), jnp.where(is_empty, -jnp.inf, whole)
 
 
 def masked_logits(

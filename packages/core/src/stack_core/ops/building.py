@@ -18,6 +18,7 @@ from stack_core.ops._running_softmax import (
     by_group,
     empty_softmax,
     finish,
+    joined_by_sinks,
     masked_logits,
     with_sinks,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "holds_values",
     "is_plain",
     "is_quantized",
+    "joined_by_sinks",
     "logical_array",
     "masked_logits",
     "padding_as_zero",

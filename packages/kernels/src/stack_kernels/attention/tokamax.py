@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
+from stack_core.ops.building import joined_by_sinks
 from stack_kernels import from_tokamax
 from stack_kernels.supports import first_problem
 
@@ -135,8 +136,8 @@ def _forward(
     lse = (highest + jnp.log(jnp.where(total == 0, 1, total))).swapaxes(1, 2)
     lse, output = jnp.where(seen, lse, -math.inf), jnp.where(seen[..., None], output, 0)
     if call["sinks"] is not None:
-        joined = jnp.logaddexp(lse, call["sinks"].astype(jnp.float32))
-        output, lse = (output * jnp.exp(lse - joined)[..., None]).astype(output.dtype), joined
+        share, lse = joined_by_sinks(lse, call["sinks"])
+        output = (output * share[..., None]).astype(output.dtype)
     return (output, lse) if return_lse else output, {"lse": lse}
 
 

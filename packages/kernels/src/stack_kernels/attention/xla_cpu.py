@@ -13,7 +13,7 @@ from jax import lax
 from stack_core.abi import OWN, OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.mesh import parts_of
-from stack_core.ops.building import differentiated, vary_alike
+from stack_core.ops.building import differentiated, joined_by_sinks, vary_alike
 from stack_kernels.attention.few_queries import are_few, attend_few
 from stack_kernels.attention.tiles import Operands, Tiles, attend, attend_one_tile, gradients
 from stack_kernels.cpu import as_bits, from_bits
@@ -78,8 +78,8 @@ def _call(
     tiles = Tiles(rows, keys, window, offset, call["scale"], call["softcap"])
     output, lse = _attention(tiles, at_once, batch_rows, vary_alike(operands)[0])
     if sinks is not None:
-        whole = jnp.logaddexp(lse, sinks.astype(lse.dtype))
-        output, lse = output * jnp.exp(lse - whole)[..., None].astype(output.dtype), whole
+        share, lse = joined_by_sinks(lse, sinks)
+        output = output * share[..., None].astype(output.dtype)
     return (output, lse) if return_lse else output, {"lse": lse}
 
 

@@ -27,6 +27,7 @@ def supports_many(call: OpCall, chip: Chip, size: int) -> bool | str:
 
 def supports_many_rows(call: OpCall, chip: Chip, rows: int) -> bool | str:
     """For results like `x`, in so many rows."""
-    if rows < FEWEST_ROWS:
-        return f"it is for {FEWEST_ROWS} rows or more, and the result has {rows}"
-    return supports_many(call, chip, call.arrays["x"].size)
+    answer = supports_many(call, chip, call.arrays["x"].size)
+    if answer is not True or rows >= FEWEST_ROWS:
+        return answer
+    return f"it is for {FEWEST_ROWS} rows or more, and the result has {rows}"

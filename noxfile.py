@@ -49,7 +49,7 @@ COMPILERS = ("jax[tpu,cuda13-local]", "nvidia-cuda-nvcc>=13,<14")
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 # XLA's former emitters of fusions compile a training step in a quarter of the time; JAX 0.11 has none but the new ones.
 QUICKER = {"3.11": " --xla_cpu_use_fusion_emitters=false"}
-TAKES_QUICKER = ("core", "kernels", "quant", "train", "rl")  # a test of all together bounds what trained bits give
+TAKES_QUICKER = ("core", "kernels", "quant", "train", "rl")  # not serve, whose tests compare last bits
 # Builds llama.cpp from source, which takes many minutes.
 LLAMA_CPP = "llama-cpp-python>=0.3.16,<0.4"
 NO_PARITY = "--ignore=integration_tests/parity"

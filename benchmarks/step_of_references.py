@@ -1,4 +1,4 @@
-"""`stack compile` of a run whose ops are core's references alone: what a step takes without any kernel.
+"""Compiles a run's step with core's references alone, as `stack compile` does with kernels: what it takes without them.
 
     python benchmarks/step_of_references.py examples/published/llama3_8b.yaml --target v6e:4x4 --data.batch_size 32
 
@@ -17,7 +17,7 @@ _RUN = Path(__file__).parents[1] / "examples" / "published" / "llama3_8b.yaml"
 
 
 class OnlyReferences:
-    """A tuned table that advises nothing else."""
+    """A tuned table that always advises the reference."""
 
     def lookup(self, call: Any, chip: Any, *, candidates: Any, forward: Any = None) -> TunedChoice:
         return TunedChoice("reference", None, "to compare with")

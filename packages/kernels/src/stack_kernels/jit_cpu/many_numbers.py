@@ -11,7 +11,7 @@ LEAST_SIZE = 2**15
 """Fewer are left to XLA, which makes them part of what comes before or after."""
 
 FEWEST_ROWS = 64
-"""Fewer rows, which decoding has, gain nothing: 8 to 32 of 1024 or 4096 numbers take XLA 0.94 to 1.07 times as long."""
+"""Decoding has fewer: norms of 8 to 32 rows take XLA 0.94 to 1.07 times as long, 64 of 1024 in bf16 1.34 times."""
 
 
 def supports_many(call: OpCall, chip: Chip, size: int) -> bool | str:

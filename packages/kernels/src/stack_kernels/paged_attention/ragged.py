@@ -4,8 +4,8 @@ The kernel reads one pool in which the heads of keys and values take turns, take
 pages of sequences without keys that it never fetched, leaves tokens of no sequence unwritten, and averages the values
 that a query may not see where there are no others. Here such sequences get a key, and such tokens and queries zeros.
 
-Unlike the reference: a NaN in a key or a value reaches all queries of its sequence, those before it and those whose
-window it lies outside of too.
+Unlike the reference: a NaN in a key or a value reaches every query of its sequence, even those that may not attend to
+it.
 """
 
 import functools

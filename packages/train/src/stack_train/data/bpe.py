@@ -44,7 +44,7 @@ def trained_bpe(
 
     Args:
       sample_bytes: UTF-8 bytes to train on at most, from training documents chosen by the digest of their text.
-      fewer: where the sample has too few distinct words for `vocab_size`, as many tokens will do as it has.
+      fewer: accept fewer tokens than `vocab_size` where the sample has too few distinct words.
 
     Raises:
       ConfigError: `vocab_size` has no room for the 256 bytes and the special tokens.

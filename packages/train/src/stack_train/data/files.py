@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stack_core.errors import DataError
 
-__all__ = ["expand_glob", "read_text", "stat_digest"]
+__all__ = ["expand_glob", "matching", "read_text", "stat_digest"]
 
 
 def expand_glob(pattern: str, scheme: str) -> tuple[Path, ...]:
@@ -19,7 +19,7 @@ def expand_glob(pattern: str, scheme: str) -> tuple[Path, ...]:
     """
     if not pattern:
         raise DataError(f"Source '{scheme}:' lacks its glob. Write for example '{scheme}:data/**/*'.")
-    matches = sorted(Path(match).absolute() for match in _glob(pattern))
+    matches = sorted(Path(match).absolute() for match in matching(pattern))
     files = tuple(path for path in matches if not path.is_dir())
     if not files:
         found = f"{len(matches)} folder(s) but no file" if matches else "nothing"
@@ -30,7 +30,8 @@ def expand_glob(pattern: str, scheme: str) -> tuple[Path, ...]:
     return files
 
 
-def _glob(pattern: str) -> list[str]:
+def matching(pattern: str) -> list[str]:
+    """Returns the files and folders that a glob matches, unsorted; none is no error."""
     # `Path.glob` takes no absolute pattern.
     return glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207
 

@@ -1,6 +1,5 @@
-"""The files that a run's data lies in, so that a run which goes on tells what was added, removed or changed."""
+"""The files of a run's data, kept so that a resumed run names those that were added, removed or resized."""
 
-import glob
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from stack_core.plugins import registries
 from stack_core.runs.directory import RunDirectory
+from stack_train.data.files import matching
 
 __all__ = ["changed_files", "keep_files", "source_files"]
 
@@ -18,8 +18,8 @@ def source_files(data: Any) -> dict[str, int]:
     if not isinstance(source, str):
         return {}
     scheme, _, address = source.partition(":")
-    pattern = str(Path(address if scheme in registries.data_sources else source).expanduser())
-    paths = (Path(match) for match in sorted(glob.glob(pattern, recursive=True)))  # noqa: PTH207, may be absolute
+    pattern = address if scheme in registries.data_sources else source
+    paths = map(Path, sorted(matching(pattern)))
     sizes = ((str(path), path.stat().st_size) for path in paths if path.is_file())
     return {name: size_bytes for name, size_bytes in sizes if size_bytes}
 

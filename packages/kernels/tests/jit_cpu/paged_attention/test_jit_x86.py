@@ -71,6 +71,14 @@ def test_what_is_not_a_number_stays_in_its_head(dtype: str) -> None:
     np.testing.assert_array_equal(np.isnan(_attend(call, JIT_X86)), np.isnan(expected))
 
 
+@pytest.mark.parametrize(("key", "queries"), [(39, []), (40, [0]), (44, [1])])
+def test_values_that_are_no_numbers_reach_only_queries_that_see_them(key: int, queries: list[int]) -> None:
+    call = _call((6, 2, 5, 64), "float32", sequences=((2, 45),)) | {"window": (3, None)}
+    page, slot = call["block_tables"][0, key // 5], key % 5
+    call["value_pages"] = call["value_pages"].at[page, :, slot, 7].set(jnp.nan)
+    assert np.argwhere(np.isnan(_attend(call, JIT_X86)).all(axis=1)).tolist() == [[query, 7] for query in queries]
+
+
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("query", ["float32", "bfloat16"])

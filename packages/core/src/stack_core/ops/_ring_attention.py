@@ -249,7 +249,7 @@ class _Ring:
             )
             so_far = _Softmax(*(x[:, :, :, mine.rows] for x in softmax))
             merged = _merged(so_far, found)
-            softmax = _Softmax(*(x.at[:, :, :, mine.rows].set(y) for x, y in zip(softmax, merged, strict=True)))
+            softmax = _Softmax(*(_put(x, y, mine.rows, axis=3) for x, y in zip(softmax, merged, strict=True)))
         return softmax
 
     def pairs(self, queries: _Queries, keys: _Keys, distance: Any) -> list[tuple[_Block, _Block]]:
@@ -307,8 +307,11 @@ class _Ring:
             following = self.pass_on(keys)
             for mine, theirs in self.pairs(queries, keys, distance):
                 added = self._pair_gradients(queries, keys, total, cotangent, mine, theirs)
-                of_query = of_query.at[:, :, :, mine.rows].add(added[0])
-                of_keys = tuple(x.at[:, :, theirs.rows].add(more) for x, more in zip(of_keys, added[1:], strict=True))
+                of_query = _put(of_query, of_query[:, :, :, mine.rows] + added[0], mine.rows, axis=3)
+                of_keys = tuple(
+                    _put(x, x[:, :, theirs.rows] + more, theirs.rows, axis=2)
+                    for x, more in zip(of_keys, added[1:], strict=True)
+                )
             return (following, self.pass_on(of_keys), of_query), None
 
         dtype = accurate_dtype(queries.query.dtype)
@@ -345,6 +348,15 @@ class _Ring:
 
         seen = self.visible(part, theirs, place)
         return self.if_visible(gradients, nothing, (part, other, whole, of_whole, place), seen)
+
+
+def _put(whole: Any, part: Any, rows: slice, *, axis: int) -> Any:
+    """`whole` with some of its rows replaced.
+
+    `whole.at[...].set` scatters by an index of size 0 where they are all the rows that there are, and an index that a
+    `shard_map` does not use ends XLA's compiler (jax 0.11.2, CPU).
+    """
+    return lax.dynamic_update_slice_in_dim(whole, part, rows.start, axis)
 
 
 def _rows(queries: _Queries, rows: slice) -> _Queries:

@@ -87,7 +87,7 @@ def _weight(rng: np.random.Generator, d_in: int, d_out: int) -> Callable[[np.ran
 
 def attention(rng: np.random.Generator) -> Signature:
     batch, queries, keys, kv_heads, group, key_dim, value_dim = rng.choice(SIZES[:6], size=7)
-    heads = kv_heads * group
+    heads, value_dim = kv_heads * group, value_dim if rng.random() < 0.5 else key_dim
     shapes = {"query": (batch, queries, heads, key_dim), "key": (batch, keys, kv_heads, key_dim)}
     shapes["value"] = (batch, keys, kv_heads, value_dim)
     shapes |= _maybe(rng, sinks=(heads,), bias=(1, heads, queries, keys))

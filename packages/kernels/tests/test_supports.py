@@ -35,6 +35,7 @@ PLATFORMS = {chip: "tpu" if chip.startswith("v") else "gpu" for chip in CHIPS}
 DTYPES = ("bfloat16", "float32", "float16")
 SCALES = (1, 1, 2, 8, 16, 64, 128)
 MOST_ENTRIES = 2**22
+SELDOM_TAKEN = {"attention": ("bias", "kv_lengths", "sinks", "softcap"), "paged_attention": ("sinks", "softcap")}
 
 
 def implementations(op: str) -> list[OpImplementation]:
@@ -50,6 +51,7 @@ def calls(op: str, count: int) -> tuple[OpCall, ...]:
     return tuple(each for call in drawn for each in _directions(call))
 
 
+@functools.cache
 def _call(op: str, number: int) -> OpCall:
     rng = np.random.default_rng([zlib.crc32(op.encode()), number])
     signature = OPS[op](rng)
@@ -81,6 +83,9 @@ def _grown(call: OpCall, scale: int) -> OpCall:
     if "query_starts" in arrays:  # one more than there are sequences
         places = (arrays["kv_lengths"].shape[0] + 1,)
         arrays["query_starts"] = jax.ShapeDtypeStruct(places, arrays["query_starts"].dtype)
+    if call.options.get("layout") == "psh2d":  # of keys and values
+        pool = arrays["key_pages"]
+        arrays["key_pages"] = jax.ShapeDtypeStruct((*pool.shape[:3], 2, pool.shape[4]), pool.dtype)
     return dataclasses.replace(call, arrays=arrays)
 
 
@@ -126,14 +131,28 @@ def accepted(implementation: OpImplementation, chip: str, count: int) -> list[tu
     found: list[tuple[int, OpCall]] = []
     chosen = registries.chips[chip]
     with use_chip(chosen), cudnn_taken_for_granted():
-        for number in range(40 * count):
+        for number in range(150 * count):
             call = _call(implementation.op, number)
-            config = implementation.default and implementation.default(call, chosen)
-            if implementation.supports(call, chosen, config) is True:
-                found.append((number, call))
+            for each in (call, *_plainer(call)):
+                config = implementation.default and implementation.default(each, chosen)
+                if implementation.supports(each, chosen, config) is True:
+                    found.append((number, each))
+                    break
             if len(found) == count:
                 break
     return found
+
+
+def _plainer(call: OpCall) -> Iterator[OpCall]:
+    """The call without what few kernels take, and that with codes for each of its matrices."""
+    left_out = SELDOM_TAKEN.get(call.op, ())
+    arrays = {name: None if name in left_out else x for name, x in call.arrays.items() if name != "query_offset"}
+    options = {name: None if name in left_out else value for name, value in call.options.items()}
+    if "query_offset" in call.arrays:
+        options["query_offset"] = 0
+    plain = dataclasses.replace(call, arrays=arrays, options=options)
+    yield plain
+    yield from _quantized(plain)
 
 
 def check_compiles(chip: str, count: int) -> None:

@@ -5,7 +5,6 @@ to. Steps beyond a sequence's last page name that page again, which fetches noth
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ __all__ = ["MOSAIC_TPU", "mosaic_tpu"]
 _DTYPES = ("bfloat16", "float32")
 _SUBLANES = 16  # bf16 is laid out in tiles of 16 rows
 _LANES = 128
-_PAGE_BYTES = 2**23  # a page of keys and one of values, held twice
+_HELD_BYTES = 2**23  # of VMEM, half of what a v5e lets a kernel have
 _TABLE_BYTES = 2**18  # of scalar memory
 _LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)
 
@@ -50,21 +49,38 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     if (plain := unquantized(call, chip)) is not True:
         return plain
     query, keys, tables = (call.arrays[name] for name in ("query", "key_pages", "block_tables"))
+    if call.options["layout"] != "phsd":
+        return f"it reads pages of the layout 'phsd', not {call.options['layout']!r}"
     values = call.arrays["value_pages"]
     tokens, sequences = query.shape[0], tables.shape[0]
-    page_bytes = 2 * math.prod(keys.shape[1:]) * keys.dtype.itemsize
-    page_bytes += 0 if values is None else 2 * math.prod(values.shape[1:]) * values.dtype.itemsize
+    held_bytes = _held_bytes(query, keys, values, call.options["value_dim"])
     problems = {
         f"it takes {' or '.join(_DTYPES)}, not {query.dtype.name}": query.dtype.name not in _DTYPES,
-        f"it reads pages of the layout 'phsd', not {call.options['layout']!r}": call.options["layout"] != "phsd",
         "a page has one slot": keys.shape[2] == 1,  # Mosaic does not sum bf16 over an axis of length one
         "there is no query or no page": query.size * tables.size * keys.size == 0,
         f"it is for decoding, and {tokens} queries are two or more for each of {sequences} sequences": tokens
         >= 2 * sequences,
-        f"two pages of {page_bytes} bytes do not fit into VMEM": page_bytes > _PAGE_BYTES,
+        f"pages and sums of {held_bytes} bytes do not fit into VMEM": held_bytes > _HELD_BYTES,
         "the tables do not fit into scalar memory": 4 * tokens * tables.shape[1] > _TABLE_BYTES,
     }
     return first_problem(problems)
+
+
+def _held_bytes(query: Any, keys: Any, values: Any, value_dim: int | None) -> int:
+    """Of VMEM: pages, queries and results, each twice so that the next is fetched meanwhile, and what is summed up."""
+    kv_heads, head_dim, out_dim = keys.shape[1], keys.shape[3], value_dim or values.shape[3]
+    rows = query.shape[1] // kv_heads
+    pages = [(pool.shape[1:], pool.dtype) for pool in (keys, values) if pool is not None]
+    of_token = [((kv_heads, rows, size), query.dtype) for size in (head_dim, out_dim)]
+    sums = [((kv_heads, rows, size), jnp.dtype("float32")) for size in (_LANES, _LANES, out_dim)]
+    held = [*pages, *of_token, *pages, *of_token, *sums]
+    return sum(
+        kind.itemsize * heads * _ceil(many, _SUBLANES) * _ceil(size, _LANES) for (heads, many, size), kind in held
+    )
+
+
+def _ceil(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _attention(query: Any, key_pages: Any, value_pages: Any, *, interpret: Any, **call: Any) -> Any:
@@ -82,7 +98,7 @@ def _attention(query: Any, key_pages: Any, value_pages: Any, *, interpret: Any, 
     begins = jnp.zeros_like(ends) if left is None else jnp.maximum(ends - 1 - left, 0)
 
     group = heads // kv_heads
-    rows = -(-group // _SUBLANES) * _SUBLANES
+    rows = _ceil(group, _SUBLANES)
     by_key_head = query.reshape(tokens, kv_heads, group, head_dim)
     padded = jnp.pad(by_key_head, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     result = _over_pages(

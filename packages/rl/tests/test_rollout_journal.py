@@ -1,5 +1,7 @@
 """What a journal of rollouts hands out again, and when it forgets."""
 
+from contextlib import ExitStack, closing
+
 import pytest
 
 from stack_rl.groups import Group, Ledger
@@ -11,9 +13,9 @@ from .test_groups import trajectory
 class Run:
     """A run of batches of two groups each, whose weights of version v have the digest "w<v>"."""
 
-    def __init__(self, path, *, new=False):
-        self.path, self.ledger = path, Ledger()
-        self.journal = RolloutJournal.open(path, new=new)
+    def __init__(self, path, opened, *, new=False):
+        self.path, self.opened, self.ledger = path, opened, Ledger()
+        self.journal = opened.enter_context(closing(RolloutJournal.open(path, new=new)))
 
     def draw(self, number, version, course="w"):
         self.journal.add([Group(number, version, f"{course}{version}", [trajectory(number, version=version)])])
@@ -39,7 +41,7 @@ class Run:
 
     def again(self, saved=None):
         """The run after a kill, from a checkpoint or from its start."""
-        other = Run(self.path)
+        other = Run(self.path, self.opened)
         step, state = saved or (0, Ledger().state())
         other.ledger.restore(state)
         other.journal.begin(other.ledger, step)
@@ -48,9 +50,10 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path):
-    begun = Run(tmp_path / "rollouts.journal", new=True)
-    begun.journal.begin(begun.ledger, 0)
-    return begun
+    with ExitStack() as opened:
+        begun = Run(tmp_path / "rollouts.journal", opened, new=True)
+        begun.journal.begin(begun.ledger, 0)
+        yield begun
 
 
 def test_a_killed_run_gets_the_same_batches_and_then_what_was_drawn_for_none(run):
@@ -111,6 +114,6 @@ def test_what_checkpoints_have_learned_from_is_forgotten_once_none_needs_it(run)
 def test_a_new_run_does_not_take_up_what_another_left(run):
     run.batch(0)
     run.journal.close()
-    fresh = Run(run.path, new=True)
+    fresh = Run(run.path, run.opened, new=True)
     fresh.journal.begin(fresh.ledger, 0)
     assert not fresh.journal.recorded

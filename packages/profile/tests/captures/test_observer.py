@@ -1,7 +1,8 @@
 """A run's `profile:` section captures the steps that it names."""
 
 import os
-from types import SimpleNamespace
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,14 @@ def step(x):
     return jax.lax.fori_loop(0, 20, lambda _, carry: jnp.tanh(carry @ carry), x)
 
 
+@dataclass(frozen=True)
+class Config:
+    sections: dict[str, Any]
+
+
 def context(tmp_path, **section):
     sections = {"profile": parse(registries.sections["profile"], section)} if section else {}
-    return ObserverContext(tmp_path, SimpleNamespace(sections=sections), terminal=False)
+    return ObserverContext(tmp_path, Config(sections), terminal=False)
 
 
 def train(bus, tmp_path, steps=8, first_step=0, slow=0):

@@ -46,4 +46,6 @@ def test_a_loop_casts_no_table():
         in_a_loop(function).lower(table, places).compile().memory_analysis().temp_size_in_bytes
         for function in (embedded, layer_by_layer(embedded))
     )
-    assert taken < 5_000 < 4 * ROWS * FEATURES <= cast
+    assert taken < 5_000
+    if jax.__version_info__ < (0, 11):  # later ones cast the rows alone by themselves
+        assert cast >= 4 * ROWS * FEATURES

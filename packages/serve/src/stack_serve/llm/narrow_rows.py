@@ -2,7 +2,7 @@
 
 XLA's CPU compiler gathers such rows in float32. By itself it casts the rows alone, but in a loop it sees that the table
 stays the same, and casts all of it before: an embedding of 32,000 x 512 numbers became 65 MB of float32 in each
-decoding program, which took as long as a step in it (jax 0.10.2).
+decoding program, which took as long as a step in it (jax 0.10.2; not from 0.11 on).
 """
 
 from collections.abc import Sequence

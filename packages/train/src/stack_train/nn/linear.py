@@ -58,6 +58,10 @@ def lookup(table: Float[Array, "vocab embed"], tokens: Int[Array, "batch seq"], 
     Each device looks up its slice of the embedding for every token of its group; an all-to-all then assembles whole
     rows. XLA by itself may gather the table on every device, or each row.
     """
+    if jax.__version_info__ >= (0, 12) and jax.sharding.get_abstract_mesh().manual_axes:
+        # Inside a `jax.shard_map` over stages XLA's partitioner fails where both operands are split ("Check failed:
+        # num_replica_groups"), so each device takes the whole vocabulary.
+        table = constrain(table, None, "embed", name="embedding")
     tokens = constrain(tokens, "lookup_batch", "seq", name="tokens")
     parts = jnp.take(table, tokens, axis=0, mode="fill").astype(dtype)
     return shard_residual(constrain(parts, "lookup_batch", "seq", "embed", name="embedded tokens"))

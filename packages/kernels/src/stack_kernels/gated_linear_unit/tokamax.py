@@ -23,8 +23,10 @@ __all__ = ["TOKAMAX", "GateTile"]
 
 _PLACE = "tokamax._src.ops.gated_linear_unit.pallas_mosaic_gpu"
 _DTYPES = ("bfloat16", "float16")
-_ACTIVATIONS = ("silu", "relu", "sigmoid", "gelu_tanh")
-_MULTIPLE = 64
+_ACTIVATIONS = {name: ACTIVATIONS[name] for name in ("silu", "sigmoid", "gelu_tanh")} | {
+    "relu": lambda x: jnp.maximum(x, 0)  # without the derivative rule of `jax.nn.relu`, which Mosaic-GPU does not take
+}
+_D_IN, _D_OUT = 64, 128  # multiples
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,9 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         not in _ACTIVATIONS,
         "it adds nothing to the second product": options["up_offset"] != 0,
         "there is no row, or matrices are empty": x.size * weight.size == 0,
-        f"d_in and d_out are multiples of {_MULTIPLE}": any(size % _MULTIPLE for size in weight.shape),
+        f"d_in is a multiple of {_D_IN} and d_out of {_D_OUT}": any(
+            (weight.shape[0] % _D_IN, math.prod(weight.shape[1:]) % _D_OUT)
+        ),
         str(absent): absent is not None,
     }
     return first_problem(problems)
@@ -78,7 +82,7 @@ def _forward(
             tile_m=config.rows, tile_n=config.d_out, tile_k=config.d_in, num_stages=config.stages, epi_tile_n=None
         )
         op = library.PallasMosaicGpuGatedLinearUnit()
-        return from_tokamax.run(op, tiles, rows, (w_gate, w_up), activation=ACTIVATIONS[activation])[0]
+        return from_tokamax.run(op, tiles, rows, (w_gate, w_up), activation=_ACTIVATIONS[activation])[0]
 
     found = from_tokamax.on_arrays(product, whole, w_gate, w_up)[: len(rows)]
     return found.reshape(*x.shape[:-1], math.prod(w_gate.shape[1:])), {}

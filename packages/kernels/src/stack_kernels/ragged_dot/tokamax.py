@@ -259,6 +259,7 @@ TOKAMAX_MOSAIC_GPU = Kernel(
     {"forward": ("sm90", "sm100"), "backward": ("sm90",)},
     _of_hopper,
     _for_hopper,
+    rows_of_tile=64,  # which the gradient of the matrices fetches at a time
     multiple=64,
     priority=3,
 ).implementation()

@@ -182,7 +182,7 @@ def _checks() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not from_tokamax.is_installed(), reason="needs tokamax, which needs Python 3.12")
+@pytest.mark.skipif(from_tokamax.missing("jax_triton") is not None, reason=str(from_tokamax.missing("jax_triton")))
 @pytest.mark.parametrize(("implementation", "chip", "check"), list(_checks()))
 def test_contract_with_xla_in_the_place_of_the_kernel(
     implementation: OpImplementation, chip: str, check: OpCheck, monkeypatch: pytest.MonkeyPatch

@@ -223,10 +223,10 @@ def check(actual: Any, expected: Any, dtype: str) -> str | None:
 
 
 def seen_alone(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The call of `paged_attention` in which each query has pages of its own, 0 where it sees no key.
+    """Gives each query of `paged_attention` pages of its own, which hold 0 for the keys that it does not see.
 
-    A key that a query does not see weighs 0, and 0 times an infinite value is NaN: whether the kernel or the reference
-    comes upon such a key depends on how it divides them. Here nobody does.
+    An unseen key weighs 0, and 0 times an infinite value is NaN. Which unseen keys a kernel or the reference visits
+    depends on how it divides the keys; this call has nothing there to find.
     """
     pool, layout = arrays["key_pages"], options["layout"]
     tokens, slots = arrays["query"].shape[0], pool.shape[layout.index("s")]

@@ -73,6 +73,14 @@ def test_chips_without_its_kernels_are_refused() -> None:
     assert dict(decision.forward.refused)["tokamax"] == "it is for h100, h200 and b200, not a100-80gb"
 
 
+@pytest.mark.parametrize(("d_out", "takes"), [(64, False), (192, False), (256, True)])
+def test_the_gated_unit_has_two_tiles_of_columns_at_a_time(d_out: int, takes: bool) -> None:
+    x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 64), (64, d_out)))
+    with use_chip(registries.chips["h100"]), tokamax_taken_for_granted():
+        (decision,) = ops.explain(ops.gated_linear_unit, x, weight, weight)
+    assert ("d_in is a multiple of 64 and d_out of 128" in dict(decision.forward.refused).values()) == (not takes)
+
+
 @dataclasses.dataclass
 class Vjp:
     """The gradients of attention by the residuals that it is handed, as a kernel computes them."""

@@ -92,3 +92,31 @@ def test_decoding_compiles(target: str, heads: int, kv_heads: int, head_dim: int
         call = lambda arrays: ops.paged_attention(**arrays, **options, implementation="mosaic_tpu")  # type: ignore[arg-type]
         compiled = jax.jit(call).lower(arguments).compile()
     assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 1
+
+
+@pytest.mark.parametrize(("kv_heads", "takes"), [(192, False), (8, True)])
+def test_narrow_heads_take_whole_tiles_of_vmem(kv_heads: int, takes: bool) -> None:
+    query, pages, tables, lengths, starts = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((4, kv_heads, 1), jnp.float32),
+            ((8, kv_heads, 128, 1), jnp.float32),
+            ((4, 2), jnp.int32),
+            ((4,), jnp.int32),
+            ((5,), jnp.int32),
+        )
+    )
+    with use_chip(registries.chips["v6e"]):
+        (decision,) = ops.explain(
+            lambda *arrays: ops.paged_attention(
+                *arrays[:3], block_tables=arrays[3], kv_lengths=arrays[4], query_starts=arrays[5]
+            ),
+            query,
+            pages,
+            pages,
+            tables,
+            lengths,
+            starts,
+        )
+    refused = dict(decision.forward.refused).get("mosaic_tpu", "")
+    assert refused.endswith("do not fit into VMEM") != takes

@@ -179,8 +179,8 @@ class _Tile:
     def _attend(self, keys: "_Keys", row: Any, token: Any, head: Any) -> None:
         """One query to some keys: a step of its running softmax."""
         builder, lanes = self.builder, self.lanes
-        behind = builder.minus(builder.plus(token, self.shift), keys.first)
-        seen = self._seen(keys, behind)
+        bounds = self._bounds(keys, builder.plus(token, self.shift))
+        seen = self._seen(bounds)
         nothing = vectors.constant(float("-inf"), lanes)
         scores = builder.build.select(seen, self._scores(keys, token, head), nothing)
         place = builder.at(self.maxima, builder.times(row, 4))
@@ -200,25 +200,26 @@ class _Tile:
             total = self._total(row)
             total.set(builder.fma(total.get(), decay, weights))
             builder.store(weights, self.weights)
-            self._add_values(keys, row, decay, self._bounds(keys, behind))
+            self._add_values(keys, row, decay, bounds)
 
-    def _bounds(self, keys: "_Keys", behind: Any) -> tuple[Any, Any]:
-        """The first of the keys that a query sees, so many keys behind it, and the first after those."""
+    def _bounds(self, keys: "_Keys", position: Any) -> tuple[Any, Any]:
+        """The first of the keys that a query at this position sees, and the one after the last."""
         builder = self.builder
+        behind = builder.minus(position, keys.first)
         stop = builder.min(keys.count, builder.plus(behind, 1))
         if self.attention.left is None:
             return INDEX(0), stop
         return builder.max(builder.minus(behind, self.attention.left), INDEX(0)), stop
 
-    def _seen(self, keys: "_Keys", behind: Any) -> Any:
-        """Which of the keys a query sees."""
+    def _seen(self, bounds: tuple[Any, Any]) -> Any:
+        """The same as a bit for each lane."""
         builder, lanes = self.builder, self.lanes
         numbers = ir.Constant(vector(INT32, lanes), list(range(lanes)))
 
         def lane(value: Any) -> Any:
             return builder.splat(builder.build.trunc(value, INT32), lanes)
 
-        first, stop = self._bounds(keys, behind)
+        first, stop = bounds
         seen = builder.build.icmp_signed("<", numbers, lane(stop))
         if self.attention.left is None:
             return seen
@@ -285,7 +286,7 @@ class _Tile:
             scale = builder.build.insert_element(scale, one, INT32(lane))
         return scale
 
-    def _add_values(self, keys: "_Keys", row: Any, decay: Any, seen: tuple[Any, Any]) -> None:
+    def _add_values(self, keys: "_Keys", row: Any, decay: Any, bounds: tuple[Any, Any]) -> None:
         """The values by their weights, to what is left of the sum so far. Those of keys not seen are not looked at."""
         builder = self.builder
         if self.attention.scaled:
@@ -293,7 +294,7 @@ class _Tile:
             builder.store(builder.build.fmul(weights, self._scale(self.scales[1], keys)), self.weights)
         kept = self._parts_of_sums(row)
         sums = [builder.variable(decay.type, builder.build.fmul(part.get(), decay)) for part in kept]
-        with builder.loop(*seen) as lane:
+        with builder.loop(*bounds) as lane:
             weight = builder.splat(builder.load(FLOAT, builder.at(self.weights, builder.times(lane, 4))), self.lanes)
             place = self._slot(self.pools[1], keys, lane)
             for number, part in enumerate(sums):

@@ -1,6 +1,6 @@
 """A writer of LLVM IR for kernels: pointers by bytes, loops, variables and vectors."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -138,6 +138,19 @@ class Builder:
         index.add_incoming(following, self.build.block)
         self.build.branch(head)
         self.build.position_at_end(after)
+
+    def each_vector(self, start: Any, stop: Any, lanes: int, body: Callable[[Any, Any], None]) -> None:
+        """`body` takes the first column of each vector, and a mask for a last one that is not whole, else None.
+
+        Some processors take far longer to store with a mask, even if it is set in all lanes.
+        """
+        count = self.minus(stop, start)
+        whole = self.plus(start, self.times(self.over(count, lanes), lanes))
+        with self.loop(start, whole, lanes) as column:
+            body(column, None)
+        rest = self.minus(stop, whole)
+        with self.when(self.build.icmp_signed(">", rest, INDEX(0))):
+            body(whole, self.mask(rest, lanes))
 
     def when(self, condition: Any) -> Any:
         """`with code.when(condition):` runs the block only then."""

@@ -12,10 +12,10 @@ from jax import lax
 from stack_core.abi import OpImplementation
 from stack_core.ops.building import differentiated, rope_angles, rotated
 
-__all__ = ["XLA_CPU", "tables"]
+__all__ = ["XLA_CPU"]
 
 
-def tables(positions: Any, *, theta: float, scaling: Any, rotary_dim: int) -> tuple[Any, Any]:
+def _tables(positions: Any, *, theta: float, scaling: Any, rotary_dim: int) -> tuple[Any, Any]:
     """Cosines and sines [..., seq, 1, rotary_dim / 2] in fp32 of positions [..., seq]."""
     angles, factor = rope_angles(positions, theta=theta, scaling=scaling, rotary_dim=rotary_dim)
     cosine, sine = lax.map(lambda is_sine: lax.cond(is_sine, jnp.sin, jnp.cos, angles), jnp.array([False, True]))
@@ -23,7 +23,7 @@ def tables(positions: Any, *, theta: float, scaling: Any, rotary_dim: int) -> tu
 
 
 def _rope(x: Any, positions: Any, *, interleaved: bool, wants: Any, **frequencies: Any) -> tuple[Any, dict[str, Any]]:
-    return rotated(x, *tables(positions, **frequencies), interleaved=interleaved), {}
+    return rotated(x, *_tables(positions, **frequencies), interleaved=interleaved), {}
 
 
 _forward, _backward = differentiated(_rope)

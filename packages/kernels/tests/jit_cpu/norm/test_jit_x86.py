@@ -1,3 +1,4 @@
+from functools import partial
 from typing import Any
 
 import jax
@@ -96,6 +97,22 @@ def test_gradients_are_its_own() -> None:
 
     decisions = ops.explain(jax.grad(loss, argnums=(0, 1)), jnp.zeros((64, 512)), jnp.zeros(512))
     assert {decision.backward.implementation.name for decision in decisions} == {"jit_x86"}
+
+
+def test_examples_with_a_scale_each_are_normalized_at_once() -> None:
+    rng = np.random.default_rng(0)
+    x, scale = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((3, 64, 512), (3, 512)))
+    offset = jnp.asarray(rng.normal(size=512), jnp.float32)
+
+    def normed(x: Any, scale: Any, implementation: Any = JIT_X86) -> Any:
+        return ops.norm(x, scale, offset=offset, residual=x, scale_offset=1.0, implementation=implementation)
+
+    mapped = jax.jit(jax.vmap(normed))
+    assert "while" not in mapped.lower(x, scale).as_text()  # a call for each example would be a loop
+    for found, exact in zip(
+        mapped(x, scale), jax.vmap(partial(normed, implementation="reference"))(x, scale), strict=True
+    ):
+        np.testing.assert_allclose(found, exact, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize(

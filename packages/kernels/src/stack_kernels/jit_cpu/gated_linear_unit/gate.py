@@ -73,7 +73,6 @@ def _module(elementwise: _Elementwise, processor: Processor) -> ir.Module:
     written = [builder.buffer(results, number, 0)[0] for number in range(elementwise.results)]
     first = builder.times(tile, _TILE_SIZE)
     stop = builder.min(builder.plus(first, _TILE_SIZE), size)
-    whole = builder.plus(first, builder.times(builder.over(builder.minus(stop, first), lanes), lanes))
     compute = _FORMULAS[elementwise.kind]
 
     def do(at: Any, mask: Any) -> None:
@@ -84,10 +83,7 @@ def _module(elementwise: _Elementwise, processor: Processor) -> ir.Module:
         for result, value in zip(written, compute(builder, elementwise.activation, *numbers), strict=True):
             write(builder, elementwise.dtype, value, builder.at(result, start), mask)
 
-    with builder.loop(first, whole, lanes) as at:
-        do(at, None)
-    with builder.when(builder.build.icmp_signed("<", whole, stop)):
-        do(whole, builder.mask(builder.minus(stop, whole), lanes))
+    builder.each_vector(first, stop, lanes, do)
     builder.close()
     return module
 

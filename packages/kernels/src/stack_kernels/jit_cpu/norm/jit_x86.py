@@ -2,12 +2,14 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
+from stack_core import ops
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_kernels.jit_cpu import host
@@ -32,8 +34,26 @@ def _row_norm(x: Any, scale: Any, offset: Any, residual: Any, kind: str) -> RowN
     return RowNorm(x.dtype.name, kind == "layer", residual is not None, scale is not None, offset is not None)
 
 
-def _norm(x: Any, scale: Any, *, offset: Any, residual: Any, **options: Any) -> tuple[Any, Mapping[str, Any]]:
-    kind, epsilon, scale_offset = (options[name] for name in ("kind", "epsilon", "scale_offset"))
+def _norm(x: Any, scale: Any, *, offset: Any, residual: Any, wants: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    run = custom_vmap(functools.partial(_normed, **options))
+
+    @run.def_vmap
+    def _(size: int, mapped: Sequence[Any], *arrays: Any) -> tuple[Any, Any]:
+        """A scale for each example would need a call for each; XLA normalizes all at once."""
+
+        def by_reference(x: Any, scale: Any, offset: Any, residual: Any) -> Any:
+            return ops.norm(x, scale, offset=offset, residual=residual, implementation="reference", **options)
+
+        in_axes = tuple(0 if is_mapped is True else None for is_mapped in mapped)
+        found = jax.vmap(by_reference, in_axes=in_axes, axis_size=size)(*arrays)
+        return found, jax.tree.map(lambda _: True, found)
+
+    return run(x, scale, offset, residual), {}
+
+
+def _normed(
+    x: Any, scale: Any, offset: Any, residual: Any, *, kind: str, epsilon: float, scale_offset: float, axis: int
+) -> Any:
     norm = _row_norm(x, scale, offset, residual, kind)
     rows = [array.reshape(-1, x.shape[-1]) for array in (x, residual) if array is not None]
     scales = [] if scale is None else [scale.astype(jnp.float32) + scale_offset]
@@ -42,7 +62,7 @@ def _norm(x: Any, scale: Any, *, offset: Any, residual: Any, **options: Any) -> 
     build = functools.partial(norm_module, norm)
     given = (*rows, *scales, *offsets, jnp.full(1, epsilon, jnp.float32))
     found = [result.reshape(x.shape) for result in host.kernel_call(norm.name, build, results, *given)]
-    return found[0] if residual is None else tuple(found), {}
+    return found[0] if residual is None else tuple(found)
 
 
 def _backward(

@@ -84,13 +84,7 @@ class RowTile:
 
     def each(self, body: Callable[[Any, Any], None]) -> None:
         """For the first column of each vector of a row; the last one may be masked."""
-        builder = self.builder
-        whole = builder.times(builder.over(self.size, self.lanes), self.lanes)
-        with builder.loop(0, whole, self.lanes) as column:
-            body(column, None)
-        rest = builder.minus(self.size, whole)
-        with builder.when(builder.build.icmp_signed(">", rest, INDEX(0))):
-            body(whole, builder.mask(rest, self.lanes))
+        self.builder.each_vector(INDEX(0), self.size, self.lanes, body)
 
     def sums(self, count: int, add: Callable[..., list[Any]]) -> list[Any]:
         """`add` takes a column, a mask and the vectors of the sums so far, and gives the sums."""

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
+from stack_core.ops.building import rope_angles
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.many_numbers import supports_many_rows
 from stack_kernels.jit_cpu.rope.rows import Turn, turn_module
-from stack_kernels.rope.xla_cpu import tables
 
 __all__ = ["JIT_X86"]
 
@@ -21,6 +21,12 @@ __all__ = ["JIT_X86"]
 def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     answer = supports_many_rows(call, chip, math.prod(call.arrays["x"].shape[:-2]))
     return "it turns halves, and not neighbours" if answer is True and call.options["interleaved"] else answer
+
+
+def _tables(positions: Any, *, theta: float, scaling: Any, rotary_dim: int) -> tuple[Any, Any]:
+    """Cosines and sines in fp32; of what a foreign function reads XLA makes one array, whose sines are vectorized."""
+    angles, factor = rope_angles(positions, theta=theta, scaling=scaling, rotary_dim=rotary_dim)
+    return factor * jnp.cos(angles), factor * jnp.sin(angles)
 
 
 def _turned(x: Any, cosine: Any, sine: Any) -> Any:
@@ -33,7 +39,7 @@ def _turned(x: Any, cosine: Any, sine: Any) -> Any:
 
 
 def _rope(x: Any, positions: Any, *, interleaved: bool, wants: Any, **frequencies: Any) -> tuple[Any, dict[str, Any]]:
-    return _turned(x, *tables(positions, **frequencies)), {}
+    return _turned(x, *_tables(positions, **frequencies)), {}
 
 
 def _backward(
@@ -41,7 +47,7 @@ def _backward(
 ) -> Mapping[str, Any]:
     """What turned is turned back."""
     frequencies = {name: option for name, option in options.items() if name != "interleaved"}
-    cosine, sine = tables(arrays["positions"], **frequencies)
+    cosine, sine = _tables(arrays["positions"], **frequencies)
     return {"x": _turned(cotangent, cosine, -sine)}
 
 

@@ -1,7 +1,7 @@
 """Heads turned in LLVM IR."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -67,17 +67,10 @@ class _Tile:
         stop = builder.min(builder.plus(first, each), self.tokens)
         with builder.loop(first, stop) as token, builder.loop(0, self.heads) as head:
             start = builder.times(builder.plus(builder.times(token, self.heads), head), self.head_dim)
-            for column, mask in self._vectors(INDEX(0), self.half):
-                self._turn(start, builder.times(token, self.half), column, mask)
-            for column, mask in self._vectors(turned, self.head_dim):
-                at = builder.plus(start, column)
-                write(builder, self.dtype, self._read(self.x, self.dtype, at, mask), self._place(self.y, at), mask)
+            of_token = builder.times(token, self.half)
+            builder.each_vector(INDEX(0), self.half, self.lanes, partial(self._turn, start, of_token))
+            builder.each_vector(turned, self.head_dim, self.lanes, partial(self._copy, start))
         builder.close()
-
-    def _vectors(self, start: Any, stop: Any) -> Iterator[tuple[Any, Any]]:
-        """The body of a loop over vectors of columns: their first, and which of them there are."""
-        with self.builder.loop(start, self.builder.plus(stop, self.lanes - 1), self.lanes) as column:
-            yield column, self.builder.mask(self.builder.minus(stop, column), self.lanes)
 
     def _turn(self, start: Any, of_token: Any, column: Any, mask: Any) -> None:
         builder, build = self.builder, self.builder.build
@@ -91,6 +84,10 @@ class _Tile:
         )
         for values, at in zip(turned, places, strict=True):
             write(builder, self.dtype, values, self._place(self.y, at), mask)
+
+    def _copy(self, start: Any, column: Any, mask: Any) -> None:
+        at = self.builder.plus(start, column)
+        write(self.builder, self.dtype, self._read(self.x, self.dtype, at, mask), self._place(self.y, at), mask)
 
     def _read(self, pointer: Any, dtype: str, at: Any, mask: Any) -> Any:
         place = self.builder.at(pointer, self.builder.times(at, BITS[dtype] // 8))

@@ -5,7 +5,7 @@
 The calls are in `op_cases/`, one file an op. The contenders of a call take turns in one process, because a machine's
 speed drifts: only ratios within a round mean anything. Each must first give the right answer. Peak memory is that of a
 process a contender. Tokamax needs Python 3.12, so that all of this runs in an environment of its own, unless Tokamax is
-where it is started. Writes `results/ops_vs_peers.md` and `.json`; measured calls replace earlier ones there.
+where it is started. Writes `results/ops_vs_peers-MACHINE.md` and `.json`; measured calls replace earlier ones there.
 """
 
 import argparse
@@ -43,7 +43,8 @@ def main() -> None:
     if importlib.util.find_spec("tokamax") is None:
         python = _installed(arguments.environments.resolve() / "tokamax")
         sys.exit(subprocess.run([python, __file__, *sys.argv[1:]], check=False).returncode)
-    earlier = arguments.results / "ops_vs_peers.json"
+    name = f"ops_vs_peers-{_machine()}"
+    earlier = arguments.results / f"{name}.json"
     results: Results = json.loads(earlier.read_text()) if earlier.exists() else {}
     try:
         for op, number, case in _cases(arguments):
@@ -52,7 +53,7 @@ def main() -> None:
             results.setdefault(op, {})[_title(case)] = row
             print(op, _title(case), *_cells(row, list(row["contenders"])), sep=" | ", flush=True)
     finally:
-        write(arguments.results, "ops_vs_peers", results, _markdown(results))
+        write(arguments.results, name, results, _markdown(results))
 
 
 def _arguments() -> argparse.Namespace:
@@ -67,6 +68,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--environments", type=Path, default=cache, help="where the peers are installed")
     parser.add_argument("--results", type=Path, default=RESULTS)
     return parser.parse_args()
+
+
+def _machine() -> str:
+    """The processor's name as a part of a file's name, "intel-xeon"."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\((R|TM)\)", " ", circumstances()["machine"]["cpu"]).lower())
+    return "-".join(word for word in words if word not in ("processor", "cpu"))
 
 
 def _available_bytes() -> int:

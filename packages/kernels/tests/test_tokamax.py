@@ -81,6 +81,16 @@ def test_the_gated_unit_has_two_tiles_of_columns_at_a_time(d_out: int, takes: bo
     assert ("d_in is a multiple of 64 and d_out of 128" in dict(decision.forward.refused).values()) == (not takes)
 
 
+@pytest.mark.parametrize(("queries", "takes"), [(8, True), (26, False), (32, True)])
+def test_blackwell_copies_a_bias_in_tiles_of_eight_queries(queries: int, takes: bool) -> None:
+    query, bias = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, queries, 4, 64), (1, 4, queries, queries))
+    )
+    with use_chip(registries.chips["b200"]), cudnn_taken_for_granted(), tokamax_taken_for_granted():
+        (decision,) = ops.explain(lambda q, b: ops.attention(q, q, q, bias=b), query, bias)
+    assert (dict(decision.forward.refused).get("tokamax") is None) == takes, decision
+
+
 @dataclasses.dataclass
 class Vjp:
     """The gradients of attention by the residuals that it is handed, as a kernel computes them."""

@@ -64,6 +64,8 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     if call.direction == "backward":
         problems["it takes no gradient of lse"] = options["return_lse"]
         problems[f"{call.forward!r} hands it no lse"] = "lse" not in call.residuals
+    elif generation == "sm100":
+        problems["with a bias there are at most 8 queries, or a multiple of 8"] = _cuts_bias(call)
     problems["a head has a multiple of 8 features"] = bool(query.shape[3] % 8 or value.shape[3] % 8)
     if not any(problems.values()):
         problems["no tile fits into shared memory"] = not list(_space(call, chip))
@@ -73,6 +75,12 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 
 def _generation(chip: Chip) -> str:
     return from_tokamax.GENERATIONS.get(chip.kind.partition("-")[0].lower(), "another")
+
+
+def _cuts_bias(call: OpCall) -> bool:
+    """Whether Blackwell's kernel would copy a bias for each query in tiles of 8 queries, the last one not whole."""
+    bias, q_seq = call.arrays["bias"], call.arrays["query"].shape[1]
+    return bias is not None and 1 not in bias.shape[2:] and q_seq > 8 and q_seq % 8 != 0
 
 
 def _mask_bytes(call: OpCall) -> int:
@@ -123,7 +131,7 @@ def _forward(
     def attend(query: Any, key: Any, value: Any, bias: Any, limits: Any) -> Any:
         return from_tokamax.run(
             library.PallasMosaicGpuFlashAttention(),
-            _of_forward(library, config, value.shape[3]),
+            _of_forward(library, config, query.shape[3], value.shape[3]),
             query,
             key,
             value,
@@ -184,9 +192,9 @@ def _backward(
     return {name: array for name, array in found.items() if name in wants}
 
 
-def _of_forward(library: Any, config: HeadTiles, features: int) -> Any:
+def _of_forward(library: Any, config: HeadTiles, *features: int) -> Any:
     if config.queries == 128 and not config.persistent and library.gpu_utils.is_sm100():
-        splits = 2 if features > 192 else 1
+        splits = 2 if max(features) > 192 and not any(size % 32 for size in features) else 1
         return library.ConfigSM100(
             block_q=config.queries,
             block_kv=config.keys,

@@ -130,6 +130,29 @@ def test_a_resumed_run_ends_bitwise_like_an_uninterrupted_one(config_of, tmp_pat
     assert [record["loss"] for record in records(whole)] == [record["loss"] for record in records(cut)]
 
 
+def test_an_evaluation_that_a_kill_cut_short_is_made_up_once(config_of):
+    config = config_of("data.validation_fraction=0.3", "run.evaluate_every_steps=2")
+
+    def killed(self, step, state):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run.TrainingLoop, "_report_evaluation", killed)
+        run.train(config)
+
+    def stop(self, dispatched, original=run.TrainingLoop._finish):
+        original(self, dispatched)
+        if dispatched is not None and dispatched.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.TrainingLoop, "_finish", stop)
+        run.train(config, resume=True)
+    run.train(config, resume=True)
+    evaluated = [record["step"] for record in records(config) if record["kind"] == "evaluation"]
+    assert evaluated == [2, 4, 6]
+
+
 def test_ctrl_c_saves_and_says_how_to_go_on(config_of, monkeypatch):
     config = config_of()
 

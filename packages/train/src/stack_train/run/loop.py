@@ -22,6 +22,7 @@ from stack_core.metrics import Metrics, combine_all
 from stack_core.runs.event_bus import EventBus
 from stack_core.runs.signals import StopRequest
 from stack_train.checkpoint import CheckpointStore, FrozenRecord
+from stack_train.panels.records import records
 from stack_train.run.placing import placed
 from stack_train.run.run import Run
 from stack_train.state import TrainState
@@ -107,6 +108,8 @@ class TrainingLoop:
         step, steps = first_step, self.of.config.run.steps
         self._hand_over(state, step)
         self._saved_step = first_step or -1
+        if self._evaluation_missing(first_step):
+            self._report_evaluation(first_step, state)
         pending: _Dispatched | None = None
         self._clock_s = time.perf_counter()
         agreed = self.of.processes.name("stop")
@@ -220,6 +223,16 @@ class TrainingLoop:
     def _evaluation_due(self, step: int) -> bool:
         every = self.of.config.run.evaluate_every_steps
         return every > 0 and step % every == 0 and step < self.of.config.run.steps
+
+    def _evaluation_missing(self, step: int) -> bool:
+        """Whether the run that is resumed ended between saving `step` and evaluating it."""
+        if step == 0 or not self._evaluation_due(step):
+            return False
+        evaluation = {"kind": "evaluation", "step": step}
+        told = partial(records, self.of.directory.metrics)
+        return self.of.processes.on_first(
+            "evaluation", lambda: not any(evaluation.items() <= x.items() for x in told())
+        )
 
     def _save_due(self, step: int) -> bool:
         every = self.of.config.checkpoint.every_steps

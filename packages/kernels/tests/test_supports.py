@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -116,6 +116,87 @@ def check_answers(op: str, chip: str, count: int) -> None:
 def test_it_answers_random_calls_on_every_chip(op: str) -> None:
     for chip in CHIPS:
         check_answers(op, chip, 15)
+
+
+def _quantized_weight(d_in: int, d_out: int, shared: int | None = None) -> Quantized:
+    return Quantized(np.zeros((d_in, d_out), np.int8), np.zeros((d_in // (shared or d_in), d_out), np.float32))
+
+
+def _of_shapes(op: str, shapes: dict[str, Any], direction: str = "forward", **options: Any) -> OpCall:
+    integers = ("labels", "group_sizes", "block_tables", "kv_lengths", "query_starts")
+    arrays = {
+        name: x if isinstance(x, Quantized) else jnp.zeros(x, "int32" if name in integers else "bfloat16")
+        for name, x in shapes.items()
+    }
+    call = first_call(lambda arrays: getattr(ops, op)(**arrays, **options), arrays)
+    kept = ("lse", "inverse_rms", OWN)
+    return call if direction == "forward" else dataclasses.replace(call, direction=direction, residuals=kept)
+
+
+def _linear(d_in: int, d_out: int, shared: int | None = None) -> OpCall:
+    return _of_shapes("linear", {"x": (16, d_in), "weight": _quantized_weight(d_in, d_out, shared)})
+
+
+def _attention(head_dim: int, direction: str = "forward") -> OpCall:
+    return _of_shapes("attention", dict.fromkeys(("query", "key", "value"), (1, 256, 2, head_dim)), direction)
+
+
+def _paged(heads: int) -> OpCall:
+    shapes = {"query": (128, heads, 128), "key_pages": (9, 128, heads, 2, 128), "block_tables": (4, 8)}
+    shapes |= {"kv_lengths": (4,), "query_starts": (5,)}
+    return _of_shapes("paged_attention", shapes, layout="psh2d", value_pages=None)
+
+
+def _gated(d_in: int) -> OpCall:
+    return _of_shapes("gated_linear_unit", {"x": (16, d_in), "w_gate": (d_in, 256), "w_up": (d_in, 256)})
+
+
+def _entropy(embed: int, direction: str = "forward") -> OpCall:
+    shapes = {"hidden": (16, embed), "weight": (embed, 2048), "labels": (16,)}
+    return _of_shapes("linear_cross_entropy", shapes, direction)
+
+
+def _norm(rows: int, features: int) -> OpCall:
+    return _of_shapes("norm", {"x": (rows, features), "scale": (features,)})
+
+
+@pytest.mark.parametrize(
+    ("name", "chip", "call_of", "sizes", "others"),
+    [
+        ("linear/mosaic_tpu", "v6e", _linear, (512, 512), (384, 512)),
+        ("linear/mosaic_tpu", "v6e", _linear, (512, 512, 128), (512, 512, 256)),
+        ("linear/mosaic_gpu", "h100", _linear, (512, 512), (576, 576)),
+        ("attention/tokamax", "h100", _attention, (64,), (128,)),
+        ("attention/tokamax", "h100", _attention, (64, "backward"), (256, "backward")),
+        ("paged_attention/ragged", "v6e", _paged, (2,), (32,)),
+        ("gated_linear_unit/tokamax", "h100", _gated, (128,), (64,)),
+        ("linear_cross_entropy/tokamax", "v6e", _entropy, (512,), (384,)),
+        ("norm/mosaic_tpu", "v6e", _norm, (512, 256), (512, 8192)),
+        ("norm/tokamax_triton", "h100", _norm, (512, 256), (512, 16384)),
+    ],
+)
+def test_a_config_of_another_call_is_refused_where_it_does_not_fit(
+    name: str, chip: str, call_of: Callable[..., OpCall], sizes: tuple[Any, ...], others: tuple[Any, ...]
+) -> None:
+    found, chosen = registries.ops[name], registries.chips[chip]
+    call, other = call_of(*sizes), call_of(*others)
+    with use_chip(chosen), tokamax_taken_for_granted():
+        assert found.supports(other, chosen, found.default(other, chosen)) is True
+        theirs = list(found.space(other, chosen))
+        foreign = [config for config in found.space(call, chosen) if config not in theirs]
+        assert foreign
+        for config in foreign:
+            assert str(config) in str(found.supports(other, chosen, config))
+
+
+def test_a_config_of_narrow_products_is_refused_where_wider_numbers_do_not_fit() -> None:
+    megablox, chip = registries.ops["ragged_dot/megablox"], registries.chips["v6e"]
+    call = _of_shapes("ragged_dot", {"lhs": (512, 1024), "rhs": (2, 1024, 1024), "group_sizes": (2,)})
+    wide = {name: call.arrays[name].update(dtype=jnp.float32) for name in ("lhs", "rhs")}
+    wide = dataclasses.replace(call, arrays={**call.arrays, **wide})
+    answers = {config: megablox.supports(wide, chip, config) for config in megablox.space(call, chip)}
+    fitting = set(megablox.space(wide, chip))
+    assert {config for config, answer in answers.items() if answer is True} == fitting != set(answers)
 
 
 @pytest.mark.slow

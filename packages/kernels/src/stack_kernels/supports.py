@@ -1,6 +1,6 @@
 """What implementations look at to say whether they support a call, and how they say it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -9,12 +9,17 @@ from stack_core.abi import OpCall, QView
 from stack_core.hardware import Chip
 from stack_core.ops.building import QuantizedArray, is_quantized
 
-__all__ = ["abstract_view", "first_problem", "takes_no", "unquantized", "weight_alone"]
+__all__ = ["abstract_view", "first_problem", "is_beyond", "takes_no", "unquantized", "weight_alone"]
 
 
 def first_problem(problems: Mapping[str, bool]) -> bool | str:
     """The answer of `supports`: the first reason that applies, True if none does."""
     return next((reason for reason, applies in problems.items() if applies), True)
+
+
+def is_beyond(config: Any, space: Iterable[Any]) -> bool:
+    """Whether a config, as tuned tables give it from a call of other sizes, is none of those that a call can have."""
+    return config is not None and config not in list(space)
 
 
 def unquantized(call: OpCall, chip: Chip, config: Any = None) -> bool | str:

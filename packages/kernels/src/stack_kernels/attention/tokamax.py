@@ -69,6 +69,9 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     problems["a head has a multiple of 8 features"] = bool(query.shape[3] % 8 or value.shape[3] % 8)
     if not any(problems.values()):
         problems["no tile fits into shared memory"] = not list(_space(call, chip))
+        problems[f"{config} does not fit into shared memory"] = config is not None and not _fits(
+            call, config, generation
+        )
     problems[str(from_tokamax.missing())] = from_tokamax.missing() is not None
     return first_problem(problems)
 
@@ -102,8 +105,12 @@ def _space(call: OpCall, chip: Chip) -> Iterator[HeadTiles]:
         for keys in columns:
             for stages in (2, 1) if backward or generation == "sm100" else (2, 3, 4):
                 tiles = HeadTiles(queries, keys, stages, not causal and generation == "sm90" and not backward)
-                if _shared_bytes(call, tiles, generation) <= _SHARED_BYTES:
+                if _fits(call, tiles, generation):
                     yield tiles
+
+
+def _fits(call: OpCall, tiles: HeadTiles, generation: str) -> bool:
+    return _shared_bytes(call, tiles, generation) <= _SHARED_BYTES
 
 
 def _shared_bytes(call: OpCall, tiles: HeadTiles, generation: str) -> int:

@@ -17,7 +17,7 @@ from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import ACTIVATIONS, is_quantized
 from stack_kernels import from_tokamax
-from stack_kernels.supports import first_problem, takes_no, unquantized
+from stack_kernels.supports import first_problem, is_beyond, takes_no, unquantized
 
 __all__ = ["TOKAMAX", "GateTile"]
 
@@ -56,6 +56,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         f"d_in is a multiple of {_D_IN} and d_out of {_D_OUT}": any(
             (weight.shape[0] % _D_IN, math.prod(weight.shape[1:]) % _D_OUT)
         ),
+        f"{config} does not fit the call": is_beyond(config, _space(call, chip)),
         str(absent): absent is not None,
     }
     return first_problem(problems)

@@ -17,7 +17,7 @@ from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import forward_only, vary_alike
 from stack_kernels.from_tokamax import GENERATIONS
-from stack_kernels.supports import abstract_view, first_problem, weight_alone
+from stack_kernels.supports import abstract_view, first_problem, is_beyond, weight_alone
 
 __all__ = ["MOSAIC_GPU", "SplitTile", "mosaic_gpu"]
 
@@ -84,6 +84,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     }
     if not any(problems.values()):
         problems["no tile fits into shared memory"] = not list(_space(call, chip))
+        problems[f"{config} does not fit the call"] = is_beyond(config, _space(call, chip))
     return first_problem(problems)
 
 

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from stack_core.abi import OWN, OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import contract, dequantize, differentiated, vary_alike
-from stack_kernels.supports import abstract_view, first_problem, weight_alone
+from stack_kernels.supports import abstract_view, first_problem, is_beyond, weight_alone
 
 __all__ = ["MOSAIC_TPU", "ProductTile", "mosaic_tpu"]
 
@@ -103,6 +103,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     }
     if not any(problems.values()):
         problems[f"no tile of {d_in} x {d_out} fits into VMEM"] = not list(_space(call, chip))
+        problems[f"{config} does not fit the call"] = is_beyond(config, _space(call, chip))
     return first_problem(problems)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from stack_core.abi import OWN, OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_kernels import from_tokamax
-from stack_kernels.supports import first_problem, takes_no, unquantized
+from stack_kernels.supports import first_problem, is_beyond, takes_no, unquantized
 
 __all__ = ["TOKAMAX", "LogitTile"]
 
@@ -52,6 +52,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         "there is no row, or the head is empty": hidden.size * weight.size == 0,
         f"embed is a multiple of {_LANES}": weight.shape[0] % _LANES != 0,
         f"the vocabulary has {_LANES} words at least": weight.shape[1] < _LANES,
+        f"{config} does not fit the call": is_beyond(config, _space(call, chip)),
         str(absent): absent is not None,
     }
     return first_problem(problems)

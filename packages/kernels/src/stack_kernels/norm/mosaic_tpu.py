@@ -63,6 +63,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     }
     if not any(problems.values()):
         problems["16 rows do not fit into VMEM"] = not list(_space(call, chip))
+        problems[f"{config} does not fit into VMEM"] = config is not None and _held_bytes(call, config) > _TILE_BYTES
     if call.direction == "backward":
         problems[f"{call.forward!r} hands it no inverse_rms"] = "inverse_rms" not in call.residuals
     return first_problem(problems)
@@ -71,11 +72,16 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 def _space(call: OpCall, chip: Chip) -> Iterator[NormTile]:
     """Tiles that fit into VMEM, each array held twice, while the next tile is fetched; the largest first."""
     x = call.arrays["x"]
-    rows, size = x.size // x.shape[-1], x.shape[-1]
-    row_bytes = size * (2 * _ARRAYS * x.dtype.itemsize + 3 * 4)  # and three rows in fp32 while they are computed
-    for of_tile in _ROWS:
-        if of_tile * row_bytes <= _TILE_BYTES and (of_tile < 2 * rows or of_tile == _ROWS[-1]):
-            yield NormTile(of_tile)
+    rows = x.size // x.shape[-1]
+    for tile in map(NormTile, _ROWS):
+        if _held_bytes(call, tile) <= _TILE_BYTES and (tile.rows < 2 * rows or tile.rows == _ROWS[-1]):
+            yield tile
+
+
+def _held_bytes(call: OpCall, tile: NormTile) -> int:
+    x = call.arrays["x"]
+    of_row = 2 * _ARRAYS * x.dtype.itemsize + 3 * 4  # and three rows in fp32 while they are computed
+    return tile.rows * x.shape[-1] * of_row
 
 
 def _forward(

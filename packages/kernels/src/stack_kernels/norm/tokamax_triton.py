@@ -51,6 +51,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     }
     if x.size:
         problems["a row does not fit into registers"] = not list(_space(call, chip))
+        problems[f"{config} does not fit into registers"] = config is not None and _numbers(call, config) > _most(call)
     if call.direction == "backward":
         problems[f"{call.forward!r} hands it no inverse_rms"] = "inverse_rms" not in call.residuals
     problems[str(absent)] = absent is not None
@@ -62,12 +63,20 @@ def _space(call: OpCall, chip: Chip) -> Iterator[NormBlock]:
     size, rows = _power(x.shape[axis]), math.prod(x.shape[:axis])
     after = math.prod(x.shape[axis:][1:])
     columns = 1 if after == 1 else min(_power(after), 16)
-    if size * columns > (_MOST if call.direction == "forward" else _MOST // 2):
+    if size * columns > _most(call):
         return
     most = max(min(_NUMBERS // (size * columns), _power(rows), 8), 1)
     warps = min(max(size * columns // 1024, 1), 8)
     for of_block in (1, most):
         yield from (NormBlock(of_block, columns, each) for each in sorted(_WARPS, key=lambda each: abs(each - warps)))
+
+
+def _most(call: OpCall) -> int:
+    return _MOST if call.direction == "forward" else _MOST // 2
+
+
+def _numbers(call: OpCall, block: NormBlock) -> int:
+    return block.rows * _power(call.arrays["x"].shape[call.options["axis"]]) * block.columns
 
 
 def _power(size: int) -> int:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import bounded_places, forward_only
-from stack_kernels.supports import first_problem, takes_no, unquantized
+from stack_kernels.supports import first_problem, is_beyond, takes_no, unquantized
 from stack_kernels.untyped import untyped
 
 __all__ = ["RAGGED", "RaggedTiles"]
@@ -59,6 +59,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     }
     if not any(problems.values()):
         problems["a page and eight queries do not fit into VMEM"] = next(_space(call, chip), None) is None
+        problems[f"{config} does not fit the call"] = is_beyond(config, _space(call, chip))
     return first_problem(problems)
 
 

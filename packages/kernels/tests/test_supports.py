@@ -189,6 +189,14 @@ def test_a_config_of_another_call_is_refused_where_it_does_not_fit(
             assert str(config) in str(found.supports(other, chosen, config))
 
 
+@pytest.mark.parametrize("embed", [256, 768, 1024])
+def test_both_passes_of_the_cross_entropy_take_the_tiles_that_they_share(embed: int) -> None:
+    tokamax, chip = registries.ops["linear_cross_entropy/tokamax"], registries.chips["v6e"]
+    tiles = list(tokamax.space(_entropy(embed), chip))
+    assert tiles == list(tokamax.space(_entropy(embed, "backward"), chip))
+    assert tiles and all(embed != 2 * tile.embed for tile in tiles)  # the backward pass does not take halves
+
+
 def test_a_config_of_narrow_products_is_refused_where_wider_numbers_do_not_fit() -> None:
     megablox, chip = registries.ops["ragged_dot/megablox"], registries.chips["v6e"]
     call = _of_shapes("ragged_dot", {"lhs": (512, 1024), "rhs": (2, 1024, 1024), "group_sizes": (2,)})

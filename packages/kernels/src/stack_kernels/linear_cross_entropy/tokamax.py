@@ -59,22 +59,23 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 
 
 def _space(call: OpCall, chip: Chip) -> Iterator[LogitTile]:
-    """Tiles that fit into VMEM, by the library's count of what its kernels hold; the largest first."""
+    """Tiles that both passes take, which share a config; the largest first."""
     (embed, vocab), itemsize = call.arrays["weight"].shape[-2:], call.arrays["hidden"].dtype.itemsize
     for features in _FEATURES:
-        is_split_in_two = call.direction == "backward" and -(-embed // features) == 2  # it waits for itself then
+        is_split_in_two = -(-embed // features) == 2  # the backward pass waits for itself then
         if embed % features == 0 and not is_split_in_two:
             for words in _WORDS:
-                if words < 2 * vocab and _held_bytes(features, words, itemsize, call.direction) <= _VMEM_BYTES:
+                if words < 2 * vocab and _held_bytes(features, words, itemsize) <= _VMEM_BYTES:
                     yield LogitTile(_ROWS, features, words)
 
 
-def _held_bytes(features: int, words: int, itemsize: int, direction: str) -> int:
+def _held_bytes(features: int, words: int, itemsize: int) -> int:
+    """Of VMEM, by the larger of the library's counts of its two kernels."""
     of_features = 1 << (features - 1).bit_length()
-    if direction == "forward":
-        return 2 * (_ROWS + words) * of_features * itemsize + 24 * _ROWS + 16 * _ROWS * words
+    forward = 2 * (_ROWS + words) * of_features * itemsize + 24 * _ROWS + 16 * _ROWS * words
     of_rows, of_words = _ROWS * (2 * itemsize + 16), words * (4 * itemsize + 16)
-    return of_features * (of_rows + of_words) + 24 * _ROWS + 12 * _ROWS * words + 384 * 2**10
+    backward = of_features * (of_rows + of_words) + 24 * _ROWS + 12 * _ROWS * words + 384 * 2**10
+    return max(forward, backward)
 
 
 class _Rows(NamedTuple):

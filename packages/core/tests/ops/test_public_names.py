@@ -64,6 +64,7 @@ def test_public_names_of_building() -> None:
         "forward_only",
         "gate_product",
         "holds_values",
+        "implementations_of",
         "is_plain",
         "is_quantized",
         "joined_by_sinks",

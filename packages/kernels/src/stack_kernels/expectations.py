@@ -15,7 +15,7 @@ from stack_core import ops
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.errors import ArgumentError, StackError, TuningError
 from stack_core.hardware import Chip, target_chip, use_chip
-from stack_core.ops.building import answer, supporting
+from stack_core.ops.building import answer, implementations_of, supporting
 from stack_core.plugins import registries
 from stack_kernels.roofline import work_of
 from stack_kernels.tuning.costs import estimate_s
@@ -120,7 +120,7 @@ def expected(
     tables = list(_tables_of(ChipName.of(target)))
     rows = [_expectation(name, call, target, tables, chosen == name) for name in able]
     rows.sort(key=lambda row: math.inf if row.seconds is None else row.seconds)
-    refused = (_refused(found, call, target) for found in _registered(op) if found.name not in able)
+    refused = (_refused(found, call, target) for name, found in implementations_of(op).items() if name not in able)
     return Expectations((*rows, *refused))
 
 
@@ -136,11 +136,6 @@ def _chip(chip: Chip | str | None) -> Chip:
         return chip or target_chip()
     row = registries.chips[chip]
     return row if isinstance(row, Chip) else row()
-
-
-def _registered(op: str) -> list[OpImplementation]:
-    names = [name for name in registries.ops.names() if name.startswith(f"{op}/")]
-    return [found for name in names if isinstance(found := registries.ops[name], OpImplementation)]
 
 
 def _refused(found: OpImplementation, call: OpCall, chip: Chip) -> Expectation:

@@ -37,6 +37,7 @@ __all__ = [
     "described",
     "for_export",
     "highest_priority",
+    "implementations_of",
     "op_call",
     "plan",
     "supporting",
@@ -194,7 +195,7 @@ class _Sides:
 
 
 def _sides(request: Request, operands: Sequence[Any]) -> tuple[_Sides, dict[str, OpImplementation]]:
-    call, candidates = request.call(operands), _candidates(request.op.name)
+    call, candidates = request.call(operands), implementations_of(request.op.name)
     if free_devices() <= 1:
         return _Sides(call, call, None), candidates
     axes, arrays = request.op.axes(call), request.arrays(operands)
@@ -234,7 +235,7 @@ def highest_priority(request: Request, operands: Sequence[Any]) -> int:
 
 def supporting(call: OpCall) -> dict[str, OpImplementation]:
     """The registered implementations that support one direction of a call on the target chip, by name."""
-    return {name: found for name, found in _candidates(call.op).items() if answer(found, call) is True}
+    return {name: found for name, found in implementations_of(call.op).items() if answer(found, call) is True}
 
 
 def answer(found: OpImplementation, call: OpCall) -> bool | str:
@@ -247,7 +248,8 @@ def answer(found: OpImplementation, call: OpCall) -> bool | str:
     return _answer(found, _Sides(call, call, None))
 
 
-def _candidates(op: str) -> dict[str, OpImplementation]:
+def implementations_of(op: str) -> dict[str, OpImplementation]:
+    """The registered implementations by name; one whose backend is not installed refuses every call."""
     found: dict[str, OpImplementation] = {}
     for name in registries.ops.names():
         if not name.startswith(f"{op}/"):

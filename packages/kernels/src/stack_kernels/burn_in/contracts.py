@@ -34,12 +34,27 @@ class Contract:
 
 
 def implementations_for(op: str, platform: str) -> list[str]:
-    """The names of the implementations of an op that run on a platform, in the order of the registry."""
+    """The names of the implementations of an op that run on a platform, in the order of the registry.
+
+    Without those whose backend is not installed.
+    """
+    from stack_core.errors import PluginError
     from stack_core.plugins import registries
 
-    names = [name.partition("/")[2] for name in registries.ops.names() if name.partition("/")[0] == op]
-    found = {name: registries.ops[f"{op}/{name}"].platforms for name in names}
-    return [name for name, platforms in found.items() if platforms is None or platform in platforms]
+    found: list[str] = []
+    for name in registries.ops.names():
+        of, _, own = name.partition("/")
+        if of != op:
+            continue
+        try:
+            platforms = registries.ops[name].platforms
+        except PluginError as error:
+            if not isinstance(error.__cause__, ModuleNotFoundError):
+                raise
+            continue
+        if platforms is None or platform in platforms:
+            found.append(own)
+    return found
 
 
 def contract_of(op: str, deadline_s: float, *, log: Path) -> tuple[list[Contract], str | None]:

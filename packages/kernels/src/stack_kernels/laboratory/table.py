@@ -19,7 +19,7 @@ from stack_core.abi import OpCall
 from stack_core.errors import BenchmarkError
 from stack_core.hardware import use_chip
 from stack_core.machine import cpu_flags, cpu_model
-from stack_core.ops.building import answer
+from stack_core.ops.building import answer, implementations_of
 from stack_core.plugins import registries
 from stack_core.testing import first_call, op_checks
 from stack_kernels.laboratory.calls import CALLS
@@ -102,10 +102,11 @@ def _calls(op: str) -> Iterator[OpCall]:
 
 def taken(name: str, column: str) -> tuple[int, str | None]:
     """How many calls an implementation takes on a chip; where that is none, why."""
-    found, reasons = registries.ops[name], Counter[str]()
+    op, _, own = name.partition("/")
+    found, reasons = implementations_of(op)[own], Counter[str]()
     chosen = contextlib.nullcontext() if column == "cpu" else use_chip(registries.chips[column])
     with chosen, cudnn_taken_for_granted(), tokamax_taken_for_granted():
-        answers = [answer(found, call) for call in calls_of(found.op)]
+        answers = [answer(found, call) for call in calls_of(op)]
     count = sum(given is True for given in answers)
     reasons.update(str(given) for given in answers if given is not True)
     return count, None if count else reasons.most_common(1)[0][0]

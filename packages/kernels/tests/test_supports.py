@@ -124,8 +124,9 @@ def _quantized_weight(d_in: int, d_out: int, shared: int | None = None) -> Quant
 
 def _of_shapes(op: str, shapes: dict[str, Any], direction: str = "forward", **options: Any) -> OpCall:
     integers = ("labels", "group_sizes", "block_tables", "kv_lengths", "query_starts")
+    kinds = dict.fromkeys(integers, "int32") | {"mask": "bool"}
     arrays = {
-        name: x if isinstance(x, Quantized) else jnp.zeros(x, "int32" if name in integers else "bfloat16")
+        name: x if isinstance(x, Quantized) else jax.ShapeDtypeStruct(x, jnp.dtype(kinds.get(name, "bfloat16")))
         for name, x in shapes.items()
     }
     call = first_call(lambda arrays: getattr(ops, op)(**arrays, **options), arrays)
@@ -195,6 +196,36 @@ def test_both_passes_of_the_cross_entropy_take_the_tiles_that_they_share(embed: 
     tiles = list(tokamax.space(_entropy(embed), chip))
     assert tiles == list(tokamax.space(_entropy(embed, "backward"), chip))
     assert tiles and all(embed != 2 * tile.embed for tile in tiles)  # the backward pass does not take halves
+
+
+@pytest.mark.parametrize(
+    ("direction", "more", "takes"),
+    [
+        ("forward", {"mask": (1, 1, 1, 8192)}, True),
+        ("forward", {"mask": (2, 16, 1, 8192)}, False),  # the kernel's mask has all queries
+        ("forward", {"bias": (1, 16, 1, 1)}, True),
+        ("backward", {"bias": (1, 16, 1, 1)}, False),  # its gradient has all queries and keys at first
+    ],
+)
+def test_tokamaxs_attention_counts_what_it_makes_of_a_mask_and_a_bias(
+    direction: str, more: dict[str, Any], takes: bool
+) -> None:
+    shapes = dict.fromkeys(("query", "key", "value"), (2, 8192, 16, 64))
+    call, chip = _of_shapes("attention", {**shapes, **more}, direction), registries.chips["h100"]
+    tokamax = registries.ops["attention/tokamax"]
+    with tokamax_taken_for_granted():
+        answer = tokamax.supports(call, chip, None)
+    assert answer is True if takes else " would take " in str(answer)
+
+
+def test_tokamaxs_attention_has_barriers_for_three_stages_of_a_mask_on_hopper() -> None:
+    shapes = dict.fromkeys(("query", "key", "value"), (1, 256, 2, 64))
+    tokamax, chip = registries.ops["attention/tokamax"], registries.chips["h100"]
+    stages = [
+        {tile.stages for tile in tokamax.space(_of_shapes("attention", {**shapes, **more}), chip)}
+        for more in ({}, {"mask": (1, 1, 256, 256)})
+    ]
+    assert stages == [{2, 3, 4}, {2, 3}]
 
 
 def test_a_config_of_narrow_products_is_refused_where_wider_numbers_do_not_fit() -> None:

@@ -27,6 +27,7 @@ _MOST_FEATURES = {("sm90", "forward"): 256, ("sm90", "backward"): 256, ("sm100",
 _MOST_OF_BLACKWELLS_GRADIENT = 128  # the shared memory of a block holds no more
 _SHARED_BYTES = 220 * 2**10
 _MOST_MASK_BYTES = 2**30
+_MOST_MASKED_STAGES = 3  # on Hopper: a mask takes barriers of its own, of the 16 that a block has
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         f"a mask would take {mask_bytes} bytes": mask_bytes > _MOST_MASK_BYTES,
     }
     if call.direction == "backward":
+        bias_bytes = _bias_bytes(call)
+        problems[f"the gradient of the bias would take {bias_bytes} bytes"] = bias_bytes > _MOST_MASK_BYTES
         problems["it takes no gradient of lse"] = options["return_lse"]
         problems[f"{call.forward!r} hands it no lse"] = "lse" not in call.residuals
     elif generation == "sm100":
@@ -69,9 +72,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     problems["a head has a multiple of 8 features"] = bool(query.shape[3] % 8 or value.shape[3] % 8)
     if not any(problems.values()):
         problems["no tile fits into shared memory"] = not list(_space(call, chip))
-        problems[f"{config} does not fit into shared memory"] = config is not None and not _fits(
-            call, config, generation
-        )
+        problems[f"{config} does not fit the call"] = config is not None and not _fits(call, config, generation)
     problems[str(from_tokamax.missing())] = from_tokamax.missing() is not None
     return first_problem(problems)
 
@@ -87,10 +88,23 @@ def _cuts_bias(call: OpCall) -> bool:
 
 
 def _mask_bytes(call: OpCall) -> int:
+    """Of the mask that `_limits` makes: of all queries and keys, but not of all rows and heads."""
     (batch, q_seq), kv_seq, mask = call.arrays["query"].shape[:2], call.arrays["key"].shape[1], call.arrays["mask"]
-    of_segments = 0 if call.arrays["segment_ids"] is None else batch * q_seq * kv_seq
-    heads = 1 if mask is None else mask.shape[1]
-    return max(of_segments * heads, 0 if mask is None else mask.size)
+    rows, heads = (0, 1) if mask is None else mask.shape[:2]
+    if call.arrays["segment_ids"] is not None:
+        rows = batch
+    return rows * heads * q_seq * kv_seq
+
+
+def _bias_bytes(call: OpCall) -> int:
+    """Of the gradient of a bias before it is summed over the axes along which the bias is repeated."""
+    (batch, q_seq, heads), kv_seq, bias = (
+        call.arrays["query"].shape[:3],
+        call.arrays["key"].shape[1],
+        call.arrays["bias"],
+    )
+    scores = batch * heads * q_seq * kv_seq
+    return 0 if bias is None or bias.size == scores else scores * bias.dtype.itemsize
 
 
 def _space(call: OpCall, chip: Chip) -> Iterator[HeadTiles]:
@@ -110,6 +124,9 @@ def _space(call: OpCall, chip: Chip) -> Iterator[HeadTiles]:
 
 
 def _fits(call: OpCall, tiles: HeadTiles, generation: str) -> bool:
+    masked = any(call.arrays[name] is not None for name in ("mask", "segment_ids"))
+    if masked and (generation, call.direction) == ("sm90", "forward") and tiles.stages > _MOST_MASKED_STAGES:
+        return False
     return _shared_bytes(call, tiles, generation) <= _SHARED_BYTES
 
 

@@ -44,6 +44,11 @@ def test_the_function_runs_where_it_is_named_with_its_first_config():
     assert str(jaxpr).count("dot_general") == 3
 
 
+def test_a_call_may_have_no_config():
+    mine = implementation("gated_linear_unit", name="mine", configs=lambda call, chip: ())(gated)
+    assert mine.default(OpCall("gated_linear_unit", {}, {}), None) is None
+
+
 def test_it_is_the_packages_own_name():
     assert stack_kernels.implementation is implementation
     with pytest.raises(AttributeError, match="has no attribute 'implementatoin'"):

@@ -83,7 +83,7 @@ def implementation(  # noqa: PLR0913  each is a field of OpImplementation
             backward,
             platforms=None if platforms is None else tuple(platforms),
             supports=supports,
-            default=(lambda call, chip: space(call, chip)[0]) if is_tuned else None,
+            default=(lambda call, chip: next(iter(space(call, chip)), None)) if is_tuned else None,
             space=space,
             residuals=tuple(residuals),
             is_opaque=is_opaque,

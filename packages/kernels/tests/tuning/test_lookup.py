@@ -95,6 +95,13 @@ def test_what_is_far_from_all_that_was_measured_gets_no_advice(seq: int) -> None
     assert _choice(_table(_measured(BOTH)), _call(seq)) is None
 
 
+def test_a_query_offset_may_be_negative() -> None:
+    table = _table(_measured(BOTH, _call(query_offset=-64)))
+    assert [_name(table, _call(query_offset=offset)) for offset in (-64, -65, -200, 1, -4096, 64)] == 3 * ["b"] + 3 * [
+        None
+    ]
+
+
 def test_the_reason_says_what_was_measured_where() -> None:
     table = _table(_measured(BOTH))
     assert _choice(table, _call(8193)).reason == (

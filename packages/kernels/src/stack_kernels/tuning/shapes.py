@@ -83,10 +83,17 @@ class CallShape:
         mine, others = dict(self.sizes), dict(other.sizes)
         if (self.op, self.traits, mine.keys()) != (other.op, other.traits, others.keys()):
             return math.inf
-        return sum(abs(math.log2((size + 1) / (others[name] + 1))) for name, size in mine.items())
+        return sum(_octaves(size, others[name]) for name, size in mine.items())
 
     def __str__(self) -> str:
         return " ".join(f"{name}={size}" for name, size in self.sizes)
+
+
+def _octaves(size: int, other: int) -> float:
+    """|log2| of the ratio; from a negative number, as a query offset may be, to others the way leads through zero."""
+    if (size < 0) != (other < 0):
+        return _octaves(abs(size), 0) + _octaves(abs(other), 0)
+    return abs(math.log2((abs(size) + 1) / (abs(other) + 1)))
 
 
 def bucket_of(size: int) -> int:

@@ -10,7 +10,7 @@ from stack_core.errors import TuningError
 from stack_kernels.commands.tune import tune
 from stack_kernels.tuning.child import TRYING_VARIABLE, tune_in_child
 from stack_kernels.tuning.sources import MEASURED
-from stack_kernels.tuning.tables import Table
+from stack_kernels.tuning.tables import ChipName, Table
 
 MODULE = """
 import jax, jax.numpy as jnp
@@ -80,6 +80,20 @@ def test_tables_are_exported_merged_listed_and_cleared(module: Path, capsys: pyt
     tune(clear=True)
     assert [file.name for file in own.iterdir()] == ["damaged.json"]  # whose it is nobody can say
     assert f"deleted {Path('.stack', 'tuned', table.chip.file_name)}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_tables_are_listed_and_cleared_where_results_go(
+    module: Path, named: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, own = module.parent / "one", module.parent / ".stack" / "tuned"
+    if named:
+        monkeypatch.setenv("STACK_TUNED_TABLES", str(folder))
+    for place in (folder, own):
+        Table(ChipName("cpu", "", {})).write(place / "cpu.json")
+    tune(clear=True, tables=None if named else folder, json=True)
+    assert json.loads(capsys.readouterr().out) == []
+    assert (list(folder.iterdir()), [file.name for file in own.iterdir()]) == ([], ["cpu.json"])
 
 
 def test_there_is_nothing_to_export_before_anything_was_measured(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,12 +42,13 @@ def tune(
 
     example_args is a function beside fn that returns the tuple of its arguments; jax.ShapeDtypeStruct do. A function
     without parameters needs none. Results are kept in .stack/tuned, where processes that start in this directory find
-    them. Without a function, lists what is known. Ctrl-C keeps what was measured and exits with status 130.
+    them. Without a function, lists the tables that are read, or with --tables those of that folder. Ctrl-C keeps what was measured and exits with status 130.
 
     Args:
       target: the function to tune.
       budget_s: seconds to measure, compilations included.
-      tables: keep the results in this folder instead; set STACK_TUNED_TABLES to it where they are to be used.
+      tables: keep the results in this folder, by default the first one that STACK_TUNED_TABLES names or .stack/tuned;
+        set STACK_TUNED_TABLES to it where they are to be used.
       again: measure also what was measured before.
       clear: first delete the tables of the folder.
       merge: first take over the measurements of these files.
@@ -65,7 +66,7 @@ def tune(
         table = _known_here(tables)
         table.write(export / table.chip.file_name if export.is_dir() else export)
     if target is None:
-        _print_known(json=json)
+        _print_known(tables, json=json)
     if status:
         sys.exit(status)
 
@@ -108,10 +109,10 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _clear(folder: Path | None) -> None:
-    from stack_kernels.tuning.tables import HERE, Table
+    from stack_kernels.tuning.tables import Table, own_folder
 
     console = Console(highlight=False, soft_wrap=True, stderr=True)
-    for file in sorted((folder or HERE).glob("*.json")):
+    for file in sorted((folder or own_folder()).glob("*.json")):
         try:
             Table.read(file)
         except TuningError as error:
@@ -199,12 +200,12 @@ def _job_record(report: "TuneReport", job: "Job") -> dict[str, Any]:
     }
 
 
-def _records() -> list[dict[str, Any]]:
+def _records(folder: Path | None) -> list[dict[str, Any]]:
     from stack_kernels.tuning.sources import table_files
     from stack_kernels.tuning.tables import Table
 
     records: list[dict[str, Any]] = []
-    for file in table_files():
+    for file in table_files() if folder is None else sorted(folder.glob("*.json")):
         try:
             table = Table.read(file)
         except TuningError as error:
@@ -216,8 +217,8 @@ def _records() -> list[dict[str, Any]]:
     return records
 
 
-def _print_known(*, json: bool) -> None:
-    records = _records()
+def _print_known(folder: Path | None, *, json: bool) -> None:
+    records = _records(folder)
     if json:
         print(json_format.dumps(records, indent=2))
         return

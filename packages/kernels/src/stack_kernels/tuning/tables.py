@@ -28,6 +28,7 @@ __all__ = [
     "Table",
     "decoded_config",
     "encoded_config",
+    "own_folder",
     "own_table_path",
 ]
 
@@ -210,15 +211,14 @@ class Table:
 
 
 def own_table_path(chip: ChipName, folder: Path | None = None) -> Path:
-    """Where `tune` keeps what it measures on a chip.
+    """Where `tune` keeps what it measures on a chip, in a folder or in `own_folder`."""
+    return (folder or own_folder()) / chip.file_name
 
-    Args:
-      folder: by default the first folder that `STACK_TUNED_TABLES` names, else `.stack/tuned` of the working directory.
-    """
-    if folder is None:
-        named = [Path(place) for place in os.environ.get(TABLES_VARIABLE, "").split(os.pathsep) if place]
-        folder = next((place for place in named if place.suffix != ".json"), HERE)
-    return folder / chip.file_name
+
+def own_folder() -> Path:
+    """The first folder that `STACK_TUNED_TABLES` names, else `.stack/tuned` of the working directory."""
+    named = [Path(place) for place in os.environ.get(TABLES_VARIABLE, "").split(os.pathsep) if place]
+    return next((place for place in named if place.suffix != ".json"), HERE)
 
 
 def _cases(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:

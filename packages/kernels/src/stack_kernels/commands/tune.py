@@ -42,7 +42,8 @@ def tune(
 
     example_args is a function beside fn that returns the tuple of its arguments; jax.ShapeDtypeStruct do. A function
     without parameters needs none. Results are kept in .stack/tuned, where processes that start in this directory find
-    them. Without a function, lists the tables that are read, or with --tables those of that folder. Ctrl-C keeps what was measured and exits with status 130.
+    them. Without a function, lists the tables that are read, or with --tables those of that folder. Ctrl-C keeps what
+    was measured and exits with status 130.
 
     Args:
       target: the function to tune.

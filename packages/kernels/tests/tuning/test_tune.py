@@ -105,15 +105,16 @@ def test_a_wrong_gradient_is_rejected_and_its_forward_pass_is_not(register: Call
     assert _names()[1] == "reference"
 
 
-def test_what_raises_is_recorded_and_the_rest_goes_on(register: Callable[..., None]) -> None:
+@pytest.mark.parametrize("kind", [ValueError, AssertionError])
+def test_what_raises_is_recorded_and_the_rest_goes_on(register: Callable[..., None], kind: type[Exception]) -> None:
     def broken(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any) -> Any:
-        raise ValueError("no tile of 24 rows")
+        raise kind("no tile of 24 rows")
 
     register(SLOW, FAST, linear("broken", broken))
     report = tune(layer, X, WEIGHT)
     assert _outcomes(report)["broken"] == "failed"
     (failed,) = (found for found in report.table.measurements if found.outcome == "failed")
-    assert failed.reason == "ValueError: no tile of 24 rows"
+    assert failed.reason == f"{kind.__name__}: no tile of 24 rows"
     assert _names()[0] in ("fast", "reference")
 
 

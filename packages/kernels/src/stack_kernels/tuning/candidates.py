@@ -20,9 +20,13 @@ from stack_core.testing import TOLERANCES, assert_close
 from stack_kernels.tuning.operands import draw_operands
 from stack_kernels.tuning.tables import encoded_config
 
-__all__ = ["Candidate", "Trial", "candidates_of"]
+__all__ = ["Candidate", "Trial", "WrongNumbers", "candidates_of"]
 
 _REFERENCE = "reference"
+
+
+class WrongNumbers(Exception):
+    """An output or a gradient leaves the contract's tolerance."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,14 +105,17 @@ class Trial:
         """What to time of a candidate, once it has run and was found right.
 
         Raises:
-          AssertionError: its output or a gradient leaves the contract's tolerance.
+          WrongNumbers: its output or a gradient leaves the contract's tolerance.
           Exception: whatever it raises.
         """
         run = self._run(candidate)
         actual, expected = run(), (self._output, self._expected[1])
         if self._names and not candidate.is_whole:
             actual = self._output, actual[1]
-        assert_close(actual, expected, self._tolerance)
+        try:
+            assert_close(actual, expected, self._tolerance)
+        except AssertionError as error:
+            raise WrongNumbers(str(error)) from error
         return run
 
     def _run(self, candidate: Candidate) -> Callable[[], Any]:

@@ -17,7 +17,7 @@ from stack_core.abi import OpCall
 from stack_core.errors import StackError, TuningError
 from stack_core.hardware import Chip, current_chip, use_chip
 from stack_core.ops import Explanation
-from stack_kernels.tuning.candidates import Candidate, Trial, candidates_of
+from stack_kernels.tuning.candidates import Candidate, Trial, WrongNumbers, candidates_of
 from stack_kernels.tuning.costs import estimate_s, roofline_s
 from stack_kernels.tuning.lookup import OneTable
 from stack_kernels.tuning.measure import measure
@@ -304,7 +304,7 @@ class _Search:
             try:
                 with self._noted(job, candidate):
                     accepted[candidate] = trial.accept(candidate)
-            except AssertionError as error:
+            except WrongNumbers as error:
                 found.append(self._record(job, candidate, outcome="rejected", reason=_first_line(error)))
             except Exception as error:  # A candidate may fail in any way, which is a result like others.
                 reason = f"{type(error).__name__}: {_first_line(error)}"

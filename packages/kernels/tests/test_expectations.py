@@ -82,6 +82,15 @@ def test_between_sizes_the_cost_model_predicts(measure):
     assert "about 4" in str(row)
 
 
+def test_a_prediction_names_measurements_of_the_config_that_it_is_of(measure, tmp_path):
+    measure(config={"tile": 2})({800: 4e-2})
+    (tmp_path / "toy.json").rename(tmp_path / "slow.json")
+    measure(config={"tile": 1})({2048: 8e-3, 512: 2e-3})
+    row = of("reference", expected("linear", shapes(1024), CHIP))
+    assert (row.basis, row.config) == ("predicted", {"tile": 1})
+    assert "the nearest measured at" in row.provenance and "rows=800" not in row.provenance
+
+
 @pytest.mark.parametrize(
     ("chip", "fields"),
     [
@@ -141,6 +150,8 @@ def test_options_and_integers_are_the_ops(measure):
     assert causal.seconds <= full.seconds
     labels = {"hidden": (8, 16), "weight": (16, 100), "labels": (8,)}
     assert of("reference", expected("linear_cross_entropy", labels, CHIP)).basis == "bound"
+    adapters = {"x": (8, 16), "down": (3, 16, 4), "up": (3, 4, 16), "scale": (3,), "rows": (8,)}
+    assert of("reference", expected("low_rank", adapters, CHIP)).refusal == ""
 
 
 def test_a_damaged_table_is_left_out_with_a_warning(tmp_path, monkeypatch):

@@ -29,7 +29,8 @@ __all__ = ["Expectation", "Expectations", "expected"]
 
 # The parameters of ops that are no floating arrays; shapes given for them get these dtypes.
 _INTEGERS = frozenset({
-    "block_tables", "group_sizes", "kv_lengths", "labels", "positions", "query_offset", "query_starts", "segment_ids",
+    "block_tables", "group_sizes", "kv_lengths", "labels", "positions", "query_offset", "query_starts", "rows",
+    "segment_ids",
 })  # fmt: skip
 _BOOLEANS = frozenset({"mask"})
 _FARTHEST = 3.0  # of `CallShape.distance`, as in lookup
@@ -181,17 +182,17 @@ def _is_near(found: Measurement, name: str, call: OpCall, shape: CallShape) -> b
 
 
 def _predicted(name: str, found: Sequence[tuple[Path, Measurement]], shape: CallShape, chosen: bool) -> Expectation:
-    by_candidate: dict[tuple[str, str], list[Measurement]] = {}
-    for _, each in found:
-        by_candidate.setdefault(each.candidate, []).append(each)
+    by_candidate: dict[tuple[str, str], list[tuple[Path, Measurement]]] = {}
+    for path, each in found:
+        by_candidate.setdefault(each.candidate, []).append((path, each))
     estimates = [
-        (estimate_s([(each.case.shape, each.median_s) for each in group], shape), group)
+        (estimate_s([(each.case.shape, each.median_s) for _, each in group], shape), group)
         for group in by_candidate.values()
     ]
     seconds, group = min(estimates, key=lambda item: item[0])
-    path, nearest = min(found, key=lambda item: item[1].case.shape.distance(shape))
+    path, nearest = min(group, key=lambda item: item[1].case.shape.distance(shape))
     provenance = f"by the cost model from {len(group)} measurements, the nearest {_measured(path, nearest)}"
-    return Expectation(name, "", chosen, group[0].config, seconds, "predicted", provenance)
+    return Expectation(name, "", chosen, nearest.config, seconds, "predicted", provenance)
 
 
 def _measured(path: Path, found: Measurement) -> str:

@@ -1,4 +1,4 @@
-"""Child processes that report line by line: one that crashes, hangs or breaks its device loses its own work alone."""
+"""Child processes that report line by line: one that crashes, hangs or breaks its device keeps what it has told."""
 
 import json
 import os

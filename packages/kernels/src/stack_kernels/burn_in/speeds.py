@@ -1,8 +1,10 @@
 """Measures every implementation at the standard calls. `python -m stack_kernels.burn_in.speeds OUT SECONDS OPS`.
 
-Writes the results after each call, so that a device that breaks loses what comes after.
+Writes the results after each call, so that a device that breaks loses what comes after. Prints a JSON object for each
+call that failed.
 """
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -38,8 +40,9 @@ def main() -> None:
             sys.exit(f"the time budget left {len(planned) - place} of {len(planned)} calls")
         try:
             row = measured(task, rounds=_ROUNDS, budget_s=remaining_s / (len(planned) - place))
-        except BenchmarkError as error:
-            print(error, file=sys.stderr, flush=True)
+        except Exception as error:  # whatever a kernel does on a new chip is a finding
+            what = str(error) if isinstance(error, BenchmarkError) else f"{task}: {type(error).__name__}: {error}"
+            print(json.dumps({"left_out": " ".join(what.split())[:300]}), flush=True)
             continue
         if isinstance(row, Row):
             rows.append(row)

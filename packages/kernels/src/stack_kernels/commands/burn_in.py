@@ -21,9 +21,10 @@ def burn_in(*, out: Path = Path("burn-in"), budget_s: float = 600.0, ops: str = 
     """Try every kernel on this device: stack bench burn-in --out h100
 
     Runs each op's contract against float64, tunes the standard calls, measures every implementation in turns with
-    core's reference, and captures a profile. Child processes do the work, so that a kernel that crashes or hangs costs
-    its own row. Writes OUT/<chip>.md, the tuned table, the results and the profile. Exits with status 1 if a contract
-    is broken. Without an accelerator it tries what runs on the CPU.
+    core's reference, and captures a profile. Child processes do the work: a check that crashes costs its own row, and
+    one that hangs the rest of its op; in the other stages a crash costs the rest of the stage. Writes OUT/<chip>.md,
+    the tuned table, the results and the profile. Exits with status 1 if a contract is broken. Without an accelerator it
+    tries what runs on the CPU.
 
     Args:
       out: the directory to write; must not hold another burn-in.
@@ -113,9 +114,14 @@ def _measure(found: "Findings", out: Path, name: str, ops: list[str], share_s: f
     path = out / f"{name}-speeds.json"
     arguments = ["-m", "stack_kernels.burn_in.speeds", str(path), str(_MARGIN * share_s), ",".join(ops)]
     tables = {"STACK_TUNED_TABLES": str(found.table) if found.table else ""}
-    ended = run_child(arguments, time.monotonic() + share_s, log=out / "speeds.log", environment=tables)
+    left_out: list[str] = []
+
+    def told(said: dict[str, object]) -> None:
+        left_out.append(f"speeds: {said['left_out']}")
+
+    ended = run_child(arguments, time.monotonic() + share_s, log=out / "speeds.log", told=told, environment=tables)
     found.speeds = Results.read(path) if path.exists() else None
-    found.missing += [f"speeds: {ended.problem}"] if ended.problem else []
+    found.missing += left_out + ([f"speeds: {ended.problem}"] if ended.problem else [])
 
 
 def _profile(found: "Findings", out: Path, name: str, ops: list[str], share_s: float) -> None:

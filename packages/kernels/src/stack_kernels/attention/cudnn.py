@@ -37,13 +37,17 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         "it takes one query_offset for all rows, known while tracing": "query_offset" in call.arrays,
         "it returns no lse": options["return_lse"],
         f"it takes {' or '.join(_DTYPES)}, not {query.dtype.name}": query.dtype.name not in _DTYPES,
-        f"a head has a multiple of 8 features, at most {_MOST_FEATURES}": features % 8 or features > _MOST_FEATURES,
-        "values have as many features as keys": features != value.shape[3],
-        "there are even numbers of queries and of keys": q_seq % 2 or kv_seq % 2,
+        f"it takes heads of a multiple of 8 features, at most {_MOST_FEATURES}, not {features}": features % 8
+        or features > _MOST_FEATURES,
+        f"it takes values of as many features as keys, not {value.shape[3]} and {features}": features != value.shape[3],
+        f"it takes even numbers of queries and of keys, not {q_seq} and {kv_seq}": q_seq % 2 or kv_seq % 2,
         "there is no query or no key": query.size * key.size == 0,
-        "a window has a left end and is causal": options["window"] is not None
+        f"it takes causal windows with a left end, not {options['window']} with causal={options['causal']}": options[
+            "window"
+        ]
+        is not None
         and not (options["causal"] and options["window"][0] is not None),
-        "causal queries stand at the places of the keys": options["causal"] and not is_aligned,
+        "it takes causal queries at the places of the keys alone": options["causal"] and not is_aligned,
         f"a mask of the segments would take {mask_bytes} bytes": mask_bytes > _MOST_MASK_BYTES,
         "cuDNN is not installed: pip install nvidia-cudnn-cu13": not is_installed(),
     }

@@ -110,7 +110,7 @@ class Kernel:
         known, sizes = self.generations.get(call.direction, ()), (*lhs.shape, rhs.shape[2])
         absent = from_tokamax.missing(*self.needs)
         problems = {
-            f"its {call.direction} pass is for {' and '.join(known)}, not {chip.kind}": self.platform == "gpu"
+            f"its {call.direction} pass is for {_chips(known)}, not {chip.kind}": self.platform == "gpu"
             and generation not in known,
             f"it takes {' or '.join(self.dtypes)}, not {lhs.dtype.name}": lhs.dtype.name not in self.dtypes,
             "there is no row, or matrices are empty": lhs.size * rhs.size == 0,
@@ -189,6 +189,12 @@ class Kernel:
 
     def _tile(self, config: Any) -> int:
         return self.rows_of_tile or config.rows
+
+
+def _chips(generations: tuple[str, ...]) -> str:
+    kinds = {"sm80": ("a100",), "sm90": ("h100", "h200"), "sm100": ("b200",)}
+    *most, last = (kind for generation in generations for kind in kinds[generation]) if generations else ("no GPU",)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _of_hopper(call: OpCall) -> Iterator[GroupTiles]:

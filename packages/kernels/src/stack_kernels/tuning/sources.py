@@ -26,7 +26,7 @@ class DamagedTableWarning(UserWarning):
 
 
 def table_files() -> list[Path]:
-    """The files that tables are read from, those whose measurements go before others of the same age last."""
+    """Table files in increasing precedence."""
     chosen = os.environ.get(TABLES_VARIABLE)
     if chosen is not None:
         places = [Path(place) for place in chosen.split(os.pathsep) if place]

@@ -1,18 +1,24 @@
 """Every hook and every contract has its section, and no section speaks of what is not there."""
 
 import ast
+import contextlib
 import importlib
 import pkgutil
 import re
+import unittest
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pluggy
 import pytest
 
 from stack_core import abi, contracts, generation, hookspecs
 from stack_core.abi import OpCall
+from stack_core.contracts.models import Head, Outputs
 from stack_core.hookspecs import DETAILS, HOOKS
 from stack_core.registry import Registrar
+from stack_core.testing import op_checks
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -72,10 +78,15 @@ def test_links_lead_somewhere(page):
             assert anchor in [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings], link
 
 
-def plugin_of(block):
-    """A plugin manager that knows the hooks which a block of Python implements."""
+def namespace_of(block):
     namespace = {"__name__": "an_example"}
     exec(block, namespace)
+    return namespace
+
+
+def plugin_of(block):
+    """A plugin manager that knows the hooks which a block of Python implements."""
+    namespace = namespace_of(block)
     manager = pluggy.PluginManager("stack")
     manager.add_hookspecs(hookspecs)
     manager.register(type("Plugin", (), {name: staticmethod(namespace[name]) for name in namespace if name in HOOKS}))
@@ -108,3 +119,34 @@ def test_the_selecting_hooks_example_selects():
     call = OpCall("norm", {}, {}, "forward")
     assert select(call=call, chip=None, candidates=("reference", "acme_forward")) == "acme_forward"
     assert select(call=call, chip=None, candidates=("reference", "other")) is None
+
+
+def test_the_ops_example_keeps_its_contract():
+    implementation = namespace_of(*blocks(HOOK_SECTIONS["stack_register_ops"]))["PLAIN"]
+    ran = 0
+    for check in op_checks("gated_linear_unit"):
+        if check.aspect == "float32":
+            with contextlib.suppress(unittest.SkipTest):
+                check(implementation)
+                ran += 1
+    assert ran
+
+
+def test_the_objectives_example_gives_a_loss():
+    config = namespace_of(*blocks(HOOK_SECTIONS["stack_register_objectives"]))["FocalConfig"]
+    focal = config(gamma=0.0).build()
+    tokens = jnp.arange(4)[None] % 3
+    batch = {name: tokens for name in focal.inputs}
+    loss, metrics = focal(OneHot(), batch, key=None)
+    assert metrics["loss"].value == loss
+    assert jnp.allclose(loss, jnp.log(jnp.e + 2) - 1)
+
+
+class OneHot:
+    """A model whose most likely token is the one that it is given."""
+
+    def __call__(self, tokens, positions, segment_ids=None, cache=None):
+        return Outputs(hidden=jax.nn.one_hot(tokens, 3))
+
+    def head(self):
+        return Head(jnp.eye(3))

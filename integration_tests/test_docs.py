@@ -136,7 +136,7 @@ def test_the_objectives_example_gives_a_loss():
     config = namespace_of(*blocks(HOOK_SECTIONS["stack_register_objectives"]))["FocalConfig"]
     focal = config(gamma=0.0).build()
     tokens = jnp.arange(4)[None] % 3
-    batch = {name: tokens for name in focal.inputs}
+    batch = dict.fromkeys(focal.inputs, tokens)
     loss, metrics = focal(OneHot(), batch, key=None)
     assert metrics["loss"].value == loss
     assert jnp.allclose(loss, jnp.log(jnp.e + 2) - 1)

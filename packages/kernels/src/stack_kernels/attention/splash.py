@@ -15,6 +15,7 @@ import numpy as np
 
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
+from stack_kernels.attention.sinks import sinks_gradient
 from stack_kernels.supports import first_problem, takes_no
 
 __all__ = ["SPLASH", "SplashTiles", "splash"]
@@ -239,8 +240,7 @@ def _backward(
         "value": _untiled(of_value, arrays["value"]),
     }
     if "sinks" in wants:
-        shares = jnp.sum(outputs.astype(jnp.float32) * cotangents.astype(jnp.float32), axis=-1)
-        found["sinks"] = -jnp.sum(jnp.exp(sinks - lse) * shares, axis=(0, 1))
+        found["sinks"] = sinks_gradient(sinks, lse, outputs, cotangents)
     return found
 
 

@@ -17,6 +17,7 @@ from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import joined_by_sinks
 from stack_kernels import from_tokamax
+from stack_kernels.attention.sinks import sinks_gradient
 from stack_kernels.supports import first_problem
 
 __all__ = ["TOKAMAX", "HeadTiles"]
@@ -211,8 +212,7 @@ def _backward(
     given = from_tokamax.on_arrays(gradients, output, cotangent, kept, *operands, _limits(call))
     found = dict(zip(names, given, strict=False))
     if "sinks" in wants:
-        shares = jnp.sum(outputs.astype(jnp.float32) * cotangents.astype(jnp.float32), axis=-1)
-        found["sinks"] = -jnp.sum(jnp.exp(arrays["sinks"].astype(jnp.float32) - lse) * shares, axis=(0, 1))
+        found["sinks"] = sinks_gradient(arrays["sinks"], lse, outputs, cotangents)
     return {name: array for name, array in found.items() if name in wants}
 
 

@@ -1,0 +1,21 @@
+"""The gradient of attention's sinks, for kernels that leave it to their adapters."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+__all__ = ["sinks_gradient"]
+
+
+def sinks_gradient(sinks: Any, lse: Any, outputs: Any, cotangents: Any) -> Any:
+    """float32[heads]: the sum of -exp(s - lse) <o, do> over queries.
+
+    Args:
+      sinks: s, [heads].
+      lse: [batch, q_seq, heads], with the sinks; -inf, and no gradient, where a query has neither a key nor a sink.
+      outputs: o, [batch, q_seq, heads, features].
+      cotangents: do, likewise.
+    """
+    shares = jnp.sum(outputs.astype(jnp.float32) * cotangents.astype(jnp.float32), axis=-1)
+    weights = jnp.exp(sinks.astype(jnp.float32) - jnp.where(jnp.isneginf(lse), 0, lse))
+    return -jnp.sum(weights * shares, axis=(0, 1))

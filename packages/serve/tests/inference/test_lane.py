@@ -116,6 +116,41 @@ def test_a_call_that_fails_ends_its_requests_and_no_others(
     check(told.of(job), 2)
 
 
+def test_a_fault_of_the_lane_ends_all_that_wait_and_takes_no_more(
+    lane: Lane, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise KeyError("a group")
+
+    monkeypatch.setattr(lane, "_note", broken)
+    jobs = [make(lane, rows) for rows in (2, 20)]
+    for job in jobs:
+        lane.submit(job)
+    lane.start()
+    assert [type(told.of(job)) for job in jobs] == [KeyError, KeyError]
+    assert (lane.waiting_rows, lane.statistics.failed) == (0, 2)
+    with pytest.raises(EngineStopped, match="'digits' failed: KeyError"):
+        lane.submit(make(lane, 1))
+
+
+def test_sizes_may_name_axes_in_another_order_than_the_inputs(tmp_path: Path, told: Told) -> None:
+    function = bundle.Function(
+        lambda params, x: {"double": x * 2},
+        inputs={"x": ("float32", ("batch", "height", "width"))},
+        sizes={"batch": (2,), "width": (2, 3), "height": (1, 2)},
+    )
+    bundle.export(tmp_path / "double", {"predict": function}, licence="MIT")
+    lane = Lane(bundle.load(tmp_path / "double"), max_waiting=4, tell=told)
+    lane.warm_up()
+    lane.start()
+    x = np.arange(6, dtype="f4").reshape(1, 2, 3)
+    lane.submit(job := lane.job("predict", {"x": x}, None, lambda job, outcome: None))
+    outcome = told.of(job)
+    assert isinstance(outcome, Answer)
+    assert outcome.outputs[0].tolist() == (2 * x).tolist()
+    lane.drain()
+
+
 def test_inputs_are_checked_before_they_wait(lane: Lane) -> None:
     with pytest.raises(InferenceError, match=r"Expected \(pixels"):
         lane.job("predict", {"pixels": images(1)[:, 1:]}, None, lambda job, outcome: None)

@@ -1,5 +1,6 @@
 """One version of a model at work: a queue, a thread, and the programs of an opened bundle."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from stack_serve.inference.costs import Costs
 
 __all__ = ["Answer", "Job", "Lane", "Statistics"]
 
+_LOG = logging.getLogger(__name__)
 _MEASURED = 5
 
 
@@ -80,7 +82,7 @@ class _Group:
     """Calls that may be joined.
 
     Attributes:
-      sizes: of all named axes but the batch, as pairs.
+      sizes: of all named axes but the batch, as pairs in the order of their names.
     """
 
     signature: str
@@ -106,9 +108,11 @@ class Lane:
         self._programs: dict[tuple[_Group, int], Callable[..., Any]] = {}
         self._costs: dict[Hashable, Costs] = {}
         self._waiting: deque[Job] = deque()
+        self._planned: list[Job] = []
         self._rows = 0
         self._changed = threading.Condition()
         self._open = True
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"lane {bundle.manifest.name}", daemon=True)
 
     def warm_up(self) -> None:
@@ -155,9 +159,11 @@ class Lane:
 
         Raises:
           EngineBusy: too many rows wait.
-          EngineStopped: the lane is being drained.
+          EngineStopped: the lane is being drained, or its thread failed.
         """
         with self._changed:
+            if self._failure is not None:
+                raise EngineStopped(f"This version of {self.manifest.name!r} failed: {self._failure!r}. Load it again.")
             if not self._open:
                 raise EngineStopped(f"This version of {self.manifest.name!r} is being unloaded. Ask again.")
             if self._rows and self._rows + job.rows > self._max_waiting:
@@ -183,27 +189,46 @@ class Lane:
             self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while self._open and not self._waiting:
-                    self._changed.wait()
-                if not self._waiting:
-                    return
-                jobs = list(self._waiting)
-                now_s = time.monotonic()
-                costs = {group: costs.at(now_s) for group, costs in self._costs.items()}
-                planned = plan(jobs, costs, now_s)
-                outcomes: list[tuple[Job, Outcome]] = [
-                    (jobs[number], _late(jobs[number])) for number in planned.expired
-                ]
-                taken = self._take(jobs, planned.call, now_s)
-                gone = {id(job) for job, _ in outcomes} | {id(job) for job, _, rows in taken if job.rows == 0}
-                self._waiting = deque(job for job in jobs if id(job) not in gone)
-                self._rows = sum(job.rows for job in self._waiting)
-            if planned.call is not None:
-                outcomes += self._compute(planned.call, taken)
-            self._count(outcomes)
-            self._tell(outcomes)
+        try:
+            while self._step():
+                pass
+        except Exception as error:  # Nobody may wait for a thread that has ended.
+            _LOG.exception("The lane of %s failed", self.manifest.name)
+            self._fail(error)
+
+    def _step(self) -> bool:
+        """Makes one call and tells of it; False once the lane is drained."""
+        with self._changed:
+            while self._open and not self._waiting:
+                self._changed.wait()
+            if not self._waiting:
+                return False
+            jobs = self._planned = list(self._waiting)
+            now_s = time.monotonic()
+            costs = {group: costs.at(now_s) for group, costs in self._costs.items()}
+            planned = plan(jobs, costs, now_s)
+            outcomes: list[tuple[Job, Outcome]] = [(jobs[number], _late(jobs[number])) for number in planned.expired]
+            taken = self._take(jobs, planned.call, now_s)
+            gone = {id(job) for job, _ in outcomes} | {id(job) for job, _, rows in taken if job.rows == 0}
+            self._waiting = deque(job for job in jobs if id(job) not in gone)
+            self._rows = sum(job.rows for job in self._waiting)
+        if planned.call is not None:
+            outcomes += self._compute(planned.call, taken)
+        self._count(outcomes)
+        self._tell(outcomes)
+        self._planned = []
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        """Takes no more jobs, and ends all that wait with the error."""
+        with self._changed:
+            self._open, self._failure = False, error
+            jobs = list(dict.fromkeys((*self._planned, *self._waiting)))
+            self._waiting.clear()
+            self._planned, self._rows = [], 0
+        outcomes: list[tuple[Job, Outcome]] = [(job, error) for job in jobs]
+        self._count(outcomes)
+        self._tell(outcomes)
 
     def _take(self, jobs: Sequence[Job], call: Call | None, now_s: float) -> list[tuple[Job, int, int]]:
         """Marks rows as taken; returns each job with its first row and how many."""
@@ -272,7 +297,7 @@ class Lane:
 
 def _group(name: str, signature: Signature, sizes: Mapping[str, int]) -> _Group:
     joins = signature.joins
-    return _Group(name, tuple((axis, size) for axis, size in sizes.items() if not (joins and axis == BATCH)))
+    return _Group(name, tuple(sorted((axis, size) for axis, size in sizes.items() if not (joins and axis == BATCH))))
 
 
 def _seconds(program: Callable[..., Any], arrays: Sequence[np.ndarray]) -> float:

@@ -388,6 +388,14 @@ def test_a_full_queue_refuses(idle: LLMEngine) -> None:
     assert caught.value.retry_after_s > 0
 
 
+def test_a_request_larger_than_the_queue_is_taken_where_none_wait(idle: LLMEngine) -> None:
+    idle.submit(request_of("seven", n=7, max_tokens=1))
+    with pytest.raises(EngineBusy, match="7 continuations wait already"):
+        idle.submit(request_of("more"))
+    with idle:
+        assert len(tokens_of(list(idle.stream("seven")))) == 7
+
+
 def test_what_was_submitted_before_the_start_is_done_after_it(idle: LLMEngine) -> None:
     idle.submit(request_of("early"))
     with idle:

@@ -97,7 +97,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       cache_dtype: what keys and values are held in (what the model computes in).
       tensor: devices that each layer is split over (1).
       prefix_caching: keep prompts for later requests that begin alike (yes).
-      max_waiting: requests that may wait before others are refused (1024).
+      max_waiting: continuations that may wait before others are refused (1024).
       adapter: NAME=DIR, an adapter that requests name as their model: a run that was trained with adapters, or a
         directory of PEFT; may be given several times.
       max_adapters: that are ready at once (8); of those that no request uses, the one used longest ago gives way.

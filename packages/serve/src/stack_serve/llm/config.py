@@ -41,7 +41,7 @@ class EngineConfig:
       max_adapters: that lie on the devices at once; of those that nobody uses, the one used longest ago gives way.
       adapter_rank: the most that adapters may have which are loaded later; None is that of `adapters`. It is rounded up
         to a power of two.
-      max_waiting: requests that may wait; one more is refused.
+      max_waiting: continuations that may wait, `n` for each request; more are refused, except where none wait.
       priorities: a request's priority counts from `-priorities` to `priorities`, so that none waits for ever; with 0
         requests may not have one.
       seed: of requests without one.

@@ -166,6 +166,7 @@ class LLMEngine:
         """Queues a request; see `Engine`.
 
         Raises:
+          EngineBusy: too many continuations wait; where none wait, a request of any size is taken.
           EngineStopped: the engine was closed or failed.
         """
         self.limits.check(request)
@@ -179,7 +180,7 @@ class LLMEngine:
                     parameter="request_id",
                 )
             waiting = self._accepted - self._loop.done_waiting
-            if waiting + request.sampling.n > self._max_waiting:
+            if waiting and waiting + request.sampling.n > self._max_waiting:
                 raise EngineBusy(
                     f"{waiting} continuations wait already; max_waiting={self._max_waiting}. Try again later.",
                     retry_after_s=_RETRY_AFTER_S,

@@ -143,7 +143,7 @@ class Service:
             await asyncio.sleep(self.config.poll_s)
             try:
                 await self.refresh()
-            except (StackError, OSError):
+            except Exception:  # Whatever one look meets, the next may succeed.
                 _LOG.exception("The repository cannot be read; what is served stays as it is")
 
     async def refresh(self) -> None:

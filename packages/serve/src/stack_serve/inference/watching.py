@@ -46,5 +46,6 @@ def _fingerprint(directory: Path) -> str:
             status = path.stat()
         except FileNotFoundError:  # It went while we looked; the next scan sees it gone.
             continue
-        digest.update(f"{path.relative_to(directory)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+        file = f"{path.relative_to(directory)}\0{status.st_size}\0{status.st_mtime_ns}\0"
+        digest.update(file.encode("utf-8", "surrogateescape"))  # Linux's names need not be UTF-8.
     return digest.hexdigest()

@@ -158,7 +158,7 @@ class Service:
                     await self._load(key)
 
     async def load(self, model: str) -> None:
-        """Loads a model again that was unloaded, or one that just came.
+        """Loads a model again that was unloaded, or one that just came; goes on when the caller is cancelled.
 
         Raises:
           UnknownName: the repository does not hold it.
@@ -166,7 +166,7 @@ class Service:
         """
         self._unwanted -= {model}
         self.versions = tried_again(self.versions, model)
-        await self.refresh()
+        await asyncio.shield(self.refresh())
         if not any(key.model == model for key in self.found):
             raise UnknownName(self._unknown(model))
         if latest(self.versions, model) is None:
@@ -174,7 +174,7 @@ class Service:
             raise EngineStopped(f"{model!r} cannot be loaded: {'; '.join(filter(None, reasons))}")
 
     async def unload(self, model: str) -> None:
-        """Lets running requests of a model end, and takes no more.
+        """Lets running requests of a model end, and takes no more; goes on when the caller is cancelled.
 
         Raises:
           UnknownName: the repository does not hold it.
@@ -182,7 +182,7 @@ class Service:
         if not any(key.model == model for key in (*self.found, *self.versions)):
             raise UnknownName(self._unknown(model))
         self._unwanted |= {model}
-        await self.refresh()
+        await asyncio.shield(self.refresh())
 
     def drain(self) -> None:
         """Takes no more requests."""
@@ -201,7 +201,8 @@ class Service:
         return steps(self.found, self.versions, unwanted=self._unwanted, newest=self.config.live_versions)
 
     async def _load(self, key: Key) -> None:
-        begun = loading(self.versions.get(key), self.found[key])
+        known = self.versions.get(key)
+        begun = loading(known, self.found[key])
         self.versions = changed(self.versions, key, begun)
         loop = asyncio.get_running_loop()
 
@@ -217,6 +218,9 @@ class Service:
 
         try:
             lane = await loop.run_in_executor(self._loader, opened)
+        except asyncio.CancelledError:
+            self.versions = changed(self.versions, key, known)
+            raise
         except Exception as error:  # Whatever a bundle does, the other versions go on.
             if not isinstance(error, StackError):
                 _LOG.exception("%s version %s cannot be loaded", *key)

@@ -1,7 +1,9 @@
+import asyncio
 import json
 import shutil
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +12,10 @@ import numpy as np
 import pytest
 
 from stack_serve import bundle
+from stack_serve.http.config import ServerConfig
+from stack_serve.inference.config import InferenceConfig
+from stack_serve.inference.service import Service
+from stack_serve.oip.http import App
 
 from ..bundle.digits import export, images, params, predict
 from .conftest import Served
@@ -230,3 +236,25 @@ def test_full_queues_and_deadlines_are_told(serve: Serve, monkeypatch: pytest.Mo
     first.join(30)
     second.join(30)
     assert sorted(statuses) == [200, 504]
+
+
+@pytest.mark.parametrize("parts", [[], [b"{"]])
+def test_a_body_that_does_not_arrive_ends_its_request(parts: list[bytes], tmp_path: Path) -> None:
+    app = App(Service(tmp_path, InferenceConfig()), ServerConfig(receive_timeout_s=0.01))
+    path = "/v2/repository/index"
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": []}
+    left = iter(parts)
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        for part in left:
+            return {"type": "http.request", "body": part, "more_body": True}
+        return await asyncio.Future()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 20))
+    start, body = sent
+    assert start["status"] == 408 and (b"connection", b"close") in start["headers"]
+    assert b"did not arrive within 0.01 s" in body["body"]

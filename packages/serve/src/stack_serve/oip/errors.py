@@ -46,6 +46,8 @@ def http_headers(error: Exception) -> Mapping[str, str]:
     """Headers that tell more."""
     if isinstance(error, EngineBusy):
         return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+    if isinstance(error, ProtocolError) and error.status == 408:
+        return {"connection": "close"}
     return {}
 
 

@@ -102,14 +102,12 @@ class App:
         announced = headers.get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > most:
             raise ProtocolError(f"The body has {int(announced)} bytes; the server takes {most}.", status=413)
-        message = await receive()
-        if not message.get("more_body"):
-            return message.get("body", b"")
-        parts = [message["body"]]
-        size_bytes = len(message["body"])
+        parts: list[bytes] = []
+        size_bytes = 0
         try:
             async with asyncio.timeout(self._config.receive_timeout_s):
-                while message.get("more_body"):
+                more = True
+                while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ProtocolError("The client left before its body was whole.")
@@ -119,10 +117,11 @@ class App:
                         raise ProtocolError(
                             f"The body has more than the {most} bytes that the server takes.", status=413
                         )
+                    more = message.get("more_body", False)
         except TimeoutError as error:
             message_ = f"The body did not arrive within {self._config.receive_timeout_s:g} s."
             raise ProtocolError(message_, status=408) from error
-        return b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def _ready(self, scope: Scope, receive: Receive) -> Reply:
         ready = self._service.state == "ready"

@@ -40,6 +40,7 @@ QUERY, KEY = _zeros(2, 5, 4, 8), _zeros(2, 7, 2, 8)
         ({"query_offset": _zeros(3, dtype=jnp.int32)}, ShapeError, ("'batch' is 3 in query_offset",)),
         ({"sinks": _zeros(2)}, ShapeError, ("'heads' is 2 in sinks",)),
         ({"segment_ids": _zeros(2, 5, dtype=jnp.int32)}, ShapeError, ("pass the pair",)),
+        ({"segment_ids": (_zeros(2, 5, dtype=jnp.int32),)}, ArgumentError, ("segment_ids has 1 arrays", "the pair")),
         ({"mask": _zeros(1, 1, 5, 7)}, ArgumentError, ("mask has dtype float32",)),
         ({"window": (-1, 0)}, ArgumentError, ("window is (-1, 0)",)),
         ({"softcap": 0.0}, ArgumentError, ("softcap is 0.0",)),

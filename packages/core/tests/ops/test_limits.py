@@ -10,6 +10,7 @@ import pytest
 
 from stack_core import ops
 from stack_core.hardware.flops import count_flops
+from stack_core.ops import _attention_tiles
 from stack_core.ops.building import contract
 
 MIB = 2**20
@@ -52,6 +53,16 @@ def test_attention_without_queries_or_keys(sizes: tuple[int, int]) -> None:
     query, key = jnp.ones((1, sizes[0], 2, 4)), jnp.ones((1, sizes[1], 2, 4))
     output, gradient = jax.value_and_grad(lambda query: jnp.sum(ops.attention(query, key, key)))(query)
     assert float(output) == 0 and gradient.shape == query.shape and not jnp.any(gradient)
+
+
+def test_lengths_out_of_range_show_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("_TILE_BYTES", "_FEWEST_ROWS", "_FEWEST_KEYS"):
+        monkeypatch.setattr(_attention_tiles, limit, 4)
+    query, key = jnp.ones((2, 5, 2, 4)), jnp.ones((2, 10, 2, 4))
+    call = functools.partial(ops.attention, query, key, key, implementation="reference")
+    found = call(kv_lengths=jnp.array([100, -(2**31)]))
+    np.testing.assert_array_equal(found, call(kv_lengths=jnp.array([10, 0])))
+    np.testing.assert_allclose(found[0], 1, rtol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [(3,), (2, 0)])

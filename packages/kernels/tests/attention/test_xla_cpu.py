@@ -41,7 +41,9 @@ OPTIONS = {
             "window": (90, 60),
         },
     ),
+    "first_queries_alone_see_keys": (100, {"window": (4, 0), "query_offset": 290}),
     "offset_per_row": (203, {"causal": True, "query_offset": jnp.array([98, -20]), "sinks": jnp.ones(4)}),
+    "one_row_out_of_range": (203, {"window": (90, 0), "query_offset": jnp.array([98, 2**31 - 1])}),
 }
 FEW_KEYS = {
     "laid_out_one_by_one": (100, {"causal": True, "query_offset": 10}),

@@ -16,7 +16,18 @@ from stack_core.ops._op import Op, OpAxes
 from stack_core.ops._running_softmax import with_sinks
 from stack_core.ops._splitting import LogicalNames
 
-__all__ = ["OP", "REFERENCE", "attention", "attention_axes"]
+__all__ = [
+    "OP",
+    "REFERENCE",
+    "attention",
+    "attention_axes",
+    "bounded_lengths",
+    "bounded_offset",
+    "check_attention",
+    "paired_segments",
+]
+
+_MOST_OFFSET = 2**30
 
 
 def attention(
@@ -62,7 +73,7 @@ def attention(
       bias: b, [batch, heads, q_seq, kv_seq], each axis its size or 1.
       mask: True where attention is allowed, shaped as `bias`.
       segment_ids: [batch, seq] when q_seq is kv_seq, or the pair ([batch, q_seq], [batch, kv_seq]).
-      kv_lengths: [batch], the number of leading keys that exist.
+      kv_lengths: [batch], the number of leading keys that exist; outside 0 .. kv_seq the nearest of the two.
       softcap: c, positive.
       sinks: s, [heads], logits that join the denominator and have no value.
       scale: by default key_dim ** -0.5.
@@ -82,18 +93,18 @@ def attention(
     Source: Vaswani et al., Attention Is All You Need, 2017 (arXiv:1706.03762); Ainslie et al., GQA, 2023
     (arXiv:2305.13245); sinks as in gpt-oss, 2025 (arXiv:2508.10925).
     """
-    _check_operands(query, key, value, bias, mask, kv_lengths, sinks)
+    check_attention("attention", query, key, value, bias=bias, mask=mask, kv_lengths=kv_lengths, sinks=sinks)
     check_window("attention", window)
     check_positive("attention", softcap=softcap, scale=scale)
-    segment_ids = _paired_segments(query, key, segment_ids)
+    q_seq, kv_seq = query.shape[1], key.shape[1]
     arrays = {
         "query": query,
         "key": key,
         "value": value,
         "bias": bias,
         "mask": mask,
-        "segment_ids": segment_ids,
-        "kv_lengths": kv_lengths,
+        "segment_ids": paired_segments("attention", query, key, segment_ids),
+        "kv_lengths": bounded_lengths(kv_lengths, kv_seq),
         "sinks": sinks,
     }
     options = {
@@ -103,20 +114,17 @@ def attention(
         "scale": query.shape[-1] ** -0.5 if scale is None else scale,
         "return_lse": return_lse,
     }
-    if query_offset is None:
-        query_offset = key.shape[1] - query.shape[1]
-    if isinstance(query_offset, int):
-        options["query_offset"] = query_offset
-    else:
-        sizes = Axes("attention")
-        sizes.match("query", query, "batch q_seq heads key_dim")
-        sizes.match("query_offset", query_offset, "batch")
-        arrays["query_offset"] = query_offset
+    offset = kv_seq - q_seq if query_offset is None else query_offset
+    placed = arrays if not isinstance(offset, int) else options
+    placed["query_offset"] = bounded_offset("attention", query, offset, q_seq, kv_seq, window)
     return dispatch(OP, arrays, options, implementation, axes)
 
 
-def _check_operands(query: Any, key: Any, value: Any, bias: Any, mask: Any, kv_lengths: Any, sinks: Any) -> None:
-    sizes = Axes("attention")
+def check_attention(
+    op: str, query: Any, key: Any, value: Any, *, bias: Any = None, mask: Any = None, kv_lengths: Any, sinks: Any
+) -> None:
+    """Checks the operands of `attention` or `ring_attention`."""
+    sizes = Axes(op)
     sizes.match("query", query, "batch q_seq heads key_dim")
     sizes.match("key", key, "batch kv_seq kv_heads key_dim")
     sizes.match("value", value, "batch kv_seq kv_heads value_dim")
@@ -126,31 +134,64 @@ def _check_operands(query: Any, key: Any, value: Any, bias: Any, mask: Any, kv_l
     sizes.match("sinks", sinks, "heads")
     if sizes["heads"] % sizes["kv_heads"]:
         raise ShapeError(
-            f"attention: query has {sizes['heads']} heads and key has {sizes['kv_heads']} kv_heads; "
+            f"{op}: query has {sizes['heads']} heads and key has {sizes['kv_heads']} kv_heads; "
             "expected a multiple, so that each key head serves equally many query heads."
         )
-    check_floating("attention", query=query, bias=bias, sinks=sinks)
-    check_same_dtype("attention", query=query, key=key, value=value)
+    check_floating(op, query=query, bias=bias, sinks=sinks)
+    check_same_dtype(op, query=query, key=key, value=value)
     if mask is not None and mask.dtype != jnp.bool_:
-        raise ArgumentError(f"attention: mask has dtype {mask.dtype}; expected bool, True where attention is allowed.")
+        raise ArgumentError(f"{op}: mask has dtype {mask.dtype}; expected bool, True where attention is allowed.")
 
 
-def _paired_segments(query: Any, key: Any, segment_ids: Any) -> Any:
+def paired_segments(op: str, query: Any, key: Any, segment_ids: Any) -> Any:
+    """The segments of queries and of keys, or None."""
     if segment_ids is None:
         return None
     if not isinstance(segment_ids, Sequence):
         if query.shape[1] != key.shape[1]:
             raise ShapeError(
-                f"attention: segment_ids is one array, but q_seq is {query.shape[1]} and kv_seq {key.shape[1]}; "
+                f"{op}: segment_ids is one array, but q_seq is {query.shape[1]} and kv_seq {key.shape[1]}; "
                 "pass the pair (of queries, of keys)."
             )
         segment_ids = (segment_ids, segment_ids)
-    sizes = Axes("attention")
+    if len(segment_ids) != 2:
+        raise ArgumentError(
+            f"{op}: segment_ids has {len(segment_ids)} arrays; expected the pair (of queries, of keys)."
+        )
+    sizes = Axes(op)
     sizes.match("query", query, "batch q_seq heads key_dim")
     sizes.match("key", key, "batch kv_seq kv_heads key_dim")
     sizes.match("segment_ids[0]", segment_ids[0], "batch q_seq")
     sizes.match("segment_ids[1]", segment_ids[1], "batch kv_seq")
     return tuple(segment_ids)
+
+
+def bounded_lengths(kv_lengths: Any, kv_seq: int) -> Any:
+    """Lengths from 0 to `kv_seq`, as int32: keys that only fill up a tile are never visible."""
+    return None if kv_lengths is None else _clipped(kv_lengths, 0, kv_seq)
+
+
+def bounded_offset(op: str, query: Any, offset: Any, q_seq: int, kv_seq: int, window: Any) -> Any:
+    """An offset with which queries see the same keys, and which is so small that no position overflows int32.
+
+    Args:
+      q_seq: of the whole sequence, as `kv_seq`.
+    """
+    left, right = window or (None, None)
+    # At `low`, the last query stands just before all that it could see; at `high`, the first one just after.
+    low, high = max(-q_seq - (right or 0), -_MOST_OFFSET), min(kv_seq + (left or 0), _MOST_OFFSET)
+    if isinstance(offset, int):
+        return min(max(offset, low), high)
+    sizes = Axes(op)
+    sizes.match("query", query, "batch q_seq heads key_dim")
+    sizes.match("query_offset", offset, "batch")
+    return _clipped(offset, low, high)
+
+
+def _clipped(x: Any, low: int, high: int) -> Any:
+    if x.dtype.itemsize < 4:
+        x = x.astype(jnp.int32)
+    return jnp.clip(x, max(low, jnp.iinfo(x.dtype).min), high).astype(jnp.int32)
 
 
 def _reference(

@@ -1,6 +1,6 @@
 """Softmax attention whose sequence is split over devices: keys and values travel around a ring."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,18 +9,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from stack_core.errors import ArgumentError, ShapeError
+from stack_core.errors import ShapeError
 from stack_core.ops import _attention_tiles
-from stack_core.ops._attention import attention_axes
-from stack_core.ops._check import (
-    Axes,
-    axis_size,
-    check_floating,
-    check_known,
-    check_positive,
-    check_same_dtype,
-    check_window,
+from stack_core.ops._attention import (
+    attention_axes,
+    bounded_lengths,
+    bounded_offset,
+    check_attention,
+    paired_segments,
 )
+from stack_core.ops._check import axis_size, check_known, check_positive, check_window
 from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import accurate_dtype
 from stack_core.ops._dispatch import dispatch
@@ -93,7 +91,7 @@ def ring_attention(
     Source: Liu et al., Ring Attention with Blockwise Transformers, 2023 (arXiv:2310.01889); the zigzag order as in
     Llama 3, 2024 (arXiv:2407.21783), section 3.3.2.
     """
-    _check_operands(query, key, value, kv_lengths, sinks)
+    check_attention("ring_attention", query, key, value, kv_lengths=kv_lengths, sinks=sinks)
     check_known("ring_attention", "order", order, ("zigzag", "contiguous"))
     check_window("ring_attention", window)
     check_positive("ring_attention", softcap=softcap, scale=scale)
@@ -103,13 +101,13 @@ def ring_attention(
             f"ring_attention: q_seq is {query.shape[1]} and kv_seq {key.shape[1]} on each device; zigzag order needs "
             f"even ones. Make the whole sequence a multiple of {2 * devices}, or pass order='contiguous'."
         )
-    offset = devices * (key.shape[1] - query.shape[1]) if query_offset is None else query_offset
+    q_seq, kv_seq = devices * query.shape[1], devices * key.shape[1]
     arrays = {
         "query": query,
         "key": key,
         "value": value,
-        "segment_ids": _paired_segments(query, key, segment_ids),
-        "kv_lengths": kv_lengths,
+        "segment_ids": paired_segments("ring_attention", query, key, segment_ids),
+        "kv_lengths": bounded_lengths(kv_lengths, kv_seq),
         "sinks": sinks,
     }
     options = {
@@ -121,44 +119,10 @@ def ring_attention(
         "scale": query.shape[-1] ** -0.5 if scale is None else scale,
         "return_lse": return_lse,
     }
-    if isinstance(offset, int):
-        options["query_offset"] = offset
-    else:
-        sizes = Axes("ring_attention")
-        sizes.match("query", query, "batch q_seq heads key_dim")
-        sizes.match("query_offset", offset, "batch")
-        arrays["query_offset"] = offset
+    offset = kv_seq - q_seq if query_offset is None else query_offset
+    placed = arrays if not isinstance(offset, int) else options
+    placed["query_offset"] = bounded_offset("ring_attention", query, offset, q_seq, kv_seq, window)
     return dispatch(OP, arrays, options, implementation, axes)
-
-
-def _check_operands(query: Any, key: Any, value: Any, kv_lengths: Any, sinks: Any) -> None:
-    sizes = Axes("ring_attention")
-    sizes.match("query", query, "batch q_seq heads key_dim")
-    sizes.match("key", key, "batch kv_seq kv_heads key_dim")
-    sizes.match("value", value, "batch kv_seq kv_heads value_dim")
-    sizes.match("kv_lengths", kv_lengths, "batch")
-    sizes.match("sinks", sinks, "heads")
-    if sizes["heads"] % sizes["kv_heads"]:
-        raise ShapeError(
-            f"ring_attention: query has {sizes['heads']} heads and key has {sizes['kv_heads']} kv_heads; expected a "
-            "multiple, so that each key head serves equally many query heads."
-        )
-    check_floating("ring_attention", query=query, sinks=sinks)
-    check_same_dtype("ring_attention", query=query, key=key, value=value)
-
-
-def _paired_segments(query: Any, key: Any, segment_ids: Any) -> Any:
-    if segment_ids is None:
-        return None
-    pair = segment_ids if isinstance(segment_ids, Sequence) else (segment_ids, segment_ids)
-    if len(pair) != 2:
-        raise ArgumentError(f"ring_attention: segment_ids has {len(pair)} arrays; expected the pair (queries', keys').")
-    sizes = Axes("ring_attention")
-    sizes.match("query", query, "batch q_seq heads key_dim")
-    sizes.match("key", key, "batch kv_seq kv_heads key_dim")
-    sizes.match("segment_ids[0]", pair[0], "batch q_seq")
-    sizes.match("segment_ids[1]", pair[1], "batch kv_seq")
-    return tuple(pair)
 
 
 class _Block(NamedTuple):

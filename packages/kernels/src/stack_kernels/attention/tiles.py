@@ -80,8 +80,8 @@ class Tiles:
             positions = _part(operands["query_positions"], 1, start, self.rows)
             first_position, last_position = jnp.min(positions), jnp.max(positions)
         low, high = (max, min) if isinstance(first_position, int) else (jnp.maximum, jnp.minimum)
-        first = 0 if left is None else low(first_position - left, 0)
-        stop = kv_seq if right is None else high(last_position + right + 1, kv_seq)
+        first = 0 if left is None else high(low(first_position, left) - left, kv_seq)
+        stop = kv_seq if right is None else high(last_position, kv_seq - 1 - right) + right + 1
         return first, stop
 
     def scores(self, part: Operands, products: Any, bias: Any, first_key: Any) -> Any:

@@ -17,6 +17,17 @@ def test_contract(check: OpCheck) -> None:
     check(XLA_CPU)
 
 
+@pytest.mark.parametrize(("d_in", "d_out"), [(0, 4), (4, 0)])
+def test_gradients_without_features_are_zero(d_in: int, d_out: int) -> None:
+    def total(x: Any, weight: Any) -> Any:
+        of_linear = ops.linear(x, weight, implementation="xla_cpu")
+        return jnp.sum(of_linear + ops.gated_linear_unit(x, weight, weight, implementation="xla_cpu"))
+
+    operands = jnp.ones((2, 3, d_in)), jnp.ones((d_in, d_out))
+    found = jax.grad(total, (0, 1))(*operands)
+    jax.tree.map(np.testing.assert_array_equal, found, jax.tree.map(jnp.zeros_like, operands))
+
+
 @pytest.mark.parametrize("rows", [96, 131])
 def test_the_gradient_of_a_bf16_weight_widens_no_operand(rows: int) -> None:
     def gradient(x: Any, weight: Any) -> Any:

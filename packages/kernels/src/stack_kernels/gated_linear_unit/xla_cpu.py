@@ -72,7 +72,8 @@ def gated_gradients(
     given = {name: arrays[name] for name in ("x", "w_gate", "w_up")}, residuals["gate"], residuals["up"], cotangents
     operands, *of_rows = lax.optimization_barrier(given)
     x, products = operands["x"], how.products
-    rows, gate, up, cotangent = (array.reshape(-1, array.shape[-1]) for array in (x, *of_rows))
+    leading = math.prod(x.shape[:-1])
+    rows, gate, up, cotangent = (array.reshape(leading, array.shape[-1]) for array in (x, *of_rows))
     of_gate, of_up = how.gradients(options["activation"], gate, up, cotangent)
     gradients: dict[str, Any] = {}
     if "x" in wants:

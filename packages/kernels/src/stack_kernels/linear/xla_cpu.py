@@ -40,7 +40,7 @@ def linear_gradients(
 ) -> Mapping[str, Any]:
     """The gradients of the op, by those products; the cotangent is rounded to the dtype of the operands first."""
     x, weight = arrays["x"], arrays["weight"]
-    rows, cotangent = (array.reshape(-1, array.shape[-1]) for array in (x, cotangents))
+    rows, cotangent = (array.reshape(math.prod(x.shape[:-1]), array.shape[-1]) for array in (x, cotangents))
     gradients = {"bias": jnp.sum(cotangent.astype(accurate_dtype(x.dtype)), axis=0)} if "bias" in wants else {}
     cotangent = cotangent.astype(x.dtype)
     if "x" in wants:

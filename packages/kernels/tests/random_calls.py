@@ -262,6 +262,33 @@ def seen_alone(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[st
     return {**arrays, **places, **jax.tree.map(own, pools)}
 
 
+def attended_alone(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Gives each query of `attention` a row of its own, whose keys and values are 0 where it does not see them."""
+    query, key, value = (arrays[name] for name in ("query", "key", "value"))
+    (batch, queries), keys = query.shape[:2], key.shape[1]
+    row, number = np.repeat(np.arange(batch), queries), np.tile(np.arange(queries), batch)
+    offset = np.asarray(arrays.get("query_offset", np.full(batch, keys - queries)), np.int64)
+    position, place = (offset[row] + number)[:, None], np.arange(keys)
+    left, right = options.get("window") or (None, None)
+    seen = place < np.asarray(arrays.get("kv_lengths", np.full(batch, keys)))[row][:, None]
+    seen &= (place <= position) | (not options.get("causal", False))
+    seen &= place >= position - (np.inf if left is None else left)
+    seen &= place <= position + (np.inf if right is None else right)
+    found = {
+        "query": query.reshape(batch * queries, 1, *query.shape[2:]),
+        "key": jnp.where(seen[..., None, None], key[row], 0),
+        "value": jnp.where(seen[..., None, None], value[row], 0),
+        "query_offset": jnp.asarray(np.clip(position[:, 0], -2 * queries - 8, keys + 8), jnp.int32),
+    }
+    if "bias" in arrays:
+        found["bias"] = jnp.moveaxis(arrays["bias"], 2, 0)[number].reshape(batch * queries, -1, 1, keys)
+    found |= {name: arrays[name][row] for name in ("kv_lengths",) if name in arrays}
+    return found | {name: arrays[name] for name in ("sinks",) if name in arrays}
+
+
+ALONE = {"paged_attention": seen_alone, "attention": attended_alone}
+
+
 def try_op(op: str, signatures: int, draws: int) -> tuple[int, list[str]]:
     """How many calls of implementations were compared, and what was wrong."""
     compared, wrong = 0, []
@@ -282,10 +309,9 @@ def try_op(op: str, signatures: int, draws: int) -> tuple[int, list[str]]:
             for name in names[1:]:
                 compared += 1
                 problem = check(found[name], found["reference"], dtype)
-                if problem and op == "paged_attention":
-                    exact = function(**seen_alone(arrays, signature.options), implementation="reference")
-                    is_exact = jnp.isfinite(found[name]) & jnp.isfinite(exact)
-                    problem = check(found[name], jnp.where(is_exact, exact, found["reference"]), dtype)
+                if problem and op in ALONE:
+                    exact = function(**ALONE[op](arrays, signature.options), implementation="reference")
+                    problem = check(found[name], jax.tree.map(_either, found[name], exact, found["reference"]), dtype)
                 if problem:
                     shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", arrays)
                     wrong.append(
@@ -294,6 +320,12 @@ def try_op(op: str, signatures: int, draws: int) -> tuple[int, list[str]]:
                     break
         jax.clear_caches()
     return compared, wrong
+
+
+def _either(found: Any, exact: Any, reference: Any) -> Any:
+    """The exact result where both it and what was found are finite, else the reference's."""
+    exact = exact.reshape(reference.shape)
+    return jnp.where(jnp.isfinite(found) & jnp.isfinite(exact), exact, reference)
 
 
 def main(signatures: int, draws: int, *names: str) -> None:

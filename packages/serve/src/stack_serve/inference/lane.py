@@ -225,7 +225,8 @@ class Lane:
             self._open, self._failure = False, error
             jobs = list(dict.fromkeys((*self._planned, *self._waiting)))
             self._waiting.clear()
-            self._planned, self._rows = [], 0
+            self._planned = []
+            self._rows = 0
         outcomes: list[tuple[Job, Outcome]] = [(job, error) for job in jobs]
         self._count(outcomes)
         self._tell(outcomes)

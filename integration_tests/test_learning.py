@@ -145,6 +145,10 @@ def test_any_model_plays_the_held_out_tasks_of_a_recipe(tiny, tmp_path, capsys):
     main(["rl", "evaluate", str(recipe), "runs/tiny", "--samples", "2"])
     *samples, means = capsys.readouterr().out.splitlines()
     assert len(samples) == 2 and samples[1].startswith("b:") and means.startswith("tasks 8, reward ")
+    recipe.write_text(recipe.read_text().replace("letters:worth", "operator:truediv") + "  on_failure: drop\n")
+    with pytest.raises(SystemExit):
+        main(["rl", "evaluate", str(recipe), "runs/tiny"])
+    assert "All 8 episodes failed and were dropped" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["rl", "evaluate", str(EXAMPLES / "letters_dpo.yaml"), "runs/tiny"])
     assert "data.kind is 'preferences'; a recipe whose data.kind is 'rollouts'" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import pytest
 from stack_core.contracts.environments import Completion, Score, Tasks
 from stack_core.errors import ConfigError, DataError, EnvironmentFailed, UnknownName
 from stack_rl.environments.prompts import PromptsConfig
+from stack_rl.environments.records import read_records
 from stack_rl.episodes import Attempt, Player
 from stack_rl.rewards.functions import characters, exact
 
@@ -15,7 +16,8 @@ from ..scripted import END, Letters, Policy, ScriptedEngine
 
 def sources(tmp_path, *records):
     path = tmp_path / "prompts.jsonl"
-    path.write_text("\n".join(each if isinstance(each, str) else json.dumps(each) for each in records))
+    lines = [each if isinstance(each, str | bytes) else json.dumps(each) for each in records]
+    path.write_bytes(b"\n".join(each if isinstance(each, bytes) else each.encode() for each in lines))
     return str(path)
 
 
@@ -99,11 +101,17 @@ def test_a_reward_that_fails_is_named_with_its_sample_or_drops_it(tmp_path, rewa
         ("{", "prompts.jsonl:1 is not JSON"),
         ('{"question": "x"}', "prompts.jsonl:1 has no 'prompt'"),
         ("[1]", "prompts.jsonl:1 has no 'prompt'"),
+        (b"\xff", "prompts.jsonl cannot be read: 'utf-8' codec"),
     ],
 )
 def test_a_malformed_record_is_named(tmp_path, line, message):
     with pytest.raises(DataError, match=message):
         PromptsConfig(source=sources(tmp_path, line), rewards=("exact",)).check(None)
+
+
+def test_a_string_may_hold_ends_of_lines_that_json_has_not(tmp_path):
+    source = sources(tmp_path, json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False), {"prompt": "d"})
+    assert [fields["prompt"] for _, fields in read_records(source, "source")] == ["a\u2028b\x85c", "d"]
 
 
 def test_what_is_not_there_is_named(tmp_path):

@@ -69,5 +69,11 @@ def test_the_answer_is_found_in_a_text(text, answer):
     assert extracted(text) == answer
 
 
+@pytest.mark.parametrize(("opening", "closing"), ["()", "[]", "{}"])
+def test_brackets_beyond_all_measure_are_text(opening, closing):
+    nested = f"{opening * 5000}1,2{closing * 5000}"
+    assert parsed(nested) == nested
+
+
 def test_numbers_of_a_million_digits_are_not_made():
     assert isinstance(parsed("1e999999999"), str) and isinstance(parsed("9" * 100_000), str)

@@ -16,6 +16,7 @@ from stack_core.errors import ConfigError, ConversionError, DataError, Generatio
 from stack_core.runs.directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.commands.sample import sample
+from stack_train.data.captions import captions_of
 from stack_train.diffusion import autoencoder_kl, dit
 from stack_train.diffusion.components import load_component
 from stack_train.diffusion.pipeline import open_encoders, save_encoders
@@ -199,6 +200,8 @@ def test_captions_that_are_missing_or_malformed_are_named(folder, pipeline, tmp_
     (copy / "0001.txt").unlink()
     with pytest.raises(DataError, match=r"1 of 24 images have no caption:(.|\n)*0001.png"):
         train(tiny(tmp_path / "run", copy, pipeline))
+    (copy / "metadata.jsonl").write_text('{"file_name": "0001.png", "text": "a\u2028b"}\n', encoding="utf-8")
+    assert captions_of([str(copy / "0001.png")]) == ["a\u2028b"]
     (copy / "metadata.jsonl").write_text('{"file": "0000.png"}\n')
     with pytest.raises(DataError, match=r"Line 1 of .*metadata.jsonl"):
         train(tiny(tmp_path / "run", copy, pipeline))

@@ -221,6 +221,18 @@ def test_a_directory_with_another_run_is_refused_and_left_alone(config_of):
     assert {path: path.stat().st_mtime_ns for path in config_path(config).rglob("*")} == before
 
 
+def test_files_of_a_failed_start_are_not_taken_over(config_of):
+    config = config_of()
+    directory = config_path(config)
+    stale = [directory / name for name in ("tokenizer/of_another.json", "reference_logprobs.npy", "samples.jsonl")]
+    (directory / "tokenizer").mkdir(parents=True)
+    for path in (directory / "run.lock", *stale):
+        path.write_text("")
+    run.train(config)
+    assert not any(path.exists() for path in stale)
+    assert any((directory / "tokenizer").iterdir())
+
+
 def test_two_trainers_cannot_share_a_directory(config_of):
     config = config_of("run.steps=2")
     run.train(config)

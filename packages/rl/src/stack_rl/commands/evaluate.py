@@ -12,7 +12,7 @@ from stack_core.config import load_yaml, parse
 from stack_core.contracts.environments import Tasks, Trajectory
 from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.contracts.generation import ExpectsRequests
-from stack_core.errors import ConfigError
+from stack_core.errors import ConfigError, EnvironmentFailed
 from stack_core.plugins import registries
 from stack_rl.episodes import Attempt, Player
 from stack_rl.rollouts import RolloutData
@@ -59,7 +59,7 @@ def played(data: RolloutData, policy: GenerativeCheckpoint, tasks: Tasks) -> lis
 
     Raises:
       ConfigError: no task is held out.
-      EnvironmentFailed: an environment or a reward failed, and `data.on_failure` is "stop".
+      EnvironmentFailed: an environment or a reward failed, and `data.on_failure` is "stop", or all episodes failed.
     """
     if not tasks.held_out:
         raise ConfigError("The environment holds no task out to evaluate on; set data.environment.held_out.")
@@ -67,7 +67,9 @@ def played(data: RolloutData, policy: GenerativeCheckpoint, tasks: Tasks) -> lis
     if isinstance(engine, ExpectsRequests):
         engine.expect(min(data.batch_size, tasks.held_out))
     engine.start()
-    player = Player(tasks, engine, seq_tokens=data.seq_tokens, on_failure=data.on_failure)
+    player = Player(
+        tasks, engine, seq_tokens=data.seq_tokens, on_failure=data.on_failure, timeout_s=data.step_timeout_s
+    )
     found: list[Trajectory | None] = []
     try:
         for first in range(0, tasks.held_out, data.batch_size):
@@ -76,7 +78,10 @@ def played(data: RolloutData, policy: GenerativeCheckpoint, tasks: Tasks) -> lis
             found += player.play(attempts, seed=(0, first), greedy=True)
     finally:
         engine.close()
-    return [each for each in found if each is not None]
+    episodes = [each for each in found if each is not None]
+    if not episodes:
+        raise EnvironmentFailed(f"All {tasks.held_out} episodes failed and were dropped; set data.on_failure to stop.")
+    return episodes
 
 
 def _means(episodes: Sequence[Trajectory]) -> Played:

@@ -30,7 +30,11 @@ def read_records(pattern: str, key: str) -> list[Record]:
 
 def _records(path: Path) -> list[Record]:
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    for number, line in enumerate(text.split("\n"), start=1):  # JSON may hold other ends of lines within its strings
         if not line.strip():
             continue
         name = f"{path}:{number}"

@@ -23,6 +23,7 @@ _WORDS: Final = {
     "meter": "m", "metre": "m", "kilometer": "km", "centimeter": "cm", "millimeter": "mm", "inch": "in",
     "gram": "g", "kilogram": "kg", "second": "s", "minute": "min", "hour": "h", "liter": "l", "litre": "l",
 }  # fmt: skip
+_MOST_BRACKETS: Final = 64
 _NUMBER: Final = r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][+-]?\d+)?"
 
 
@@ -139,6 +140,8 @@ def _same_members(ours: Members, theirs: Members, tolerance: Fraction) -> bool:
 def parsed(text: str) -> Answer:
     """The value that a text stands for."""
     plain = _plain(text)
+    if sum(map(plain.count, "([{")) > _MOST_BRACKETS:
+        return plain.lower()
     if match := re.fullmatch(r"[a-zA-Z]\w*(?:=|∈)(.+)", plain):
         plain = match[1]
     for read in (_set, _interval, _number):

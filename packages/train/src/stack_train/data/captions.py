@@ -49,7 +49,7 @@ def _table(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     found = {}
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):  # JSON may hold other ends of lines in its strings
         if not line.strip():
             continue
         try:

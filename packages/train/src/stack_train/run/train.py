@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -153,9 +154,19 @@ def _train(
 
 
 def _write_data_files(run: Run, directory: Path) -> None:
+    if not run.resume:
+        _remove_leftovers(directory)
     if isinstance(run.data, WritesFiles):
         run.data.write(directory)
     copy_tokenizer_of_start(run.config, directory)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Removes what the data of a run that failed to start left there: who finds such files takes them for its own."""
+    for name in ("tokenizer", "tokenizer.partial"):
+        shutil.rmtree(directory / name, ignore_errors=True)
+    for name in ("reference_logprobs.npy", "encoders.json", "samples.jsonl"):
+        (directory / name).unlink(missing_ok=True)
 
 
 def _first_state(run: Run, store: CheckpointStore, batches: Any) -> tuple[TrainState, Mapping[str, FrozenRecord], int]:

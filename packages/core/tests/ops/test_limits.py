@@ -65,6 +65,14 @@ def test_lengths_out_of_range_show_no_padding(monkeypatch: pytest.MonkeyPatch) -
     np.testing.assert_allclose(found[0], 1, rtol=1e-6)
 
 
+def test_offsets_out_of_range_see_all_keys_or_none() -> None:
+    query, key = jnp.ones((2, 5, 2, 4)), jnp.ones((2, 10, 2, 4))
+    call = functools.partial(ops.attention, query, key, key, causal=True, return_lse=True, implementation="reference")
+    found = call(query_offset=jnp.array([2**31 - 1, -(2**31)]))
+    np.testing.assert_allclose(found[1][0], np.log(10) + 2, rtol=1e-6)
+    assert not jnp.any(found[0][1]) and jnp.all(found[1][1] == -jnp.inf)
+
+
 @pytest.mark.parametrize("rows", [(3,), (2, 0)])
 def test_products_over_no_features_are_zero(rows: tuple[int, ...]) -> None:
     output = ops.linear(jnp.ones((*rows, 0)), jnp.ones((0, 4)), bias=jnp.full(4, 2.0))

@@ -43,7 +43,6 @@ OPTIONS = {
     ),
     "first_queries_alone_see_keys": (100, {"window": (4, 0), "query_offset": 290}),
     "offset_per_row": (203, {"causal": True, "query_offset": jnp.array([98, -20]), "sinks": jnp.ones(4)}),
-    "one_row_out_of_range": (203, {"window": (90, 0), "query_offset": jnp.array([98, 2**31 - 1])}),
 }
 FEW_KEYS = {
     "laid_out_one_by_one": (100, {"causal": True, "query_offset": 10}),
@@ -55,6 +54,7 @@ SINKS = jnp.array([1, -jnp.inf, 1, -jnp.inf])  # the second batch row below has 
 ONE_TILE = {
     "all_batch_rows": (TileConfig(), {"kv_lengths": jnp.array([20, 0]), "softcap": 3.0, "sinks": SINKS}),
     "batch_row_by_batch_row": (TileConfig(tile_bytes=2**13), {"bias": _normal(3, 2, 4, 25, 30), "window": (6, 2)}),
+    "rows_out_of_range": (TileConfig(), {"causal": True, "query_offset": jnp.array([2**31 - 1, -(2**31)])}),
     "keys_that_causality_leaves": (TileConfig(), {"bias": _normal(3, 1, 1, 25, 30), "causal": True}),
 }
 

@@ -263,7 +263,7 @@ def seen_alone(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[st
 
 
 def attended_alone(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Gives each query of `attention` a row of its own, whose keys and values are 0 where it does not see them."""
+    """Moves each query of `attention` to a batch row of its own and zeroes the keys and values that it does not see."""
     query, key, value = (arrays[name] for name in ("query", "key", "value"))
     (batch, queries), keys = query.shape[:2], key.shape[1]
     row, number = np.repeat(np.arange(batch), queries), np.tile(np.arange(queries), batch)
@@ -282,7 +282,8 @@ def attended_alone(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dic
     }
     if "bias" in arrays:
         found["bias"] = jnp.moveaxis(arrays["bias"], 2, 0)[number].reshape(batch * queries, -1, 1, keys)
-    found |= {name: arrays[name][row] for name in ("kv_lengths",) if name in arrays}
+    if "kv_lengths" in arrays:
+        found["kv_lengths"] = arrays["kv_lengths"][row]
     return found | {name: arrays[name] for name in ("sinks",) if name in arrays}
 
 

@@ -90,7 +90,7 @@ def test_blackwell_copies_a_bias_in_tiles_of_eight_queries(queries: int, takes: 
     chip = registries.chips["b200"]
     with use_chip(chip), tokamax_taken_for_granted():
         answer = ATTENTION.supports(call, chip, None)
-    assert answer is True if takes else "at most 8 queries, or a multiple of 8" in answer
+    assert answer is True if takes else "at most 8 queries with a bias, or a multiple of 8" in answer
 
 
 @dataclasses.dataclass

@@ -6,7 +6,9 @@ import pytest
 
 from stack_rl.groups import Group, Ledger
 from stack_rl.rollout_journal import RolloutJournal
+from stack_rl.rollouts import RolloutData
 
+from .rollouts_child import SleepyConfig
 from .test_groups import trajectory
 
 
@@ -117,3 +119,14 @@ def test_a_new_run_does_not_take_up_what_another_left(run):
     fresh = Run(run.path, run.opened, new=True)
     fresh.journal.begin(fresh.ledger, 0)
     assert not fresh.journal.recorded
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_new_run_drops_the_samples_of_one_that_failed_to_start(tmp_path, is_new):
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text("{}\n")
+    if not is_new:
+        (tmp_path / "config.yaml").touch()
+    with closing(RolloutData(environment=SleepyConfig(), seq_tokens=8).build(seed=0, model=None)) as data:
+        data.write(tmp_path)
+    assert samples.exists() != is_new

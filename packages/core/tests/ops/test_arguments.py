@@ -38,6 +38,8 @@ QUERY, KEY = _zeros(2, 5, 4, 8), _zeros(2, 7, 2, 8)
         ({"bias": _zeros(2, 4, 5, 6)}, ShapeError, ("'kv_seq' is 6 in bias",)),
         ({"kv_lengths": _zeros(3, dtype=jnp.int32)}, ShapeError, ("'batch' is 3 in kv_lengths",)),
         ({"query_offset": _zeros(3, dtype=jnp.int32)}, ShapeError, ("'batch' is 3 in query_offset",)),
+        ({"query_offset": _zeros(2)}, ArgumentError, ("query_offset has dtype float32", "an integer dtype")),
+        ({"kv_lengths": _zeros(2)}, ArgumentError, ("kv_lengths has dtype float32", "an integer dtype")),
         ({"sinks": _zeros(2)}, ShapeError, ("'heads' is 2 in sinks",)),
         ({"segment_ids": _zeros(2, 5, dtype=jnp.int32)}, ShapeError, ("pass the pair",)),
         ({"segment_ids": (_zeros(2, 5, dtype=jnp.int32),)}, ArgumentError, ("segment_ids has 1 arrays", "the pair")),

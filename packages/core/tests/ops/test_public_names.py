@@ -65,6 +65,7 @@ def test_public_names_of_building() -> None:
         "gate_product",
         "holds_values",
         "implementations_of",
+        "is_installed",
         "is_plain",
         "is_quantized",
         "joined_by_sinks",

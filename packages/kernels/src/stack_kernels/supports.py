@@ -18,7 +18,7 @@ def first_problem(problems: Mapping[str, bool]) -> bool | str:
 
 
 def is_beyond(config: Any, space: Iterable[Any]) -> bool:
-    """Whether a config, as tuned tables give it from a call of other sizes, is none of those that a call can have."""
+    """Whether the space of a call lacks the config that a tuned table gave it."""
     return config is not None and config not in list(space)
 
 

@@ -248,6 +248,8 @@ class RolloutBatches:
         if self._journal is None:
             is_new = not RunDirectory(directory).config.exists()  # which is written last
             self._journal = RolloutJournal.open(directory / JOURNAL_FILE, new=is_new)
+            if is_new:  # a run that failed to start may have left some
+                (directory / SAMPLES_FILE).unlink(missing_ok=True)
 
     def _next_batch(self) -> Batch:
         """The next batch: as the journal has it where the run was here before with the same weights, or a new one."""

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from stack_core.abi import OpCall
 from stack_core.errors import ArgumentError, ShapeError
 from stack_core.ops import _attention_tiles
-from stack_core.ops._check import Axes, check_floating, check_positive, check_same_dtype, check_window
+from stack_core.ops._check import Axes, check_floating, check_integer, check_positive, check_same_dtype, check_window
 from stack_core.ops._choosing import Implementation
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._op import Op, OpAxes
@@ -115,7 +115,7 @@ def attention(
         "return_lse": return_lse,
     }
     offset = kv_seq - q_seq if query_offset is None else query_offset
-    placed = arrays if not isinstance(offset, int) else options
+    placed = options if isinstance(offset, int) else arrays
     placed["query_offset"] = bounded_offset("attention", query, offset, q_seq, kv_seq, window)
     return dispatch(OP, arrays, options, implementation, axes)
 
@@ -138,6 +138,7 @@ def check_attention(
             "expected a multiple, so that each key head serves equally many query heads."
         )
     check_floating(op, query=query, bias=bias, sinks=sinks)
+    check_integer(op, kv_lengths=kv_lengths)
     check_same_dtype(op, query=query, key=key, value=value)
     if mask is not None and mask.dtype != jnp.bool_:
         raise ArgumentError(f"{op}: mask has dtype {mask.dtype}; expected bool, True where attention is allowed.")
@@ -185,6 +186,7 @@ def bounded_offset(op: str, query: Any, offset: Any, q_seq: int, kv_seq: int, wi
     sizes = Axes(op)
     sizes.match("query", query, "batch q_seq heads key_dim")
     sizes.match("query_offset", offset, "batch")
+    check_integer(op, query_offset=offset)
     return _clipped(offset, low, high)
 
 

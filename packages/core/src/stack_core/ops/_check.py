@@ -64,6 +64,13 @@ def check_floating(op: str, **arrays: Any) -> None:
             raise ArgumentError(f"{op}: {name} has dtype {array.dtype}; expected a floating dtype.")
 
 
+def check_integer(op: str, **arrays: Any) -> None:
+    """Raises ArgumentError when one of the arrays is not of an integer dtype."""
+    for name, array in arrays.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ArgumentError(f"{op}: {name} has dtype {array.dtype}; expected an integer dtype.")
+
+
 def check_same_dtype(op: str, **arrays: Any) -> None:
     """Raises ArgumentError when the dtypes differ; no op promotes its operands."""
     given = {name: jnp.dtype(array.dtype) for name, array in arrays.items() if array is not None}

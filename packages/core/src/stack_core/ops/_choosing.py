@@ -38,6 +38,7 @@ __all__ = [
     "for_export",
     "highest_priority",
     "implementations_of",
+    "is_installed",
     "op_call",
     "plan",
     "supporting",
@@ -270,6 +271,11 @@ def _absent(name: str, error: ModuleNotFoundError) -> OpImplementation:
     return OpImplementation(
         op, own, _never, supports=lambda call, chip, config: f"its backend is not installed: {error}"
     )
+
+
+def is_installed(found: OpImplementation) -> bool:
+    """Whether the backend of one of `implementations_of` is installed."""
+    return found.forward is not _never
 
 
 def _never(**_: Any) -> Any:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from stack_core.abi import OpCall
 from stack_core.errors import ArgumentError, ShapeError
-from stack_core.ops._check import Axes, axis_size, check_floating, check_known
+from stack_core.ops._check import Axes, axis_size, check_floating, check_integer, check_known
 from stack_core.ops._choosing import Implementation
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._manual_axes import vary_alike
@@ -111,8 +111,7 @@ def _check_sizes(op: str, group_sizes: Any, axis_name: Any, out_rows: int) -> in
     """The number of devices."""
     sizes = Axes(op)
     sizes.match("group_sizes", group_sizes, "groups")
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise ArgumentError(f"{op}: group_sizes has dtype {group_sizes.dtype}; expected an integer dtype.")
+    check_integer(op, group_sizes=group_sizes)
     if out_rows < 1:
         raise ArgumentError(f"{op}: out_rows is {out_rows}; expected at least 1, the rows of the result.")
     devices = axis_size(op, axis_name)

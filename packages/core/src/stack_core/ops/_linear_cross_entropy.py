@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from stack_core.abi import OpCall
 from stack_core.errors import ArgumentError
 from stack_core.mesh import constrain, parts_of
-from stack_core.ops._check import Axes, check_floating, check_known, check_positive, check_same_dtype
+from stack_core.ops._check import Axes, check_floating, check_integer, check_known, check_positive, check_same_dtype
 from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._dispatch import dispatch
@@ -87,8 +87,7 @@ def linear_cross_entropy(
     if not is_quantized(weight):
         check_same_dtype("linear_cross_entropy", hidden=hidden, weight=weight)
     check_known("linear_cross_entropy", "reduction", reduction, ("mean", "sum", "none"))
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise ArgumentError(f"linear_cross_entropy: labels has dtype {labels.dtype}; expected an integer dtype.")
+    check_integer("linear_cross_entropy", labels=labels)
     if not 0 <= label_smoothing <= 1:
         raise ArgumentError(f"linear_cross_entropy: label_smoothing is {label_smoothing}; expected a number in [0, 1].")
     options = {

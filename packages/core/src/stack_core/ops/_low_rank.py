@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Integer
 
 from stack_core.abi import ABI_MAJOR, LowRankView, OpCall
 from stack_core.errors import ArgumentError, ShapeError
-from stack_core.ops._check import Axes, check_floating, check_same_dtype
+from stack_core.ops._check import Axes, check_floating, check_integer, check_same_dtype
 from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._dispatch import dispatch
@@ -74,8 +74,7 @@ def low_rank(
     if sizes["adapters"] == 0:
         raise ShapeError("low_rank: axis 'adapters' is 0 in down; expected at least one.")
     if rows is not None:
-        if not jnp.issubdtype(rows.dtype, jnp.integer):
-            raise ArgumentError(f"low_rank: rows has dtype {rows.dtype}; expected an integer dtype.")
+        check_integer("low_rank", rows=rows)
         if rows.ndim >= x.ndim or rows.shape != x.shape[: rows.ndim]:
             raise ShapeError(
                 f"low_rank: rows has shape {rows.shape}, but x {x.shape}; expected {x.shape[:-1]}, the leading axes of "

@@ -11,7 +11,15 @@ from jaxtyping import Array, Float, Int
 
 from stack_core.abi import OpCall
 from stack_core.errors import ArgumentError, ShapeError
-from stack_core.ops._check import Axes, check_floating, check_known, check_positive, check_same_dtype, check_window
+from stack_core.ops._check import (
+    Axes,
+    check_floating,
+    check_integer,
+    check_known,
+    check_positive,
+    check_same_dtype,
+    check_window,
+)
 from stack_core.ops._choosing import Implementation
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._manual_axes import vary_alike
@@ -213,9 +221,7 @@ def _check_places(query: Any, **places: Any) -> None:
             f"paged_attention: query_starts has shape {tuple(places['query_starts'].shape)}; expected {expected}, the "
             f"first query of each of the {sizes['batch']} sequences in kv_lengths and the end of the last."
         )
-    for name, array in places.items():
-        if not jnp.issubdtype(array.dtype, jnp.integer):
-            raise ArgumentError(f"paged_attention: {name} has dtype {array.dtype}; expected an integer dtype.")
+    check_integer("paged_attention", **places)
 
 
 def _reference(

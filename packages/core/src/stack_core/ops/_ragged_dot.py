@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from stack_core.abi import LowRankView, OpCall
-from stack_core.errors import ArgumentError, ShapeError
-from stack_core.ops._check import Axes, check_floating, check_same_dtype
+from stack_core.errors import ShapeError
+from stack_core.ops._check import Axes, check_floating, check_integer, check_same_dtype
 from stack_core.ops._choosing import Implementation
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._low_rank import LowRankArray, is_low_rank, low_rank, low_rank_view
@@ -55,8 +55,7 @@ def ragged_dot(
 
     Source: Gale et al., MegaBlocks: Efficient Sparse Training with Mixture-of-Experts, 2022 (arXiv:2211.15841).
     """
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise ArgumentError(f"ragged_dot: group_sizes has dtype {group_sizes.dtype}; expected an integer dtype.")
+    check_integer("ragged_dot", group_sizes=group_sizes)
     if is_low_rank(rhs):
         return _with_adapters(lhs, low_rank_view(rhs), group_sizes, bias, implementation)
     sizes = Axes("ragged_dot")

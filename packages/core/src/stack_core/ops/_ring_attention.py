@@ -120,7 +120,7 @@ def ring_attention(
         "return_lse": return_lse,
     }
     offset = kv_seq - q_seq if query_offset is None else query_offset
-    placed = arrays if not isinstance(offset, int) else options
+    placed = options if isinstance(offset, int) else arrays
     placed["query_offset"] = bounded_offset("ring_attention", query, offset, q_seq, kv_seq, window)
     return dispatch(OP, arrays, options, implementation, axes)
 

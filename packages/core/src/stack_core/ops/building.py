@@ -1,6 +1,6 @@
 """What implementations of ops are built from, core's own references included."""
 
-from stack_core.ops._choosing import answer, implementations_of, supporting
+from stack_core.ops._choosing import answer, implementations_of, is_installed, supporting
 from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._differentiated import differentiated, forward_only
 from stack_core.ops._gated_linear_unit import ACTIVATIONS, gate_product
@@ -47,6 +47,7 @@ __all__ = [
     "gate_product",
     "holds_values",
     "implementations_of",
+    "is_installed",
     "is_plain",
     "is_quantized",
     "joined_by_sinks",

@@ -28,7 +28,7 @@ _MOST_FEATURES = {("sm90", "forward"): 256, ("sm90", "backward"): 256, ("sm100",
 _MOST_OF_BLACKWELLS_GRADIENT = 128  # the shared memory of a block holds no more
 _SHARED_BYTES = 220 * 2**10
 _MOST_MASK_BYTES = 2**30
-_MOST_MASKED_STAGES = 3  # on Hopper: a mask takes barriers of its own, of the 16 that a block has
+_MOST_MASKED_STAGES = 3  # on Hopper, where a block has 16 barriers and a mask needs some
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         problems["it takes no gradient of lse"] = options["return_lse"]
         problems[f"{call.forward!r} hands it no lse"] = "lse" not in call.residuals
     elif generation == "sm100":
-        problems["with a bias there are at most 8 queries, or a multiple of 8"] = _cuts_bias(call)
+        problems["it takes at most 8 queries with a bias, or a multiple of 8"] = _cuts_bias(call)
     problems["a head has a multiple of 8 features"] = bool(query.shape[3] % 8 or value.shape[3] % 8)
     if not any(problems.values()):
         problems["no tile fits into shared memory"] = not list(_space(call, chip))

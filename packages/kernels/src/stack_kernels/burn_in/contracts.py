@@ -34,27 +34,11 @@ class Contract:
 
 
 def implementations_for(op: str, platform: str) -> list[str]:
-    """The names of the implementations of an op that run on a platform, in the order of the registry.
+    """The names of the installed implementations of an op that run on a platform, in the order of the registry."""
+    from stack_core.ops.building import implementations_of, is_installed
 
-    Without those whose backend is not installed.
-    """
-    from stack_core.errors import PluginError
-    from stack_core.plugins import registries
-
-    found: list[str] = []
-    for name in registries.ops.names():
-        of, _, own = name.partition("/")
-        if of != op:
-            continue
-        try:
-            platforms = registries.ops[name].platforms
-        except PluginError as error:
-            if not isinstance(error.__cause__, ModuleNotFoundError):
-                raise
-            continue
-        if platforms is None or platform in platforms:
-            found.append(own)
-    return found
+    found = implementations_of(op).items()
+    return [name for name, each in found if is_installed(each) and platform in (each.platforms or (platform,))]
 
 
 def contract_of(op: str, deadline_s: float, *, log: Path) -> tuple[list[Contract], str | None]:

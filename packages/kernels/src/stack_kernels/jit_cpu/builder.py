@@ -153,7 +153,7 @@ class Builder:
             body(whole, self.mask(rest, lanes))
 
     def when(self, condition: Any) -> Any:
-        """`with code.when(condition):` runs the block only then."""
+        """`with builder.when(condition):` runs the block only then."""
         return self.build.if_then(condition)
 
     def buffer(self, buffers: Any, number: int, rank: int) -> tuple[Any, list[Any]]:

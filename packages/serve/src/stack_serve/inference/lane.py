@@ -197,7 +197,7 @@ class Lane:
             self._fail(error)
 
     def _step(self) -> bool:
-        """Makes one call and tells of it; False once the lane is drained."""
+        """Runs one call and reports its outcomes; returns False once the lane is drained."""
         with self._changed:
             while self._open and not self._waiting:
                 self._changed.wait()

@@ -228,11 +228,12 @@ class TrainingLoop:
         """Whether the run that is resumed ended between saving `step` and evaluating it."""
         if step == 0 or not self._evaluation_due(step):
             return False
-        evaluation = {"kind": "evaluation", "step": step}
-        told = partial(records, self.of.directory.metrics)
-        return self.of.processes.on_first(
-            "evaluation", lambda: not any(evaluation.items() <= x.items() for x in told())
-        )
+
+        def is_missing() -> bool:
+            found = (each for each in records(self.of.directory.metrics) if each.get("kind") == "evaluation")
+            return all(each.get("step") != step for each in found)
+
+        return self.of.processes.on_first("evaluation", is_missing)
 
     def _save_due(self, step: int) -> bool:
         every = self.of.config.checkpoint.every_steps

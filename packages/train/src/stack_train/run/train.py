@@ -162,10 +162,10 @@ def _write_data_files(run: Run, directory: Path) -> None:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Removes what the data of a run that failed to start left there: who finds such files takes them for its own."""
+    """Removes what a run that failed to start left there, which data that finds it would take for its own."""
     for name in ("tokenizer", "tokenizer.partial"):
         shutil.rmtree(directory / name, ignore_errors=True)
-    for name in ("reference_logprobs.npy", "encoders.json", "samples.jsonl"):
+    for name in ("reference_logprobs.npy", "encoders.json"):
         (directory / name).unlink(missing_ok=True)
 
 

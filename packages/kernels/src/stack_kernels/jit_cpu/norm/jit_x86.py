@@ -39,7 +39,7 @@ def _norm(x: Any, scale: Any, *, offset: Any, residual: Any, wants: Any, **optio
 
     @run.def_vmap
     def _(size: int, mapped: Sequence[Any], *arrays: Any) -> tuple[Any, Any]:
-        """A scale for each example would need a call for each; XLA normalizes all at once."""
+        """The kernel takes one scale, so XLA normalizes examples that have a scale each."""
 
         def by_reference(x: Any, scale: Any, offset: Any, residual: Any) -> Any:
             return ops.norm(x, scale, offset=offset, residual=residual, implementation="reference", **options)

@@ -24,7 +24,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 
 
 def _tables(positions: Any, *, theta: float, scaling: Any, rotary_dim: int) -> tuple[Any, Any]:
-    """Cosines and sines in fp32; of what a foreign function reads XLA makes one array, whose sines are vectorized."""
+    """Cosines and sines in fp32. XLA materializes what a foreign function reads, so it computes each sine once."""
     angles, factor = rope_angles(positions, theta=theta, scaling=scaling, rotary_dim=rotary_dim)
     return factor * jnp.cos(angles), factor * jnp.sin(angles)
 

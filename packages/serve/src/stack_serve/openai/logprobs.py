@@ -50,7 +50,8 @@ class LogprobWriter:
 
     def chat(self, logprobs: Sequence[TokenLogprob]) -> Members:
         """As `/v1/chat/completions` has them."""
-        return Members(content=Items([self._chat_entry(each) for each in batch] for batch in batches(logprobs)))
+        few = batches(logprobs, _entries(logprobs))
+        return Members(content=Items([self._chat_entry(each) for each in batch] for batch in few))
 
     def completion(self, logprobs: Sequence[TokenLogprob | None], tokens: Sequence[int], offset: int) -> Members:
         """As `/v1/completions` has them; the sampled token is among the most likely ones even if it is none of them.
@@ -61,7 +62,8 @@ class LogprobWriter:
         if len(tokens) != len(logprobs):
             raise ValueError(f"{len(tokens)} tokens have {len(logprobs)} log-probabilities")
         own = ([None if each is None else _finite(each.logprob) for each in batch] for batch in batches(logprobs))
-        pairs = zip(batches(tokens), batches(logprobs), strict=True)
+        entries = _entries(logprobs)
+        pairs = zip(batches(tokens, entries), batches(logprobs, entries), strict=True)
         return Members(
             text_offset=Items(self._offsets(tokens, offset)),
             token_logprobs=Items(own),
@@ -71,7 +73,8 @@ class LogprobWriter:
 
     def prompt(self, logprobs: Sequence[TokenLogprob | None]) -> Items:
         """As vLLM's field `prompt_logprobs` has them: by token id."""
-        return Items([None if each is None else self._by_id(each) for each in batch] for batch in batches(logprobs))
+        few = batches(logprobs, _entries(logprobs))
+        return Items([None if each is None else self._by_id(each) for each in batch] for batch in few)
 
     def _offsets(self, tokens: Sequence[int], offset: int) -> Iterator[list[int]]:
         for batch in batches(tokens):
@@ -109,6 +112,11 @@ class LogprobWriter:
 
     def _text(self, token: int) -> str:
         return f"token_id:{token}" if self._as_ids or self._texts is None else self._texts.text(token)
+
+
+def _entries(logprobs: Sequence[TokenLogprob | None]) -> int:
+    """The most that one token has: its own and those of other tokens."""
+    return 1 + max((len(each.top) for each in logprobs if each is not None), default=0)
 
 
 def _finite(logprob: float) -> float:

@@ -170,14 +170,18 @@ class Service:
         most = max(1, self.config.max_choices // body.n)
         field = body.prompt
         prompts = await self.prompts.of_field(field, most=most, add_special_tokens=body.add_special_tokens)
-        for prompt in prompts:
-            self.prompts.check_room(prompt, body.max_tokens, "prompt")
+        size = sum(len(each.tokens) for each in prompts)
+        await aside(size, self._check_room, prompts, body.max_tokens)
         job = replace(
             self._job(body, model, prompts, sampling, request_id),
-            echo=await aside(sum(len(each.tokens) for each in prompts), self._texts_of, prompts) if body.echo else (),
+            echo=await aside(size, self._texts_of, prompts) if body.echo else (),
             nothing_new=body.max_tokens == 0,
         )
         return self._answer(CompletionWriter(replace(job, id=f"cmpl-{job.id}")), {})
+
+    def _check_room(self, prompts: Sequence[Prompt], max_tokens: int | None) -> None:
+        for prompt in prompts:
+            self.prompts.check_room(prompt, max_tokens, "prompt")
 
     def _texts_of(self, prompts: Sequence[Prompt]) -> tuple[str, ...]:
         decode = self.prompts.needed_tokenizer().decode

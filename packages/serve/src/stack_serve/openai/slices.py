@@ -55,9 +55,14 @@ class Members(dict[str, Any]):
     """A JSON object of which a member is made some at a time."""
 
 
-def batches(values: Sequence[T]) -> Iterator[Sequence[T]]:
-    """The values, so many at a time as take well below a millisecond to write."""
-    return (values[start : start + _BATCH] for start in range(0, len(values), _BATCH))
+def batches(values: Sequence[T], parts: int = 1) -> Iterator[Sequence[T]]:
+    """The values, so many at a time as take well below a millisecond to write.
+
+    Args:
+      parts: what each value holds.
+    """
+    size = max(_BATCH // parts, 1)
+    return (values[start : start + size] for start in range(0, len(values), size))
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:

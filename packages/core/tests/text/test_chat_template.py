@@ -157,3 +157,45 @@ def test_variables_are_those_that_the_template_reads() -> None:
         with pytest.raises(ChatTemplateError, match=f"reads no variable '{name}'; it reads: enable_thinking") as caught:
             render("{{ enable_thinking }}{{ raise_exception }}{{ bos_token }}", variables={name: "x"})
         assert caught.value.parameter == "chat_template_kwargs"
+
+
+def test_a_role_that_no_template_names_is_a_slip() -> None:
+    with pytest.raises(ChatTemplateError, match=r"messages\.1\.role is 'usr'.*Did you mean 'user'") as caught:
+        render("{{ messages[0].role }}", [USER, {"role": "usr", "content": "Hi"}])
+    assert caught.value.parameter == "messages.1.role"
+    source = "{% for m in messages %}{{ '*' if m.role == 'critic' }}{{ m.content }}{% endfor %}"
+    assert render(source, [USER, {"role": "critic", "content": "No."}]) == "Hi*No."
+
+
+CALLS = "{% for c in messages[-1].tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+CALL = {"id": "1", "type": "function", "function": {"name": "find", "arguments": {"what": 1}}}
+
+
+@pytest.mark.parametrize("call", [CALL, {**CALL, "function": {**CALL["function"], "arguments": '{"what": 1}'}}])
+def test_calls_of_tools_are_read_with_their_arguments_as_objects(call: Any) -> None:
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert render(CALLS, [USER, message]) == 'find{"what": 1}'
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "problem"),
+    [
+        ("", {"tool_calls": [CALL]}, "tool_calls is not supported here"),
+        (CALLS, {"tool_calls": "find"}, r"tool_calls is no list of calls"),
+        (CALLS, {"tool_calls": [{"function": "find"}]}, r"tool_calls\.0 is no call"),
+        (
+            CALLS,
+            {"tool_calls": [{"name": "find", "arguments": "x"}]},
+            r"tool_calls\.0: the arguments are no JSON object",
+        ),
+        ("", {"mood": "good"}, "mood is nothing that the model's chat template reads"),
+    ],
+)
+def test_fields_that_a_template_does_not_read_are_refused(source: str, message: Any, problem: str) -> None:
+    with pytest.raises(ChatTemplateError, match=problem):
+        render(source, [{"role": "assistant", "content": "x", **message}])
+
+
+def test_thoughts_pass_to_a_template_that_reads_them() -> None:
+    message = {"role": "assistant", "content": "4", "reasoning_content": "2+2"}
+    assert render("<{{ messages[0].reasoning_content }}>{{ messages[0].content }}", [message]) == "<2+2>4"

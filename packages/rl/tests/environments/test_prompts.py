@@ -98,10 +98,12 @@ def test_a_reward_that_fails_is_named_with_its_sample_or_drops_it(tmp_path, rewa
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "prompts.jsonl:1 is not JSON"),
+        ("{", "prompts.jsonl:1: the line is not JSON"),
         ('{"question": "x"}', "prompts.jsonl:1 has no 'prompt'"),
-        ("[1]", "prompts.jsonl:1 has no 'prompt'"),
-        (b"\xff", "prompts.jsonl cannot be read: 'utf-8' codec"),
+        ("[1]", "prompts.jsonl:1: the line holds a list"),
+        (b"\xff", "prompts.jsonl:1' is not UTF-8 text: byte 0 is 0xff"),
+        ('{"prompt": "a\\ud83d"}', "prompts.jsonl:1: field 'prompt' has half a surrogate pair at 1"),
+        ("[" * 100_000, "prompts.jsonl:1: the line's lists and objects are nested too deeply"),
     ],
 )
 def test_a_malformed_record_is_named(tmp_path, line, message):

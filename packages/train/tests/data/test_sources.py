@@ -107,6 +107,11 @@ def test_fingerprint_changes_with_a_file(scheme: str, records: Path, advance_tim
         (b'{"txet": "x"}', r"bad.jsonl:2: the record has no field 'text'. Did you mean 'txet'\?"),
         (b'{"text": 3}', r"bad.jsonl:2: field 'text' holds a int"),
         (b'{"text": "\\ud800"}', r"bad.jsonl:2: field 'text' has half a surrogate pair at 0"),
+        (
+            b'{"text": "x", "meta": [{"a": "b\\udc00"}]}',
+            r"bad.jsonl:2: field 'meta.0.a' has half a surrogate pair at 1",
+        ),
+        (b'{"text": ' + b"[" * 100_000, r"bad.jsonl:2: the line's lists and objects are nested too deeply"),
         (b'{"text": "\xff"}', r"bad.jsonl:2' is not UTF-8 text: byte 10 is 0xff"),
     ],
 )

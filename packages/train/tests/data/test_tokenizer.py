@@ -83,13 +83,25 @@ def test_beginning_of_text_is_added_where_the_config_asks_for_it() -> None:
     assert prefixed.digest != TOKENIZER.digest
 
 
-def test_what_the_vocabulary_puts_around_a_text_can_be_left_out() -> None:
+def test_an_answer_follows_a_prompt_whose_tokenizer_ends_texts_with_eos() -> None:
     tokenizer = Tokenizer.from_str(_vocabulary().decode())
     specials = [("<eos>", 256), ("<bos>", 257)]
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=specials)
     both = _make(**{"tokenizer.json": tokenizer.to_str().encode()})
-    assert both.encode("a") == [257, ALPHABET.index("a"), 256]
-    assert both.encode("a", add_special_tokens=False) == [ALPHABET.index("a")]
+    a = ALPHABET.index("a")
+    assert both.encode("a") == [257, a]
+    assert both.encode_for_encoder("a") == [257, a, 256]
+    assert both.encode("a", add_special_tokens=False) == [a]
+    assert both.encode_batch(["a"])[0].tolist() == [257, a, 256]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_offsets_include_the_spaces_that_a_tokenizer_trims(sequence: bool) -> None:
+    tokenizer = Tokenizer.from_str(_vocabulary().decode())
+    trims = processors.ByteLevel(trim_offsets=True)
+    tokenizer.post_processor = processors.Sequence([trims]) if sequence else trims
+    ids, offsets = _make(**{"tokenizer.json": tokenizer.to_str().encode()}).encode_with_offsets("a  b")
+    assert len(ids) == 4 and offsets.tolist() == [[0, 1], [1, 2], [2, 3], [3, 4]]
 
 
 def test_every_file_is_kept_byte_for_byte(tmp_path: Path) -> None:

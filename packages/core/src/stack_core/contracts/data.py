@@ -248,7 +248,8 @@ class Tokenizer(Protocol):
         """Encodes a prompt; the names of special tokens in `text` become those tokens.
 
         Args:
-          add_special_tokens: also add the tokens that the tokenizer puts around a text, such as one for its beginning.
+          add_special_tokens: also add the tokens that the tokenizer puts before a text, such as one for its beginning.
+            None that ends a text is added, because an answer is to follow.
         """
         ...
 

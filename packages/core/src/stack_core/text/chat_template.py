@@ -14,11 +14,15 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 
-from stack_core.errors import ChatTemplateError
+from stack_core.errors import ChatTemplateError, nearest
 
-__all__ = ["ChatTemplate"]
+__all__ = ["TEMPLATE_FIELDS", "ChatTemplate"]
+
+TEMPLATE_FIELDS = ("tools", "chat_template_kwargs")
+"""Fields of a data set's record that are variables of the chat template."""
 
 _OWN = {"messages", "add_generation_prompt", "tools", "documents", "functions"}
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 # What clients get in an assistant's message and send back: it adds nothing to the prompt.
 _EMPTY: Mapping[str, tuple[Any, ...]] = {
     "annotations": (None, []),
@@ -96,9 +100,16 @@ class ChatTemplate:
         return _cut_after_last(prompt, checked[-1]["content"]) if continue_final_message else prompt
 
     def render_spans(
-        self, messages: Sequence[Mapping[str, Any]], *, variables: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
         """Renders a whole conversation, and finds what the assistant wrote in it.
+
+        Args:
+          variables, tools: as in `render`.
 
         Returns:
           The text that `render` makes without a generation prompt, and the begin and end, in characters of it, of each
@@ -115,10 +126,35 @@ class ChatTemplate:
             )
         checked = self._checked(messages, variables)
         values = {"strftime_now": datetime.now().strftime, **(variables or {})}  # one time for both
-        plain = self._run(checked, values)
+        plain = self._run(checked, values, tools=tools)
         begin, end = islice((chr(code) for code in _PRIVATE if chr(code) not in plain), 2)
-        marked = self._run(checked, {**values, _BEGIN: begin, _END: end})
+        marked = self._run(checked, {**values, _BEGIN: begin, _END: end}, tools=tools)
         return plain, _spans(marked, plain, begin, end)
+
+    def options_of(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments `tools` and `variables` of `render` for a record of a data set.
+
+        Raises:
+          ChatTemplateError: its `tools` or `chat_template_kwargs` are malformed, or the template does not read them.
+        """
+        tools, variables = (record.get(field) or None for field in TEMPLATE_FIELDS)
+        if tools is not None:
+            if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+                raise ChatTemplateError("tools is no list of JSON schemas of functions.", parameter="tools")
+            if not self.reads_tools:
+                raise ChatTemplateError(
+                    "The model's chat template does not read tools. Name a template that does, or describe the tools "
+                    "in a system message.",
+                    parameter="tools",
+                )
+        if variables is not None:
+            if not isinstance(variables, Mapping):
+                raise ChatTemplateError(
+                    f"chat_template_kwargs is a {type(variables).__name__}; an object was expected.",
+                    parameter="chat_template_kwargs",
+                )
+            self._check_variables(variables)
+        return {"tools": tools, "variables": variables}
 
     @cached_property
     def marks_generation(self) -> bool:
@@ -140,6 +176,12 @@ class ChatTemplate:
             if isinstance(node.arg, jinja2.nodes.Const) and isinstance(node.arg.value, str)
         }
         return frozenset(attributes | items)
+
+    @cached_property
+    def _roles(self) -> frozenset[str]:
+        """The usual roles, and all texts that the template compares or looks up, which name any others."""
+        texts = {node.value for node in self._tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
+        return _ROLES | texts
 
     @cached_property
     def _wants_parts(self) -> bool:
@@ -191,20 +233,63 @@ class ChatTemplate:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
             raise ChatTemplateError(f"{where}.role is missing; 'user', for example.", parameter=f"{where}.role")
-        text = _text(content, f"{where}.content")
+        if role not in self._roles:
+            raise ChatTemplateError(
+                f"{where}.role is {role[:100]!r}, which the model's chat template does not name."
+                f"{nearest(role, _ROLES)} The usual roles: {', '.join(sorted(_ROLES))}.",
+                parameter=f"{where}.role",
+            )
         rest = {name: value for name, value in message.items() if name not in ("role", "content")}
-        for name, value in rest.items():
-            if name in _EMPTY:
-                if value not in _EMPTY[name]:
-                    raise ChatTemplateError(f"{where}.{name} is not supported here. Write it as text.", parameter=where)
-            elif name not in self._members or not isinstance(value, str):
-                raise ChatTemplateError(
-                    f"{where}.{name[:100]} is nothing that the model's chat template reads as a text. Leave it out.",
-                    parameter=where,
-                )
-        kept = {name: value for name, value in rest.items() if name not in _EMPTY}
+        kept = {name: self._field(name, value, role, where) for name, value in rest.items()}
+        kept = {name: value for name, value in kept.items() if value is not None}
+        if content is None and "tool_calls" in kept:
+            return {"role": role, "content": "", **kept}  # no text, only calls
+        text = _text(content, f"{where}.content")
         parts = [{"type": "text", "text": text}] if self._wants_parts else text
         return {"role": role, "content": parts, **kept}
+
+    def _field(self, name: str, value: Any, role: str, where: str) -> Any:
+        """Returns the value of a field for the template, or None if the field does not change the prompt."""
+        if name in _EMPTY and value in _EMPTY[name]:
+            return None
+        if name == "tool_calls" and name in self._members:
+            return _tool_calls(value, f"{where}.{name}")
+        if name in self._members and isinstance(value, str):
+            return value
+        if name == "tool_call_id" and role == "tool" and isinstance(value, str):
+            return None  # says which call is answered, which templates without the field see by the order
+        if name in _EMPTY and name not in self._members:
+            raise ChatTemplateError(f"{where}.{name} is not supported here. Write it as text.", parameter=where)
+        raise ChatTemplateError(
+            f"{where}.{name[:100]} is nothing that the model's chat template reads as a text. Leave it out.",
+            parameter=where,
+        )
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Checks calls of tools; arguments that are the text of a JSON object become the object, as templates expect."""
+    if not isinstance(calls, list):
+        raise ChatTemplateError(f"{where} is no list of calls.", parameter=where)
+    return [_tool_call(call, f"{where}.{place}") for place, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ChatTemplateError(
+            f'{where} is no call {{"type": "function", "function": {{"name": ..., "arguments": {{...}}}}}}.',
+            parameter=where,
+        )
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        raise ChatTemplateError(f"{where}: the arguments are no JSON object.", parameter=where)
+    whole = {**function, "arguments": arguments}
+    return {**call, "function": whole} if "function" in call else whole
 
 
 def _text(content: Any, where: str) -> str:

@@ -11,7 +11,7 @@ from stack_core.config import config
 from stack_core.contracts.data import Tokenizer
 from stack_core.contracts.environments import Action, Completion, Environment, Observation, Outcome, Reward, Tasks
 from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import ConfigError, DataError
+from stack_core.errors import ChatTemplateError, ConfigError, DataError
 from stack_rl.environments.records import Record, read_records
 from stack_rl.math.advantages import overlong
 from stack_rl.rewards.weighted import ReadsTokens, WeightedReward, check_reward, resolved, total_score
@@ -116,7 +116,10 @@ def _encoder(policy: GenerativeCheckpoint, tokenizer: Tokenizer) -> Callable[[st
             raise DataError(
                 f"{name} holds messages, but the tokenizer has no chat template. Write the prompt as a text."
             )
-        text = template.render(prompt)
+        try:
+            text = template.render(prompt, **template.options_of(record))
+        except ChatTemplateError as error:
+            raise ChatTemplateError(f"{name}: {error}", parameter=error.parameter) from error
         return _Prompt(name, text, tuple(tokenizer.encode(text, add_special_tokens=False)), rest)
 
     return encode

@@ -1,11 +1,11 @@
 """Tasks in files: JSON objects, one a line."""
 
 import glob
-import json
 from pathlib import Path
 from typing import Any
 
 from stack_core.errors import DataError
+from stack_core.text.json_records import parse_record
 
 __all__ = ["Record", "read_records"]
 
@@ -31,18 +31,15 @@ def read_records(pattern: str, key: str) -> list[Record]:
 def _records(path: Path) -> list[Record]:
     found = []
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = path.read_bytes().split(b"\n")  # JSON may hold other ends of lines within its strings
+    except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    for number, line in enumerate(text.split("\n"), start=1):  # JSON may hold other ends of lines within its strings
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         name = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{name} is not JSON: {error}. Each line holds one object.") from error
-        if not isinstance(record, dict) or not isinstance(record.get("prompt"), (str, list)):
+        record = parse_record(name, line)
+        if not isinstance(record.get("prompt"), (str, list)):
             raise DataError(f"{name} has no 'prompt', a text or a list of messages.")
         found.append((name, record))
     return found

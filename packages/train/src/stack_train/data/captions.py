@@ -1,10 +1,10 @@
 """Captions of images in files: a text file beside each, or a line of a folder's `metadata.jsonl`."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from stack_core.errors import DataError
+from stack_core.text.json_records import parse_record
 from stack_train.data.files import read_text
 
 __all__ = ["METADATA", "captions_of"]
@@ -53,9 +53,9 @@ def _table(path: Path) -> dict[str, str]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            entry = parse_record(f"{path}:{number}", line.encode())
             found[entry["file_name"]] = str(entry["text"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (DataError, KeyError, TypeError) as error:
             raise DataError(
                 f'Line {number} of {path} is {line[:80]!r}; expected {{"file_name": "cat.png", "text": "a cat"}}.'
             ) from error

@@ -5,16 +5,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int32, Int64
 
-from stack_core.errors import DataError
-from stack_core.text.chat_template import ChatTemplate
+from stack_core.errors import ChatTemplateError, DataError
+from stack_core.text.chat_template import TEMPLATE_FIELDS, ChatTemplate
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 
 __all__ = ["Conversation", "Messages", "Tokenization", "messages_of"]
 
 Messages = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]
+Ids = Int32[np.ndarray, " tokens"]
+Offsets = Int64[np.ndarray, "tokens begin_and_end"]
+Mask = Bool[np.ndarray, " tokens"]
 
 
 @dataclass(frozen=True)
@@ -57,24 +60,39 @@ class Tokenization:
     def conversation(self, name: str, record: Mapping[str, Any]) -> Conversation:
         """Reads a record: `messages`, or `prompt` and `completion`, each a text or a list of messages.
 
+        A token is learned if any of its characters is the assistant's: " Paris" of "A: {% generation %}Paris" is one
+        token. transformers returns the same mask (`return_assistant_tokens_mask`), with two exceptions: here, a special
+        token that ends a turn right behind its block is learned, too, and spaces count although a tokenizer leaves them
+        out of its offsets. The template also gets the record's `tools` and `chat_template_kwargs`.
+
         Raises:
           DataError: the record has another form, or the assistant wrote nothing in it; names it.
-          ChatTemplateError: the template does not take its messages.
+          ChatTemplateError: the template does not take its messages; names the record.
         """
         if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
+            if unread := [field for field in TEMPLATE_FIELDS if record.get(field)]:
+                raise DataError(
+                    f"{name}: {' and '.join(unread)} go to a chat template, which a prompt and a completion that are "
+                    "texts do not pass. Write them as lists of messages."
+                )
             return self._of_texts(name, record["prompt"], record["completion"])
-        messages, first = messages_of(name, record)
+        prompt, answer = messages_of(name, record)
         if self._template is None:
             raise DataError(
                 f"{name} holds messages, but the tokenizer has no chat template. Name one by data.chat_template, or "
                 "write prompt and completion as plain texts."
             )
-        spans = self._spans(name, messages)
-        ids, offsets = self._tokenizer.encode_with_offsets(spans.text)
+        try:
+            options = self._template.options_of(record)
+            text, spans = self._spans(name, [*prompt, *answer], options)
+            first = len(self._spans(name, prompt, options)[1]) if _has_assistant(prompt) else 0
+        except ChatTemplateError as error:
+            raise ChatTemplateError(f"{name}: {error}", parameter=error.parameter) from error
+        ids, offsets = self._tokenizer.encode_with_offsets(text)
         supervised = np.zeros(len(ids), bool)
-        for begin, end in spans.assistant[first:]:
-            inside = (offsets[:, 0] >= begin) & (offsets[:, 0] < end)
-            supervised |= inside | self._end_of_turn(ids, inside)
+        for begin, end in spans[first:]:
+            inside = (offsets[:, 0] < end) & (offsets[:, 1] > begin)
+            supervised |= inside | self._end_of_turn(ids, offsets, inside, end)
         if not supervised.any():
             raise DataError(f"{name}: the assistant wrote nothing in this conversation. Leave it out.")
         return Conversation(name, ids, supervised)
@@ -83,32 +101,39 @@ class Tokenization:
         eos_id = self._tokenizer.eos_id
         if eos_id is None:
             raise DataError("The tokenizer has no end-of-text token, which ends every completion. Name its eos_token.")
-        head = self._tokenizer.encode(prompt)
-        tail = [*self._tokenizer.encode(completion, add_special_tokens=False), eos_id]
-        supervised = np.arange(len(head) + len(tail)) >= len(head)
-        return Conversation(name, np.asarray([*head, *tail], np.int32), supervised)
+        head, both = self._tokenizer.encode(prompt), self._tokenizer.encode(prompt + completion)
+        begins = np.arange(len(both)) >= len(head)
+        if both[: len(head)] != head:  # a token spans the end of the prompt
+            tail = self._tokenizer.encode(completion, add_special_tokens=False)
+            if b"".join(map(self._tokenizer.token_bytes, tail)) == completion.encode():
+                both, begins = [*head, *tail], np.arange(len(head) + len(tail)) >= len(head)  # as in generation
+            else:  # a tokenizer that puts a space before each text, which the completion does not have
+                _, offsets = self._tokenizer.encode_with_offsets(prompt + completion)
+                begins = np.append(np.zeros(len(both) - len(offsets), bool), offsets[:, 1] > len(prompt))
+        return Conversation(name, np.asarray([*both, eos_id], np.int32), np.append(begins, True))
 
-    def _end_of_turn(self, ids: Int32[np.ndarray, " tokens"], inside: Any) -> Bool[np.ndarray, " tokens"]:
-        """The special token right behind a turn, which ends it where the template writes it outside of the turn."""
+    def _end_of_turn(self, ids: Ids, offsets: Offsets, inside: Mask, end: int) -> Mask:
+        """Marks the special token right behind a turn, which ends it if the template writes it outside of the block."""
         found = np.zeros(len(ids), bool)
         places = np.flatnonzero(inside)
         if len(places) and not self._tokenizer.is_special(int(ids[places[-1]])):
             behind = places[-1] + 1
-            if behind < len(ids) and self._tokenizer.is_special(int(ids[behind])):
+            if behind < len(ids) and offsets[behind, 0] == end and self._tokenizer.is_special(int(ids[behind])):
                 found[behind] = True
         return found
 
-    def _spans(self, name: str, messages: Messages) -> "_Spans":
+    def _spans(self, name: str, messages: Messages, options: Mapping[str, Any]) -> tuple[str, list[Span]]:
+        """Renders messages, and finds the begin and end of each of the assistant's turns in the text's characters."""
         assert self._template is not None
         if self._template.marks_generation:
-            return _Spans(*self._template.render_spans(messages))
-        text = self._template.render(messages, add_generation_prompt=False)
+            return self._template.render_spans(messages, **options)
+        text = self._template.render(messages, add_generation_prompt=False, **options)
         found = []
         for place, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            before = self._template.render(messages[:place])
-            after = self._template.render(messages[: place + 1], add_generation_prompt=False)
+            before = self._template.render(messages[:place], **options)
+            after = self._template.render(messages[: place + 1], add_generation_prompt=False, **options)
             if not (text.startswith(after) and after.startswith(before)):
                 raise DataError(
                     f"{name}: the chat template renders a conversation's beginning differently once turn {place} "
@@ -116,25 +141,17 @@ class Tokenization:
                     "{% generation %} ... {% endgeneration %}, and name that template by data.chat_template."
                 )
             found.append((len(before), len(before) + len(after[len(before) :].rstrip("\n"))))
-        return _Spans(text, found)
+        return text, found
 
 
-@dataclass(frozen=True)
-class _Spans:
-    """A rendered conversation, and where in its characters the assistant's turns lie."""
-
-    text: str
-    assistant: list[Span]
-
-
-def messages_of(name: str, record: Mapping[str, Any]) -> tuple[Messages, int]:
-    """The messages of a record, and how many of the assistant's turns belong to its prompt.
+def messages_of(name: str, record: Mapping[str, Any]) -> tuple[Messages, Messages]:
+    """Splits a record's messages into its prompt, of which nothing is learned, and what follows.
 
     Raises:
       DataError: the record has neither messages nor prompt and completion.
     """
     if _is_messages(record.get("messages")):
-        return record["messages"], 0
+        return [], record["messages"]
     prompt, completion = (_as_messages(record.get(field), role) for field, role in _PAIR)
     if prompt is None or completion is None:
         fields = ", ".join(map(repr, record)) or "none"
@@ -142,7 +159,11 @@ def messages_of(name: str, record: Mapping[str, Any]) -> tuple[Messages, int]:
             f"{name}: the record has neither a list 'messages' nor 'prompt' and 'completion', each a text or a list of "
             f"messages. Its fields: {fields}."
         )
-    return [*prompt, *completion], sum(message.get("role") == "assistant" for message in prompt)
+    return prompt, completion
+
+
+def _has_assistant(messages: Messages) -> bool:
+    return any(message.get("role") == "assistant" for message in messages)
 
 
 _PAIR = (("prompt", "user"), ("completion", "assistant"))

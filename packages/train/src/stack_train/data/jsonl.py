@@ -1,13 +1,13 @@
 """The source `jsonl:GLOB`: each line is a JSON object, and one of its fields is a document."""
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from stack_core.contracts.data import Document
 from stack_core.errors import DataError, nearest
-from stack_train.data.files import expand_glob, stat_digest, undecodable, unreadable
+from stack_core.text.json_records import parse_record
+from stack_train.data.files import expand_glob, stat_digest, unreadable
 
 __all__ = ["JsonlSource", "jsonl_records"]
 
@@ -34,7 +34,7 @@ def jsonl_records(paths: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any]]]
     """The objects of JSONL files, each with its name, "path:line"; one line at a time is in memory.
 
     Raises:
-      DataError: a file cannot be read, or a line is no JSON object; names it.
+      DataError: a file cannot be read, or a line is no JSON object; see `parse_record`.
     """
     for path in paths:
         try:
@@ -42,21 +42,9 @@ def jsonl_records(paths: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any]]]
                 for number, line in enumerate(lines, start=1):
                     if not line.isspace():
                         name = f"{path}:{number}"
-                        yield name, _record(name, line)
+                        yield name, parse_record(name, line)
         except OSError as error:
             raise unreadable(path, error) from error
-
-
-def _record(name: str, line: bytes) -> dict[str, Any]:
-    try:
-        record: Any = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise undecodable(name, error) from error
-    except ValueError as error:
-        raise DataError(f"{name}: the line is not JSON: {error}. Each line must hold one whole JSON object.") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{name}: the line holds a {type(record).__name__}; an object was expected.")
-    return record
 
 
 def _text(name: str, record: dict[str, Any], text_field: str) -> str:
@@ -69,8 +57,4 @@ def _text(name: str, record: dict[str, Any], text_field: str) -> str:
     text = record[text_field]
     if not isinstance(text, str):
         raise DataError(f"{name}: field {text_field!r} holds a {type(text).__name__}; a string was expected.")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(f"{name}: field {text_field!r} has half a surrogate pair at {error.start}.") from error
     return text

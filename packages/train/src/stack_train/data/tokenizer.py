@@ -35,8 +35,9 @@ _KEPT = (
 class HuggingFaceTokenizer:
     """Text to token ids and back; its files are kept byte for byte, the chat template included.
 
-    What the tokenizer itself puts around a text, such as a beginning-of-text token, is the same in training documents
-    and in prompts. The end-of-text token is added to training documents only, by the corpus.
+    The tokens that the tokenizer itself puts before a text, such as a beginning-of-text token, are the same in training
+    documents and in prompts. Only training documents end with the end-of-text token. `encode` drops it from prompts if
+    the tokenizer's own template adds it, because an answer follows.
 
     Attributes:
       vocab_size: the largest token id plus one.
@@ -57,6 +58,7 @@ class HuggingFaceTokenizer:
         self._files = dict(files)
         self._origin = origin
         self._for_prompts = _parse_vocabulary(files[_VOCABULARY], origin)
+        _keep_spaces_in_offsets(self._for_prompts.post_processor)
         self._for_documents = _parse_vocabulary(files[_VOCABULARY], origin)
         self._for_documents.encode_special_tokens = True
         settings = {**_json(files, _SPECIAL_TOKENS, origin), **_json(files, _CONFIG, origin)}
@@ -67,6 +69,7 @@ class HuggingFaceTokenizer:
         self.pad_id = self._special_id("pad_token")
         self.chat_template = _chat_template(files, settings)
         self._prefix = self._missing_prefix(settings)
+        self._suffix_tokens = self._ending_tokens()
         self._token_bytes = TokenBytes(self._for_prompts)
         added = self._for_prompts.get_added_tokens_decoder()
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
@@ -110,6 +113,14 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `stack_core.contracts.data.Tokenizer`."""
+        ids = self._encoded(text, add_special_tokens)
+        return ids[: len(ids) - self._suffix_tokens] if add_special_tokens else ids
+
+    def encode_for_encoder(self, text: str) -> list[int]:
+        """Encodes a text for a text encoder, with the special tokens at both ends."""
+        return self._encoded(text, True)
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < _LONG_CHARACTERS:
             ids = self._for_prompts.encode(text, add_special_tokens=add_special_tokens).ids
         else:  # as a batch, for which alone it lets go of Python's lock: a long prompt would hold a whole server
@@ -125,10 +136,10 @@ class HuggingFaceTokenizer:
     def encode_with_offsets(
         self, text: str
     ) -> tuple[Int32[np.ndarray, " tokens"], Int64[np.ndarray, "tokens begin_and_end"]]:
-        """Encodes a text that a chat template made: no token is added.
+        """Encodes a text without adding tokens, as chat templates write their own.
 
         Returns:
-          The ids, and where in the text's characters each token begins and ends.
+          The ids, and the begin and end of each token in the text's characters, its spaces included.
         """
         encoding = self._for_prompts.encode(text, add_special_tokens=False)
         return np.asarray(encoding.ids, np.int32), np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
@@ -163,6 +174,15 @@ class HuggingFaceTokenizer:
             return ()
         return () if self.bos_id in self._for_prompts.encode("").ids else (self.bos_id,)
 
+    def _ending_tokens(self) -> int:
+        """Counts the tokens that the tokenizer adds behind a text, if the last of them is the end-of-text token."""
+        for text in ("a", "0", "\u4e00"):  # a vocabulary may lack some of them
+            encoding = self._for_prompts.encode(text)
+            if 0 in encoding.special_tokens_mask:
+                count = encoding.special_tokens_mask[::-1].index(0)
+                return count if count and encoding.ids[-1] == self.eos_id else 0
+        return 0
+
 
 def write_tokenizer(tokenizer: HuggingFaceTokenizer, directory: Path) -> None:
     """Writes a tokenizer under `tokenizer/` of a run's directory, whole or not at all; one that is there stays."""
@@ -181,6 +201,15 @@ def _parse_vocabulary(content: bytes, origin: str) -> tokenizers.Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _keep_spaces_in_offsets(processor: Any) -> None:
+    """Makes the offsets of tokens include their spaces, which byte-level tokenizers may trim; ids stay the same."""
+    if isinstance(processor, tokenizers.processors.Sequence):
+        for each in processor:
+            _keep_spaces_in_offsets(each)
+    elif hasattr(processor, "trim_offsets"):
+        processor.trim_offsets = False
 
 
 def _json(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class PromptTokenizer:
         """Returns the ids of prompts; one that is too long loses its end, and a warning quotes what was cut."""
         rows = np.full((len(prompts), self.tokens), self.pad_id, np.int32)
         for row, prompt in zip(rows, prompts, strict=True):
-            ids = self.tokenizer.encode(prompt)
+            ids = self.tokenizer.encode_for_encoder(prompt)
             if len(ids) > self.tokens:
                 cut = self.tokenizer.decode(ids[self.tokens - 1 : -1]).strip()
                 warnings.warn(

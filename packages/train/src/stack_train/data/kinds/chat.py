@@ -33,7 +33,8 @@ class ChatData:
     """Conversations in JSONL files, a record a line: `messages`, or `prompt` and `completion`.
 
     A message has a `role` and a `content`; a prompt or completion is a text or a list of messages. The model learns the
-    assistant's tokens alone, the one that ends its turn included; of prompt and completion, the completion's.
+    assistant's tokens alone, the one that ends its turn included; of prompt and completion, the completion's. The chat
+    template also gets a record's `tools` and `chat_template_kwargs`.
 
     Attributes:
       source: files, as a glob: "chats/*.jsonl".

@@ -59,7 +59,7 @@ class JudgedData(AnswersData):
         labels: dict[str, bool] = {}
         for (name, record), other in zip(records, others, strict=True):
             answer = tokenization.conversation(name, record)
-            mismatched = {"prompt": record["prompt"], "completion": records[other][1]["completion"]}
+            mismatched = {**record, "completion": records[other][1]["completion"]}
             cut = _cut(tokenization.conversation(name, mismatched), self.seq_tokens)
             pairs.append(Pair(answer, cut if cut.supervised.any() else answer))
             labels[name] = bool(record["label"])

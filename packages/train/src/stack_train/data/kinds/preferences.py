@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from stack_core.config import config
 from stack_core.contracts.data import Batch, Shapes
 from stack_core.errors import DataError
+from stack_core.text.chat_template import TEMPLATE_FIELDS
 from stack_train.data.cache import digest_of
 from stack_train.data.conversations import Conversation, Tokenization
 from stack_train.data.examples import TooLong, fitting, laid_out, stacked
@@ -212,7 +213,10 @@ def _pair(tokenization: Tokenization, name: str, record: Mapping[str, Any]) -> P
     prompt, answers = record.get("prompt"), [record["chosen"], record["rejected"]]
     if prompt is None:
         prompt, answers = _common(name, *answers)
-    chosen, rejected = (tokenization.conversation(name, {"prompt": prompt, "completion": answer}) for answer in answers)
+    options = {field: record[field] for field in TEMPLATE_FIELDS if field in record}
+    chosen, rejected = (
+        tokenization.conversation(name, {"prompt": prompt, "completion": answer, **options}) for answer in answers
+    )
     return Pair(chosen, rejected)
 
 

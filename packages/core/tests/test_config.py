@@ -1,12 +1,25 @@
 """Configs refuse what they do not know, say where, and survive a round trip through YAML."""
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field, PositiveInt
 
-from stack_core.config import Sections, Selected, apply_overrides, config, differences, load_yaml, parse, to_yaml
+from stack_core.config import (
+    Sections,
+    Selected,
+    apply_overrides,
+    config,
+    differences,
+    dotted_keys,
+    is_under,
+    load_yaml,
+    parse,
+    parse_yaml,
+    to_yaml,
+)
 from stack_core.errors import ConfigError, UnknownName
 from stack_core.registry import Entry, Registry
 
@@ -32,6 +45,14 @@ class Inner:
 @config
 class Profile:
     every: int = 5
+
+
+@config
+class Numbers:
+    flag: bool = False
+    optional: int | None = None
+    several: tuple[int, ...] = ()
+    named: Mapping[str, float] = Field(default_factory=dict)
 
 
 SHAPES = Registry(
@@ -105,6 +126,62 @@ def test_a_resolved_config_survives_yaml(tmp_path):
 def test_mistakes_name_the_place_and_the_remedy(mapping, message):
     with pytest.raises((ConfigError, UnknownName), match=message):
         parse(Outer, mapping)
+
+
+@pytest.mark.parametrize(
+    ("cls", "mapping", "message"),
+    [
+        (Outer, {"inner": {"steps": True}}, "inner.steps: .*integer.*given True"),
+        (Outer, {"inner": {"steps": "300"}}, "inner.steps: .*integer.*given '300'"),
+        (Outer, {"inner": {"steps": 3.0}}, "inner.steps: .*integer.*given 3.0"),
+        (Outer, {"figure": {"shape": "circle", "radius": True}}, "figure.radius: .*number.*given True"),
+        (Outer, {"figure": {"shape": "circle", "radius": "1.5"}}, "figure.radius: .*number.*given '1.5'"),
+        (Numbers, {"flag": 1}, "flag: .*boolean.*given 1"),
+        (Numbers, {"flag": "no"}, "flag: .*boolean.*given 'no'"),
+        (Numbers, {"optional": True}, "optional.*integer.*given True"),
+        (Numbers, {"several": [1, True]}, "several.1: .*integer.*given True"),
+        (Numbers, {"named": {"a": True}}, "named.a: .*number.*given True"),
+    ],
+)
+def test_numbers_and_booleans_are_strict(cls, mapping, message):
+    mapping = {"output": "x", **mapping} if cls is Outer else mapping
+    with pytest.raises(ConfigError, match=message):
+        parse(cls, mapping)
+
+
+def test_scalars_are_those_of_yaml_1_2(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("[1e-3, 1E3, 010, 0o10, 0x10, 1:30, no, on, true, 2024-01-02, ~, null, -.5, .inf, 'true', '1e3']")
+    text = path.read_text()
+    expected = [1e-3, 1e3, 10, 8, 16, "1:30", "no", "on", True, "2024-01-02", None, None, -0.5, math.inf, "true", "1e3"]
+    assert parse_yaml(f"values: {text}", "text")["values"] == expected
+    assert parse_yaml(to_yaml({"values": expected}), "text")["values"] == expected
+    assert apply_overrides({}, ["a=1e-4", "b=no", "c=true"]) == {"a": 1e-4, "b": "no", "c": True}
+
+
+def test_a_config_that_is_called_takes_names_and_mappings_and_refuses_the_rest():
+    called: Any = Outer
+    made = called(output="x", figure="circle", inner={"steps": 3}, sections={"profile": {"every": 7}})
+    assert made == Outer(output="x", figure=Circle(), inner=Inner(steps=3), sections={"profile": Profile(every=7)})
+    assert called(output="x", figure={"shape": "circle", "radius": 2}).figure == Circle(radius=2.0)
+    for wrong, message in (
+        ({"figure": 3}, "figure is 3; expected a name, a mapping with the key 'shape'.* Names: circle, square"),
+        ({"figure": {"radius": 2}}, "figure lacks the key 'shape'"),
+        ({"figure": "circel"}, "Did you mean 'circle'"),
+        ({"sections": {"profile": {"evry": 1}}}, "Unknown key 'profile.evry'"),
+        ({"sections": 3}, "sections is 3"),
+    ):
+        with pytest.raises((ConfigError, UnknownName), match=message):
+            called(output="x", **wrong)
+
+
+def test_a_key_covers_itself_and_what_lies_inside_it():
+    line = "optimizer.learning_rate: 0.1, not 0.2"
+    assert is_under(line, ["optimizer"]) and is_under(line, ["optimizer.learning_rate"])
+    assert not is_under(line, ["o", "optim", "optimizer.learning", "optimizer.learning_rate.x"])
+    assert dotted_keys({"run": {"seed": 1}, "quant": {"rules": [{"weights": 4}]}}) == {
+        *("run", "run.seed", "quant", "quant.rules", "quant.rules.0", "quant.rules.0.weights"),
+    }
 
 
 def test_unknown_selected_names_and_sections_name_their_neighbours():

@@ -99,14 +99,12 @@ def test_a_mesh_config_is_checked(mapping, expected):
         parse(MeshConfig, mapping, path="mesh")
 
 
-def test_a_mesh_config_completes_its_rules_and_reads_back_what_it_wrote():
-    given = {"norm_seq": ["context", "tensor"], "embed": None, "mlp": "expert", "expert_mlp": "tensor"}
+def test_a_mesh_config_keeps_the_given_rules_alone_and_reads_back_what_it_wrote():
+    given = {"norm_seq": ["context", "tensor"], "embed": "fsdp", "mlp": None, "expert_mlp": ["tensor"]}
     written = to_mapping(parse(MeshConfig, {"rules": given}))
-    defaults = to_mapping(MeshConfig())["rules"]
-    assert written["rules"] == {**defaults, **given}
-    assert defaults["batch"] == ["data", "fsdp", "expert"] and defaults["seq"] == "context" and defaults["norm"] is None
+    assert written["rules"] == {**given, "expert_mlp": "tensor"}
     assert parse(MeshConfig, written) == parse(MeshConfig, {"rules": given})
-    assert ShardingRules(MeshConfig().rules) == DEFAULT_RULES
+    assert MeshConfig().rules == {}
 
 
 @pytest.mark.parametrize(

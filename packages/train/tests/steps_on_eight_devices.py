@@ -92,12 +92,12 @@ def first_moments(state):
 def expected_sharding(trainer, path, leaf):
     """The sharding of a leaf of the state by the name that its path ends with, read from the rules anew."""
     if leaf.ndim == 0:
-        return trainer.rules.sharding(trainer.mesh, (), ())
+        return trainer.sharding_rules.sharding(trainer.mesh, (), ())
     names = _names(path)
     axes = trainer.logical_axes
     for name in names[names.index("params" if "params" in names else "mu" if "mu" in names else "nu") + 1 :]:
         axes = axes[name]
-    return trainer.rules.sharding(trainer.mesh, axes, leaf.shape)
+    return trainer.sharding_rules.sharding(trainer.mesh, axes, leaf.shape)
 
 
 def check_state(trainer, state):

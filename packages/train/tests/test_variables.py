@@ -10,11 +10,12 @@ import pytest
 from flax import nnx
 
 from stack_core.errors import ConfigError, ShardingError, StackError, TrainingError
-from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh
+from stack_core.mesh import MeshConfig, make_mesh
 from stack_core.metrics import Metric
 from stack_train.optim import AdamWConfig, GroupConfig, ScheduleConfig
 from stack_train.trainer import Trainer
 from stack_train.transform import Transforms
+from stack_train.variables import sharding_rules
 
 WIDTH = 8
 FREEZING = AdamWConfig(groups={"kernel|norm": GroupConfig(frozen=True)})
@@ -255,12 +256,14 @@ def test_a_run_may_start_from_some_of_the_variables():
 
 
 def test_a_family_brings_rules_for_its_own_axes_and_the_run_has_the_last_word():
-    trainers = [
-        make_trainer("own axis", family=ShardedFamily(), rules=rules)
-        for rules in (DEFAULT_RULES, DEFAULT_RULES.updated({"channels": None}))
-    ]
+    trainers = [make_trainer("own axis", family=ShardedFamily(), rules=rules) for rules in ({}, {"channels": None})]
     specs = [trainer.state_shardings.params["scale"].spec for trainer in trainers]
     assert specs == [jax.sharding.PartitionSpec("fsdp"), jax.sharding.PartitionSpec(None)]
+    # A rule that equals the default precedes the family's too.
+    family = ShardedFamily()
+    family.rules = types.MappingProxyType({"channels": "fsdp", "embed": "tensor"})
+    for given, expected in (({}, ("tensor",)), ({"embed": "fsdp"}, ("fsdp",))):
+        assert sharding_rules(family, given).mesh_axes("embed") == expected
     train(trainers[0], steps=1)
 
 

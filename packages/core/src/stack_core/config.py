@@ -6,12 +6,15 @@ sections that installed packages register.
 """
 
 import dataclasses
+import functools
+import operator
+import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, dataclass_transform
+from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import pydantic
 import pydantic.dataclasses
@@ -26,6 +29,8 @@ __all__ = [
     "apply_overrides",
     "config",
     "differences",
+    "dotted_keys",
+    "is_under",
     "load_yaml",
     "parse",
     "to_mapping",
@@ -37,7 +42,11 @@ C = TypeVar("C")
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field, pydantic.Field))
 def config(cls: type[C]) -> type[C]:
-    """Makes a frozen keyword-only config class; unknown keys and wrong types are errors."""
+    """Makes a frozen keyword-only config class; unknown keys and wrong types are errors.
+
+    Numbers and booleans are strict: `true` is not the number 1, and "300" is not 300. An integer is a valid float.
+    """
+    cls.__annotations__ = {name: _strict(hint) for name, hint in cls.__annotations__.items()}
     settings = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     return pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=settings)(cls)  # pyrefly: ignore
 
@@ -53,6 +62,21 @@ class Selected:
     registry: Registry[Any]
     key: str
 
+    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> Any:
+        """Lets a class that is called in Python take a name or a mapping too, and refuses what has no `key`."""
+        return pydantic.PlainValidator(self._validated).__get_pydantic_core_schema__(source, handler)
+
+    def _validated(self, value: Any, info: Any) -> Any:
+        field = info.field_name or self.key
+        if isinstance(value, (str, Mapping)):
+            return _parse_selected(self, value, field, None)
+        if not isinstance(getattr(value, self.key, None), str):
+            raise ConfigError(
+                f"{field} is {value!r}; expected a name, a mapping with the key {self.key!r}, or an object of one of "
+                f"the config classes. Names: {', '.join(self.registry.names()) or 'none is registered'}."
+            )
+        return value
+
 
 @dataclass(frozen=True)
 class Sections:
@@ -60,9 +84,27 @@ class Sections:
 
     registry: Registry[Any]
 
+    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> Any:
+        """Lets a class that is called in Python take sections as mappings too."""
+        return pydantic.PlainValidator(self._validated).__get_pydantic_core_schema__(source, handler)
+
+    def _validated(self, value: Any) -> Mapping[str, Any]:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"sections is {value!r}; expected a mapping from names to sections.")
+        return {name: self._section(str(name), section) for name, section in value.items()}
+
+    def _section(self, name: str, section: Any) -> Any:
+        cls = self.registry[name]
+        return section if isinstance(section, cls) else parse(cls, section, path=name)
+
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key written twice, which YAML would resolve silently to the last."""
+    """Reads scalars as YAML 1.2 does, and refuses a key written twice, which YAML resolves silently to the last.
+
+    YAML 1.1, PyYAML's, reads 010 as 8, 1:30 as 90, no as false and 1e-3 as text.
+    """
+
+    yaml_implicit_resolvers = dict[str, Any]()  # noqa: RUF012, PyYAML's way to have resolvers of one's own
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -70,6 +112,37 @@ class _StrictLoader(yaml.SafeLoader):
         if repeated is not None:
             raise ConfigError(f"Key {repeated!r} is written twice{node.start_mark}. Keep one of them.")
         return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that `_StrictLoader` would read as something else."""
+
+    yaml_implicit_resolvers = dict[str, Any]()  # noqa: RUF012, PyYAML's way to have resolvers of one's own
+
+
+_SCALARS = {
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.nan|\.NaN|\.NAN",
+        list("-+.0123456789"),
+    ),
+}
+"""Tag -> (pattern, first characters) of the core schema of YAML 1.2; the first that matches decides."""
+
+for _kind in (_StrictLoader, _Dumper):
+    for _tag, (_pattern, _first) in _SCALARS.items():
+        _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+    _kind.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^(?:<<)$"), ["<"])
+
+
+def _integer(loader: _StrictLoader, node: yaml.ScalarNode) -> int:
+    text = str(loader.construct_scalar(node))
+    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _integer)
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
@@ -140,6 +213,8 @@ def parse(cls: type[C], mapping: Any, *, path: str = "") -> C:
     for key, value in mapping.items():
         where = f"{path}.{key}" if path else str(key)
         if key in names:
+            if value is None and defaults[key] is None:
+                continue
             values[key] = _parse_field(hints[key], value, where, defaults[key])
         elif sections_field:
             mark = _mark(hints[sections_field], Sections)
@@ -182,7 +257,7 @@ def to_mapping(value: Any) -> Any:
 
 def to_yaml(value: Any) -> str:
     """Returns the resolved config as YAML that `parse` reads back to an equal config."""
-    return yaml.safe_dump(to_mapping(value), sort_keys=False, allow_unicode=True)
+    return yaml.dump(to_mapping(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
@@ -193,6 +268,38 @@ def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
         prefix = f"{path}." if path else ""
         return [line for key in keys for line in differences(ours.get(key), theirs.get(key), f"{prefix}{key}")]
     return [] if ours == theirs else [f"{path}: {ours!r}, not {theirs!r}"]
+
+
+def dotted_keys(mapping: Any, path: str = "") -> set[str]:
+    """Returns every key of nested plain mappings, in lists too: "run", "run.seed", "quant.rules.0.weights"."""
+    mapping = _by_place(mapping)
+    if not isinstance(mapping, Mapping):
+        return set()
+    found = {f"{path}.{key}" if path else str(key): value for key, value in mapping.items()}
+    return set(found).union(*(dotted_keys(value, key) for key, value in found.items()))
+
+
+def is_under(line: str, keys: Iterable[str]) -> bool:
+    """Whether a line of `differences` is of one of `keys` or of a key inside it: "run.seed: 1, not 2" of "run"."""
+    key = line.partition(":")[0]
+    return any(key == each or key.startswith(f"{each}.") for each in keys)
+
+
+def _strict(hint: Any) -> Any:
+    """The type with its numbers and booleans strict, also inside of containers and unions."""
+    if hint in (int, float, bool):
+        return Annotated[hint, pydantic.Strict()]
+    origin: Any = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
+    if origin is Annotated:
+        annotated: Any = Annotated
+        return annotated[(_strict(arguments[0]), *hint.__metadata__)]
+    if origin in (typing.Union, types.UnionType):
+        return functools.reduce(operator.or_, map(_strict, arguments))
+    if isinstance(origin, type) and issubclass(origin, (Sequence, Mapping)):
+        generic: Any = origin
+        return generic[tuple(each if each is Ellipsis else _strict(each) for each in arguments)]
+    return hint
 
 
 def _copy(value: Any) -> Any:

@@ -217,8 +217,8 @@ DEFAULT_RULES: Final = ShardingRules(
 """Fully sharded data parallelism (ZeRO stage 3) with Megatron's tensor parallelism, for decoder models."""
 
 
-def _completed_rules(rules: Mapping[str, MeshAxes]) -> dict[str, MeshAxes]:
-    """The default rules with `rules` in their place, so that a resolved config shows all that held."""
+def _checked_rules(rules: Mapping[str, MeshAxes]) -> dict[str, MeshAxes]:
+    """The rules with a single mesh axis written as such; refuses names that no mesh axis has."""
     for logical_axis, mesh_axes in rules.items():
         for axis in _as_tuple(mesh_axes):
             if axis not in AXES:
@@ -226,8 +226,7 @@ def _completed_rules(rules: Mapping[str, MeshAxes]) -> dict[str, MeshAxes]:
                     f"mesh.rules.{logical_axis} names the mesh axis {axis!r}.{nearest(axis, AXES)} "
                     f"A mesh has: {', '.join(AXES)}; null does not split the axis."
                 )
-    defaults = {name: _entry(mesh_axes) for name, mesh_axes in DEFAULT_RULES.table}
-    return defaults | {name: _entry(_as_tuple(mesh_axes)) for name, mesh_axes in rules.items()}
+    return {name: _entry(_as_tuple(mesh_axes)) for name, mesh_axes in rules.items()}
 
 
 @config
@@ -237,8 +236,8 @@ class MeshConfig:
     One axis at most may be -1: it takes the devices that the others leave.
 
     Attributes:
-      rules: logical axis -> mesh axis, several mesh axes (major first), or None for never split; those that are not
-        given are those of `DEFAULT_RULES`.
+      rules: logical axis -> mesh axis, several mesh axes (major first), or None for never split. They precede the
+        rules of the model's family, which precede `DEFAULT_RULES`.
     """
 
     data: int = 1
@@ -247,9 +246,7 @@ class MeshConfig:
     expert: int = 1
     context: int = 1
     stage: int = 1
-    rules: Annotated[Mapping[str, MeshAxes], AfterValidator(_completed_rules)] = Field(
-        default_factory=dict, validate_default=True
-    )
+    rules: Annotated[Mapping[str, MeshAxes], AfterValidator(_checked_rules)] = Field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for axis, size in self.sizes.items():

@@ -12,9 +12,9 @@ from flax import nnx
 from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from stack_core.contracts.models import ModelFamily, ShardsItself
+from stack_core.contracts.models import ModelFamily
 from stack_core.contracts.training import ModelTransform, Objective, ScoresTokens
-from stack_core.mesh import DEFAULT_RULES, ShardingRules, use_mesh
+from stack_core.mesh import MeshAxes, ShardingRules, use_mesh
 from stack_core.metrics import Metric, Metrics
 from stack_core.paths import path_name
 from stack_train.companions import INIT, Companion
@@ -28,7 +28,16 @@ from stack_train.scoring import scores
 from stack_train.staged import staged
 from stack_train.state import TrainState
 from stack_train.transform import UNCHANGED
-from stack_train.variables import Kind, ModelVariables, Path, Tree, join, values_of, variable_shardings
+from stack_train.variables import (
+    Kind,
+    ModelVariables,
+    Path,
+    Tree,
+    join,
+    sharding_rules,
+    values_of,
+    variable_shardings,
+)
 
 __all__ = ["Batch", "Trainer"]
 
@@ -47,6 +56,7 @@ class Trainer:
       model_config: config of `family`.
       steps: updates of the whole run, which the learning-rate schedule spans.
       accumulation_steps: microbatches into which a batch is cut; it divides the batch.
+      rules: mesh axes by logical axis, which precede the family's and the default rules.
       transform: what is trained instead of the family's model.
       companions: the frozen models that the objective asks, by their names.
       trained: the variables that the optimizer updates, an nnx filter. Those that have the metadata `trained=False`,
@@ -63,7 +73,7 @@ class Trainer:
     steps: int
     mesh: Mesh
     accumulation_steps: int = 1
-    rules: ShardingRules = DEFAULT_RULES
+    rules: Mapping[str, MeshAxes] = field(default_factory=dict)
     transform: ModelTransform = UNCHANGED
     companions: Mapping[str, Companion] = field(default_factory=dict)
     trained: Any = nnx.Param
@@ -147,7 +157,7 @@ class Trainer:
           The gradients, in the structure of `state.trained`; the objective's metrics, combined over the microbatches;
           and the variables that the forward pass moved.
         """
-        with use_mesh(self.mesh, self._rules):
+        with use_mesh(self.mesh, self.sharding_rules):
             return self._gradients(state, batch, jax.random.fold_in(state.key, state.step))
 
     def update(self, state: TrainState, gradients: Tree, moved: Tree) -> tuple[TrainState, Metrics]:
@@ -176,7 +186,7 @@ class Trainer:
         Args:
           beside: the variables of companions and further models, as `evaluation_beside` gives them.
         """
-        with use_mesh(self.mesh, self._rules):
+        with use_mesh(self.mesh, self.sharding_rules):
             if self.schedule is not None:
                 return self._staged(variables, batch, jax.random.key(0), evaluated=True)[1]
             objective = self._objective(variables, beside or {})
@@ -196,7 +206,7 @@ class Trainer:
           float32[batch, seq]: "logprobs", log p(target), the model's own, 0 where there is none; "entropy" if it is
           asked for; "values" if the model's outputs have that fact; what the objective says, if it `ScoresTokens`.
         """
-        with use_mesh(self.mesh, self._rules):
+        with use_mesh(self.mesh, self.sharding_rules):
             more = None
             if isinstance(self.objective, ScoresTokens) and (further or not self._further):
                 models = {name: self._beside(name, tree, variables) for name, tree in (further or {}).items()}
@@ -244,7 +254,7 @@ class Trainer:
     def batch_shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
         """Batches are split along their leading axis over all data-parallel mesh axes."""
         return {
-            name: self._rules.sharding(
+            name: self.sharding_rules.sharding(
                 self.mesh, ("batch", *[None] * (value.ndim - 1)), value.shape, name=f"batch[{name!r}]"
             )
             for name, value in batch.items()
@@ -365,13 +375,9 @@ class Trainer:
         return self.optimizer.build(self.steps, self._model.select(self._model.axes, "trained"))
 
     @cached_property
-    def _rules(self) -> ShardingRules:
-        """Those of the run, above the family's own, above the default rules."""
-        if not isinstance(self.family, ShardsItself):
-            return self.rules
-        defaults = dict(DEFAULT_RULES.table)
-        given = {axis: mesh_axes for axis, mesh_axes in self.rules.table if defaults.get(axis) != mesh_axes}
-        return DEFAULT_RULES.updated({**self.family.rules, **given})
+    def sharding_rules(self) -> ShardingRules:
+        """All rules by which arrays are split over the mesh."""
+        return sharding_rules(self.family, self.rules)
 
     @property
     def _replicated(self) -> NamedSharding:
@@ -389,7 +395,7 @@ class Trainer:
     def _shardings_of(self, model: ModelVariables) -> Tree:
         shapes = flatten_mapping(model.abstract)
         axes = {path: model.axes[path] for path in shapes}
-        return unflatten_mapping(variable_shardings(shapes, axes, self._rules, self.mesh))
+        return unflatten_mapping(variable_shardings(shapes, axes, self.sharding_rules, self.mesh))
 
     def _init(self, given: Tree, key: jax.Array) -> TrainState:
         model_key, run_key = jax.random.split(key)

@@ -12,8 +12,9 @@ from flax import nnx
 from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from stack_core.contracts.models import ModelFamily, ShardsItself
 from stack_core.errors import TrainingError
-from stack_core.mesh import LogicalAxes, ShardingRules
+from stack_core.mesh import DEFAULT_RULES, LogicalAxes, MeshAxes, ShardingRules
 from stack_core.ops.building import is_quantized
 from stack_core.paths import path_name
 
@@ -24,6 +25,7 @@ __all__ = [
     "Tree",
     "join",
     "part_sharding",
+    "sharding_rules",
     "stored_values",
     "values_of",
     "variable_shardings",
@@ -156,6 +158,12 @@ def stored_values(model: nnx.Module) -> Tree:
 def join(*trees: Tree) -> Tree:
     """The values of several trees in one; of two with the same path, the later."""
     return unflatten_mapping({path: value for tree in trees for path, value in flatten_mapping(tree).items()})
+
+
+def sharding_rules(family: ModelFamily, given: Mapping[str, MeshAxes]) -> ShardingRules:
+    """Returns the rules of a run: those given, which precede the family's, which precede the default rules."""
+    own = family.rules if isinstance(family, ShardsItself) else {}
+    return DEFAULT_RULES.updated({**own, **given})
 
 
 def variable_shardings(

@@ -17,6 +17,7 @@ from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh
 from stack_core.plugins import registries
 from stack_train.checkpoint import named_leaves
 from stack_train.models.weight_map import joined_tensors, shared_tensors
+from stack_train.nn.delta import DeltaAttention
 from stack_train.weights import abstract_params
 
 SIZES = {"vocab_size": 61, "embed": 24, "heads": 4, "kv_heads": 2, "mlp": 40, "max_positions": 32, "dtype": "float32"}
@@ -101,6 +102,18 @@ def test_a_document_gives_the_same_packed_behind_another_and_in_pieces_through_t
     pieces = jnp.concatenate(hidden, axis=1)
     np.testing.assert_allclose(pieces[0], packed[0], atol=2e-5)
     np.testing.assert_allclose(pieces[1, : SEQ - first], packed[1, first:], atol=2e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_kind_of_attention_gets_its_keys_as_the_config_chooses(name):
+    family = registries.models[name]
+    kinds = {type(layer.attention): layer.attention for layer in family.spec(make_config(name)).layers}
+    changed = {
+        type(layer.attention): layer.attention
+        for layer in family.spec(make_config(name, context_keys="gathered")).layers
+    }
+    acts = {kind: changed[kind] != attention for kind, attention in kinds.items()}
+    assert acts == {kind: kind is not DeltaAttention for kind in kinds}  # which refuses a sequence that devices share
 
 
 @pytest.mark.parametrize("name", FAMILIES)

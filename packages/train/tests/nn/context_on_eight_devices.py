@@ -42,6 +42,7 @@ ALL = (
     (gemma3.FAMILY, WINDOWED, {"context": 4, "data": 2}),
     (llama.FAMILY, GROUPED, {"context": 4, "tensor": 2}),
     (deepseek_v3.FAMILY, LATENT, {"context": 2, "expert": 2}),
+    (deepseek_v3.FAMILY, dataclasses.replace(LATENT, context_keys="gathered"), {"context": 2}),
 )
 ROWS, SEQ = 4, 32
 MOST_WORK = 1.25  # of a device's even share of the FLOPs: of a conditional both branches are counted

@@ -88,6 +88,9 @@ def test_a_resumed_run_may_change_what_is_allowed_and_notes_it(folder, source):
     with pytest.raises(ConfigError, match=r".*\n  ".join(map(re.escape, keys)) + r".*\n.*--allow data\.source"):
         train(changed, resume=True)
     # Other documents, and the ids that the model has learned.
+    for typo, message in (("o", "no such key"), ("optimizer.learning_rat", "Did you mean 'optimizer.learning_rate'")):
+        with pytest.raises(ConfigError, match=f"--allow {typo}: .*{message}"):
+            train(changed, resume=True, allow=[*keys[:2], typo])
     encoded_by = build(changed, resume=True, allow=keys).data.tokenizer.vocabulary
     assert encoded_by == (folder / "changed" / "tokenizer" / "tokenizer.json").read_bytes()
     assert train(changed, resume=True, allow=keys).step == 6
@@ -98,6 +101,11 @@ def test_a_resumed_run_may_change_what_is_allowed_and_notes_it(folder, source):
     assert of_ops and all(re.fullmatch(r"ops\.norm .*: (.+), was other \1", line) for line in of_ops)
     assert {entry["op"] for entry in json.loads(choices.read_text())} >= {"attention", "norm"}
     assert load_yaml(folder / "changed" / "config.yaml")["optimizer"]["learning_rate"] == 1e-4
+
+
+def test_a_key_is_allowed_only_where_there_is_something_to_differ_from(folder):
+    with pytest.raises(ConfigError, match=r"--allow data\.source has nothing to differ from.*or run\.init_from"):
+        build(parse(RunConfig, mapping(folder, "alone")), allow=["data.source"])
 
 
 def test_files_that_were_added_are_named_and_noted(folder):

@@ -86,6 +86,7 @@ def spec(config: DeepseekV3Config) -> DecoderSpec:
         value_dim=config.value_dim,
         rope=Rope(theta=config.rope_theta, scaling=config.rope_scaling, interleaved=config.rope_interleaved),
         scale=_scale(config),
+        context_keys=config.context_keys,
     )
     router = Router(
         experts=config.experts,

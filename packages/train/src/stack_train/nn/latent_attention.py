@@ -14,7 +14,7 @@ from stack_core.contracts.caches import AttentionSpec, KVCache, Latent
 from stack_core.mesh import constrain
 from stack_train.nn.attention import Rope
 from stack_train.nn.build import Build
-from stack_train.nn.context import attend
+from stack_train.nn.context import ContextKeys, attend
 from stack_train.nn.residual import Hidden, Norm, Rows
 
 __all__ = ["LatentAttention", "MultiHeadLatentAttention"]
@@ -34,6 +34,7 @@ class LatentAttention:
       kv_rank: width of c.
       nope_dim, rope_dim: features of a head's query and key that do not rotate, and that do.
       scale: of the products.
+      context_keys: see `ContextKeys`.
     """
 
     heads: int
@@ -44,6 +45,7 @@ class LatentAttention:
     value_dim: int
     rope: Rope
     scale: float
+    context_keys: ContextKeys = "ring"
 
     def build(self, build: Build) -> "MultiHeadLatentAttention":
         return MultiHeadLatentAttention(self, build)
@@ -96,7 +98,15 @@ class MultiHeadLatentAttention(nnx.Module):
         turned_key = jnp.broadcast_to(turned_key, (*key.shape[:3], spec.rope_dim))
         key = jnp.concatenate([key, turned_key], axis=-1)
         axes: dict[str, Any] = dict.fromkeys(("query", "key", "value"), ("batch", "seq", "act_heads", None))
-        return attend(query, key, value, scale=spec.scale, segment_ids=rows.segment_ids, axes=axes)
+        return attend(
+            query,
+            key,
+            value,
+            scale=spec.scale,
+            segment_ids=rows.segment_ids,
+            axes=axes,
+            context_keys=spec.context_keys,
+        )
 
     def _absorbed(
         self,

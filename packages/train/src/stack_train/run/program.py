@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from stack_core.contracts.training import NeedsCompanions, Objective, ReadsInputs
 from stack_core.errors import ConfigError, ShardingError, nearest
 from stack_core.hardware import Flops, model_flops_per_step
-from stack_core.mesh import DEFAULT_RULES, MeshConfig, ShardingRules, make_mesh
+from stack_core.mesh import MeshConfig, make_mesh
 from stack_core.plugins import registries
 from stack_train.companions import INIT, Companion
 from stack_train.nn.schedules import Schedule, schedule
@@ -21,6 +21,7 @@ from stack_train.run.model import holds_codes
 from stack_train.run.transforms import transform_names, transform_of
 from stack_train.staged import is_in_layers
 from stack_train.trainer import Trainer
+from stack_train.variables import sharding_rules
 
 __all__ = ["build_trainer", "model_flops", "naming_sizes", "traced_step"]
 
@@ -57,7 +58,7 @@ def build_trainer(
         steps=config.run.steps,
         mesh=mesh,
         accumulation_steps=config.run.accumulation_steps,
-        rules=ShardingRules(config.mesh.rules),
+        rules=config.mesh.rules,
         transform=transform_of(config),
         companions=_companions(objective) if with_companions else {},
         schedule=_schedule(config, mesh),
@@ -70,12 +71,13 @@ def build_trainer(
 def _check_busy(config: RunConfig, mesh: Mesh, objective: Objective) -> None:
     """Raises a ConfigError where the devices of a mesh axis would repeat each other's work."""
     idle = {}
+    rules = sharding_rules(registries.models[config.model.family], config.mesh.rules)
     inputs = objective.inputs if isinstance(objective, ReadsInputs) else {}
     if not any("seq" in axes.split() for axes in inputs.values()):
         idle["context"] = "the objective reads no sequences; use mesh.data or mesh.fsdp"
-    elif "context" not in ShardingRules(config.mesh.rules).mesh_axes("seq"):
+    elif "context" not in rules.mesh_axes("seq"):
         idle["context"] = "mesh.rules.seq does not name it; set mesh.rules.seq=context"
-    if "stage" not in ShardingRules(config.mesh.rules).mesh_axes("layers"):
+    if "stage" not in rules.mesh_axes("layers"):
         idle["stage"] = "mesh.rules.layers does not name it; set mesh.rules.layers=stage"
     for axis, advice in idle.items():
         if (size := mesh.shape[axis]) > 1:
@@ -152,7 +154,8 @@ def traced_step(config: RunConfig, trainer: Trainer) -> jax.stages.Traced:
       ConfigError: a rule is for a logical axis that no array has.
       ShardingError: the mesh does not divide an array; names the keys of the config that set the sizes.
     """
-    known = {name for name, _ in DEFAULT_RULES.table} | set(jax.tree.leaves(trainer.logical_axes))
+    by_rule = sharding_rules(registries.models[config.model.family], {})
+    known = {name for name, _ in by_rule.table} | set(jax.tree.leaves(trainer.logical_axes))
     for name in config.mesh.rules:
         if name not in known:
             raise ConfigError(

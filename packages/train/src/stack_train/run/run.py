@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Int64
 
 from stack_core import ops
-from stack_core.config import differences, parse_yaml, to_mapping
+from stack_core.config import differences, dotted_keys, is_under, parse_yaml, to_mapping
 from stack_core.contracts.data import Batches, ReadsRows
-from stack_core.errors import ConfigError
+from stack_core.errors import ConfigError, nearest
 from stack_core.plugins import registries
 from stack_core.runs.directory import RunDirectory
 from stack_core.runs.processes import ALONE, Processes, join
@@ -25,6 +25,7 @@ from stack_train.run.program import build_trainer, naming_sizes, traced_step
 from stack_train.run.source_files import changed_files
 from stack_train.run.start import data_of_resumed, with_tokenizer_of_start
 from stack_train.trainer import Trainer
+from stack_train.variables import sharding_rules
 
 __all__ = ["Run", "build"]
 
@@ -52,10 +53,11 @@ def build(config: RunConfig, *, resume: bool = False, allow: Sequence[str] = ())
 def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes: Processes) -> "Run":
     mapping = to_mapping(replace(config, processes=replace(config.processes, id=None)))
     processes.check_alike("config", mapping | {"--resume": resume, "--allow": list(allowed)})
-    config = with_tokenizer_of_start(config)
+    config = _with_all_rules(with_tokenizer_of_start(config))
     directory = RunDirectory(Path(config.output))
     if processes.first:
         directory.check(resume=resume)
+    _check_allowed(config, directory, resume, allowed)
     check_start(config, allowed)
     changes = _changes(config, directory, allowed) if resume else ()
     check_run(config)
@@ -100,6 +102,32 @@ class Run:
     began_s: float = field(default_factory=time.perf_counter)
 
 
+def _with_all_rules(config: RunConfig) -> RunConfig:
+    """The config with the rules of the model's family and the default ones, so that the run's file shows them."""
+    rules = sharding_rules(registries.models[config.model.family], config.mesh.rules)
+    return replace(config, mesh=replace(config.mesh, rules=dict(rules.table)))
+
+
+def _check_allowed(config: RunConfig, directory: RunDirectory, resume: bool, allowed: tuple[str, ...]) -> None:
+    """Raises a ConfigError if `--allow` cannot act: there is nothing to differ from, or a key does not exist."""
+    if not allowed:
+        return
+    if not resume and config.run.init_from is None:
+        raise ConfigError(
+            f"--allow {allowed[0]} has nothing to differ from: this run starts from no other. Leave it out, or give "
+            "--resume or run.init_from."
+        )
+    keys = dotted_keys(to_mapping(config))
+    if resume:
+        keys |= dotted_keys(parse_yaml(directory.config_yaml(), str(directory.config)))
+    for key in allowed:
+        if key not in keys:
+            raise ConfigError(
+                f"--allow {key}: the config has no such key.{nearest(key, keys)} Give a whole key or section, such as "
+                "optimizer.learning_rate or data."
+            )
+
+
 def _changes(config: RunConfig, directory: RunDirectory, allowed: tuple[str, ...]) -> tuple[str, ...]:
     """In what a run that goes on differs from what it was: keys that decide what it learns, files of its data.
 
@@ -110,11 +138,11 @@ def _changes(config: RunConfig, directory: RunDirectory, allowed: tuple[str, ...
     found = [
         line
         for line in differences(mapping, saved)
-        if line.startswith((*_FIXED, *registries.transforms.names())) and not line.startswith(_FREE)
+        if is_under(line, (*_FIXED, *registries.transforms.names())) and not is_under(line, _FREE)
     ]
     if mapping["data"].get("source") == saved.get("data", {}).get("source"):
         found += changed_files(config.data, directory)
-    if changed := [line for line in found if not line.startswith(allowed)] if allowed else found:
+    if changed := [line for line in found if not is_under(line, allowed)]:
         listing = "\n  ".join(changed)
         raise ConfigError(
             f"This config is not that of the run in {directory.path}:\n  {listing}\n"

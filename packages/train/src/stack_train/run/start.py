@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stack_core.config import differences, parse_yaml, to_mapping
+from stack_core.config import differences, is_under, parse_yaml, to_mapping
 from stack_core.errors import ConfigError
 from stack_core.runs.directory import RunDirectory
 from stack_train.data.settings import BPE
@@ -85,7 +85,7 @@ def copy_tokenizer_of_start(config: RunConfig, directory: Path) -> None:
 def model_differences(config: Any, saved: Any) -> list[str]:
     """In what a model computes something else than another, by the keys of their configs."""
     lines = differences({"model": to_mapping(config)}, {"model": to_mapping(saved)})
-    return [line for line in lines if not line.startswith(_FREE)]
+    return [line for line in lines if not is_under(line, _FREE)]
 
 
 def check_same_start(config: RunConfig, saved: RunConfig, allow: tuple[str, ...] = ()) -> None:
@@ -96,7 +96,7 @@ def check_same_start(config: RunConfig, saved: RunConfig, allow: tuple[str, ...]
       allow: keys that may differ.
     """
     lines = [*model_differences(config.model, saved.model), *_tokenizer_difference(config)]
-    if changed := [line for line in lines if not line.startswith(allow)] if allow else lines:
+    if changed := [line for line in lines if not is_under(line, allow)]:
         listing = "\n  ".join(changed)
         raise ConfigError(
             f"The model or its tokenizer is not that of {config.run.init_from}, whose weights it starts from:\n"

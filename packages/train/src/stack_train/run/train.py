@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from stack_core import ops
-from stack_core.config import to_yaml
+from stack_core.config import is_under, to_yaml
 from stack_core.contracts.data import Closes, FollowsCheckpoints, WritesFiles
 from stack_core.contracts.generation import NeedsPolicy
 from stack_core.events import CheckpointSaved, Event, RunFailed, RunStarted
@@ -174,7 +174,7 @@ def _first_state(run: Run, store: CheckpointStore, batches: Any) -> tuple[TrainS
     steps, trainer = 0, run.trainer
     if store.latest() is not None:
         restored = store.restore(trainer.abstract_state.without_frozen())
-        if not any(line.startswith("data.") for line in run.changes):  # other data begins anew
+        if not any(is_under(line, ["data"]) for line in run.changes):  # other data begins anew
             batches.set_state(restored.data_state)
         steps, records = restored.step, restored.frozen
         state = with_frozen(restored.state, trainer, run.config, records)

@@ -42,23 +42,37 @@ PROGRAM = {
 
 
 def test_a_library_that_hangs_or_fails_is_no_wrong_answer(monkeypatch):
+    monkeypatch.setattr(math, "_is_installed", lambda: True)
     quick = SandboxConfig(wall_s=0.5)
     for name, program in PROGRAM.items():
-        monkeypatch.setitem(math._PROGRAMS, "sympy", program)
+        monkeypatch.setattr(math, "_PROGRAM", program)
         # Only what hangs has little time: on a busy machine Python takes longer than that to begin.
-        options = {"library": "sympy"} | ({"sandbox": quick} if name == "hangs" else {})
+        options = {"sandbox": quick} if name == "hangs" else {}
         if name == "same":
-            assert scored(MathConfig(**{**options, "sandbox": SandboxConfig()}), "x+1", answer="1+x") == (
-                1.0,
-                "correct",
-            )
+            assert scored(MathConfig(sandbox=SandboxConfig()), r"\sin x", answer=r"\cos y") == (1.0, "correct")
             continue
         verdict = {"hangs": "timeout", "raises": "crash"}[name]
         with pytest.raises(Unchecked, match=verdict):
-            scored(MathConfig(**options), "x+1", answer="1+x")
-        assert scored(MathConfig(unchecked="wrong", **options), "x+1", answer="1+x") == (0.0, verdict)
-        with pytest.raises(EnvironmentFailed, match=rf"could not be checked \({verdict}\): sympy on 'x\+1'"):
-            scored(MathConfig(unchecked="stop", **options), "x+1", answer="1+x")
+            scored(MathConfig(**options), r"\sin x", answer=r"\cos y")
+        assert scored(MathConfig(unchecked="wrong", **options), r"\sin x", answer=r"\cos y") == (0.0, verdict)
+        with pytest.raises(EnvironmentFailed, match=rf"could not be checked \({verdict}\): math-verify on "):
+            scored(MathConfig(unchecked="stop", **options), r"\sin x", answer=r"\cos y")
+
+
+def test_math_verify_decides_what_is_not_read_as_a_whole():
+    pytest.importorskip("math_verify", reason="needs the extra `math`")
+    assert scored("math", r"\boxed{\log_2 8}", answer="3") == (1.0, "correct")
+
+
+def test_math_without_its_library_reads_alone_or_is_refused(monkeypatch):
+    monkeypatch.setattr(math, "_is_installed", lambda: False)
+    assert scored("math", r"\boxed{5-}", answer="5") == (0.0, "unparsed")
+    with pytest.raises(ConfigError, match=r"needs math-verify: .*rl\[math\]"):
+        resolved({"name": "math", "library": "math_verify"})
+    monkeypatch.setattr(math, "_is_installed", lambda: True)
+    monkeypatch.setattr(math, "_PROGRAM", "raise SystemExit('not to be run')")
+    for text in ("5'", r"\sqrt{2x} \approx 5", "$5$ and"):  # of which math-verify reads the 5 alone
+        assert scored("math", rf"\boxed{{{text}}}", answer="5") == (0.0, "unparsed")
 
 
 DOUBLE = "Here:\n```python\nprint(2 * int(input()))\n```"

@@ -6,12 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from safetensors.numpy import load_file
 
 from stack_train.diffusion import autoencoder_kl, dit, flux
 from stack_train.diffusion.components import load_component, save_component
-from stack_train.diffusion.noise import FlowConfig, NoiseConfig
+from stack_train.diffusion.noise import NoiseConfig
 from stack_train.diffusion.samplers import SamplerConfig, levels_of, table_of
+from stack_train.diffusion.scheduler import read_scheduler
 
 pytestmark = pytest.mark.parity
 
@@ -72,6 +74,7 @@ def of_flux(*, guidance):
         joint_attention_dim=24,
         pooled_projection_dim=20,
         guidance_embeds=guidance,
+        out_channels=12,  # some published configs say it
         axes_dims_rope=(4, 6, 6),
     )
 
@@ -233,12 +236,26 @@ def test_a_sampler_goes_the_way_of_diffusers(name, prediction):
         np.testing.assert_allclose(ours, theirs * scale, atol=TOLERANCE, err_msg=f"step {step}")
 
 
-@pytest.mark.parametrize("shift", [1.0, 3.0])
-def test_a_flow_goes_the_way_of_diffusers(shift):
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / STEPS, STEPS))
+@pytest.mark.parametrize(
+    ("settings", "pixels"),
+    [
+        ({"shift": 1.0}, 1024),
+        ({"shift": 3.0}, 1024),
+        ({"use_dynamic_shifting": True}, 1024),
+        ({"use_dynamic_shifting": True, "shift": 3.0, "max_shift": 1.3}, 512),
+        ({"use_dynamic_shifting": True, "time_shift_type": "linear"}, 256),
+    ],
+)
+def test_a_flow_goes_the_way_of_diffusers(settings, pixels, tmp_path):
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**settings)
+    scheduler.save_pretrained(tmp_path)
+    tokens, config = (pixels // 16) ** 2, scheduler.config
+    line = config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / STEPS, STEPS), mu=calculate_shift(tokens, *line))
     noise = np.random.default_rng(0).standard_normal((2, 4, 4, 3)).astype(np.float32)
-    table = table_of(SamplerConfig(steps=STEPS), levels_of(FlowConfig(shift=shift), STEPS), "flow")
+    levels = levels_of(read_scheduler(tmp_path).schedule(tokens), STEPS)
+    np.testing.assert_allclose(levels.sigmas, scheduler.sigmas.numpy(), atol=1e-6)
+    table = table_of(SamplerConfig(steps=STEPS), levels, "flow")
     x = torch.tensor(noise)
     for step, (timestep, ours) in enumerate(
         zip(scheduler.timesteps, trajectory(table, jnp.asarray(noise)), strict=True)

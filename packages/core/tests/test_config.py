@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from stack_core.config import (
     Sections,
@@ -72,6 +72,7 @@ class Outer:
     backdrop: Annotated[Any, Selected(SHAPES, "shape")] = None
     inner: Inner = Inner()
     optional: Inner | None = None
+    scalar: PositiveFloat | Inner = 1.0
     sections: Annotated[Mapping[str, Any], Sections(SECTIONS)] = Field(default_factory=dict)
 
 
@@ -79,6 +80,15 @@ def test_defaults_and_nested_values():
     parsed = parse(Outer, {"output": "x", "inner": {"steps": 3}, "figure": {"shape": "circle", "radius": 2}})
     assert parsed == Outer(output="x", inner=Inner(steps=3), figure=Circle(radius=2.0))
     assert parse(Outer, {"output": "x", "figure": "circle"}).figure == Circle()
+
+
+def test_a_field_may_be_a_number_or_settings():
+    for given, expected in ((3, 3.0), ({"steps": 3}, Inner(steps=3))):
+        parsed = parse(Outer, {"output": "x", "scalar": given})
+        assert parsed.scalar == expected and parse(Outer, parse_yaml(to_yaml(parsed), "x")) == parsed
+    for wrong, message in (("high", "scalar.*valid number"), (-1, "greater than 0"), ({"step": 1}, "scalar.step")):
+        with pytest.raises(ConfigError, match=message):
+            parse(Outer, {"output": "x", "scalar": wrong})
 
 
 def test_settings_without_a_name_are_those_of_the_default():
@@ -116,7 +126,7 @@ def test_a_resolved_config_survives_yaml(tmp_path):
         ),
         ({"output": "x", "figure": {"shape": "square", "radius": 2}}, "Unknown key 'figure.radius'"),
         ({"output": "x", "iner": {}}, r"Unknown name 'iner' .* Did you mean 'inner'\?"),
-        ({"output": "x", "tracer": {}}, "Registered: output, figure, backdrop, inner, optional, profile"),
+        ({"output": "x", "tracer": {}}, "Registered: output, figure, backdrop, inner, optional, scalar, profile"),
         ({"output": "x", "side": 2}, r"Unknown name 'side' .* Did you mean 'figure.side'\?"),
         ({"output": "x", "figure": "circle", "radius": 2}, r"Did you mean 'figure.radius'\?"),
         ({"output": "x", "steps": 2}, r"Did you mean 'inner.steps'\?"),

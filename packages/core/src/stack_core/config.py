@@ -331,6 +331,8 @@ def _parse_field(hint: Any, value: Any, path: str, default: Any) -> Any:
     nested = next((option for option in options if dataclasses.is_dataclass(option)), None)
     if nested is None or isinstance(value, nested) or (value is None and type(None) in options):
         return value
+    if not isinstance(value, Mapping) and set(options) - {nested, type(None)}:
+        return value  # of `float | Settings`: pydantic checks it against the other types
     return parse(nested, value, path=path)
 
 

@@ -162,6 +162,8 @@ def test_the_command_samples_prompts(run, tmp_path):
         ({"label": (1,), "prompt": ("a",)}, ConfigError, "not both"),
         ({"prompt": ("a",), "size": 18}, ConfigError, "multiple of 4"),
         ({"prompt": ("a",), "told_guidance": 2.0}, GenerationError, "not made to be told"),
+        ({"label": (1,)}, GenerationError, "takes prompts: give --prompt"),
+        ({"prompt": ("a",), "spacing": "trailing"}, ConfigError, "by flow matching, .* Leave it out"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(run, tmp_path, options, error, message):

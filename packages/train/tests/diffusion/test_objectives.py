@@ -25,7 +25,7 @@ class Oracle:
         if self.objective.prediction == "flow":
             sigma = (timesteps / 1000.0)[:, None, None, None]
             return (images - 0.5) / sigma
-        alphas, sigmas = self.objective.schedule.alphas_and_sigmas()
+        alphas, sigmas = self.objective.schedule(4).alphas_and_sigmas()
         place = np.asarray(timesteps).astype(int)
         alpha, sigma = (jnp.asarray(a[place], jnp.float32)[:, None, None, None] for a in (alphas, sigmas))
         noise = (images - alpha * 0.5) / sigma

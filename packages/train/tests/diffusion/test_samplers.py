@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from stack_core.errors import ConfigError
-from stack_train.diffusion.noise import FlowConfig, NoiseConfig
+from stack_train.diffusion.noise import DynamicShift, FlowConfig, NoiseConfig
+from stack_train.diffusion.objectives import FlowMatchingConfig
 from stack_train.diffusion.samplers import SamplerConfig, guided, levels_of, sample, table_of
 
 NOISE = NoiseConfig(betas="scaled_linear", beta_start=0.00085, beta_end=0.012)
@@ -35,16 +36,20 @@ def gaussian(prediction, schedule):
     return denoise
 
 
+def spacing_of(schedule):
+    return None if isinstance(schedule, FlowConfig) else "trailing"
+
+
 def exact(schedule, noise):
     """Where the flow that keeps every marginal normal leads `noise`: x0 = mean + std * (x - alpha mean) / std_t."""
-    levels = levels_of(schedule, 1, "trailing")
+    levels = levels_of(schedule, 1, spacing_of(schedule))
     alpha, sigma = levels.alphas[0], levels.sigmas[0]
     return 0.25 + STD * (noise - 0.25 * alpha) / np.sqrt(alpha**2 * STD**2 + sigma**2)
 
 
 def run(name, steps, prediction, **settings):
     schedule = SCHEDULES[prediction]
-    config = SamplerConfig(name=name, steps=steps, spacing="trailing", **settings)
+    config = SamplerConfig(name=name, steps=steps, spacing=spacing_of(schedule), **settings)
     noise = jax.random.normal(jax.random.key(0), SHAPE)
     table = table_of(config, levels_of(schedule, steps, config.spacing), prediction)
     images = jax.jit(lambda x: sample(gaussian(prediction, schedule), table, x, key=jax.random.key(1)))(noise)
@@ -85,11 +90,42 @@ def test_a_shift_spends_more_steps_near_noise():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"), [({"name": "heun", "eta": 0.5}, "ddim alone"), ({"steps": 2000}, "more than the 1000")]
+    ("shift", "pixels", "expected"),
+    [
+        (DynamicShift(), 512, [1.0, 0.8492, 0.6525, 0.3849, 0.0]),  # FLUX.1 dev
+        (DynamicShift(), 1024, [1.0, 0.9045, 0.7595, 0.5128, 0.0]),
+        (DynamicShift(curve="linear"), 1024, [1.0, 0.7753, 0.5349, 0.2771, 0.0]),
+        (3.0, 512, [1.0, 0.9, 0.75, 0.5, 0.0]),
+    ],
 )
-def test_what_cannot_be_sampled_is_refused(settings, message):
+def test_a_dynamic_shift_depends_on_the_size_of_the_images(shift, pixels, expected):
+    tokens = (pixels // 8 // 2) ** 2
+    levels = levels_of(FlowMatchingConfig(shift=shift).schedule(tokens), 4)
+    np.testing.assert_allclose(levels.sigmas, expected, atol=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "settings", "message"),
+    [
+        (NOISE, {"name": "heun", "eta": 0.5}, "ddim alone"),
+        (NOISE, {"steps": 2000}, "more than the 1000"),
+        (NOISE, {"guidance_rescale": 0.5}, "guidance is 1, which adds none"),
+        (FlowConfig(), {"spacing": "trailing"}, "spacing='trailing' .* flow matching"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(schedule, settings, message):
     with pytest.raises(ConfigError, match=message):
-        levels_of(NOISE, SamplerConfig(**settings).steps)
+        sampler = SamplerConfig(**settings)
+        levels_of(schedule, sampler.steps, sampler.spacing)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"base_tokens": 4096}, "not below"), ({"curve": "linear", "base_shift": -0.5}, "must be positive")],
+)
+def test_a_dynamic_shift_that_has_no_schedule_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        DynamicShift(**settings)
 
 
 class Two:

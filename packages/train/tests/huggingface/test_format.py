@@ -201,6 +201,28 @@ def test_unsupported_configs_are_refused_by_name(make_checkpoint, tmp_path, conf
     assert entries(tmp_path) == ["hf"]
 
 
+HARMLESS = {
+    "is_llama_config": True,
+    "rope_interleaved": False,
+    "unsloth_fixed": True,
+    "unsloth_version": "2025.3.3",
+    "_attn_implementation_autoset": True,
+    "transformers.js_config": {"dtype": "q4", "kv_cache_dtype": {"q4f16": "float16"}},
+    "gradient_checkpointing": True,
+    "cache_implementation": "hybrid",
+    "pruned_heads": {},
+    "temperature": 0.7,
+    "tokenizer_class": "LlamaTokenizer",
+}
+
+
+def test_keys_that_change_nothing_pass_and_come_back(make_checkpoint, tmp_path):
+    source, _ = make_checkpoint(**HARMLESS)
+    FORMAT.import_run(source, tmp_path / "run")
+    FORMAT.export_run(tmp_path / "run", tmp_path / "back")
+    assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
 def test_nothing_is_overwritten(make_checkpoint, tmp_path):
     source, _ = make_checkpoint()
     (tmp_path / "run").mkdir()

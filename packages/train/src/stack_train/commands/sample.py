@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from stack_core.compile_cache import keep_compiled
 from stack_core.config import parse, parse_yaml
-from stack_core.errors import ConfigError
+from stack_core.errors import ConfigError, GenerationError
 from stack_core.runs.directory import RunDirectory
 from stack_core.runs.report import write_report
 
@@ -24,7 +24,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     out: Path | None = None,
     sampler: Literal["euler", "ddim", "heun", "dpmpp_2m"] = "euler",
     steps: int = 50,
-    spacing: Literal["leading", "trailing", "linspace"] = "linspace",
+    spacing: Literal["leading", "trailing", "linspace"] | None = None,
     eta: float = 0.0,
     guidance: float = 1.0,
     guidance_rescale: float = 0.0,
@@ -42,7 +42,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
       out: the PNG file; by default one in the run's directory, where its report shows it, or image.png.
       sampler: how to go from noise to images.
       steps: of the sampler.
-      spacing: of the steps of a schedule of betas.
+      spacing: of the steps of a schedule of betas, linspace by default; not for models of flow_matching.
       eta: the share of new noise in ddim's steps.
       guidance: above 1 images show more of their label, and vary less.
       guidance_rescale: how much of the contrast that guidance adds is taken back, 0 to 1.
@@ -64,10 +64,15 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
     keep_compiled()
     opened = open_images(model, size=size)
     places = range(rows * columns)
+    if label and (opened.encoders is not None or not opened.config.classes):
+        needed = "prompts: give --prompt" if opened.encoders is not None else "no labels: leave --label out"
+        raise GenerationError(f"The model takes {needed}.", parameter="label")
     if prompt or opened.encoders is not None:
         prompts = [prompt[place % columns % len(prompt)] if prompt else "" for place in places]
         images = opened.images_of(prompts, config, seed=seed, told_guidance=told_guidance)
     else:
+        if told_guidance is not None:
+            raise GenerationError("The model was not made to be told its guidance.", parameter="told_guidance")
         labels = label or tuple(range(opened.config.classes)) or (0,)
         turns = [labels[place % columns % len(labels)] for place in places]
         images = opened.images(turns, config, seed=seed)

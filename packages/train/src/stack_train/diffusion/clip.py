@@ -172,7 +172,7 @@ COMPONENT = Component(
         Setting("projection", ("projection_dim",), 512),
         Setting("initializer_std", ("initializer_range",), 0.02),
     ),
-    silent=("initializer_factor", "attention_dropout", "dropout", "tie_word_embeddings"),
+    silent=("tie_word_embeddings",),
     prefix=_TEXT,
     redundant=(_TEXT + "embeddings.position_ids",),
     names={

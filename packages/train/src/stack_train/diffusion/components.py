@@ -25,7 +25,6 @@ __all__ = ["Component", "load_component", "save_component"]
 _CONFIG = "config.json"
 _SHARD_BYTES = 10 * 10**9
 _CLASS = "_class_name"
-_SILENT = (_CLASS, "_diffusers_version", "_name_or_path", "dropout", "torch_dtype")
 _ENDS = {"kernel": ".weight", "scale": ".weight", "bias": ".bias"}
 
 
@@ -40,7 +39,7 @@ class Component:
     Attributes:
       settings: what both configs have one for one.
       fixed: keys of which the model can do one value only.
-      silent: keys that do not say what the model computes.
+      silent: keys that do not change what the model computes, besides `HARMLESS_KEYS`.
       names: of modules, the path of ours -> theirs; of parameters that are no kernel, scale or bias of a module, the
         whole names. "{layer}" stands for the index into ours, which are stacked. A module without an entry has the
         same path there, with dots.
@@ -75,7 +74,7 @@ class Component:
           ConversionError: it asks for what the model does not do; names each key and value.
         """
         reader = Reader(mapping)
-        reader.get(*_SILENT, *self.silent)
+        reader.get(*self.silent)
         for name, value in self.fixed.items():
             reader.expect(name, value)
         found = {each.ours: reader.get(*each.names, default=each.default) for each in self.settings}
@@ -83,6 +82,7 @@ class Component:
         if wrong := [*reader.problems, *reader.unread()]:
             raise ConversionError(
                 f"{self.class_name} asks in its {_CONFIG} for what this model does not do: {'; '.join(wrong)}."
+                + (" A key that does not change what it computes can be deleted there." if reader.unread() else "")
             )
         try:
             return parse(self.family.config_class, {**found, "family": self.family.name, **settings})

@@ -1,7 +1,7 @@
 """What a denoiser is, and what objectives and samplers ask of it."""
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ __all__ = [
     "ImagesConfig",
     "Predicted",
     "condition_of",
+    "image_tokens",
     "predicted_halfway",
 ]
 
@@ -65,6 +66,16 @@ class ImagesConfig(Protocol):
 def condition_of(batch: Mapping[str, jax.Array]) -> Condition:
     """The condition in a batch: all that is neither "images" nor "weights"."""
     return {name: array for name, array in batch.items() if name not in ("images", "weights")}
+
+
+def image_tokens(model: Any, height: int, width: int) -> int:
+    """Returns the number of patches of an image; a model without `config.patch` has one of each pixel.
+
+    Args:
+      height, width: of the images that the denoiser sees, which may be latents.
+    """
+    patch = getattr(getattr(model, "config", None), "patch", 1)
+    return (height // patch) * (width // patch)
 
 
 def predicted_halfway(model: Denoiser, batch: Mapping[str, jax.Array]) -> Predicted:

@@ -85,8 +85,8 @@ def _opened(directory: Path, run: Path) -> tuple[RunConfig, Any]:
     if (directory / INDEX).is_file():
         pipeline = open_pipeline(directory)
         data = CaptionedData(source=_SOURCE, pipeline=str(directory.absolute()))
-        objective = FlowMatchingConfig(shift=pipeline.scheduled.schedule.shift)
-        return RunConfig(output=output, model=pipeline.config, data=data, objective=objective), pipeline.model
+        config = RunConfig(output=output, model=pipeline.config, data=data, objective=pipeline.objective)
+        return config, pipeline.model
     name = json.loads((directory / "config.json").read_bytes())["_class_name"]
     known = {each.class_name: each for each in (dit.COMPONENT, autoencoder_kl.COMPONENT)}
     if name not in known:
@@ -117,7 +117,7 @@ def export_images(run: Path, directory: Path, saved: RunConfig) -> Conversion:
         objective = saved.objective
         if not isinstance(objective, FlowMatchingConfig):
             raise ConversionError(f"{run} trains by {objective.name}; pipelines of Flux go by flow_matching.")
-        save_pipeline(directory, config, model, encoders, objective.schedule)
+        save_pipeline(directory, config, model, encoders, objective.shift)
     else:
         if component is autoencoder_kl.COMPONENT:
             config = replace(config, scaling_factor=measured_scaling(model, saved), shift_factor=0.0)

@@ -32,7 +32,7 @@ from stack_train.diffusion.layers import (
     unpatched,
     waves,
 )
-from stack_train.models.reader import Setting
+from stack_train.models.reader import Reader, Setting
 from stack_train.nn.build import Build
 from stack_train.nn.linear import FloatName, Linear
 from stack_train.nn.residual import Norm
@@ -323,6 +323,14 @@ _OF_TEXT = {
 _OF_BOTH = {**_OF_IMAGE, "modulation": "norm.linear", "up": "proj_mlp", "output": "proj_out"}
 _DOUBLE, _SINGLE, _EMBED = "transformer_blocks.{layer}.", "single_transformer_blocks.{layer}.", "time_text_embed."
 
+
+def _read_channels(reader: Reader) -> dict[str, Any]:
+    channels = reader.get("in_channels", default=64)
+    if (predicted := reader.get("out_channels")) not in (None, channels):
+        reader.problems.append(f"out_channels={predicted!r}, not in_channels, {channels}")
+    return {"channels": channels // 4, "guidance": 3.5 if reader.get("guidance_embeds") else None}
+
+
 COMPONENT = Component(
     class_name="FluxTransformer2DModel",
     family=FAMILY,
@@ -336,10 +344,7 @@ COMPONENT = Component(
         Setting("rope_axes", ("axes_dims_rope",), (16, 56, 56)),
     ),
     fixed={"patch_size": 1},  # diffusers' pipeline cuts patches of 2 before
-    read_others=lambda reader: {
-        "channels": reader.get("in_channels", default=64) // 4,
-        "guidance": 3.5 if reader.get("guidance_embeds") else None,
-    },
+    read_others=_read_channels,
     write_others=lambda config: {
         "in_channels": config.channels * config.patch**2,
         "out_channels": None,

@@ -1,14 +1,15 @@
 """Noise schedules: how much of an image and how much noise a noisy image is made of, by its timestep."""
 
+import math
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from stack_core.config import config
 from stack_core.errors import ConfigError
 
-__all__ = ["FlowConfig", "NoiseConfig", "Prediction", "Schedule", "Weights"]
+__all__ = ["DynamicShift", "FlowConfig", "NoiseConfig", "Prediction", "Schedule", "Weights"]
 
 Weights: TypeAlias = np.ndarray
 """float64[steps], a weight for each timestep."""
@@ -65,15 +66,46 @@ class FlowConfig:
     Source: Liu et al., Rectified Flow, 2022 (arXiv:2209.03003); the shift: Esser et al., 2024 (arXiv:2403.03206).
     """
 
-    shift: NonNegativeFloat = 1.0
-
-    def __post_init__(self) -> None:
-        if self.shift == 0.0:
-            raise ConfigError("shift is 0, which leaves no noise at any time; 1 shifts nothing.")
+    shift: PositiveFloat = 1.0
 
     def shifted(self, times: Any) -> Any:
         """sigma of times in [0, 1], an array of NumPy or JAX."""
         return times * self.shift / (times * (self.shift - 1.0) + 1.0)
+
+
+@config
+class DynamicShift:
+    """A flow's shift by the size of the images, n tokens each.
+
+        mu(n) = base_shift + (max_shift - base_shift) (n - base_tokens) / (max_tokens - base_tokens)
+        shift = exp(mu), or mu if `curve` is "linear"
+
+    Attributes:
+      base_shift, max_shift: mu of images of `base_tokens` and of `max_tokens`; other sizes lie on the same line.
+      base_tokens, max_tokens: patches of an image; 256 and 4096 are 256 x 256 and 1024 x 1024 pixels of FLUX.1.
+
+    It computes what `use_dynamic_shifting` of diffusers' `FlowMatchEulerDiscreteScheduler` does.
+    """
+
+    base_shift: float = 0.5
+    max_shift: float = 1.15
+    base_tokens: PositiveInt = 256
+    max_tokens: PositiveInt = 4096
+    curve: Literal["exponential", "linear"] = "exponential"
+
+    def __post_init__(self) -> None:
+        if self.base_tokens >= self.max_tokens:
+            raise ConfigError(f"base_tokens={self.base_tokens} is not below max_tokens={self.max_tokens}.")
+        if self.curve == "linear" and min(self.base_shift, self.max_shift) <= 0.0:
+            raise ConfigError(
+                f"base_shift={self.base_shift} and max_shift={self.max_shift} must be positive if curve is linear."
+            )
+
+    def at(self, tokens: int) -> float:
+        """Returns the shift of images of this many tokens."""
+        slope = (self.max_shift - self.base_shift) / (self.max_tokens - self.base_tokens)
+        mu = self.base_shift + slope * (tokens - self.base_tokens)
+        return math.exp(mu) if self.curve == "exponential" else mu
 
 
 Schedule: TypeAlias = NoiseConfig | FlowConfig

@@ -13,8 +13,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from stack_core.config import config
 from stack_core.contracts.training import Objective
 from stack_core.metrics import Metric, Metrics
-from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images, condition_of
-from stack_train.diffusion.noise import FlowConfig, NoiseConfig, Prediction, Schedule
+from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images, condition_of, image_tokens
+from stack_train.diffusion.noise import DynamicShift, FlowConfig, NoiseConfig, Prediction, Schedule
 
 __all__ = ["Denoises", "EpsilonConfig", "FlowMatchingConfig", "VConfig"]
 
@@ -24,13 +24,14 @@ _NOISE, _LEVEL, _DROPOUT = 0, 1, 2  # streams of the objective's key
 
 @runtime_checkable
 class Denoises(Protocol):
-    """An objective whose model samplers can run: what it says, and of which noise."""
+    """An objective whose model samplers can run: what it predicts, and its noise schedule."""
 
     @property
     def prediction(self) -> Prediction: ...
 
-    @property
-    def schedule(self) -> Schedule: ...
+    def schedule(self, tokens: int) -> Schedule:
+        """Returns the schedule of images of this many tokens; see `image_tokens`."""
+        ...
 
 
 @config
@@ -55,9 +56,13 @@ class DenoisingConfig(abc.ABC):
 
     @abc.abstractmethod
     def noisy(
-        self, images: Images, noise: Images, *, key: jax.Array
+        self, images: Images, noise: Images, *, tokens: int, key: jax.Array
     ) -> tuple[Images, Float[Array, " batch"], Images, Float[Array, " batch"]]:
-        """Draws timesteps; returns noisy images, the timesteps, the targets, and the weight of each."""
+        """Draws timesteps; returns noisy images, the timesteps, the targets, and the weight of each.
+
+        Args:
+          tokens: of an image, for a schedule that depends on its size.
+        """
 
     def __call__(
         self, model: Denoiser, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
@@ -65,7 +70,9 @@ class DenoisingConfig(abc.ABC):
         images, real = batch[_IMAGES], batch[_WEIGHTS]
         condition = condition_of(batch)
         noise = jax.random.normal(jax.random.fold_in(key, _NOISE), images.shape, images.dtype)
-        noisy, timesteps, target, weight = self.noisy(images, noise, key=jax.random.fold_in(key, _LEVEL))
+        tokens = image_tokens(model, *images.shape[1:3])
+        level_key = jax.random.fold_in(key, _LEVEL)
+        noisy, timesteps, target, weight = self.noisy(images, noise, tokens=tokens, key=level_key)
         shown = self._dropped(model, condition, images.shape[0], key=jax.random.fold_in(key, _DROPOUT))
         # A model may predict variances in further channels, as those of Nichol and Dhariwal do; they are not trained.
         predicted = model(noisy, timesteps, shown)[..., : images.shape[-1]]
@@ -97,7 +104,7 @@ class FlowMatchingConfig(DenoisingConfig):
       times: how they are drawn before `shift` moves them: all alike, or the logistic function of a normal variable,
         which draws more of the middle.
       logit_mean, logit_std: of that variable.
-      shift: see `FlowConfig`.
+      shift: see `FlowConfig`; a `DynamicShift` depends on the size of the images.
 
     Sources: Lipman et al., Flow Matching, 2023 (arXiv:2210.02747); Liu et al., 2023 (arXiv:2209.03003); logit-normal
     times and the shift: Esser et al., 2024 (arXiv:2403.03206).
@@ -107,25 +114,24 @@ class FlowMatchingConfig(DenoisingConfig):
     times: Literal["uniform", "logit_normal"] = "logit_normal"
     logit_mean: float = 0.0
     logit_std: PositiveFloat = 1.0
-    shift: PositiveFloat = 1.0
+    shift: PositiveFloat | DynamicShift = 1.0
 
     @property
     def prediction(self) -> Prediction:
         return "flow"
 
-    @property
-    def schedule(self) -> FlowConfig:
-        return FlowConfig(shift=self.shift)
+    def schedule(self, tokens: int) -> FlowConfig:
+        return FlowConfig(shift=self.shift.at(tokens) if isinstance(self.shift, DynamicShift) else self.shift)
 
     def noisy(
-        self, images: Images, noise: Images, *, key: jax.Array
+        self, images: Images, noise: Images, *, tokens: int, key: jax.Array
     ) -> tuple[Images, Float[Array, " batch"], Images, Float[Array, " batch"]]:
         shape = images.shape[:1]
         if self.times == "uniform":
             times = jax.random.uniform(key, shape)
         else:
             times = jax.nn.sigmoid(self.logit_mean + self.logit_std * jax.random.normal(key, shape))
-        sigmas = self.schedule.shifted(times)
+        sigmas = self.schedule(tokens).shifted(times)
         share = sigmas[:, None, None, None]
         return (1.0 - share) * images + share * noise, sigmas * TIMESTEPS, noise - images, jnp.ones(shape)
 
@@ -142,12 +148,11 @@ class _DiscreteConfig(DenoisingConfig):
     noise: NoiseConfig = NoiseConfig()
     min_snr: NonNegativeFloat | None = None
 
-    @property
-    def schedule(self) -> NoiseConfig:
+    def schedule(self, tokens: int) -> NoiseConfig:
         return self.noise
 
     def noisy(
-        self, images: Images, noise: Images, *, key: jax.Array
+        self, images: Images, noise: Images, *, tokens: int, key: jax.Array
     ) -> tuple[Images, Float[Array, " batch"], Images, Float[Array, " batch"]]:
         timesteps = jax.random.randint(key, images.shape[:1], 0, self.noise.steps)
         alphas, sigmas = (jnp.asarray(array, jnp.float32)[timesteps] for array in self.noise.alphas_and_sigmas())

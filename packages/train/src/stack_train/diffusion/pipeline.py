@@ -1,7 +1,6 @@
 """A diffusers directory of a text-to-image model: its parts, read and checked against each other, and written."""
 
 import json
-import math
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,14 +14,15 @@ from stack_train.diffusion import autoencoder_kl, clip, flux, t5
 from stack_train.diffusion.autoencoder_kl import AutoencoderKl
 from stack_train.diffusion.components import Component, load_component, save_component
 from stack_train.diffusion.denoiser import Denoiser
-from stack_train.diffusion.noise import FlowConfig, Prediction
+from stack_train.diffusion.noise import DynamicShift
+from stack_train.diffusion.objectives import FlowMatchingConfig
 from stack_train.diffusion.prompts import PromptTokenizer, TextEncoders, load_prompt_tokenizer
+from stack_train.diffusion.scheduler import SCHEDULER_CLASS, read_scheduler, write_scheduler
 
 __all__ = [
     "INDEX",
     "Encoders",
     "Pipeline",
-    "Scheduled",
     "encoder_files",
     "open_encoders",
     "open_pipeline",
@@ -33,10 +33,9 @@ __all__ = [
 INDEX = "model_index.json"
 """The file that makes a folder a diffusers directory."""
 
-_CLASS, _FLOW = "FluxPipeline", "FlowMatchEulerDiscreteScheduler"
-_SCHEDULER = "scheduler_config.json"
+_CLASS = "FluxPipeline"
 _PARTS: Mapping[str, tuple[str, Component | str]] = {
-    "scheduler": ("diffusers", _FLOW),
+    "scheduler": ("diffusers", SCHEDULER_CLASS),
     "text_encoder": ("transformers", clip.COMPONENT),
     "text_encoder_2": ("transformers", t5.COMPONENT),
     "tokenizer": ("transformers", "CLIPTokenizer"),
@@ -47,14 +46,6 @@ _PARTS: Mapping[str, tuple[str, Component | str]] = {
 _ENCODERS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae")
 _T5_TOKENS = 512
 _T5_TOKENIZER, _TOKENIZER_CONFIG, _MOST_TOKENS = "tokenizer_2", "tokenizer_config.json", "model_max_length"
-
-
-@dataclass(frozen=True)
-class Scheduled:
-    """By what a denoiser was trained, as samplers ask it; see `Denoises`."""
-
-    prediction: Prediction
-    schedule: FlowConfig
 
 
 @dataclass(frozen=True)
@@ -98,12 +89,12 @@ class Encoders:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A text-to-image model: a denoiser and what stands around it."""
+    """A text-to-image model: a denoiser, its encoders, and the objective that its scheduler's noise is of."""
 
     config: Any
     model: Denoiser
     encoders: Encoders
-    scheduled: Scheduled
+    objective: FlowMatchingConfig
 
 
 def open_encoders(directory: Path, *, text_tokens: int = _T5_TOKENS) -> Encoders:
@@ -168,7 +159,7 @@ def open_pipeline(directory: Path, *, text_tokens: int | None = None) -> Pipelin
     config = replace(config, image_size=encoders.image_size, text_tokens=tokens)
     model.config = config
     model.eval()
-    return Pipeline(config, model, encoders, _read_scheduler(directory / "scheduler", config))
+    return Pipeline(config, model, encoders, read_scheduler(directory / "scheduler"))
 
 
 def _most_tokens(directory: Path) -> int:
@@ -205,27 +196,6 @@ def _read_index(directory: Path) -> None:
         raise ConversionError(f"{directory} is a {given}; text-to-image models of {_CLASS} are read.")
 
 
-def _read_scheduler(directory: Path, config: Any) -> Scheduled:
-    path = directory / _SCHEDULER
-    try:
-        given = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"{path} cannot be read: {error}. It says which noise the denoiser knows.") from error
-    if given.get("_class_name") != _FLOW:
-        raise ConversionError(f"{path} is a {given.get('_class_name')}; {_FLOW} is read, which Flux was trained by.")
-    shift = float(given.get("shift", 1.0))
-    if given.get("use_dynamic_shifting"):
-        shift = math.exp(_dynamic_shift(given, (config.image_size // config.patch) ** 2))
-    return Scheduled("flow", FlowConfig(shift=shift))
-
-
-def _dynamic_shift(given: Mapping[str, Any], tokens: int) -> float:
-    """The logarithm of the shift, on a line through those of the smallest and the largest image's tokens."""
-    low, high = given.get("base_shift", 0.5), given.get("max_shift", 1.15)
-    least, most = given.get("base_image_seq_len", 256), given.get("max_image_seq_len", 4096)
-    return low + (high - low) * (tokens - least) / (most - least)
-
-
 def encoder_files(directory: Path) -> Iterator[tuple[str, Path]]:
     """The files of a directory's encoders, by their place in it."""
     for part in _ENCODERS:
@@ -244,7 +214,7 @@ def save_encoders(directory: Path, encoders: Encoders) -> None:
         _write_index(partial)
 
 
-def save_pipeline(directory: Path, config: Any, model: Any, encoders: Encoders, schedule: FlowConfig) -> None:
+def save_pipeline(directory: Path, config: Any, model: Any, encoders: Encoders, shift: float | DynamicShift) -> None:
     """Writes a diffusers directory that diffusers opens, whole or not at all.
 
     Raises:
@@ -255,14 +225,7 @@ def save_pipeline(directory: Path, config: Any, model: Any, encoders: Encoders, 
         _write_encoders(partial, encoders)
         _write_most_tokens(partial / _T5_TOKENIZER, encoders.text.t5_tokenizer.tokens)
         save_component(flux.COMPONENT, partial / "transformer", config, model)
-        (partial / "scheduler").mkdir()
-        settings = {
-            "_class_name": _FLOW,
-            "num_train_timesteps": 1000,
-            "shift": schedule.shift,
-            "use_dynamic_shifting": False,
-        }
-        _write_json(partial / "scheduler" / _SCHEDULER, settings)
+        write_scheduler(partial / "scheduler", shift)
         _write_index(partial)
 
 

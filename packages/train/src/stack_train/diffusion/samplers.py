@@ -45,7 +45,7 @@ class SamplerConfig:
         second call of the denoiser; "dpmpp_2m" is DPM-Solver++, which corrects by the step before.
       steps: from noise to image.
       spacing: of the steps of a discrete schedule: whole strides from its first step ("leading") or its last one
-        ("trailing"), or equal ones from the first to the last ("linspace").
+        ("trailing"), or equal ones from the first to the last ("linspace", the default). A flow has no such choice.
       eta: DDIM's share of the noise of DDPM.
       guidance: w of m = m_none + w (m_condition - m_none); 1 asks the denoiser with the condition alone.
       guidance_rescale: how much of the standard deviation that guidance adds is taken back.
@@ -55,7 +55,7 @@ class SamplerConfig:
 
     name: Literal["ddim", "euler", "heun", "dpmpp_2m"] = "euler"
     steps: PositiveInt = 50
-    spacing: Spacing = "linspace"
+    spacing: Spacing | None = None
     eta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     guidance: NonNegativeFloat = 1.0
     guidance_rescale: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -63,6 +63,11 @@ class SamplerConfig:
     def __post_init__(self) -> None:
         if self.eta and self.name != "ddim":
             raise ConfigError(f"eta={self.eta} is noise that ddim alone adds, not {self.name}. Set it to 0.")
+        if self.guidance_rescale and self.guidance == 1.0:
+            raise ConfigError(
+                f"guidance_rescale={self.guidance_rescale} takes back contrast that guidance adds, and guidance is 1, "
+                "which adds none. Set guidance above 1, or guidance_rescale to 0."
+            )
 
 
 @dataclass(frozen=True)
@@ -88,12 +93,21 @@ class Table:
     rows: np.ndarray
 
 
-def levels_of(schedule: Schedule, steps: int, spacing: Spacing = "linspace") -> Levels:
-    """The levels of a schedule in so many steps; of a flow they are equal steps in time, then shifted."""
+def levels_of(schedule: Schedule, steps: int, spacing: Spacing | None = None) -> Levels:
+    """Returns the levels of a schedule in this many steps; of a flow they are equal steps in time, then shifted.
+
+    Raises:
+      ConfigError: the schedule has fewer steps, or a flow is given a spacing.
+    """
     if isinstance(schedule, FlowConfig):
+        if spacing is not None:
+            raise ConfigError(
+                f"spacing={spacing!r} chooses among the whole timesteps of a schedule of betas; this model was trained "
+                "by flow matching, whose steps are equal in time. Leave it out."
+            )
         sigmas = np.append(schedule.shifted(np.linspace(1.0, 1.0 / steps, steps)), 0.0)
         return Levels(sigmas[:-1] * TIMESTEPS, 1.0 - sigmas, sigmas, np.ones_like(sigmas))
-    return _discrete_levels(schedule, steps, spacing)
+    return _discrete_levels(schedule, steps, spacing or "linspace")
 
 
 def _discrete_levels(schedule: NoiseConfig, steps: int, spacing: Spacing) -> Levels:

@@ -15,7 +15,7 @@ from jaxtyping import UInt8
 from stack_core.errors import ConfigError, GenerationError
 from stack_train.data.image_batches import as_pixels
 from stack_train.data.kinds.captioned import CaptionedData, EncoderFacts
-from stack_train.diffusion.denoiser import Condition, Denoiser, ImagesConfig
+from stack_train.diffusion.denoiser import Condition, Denoiser, ImagesConfig, image_tokens
 from stack_train.diffusion.objectives import Denoises
 from stack_train.diffusion.pipeline import INDEX, Encoders, open_encoders, open_pipeline
 from stack_train.diffusion.samplers import SamplerConfig, Table, guided, levels_of, sample, table_of
@@ -51,12 +51,18 @@ class ImageSampler:
           seed: image i of a seed starts from the same noise, however many there are.
 
         Raises:
-          GenerationError: the model does not know a label; says which it knows. Or it needs prompts.
+          GenerationError: the model does not know a label, it needs prompts, or it is to be guided by labels that it
+            does not take.
           ConfigError: the sampler takes more steps than the schedule has.
         """
         if self.encoders is not None:
             raise GenerationError("The model makes images of prompts, not of labels: give --prompt.", parameter="label")
         self._check(labels)
+        if sampler.guidance != 1.0 and not self.config.classes:
+            raise GenerationError(
+                f"guidance is {sampler.guidance}, and the model has no labels to be guided by. Set it to 1.",
+                parameter="guidance",
+            )
         condition = {"labels": jnp.asarray(labels, jnp.int32)} if self.config.classes else {}
         return as_pixels(self._sampled(condition, len(labels), sampler, seed))
 
@@ -110,7 +116,8 @@ class ImageSampler:
         return run(state, condition, jax.random.key(seed))
 
     def _table(self, sampler: SamplerConfig) -> Table:
-        levels = levels_of(self.objective.schedule, sampler.steps, sampler.spacing)
+        tokens = image_tokens(self.model, self.config.image_size, self.config.image_size)
+        levels = levels_of(self.objective.schedule(tokens), sampler.steps, sampler.spacing)
         return table_of(sampler, levels, self.objective.prediction)
 
     def _check(self, labels: Sequence[int]) -> None:
@@ -135,7 +142,7 @@ def open_images(address: str, *, size: int | None = None) -> ImageSampler:
     path = Path(address.removeprefix("hf:")).expanduser()
     if address.startswith("hf:") or (path / INDEX).is_file():
         pipeline = open_pipeline(path)
-        opened = ImageSampler(pipeline.model, pipeline.config, pipeline.scheduled, None, pipeline.encoders)
+        opened = ImageSampler(pipeline.model, pipeline.config, pipeline.objective, None, pipeline.encoders)
     else:
         opened = open_run(path)
     return opened if size is None else _sized(opened, size)

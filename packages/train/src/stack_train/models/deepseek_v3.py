@@ -174,7 +174,6 @@ FAMILY = DecoderFamily(
             "topk_method": "noaux_tc",
             "moe_layer_freq": 1,
         },
-        silent=("auto_map", "ep_size", "aux_loss_alpha", "seq_aux", "output_router_logits"),
         read_others=_read,
         write_others=_write,
     ),

@@ -76,8 +76,7 @@ FAMILY = DecoderFamily(
             Setting("logit_softcap", ("final_logit_softcapping",), 30.0),
         ),
         fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
-        # The published configs repeat the activation under the older name, and the cache's kind.
-        silent=("hidden_act", "cache_implementation", "use_bidirectional_attention"),
+        silent=("hidden_act",),  # an older name of the activation, which transformers does not read
         read_others=_read,
         write_others=_write,
     ),

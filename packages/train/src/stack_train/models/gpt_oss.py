@@ -64,6 +64,7 @@ def spec(config: GptOssConfig) -> DecoderSpec:
 
 def _read(reader: Reader) -> dict[str, Any]:
     reader.expect_layers(alternating(reader.get("num_hidden_layers", default=36)))
+    reader.expect("experts_per_token", reader.get("num_experts_per_tok", default=4))  # published beside it
     return read_rope(reader, theta=150_000.0)
 
 
@@ -96,8 +97,7 @@ FAMILY = DecoderFamily(
             Setting("attention_bias", ("attention_bias",), True),
         ),
         fixed={"hidden_act": "silu", "swiglu_alpha": 1.702},
-        # The published configs say the active experts and the unscaled positions twice.
-        silent=("output_router_logits", "router_aux_loss_coef", "experts_per_token", "initial_context_length"),
+        silent=("initial_context_length",),  # rope_scaling's original_max_position_embeddings once more
         read_others=_read,
         write_others=_write,
     ),

@@ -83,7 +83,6 @@ FAMILY = DecoderFamily(
             Setting("active_experts", ("num_experts_per_tok",), 2),
         ),
         fixed={"hidden_act": "silu", "router_jitter_noise": 0.0},
-        silent=("output_router_logits", "router_aux_loss_coef"),
         read_others=partial(read_rope, theta=1_000_000.0),
     ),
     spec=spec,

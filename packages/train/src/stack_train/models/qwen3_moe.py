@@ -101,7 +101,6 @@ FAMILY = DecoderFamily(
             *QWEN_EXPERTS,
         ),
         fixed={"hidden_act": "silu"},
-        silent=("output_router_logits", "router_aux_loss_coef"),
         read_others=_read,
         write_others=_write,
     ),

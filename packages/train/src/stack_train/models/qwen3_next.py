@@ -119,7 +119,6 @@ FAMILY = DecoderFamily(
             Setting("further_layers", ("num_nextn_predict_layers", "mtp_num_hidden_layers"), 1),
         ),
         fixed={"hidden_act": "silu", "attention_bias": False},
-        silent=("output_router_logits", "router_aux_loss_coef"),
         read_others=_read,
         write_others=_write,
     ),

@@ -7,6 +7,7 @@ from typing import Any
 from stack_core import ops
 from stack_core.config import parse, to_mapping
 from stack_core.errors import ConfigError, ConversionError, nearest
+from stack_train.models.harmless_keys import HARMLESS_KEYS
 
 __all__ = ["COMMON", "ConfigMap", "Reader", "Setting", "alternating", "read_rope", "write_rope"]
 
@@ -17,26 +18,6 @@ _SCALINGS = {
     "yarn": ops.YarnScaling,
     "longrope": ops.LongRopeScaling,
 }
-# What these keys say is how a model is trained, stored or sampled from, not what it computes.
-_SILENT_KEYS = frozenset(
-    {
-        "architectures",
-        "model_type",
-        "transformers_version",
-        "_name_or_path",
-        "dtype",
-        "torch_dtype",
-        "use_cache",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "max_length",
-        "attention_dropout",
-        "return_dict",
-        "id2label",
-        "label2id",
-    }
-)
 
 
 class Reader:
@@ -49,7 +30,7 @@ class Reader:
     def __init__(self, mapping: Mapping[str, Any]) -> None:
         self.problems: list[str] = []
         self._mapping = mapping
-        self._unread = set(mapping) - _SILENT_KEYS
+        self._unread = set(mapping) - HARMLESS_KEYS
 
     def get(self, *names: str, default: Any = None) -> Any:
         """The value under the first of several spellings that is there and not null; `default` where none is there."""
@@ -71,12 +52,8 @@ class Reader:
             self.problems.append(f"layer_types={given!r}, not {list(kinds)!r}")
 
     def unread(self) -> list[str]:
-        """What nobody read and says more than "no", as "key=value"."""
-        return [
-            f"{name}={value!r}"
-            for name, value in self._mapping.items()
-            if name in self._unread and value not in (None, False)
-        ]
+        """Returns the keys that were not read, as "key=value", but for null, false, 0 and empty ones."""
+        return [f"{name}={value!r}" for name, value in self._mapping.items() if name in self._unread and value]
 
 
 @dataclass(frozen=True)
@@ -183,7 +160,7 @@ class ConfigMap:
       architecture: the name in `architectures`.
       settings: those that our config and `config.json` have one for one, besides `COMMON`.
       fixed: keys of which the model can do one value only.
-      silent: keys that do not say what the model computes, besides those that no family's do.
+      silent: keys that do not change what the model computes, besides `HARMLESS_KEYS`.
       read_others, write_others: the settings that take more than a name.
     """
 

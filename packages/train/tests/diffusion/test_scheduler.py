@@ -1,0 +1,116 @@
+"""Schedules of diffusers directories: read, sampled at every size, and written again."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from stack_core.errors import ConversionError
+from stack_train.diffusion import autoencoder_kl, flux
+from stack_train.diffusion.noise import DynamicShift
+from stack_train.diffusion.pipeline import save_pipeline
+from stack_train.diffusion.samplers import SamplerConfig
+from stack_train.diffusion.sampling import ImageSampler, open_images
+from stack_train.diffusion.scheduler import read_scheduler, write_scheduler
+from stack_train.huggingface import FORMAT
+
+from . import shapes
+
+DEV = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler",
+    "_diffusers_version": "0.30.0.dev0",
+    "base_image_seq_len": 256,
+    "base_shift": 0.5,
+    "max_image_seq_len": 4096,
+    "max_shift": 1.15,
+    "num_train_timesteps": 1000,
+    "shift": 3.0,
+    "use_dynamic_shifting": True,
+}
+"""`scheduler_config.json` of black-forest-labs/FLUX.1-dev."""
+FLOATS = {"dtype": "float32", "param_dtype": "float32"}
+TINY = flux.FluxConfig(
+    image_size=8, channels=4, double_layers=1, single_layers=1, heads=2, head_dim=16, rope_axes=(4, 6, 6),
+    text_dim=32, pooled_dim=32, text_tokens=6, guidance=None, **FLOATS,
+)  # fmt: skip
+UNUSED = dict.fromkeys(("use_karras_sigmas", "use_beta_sigmas", "invert_sigmas", "stochastic_sampling"), False)
+
+
+def written(directory: Path, mapping: object) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "scheduler_config.json").write_text(json.dumps(mapping))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("settings", "shift"),
+    [
+        ({}, DynamicShift()),
+        ({**UNUSED, "shift_terminal": None, "time_shift_type": "linear", "max_shift": 3}, None),
+        ({"use_dynamic_shifting": False}, 3.0),
+        ({"use_dynamic_shifting": False, "shift": 1}, 1.0),
+    ],
+)
+def test_a_scheduler_is_read_and_written(tmp_path, settings, shift):
+    shift = shift or DynamicShift(curve="linear", max_shift=3.0)
+    objective = read_scheduler(written(tmp_path / "given", DEV | settings))
+    assert objective.shift == shift
+    write_scheduler(tmp_path / "back", objective.shift)
+    assert read_scheduler(tmp_path / "back") == objective
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_karras_sigmas": True}, "use_karras_sigmas=True"),
+        ({"use_exponential_sigmas": True, "invert_sigmas": True}, "use_exponential_sigmas=True; invert_sigmas=True"),
+        ({"stochastic_sampling": True}, "stochastic_sampling=True"),
+        ({"shift_terminal": 0.02}, "shift_terminal=0.02"),
+        ({"use_flow_sigmas": True}, "use_flow_sigmas=True"),
+        ({"num_train_timesteps": 500}, "num_train_timesteps=500, not 1000"),
+        ({"time_shift_type": "cubic"}, "objective.shift.curve|shift.*curve"),
+        ({"use_dynamic_shifting": False, "shift": "high"}, "shift"),
+        ({"use_dynamic_shifting": False, "shift": 0}, "shift"),
+        ({"_class_name": "DDIMScheduler"}, "is a DDIMScheduler; FlowMatchEulerDiscreteScheduler is read"),
+    ],
+)
+def test_what_samplers_do_not_follow_is_refused_by_name(tmp_path, settings, message):
+    with pytest.raises(ConversionError, match=message):
+        read_scheduler(written(tmp_path, DEV | settings))
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "3"])
+def test_a_file_that_is_no_scheduler_is_refused(tmp_path, content):
+    (tmp_path / "scheduler_config.json").write_text(content)
+    with pytest.raises(ConversionError, match="cannot be read"):
+        read_scheduler(tmp_path)
+
+
+@pytest.mark.parametrize(("pixels", "expected"), [(512, [0.8492, 0.6525, 0.3849]), (1024, [0.9045, 0.7595, 0.5128])])
+def test_the_schedule_is_that_of_the_size_that_is_sampled(tmp_path, pixels, expected):
+    model = nnx.eval_shape(lambda: flux.FAMILY.build(TINY, key=jax.random.key(0)))  # its latents have sides of 8
+    config = replace(TINY, image_size=pixels // 8)
+    objective = read_scheduler(written(tmp_path, DEV))
+    timesteps = ImageSampler(model, config, objective, None)._table(SamplerConfig(steps=4)).rows[:, 0]
+    np.testing.assert_allclose(timesteps / 1000.0, [1.0, *expected], atol=5e-5)
+
+
+@pytest.mark.slow
+def test_a_pipeline_its_run_and_its_export_follow_the_size_of_the_images(tmp_path):
+    sizes = {"image_size": shapes.SIZE, "widths": (4, 8), "groups": 4, "blocks_per_level": 1, "attends": False}
+    autoencoder = autoencoder_kl.AutoencoderKlConfig(**sizes, **FLOATS)
+    model = flux.FAMILY.build(TINY, key=jax.random.key(0))
+    encoders = shapes.encoders(tmp_path / "none", autoencoder_kl.FAMILY.build(autoencoder, key=jax.random.key(1)))
+    save_pipeline(tmp_path / "dev", TINY, model, encoders, 1.0)
+    written(tmp_path / "dev" / "scheduler", DEV)
+    FORMAT.import_run(tmp_path / "dev", tmp_path / "run")
+    FORMAT.export_run(tmp_path / "run", tmp_path / "back")
+    # Latents have half the sides of these images, so that 128 pixels are the 1024 tokens of 512 pixels of FLUX.1.
+    for address in (f"hf:{tmp_path}/dev", f"{tmp_path}/run"):
+        timesteps = open_images(address, size=128)._table(SamplerConfig(steps=4)).rows[:, 0]
+        np.testing.assert_allclose(timesteps / 1000.0, [1.0, 0.8492, 0.6525, 0.3849], atol=5e-5)
+    assert read_scheduler(tmp_path / "back" / "scheduler").shift == DynamicShift()

@@ -87,9 +87,9 @@ def test_wrong_usage_exits_with_2_and_suggests(arguments, message):
     assert "Traceback" not in done.stderr
 
 
-def ops_command(op: str = "all"):
+def ops_command(op: str = "all", *, rounds: int | None = None, sizes: tuple[int, ...] = (), share: float = 0.0):
     """Measure ops."""
-    sys.stdout.write(f"measured {op}\n")
+    sys.stdout.write(f"measured {op}" + (f" {rounds} {sizes} {share}" if sizes else "") + "\n")
 
 
 @pytest.fixture
@@ -123,6 +123,15 @@ def test_packages_share_the_first_word_of_their_commands(run):
     assert "A group of commands: ops, serve." in listed
     group = stack("bench")[1]
     assert "Help of bench ops." in group and "Help of bench serve." in group
+
+
+def test_a_fraction_is_no_integer(run):
+    stack = run("tune")
+    numbers = ("--rounds", "2.0", "--sizes", "3", "--sizes", "0x10", "--share", "1.5")
+    assert stack("tune", *numbers) == (0, "measured all 2 (3, 16) 1.5\n", "")
+    for numbers in (("--rounds", "1.5"), ("--sizes", "3", "--sizes", "1.5"), ("--rounds", "inf"), ("--rounds", "nan")):
+        status, _, error = stack("tune", *numbers)
+        assert status == 2 and f"{numbers[-1]!r} is no whole number" in error
 
 
 def test_a_group_of_many_commands_names_the_first(run):

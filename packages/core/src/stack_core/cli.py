@@ -5,6 +5,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any, get_args
 
 import cyclopts
 
@@ -90,6 +91,7 @@ def _app(named: str) -> cyclopts.App:
         help="Train, quantize, align, serve and profile models on JAX.",
         version=lambda: version("stack-core"),
         result_action="return_value",
+        default_parameter=cyclopts.Parameter(converter=_convert),
     )
     groups = {"": app}
     for entry in registries.commands.entries():
@@ -104,6 +106,19 @@ def _app(named: str) -> cyclopts.App:
         except Exception as error:  # A stranger's target may be anything; the other commands must work.
             _note(f"{left_out}, it cannot be called: {type(error).__name__}: {error}")
     return app
+
+
+def _convert(type_: Any, tokens: Sequence[cyclopts.Token]) -> Any:
+    """Converts the values of an option as Cyclopts does, but refuses fractions for integers; Cyclopts rounds them."""
+    if type_ is int or (int in get_args(type_) and float not in get_args(type_)):
+        for token in tokens:
+            try:
+                is_whole = float(token.value).is_integer()
+            except (ValueError, OverflowError):
+                continue  # Cyclopts refuses it, or reads it in base 16
+            if not is_whole:
+                raise ValueError(f"{token.value!r} is no whole number")
+    return cyclopts.convert(type_, tokens)
 
 
 def _group(name: str, groups: dict[str, cyclopts.App]) -> cyclopts.App:

@@ -81,6 +81,18 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: Path) -> None
         (_function(lambda params, x: x, 2, sizes={"seq": (1, 2)}), "'seq' of 'predict' has sizes and is in no input"),
         (_function(lambda params, x: x.reshape(-1), "batch", 2, sizes={"batch": (1, 2)}), "Axis 0 of the output"),
         (_function(lambda params, x: jax.pure_callback(np.sin, x, x), 2), "cannot be exported"),
+        (
+            _function(lambda params, x: x, "batch", sizes={"batch": (0, 1)}),
+            r"'batch' of 'predict' has the sizes \(0, 1\)",
+        ),
+        (_function(lambda params, x: {}, 2), "'predict' returns no array"),
+        (_function(lambda params, x: {"kind": "cat"}, 2), "The output 'kind' of 'predict' is 'cat'"),
+        (_function(lambda params, x: {"a": {"b": x}, "a.b": x}, 2), "two outputs called 'a.b'"),
+        (
+            _function(lambda params, x: x - x.mean(0), "batch", 3, sizes={"batch": (1, 2)}, joins=True),
+            "Rows of 'predict' cannot be joined: the output 'output' of a row changes by",
+        ),
+        (_function(lambda params, x: x, 2, joins=True), "'batch' is not the first axis"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_with_the_reason(
@@ -89,6 +101,110 @@ def test_what_cannot_be_exported_is_refused_with_the_reason(
     with pytest.raises(BundleError, match=message):
         bundle.export(tmp_path / "none", function, licence="MIT")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (
+            {"layers": [np.ones(2, "f4")], "activation": jax.nn.relu},
+            r"'activation' is .* params, static = eqx.partition",
+        ),
+        ({"name": "mine"}, "'name' is 'mine' of type str; an array was expected"),
+        (np.array(["a"], object), "'params' is object. A bundle can hold bool"),
+        ({"key": jax.random.key(0)}, "'key' is key<fry>. A bundle can hold bool"),
+    ],
+)
+def test_parameters_that_are_no_arrays_are_refused_by_their_path(params: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=message):
+        bundle.export(tmp_path / "none", _function(lambda params, x: x, 2), params, licence="MIT")
+
+
+_MIXING: dict[str, Any] = {
+    "mean": lambda x: x - x.mean(0),
+    "sum so far": lambda x: jnp.cumsum(x, 0),
+    "place": lambda x: x + jnp.arange(len(x), dtype="f4")[:, None],
+    "rows": lambda x: x / len(x),
+    "one scale": lambda x: jnp.round(x / jnp.abs(x).max() * 127),  # of dynamic quantization
+    "capacity": lambda x: jnp.where((jnp.cumsum(x[:, :1] > 0, 0) <= 2), x, 0.0),  # of an expert
+    "some sizes": lambda x: x - x.mean(0) if len(x) == 8 else x,
+    "0 * NaN": lambda x: jnp.eye(len(x)) @ x,
+}
+
+
+@pytest.mark.parametrize("function", _MIXING.values(), ids=_MIXING)
+def test_rows_that_depend_on_each_other_are_not_joined(function: Any, tmp_path: Path) -> None:
+    rows = np.array([[0.5, 0.25, 0.125], [1.375, -1.0, 0.0]], "f4")
+    exported = _function(
+        lambda params, x: function(x), "batch", 3, sizes={"batch": (1, 2, 8)}, examples=[{"x": rows[:1]}]
+    )
+    with pytest.warns(
+        bundle.RowsDependWarning, match="'predict' are not joined, and need a batch of exactly 1 or 2 or 8"
+    ):
+        manifest = bundle.export(tmp_path / "mixes", exported, licence="MIT")
+    assert not manifest.signatures["predict"].joins
+    opened = bundle.load(tmp_path / "mixes")
+    assert opened.manifest == manifest and "requests are not joined" in repr(opened)
+    np.testing.assert_allclose(opened({"x": rows})["output"], function(jnp.asarray(rows)), rtol=1e-5)
+    with pytest.raises(InferenceError, match="the axis 'batch' has the size 3"):
+        opened({"x": np.ones((3, 3), "f4")})
+
+
+def test_rows_are_compared_in_two_rows_even_if_programs_take_one(tmp_path: Path) -> None:
+    function = _function(lambda params, x: x - x.mean(0), "batch", 3, sizes={"batch": (1,)})
+    with pytest.warns(bundle.RowsDependWarning):
+        bundle.export(tmp_path / "mixes", function, licence="MIT")
+    function = _function(lambda params, x: x - x.mean(0), "batch", 3, sizes={"batch": (1,)}, joins=False)
+    assert not bundle.export(tmp_path / "alone", function, licence="MIT").signatures["predict"].joins
+
+
+def test_independent_rows_are_joined_also_in_coarse_dtypes_and_of_integers(tmp_path: Path) -> None:
+    weight = np.random.default_rng(0).normal(size=(64, 8)).astype(jnp.bfloat16)
+
+    def predict(params: Any, x: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
+        return {"scores": x.astype(params.dtype) @ params, "same": params[tokens].sum(1)}
+
+    inputs = {"x": ("float32", ("batch", 64)), "tokens": ("int32", ("batch", "seq"))}
+    sizes = {"seq": (2, 4), "batch": (2, 16)}
+    function = bundle.Function(predict, inputs, sizes=sizes, pad={"seq": 0}, joins=True)
+    assert bundle.export(tmp_path / "joins", {"predict": function}, weight, licence="MIT").signatures["predict"].joins
+
+
+def test_an_axis_that_is_the_batch_twice_is_not_cut(tmp_path: Path) -> None:
+    function = _function(lambda params, x: x.T, "batch", "batch", sizes={"batch": (2, 4)})
+    assert not bundle.export(tmp_path / "pairs", function, licence="MIT").signatures["predict"].joins
+
+
+def test_outputs_in_a_tree_are_called_by_their_paths(tmp_path: Path) -> None:
+    for name, function, expected in (
+        ("tuple", lambda params, x: (x, x + 1), {"output.0": 0.0, "output.1": 1.0}),
+        ("list", lambda params, x: [x], {"output.0": 0.0}),
+        ("nested", lambda params, x: {"a": {"b": x}, "c": (x + 1, x + 2)}, {"a.b": 0.0, "c.0": 1.0, "c.1": 2.0}),
+    ):
+        bundle.export(tmp_path / name, _function(function, 1), licence="MIT")
+        found = bundle.load(tmp_path / name)({"x": np.zeros(1, "f4")})
+        assert {key: array.item() for key, array in found.items()} == expected
+
+
+def test_linear_algebra_is_exported_and_opens_in_another_process(tmp_path: Path) -> None:
+    def decompose(params: Any, x: jax.Array) -> dict[str, jax.Array]:
+        return {
+            "cholesky": jnp.linalg.cholesky(x),
+            "solve": jnp.linalg.solve(x, x),
+            "svd": jnp.linalg.svd(x)[1],
+            "eigh": jnp.linalg.eigh(x)[0],
+        }
+
+    x = np.diag([4.0, 1.0, 9.0]).astype("f4")
+    manifest = bundle.export(tmp_path / "lapack", _function(decompose, 3, 3, examples=[{"x": x}]), licence="MIT")
+    assert "lapack_spotrf_ffi" in manifest.programs[0].custom_calls
+    code = f"from stack_serve import bundle; bundle.load({str(tmp_path / 'lapack')!r})"  # repeats the example
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.NamedSharding(mesh, jax.P("rows"))
+    meshed = _function(lambda params, x: jax.lax.with_sharding_constraint(x, rows), 2)
+    with pytest.raises(BundleError, match=r"it has the operation sdy\.\w+, which needs a mesh"):
+        bundle.export(tmp_path / "none", meshed, licence="MIT")
 
 
 def test_examples_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
+import json
 import mmap
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -79,6 +82,57 @@ def test_a_manifest_of_another_format_is_refused(digits: Path, tmp_path: Path) -
         (tmp_path / "digits/manifest.sha256").write_bytes(digest_line(content))
         with pytest.raises(BundleError, match=message):
             bundle.load(tmp_path / "digits")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            lambda manifest: manifest["programs"].append(manifest["programs"][0]),
+            "two programs compute 'predict' on cpu",
+        ),
+        (lambda manifest: manifest["programs"].pop(), "no program computes 'predict' on cpu for the sizes"),
+        (lambda manifest: manifest["programs"][0].update(kept=[0, 0]), r"takes the arguments \[0, 0\] of 5"),
+        (lambda manifest: manifest["programs"][0].update(kept=[5]), r"takes the arguments \[5\] of 5"),
+        (
+            lambda manifest: manifest["examples"].append(manifest["examples"][0]),
+            "two programs or examples have the file",
+        ),
+        (
+            lambda manifest: manifest["weights"].append(manifest["weights"][0]),
+            "the parameter 'layers/0/bias' is there twice",
+        ),
+        (
+            lambda manifest: manifest["signatures"]["predict"]["outputs"][0].update(shape=[10]),
+            "rows are joined, but 'batch'",
+        ),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(
+    digits: Path, tmp_path: Path, changes: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    shutil.copytree(digits, tmp_path / "digits")
+    manifest = json.loads((digits / "manifest.json").read_bytes())
+    changes(manifest)
+    _write_manifest(tmp_path / "digits", json.dumps(manifest).encode())
+    with pytest.raises(BundleError, match=message):
+        bundle.load(tmp_path / "digits")
+
+
+def test_a_key_that_is_there_twice_is_refused(digits: Path, tmp_path: Path) -> None:
+    shutil.copytree(digits, tmp_path / "digits")
+    content = (digits / "manifest.json").read_bytes().replace(b'"name":', b'"licence": "MIT", "name":', 1)
+    _write_manifest(tmp_path / "digits", content)
+    with pytest.raises(BundleError, match="an object has the key 'licence' twice"):
+        bundle.load(tmp_path / "digits")
+    weights.write(tmp_path / "w", {"a": np.ones(1, "f4"), "b": np.zeros(1, "f4")})
+    with pytest.raises(BundleError, match="the key 'a' twice"):
+        weights.read((tmp_path / "w").read_bytes().replace(b'"b"', b'"a"'))
+
+
+def _write_manifest(directory: Path, content: bytes) -> None:
+    (directory / "manifest.json").write_bytes(content)
+    (directory / "manifest.sha256").write_bytes(digest_line(content))
 
 
 def test_no_bundle_is_no_damaged_bundle(tmp_path: Path) -> None:

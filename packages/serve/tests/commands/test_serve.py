@@ -40,6 +40,38 @@ def refusal(capsys: Any, *arguments: str) -> str:
     return capsys.readouterr().err
 
 
+NUMBERS = {
+    "max-sequences": ("0", "65537"),
+    "page-tokens": ("0", "65537"),
+    "pages": ("0", "2147483648"),
+    "max-adapters": ("0", "65537"),
+    "memory-fraction": ("0", "nan", "1.1"),
+    "drain-s": ("-1", "inf", "nan"),
+    "timeout-s": ("0", "inf", "nan"),
+    "port": ("-1", "65536", "80.5"),
+    "step-tokens": ("31",),  # fewer than sequences
+    **dict.fromkeys(
+        ("max-tokens", "decode-repeats", "tensor", "adapter-rank", "max-waiting", "max-body-bytes"), ("0",)
+    ),
+    **dict.fromkeys(("priorities",), ("-1",)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_out_of_range_are_refused(served: list[HttpServer], name: str, capsys: Any) -> None:
+    for value in (*NUMBERS[name], "one", "1e400" if name != "memory-fraction" else "2"):
+        assert "error: " in refusal(capsys, "RUN", f"--{name}={value}")
+    assert not served
+
+
+def test_options_of_repositories_do_nothing_for_a_model(served: list[HttpServer], tmp_path: Path, capsys: Any) -> None:
+    for name in ("live-versions", "poll-s", "grpc-port"):
+        assert f"--{name}: for a repository of bundles only" in refusal(capsys, "RUN", f"--{name}=1")
+    for name, values in {"live-versions": ("-1", "1.5"), "poll-s": ("-1", "inf", "nan"), "grpc-port": ("-1",)}.items():
+        for value in values:
+            assert value in refusal(capsys, "--repository", str(tmp_path), f"--{name}={value}")
+
+
 def test_options_reach_the_server(served: list[HttpServer], tmp_path: Path, capsys: Any) -> None:
     keys = tmp_path / "keys"
     keys.write_text("second\n\nthird\n", encoding="utf-8")

@@ -8,6 +8,7 @@ from stack_core.errors import BenchmarkError
 
 __all__ = ["Lengths"]
 
+_MAX_TOKENS, _MAX_SIGMA = 10**7, 10.0
 _FORMS = 'Write a number, "LOW:HIGH" for all between as often, or "lognormal:MEDIAN,SIGMA".'
 
 
@@ -42,8 +43,9 @@ class Lengths:
         except ValueError as error:
             raise BenchmarkError(f"{text!r} is no distribution of lengths. {_FORMS}") from error
         in_order = found.second >= (found.first if found.kind == "uniform" else 0)
-        if found.first < 1 or not in_order or not math.isfinite(found.first + found.second):
-            raise BenchmarkError(f"{text!r} is no distribution of lengths of at least one token. {_FORMS}")
+        largest = _MAX_TOKENS if found.kind == "uniform" else _MAX_SIGMA
+        if not (1 <= found.first <= _MAX_TOKENS and in_order and found.second <= largest):
+            raise BenchmarkError(f"{text!r} is no distribution of lengths from 1 to {_MAX_TOKENS} tokens. {_FORMS}")
         return found
 
     def __str__(self) -> str:
@@ -55,4 +57,4 @@ class Lengths:
         """The next length in tokens."""
         if self.kind == "uniform":
             return source.randint(int(self.first), int(self.second))
-        return max(1, round(source.lognormvariate(math.log(self.first), self.second)))
+        return min(max(1, round(source.lognormvariate(math.log(self.first), self.second))), _MAX_TOKENS)

@@ -10,7 +10,7 @@ from stack_core.errors import BundleError
 from stack_serve.bundle import weights
 from stack_serve.bundle.manifest import Example, Signature
 
-__all__ = ["compare", "made_up", "read", "tolerances", "write"]
+__all__ = ["compare", "excess", "made_up", "read", "tolerances", "write"]
 
 _INPUT, _OUTPUT = "inputs/", "outputs/"
 # Programs are compiled by another XLA, perhaps for another machine, which sums in another order.
@@ -33,10 +33,9 @@ def read(content: bytes) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     return inputs, outputs
 
 
-def made_up(signature: Signature) -> dict[str, np.ndarray]:
-    """An example for who gives none: zeros for integers, normal numbers for floats, of the smallest sizes."""
+def made_up(signature: Signature, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """Makes an example for sizes of the named axes: zeros for integers, normal numbers for floats."""
     random = np.random.default_rng(0)
-    sizes = {axis: known[0] for axis, known in signature.sizes.items()}
     return {
         spec.name: random.standard_normal(spec.at(sizes)).astype(jnp.dtype(spec.dtype))
         if "float" in spec.dtype
@@ -46,10 +45,19 @@ def made_up(signature: Signature) -> dict[str, np.ndarray]:
 
 
 def tolerances(signature: Signature) -> dict[str, float]:
-    """How far outputs may be off, by the coarsest dtype that a signature has."""
+    """Returns how far outputs may be off, by the coarsest dtype of a signature."""
     dtypes = {spec.dtype for spec in (*signature.inputs, *signature.outputs)}
     rtol = max((_TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     return {"rtol": rtol, "atol": rtol / 10}
+
+
+def excess(found: np.ndarray, expected: np.ndarray, *, rtol: float, atol: float) -> float | None:
+    """Returns the largest difference if one is above `atol + rtol * |expected|`; two NaN are equal."""
+    ours, theirs = (np.asarray(side, np.float64) for side in (found, expected))
+    with np.errstate(invalid="ignore"):
+        off = np.abs(ours - theirs)
+    off = np.where((ours == theirs) | (np.isnan(ours) & np.isnan(theirs)), 0.0, off)
+    return None if np.all((off == 0) | (off <= atol + rtol * np.abs(theirs))) else float(off.max())
 
 
 def compare(example: Example, expected: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray]) -> None:
@@ -61,10 +69,9 @@ def compare(example: Example, expected: Mapping[str, np.ndarray], found: Mapping
     for name, array in found.items():
         if name not in expected or expected[name].shape != array.shape:
             raise BundleError(f"{example.file} has no output {name!r} of the shape {list(array.shape)}. Export again.")
-        ours, theirs = (np.asarray(side, np.float64) for side in (array, expected[name]))
-        off = np.abs(ours - theirs) - (example.atol + example.rtol * np.abs(theirs))
-        if not np.all((off <= 0) | (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))):
+        difference = excess(array, expected[name], rtol=example.rtol, atol=example.atol)
+        if difference is not None:
             raise BundleError(
                 f"{example.file}: on this machine the output {name!r} differs from the exported one by up to "
-                f"{np.nanmax(np.abs(ours - theirs)):.3g}. Export the model again with this version of jax."
+                f"{difference:.3g}. Export the model again with this version of jax."
             )

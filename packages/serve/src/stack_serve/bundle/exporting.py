@@ -1,5 +1,7 @@
 """Writes functions and their parameters as a bundle."""
 
+import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,12 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stack_core import ops
 from stack_core.config import parse
 from stack_core.errors import BundleError
 from stack_core.runs.atomic_directory import atomic_directory
 from stack_serve.bundle import calls, examples, opened, weights
+from stack_serve.bundle.independence import find_dependence
 from stack_serve.bundle.integrity import MANIFEST, MANIFEST_DIGEST, digest_line, digest_of
 from stack_serve.bundle.manifest import (
+    BATCH,
     DTYPES,
     FORMAT,
     Example,
@@ -23,10 +28,11 @@ from stack_serve.bundle.manifest import (
     Signature,
     TensorSpec,
     Weight,
+    first_twice,
 )
 from stack_serve.bundle.stablehlo import PINNED, current_target, lower
 
-__all__ = ["Function", "export"]
+__all__ = ["Function", "RowsDependWarning", "export"]
 
 _FILE_BYTES = 2**32
 
@@ -35,16 +41,19 @@ Shape = Sequence[int | str]
 
 @dataclass(frozen=True)
 class Function:
-    """A function to export: `function(params, **inputs)` returns an array, which is called "output", or a mapping.
+    """A function to export: `function(params, **inputs)` returns an array, or a tree of arrays.
 
-    Where every input and output begins with the axis "batch", rows of several requests are computed together: a row of
-    the outputs must depend on the same row of the inputs alone.
+    A single array is called "output", others by their path: "probabilities" in a mapping, "hidden.0" for a tuple in it,
+    "output.0" for a tuple.
 
     Attributes:
       inputs: the dtype and the shape of each; a shape has sizes, and names of axes that come in several.
       sizes: of each named axis; a program is made for every combination.
       pad: named axes that may be padded at their end, with the value that fills the inputs.
       examples: inputs by name; none makes one up.
+      joins: rows of several requests are computed together, along the axis "batch" that every input and output begins
+        with. None: if a test shows that each row of the outputs depends on the same row of the inputs alone; True
+        refuses to export otherwise; False computes each request by itself.
     """
 
     function: Callable[..., Any]
@@ -52,6 +61,11 @@ class Function:
     sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     pad: Mapping[str, float | int] = field(default_factory=dict)
     examples: Sequence[Mapping[str, np.ndarray]] = ()
+    joins: bool | None = None
+
+
+class RowsDependWarning(UserWarning):
+    """Requests for a function are not joined, since a row of its outputs depends on other rows of its inputs."""
 
 
 def export(
@@ -76,11 +90,7 @@ def export(
       InferenceError: an example does not fit its function.
     """
     directory = Path(directory)
-    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") or "params" for path, _ in leaves]
-    if len(set(paths)) < len(paths):
-        raise BundleError(f"Two parameters have the path {next(p for p in paths if paths.count(p) > 1)!r}. Rename one.")
-    arrays = dict(zip(paths, (leaf for _, leaf in leaves), strict=True))
+    arrays, structure = _parameters(params)
     with atomic_directory(directory) as partial:
         traced = [_Traced(name, function, structure, list(arrays.values())) for name, function in functions.items()]
         held = _write_weights(partial, arrays)
@@ -105,6 +115,32 @@ def export(
     return manifest
 
 
+def _parameters(params: Any) -> tuple[dict[str, Any], Any]:
+    """Returns the arrays of a pytree by their paths, and its structure."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    named = [(jax.tree_util.keystr(path, simple=True, separator="/") or "params", leaf) for path, leaf in leaves]
+    if (twice := first_twice(path for path, _ in named)) is not None:
+        raise BundleError(f"Two parameters have the path {twice!r}. Rename one.")
+    for path, leaf in named:
+        dtype = _dtype_of(leaf)
+        if dtype is None:
+            raise BundleError(
+                f"The parameter {path!r} is {str(leaf)[:100]!r} of type {type(leaf).__name__}; an array was expected. "
+                "Keep everything else out of `params`; of an Equinox module: params, static = eqx.partition(module, "
+                "eqx.is_array), and in the function module = eqx.combine(params, static)."
+            )
+        if dtype not in DTYPES:
+            raise BundleError(f"The parameter {path!r} is {dtype}. A bundle can hold {', '.join(DTYPES)}.")
+    return dict(named), structure
+
+
+def _dtype_of(value: Any) -> str | None:
+    """Returns the name of an array's dtype, or None for other values."""
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return str(value.dtype)
+    return str(jnp.result_type(value)) if isinstance(value, bool | int | float | complex) else None
+
+
 def _name_of(directory: Path) -> str:
     """The name of a model's directory: models/digits and models/digits/1 are both of digits."""
     return directory.parent.name if directory.name.isdecimal() else directory.name
@@ -124,7 +160,38 @@ class _Traced:
         sizes = {axis: tuple(sorted(set(known))) for axis, known in function.sizes.items()}
         _check_axes(name, inputs, sizes)
         outputs = self._outputs(inputs, sizes)
-        self.signature = Signature(inputs=tuple(inputs), outputs=outputs, sizes=sizes, pad=dict(function.pad))
+        found = Signature(inputs=tuple(inputs), outputs=outputs, sizes=sizes, pad=dict(function.pad))
+        self.signature = dataclasses.replace(found, joins=self._joins(found))
+
+    def _joins(self, signature: Signature) -> bool:
+        """Decides whether rows of several requests are computed together; warns if that would mix them."""
+        asked = self._function.joins
+        if asked is False or not (signature.is_batched or asked):
+            return False
+        problem = f"{BATCH!r} is not the first axis, and no other one, of every input and output"
+        if signature.is_batched:
+            problem = self._dependence(dataclasses.replace(signature, joins=True))
+        if problem is None:
+            return True
+        if asked:
+            raise BundleError(f"Rows of {self.name!r} cannot be joined: {problem}. Leave `joins` out.")
+        sizes = " or ".join(map(str, signature.sizes[BATCH]))
+        warnings.warn(
+            f"Requests for {self.name!r} are not joined, and need a batch of exactly {sizes}: "
+            f"{problem}. Let each row depend on the same row of the inputs alone, or give joins=False.",
+            RowsDependWarning,
+            stacklevel=5,
+        )
+        return False
+
+    def _dependence(self, signature: Signature) -> str | None:
+        params = jax.device_put(self._params)  # once for all calls
+        compute = jax.jit(self._flat)
+        given = [{name: np.asarray(array) for name, array in each.items()} for each in self._function.examples]
+        with ops.for_export():
+            return find_dependence(
+                signature, lambda inputs: [np.asarray(output) for output in compute(*params, *inputs)], given
+            )
 
     def write_programs(self, directory: Path) -> Iterator[Program]:
         (directory / "programs").mkdir(exist_ok=True)
@@ -145,7 +212,8 @@ class _Traced:
 
     def write_examples(self, directory: Path) -> Iterator[Example]:
         (directory / "examples").mkdir(exist_ok=True)
-        for number, inputs in enumerate(self._function.examples or [examples.made_up(self.signature)]):
+        smallest = {axis: known[0] for axis, known in self.signature.sizes.items()}
+        for number, inputs in enumerate(self._function.examples or [examples.made_up(self.signature, smallest)]):
             arrays = {name: np.asarray(array) for name, array in inputs.items()}
             calls.check(self.signature, arrays)
             ordered = [arrays[tensor.name] for tensor in self.signature.inputs]
@@ -160,14 +228,20 @@ class _Traced:
         params = jax.tree.unflatten(self._structure, arrays[: len(self._specs)])
         inputs = dict(zip(self._function.inputs, arrays[len(self._specs) :], strict=True))
         found = self._function.function(params, **inputs)
-        named = dict(found) if isinstance(found, Mapping) else {"output": found}
-        self._names = list(named)
-        return list(named.values())
+        outputs = jax.tree_util.tree_leaves_with_path(found if isinstance(found, Mapping) else {"output": found})
+        self._names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in outputs]
+        for name, (_, output) in zip(self._names, outputs, strict=True):
+            if _dtype_of(output) is None:
+                raise BundleError(f"The output {name!r} of {self.name!r} is {output!r:.100}; an array was expected.")
+        return [output for _, output in outputs]
 
     def _outputs(self, inputs: Sequence[TensorSpec], sizes: Mapping[str, Sequence[int]]) -> tuple[TensorSpec, ...]:
         """The outputs; an axis that grows as a named one does has its name."""
         smallest = {axis: known[0] for axis, known in sizes.items()}
         plain = self._shapes(inputs, smallest)
+        if not plain or (twice := first_twice(self._names)) is not None:
+            problem = "no array" if not plain else f"two outputs called {twice!r}"
+            raise BundleError(f"{self.name!r} returns {problem}; an array or a tree of arrays was expected.")
         axes = [[*map(int, spec.shape)] for spec in plain]
         named: list[list[int | str]] = [[*sides] for sides in axes]
         for axis, known in sizes.items():
@@ -192,6 +266,9 @@ class _Traced:
 
 
 def _check_axes(name: str, inputs: Sequence[TensorSpec], sizes: Mapping[str, Sequence[int]]) -> None:
+    for axis, known in sizes.items():
+        if not all(isinstance(size, int) and 0 < size < 2**31 for size in known):
+            raise BundleError(f"The axis {axis!r} of {name!r} has the sizes {known}; integers above 0 were expected.")
     named = {axis for spec in inputs for axis in spec.shape if isinstance(axis, str)}
     for axis in sorted(named ^ {axis for axis, known in sizes.items() if known}):
         what = "is in a shape and has no sizes" if axis in named else "has sizes and is in no input's shape"

@@ -11,9 +11,9 @@ All paths in a manifest are relative to it, with "/".
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, StringConstraints
 
@@ -30,13 +30,17 @@ __all__ = [
     "Signature",
     "TensorSpec",
     "Weight",
+    "first_twice",
     "parse_manifest",
+    "unique_keys",
 ]
+
+T = TypeVar("T")
 
 FORMAT = 1
 
 BATCH = "batch"
-"""The axis along which requests are joined, where every input and output begins with it."""
+"""The axis along which requests are joined, if every input and output begins with it."""
 
 DTYPES = {
     "bool": "BOOL",
@@ -89,18 +93,22 @@ class Signature:
     Attributes:
       sizes: of each named axis, ascending; there is a program for every combination.
       pad: named axes that may be padded at their end up to the next size, with the value that fills the inputs. What
-        the outputs have there is dropped. Where requests are joined, `batch` may be padded, too.
+        the outputs have there is dropped. If requests are joined, `batch` may be padded, too.
+      joins: rows of several requests may share a call: each row of the outputs depends on the same row of the inputs
+        alone, as was tested when the bundle was written.
     """
 
     inputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
     outputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
     sizes: Mapping[Name, tuple[PositiveInt, ...]] = Field(default_factory=dict)
     pad: Mapping[Name, float] = Field(default_factory=dict)
+    joins: bool = False
 
     @property
-    def joins(self) -> bool:
-        """Whether rows of several requests may share a call."""
-        return all(tensor.shape[:1] == (BATCH,) for tensor in (*self.inputs, *self.outputs))
+    def is_batched(self) -> bool:
+        """Whether the batch is the first axis, and no other one, of every input and output."""
+        tensors = (*self.inputs, *self.outputs)
+        return all(tensor.shape[:1] == (BATCH,) and BATCH not in tensor.shape[1:] for tensor in tensors)
 
     def all_sizes(self) -> Iterator[dict[str, int]]:
         """Every combination of sizes."""
@@ -110,7 +118,8 @@ class Signature:
     def __str__(self) -> str:
         inputs, outputs = (", ".join(map(str, tensors)) for tensors in (self.inputs, self.outputs))
         sizes = "; ".join(f"{axis} in {', '.join(map(str, sizes))}" for axis, sizes in self.sizes.items())
-        return f"({inputs}) -> ({outputs})" + (f" with {sizes}" if sizes else "")
+        alone = ", requests are not joined" if BATCH in self.sizes and not self.joins else ""
+        return f"({inputs}) -> ({outputs})" + (f" with {sizes}{alone}" if sizes else "")
 
 
 @config
@@ -211,8 +220,8 @@ def parse_manifest(content: bytes) -> Manifest:
       BundleError: it is of another format, or contradicts itself.
     """
     try:
-        mapping = json.loads(content)
-    except ValueError as error:
+        mapping = json.loads(content, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
         raise BundleError(f"manifest.json is not JSON: {error}. Export the bundle again.") from error
     found = mapping.get("format") if isinstance(mapping, dict) else None
     if found != FORMAT:
@@ -228,6 +237,23 @@ def parse_manifest(content: bytes) -> Manifest:
     return manifest
 
 
+def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes the dict of a JSON object.
+
+    Raises:
+      ValueError: a key is there twice.
+    """
+    if (twice := first_twice(key for key, _ in pairs)) is not None:
+        raise ValueError(f"an object has the key {twice!r} twice")
+    return dict(pairs)
+
+
+def first_twice(values: Iterable[T]) -> T | None:
+    """Returns the first value that was there before, or None."""
+    seen: set[T] = set()
+    return next((value for value in values if value in seen or seen.add(value)), None)
+
+
 def _contradictions(manifest: Manifest) -> Iterator[str]:
     parts = (*manifest.programs, *manifest.weights, *manifest.examples)
     yield from (f"{part.file!r} is not among the files" for part in parts if part.file not in manifest.files)
@@ -237,9 +263,29 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     for part in (*manifest.programs, *manifest.examples):
         if part.signature not in manifest.signatures:
             yield f"{part.file!r} is of the signature {part.signature!r}, which is not there"
+    yield from _contradictions_of_programs(manifest)
+    if (path := first_twice(weight.path for weight in manifest.weights)) is not None:
+        yield f"the parameter {path!r} is there twice"
+    if (file := first_twice(part.file for part in (*manifest.programs, *manifest.examples))) is not None:
+        yield f"two programs or examples have the file {file!r}"
+
+
+def _contradictions_of_programs(manifest: Manifest) -> Iterator[str]:
+    keys = [(program.target, program.signature, frozenset(program.sizes.items())) for program in manifest.programs]
+    if (key := first_twice(keys)) is not None:
+        yield f"two programs compute {key[1]!r} on {key[0]} for the sizes {dict(key[2])}"
+    needed = [(name, sizes) for name, signature in manifest.signatures.items() for sizes in signature.all_sizes()]
+    for target in sorted({program.target for program in manifest.programs}):
+        for name, sizes in needed:
+            if (target, name, frozenset(sizes.items())) not in keys:
+                yield f"no program computes {name!r} on {target} for the sizes {sizes}"
     for program in manifest.programs:
-        if dict(program.sizes) not in list(manifest.signatures[program.signature].all_sizes()):
+        signature = manifest.signatures[program.signature]
+        if dict(program.sizes) not in list(signature.all_sizes()):
             yield f"{program.file!r} is for the sizes {dict(program.sizes)}, which its signature does not have"
+        arguments = len(manifest.weights) + len(signature.inputs)
+        if list(program.kept) != sorted(set(program.kept)) or max(program.kept, default=0) >= arguments:
+            yield f"{program.file!r} takes the arguments {list(program.kept)} of {arguments}"
 
 
 def _contradictions_of(signature: Signature) -> Iterator[str]:
@@ -249,6 +295,8 @@ def _contradictions_of(signature: Signature) -> Iterator[str]:
     for axis, sizes in signature.sizes.items():
         if not sizes or list(sizes) != sorted(set(sizes)):
             yield f"the sizes {list(sizes)} of the axis {axis!r} do not ascend"
+    if signature.joins and not signature.is_batched:
+        yield f"rows are joined, but {BATCH!r} is not the first axis, and no other one, of every tensor"
     for side in (signature.inputs, signature.outputs):
         if len({tensor.name for tensor in side}) < len(side):
             yield "two tensors have one name"

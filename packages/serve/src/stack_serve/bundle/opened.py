@@ -133,7 +133,13 @@ class Bundle:
         )
         module = Module(self._contents[program.file], program.kept, program.calling_convention)
         call = open_module(module, [*weights_, *inputs], outputs)
-        compiled = jax.jit(call).lower(*weights_, *inputs).compile()
+        try:
+            compiled = jax.jit(call).lower(*weights_, *inputs).compile()
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            calls_ = f" It calls {', '.join(program.custom_calls)}." if program.custom_calls else ""
+            raise BundleError(
+                f"{program.file} cannot be compiled by jax {jax.__version__}: {error}.{calls_} Export the bundle again."
+            ) from error
         own = self._weights
         return lambda *arrays: compiled(*own, *arrays)
 

@@ -12,6 +12,8 @@ from stack_serve.bundle.exporting import Function
 
 __all__ = ["scoring"]
 
+_MAX_BATCH = 2**16
+
 
 def scoring(checkpoint: GenerativeCheckpoint, *, batch: Sequence[int], seq: Sequence[int]) -> Function:
     """The function `score`: int32 tokens[batch, seq] -> float32 logprobs[batch, seq], in nats.
@@ -24,10 +26,13 @@ def scoring(checkpoint: GenerativeCheckpoint, *, batch: Sequence[int], seq: Sequ
       seq: tokens of the longest text of a program.
 
     Raises:
-      BundleError: more tokens than the model has positions.
+      BundleError: a size below 1, or more tokens than the model has positions.
     """
-    if max(seq) > checkpoint.max_positions:
-        raise BundleError(f"seq is {max(seq)}; {checkpoint.name!r} has {checkpoint.max_positions} positions. Lower it.")
+    for name, sizes, max_size in (("batch", batch, _MAX_BATCH), ("seq", seq, checkpoint.max_positions)):
+        if not sizes or not all(1 <= size <= max_size for size in sizes):
+            raise BundleError(
+                f"{name} is {', '.join(map(str, sizes)) or 'empty'}; {checkpoint.name!r} takes 1 to {max_size}."
+            )
 
     def score(params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
         model = checkpoint.model(params)

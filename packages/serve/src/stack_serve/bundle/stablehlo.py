@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax import export
+from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from stack_core import ops
@@ -19,6 +20,8 @@ from stack_core.errors import BundleError
 __all__ = ["PINNED", "Module", "Specs", "current_target", "lower", "open_module"]
 
 PINNED = "1.13.7"
+
+_SHARDINGS = ("sdy.sharding", "sdy.sharding_rule")
 
 Specs = Sequence[jax.ShapeDtypeStruct]
 
@@ -55,7 +58,7 @@ def lower(function: Callable[..., Sequence[Any]], arguments: Specs) -> tuple[Mod
             exported = export.export(jax.jit(function))(*arguments)
         if exported.nr_devices != 1:
             raise ValueError(f"it is split over {exported.nr_devices} devices")
-        text = exported.mlir_module()
+        text = _without_shardings(exported.mlir_module())
         artifact = stablehlo.serialize_portable_artifact_str(text, PINNED)
     except (ValueError, NotImplementedError) as error:
         raise BundleError(f"The function cannot be exported: {error}") from error
@@ -66,6 +69,33 @@ def lower(function: Callable[..., Sequence[Any]], arguments: Specs) -> tuple[Mod
         tuple(sorted(set(re.findall(r"custom_call @([\w.$]+)", text)))),
     )
     return module, [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.out_avals]
+
+
+def _without_shardings(text: str) -> str:
+    """Removes the attributes by which Shardy splits calls over devices, which portable artifacts cannot hold.
+
+    JAX gives them to LAPACK's calls even if there is one device.
+
+    Raises:
+      ValueError: an operation is of that dialect, so that the program needs a mesh.
+    """
+    if "sdy." not in text:
+        return text
+    names: list[str] = []
+
+    def strip(operation: ir.Operation) -> ir.WalkResult:
+        names.append(operation.name)
+        for name in _SHARDINGS:
+            if name in operation.attributes:
+                del operation.attributes[name]
+        return ir.WalkResult.ADVANCE
+
+    lowered: Any = jax.jit(lambda: 0).lower().compiler_ir()  # its context has the dialects of JAX's programs
+    module = ir.Module.parse(text, lowered.context)
+    module.operation.walk(strip)
+    if meshed := next((name for name in names if name.startswith("sdy.")), None):
+        raise ValueError(f"it has the operation {meshed}, which needs a mesh; trace it without one")
+    return str(module.operation.get_asm(enable_debug_info=True))
 
 
 def open_module(module: Module, arguments: Specs, results: Specs) -> Callable[..., list[jax.Array]]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core.errors import BundleError
-from stack_serve.bundle.manifest import DTYPES
+from stack_serve.bundle.manifest import DTYPES, unique_keys
 
 __all__ = ["read", "write"]
 
@@ -58,14 +58,14 @@ def read(content: memoryview | bytes) -> dict[str, np.ndarray]:
     """
     try:
         return dict(_entries(memoryview(content)))
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise BundleError(f"A file of weights or examples is no safetensors file: {error!r}. Export again.") from error
 
 
 def _entries(content: memoryview) -> Iterator[tuple[str, np.ndarray]]:
     (head_bytes,) = struct.unpack_from("<Q", content)
     start = 8 + head_bytes
-    for name, entry in json.loads(bytes(content[8:start])).items():
+    for name, entry in json.loads(bytes(content[8:start]), object_pairs_hook=unique_keys).items():
         if name == "__metadata__" or name.startswith(_PAD):
             continue
         begin, end = entry["data_offsets"]

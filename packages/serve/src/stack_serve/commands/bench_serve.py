@@ -1,7 +1,6 @@
 """`stack bench serve`: load on a server, and what its users see of it."""
 
 import asyncio
-import json as json_format
 import math
 import os
 import sys
@@ -9,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import orjson
 from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["bench_serve"]
 
 _BUSY_CLIENT = 0.8
+_MAX_REQUESTS = 10**7
+_MAX_CONCURRENCY = 2**16 - 1  # as many connections as one address has ports
 
 
 def bench_serve(  # noqa: PLR0913, each parameter is an option of the command
@@ -81,8 +83,9 @@ def bench_serve(  # noqa: PLR0913, each parameter is an option of the command
     from stack_serve.bench.sweep import Sweep
 
     _check_writable(json, html)
-    _check_least(0, warm_up=warm_up)
-    _check_least(1, vocab_size=vocab_size)
+    _check_range(0, _MAX_REQUESTS, warm_up=warm_up)
+    _check_range(1, 2**31, vocab_size=vocab_size)
+    _check_range(0, math.inf, timeout_s=timeout_s)
     if html is not None:
         check_plots()
     baseline = None if compare is None else Results.read(compare)
@@ -112,16 +115,16 @@ def _check_writable(*paths: Path | None) -> None:
             raise BenchmarkError(f"{str(path)!r} cannot be written: there is no directory {str(path.parent)!r}.")
 
 
-def _check_least(least: int, **options: int | None) -> None:
+def _check_range(min_: int, max_: int | float, **options: int | float | None) -> None:
     for name, value in options.items():
-        if value is not None and value < least:
+        if value is not None and not min_ <= value <= max_:
             option = f"--{name.replace('_', '-')}"
-            raise BenchmarkError(f"{option} is {value}; at least {least} was expected.")
+            raise BenchmarkError(f"{option} is {value:g}; {min_} to {max_:g} was expected.")
 
 
 def _extra(text: str) -> dict[str, Any]:
     try:
-        fields = json_format.loads(text)
+        fields = orjson.loads(text)
     except ValueError as error:
         raise BenchmarkError(f"--extra is no JSON: {error}. Write it as '{{\"min_tokens\": 8}}'.") from error
     if not isinstance(fields, dict):
@@ -137,10 +140,14 @@ def _loads(rates: Sequence[float], concurrencies: Sequence[int], requests: int |
             f"Given are the rates {rates}, the concurrencies {concurrencies} and {requests} requests; each has to be "
             "above 0."
         )
+    _check_range(0, _MAX_REQUESTS, rate=max(filter(math.isfinite, rates), default=None))
+    _check_range(1, _MAX_CONCURRENCY, concurrency=max(concurrencies, default=None))
     if not rates and not concurrencies:
         concurrencies = (1, 8, 32)
     at_rates = [Load("rate", rate, requests or _requests_of_20_s(rate)) for rate in rates]
-    return (*at_rates, *(Load("concurrency", float(each), requests or max(16, 4 * each)) for each in concurrencies))
+    at_once = [Load("concurrency", float(each), requests or max(16, 4 * each)) for each in concurrencies]
+    _check_range(1, _MAX_REQUESTS, requests=max(load.requests for load in (*at_rates, *at_once)))
+    return (*at_rates, *at_once)
 
 
 def _requests_of_20_s(rate: float) -> int:

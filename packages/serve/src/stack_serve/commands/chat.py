@@ -54,6 +54,9 @@ def chat(  # noqa: PLR0913, each parameter is an option of the command
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "max_tokens": max_tokens, "seed": seed
     }  # fmt: skip
     settings = {name: value for name, value in options.items() if value is not None}
+    for name, value in settings.items():
+        if not abs(value) < 2**63:  # JSON has neither larger integers nor NaN
+            raise GenerationError(f"--{name.replace('_', '-')} is {value}; a finite number below 2^63 was expected.")
     key = os.environ.get("OPENAI_API_KEY") if api_key is None else api_key
     with _opened(target, model, key, settings, system) as talker:
         from stack_serve.client.conversation import Conversation
@@ -159,7 +162,8 @@ class _Loop:
         if not path:
             raise GenerationError("Name a file: /save conversation.json")
         self._conversation.save(Path(path).expanduser())
-        _note(f"{len(self._conversation.messages)} messages are in {path}.")
+        count = len(self._conversation.messages)
+        _note(f"{count} message{'s' * (count != 1)} saved to {path}.")
 
 
 def _write(piece: str) -> None:

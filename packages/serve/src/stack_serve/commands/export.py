@@ -36,4 +36,5 @@ def export(
     checkpoint = open_for_generation(model)
     function = scoring(checkpoint, batch=batch, seq=seq)
     manifest = write(bundle, {"score": function}, checkpoint.load_params(), licence=licence, name=name)
-    print(f"stack: {manifest.name}: {len(manifest.programs)} programs in {bundle}", file=sys.stderr)
+    count = len(manifest.programs)
+    print(f"stack: {manifest.name}: {count} program{'s' * (count != 1)} in {bundle}", file=sys.stderr)

@@ -15,11 +15,12 @@ from cyclopts import Parameter
 from stack_core.compile_cache import keep_compiled
 from stack_core.config import parse
 from stack_core.errors import ConfigError
-from stack_serve.commands.serve_repository import serve_repository
+from stack_serve.commands.serve_repository import check_known, serve_repository
 
 __all__ = ["serve"]
 
 _BETWEEN_LINES_S = 5.0
+_OF_REPOSITORIES = frozenset({"grpc_port", "live_versions", "poll_s"})
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -118,6 +119,8 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     listening |= {"api_keys": keys, "cors_origins": cors_origin}
     if model_name and repository is None:
         listening["model_names"] = model_name
+    if repository is None:
+        check_known(options, options.keys() - _OF_REPOSITORIES, "for a repository of bundles only. Add --repository")
     config = parse(OpenAIConfig if repository is None else ServerConfig, listening)
     if config.host not in _LOOPBACK and not keys:
         _say(f"warning: whoever reaches {config.host} may use the model. Give an --api-key, or listen on 127.0.0.1.")

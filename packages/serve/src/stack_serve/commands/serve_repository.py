@@ -3,7 +3,7 @@
 import json as json_format
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from stack_core.errors import ConfigError
 if TYPE_CHECKING:
     from stack_serve.http.config import ServerConfig
 
-__all__ = ["serve_repository"]
+__all__ = ["check_known", "serve_repository"]
 
 _BODY_BYTES = 2**28  # tensors are larger than prompts
 _OWN = {"access_log", "api_key", "api_key_file", "cors_origin", "json", "repository"}
@@ -34,9 +34,7 @@ def serve_repository(repository: Path, config: "ServerConfig", options: Mapping[
 
     own = {field.name for field in fields(InferenceConfig)}
     known = own | {field.name for field in fields(type(config))} | _OWN
-    if foreign := sorted(options.keys() - known):
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
-        raise ConfigError(f"{names}: for language models only. Leave them out with --repository.")
+    check_known(options, known, "for language models only. Leave them out with --repository")
     if "max_body_bytes" not in options:
         config = replace(config, max_body_bytes=_BODY_BYTES)
     inference = parse(InferenceConfig, {name: value for name, value in options.items() if name in own})
@@ -58,6 +56,13 @@ def serve_repository(repository: Path, config: "ServerConfig", options: Mapping[
         # So long a lane waits for the event loop, once the device is done; 5 ms by default.
         sys.setswitchinterval(0.001)
         HttpServer(app, listener, config, announce=announce).run()
+
+
+def check_known(options: Collection[str], known: Collection[str], problem: str) -> None:
+    """Raises ConfigError if an option is given that would do nothing."""
+    if foreign := sorted(set(options).difference(known)):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
+        raise ConfigError(f"{names}: {problem}.")
 
 
 def _say(message: str) -> None:

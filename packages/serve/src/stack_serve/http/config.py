@@ -2,11 +2,16 @@
 
 from typing import Annotated
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from stack_core.config import config
 
-__all__ = ["ServerConfig"]
+__all__ = ["MAX_SECONDS", "Seconds", "ServerConfig"]
+
+MAX_SECONDS = 1e9
+"""30 years; event loops take no infinite delay."""
+
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 
 
 @config
@@ -26,8 +31,8 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    receive_timeout_s: PositiveFloat = 60.0
-    stall_timeout_s: PositiveFloat = 120.0
-    drain_s: NonNegativeFloat = 30.0
+    receive_timeout_s: Seconds = 60.0
+    stall_timeout_s: Seconds = 120.0
+    drain_s: Annotated[float, Field(ge=0, le=MAX_SECONDS)] = 30.0
     max_body_bytes: PositiveInt = 8 * 2**20
     cors_origins: tuple[str, ...] = ()

@@ -2,9 +2,10 @@
 
 from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from stack_core.config import config
+from stack_serve.http.config import MAX_SECONDS, Seconds
 
 __all__ = ["InferenceConfig"]
 
@@ -22,7 +23,7 @@ class InferenceConfig:
     """
 
     live_versions: NonNegativeInt = 1
-    poll_s: Annotated[float, Field(ge=0)] = 1.0
+    poll_s: Annotated[float, Field(ge=0, le=MAX_SECONDS)] = 1.0
     max_waiting: PositiveInt = 4096
     grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    timeout_s: PositiveFloat | None = None
+    timeout_s: Seconds | None = None

@@ -16,6 +16,9 @@ PageLayout = Literal["phsd", "pshd", "hpsd", "psh2d"]
 ANY_LAYOUT: Final[PageLayout] = "pshd"
 """Where no layout is better: a token's keys of all heads lie together."""
 
+_Count = Annotated[int, Field(ge=1, le=2**16)]
+"""Sizes of tables that are made at the start."""
+
 
 @config
 class EngineConfig:
@@ -47,19 +50,19 @@ class EngineConfig:
       seed: of requests without one.
     """
 
-    max_sequences: PositiveInt = 32
+    max_sequences: _Count = 32
     max_tokens: PositiveInt | None = None
     step_tokens: PositiveInt = 512
     decode_repeats: PositiveInt = 8
-    page_tokens: PositiveInt = 16
-    pages: PositiveInt | None = None
+    page_tokens: _Count = 16
+    pages: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     cache_dtype: CacheType = "model"
     page_layout: PageLayout | None = None
     tensor: PositiveInt = 1
     prefix_caching: bool | None = None
     adapters: Mapping[str, str] = Field(default_factory=dict)
-    max_adapters: PositiveInt = 8
+    max_adapters: _Count = 8
     adapter_rank: PositiveInt | None = None
     max_waiting: PositiveInt = 1024
     priorities: NonNegativeInt = 0

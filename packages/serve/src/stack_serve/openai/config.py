@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from stack_core.config import config
-from stack_serve.http.config import ServerConfig
+from stack_serve.http.config import Seconds, ServerConfig
 
 __all__ = ["OpenAIConfig"]
 
@@ -24,5 +24,5 @@ class OpenAIConfig(ServerConfig):
 
     model_names: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     chat_template: Path | None = None
-    timeout_s: PositiveFloat | None = None
+    timeout_s: Seconds | None = None
     max_choices: PositiveInt = 1024

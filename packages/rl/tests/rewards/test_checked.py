@@ -90,6 +90,44 @@ def test_code_is_worth_the_tests_that_it_passes():
         scored("code", DOUBLE, tests=3)
 
 
+RIGHT, WRONG = "print(2 * int(input()))", "print(0)"
+BLOCKS = {
+    "bash before": f"```bash\npip install x\n```\nThen:\n```python\n{RIGHT}\n```",
+    "output behind": f"```python\n{RIGHT}\n```\nIt prints\n```\n4\n```\nor\n```text\n10\n```",
+    "the last of two": f"```python\n{WRONG}\n```\nBetter:\n```py\n{RIGHT}\n```",
+    "python3": f"```python3\n{RIGHT}\n```\n```bash\nexit\n```",
+    "a capital": f"```Python\n{RIGHT}\n```",
+    "attributes": f'```python title="a.py" {{.numbered}}\n{RIGHT}\n```',
+    "braces": f"``` {{.python #one}}\n{RIGHT}\n```",
+    "in a list": f"1. Write\n\n   ```python\n   {RIGHT}\n   ```\n\n2. Run",
+    "indented": f"  ```python\n  {RIGHT}\n  ```",
+    "tildes": f"~~~python\n{RIGHT}\n~~~",
+    "a longer fence": f'````python\ns = """\n```\n"""\n{RIGHT}\n````',
+    "no language": f"```\n{RIGHT}\n```",
+    "Windows": f"```python\r\n{RIGHT}\r\n```\r\n",
+    "not closed": f"```python\n{RIGHT}\n",
+    "no block": RIGHT,
+}
+
+
+def test_the_program_is_the_last_python_block():
+    for name, answer in BLOCKS.items():
+        assert scored("code", answer, tests=TESTS[:1]) == (1.0, "correct"), name
+    assert scored("code", f"```bash\n{RIGHT}\n```", tests=TESTS) == (0.0, "unparsed")
+
+
+def test_any_answer_and_tests_of_any_size_are_run():
+    assert scored("code", "print(1)\0", tests=TESTS) == (0.0, "wrong")
+    tests = "assert double(2) == 4\n" * 13_000  # 286 kB
+    assert scored("code", "def double(x): return 2 * x", tests=tests) == (1.0, "correct")
+
+
+def test_programs_may_use_what_is_installed():
+    program = "import numpy\nprint(numpy.arange(3).sum() + int(input()) - 1)"
+    assert scored("code", program, tests=TESTS[:1]) == (1.0, "correct")
+    assert scored({"name": "code", "libraries": False}, program, tests=TESTS[:1]) == (0.0, "wrong")
+
+
 def test_asserts_have_to_be_reached():
     program = "def double(x): return 2 * x"
     assert scored("code", program, tests="assert double(2) == 4") == (1.0, "correct")

@@ -3,7 +3,9 @@
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
+
+from markdown_it import MarkdownIt
 
 from stack_core.config import config
 from stack_core.contracts.environments import Completion, Reward, Score
@@ -13,10 +15,16 @@ from stack_rl.rewards.unchecked import UncheckedPolicy, unchecked
 
 __all__ = ["CodeConfig"]
 
+_MARKDOWN: Final = MarkdownIt("commonmark")
+_PYTHON: Final = frozenset(("python", "python3", "py", "py3", "ipython", "ipython3"))
+
 
 @config
 class CodeConfig:
-    """Runs the last block of code of an answer, or all of an answer without one, against the record's tests.
+    """Runs the last Python block of an answer against the record's tests.
+
+    Blocks are fenced as in CommonMark. One without a language counts if no block names Python; an answer without any
+    block is a program as a whole, and one whose blocks are all of other languages has none.
 
     `tests` is a list of `{"input": text, "output": text}`: what the program reads and is to write, spaces at the ends
     of lines left out. Or it is one text of Python that follows the program and asserts; it runs in the program's own
@@ -24,12 +32,14 @@ class CodeConfig:
 
     Attributes:
       whole: only all tests together are worth 1; else each is worth its share.
+      libraries: programs may import what is installed beside stack, such as NumPy.
       unchecked: what becomes of a program that ran out of a limit.
       sandbox: that programs run in.
     """
 
     name: Literal["code"] = "code"
     whole: bool = True
+    libraries: bool = True
     unchecked: UncheckedPolicy = "wrong"
     sandbox: SandboxConfig = SandboxConfig()
 
@@ -40,6 +50,8 @@ class CodeConfig:
 class _Code:
     def __init__(self, settings: CodeConfig, sandbox: Sandbox) -> None:
         self._settings, self._sandbox = settings, sandbox
+        if settings.libraries:
+            sandbox.check_libraries()  # refuses before the run begins
 
     async def __call__(self, completion: Completion) -> Score:
         tests, program = completion.record.get("tests"), _program(completion.text)
@@ -53,7 +65,7 @@ class _Code:
             )
         passed = 0
         for done, test in enumerate(tests, start=1):
-            ended = await self._sandbox.run_soon(program, given=str(test["input"]).encode())
+            ended = await self._run(program, str(test["input"]))
             if (score := self._unfinished(ended)) is not None:
                 return score
             passed += ended.succeeded and _lines(ended.output.decode(errors="replace")) == _lines(str(test["output"]))
@@ -69,11 +81,15 @@ class _Code:
 
     async def _asserted(self, program: str, tests: str) -> Score:
         word = secrets.token_hex(16)  # which a program that leaves early does not write
-        ended = await self._sandbox.run_soon(f"{program}\n\n{tests}\n\nprint({word!r})")
+        ended = await self._run(f"{program}\n\n{tests}\n\nprint({word!r})")
         if (score := self._unfinished(ended)) is not None:
             return score
         right = ended.succeeded and ended.output.decode(errors="replace").rstrip().endswith(word)
         return Score(value=float(right), verdict="correct" if right else "wrong")
+
+    async def _run(self, program: str, given: str = "") -> Ended:
+        encoded = given.encode(errors="surrogatepass")
+        return await self._sandbox.run_soon(program, given=encoded, libraries=self._settings.libraries)
 
     def _unfinished(self, ended: Ended) -> Score | None:
         """The score of a program that ran out of a limit."""
@@ -88,8 +104,20 @@ def _is_test(test: Any) -> bool:
 
 
 def _program(text: str) -> str:
-    blocks = re.findall(r"```(?:python|py)?[^\S\n]*\n(.*?)```", text, flags=re.DOTALL)
-    return blocks[-1] if blocks else text
+    """Returns the program of an answer; empty if it has none."""
+    fences = [token for token in _MARKDOWN.parse(text) if token.type == "fence"]
+    if not fences:
+        return text
+    languages = [_language(token.info) for token in fences]
+    chosen = [token.content for token, language in zip(fences, languages, strict=True) if language in _PYTHON]
+    unnamed = [token.content for token, language in zip(fences, languages, strict=True) if not language]
+    return (chosen or unnamed or [""])[-1]
+
+
+def _language(info: str) -> str:
+    """Returns the first word behind a fence in lower case, also if it is an attribute as in `{.python}`."""
+    found = re.match(r"\s*\{?\s*\.?([\w+#-]*)", info)
+    return found[1].lower() if found else ""
 
 
 def _lines(text: str) -> list[str]:

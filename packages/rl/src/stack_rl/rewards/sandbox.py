@@ -110,6 +110,7 @@ class Sandbox:
     def __init__(self, config: SandboxConfig | None = None) -> None:
         self._config = SandboxConfig() if config is None else config
         self.level, self.open = _chosen(self._config)
+        self._hidden: str | None = None
         self._workers = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="sandbox")
 
     def run(self, program: str, *, given: bytes = b"", libraries: bool = False) -> Ended:
@@ -120,9 +121,27 @@ class Sandbox:
           libraries: it may import what is installed beside stack.
 
         Raises:
-          SandboxError: it could not be started.
+          SandboxError: it could not be started, or its user cannot read the libraries.
         """
+        if libraries:
+            self.check_libraries()
         return _run(self._config, self.level, program, given, libraries)
+
+    def check_libraries(self) -> None:
+        """Checks, once, that programs can read the installed libraries.
+
+        Raises:
+          SandboxError: they cannot; names the folder.
+        """
+        if self._hidden is None:
+            probe = f"import os\nprint(*[each for each in {_libraries()!r} if not os.access(each, os.R_OK | os.X_OK)])"
+            ended = _run(self._config, self.level, probe, b"", libraries=True)
+            self._hidden = ended.output.decode().strip() if ended.succeeded else _last(ended.errors)
+        if self._hidden:
+            raise SandboxError(
+                f"Programs in a sandbox of level {self.level!r} cannot read the installed libraries: {self._hidden}. "
+                "Let other users read that folder and those above it, or choose another sandbox.level."
+            )
 
     async def run_soon(self, program: str, *, given: bytes = b"", libraries: bool = False) -> Ended:
         """As `run`, without holding up the event loop."""
@@ -167,7 +186,7 @@ try:
     found["processes"] = "a fork succeeded"
 except OSError:
     pass
-if os.path.exists(%r):
+if os.access(%r, os.R_OK):
     found["files"] = "files of the machine can be seen"
 try:
     for number in range(3):
@@ -186,8 +205,9 @@ def _gaps(settings: SandboxConfig, level: Level) -> Mapping[Gap, str]:
     Raises:
       SandboxError: it does not work here.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        probe = _PROBE % (server.getsockname()[1], __file__, settings.file_bytes // 2)
+    with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
+        Path(file.name).chmod(0o644)  # nobody's own permissions are no wall
+        probe = _PROBE % (server.getsockname()[1], file.name, settings.file_bytes // 2)
         ended = _run(settings, level, probe, b"", libraries=False)
     try:
         return json.loads(ended.output)
@@ -200,7 +220,8 @@ def _run(settings: SandboxConfig, level: Level, program: str, given: bytes, libr
     with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder, _report() as report:
         if os.geteuid() == 0:
             os.chown(folder, NOBODY, NOBODY)
-        order = _order(settings, level, program, libraries) | {"folder": folder, "report": report.written}
+        source = program.encode(errors="surrogatepass")  # which Python then refuses, as it does NUL
+        order = _order(settings, level, len(source), libraries) | {"folder": folder, "report": report.written}
         command, options = _command(settings, level, order, folder)
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         environment = {"PATH": "/usr/bin:/bin"}
@@ -216,7 +237,9 @@ def _run(settings: SandboxConfig, level: Level, program: str, given: bytes, libr
             child: Any = begun  # its pipes are of bytes, which types do not see through options in a mapping
             until_s = time.monotonic() + settings.wall_s + (_GRACE_S if level == "namespaces" else 0)
             try:
-                output, errors, how = _exchange(child, json.dumps(order).encode() + b"\n" + given, settings, until_s)
+                output, errors, how = _exchange(
+                    child, json.dumps(order).encode() + b"\n" + source + given, settings, until_s
+                )
                 how = how or _awaited(child, until_s)
             finally:
                 _end(child)
@@ -256,12 +279,18 @@ def _report() -> Iterator[_Report]:
             os.close(end)
 
 
-def _order(settings: SandboxConfig, level: Level, program: str, libraries: bool) -> dict[str, Any]:
+def _libraries() -> list[str]:
+    """The folders of installed libraries."""
+    user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    return [str(Path(each).resolve()) for each in (*site.getsitepackages(), *user) if Path(each).is_dir()]
+
+
+def _order(settings: SandboxConfig, level: Level, program_bytes: int, libraries: bool) -> dict[str, Any]:
     """What the launcher is to do, but for the folder and the descriptor."""
-    folders = [str(Path(each).resolve()) for each in site.getsitepackages()] if libraries else []
+    folders = _libraries() if libraries else []
     return {
         "level": "namespaces" if level == "namespaces" else "session",
-        "program": program,
+        "program_bytes": program_bytes,
         "python": str(Path(sys.executable).resolve()),
         "paths": [str(Path(sys.base_prefix).resolve()), *folders],
         "libraries": folders,
@@ -296,10 +325,11 @@ def _command(
     binds = [part for path in shown for part in ("--ro-bind-try", path, path)]
     devices = [part for path in DEVICES for part in ("--dev-bind-try", path, path)]
     alone = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    room = ["--size", str(settings.file_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+    room = ["--size", str(settings.file_bytes), "--tmpfs", "/tmp"]
     # For root the kernel does not count processes.
     user = {"user": NOBODY, "group": NOBODY, "extra_groups": ()} if os.geteuid() == 0 else {}
-    return [found, *alone, *binds, *devices, *room, "--", *launch], user
+    # The room first: paths may lie below the machine's /tmp.
+    return [found, *alone, *room, *binds, *devices, "--chdir", "/tmp", "--", *launch], user
 
 
 def _exchange(

@@ -1,8 +1,8 @@
 """Run as a script, `python -I -S sandbox_launcher.py`: shuts itself in and then runs a program that nobody trusts.
 
-Standard input begins with a line of JSON, the order, and goes on with what the program reads. The order:
+Standard input begins with a line of JSON, the order; the program follows, and then what the program reads. The order:
 
-    {"level": "namespaces" | "session", "program": text, "python": path, "paths": [...], "libraries": [...],
+    {"level": "namespaces" | "session", "program_bytes": bytes, "python": path, "paths": [...], "libraries": [...],
      "folder": path, "wall_s": s, "limits": {"RLIMIT_AS": bytes, ...}, "files_bytes": bytes, "report": descriptor}
 
 "namespaces" makes a file system that holds Python alone, read-only, with a small /tmp in memory, no network but a
@@ -73,11 +73,11 @@ def enter_root(order: dict[str, Any]) -> None:
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
     root = order["folder"]
     _mount("root", root, "tmpfs", _NO_SETUID | _NO_DEVICES, "mode=755,size=1m")
+    os.makedirs(root + "/tmp")  # before the paths, some of which may lie below the machine's /tmp
+    _mount("tmp", root + "/tmp", "tmpfs", _NO_SETUID | _NO_DEVICES, f"mode=777,size={order['files_bytes']}")
     for path in [*SHOWN, *DEVICES, *order["paths"]]:
         if os.path.exists(path):
             _show(path, root + path)
-    os.makedirs(root + "/tmp", exist_ok=True)
-    _mount("tmp", root + "/tmp", "tmpfs", _NO_SETUID | _NO_DEVICES, f"mode=777,size={order['files_bytes']}")
     os.makedirs(root + "/old", exist_ok=True)
     called("syscall", _pivot_root(), root.encode(), (root + "/old").encode())
     os.chdir("/")
@@ -113,8 +113,8 @@ def _pivot_root() -> int:
     return {"x86_64": 155, "aarch64": 41, "riscv64": 41}[os.uname().machine]
 
 
-def begin(order: dict[str, Any]) -> NoReturn:
-    """Becomes the program; nothing of the launcher is left in its memory."""
+def begin(order: dict[str, Any], program: int) -> NoReturn:
+    """Becomes the program in a file; nothing of the launcher is left in its memory."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)
@@ -128,18 +128,20 @@ def begin(order: dict[str, Any]) -> NoReturn:
     # A numerical library that cannot make its threads ends the process.
     threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LC_ALL": "C.UTF-8", **threads}
-    paths = f"import sys; sys.path += {order['libraries']!r}\n" if order["libraries"] else ""
-    arguments = [order["python"], "-I", "-S", "-B", "-c", paths + order["program"]]
-    os.execve(order["python"], arguments, environment)
+    # An argument could hold neither NUL nor more than 128 KiB.
+    execute = f"exec(compile(open({program}, 'rb').read(), '<program>', 'exec'))"
+    paths = f"__import__('sys').path.extend({order['libraries']!r}); "
+    os.set_inheritable(program, True)
+    os.execve(order["python"], [order["python"], "-I", "-S", "-B", "-c", paths + execute], environment)
 
 
-def run(order: dict[str, Any]) -> int:
+def run(order: dict[str, Any], program: int) -> int:
     """Runs the program as a child, and ends it with all that it began when its time is over; returns the status."""
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
-            begin(order)
+            begin(order, program)
         except BaseException as error:
             _refuse(order, error)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
@@ -171,15 +173,30 @@ def _read_order() -> dict[str, Any]:
     return json.loads(line)
 
 
+def _read_program(size_bytes: int) -> int:
+    """Reads the program into a file in memory, and returns its descriptor."""
+    program = os.memfd_create("program")
+    while size_bytes:
+        part = os.read(0, min(size_bytes, 1 << 20))
+        if not part:
+            sys.exit("no whole program on standard input")
+        size_bytes -= len(part)
+        while part:
+            part = part[os.write(program, part) :]
+    os.lseek(program, 0, os.SEEK_SET)
+    return program
+
+
 def _main() -> NoReturn:
     order = _read_order()
+    program = _read_program(order["program_bytes"])
     os.set_inheritable(order["report"], False)  # execve closes it
     try:
         if order["level"] == "session":
-            begin(order)
+            begin(order, program)
         unshare(os.geteuid() == 0)
         enter_root(order)
-        status = run(order)
+        status = run(order, program)
     except (OSError, KeyError) as error:
         _refuse(order, error)
     if status < 0:  # ends as the program did

@@ -159,8 +159,10 @@ def test_a_run_converts_with_its_adapters_merged(run, chats, tmp_path, quantized
         source = tmp_path / "run"
     main(["convert", str(source), f"hf:{tmp_path / 'merged'}"])
     main(["convert", f"hf:{tmp_path / 'merged'}", str(tmp_path / "back")])
+    main(["convert", str(source), f"run:{tmp_path / 'run-merged'}"])
     ours, merged = answers(source), answers(tmp_path / "back")
     np.testing.assert_allclose(ours, merged, atol=1e-5)
+    np.testing.assert_allclose(ours, answers(tmp_path / "run-merged"), atol=1e-5)
     assert float(jnp.max(jnp.abs(ours - answers(Path(chats["run.init_from"]))))) > 0.01
 
 

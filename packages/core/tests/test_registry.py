@@ -37,6 +37,17 @@ def test_object_targets_are_returned_as_they_are():
     assert "x" in models and "y" not in models
 
 
+def test_a_registry_is_a_mapping():
+    models, calls = registry([Entry("b", 2, "p"), Entry("a", "decimal:Decimal", "p")], refused={"c": "two claim it"})
+    assert not calls
+    assert len(models) == 2 and list(models) == ["a", "b"] and models.get("b") == 2
+    assert models.get("d") is None and models.get("d", 4) == 4
+    with pytest.raises(PluginError, match="two claim it"):
+        models.get("c")
+    assert dict(models) == dict(models.items()) == {"a": models["a"], "b": 2}
+    assert hash(models) and models != registry([])[0]
+
+
 def test_unknown_names_suggest_neighbours():
     models, _ = registry([Entry("llama", 1, "p"), Entry("qwen", 2, "p")])
     with pytest.raises(UnknownName, match=r"'lama' among models. Did you mean 'llama'\? Registered: llama, qwen"):

@@ -46,7 +46,9 @@ def model():
 
 
 def opened(model, directory="nowhere"):
-    return generative_checkpoint(model, name="tiny", tokenizer=Path(directory, "tokenizer"), origin=Path(directory))
+    return generative_checkpoint(
+        model, CONFIG, name="tiny", tokenizer=Path(directory, "tokenizer"), origin=Path(directory)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from stack_core import ops
 from stack_core.abi import QView
 from stack_core.contracts.caches import KeysValues
 from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.contracts.models import Head, Outputs
 from stack_core.errors import GenerationError
 from stack_core.mesh import AXES
 from stack_train.generative import generative_checkpoint
@@ -34,7 +35,7 @@ def model():
 @pytest.fixture
 def opened(model, tmp_path):
     """Opens the model with what lies in `tmp_path`, or another."""
-    return lambda module=model: generative_checkpoint(module, name="tiny", tokenizer=tmp_path, origin=tmp_path)
+    return lambda module=model: generative_checkpoint(module, CONFIG, name="tiny", tokenizer=tmp_path, origin=tmp_path)
 
 
 @jax.tree_util.register_dataclass
@@ -220,6 +221,43 @@ def test_a_tokenizer_of_another_model_is_refused(opened, tmp_path):
         opened()
 
 
-def test_a_model_that_does_not_say_what_it_keeps_is_refused(opened):
-    with pytest.raises(GenerationError, match=r"'mamba'.*`states`"):
-        opened(SimpleNamespace(config=SimpleNamespace(family="mamba")))
+@pytest.mark.parametrize(
+    ("model", "config", "message"),
+    [
+        ({}, {"vocab_size": 4, "max_positions": 8, "dtype": "float32"}, "model lacks states, head, logits. See `Lang"),
+        ({"states": (), "head": None, "logits": None}, {"vocab_size": 4}, "config lacks max_positions, dtype. See"),
+    ],
+    ids=["model", "config"],
+)
+def test_parts_that_engines_need_are_named(tmp_path, model, config, message):
+    model, config = SimpleNamespace(**model), SimpleNamespace(family="mamba", **config)
+    with pytest.raises(GenerationError, match=f"'mamba': its {message}"):
+        generative_checkpoint(model, config, name="tiny", tokenizer=tmp_path, origin=tmp_path)
+
+
+class Mean(nnx.Module):
+    """A language model without a cache, whose hidden states are the means of the tokens so far, or of each alone."""
+
+    states = ()
+
+    def __init__(self, *, looks_back):
+        self.embedding = nnx.Param(jax.random.normal(jax.random.key(0), (CONFIG.vocab_size, 8)))
+        self.looks_back = looks_back
+
+    def __call__(self, tokens, positions, segment_ids=None, cache=None):
+        rows = self.embedding[tokens]
+        mean = jnp.cumsum(rows, axis=1) / (1 + positions[..., None])
+        return Outputs(mean if self.looks_back else rows, cache)
+
+    def head(self):
+        return Head(self.embedding.get_value().T)
+
+    def logits(self, hidden):
+        return self.head().logits(hidden)
+
+
+def test_a_model_that_looks_back_without_states_is_refused(tmp_path):
+    paths = {"name": "mean", "tokenizer": tmp_path, "origin": tmp_path}
+    assert generative_checkpoint(Mean(looks_back=False), CONFIG, **paths).load_params()
+    with pytest.raises(GenerationError, match="mean declares no `states`, but its output depends on earlier tokens"):
+        generative_checkpoint(Mean(looks_back=True), CONFIG, **paths).load_params()

@@ -26,7 +26,7 @@ PROMPTS = [(3, 5, 7), (1,), (2, 4, 6, 8, 10)]
 @pytest.fixture(scope="module")
 def checkpoint():
     model = jax.jit(lambda: FAMILY.build(CONFIG, key=jax.random.key(0)))()
-    return generative_checkpoint(model, name="tiny", tokenizer=Path("nowhere"), origin=Path("nowhere"))
+    return generative_checkpoint(model, CONFIG, name="tiny", tokenizer=Path("nowhere"), origin=Path("nowhere"))
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
-"""Named things that plugins provide, filled once by hooks and read as a dict ever after."""
+"""Objects that plugins register by name, collected once by hooks and then read as a mapping."""
 
 import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from stack_core.errors import PluginError, StackError, UnknownName, nearest
 
@@ -92,8 +92,11 @@ class Registrar:
             raise PluginError(f"{self.kind} {name!r}: {detail} is {value!r}; expected a {expected}.")
 
 
-class Registry(Generic[T]):
-    """A read-only mapping from name to object; it runs its loader on first use, then never again.
+class Registry(Mapping[str, T]):
+    """A read-only mapping from name to object, in the order of names, which runs its loader on first use.
+
+    `registry[name]` imports the object. `get` returns its default only for a name that no plugin registered: a name
+    that was refused, or whose object cannot be imported, raises as `registry[name]` does.
 
     Args:
       kind: what it holds, in the plural, for messages: "models".
@@ -121,8 +124,20 @@ class Registry(Generic[T]):
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(self._frozen()))
 
+    # Comparing by content, as mappings do, would import every object.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self._frozen() and name not in self._refused:
+            return default
+        return self[name]
+
     def __contains__(self, name: object) -> bool:
         return name in self._frozen()
+
+    def __len__(self) -> int:
+        return len(self._frozen())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())

@@ -1,4 +1,4 @@
-"""Checkpoints opened to generate text: parameters as their model computes with them, and what its makers say of it."""
+"""Checkpoints opened to generate text: parameters as the model computes with them, tokenizer, recommended settings."""
 
 import json
 import math
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -66,12 +67,33 @@ class ModuleCheckpoint:
         return self.adapters_at(address)
 
     def load_params(self, shardings: Any = None) -> Any:
+        """Reads the parameters.
+
+        Raises:
+          GenerationError: the model declares no states, but its output depends on earlier tokens.
+        """
         axes = nnx.traversals.flatten_mapping(self.logical_axes)
         params = {}
         for path, value in self.read(shardings):
             place = None if shardings is None else _at(path, shardings)
             params[path] = jax.device_put(_as_computed(value, axes[path], self.dtype), place)
-        return nnx.traversals.unflatten_mapping(params)
+        loaded = nnx.traversals.unflatten_mapping(params)
+        if not jax.tree.leaves(self.states):
+            self._check_stateless(loaded)
+        return loaded
+
+    def _check_stateless(self, params: Any) -> None:
+        """Raises a GenerationError if the last hidden state depends on an earlier token, which no cache would hold."""
+        last = 1 % self.vocab_size
+        tokens = jnp.array([[first, first, last] for first in range(min(self.vocab_size, 4))])
+        positions = jnp.broadcast_to(jnp.arange(3), tokens.shape)
+        hidden = jax.jit(lambda params: self.model(params)(tokens, positions).hidden[:, -1])(params)
+        if self.max_positions >= 3 and not bool(jnp.all(hidden == hidden[:1])):
+            raise GenerationError(
+                f"The model of {self.name} declares no `states`, but its output depends on earlier tokens: generating "
+                "would compute each token without them. Declare in `states` what each layer keeps of a sequence "
+                "(KeysValues, Latent or Recurrent of stack_core.contracts.caches) and read it through the cache."
+            )
 
     def model(self, params: Any) -> LanguageModel:
         return nnx.merge(self.graph, nnx.State(params))
@@ -99,12 +121,13 @@ class ModuleCheckpoint:
 
 
 def no_adapters(address: str) -> Adapters:
-    """Says that a model which is not on disk has no adapters there."""
+    """Refuses adapters of a model that is not on disk."""
     raise GenerationError(f"Adapters, as {address}, are read for a model on disk. Open a run or a checkpoint.")
 
 
 def generative_checkpoint(
     model: Any,
+    config: Any,
     *,
     name: str,
     tokenizer: Path,
@@ -112,26 +135,23 @@ def generative_checkpoint(
     read: _Read | None = None,
     adapters_at: Callable[[str], Adapters] = no_adapters,
 ) -> ModuleCheckpoint:
-    """Describes a model to those who generate from it.
+    """Returns a checkpoint that engines generate from.
 
     Args:
       model: an `nnx.Module` of a registered family, quantized or not, that is a `LanguageModel`; abstract if `read`
-        is given. Its property `kv_cache_positions`, if any, says how many tokens of a sequence a cache may keep.
+        is given. Its property `kv_cache_positions`, if any, bounds the tokens of a sequence that a cache may hold.
+      config: the config that the model was built from, a `LanguageModelConfig`.
       read: gives the values, anew at each call; None where `model` has them.
       tokenizer: directory of its tokenizer; need not be there.
       adapters_at: reads the adapters at an address, for this model.
       origin: directory of the `config.json` and `generation_config.json` that it came with, if it came with any.
 
     Raises:
-      GenerationError: it cannot be generated from, its tokenizer is another model's, or a file cannot be read.
+      GenerationError: the model or its config lacks a part that engines need, named in the message; its tokenizer
+        belongs to another model; or a file cannot be read.
       DataError: its tokenizer is malformed.
     """
-    config = model.config
-    if not isinstance(model, LanguageModel):
-        raise GenerationError(
-            f"Models of family {config.family!r} are no language models: generating needs a `head()` and the `states` "
-            "that their layers keep. See `LanguageModel` in stack_core.contracts.models."
-        )
+    _check_parts(model, config)
     max_positions: int = getattr(model, "kv_cache_positions", config.max_positions)
     if max_positions < config.max_positions:
         warnings.warn(
@@ -171,6 +191,19 @@ def generative_checkpoint(
         logical_axes=nnx.traversals.unflatten_mapping(logical_axes),
         adapters_at=adapters_at,
     )
+
+
+def _check_parts(model: Any, config: Any) -> None:
+    """Raises a GenerationError that names the members of the contracts which a model or its config lacks."""
+    for part, value, names, contract in (
+        ("model", model, ("states", "head", "logits"), "LanguageModel"),
+        ("config", config, ("vocab_size", "max_positions", "dtype"), "LanguageModelConfig"),
+    ):
+        if missing := [name for name in names if not hasattr(value, name)]:
+            raise GenerationError(
+                f"No text can be generated with the family {config.family!r}: its {part} lacks {', '.join(missing)}. "
+                f"See `{contract}` in docs/abi.md."
+            )
 
 
 def parameters_of(model: Any) -> Iterator[tuple[_Path, Any]]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from stack_core.config import to_yaml
 from stack_core.contracts.data import Batches, Validates
+from stack_core.contracts.formats import Conversion, Progress
 from stack_core.contracts.training import NeedsCompanions, TrainsModels
 from stack_core.errors import ConversionError
 from stack_core.metrics import Metrics
@@ -148,12 +149,32 @@ class RunFormat:
         run, config = RunDirectory(directory), run_config(directory)
         return generative_checkpoint(
             stored_model(config),
+            config.model,
             read=lambda shardings: parameters_of(load_model(directory, config, shardings)[0]),
             adapters_at=lambda address: read_adapters(address, config.model, lambda: digests_of_run(directory)),
             name=directory.resolve().name,
             tokenizer=run.tokenizer,
             origin=directory / "huggingface",
         )
+
+    def export_run(self, run: Path, directory: Path, *, progress: Progress | None = None) -> Conversion:
+        """Makes another run of a run's newest checkpoint, with its adapters merged: `stack convert RUN run:DIR`.
+
+        Raises:
+          ConversionError: as `open_model`; or the run has no adapters, or `directory` exists.
+        """
+        if transform_of(run_config(run)).adapting is None:
+            raise ConversionError(f"The run {run} has no adapters to merge. Copy its directory instead.")
+        opened = self.open_model(run)
+        values = stored_values(opened.model)
+        opened.save(directory, opened.model, {})
+        leaves = jax.tree.leaves(values)
+        kept = tuple(name for name in ("tokenizer", "huggingface") if (directory / name).is_dir())
+        size_bytes = sum(leaf.nbytes for leaf in leaves)
+        dtype = opened.config.model.param_dtype
+        if progress is not None:
+            progress(str(directory), size_bytes, size_bytes)
+        return Conversion(directory, sum(leaf.size for leaf in leaves), size_bytes, dtype, kept)
 
     def open_further(self, directory: Path, name: str, abstract: Any) -> Any:
         """Reads a further model from the newest intact checkpoint of a run; averages where its optimizer keeps them.

@@ -29,7 +29,7 @@ __all__ = [
     "with_rows",
 ]
 
-_MERGE = "Merge it into its base (stack convert RUN hf:DIR) and serve that."
+_MERGE = "Merge it into its base (stack convert RUN run:MERGED) and serve that."
 
 
 @dataclass(frozen=True)

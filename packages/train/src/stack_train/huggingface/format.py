@@ -173,6 +173,7 @@ class HuggingFaceFormat:
         source = open_source(directory)
         return generative_checkpoint(
             abstract_model(source.config),
+            source.config,
             read=lambda shardings: _parameters(source),
             adapters_at=lambda address: read_adapters(address, source.config, lambda: source.digests),
             name=directory.resolve().name,

@@ -40,6 +40,7 @@ def policy_of(run: Run, variables: Tree) -> ModuleCheckpoint:
     start = run.config.run.init_from
     return generative_checkpoint(
         stored_model(run.config),
+        run.config.model,
         name=run.directory.path.name,
         tokenizer=run.directory.tokenizer,
         origin=(run.directory.path if start is None else Path(start)) / "huggingface",

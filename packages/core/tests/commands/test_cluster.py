@@ -1,6 +1,7 @@
 """`stack cluster` over a record that the test writes."""
 
 import json
+import os
 
 import pytest
 
@@ -38,6 +39,25 @@ def test_status_shows_failures_and_where_the_time_went(run, capsys):
     assert (
         found["driver"] is None and len(found["workers"]) == 1 and found["seconds"] == {"training": 3.0, "forming": 1.0}
     )
+
+
+def test_status_does_not_read_the_calendar(tmp_path, monkeypatch, capsys):
+    """Notes count by their order: a clock that is set back two hours hides neither an end nor a driver."""
+    record, now_s = ClusterRecord(tmp_path / "cluster"), iter([7200.0, 7300.0, 100.0, 50.0, 40.0])
+    monkeypatch.setattr("stack_core.runtime.record.time.time", lambda: next(now_s))
+    with record.driving():
+        record.note("session", address="a:1", hosts=2, launcher="processes")
+        record.note("formation", number=1)
+        record.note("end", how="finished")
+        main(["cluster", "status", str(tmp_path)])
+        assert f"driven by the process with pid {os.getpid()}" in capsys.readouterr().out
+    main(["cluster", "status", str(tmp_path)])
+    assert "finished, 2 hosts" in capsys.readouterr().out
+    with record.driving():
+        record.note("session", address="a:2", hosts=1, launcher="processes")
+    main(["cluster", "status", str(tmp_path), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ended"], found["formation"], found["hosts"]) == (None, None, 1)
 
 
 def test_events_and_logs(run, capsys):

@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import json
+import threading
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -24,7 +26,7 @@ from stack_train.observers.history import HistoryObserver
 from stack_train.observers.jsonl import JsonlObserver
 from stack_train.observers.report import ReportObserver
 from stack_train.observers.tensorboard import TensorBoardObserver
-from stack_train.observers.terminal import TerminalObserver
+from stack_train.observers.terminal import TerminalObserver, describe
 
 WRITERS = ("history", "jsonl", "report")
 
@@ -110,6 +112,21 @@ def test_tensorboard_files_hold_the_scalars(tmp_path):
     content = written.read_bytes()
     for tag in (b"train/loss", b"train/tokens_per_s", b"train/mfu", b"validation/loss"):
         assert tag in content
+    # Nothing is left that waits for a writer, which a full disk would end.
+    assert not any("tensorboard" in type(thread).__module__.lower() for thread in threading.enumerate())
+
+
+def test_a_full_disk_costs_an_observer_and_not_the_run(tmp_path):
+    observer = TensorBoardObserver(tmp_path / "tensorboard")
+    with EventBus([observer]) as bus, Path("/dev/full").open("wb", buffering=0) as full:
+        bus.emit(started(tmp_path))
+        record_writer = observer._writer._py_recordio_writer
+        record_writer._writer.close()
+        record_writer._writer = full
+        bus.emit(finished(1))
+        with pytest.warns(UserWarning, match="Observer TensorBoardObserver failed and is left out: OSError.*No space"):
+            bus.flush()
+        bus.emit(finished(2))
 
 
 def terminal(*, live):
@@ -129,6 +146,18 @@ def test_progress_names_loss_rate_and_time_left(tmp_path, live):
     assert "loss 1.5000  128 tokens/s" in shown
     assert ("step 10/10" in shown) is not live
     assert "finished at step 10" in shown
+
+
+@pytest.mark.parametrize(
+    ("metrics", "per_s", "expected"),
+    [
+        ({"loss": 3.14159e-6}, 0.18, "loss 3.1416e-06  0.18 pairs/s"),
+        ({"loss": 5.71553, "reward": 0.03125}, 12_345.6, "loss 5.7155  reward 0.0312  12,346 pairs/s"),
+    ],
+)
+def test_numbers_have_significant_digits(metrics, per_s, expected):
+    event = StepFinished(1, metrics, 1.0, per_s, None)
+    assert describe(event, "pairs", left_s=0.0).startswith(expected)
 
 
 def test_plain_progress_prints_only_now_and_then_but_always_the_last_step(tmp_path):

@@ -97,11 +97,10 @@ def _record(run: Path) -> ClusterRecord:
 
 
 def _status(record: ClusterRecord) -> dict[str, Any]:
-    notes = record.notes()
+    notes = record.latest_run()
     last: dict[str, dict[str, Any]] = {note["kind"]: note for note in notes}
     session, formation = last.get("session", {}), last.get("formation", {})
-    end = last.get("end")
-    ended = end["how"] if end and end["time"] >= session.get("time", 0.0) else None
+    ended = notes[-1]["how"] if notes and notes[-1]["kind"] == "end" else None
     number = formation.get("number")
     workers = [note for note in notes if note["kind"] == "worker"]
     return {
@@ -113,7 +112,7 @@ def _status(record: ClusterRecord) -> dict[str, Any]:
         "formation": number,
         # A driver that attaches notes them again.
         "workers": [*{note["rank"]: note for note in workers if note["number"] == number}.values()],
-        "failures": [note for note in notes if note["kind"] == "failure"],
+        "failures": record.notes("failure"),
         "seconds": last.get("ledger", {}).get("seconds", {}),
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import jax
@@ -18,6 +18,7 @@ __all__ = [
     "NeedsCompanions",
     "Objective",
     "Observer",
+    "ObservesInLoop",
     "ReadsInputs",
     "ScoresTokens",
     "Trainer",
@@ -185,3 +186,14 @@ class Observer(Protocol):
     def observe(self, event: Event) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ObservesInLoop(Observer, Protocol):
+    """An observer that the training loop calls between its steps, such as one that starts a trace or reads a clock.
+
+    Nothing limits how long such a call takes: it must not wait for a disk, a network or a terminal.
+    """
+
+    @property
+    def in_loop(self) -> Literal[True]: ...

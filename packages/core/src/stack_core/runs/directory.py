@@ -109,8 +109,11 @@ class RunDirectory:
             raise RunDirectoryError(f"The run directory {self.path} cannot be made: {error}") from error
         with self._opened_lock(os.O_RDWR | os.O_CREAT) as descriptor:
             self._acquire(descriptor)
-            os.truncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode())
+            try:
+                os.truncate(descriptor, 0)
+                os.write(descriptor, f"{os.getpid()}\n".encode())
+            except OSError as error:
+                raise RunDirectoryError(f"The run directory {self.path} cannot be written: {error}") from error
             self._check_content(resume=resume)  # again: another process may have come and gone before the lock
             yield
 

@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +49,7 @@ class ClusterRecord:
         try:
             self._take(descriptor)
             os.truncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
             with Journal(self.directory / "journal.sqlite") as self._journal:
                 yield
         finally:
@@ -71,6 +72,12 @@ class ClusterRecord:
         with Journal(self.directory / "journal.sqlite") as journal:
             return _decoded(journal, kind)
 
+    def latest_run(self) -> list[dict[str, Any]]:
+        """The notes of the latest run, from its first session on, whichever drivers attached to it since."""
+        notes = self.notes()
+        ends = [place for place, note in enumerate(notes[:-1]) if note["kind"] == "end"]
+        return notes[ends[-1] + 1 :] if ends else notes
+
     def exists(self) -> bool:
         return (self.directory / "journal.sqlite").exists()
 
@@ -84,13 +91,18 @@ class ClusterRecord:
         path = self.directory / "driver.lock"
         if not path.exists():
             return None
-        with path.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                said = file.read(32).strip()
-                return int(said) if said.isdecimal() else None
-        return None
+        until_s = time.monotonic() + _BUSY_S
+        with path.open("rb") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    pid, _ = _holder(file.fileno())
+                    if pid is not None or time.monotonic() > until_s:
+                        return pid
+                    time.sleep(0.02)  # it has the lock, and is about to write its pid
+                else:
+                    return None
 
     def token(self, given: str | None) -> bytes:
         """The token of the cluster: of a file that the user gave, of the unfinished session, or a new one."""
@@ -123,19 +135,24 @@ class ClusterRecord:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                said = os.pread(descriptor, 32, 0).decode().strip()
-                pid = int(said) if said.isdecimal() else None
-                if pid is not None and state_of(pid) == "T":
+                pid, host = _holder(descriptor)
+                if pid is not None and host == socket.gethostname() and state_of(pid) == "T":
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 elif time.monotonic() > until_s:
                     raise ClusterError(
                         f"The cluster of {self.directory.parent} is driven by the process with pid "
-                        f"{said or 'unknown'}. Watch it with `stack cluster status`, or stop it first."
+                        f"{pid or 'unknown'}. Watch it with `stack cluster status`, or stop it first."
                     ) from error
                 time.sleep(0.02)
                 continue
             return
+
+
+def _holder(descriptor: int) -> tuple[int | None, str]:
+    """The pid and the host in a driver's lock; no pid before it is written."""
+    pid, _, host = os.pread(descriptor, 300, 0).decode().strip().partition(" ")
+    return (int(pid) if pid.isdecimal() else None), host
 
 
 def read_token(path: Path) -> bytes:

@@ -20,7 +20,7 @@ from stack_core.runtime.config import ClusterConfig
 from stack_core.runtime.event_frames import from_frame
 from stack_core.runtime.formation import Formation, Member, formed, updated
 from stack_core.runtime.hosts import Hosts
-from stack_core.runtime.record import ClusterRecord
+from stack_core.runtime.record import ClusterRecord, read_token
 from stack_core.runtime.supervisor import GiveUp, after
 
 __all__ = ["Job", "supervise"]
@@ -63,8 +63,12 @@ def supervise(
     """
     assert config.hosts is not None, "the caller asks for hosts"
     record = ClusterRecord(output / "cluster")
+    launcher: Launcher = registries.launchers[config.launcher](config)
+    if config.token_file is not None:
+        read_token(Path(config.token_file))
+    # Before a driver that a signal has stopped is ended to make room for this one.
+    _check_same_job(job, config, record, record.unfinished())
     with record.driving():
-        launcher: Launcher = registries.launchers[config.launcher](config)
         return _Driver(job, config, record, launcher, observe, stop).run()
 
 
@@ -77,7 +81,7 @@ class _Driver:
     tell_observers: Callable[[Event], None]
     stop: StopRequest
     failures: list[Failure] = field(default_factory=list)
-    goodput: Goodput = field(default_factory=lambda: Goodput(time.time(), "starting agents"))
+    goodput: Goodput = field(default_factory=lambda: Goodput(time.monotonic(), "starting agents"))
     lost: set[int] = field(default_factory=set)
     _progress_s: float = 0.0
     _noted_s: float = 0.0
@@ -87,7 +91,7 @@ class _Driver:
 
     def run(self) -> Any:
         left = self.record.unfinished()
-        self._check_same_job(left)
+        _check_same_job(self.job, self.config, self.record, left)
         token = self.record.token(self.config.token_file)
         count = self.config.hosts or 1
         address = left["address"] if left else None
@@ -115,14 +119,15 @@ class _Driver:
 
     def _attached(self, left: Mapping[str, Any]) -> Formation:
         """The formation that agents held without a driver, or the next one where too little of it is left."""
-        saved = [each for each in self.record.notes("ledger") if each["time"] >= left["time"]]
-        if saved:
-            self.goodput = Goodput.restored(saved[-1], time.time())
+        notes = self.record.latest_run()
+        if saved := [each for each in notes if each["kind"] == "ledger"]:
+            now_s = time.monotonic()
+            self.goodput = Goodput.restored({**saved[-1], "at_s": now_s - _since_s(saved[-1])}, now_s)
         everyone = range(self.hosts.count)
         with contextlib.suppress(ClusterError):
             self.hosts.wait_for(everyone, _ATTACH_S)
         self._note_session()
-        numbers = [each["number"] for each in self.record.notes("formation") if each["time"] >= left["time"]]
+        numbers = [each["number"] for each in notes if each["kind"] == "formation"]
         if not self.hosts.present:
             self.hosts.start(everyone)
             return self._form(max(numbers, default=0) + 1)
@@ -213,8 +218,7 @@ class _Driver:
         return self._form(formation.number + 1)
 
     def _failed(self, formation: Formation, failure: Failure) -> None:
-        now_s = time.time()
-        self.goodput.failed(now_s)
+        self.goodput.failed(time.monotonic())
         self.record.note(
             "failure",
             number=formation.number,
@@ -242,7 +246,7 @@ class _Driver:
     def _turn(self, formation: Formation, timeout_s: float) -> None:
         for said in self.hosts.poll(timeout_s):
             self._hear(formation, said)
-        if time.time() - self._noted_s > _NOTE_S:
+        if time.monotonic() - self._noted_s > _NOTE_S:
             self._switch(self.goodput.activity)
 
     def _hear(self, formation: Formation, said: dict[str, Any]) -> None:
@@ -279,7 +283,7 @@ class _Driver:
         if step is not None:
             member.step = max(step, member.step or 0)
         self._started = self._started or isinstance(event, RunStarted)
-        self.goodput.observe(event, time.time())
+        self.goodput.observe(event, time.monotonic())
         if isinstance(event, (RunStarted, CheckpointSaved)):
             self.record.note("event", event=type(event).__name__, step=step)
         self.tell_observers(event)
@@ -334,9 +338,9 @@ class _Driver:
         self.lost.clear()
 
     def _switch(self, activity: str) -> None:
-        self.goodput.switch(activity, time.time())
-        self._noted_s = time.time()
-        self.record.note("ledger", alone=True, **self.goodput.saved())
+        self._noted_s = time.monotonic()
+        self.goodput.switch(activity, self._noted_s)
+        self.record.note("ledger", alone=True, boot=_boot_id(), **self.goodput.saved())
 
     def _note_session(self) -> None:
         self.record.note(
@@ -349,21 +353,34 @@ class _Driver:
             settings=to_mapping(self.config),
         )
 
-    def _check_same_job(self, left: Mapping[str, Any] | None) -> None:
-        if left is None:
-            return
-        lines = differences(
-            {**self.job.arguments, "hosts": self.config.hosts}, {**left["arguments"], "hosts": left["hosts"]}
-        )
-        if lines:
-            listing = "\n  ".join(lines)
-            raise ClusterError(
-                f"A run of another config goes on in {self.record.directory.parent}, without a driver; here is this "
-                f"one's, not that one's:\n  {listing}\nStart it with the config that it has, or wait until its agents "
-                "have ended."
-            )
-
     def _close_record(self, how: str) -> None:
         self._switch(self.goodput.activity)
         self.record.note("end", how=how, goodput=share_of_training(self.goodput.seconds), seconds=self.goodput.seconds)
         self.record.finish()
+
+
+def _check_same_job(job: Job, config: ClusterConfig, record: ClusterRecord, left: Mapping[str, Any] | None) -> None:
+    """Raises a ClusterError if agents may still hold a run of another config, which a new driver cannot attach to."""
+    if left is None:
+        return
+    ours, theirs = (
+        {name: value for name, value in each.items() if name != "resume"}
+        for each in ({**job.arguments, "hosts": config.hosts}, {**left["arguments"], "hosts": left["hosts"]})
+    )
+    if lines := differences(ours, theirs):
+        listing = "\n  ".join(lines)
+        raise ClusterError(
+            f"A run of another config is not finished in {record.directory.parent}; here is this one's, not that one's:"
+            f"\n  {listing}\nStart it with the config that it has, or wait until its agents have ended."
+        )
+
+
+def _since_s(ledger: Mapping[str, Any]) -> float:
+    """Seconds since a ledger was noted: by the clock since boot, or by the calendar if the machine is another."""
+    passed_s = time.monotonic() - ledger["at_s"] if ledger.get("boot") == _boot_id() else time.time() - ledger["time"]
+    return max(0.0, passed_s)
+
+
+def _boot_id() -> str:
+    """What tells one boot of a machine, whose processes share the monotonic clock, from all others."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -6,7 +6,7 @@ import threading
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 from stack_core.errors import ClusterError, StackError
 from stack_core.events import Event, RunStarted, StepFinished, StepStarted
@@ -41,6 +41,8 @@ class Order:
 
 class Worker:
     """This process, as a member of a formation; an observer of its run."""
+
+    in_loop: Final = True
 
     def __init__(self, order: Order, out: TextIO, driver: tuple[tuple[str, int], bytes]) -> None:
         self.order = order

@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Final
 
 from pydantic import NonNegativeInt, PositiveInt
 
@@ -49,6 +50,8 @@ class ProfileObserver:
     The device is a step ahead of the host, so the trace also has the end of the step before and the start of the one
     after; the analyses leave these out.
     """
+
+    in_loop: Final = True
 
     def __init__(self, section: ProfileConfig, directory: Path) -> None:
         self._first, self._last = section.first_step, section.first_step + section.steps - 1

@@ -4,6 +4,7 @@ import contextlib
 import json
 import time
 from pathlib import Path
+from typing import Final
 
 from stack_core.events import Event, RunFailed, RunFinished, RunStarted
 from stack_core.runs.event_bus import ObserverContext
@@ -23,6 +24,8 @@ class GoodputObserver:
     The line is there when the report is written, and is written again when all observers are done and what the run
     took is freed.
     """
+
+    in_loop: Final = True
 
     def __init__(self, path: Path) -> None:
         self._path = path

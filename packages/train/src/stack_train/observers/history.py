@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,19 @@ def history_observer(context: ObserverContext) -> "HistoryObserver":
 class HistoryObserver:
     """Appends `{"event": "started" | "finished" | "stopped" | "failed", "time": ..., "step": ...}`.
 
-    What is killed leaves no end behind.
+    An end has `elapsed_s` since its start, by a clock that nobody sets. What is killed leaves no end behind.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._step = 0
         self._runs = False
+        self._started_s = 0.0
 
     def observe(self, event: Event) -> None:
         match event:
             case RunStarted():
-                self._runs, self._step = True, event.first_step
+                self._runs, self._step, self._started_s = True, event.first_step, time.monotonic()
                 facts = {"steps": event.steps, "parameters": event.parameters, "work": event.work}
                 devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
                 self._append("started", **facts, compile_s=event.compile_s, devices=devices)
@@ -52,7 +54,7 @@ class HistoryObserver:
     def _end(self, how: str, **facts: Any) -> None:
         if self._runs:
             self._runs = False
-            self._append(how, **facts)
+            self._append(how, elapsed_s=round(time.monotonic() - self._started_s, 3), **facts)
 
     def _append(self, event: str, **facts: Any) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

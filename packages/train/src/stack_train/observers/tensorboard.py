@@ -1,5 +1,6 @@
 """TensorBoard event files in the run's `tensorboard/` directory."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from stack_core.runs.event_bus import ObserverContext
 
 __all__ = ["TensorBoardObserver", "tensorboard_observer"]
 
+_FLUSH_S = 10.0
+
 
 def tensorboard_observer(context: ObserverContext) -> "TensorBoardObserver":
     """The event files of the run of `context`."""
@@ -16,20 +19,23 @@ def tensorboard_observer(context: ObserverContext) -> "TensorBoardObserver":
 
 
 class TensorBoardObserver:
-    """Writes scalars under `train/` and `validation/`; a resumed run purges the steps that it does again."""
+    """Writes scalars under `train/` and `validation/`; a resumed run purges the steps that it does again.
+
+    It writes by itself: a `SummaryWriter` has a thread for that, and waits for ever once a full disk has ended it.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._writer: Any = None
+        self._messages: Any = None
         self._unit = "tokens"
+        self._flushed_s = 0.0
 
     def observe(self, event: Event) -> None:
         match event:
             case RunStarted():
                 self._unit = event.work[0]
-                from tensorboardX import SummaryWriter  # costs 0.3 s: only once a run has begun
-
-                self._writer = SummaryWriter(str(self._directory), purge_step=event.first_step + 1)
+                self._open(purged_step=event.first_step + 1)
             case StepFinished():
                 rates = {f"{self._unit}_per_s": event.work_per_s, "duration_s": event.duration_s}
                 if event.mfu is not None:
@@ -42,7 +48,26 @@ class TensorBoardObserver:
         if self._writer:
             self._writer.close()
 
+    def _open(self, purged_step: int) -> None:
+        from tensorboardX.event_file_writer import EventsWriter  # costs 0.3 s: only once a run has begun
+        from tensorboardX.proto import event_pb2
+
+        self._messages = event_pb2
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._writer = EventsWriter(str(self._directory / "events"))
+        self._write(purged_step, session_log={"status": "START"})
+        self._writer.flush()
+
     def _scalars(self, prefix: str, values: Mapping[str, float], step: int) -> None:
-        if self._writer:
-            for name, value in values.items():
-                self._writer.add_scalar(f"{prefix}/{name}", value, step)
+        if not self._writer:
+            return
+        from tensorboardX.summary import scalar
+
+        for name, value in values.items():
+            self._write(step, summary=scalar(f"{prefix}/{name}", value))
+        if time.monotonic() - self._flushed_s >= _FLUSH_S:
+            self._flushed_s = time.monotonic()
+            self._writer.flush()
+
+    def _write(self, step: int, **content: Any) -> None:
+        self._writer.write_event(self._messages.Event(wall_time=time.time(), step=step, **content))

@@ -80,7 +80,7 @@ class TerminalObserver:
 
     @observe.register
     def _(self, event: EvaluationFinished) -> None:
-        self._print(f"step {event.step:,}  validation loss {event.metrics['loss']:.4f}  ({event.duration_s:.1f} s)")
+        self._print(f"step {event.step:,}  validation loss {event.metrics['loss']:#.5g}  ({event.duration_s:.1f} s)")
 
     @observe.register
     def _(self, event: CheckpointSaved) -> None:
@@ -112,8 +112,12 @@ class TerminalObserver:
 
 
 def describe(event: StepFinished, unit: str, *, left_s: float) -> str:
-    """One line: loss, work a second, MFU where the chip's peak is known, and the time left."""
-    parts = [f"loss {event.metrics['loss']:.4f}", f"{event.work_per_s:,.0f} {unit}/s"]
+    """One line: loss, reward of post-training, work a second, MFU if the chip's peak is known, and the time left."""
+    parts = [f"loss {event.metrics['loss']:#.5g}"]
+    if "reward" in event.metrics:
+        parts.append(f"reward {event.metrics['reward']:#.3g}")
+    rate = f"{event.work_per_s:,.0f}" if event.work_per_s >= 100 else f"{event.work_per_s:.3g}"
+    parts.append(f"{rate} {unit}/s")
     if event.mfu is not None:
         parts.append(f"MFU {event.mfu:.1%}")
     minutes, seconds = divmod(round(left_s), 60)

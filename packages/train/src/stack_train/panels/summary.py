@@ -61,6 +61,7 @@ def _results(metrics: Sequence[Record], history: Sequence[Record], config: Mappi
     return {
         "steps": f"{step:,} of {_setting(config, 'run', 'steps') or 0:,}",
         "last loss": _loss(number_in(last, "loss")),
+        **({} if (reward := number_in(last, "reward")) is None else {"last reward": f"{reward:#.3g}"}),
         "last held-out loss": _loss(losses[-1][0]) if losses else None,
         "best held-out loss": None if best is None else f"{_loss(best)}, step {at:,}",
         f"{unit} trained": None if work is None else step * work,
@@ -103,7 +104,7 @@ def _setting(config: Mapping[str, Any], section: str, key: str) -> Any:
 
 
 def _loss(value: float | None) -> str | None:
-    return None if value is None else f"{value:.4f}"
+    return None if value is None else f"{value:#.5g}"
 
 
 def _median(found: Sequence[Record], name: str) -> float | None:
@@ -117,7 +118,8 @@ def _duration(history: Sequence[Record], train: Sequence[Record]) -> str | None:
     for begin, end in zip(history[::2], history[1::2], strict=False):
         if begin["event"] != "started" or end["event"] == "started":
             break
-        total += _time(end) - _time(begin)
+        elapsed_s = number_in(end, "elapsed_s")  # by a clock that nobody sets; older runs lack it
+        total += _time(end) - _time(begin) if elapsed_s is None else datetime.timedelta(seconds=elapsed_s)
     else:
         if history and len(history) % 2 == 0:
             return _clock(total.total_seconds())

@@ -256,6 +256,7 @@ class TrainingLoop:
 
     def _save(self, step: int, state: TrainState, batches: Any) -> None:
         if step != self._saved_step:
+            self.bus.flush()  # a run that is resumed from here has all that was observed before
             stored, config_yaml = state.without_frozen(), to_yaml(self.of.config)
             self.store.save(step, stored, batches.get_state(), config_yaml, frozen=self.frozen)
             self._saved_step = step

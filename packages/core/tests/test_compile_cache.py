@@ -31,6 +31,12 @@ def test_the_second_process_compiles_nothing(tmp_path):
     assert list((tmp_path / "stack" / "compiled").rglob("*-cache"))
 
 
+def test_an_edit_that_moves_lines_compiles_again(tmp_path, monkeypatch):
+    assert _run(tmp_path) == "False"
+    monkeypatch.setattr(sys.modules[__name__], "PROGRAM", "# a comment above\n" + PROGRAM)
+    assert _run(tmp_path) == "False"
+
+
 def test_a_cache_that_was_chosen_is_left_alone(tmp_path):
     chosen = tmp_path / "chosen"
     _run(tmp_path, JAX_COMPILATION_CACHE_DIR=str(chosen))

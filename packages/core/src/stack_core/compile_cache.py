@@ -1,4 +1,4 @@
-"""Compiled programs kept between processes, so that a run that starts again does not compile again."""
+"""Persistent cache of compiled programs, shared by the processes of one user."""
 
 import hashlib
 from pathlib import Path
@@ -11,11 +11,13 @@ _MOST_BYTES = 2 << 30
 
 
 def keep_compiled() -> None:
-    """Lets JAX keep under `$XDG_CACHE_HOME/stack/compiled` what took it a second or more to compile, 2 GiB of it.
+    """Caches programs that take a second or more to compile, up to 2 GiB, in `$XDG_CACHE_HOME/stack/compiled`.
 
-    It sets options of the whole process, so commands call it and libraries do not. A cache that was chosen by
-    `JAX_COMPILATION_CACHE_DIR` is left as it is, `JAX_ENABLE_COMPILATION_CACHE=false` goes on meaning none, and where
-    nothing can be written nothing is kept.
+    Sets options of the whole process, so only commands call it. Changes nothing if `JAX_COMPILATION_CACHE_DIR` names
+    another cache, `JAX_ENABLE_COMPILATION_CACHE` is false, or the directory cannot be written.
+
+    Source lines are part of a program's key. A program compiled before an edit that only moved lines would otherwise
+    be reused with the old line numbers, which profiles then show.
     """
     import jax
 
@@ -27,11 +29,12 @@ def keep_compiled() -> None:
     except (OSError, RuntimeError):  # RuntimeError: the user has no home directory
         return
     jax.config.update("jax_compilation_cache_max_size", _MOST_BYTES)
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def _machine_digest() -> str:
-    """Of what the CPU can do: a home directory may be shared, and JAX's key for CPU programs does not hold it."""
+    """Hashes the CPU's model and features: machines may share a home, and JAX's key for CPU programs has neither."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

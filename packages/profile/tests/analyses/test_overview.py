@@ -57,6 +57,19 @@ def test_a_program_that_says_where_it_gets_its_input_is_bound_by_it_or_not(build
     assert any(note.startswith(f"{3 * wait} us of it while the program waited for input") for note in answer.notes)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_steps_have_the_numbers_of_the_program_whether_or_not_the_host_is_a_step_ahead(build, ahead):
+    """Four steps of 100 us; the host annotates step n while it dispatches it, at most a step before it runs."""
+    plane = build.plane("/host:CPU")
+    runs = enumerate(range(30, 34))
+    work = [plane.event("dot.1", 100 * run, 99, hlo_op="dot.1", hlo_module="f", run_id=n) for run, n in runs]
+    marks = [(n, 100 * (n - 30 - ahead) - 5 + 10 * ahead) for n in range(30 + ahead, 34 + ahead)]
+    plane.line("tf_XLAExecute/1", *work)
+    plane.line("python", *(plane.event("train", at, 90, step_num=n) for n, at in marks), timestamp_ns=2_000)
+    rows = overview(trace_of([read_space(build.space(plane))])).rows
+    assert [row.step for row in rows] == [30, 31, 32, 33]
+
+
 def test_a_real_capture_is_bound_by_something(trace):
     answer = overview(trace)
     assert answer.facts["steps"] == len(answer.rows) == 4

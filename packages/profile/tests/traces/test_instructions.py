@@ -24,8 +24,9 @@ def instruction(*frames, op_name="jit(step)/add", outer=OUTER):
 
 
 def test_a_user_s_line_is_the_innermost_outside_of_packages_and_the_package_s_own_is_known():
-    found = instruction(Frame(CORE, 10, "run"), Frame(USER, 20, "Mlp.__call__"), Frame(TRAIN, 30, "step"), *CALLERS)
-    assert (str(found.source()), str(found.package_source)) == (f"{USER}:20", f"{CORE}:10")
+    op = (Frame(CORE, 10, "run"), Frame(CORE.replace("_dispatch", "_linear"), 76, "linear"))
+    found = instruction(*op, Frame(USER, 20, "Mlp.__call__"), Frame(TRAIN, 30, "step"), *CALLERS)
+    assert (str(found.source()), str(found.package_source)) == (f"{USER}:20", "stack_core/ops/_linear.py:76")
     own = instruction(Frame(USER, 20, "step"), *CALLERS)
     assert (str(own.source()), own.package_source) == (f"{USER}:20", None)
 
@@ -33,7 +34,8 @@ def test_a_user_s_line_is_the_innermost_outside_of_packages_and_the_package_s_ow
 @pytest.mark.parametrize("innermost", [CORE, OPTAX])
 def test_a_program_without_a_user_s_line_is_of_the_package_whose_function_was_compiled(innermost):
     found = instruction(Frame(innermost, 10, "run"), Frame(TRAIN, 20, "update"), Frame(TRAIN, 30, "step"), *CALLERS)
-    assert (str(found.source()), str(found.package_source)) == (f"{TRAIN}:20", f"{innermost}:10")
+    path = innermost.partition("site-packages/")[2]
+    assert (str(found.source()), str(found.package_source)) == ("stack_train/step.py:20", f"{path}:10")
 
 
 def test_what_called_the_program_is_no_layer_though_its_function_is_not_on_the_stack():
@@ -41,6 +43,13 @@ def test_what_called_the_program_is_no_layer_though_its_function_is_not_on_the_s
     inner = Frame(TRAIN, 5, "Block.__call__")
     assert instruction(inner, *CALLERS).layer == "Block"
     assert instruction(inner, Frame(TRAIN, 30, "step"), *CALLERS, outer=0).layer == "Block"
+
+
+def test_neither_the_machinery_of_ops_nor_a_config_is_a_layer():
+    op = (Frame(CORE, 1, "Forward.__call__"), Frame(CORE, 2, "linear_cross_entropy"))
+    objective = (Frame(TRAIN, 3, "CausalLMConfig.__call__"), Frame(TRAIN, 4, "step"))
+    assert instruction(*op, *objective, *CALLERS).layer == ""
+    assert instruction(*op, Frame(TRAIN, 5, "Decoder.__call__"), *objective, *CALLERS).layer == "Decoder"
 
 
 def test_callers_are_what_all_stacks_share_outside_of_the_compiled_function():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from stack_profile.analyses.timeline import timeline
 from stack_profile.traces.spans import IDLE, Items, Key, cut, items_of
 from stack_profile.traces.trace import trace_of
 from stack_profile.traces.xplane import read_space
@@ -16,7 +17,7 @@ def items(*parts):
     ]
     size = np.array([part[-1] for part in parts], float)
     start = np.cumsum(size) - size
-    return Items(tuple(keys), np.array(rows), np.arange(len(rows)), start, start + size, size, np.ones(len(rows), bool))
+    return Items(tuple(keys), np.array(rows), np.arange(len(rows)), start, start + size, start)
 
 
 def test_loops_have_the_time_in_which_nothing_in_them_runs_where_it_is(build):
@@ -32,7 +33,23 @@ def test_loops_have_the_time_in_which_nothing_in_them_runs_where_it_is(build):
         ("while.1", 20), ("dot.3", 20), ("while.2", 40), ("dot.4", 20), ("idle", 20), ("dot.5", 10), ("idle", 10),
     ]  # fmt: skip
     assert found.size_ps.sum() == 140e6
-    assert found.runs.sum() == 3
+    assert len(found.executions_ps) == 3
+
+
+def test_an_instant_belongs_to_the_latest_operation_that_runs(build):
+    """No span is busier than it is long, even if a long operation starts just before those of another layer."""
+    plane = build.plane("/host:CPU")
+    both = {"hlo_module": "jit_f", "program_id": 1, "run_id": 0}
+    for number, (name, at, us) in enumerate((("long.1", 0, 24_000), ("short.2", 94, 200), ("next.3", 300, 30_000))):
+        plane.line(f"worker/{number}", plane.event(name, at, us, hlo_op=name, **both))
+    trace = trace_of([read_space(build.space(plane))])
+    found = items_of(trace.devices[0], 0, 30_300_000_000)
+    names = [trace.devices[0].operations[row].name for row in found.operation.tolist()]
+    sizes = (found.size_ps / 1e6).tolist()
+    assert list(zip(names, sizes, strict=True)) == [("long.1", 94), ("short.2", 200), ("long.1", 6), ("next.3", 30_000)]
+    assert found.executions_ps.tolist() == [0, 94_000_000, 300_000_000]
+    for row in timeline(trace, spans=9).rows:
+        assert row.duration_s == pytest.approx(row.self_s + row.idle_s)
 
 
 def test_neighbours_of_one_key_are_a_span_and_others_are_not():

@@ -168,7 +168,8 @@ class Trainer:
           the optimizer reports.
         """
         own = {name: gradients[name] for name in state.params}
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes Python scalars and dtypes
+        # optax mixes Python scalars and dtypes; profiles show the scope as a layer.
+        with jax.numpy_dtype_promotion("standard"), jax.named_scope("optimizer"):
             updates, opt_state = self._optimizer.update(own, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             reported = self.optimizer.metrics(opt_state, state.step, self.steps)

@@ -59,13 +59,14 @@ class Head:
     def cross_entropy(
         self, hidden: Float[Array, "*batch embed"], labels: Int[Array, "*batch"], **options: Any
     ) -> Float[Array, "..."]:
-        """The loss of `ops.linear_cross_entropy`, whose `options` it takes; logits are never whole in memory."""
+        """Returns the loss of `ops.linear_cross_entropy`, which takes `options`; logits are formed in chunks."""
         # An implementation without bias or soft cap must not hear of options that a head does not use.
         own = {"bias": self.bias, "softcap": self.softcap}
         used: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
         if options.get("reduction") == "none":  # Of a mean or a sum each device would form all rows.
             used["axes"] = {"hidden": (*_rows(hidden), "act_embed"), "labels": _rows(hidden)}
-        loss: Any = ops.linear_cross_entropy(self._scaled(hidden), self.weight, labels, **used, **options)
+        with jax.named_scope("cross_entropy"):  # the name of its layer in profiles
+            loss: Any = ops.linear_cross_entropy(self._scaled(hidden), self.weight, labels, **used, **options)
         return loss
 
     def _scaled(self, hidden: jax.Array) -> jax.Array:

@@ -82,7 +82,7 @@ def measured_cpu() -> Chip:
 
 
 def _measurement() -> dict[str, Any]:
-    """What is measured of the CPU, from the cache where it has it."""
+    """Returns the measured fields of the CPU's row, from the cache if it has them."""
     identity = _identity()
     try:
         path = _cache_path(identity)
@@ -95,6 +95,20 @@ def _measurement() -> dict[str, Any]:
     peaks = _measure(identity, busy=busy)
     _write(path, {"identity": identity, "busy": busy, "peaks": peaks})
     return peaks
+
+
+def _with_wider_products(peaks: Mapping[str, float]) -> dict[str, float]:
+    """Returns peaks that a narrower dtype never has below a wider one.
+
+    A product of narrow operands can always be computed in the wider dtype. XLA's own narrow products are slower on CPUs
+    without instructions for them, and a peak that kernels exceed would give an MFU above 100%.
+    """
+    found, highest = {}, 0.0
+    for operand, _ in _PRODUCTS:
+        if operand.name in peaks:
+            highest = max(highest, peaks[operand.name])
+            found[operand.name] = highest
+    return found
 
 
 def _identity() -> dict[str, str | int]:
@@ -116,8 +130,8 @@ def _is_busy() -> bool:
 
 
 def _cache_path(identity: Mapping[str, Any]) -> Path:
-    # A core that measures something else writes separate files.
-    content = {"identity": identity, "fields": sorted(_MEASURED)}
+    # A core that measures other fields, or in another way, writes separate files.
+    content = {"identity": identity, "fields": sorted(_MEASURED), "version": 2}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     return user_cache_dir() / "chips" / f"cpu-{digest}.json"
 
@@ -188,7 +202,7 @@ def _measure(identity: Mapping[str, Any], *, busy: bool) -> dict[str, Any]:
     state = "busy with other work" if busy else "quiet"
     where = f"{identity['cores']} cores of {identity['cpu']}"
     return {
-        "peak_flops": {dtype: peak for dtype, peak in peaks.items() if peak is not None},
+        "peak_flops": _with_wider_products({dtype: peak for dtype, peak in peaks.items() if peak is not None}),
         "hbm_bandwidth_bytes_s": bandwidth_bytes_s,
         "provenance": f"measured on {where}, {state}, with jax {identity['jax']}",
     }

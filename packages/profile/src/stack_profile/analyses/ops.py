@@ -158,7 +158,7 @@ def _source(operation: Operation, within: str, *, line: bool) -> str:
     frame = operation.instruction.source(within) if operation.instruction else None
     if frame is None:
         return ""
-    return str(frame) if line else frame.file
+    return str(frame) if line else frame.path
 
 
 GROUPINGS: Final[Mapping[str, Callable[[Operation], str]]] = {

@@ -1,7 +1,7 @@
-"""What ran when: the operations of a step in the order of time, put together into spans that people can read.
+"""Timeline of a step: its operations in the order of time, grouped into spans of one layer each.
 
-Spans are cut where the layer, the pass of training or the trip of a loop changes, see `stack_profile.traces.spans`. One
-is named by what most of it is; the self times and the idle times of all of them sum to the window.
+A span ends when the layer, the pass of training or the trip of a loop changes (`stack_profile.traces.spans`). It is
+named after the layer that takes most of it. Spans follow each other without gaps: durations sum to the window.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,16 +29,15 @@ class TimelineRow:
 
     Attributes:
       start_s: since the start of the window; spans follow each other without holes.
-      duration_s: until the next one starts; what runs beside it, on other threads or streams, may start before or end
-        after it.
-      self_s: in which its operations ran; each instant of the window is in one span.
-      idle_s: in which none ran.
-      self_window_share: of `window_s`.
+      duration_s: time until the next span starts; `self_s + idle_s`.
+      self_s: time in which any operation ran.
+      idle_s: time in which no operation ran.
+      self_window_share: `self_s` over the fact `window_s`.
       name: the layer, where there is none the function, or "idle".
       direction: "forward", "backward" or "recomputed"; None where that is not known, or the device idle.
       trips: which trips of the outermost loop these are, from 1 on; None outside of loops, or where it is not known.
-      operations: executions that start in it.
-      heaviest: the operation with the most self time; of an idle span, what the host did in most of it.
+      operations: number of executions that start in the span.
+      heaviest: the operation that most of the span belongs to; of an idle span, the host's longest activity.
       line: of that operation.
     """
 
@@ -67,7 +66,7 @@ def timeline(
     """Show what ran when: a step, in the order of time.
 
     Args:
-      step: counted from 1 as the overview lists them, by default one of median duration.
+      step: its number as the overview lists it, by default one of median duration.
       since_s: the start of a window instead of a step, since the first event of the trace.
       until_s: its end.
       spans: into how many at most it is cut.
@@ -124,7 +123,7 @@ def _drawn_operations(ops: Ops, window: "_Window") -> Lanes:
 
 @dataclass(frozen=True)
 class _Window:
-    """`step` is counted from 1; None for a window that is none."""
+    """`step` is the number of the step, None for another window."""
 
     step: int | None
     program: str | None
@@ -139,16 +138,17 @@ class _Window:
 def _window(ops: Ops, steps: Sequence[Step], step: int | None, edges_s: tuple[float | None, float | None]) -> _Window:
     if step is not None and edges_s != (None, None):
         raise ProfileError("A timeline is of a step or of a window: give step, or since_s and until_s.")
-    if step is not None and not 1 <= step <= len(steps):
-        raise ProfileError(
-            f"The trace has no step {step} of {ops.device}: it has {len(steps)}, counted from 1. "
-            "The overview lists them; since_s and until_s give a window instead."
-        )
-    if step is None and edges_s == (None, None) and steps:
-        step = 1 + sorted(range(len(steps)), key=lambda row: steps[row].duration_ps)[(len(steps) - 1) // 2]
-    if step is not None:
-        chosen = steps[step - 1]
-        return _Window(step, chosen.program, chosen.start_ps, chosen.end_ps)
+    if step is not None or (edges_s == (None, None) and steps):
+        ordered = sorted(steps, key=lambda each: each.duration_ps)
+        found = [each for each in steps if each.number == step]
+        if step is None:
+            found = ordered[(len(ordered) - 1) // 2 :]
+        if not found:
+            known = f"it has the steps {steps[0].number} to {steps[-1].number}" if steps else "it has no steps"
+            raise ProfileError(
+                f"The trace has no step {step} of {ops.device}: {known}. since_s and until_s give a window instead."
+            )
+        return _Window(found[0].number, found[0].program, found[0].start_ps, found[0].end_ps)
     whole = int(ops.covered[0, 0]), int(ops.covered[-1, 1])
     start, end = (each if at_s is None else round(at_s / PICOSECOND) for each, at_s in zip(whole, edges_s, strict=True))
     if end <= start:
@@ -179,7 +179,7 @@ def _rows(ops: Ops, items: Items, firsts: Sequence[int], window: _Window, host: 
             name="idle" if named == IDLE else "/".join(named.path),
             direction=named.direction,
             trips=f"{trips[0]}-{trips[-1]}" if len(trips) > 1 else str(trips[0]) if trips else None,
-            operations=int(items.runs[part].sum()),
+            operations=int(np.diff(np.searchsorted(items.executions_ps, (start, end)))[0]),
             heaviest=heaviest,
             line=line,
         )

@@ -1,5 +1,6 @@
 """The page: what was captured, and a section for each registered analysis with its facts, plots, table and notes."""
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -75,6 +76,8 @@ def _about(about: Mapping[str, Any]) -> Markup:
     known = {key: about[key] for key in _ABOUT if about.get(key) not in (None, "")}
     if "started_at" in known:
         known["started_at"] = str(known["started_at"]).partition(".")[0].replace("T", " ")
+    if not isinstance(known.get("command", ""), str):
+        known["command"] = shlex.join(known["command"])
     if not known:
         return element("p", "The trace does not say what captured it: other tools write nothing of that.")
     return facts({_ABOUT[key]: value for key, value in known.items()})

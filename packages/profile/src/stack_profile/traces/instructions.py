@@ -1,6 +1,7 @@
 """An instruction of a compiled program, with the Python lines and the scopes that asked for it."""
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,14 +19,22 @@ CONTAINERS: Final = frozenset({"while", "conditional", "call", "async-start", "a
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of Python that was being executed while the operation was traced."""
+    """A line of Python that was executed while the operation was traced.
+
+    As text, a line of an installed package starts with the package's name: "optax/_src/update.py:42".
+    """
 
     file: str
     line: int
     function: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return f"{self.path}:{self.line}"
+
+    @property
+    def path(self) -> str:
+        """The file, relative to the folder of installed packages if it is in one."""
+        return _path_in_package(self.file)
 
     @property
     def package(self) -> str:
@@ -37,6 +46,12 @@ class Frame:
 def _package(file: str) -> str:
     match = next(filter(None, (pattern.search(file) for pattern in _PACKAGES)), None)
     return match[1] if match else ""
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _path_in_package(file: str) -> str:
+    match = next(filter(None, (pattern.search(file) for pattern in _PACKAGES)), None)
+    return file[match.start(1) :] if match else file
 
 
 # The stack's own are packages too where they are installed for development, from the folders that hold their sources.
@@ -91,7 +106,7 @@ class Instruction:
             return path
         classes: list[str] = []
         for frame in self._inside:
-            name = match[1] if (match := _CALL.search(frame.function)) else None
+            name = match[1] if (match := _CALL.search(frame.function)) and _is_layer(match[1], frame) else None
             if name in classes[:-1] or _function(frame) == self._traced:
                 break  # JAX puts the stack of the pass being differentiated on top of its own
             if name is not None and classes[-1:] != [name]:
@@ -113,9 +128,14 @@ class Instruction:
 
     @property
     def package_source(self) -> Frame | None:
-        """The innermost line, where it is in an installed package and not the user's line; else None."""
-        innermost = self.frames[0] if self.frames else None
-        return None if innermost == self.source() else innermost
+        """The innermost line if it is in an installed package and not the user's line; else None.
+
+        Of an op of stack-core this is the line of its public function, such as `stack_core.ops.linear`: the frames
+        within belong to the choice of an implementation.
+        """
+        innermost = list(itertools.takewhile(lambda frame: frame.package == _OPS_PACKAGE, self.frames))[-1:]
+        line = next(iter(innermost or self.frames), None)
+        return None if line == self.source() else line
 
     @property
     def _traced(self) -> str | None:
@@ -147,9 +167,15 @@ def called_by(stacks: Iterable[tuple[Frame, ...]], op_name: str) -> int:
     return next((place for place, frame in shared if _function(frame) == traced), common)
 
 
+def _is_layer(name: str, frame: Frame) -> bool:
+    """Whether the class of a `__call__` is a layer: neither the machinery of ops nor a config, such as an objective."""
+    return frame.package != _OPS_PACKAGE and not name.endswith("Config")
+
+
 def _function(frame: Frame) -> str:
     return frame.function.rpartition(".")[2]
 
 
+_OPS_PACKAGE: Final = "stack_core"
 _CALL: Final = re.compile(r"(\w+)\.__call__\b")
 _TRACED: Final = re.compile(r"p?jit\(([^()]+)\)")

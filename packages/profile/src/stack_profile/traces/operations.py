@@ -12,7 +12,7 @@ from stack_profile.traces.instructions import CONTAINERS, Instruction
 from stack_profile.traces.intervals import tracks, union
 from stack_profile.traces.xplane import MISSING
 
-__all__ = ["PICOSECOND", "HostEvents", "Operation", "Ops", "Step", "steps_of"]
+__all__ = ["PICOSECOND", "HostEvents", "Operation", "Ops", "Step", "StepMarks", "steps_of"]
 
 PICOSECOND: Final = 1e-12
 
@@ -116,12 +116,14 @@ class Ops:
 
 @dataclass(frozen=True)
 class Step:
-    """One execution of the program that took the most time on a device; until the next one starts, its step lasts.
+    """One execution of the program that took the most time on a device; its step lasts until the next one starts.
 
     Attributes:
-      end_ps: the start of the next one; the last step ends with its last operation.
+      number: the program's own number of the step if it annotates its steps, else counted from 1.
+      end_ps: the start of the next execution; the last step ends with its last operation.
     """
 
+    number: int
     program: str
     run: int
     start_ps: int
@@ -130,6 +132,36 @@ class Step:
     @property
     def duration_ps(self) -> int:
         return self.end_ps - self.start_ps
+
+
+@dataclass(frozen=True)
+class StepMarks:
+    """The annotations of steps (`jax.profiler.StepTraceAnnotation`) in the order of their start.
+
+    Attributes:
+      numbers: the `step_num` of each.
+    """
+
+    numbers: np.ndarray
+    start_ps: np.ndarray
+
+    def number(self, start_ps: np.ndarray, end_ps: int) -> np.ndarray:
+        """Numbers steps on a device by the annotations on the host; from 1 if these do not fit.
+
+        A step is dispatched within its annotation, and runs later, often while the host is in the next annotation. So
+        the numbers are the largest consecutive ones for which no step starts before its annotation. They are unknown if
+        the host runs ahead by more than a step: then the annotations are not as frequent as the steps.
+
+        Args:
+          start_ps: start of each step, ascending.
+          end_ps: end of the last step.
+        """
+        places = np.arange(len(start_ps))
+        inside = np.count_nonzero((self.start_ps >= start_ps[0]) & (self.start_ps < end_ps)) if len(places) else 0
+        if not len(self.numbers) or (np.diff(self.numbers) != 1).any() or abs(inside - len(places)) > 1:
+            return 1 + places
+        latest = np.searchsorted(self.start_ps, start_ps, "right") - 1
+        return places + np.min(self.numbers[0] + latest - places)
 
 
 @dataclass(frozen=True)
@@ -148,8 +180,8 @@ class HostEvents:
     jax_calls: np.ndarray
 
 
-def steps_of(ops: Ops) -> tuple[Step, ...]:
-    """The steps of a device; those that the capture cut off at its start or end are left out."""
+def steps_of(ops: Ops, marks: StepMarks) -> tuple[Step, ...]:
+    """Returns the steps of a device, without those that the capture cut off at its start or end."""
     rows = np.flatnonzero(ops.run != MISSING)
     if not len(rows):
         return ()
@@ -165,11 +197,11 @@ def steps_of(ops: Ops) -> tuple[Step, ...]:
     whole = counts[order] >= _WHOLE * np.median(counts)
     inner = np.arange(len(runs)).clip(1, len(runs) - 2) == np.arange(len(runs))
     name = ops.operations[int(ops.which[rows[0]])].module
-    return tuple(
-        Step(name, int(runs[row]), int(starts[row]), int(end))
-        for row, end, kept in zip(order, limits, whole | inner, strict=True)
-        if kept
-    )
+    complete = np.flatnonzero(whole | inner)
+    begins, ends = starts[order][complete], limits[complete]
+    numbers = marks.number(begins, int(ends[-1]))
+    columns = zip(numbers.tolist(), runs[order][complete].tolist(), begins.tolist(), ends.tolist(), strict=True)
+    return tuple(Step(number, name, run, start, end) for number, run, start, end in columns)
 
 
 _WHOLE: Final = 0.9  # a run with fewer of the usual number of operations began before the capture, or ended after it

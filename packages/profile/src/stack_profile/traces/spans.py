@@ -1,12 +1,15 @@
-"""The time of a device cut into spans: what ran in an order and under names that people can read.
+"""Splits a device's time into consecutive spans with readable names.
 
-Every instant of a window is an operation's, by self time, or idle. Neighbours that share a key, the layer, the pass of
-training and the trip of a loop, are one span. Where that makes more spans than asked for, names are shortened from
-their inner end, and then the smallest spans are put to the neighbours that are more like them.
+Each instant is idle or belongs to the latest operation that has started by then and still runs, so the duration of a
+span is its busy plus its idle time. Neighbors with the same key (layer, pass of training and trip of a loop) form one
+span. If that gives more spans than requested, names are shortened from their inner end, and then the smallest spans
+join the neighbor with the most similar key.
 """
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -14,7 +17,7 @@ import numpy as np
 from stack_profile.traces.categories import category
 from stack_profile.traces.hlo import Program
 from stack_profile.traces.instructions import Frame, Instruction
-from stack_profile.traces.intervals import gaps, self_times, union
+from stack_profile.traces.intervals import gaps, union
 from stack_profile.traces.operations import Operation, Ops
 
 __all__ = ["IDLE", "Items", "Key", "cut", "items_of"]
@@ -43,14 +46,13 @@ IDLE: Final = Key((), None, 0)
 
 @dataclass(frozen=True)
 class Items:
-    """What a window consists of, a row each, in the order of their start.
+    """Consecutive pieces of a window, one per row; together they cover it.
 
     Attributes:
-      keys: `IDLE` is the first.
-      key: the row of `keys`.
-      operation: the row of the device's operations, -1 where idle.
-      size_ps: self time, or that of a gap; together that of the window.
-      runs: whether an execution starts here; loops and calls have several pieces, where nothing in them runs.
+      keys: the distinct keys; the first is `IDLE`.
+      key: index of the piece's key in `keys`.
+      operation: index of its operation among the device's, -1 if idle.
+      executions_ps: sorted start times of the executions in the window, loops and calls excluded.
     """
 
     keys: tuple[Key, ...]
@@ -58,31 +60,67 @@ class Items:
     operation: np.ndarray
     start_ps: np.ndarray
     end_ps: np.ndarray
-    size_ps: np.ndarray
-    runs: np.ndarray
+    executions_ps: np.ndarray
+
+    @property
+    def size_ps(self) -> np.ndarray:
+        return (self.end_ps - self.start_ps).astype(float)
 
 
 def items_of(ops: Ops, start_ps: int, end_ps: int) -> Items:
-    """The items of a device between two times."""
+    """Returns the pieces of a device's time between two instants."""
     rows = np.flatnonzero((ops.end_ps > start_ps) & (ops.start_ps < end_ps))
     which, start, end = ops.which[rows], ops.start_ps[rows].clip(start_ps), ops.end_ps[rows].clip(max=end_ps)
     is_outer = np.array([each.runs_others or each.beside for each in ops.operations], bool)[which]
-    work, idle = ~is_outer, gaps(union(start, end), start_ps, end_ps)
-    taken = np.concatenate([np.stack([start[work], end[work]], axis=1), idle])
-    alone = gaps(union(taken[:, 0], taken[:, 1]), start_ps, end_ps)  # of loops and calls, while nothing in them runs
-    holder = np.full(len(alone), -1)
+    work, idle = np.flatnonzero(~is_outer), gaps(union(start, end), start_ps, end_ps)
+    owner, pieces = _latest_started(start[work], end[work])
+    owner = work[owner]
+    # Loops and calls own the time in which none of their operations runs.
+    rest = gaps(union(*np.concatenate([pieces, idle]).T), start_ps, end_ps)
+    holder = np.full(len(rest), -1)
     for row in np.flatnonzero(is_outer):  # in the order of their start, so that the innermost is the last
-        holder[slice(*np.searchsorted(alone[:, 0], (start[row], end[row])))] = which[row]
-    parts = (
-        (which[work], start[work], end[work], self_times(start[work], end[work], np.full(int(work.sum()), -1))),
-        (holder, alone[:, 0], alone[:, 1], alone[:, 1] - alone[:, 0]),
-        (np.full(len(idle), -1), idle[:, 0], idle[:, 1], idle[:, 1] - idle[:, 0]),
-    )
-    operation, begins, ends, size = (np.concatenate(column) for column in zip(*parts, strict=True))
-    keys, key = _keys(ops, operation, np.where(np.arange(len(operation)) < len(parts[0][0]), operation, -1))
+        holder[slice(*np.searchsorted(rest[:, 0], (start[row], end[row])))] = which[row]
+    trips = np.zeros(len(which), np.int64)
+    trips[work] = _trips(ops, which[work])
+    operation = np.concatenate([which[owner], holder, np.full(len(idle), -1)])
+    trip = np.concatenate([trips[owner], np.zeros(len(rest) + len(idle), np.int64)])
+    begins, ends = np.concatenate([pieces, rest, idle]).T
+    keys, key = _keys(ops, operation, trip)
     order = np.argsort(begins, kind="stable")
-    runs = np.arange(len(operation)) < len(parts[0][0])
-    return Items(keys, *(column[order] for column in (key, operation, begins, ends, size, runs)))
+    return Items(keys, key[order], operation[order], begins[order], ends[order], np.sort(start[work]))
+
+
+def _latest_started(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts the union of intervals into disjoint pieces, each owned by the interval around it that starts last.
+
+    Of operations that run side by side, the one that starts last is usually the shortest: on CPUs an operation may be
+    marked as finished long after its work.
+
+    Returns:
+      The row of the interval that owns each piece, and the pieces, int64[pieces, 2].
+    """
+    order, times = np.argsort(start, kind="stable").tolist(), np.unique(np.concatenate([start, end])).tolist()
+    starts, ends = start.tolist(), end.tolist()
+    running: list[tuple[int, int]] = []  # a heap of (negative start, row)
+    owners: list[int] = []
+    pieces: list[tuple[int, int]] = []
+    started = 0
+    for begin, until in pairwise(times):
+        while started < len(order) and starts[order[started]] <= begin:
+            row = order[started]
+            heapq.heappush(running, (-starts[row], row))
+            started += 1
+        while running and ends[running[0][1]] <= begin:
+            heapq.heappop(running)
+        if not running:
+            continue
+        row = running[0][1]
+        if owners and owners[-1] == row and pieces[-1][1] == begin:
+            pieces[-1] = (pieces[-1][0], until)
+        else:
+            owners.append(row)
+            pieces.append((begin, until))
+    return np.array(owners, np.int64), np.array(pieces, np.int64).reshape(-1, 2)
 
 
 def cut(items: Items, most: int) -> list[int]:
@@ -135,16 +173,15 @@ def _merged(spans: Sequence[_Span], least_ps: float) -> list[_Span]:
     return merged
 
 
-def _keys(ops: Ops, operation: np.ndarray, executed: np.ndarray) -> tuple[tuple[Key, ...], np.ndarray]:
-    """The distinct keys, and which one each item has.
+def _keys(ops: Ops, operation: np.ndarray, trips: np.ndarray) -> tuple[tuple[Key, ...], np.ndarray]:
+    """Returns the distinct keys, and the index of each piece's key.
 
     Args:
-      operation: of each item, -1 where idle.
-      executed: the same where it is an execution, else -1.
+      operation: index of each piece's operation, -1 if idle.
+      trips: the trip of the outermost loop that each piece is in, 0 outside of loops.
     """
     keys = {IDLE: 0}
     places = _places(ops.operations)
-    trips = _trips(ops, executed)
     found = []
     for row, trip in zip(operation.tolist(), trips.tolist(), strict=True):
         path, direction = places[row]
@@ -193,11 +230,11 @@ def _alike(paths: Sequence[Sequence[str]]) -> int:
 
 
 def _trips(ops: Ops, executed: np.ndarray) -> np.ndarray:
-    """Which trip of the outermost loop each execution is in, from 1 on; 0 where there is none or it is not known."""
+    """Returns the trip of the outermost loop that each execution is in, from 1 on; 0 outside of loops or if unknown."""
     programs = {id(each.program): each.program for each in ops.operations if each.program is not None}
     loops = {key: dict(_loops(program)) for key, program in programs.items()}
     trips = np.zeros(len(executed), np.int64)
-    for row in np.unique(executed[executed >= 0]).tolist():
+    for row in np.unique(executed).tolist():
         operation = ops.operations[row]
         times, outermost = loops.get(id(operation.program), {}).get(operation.name.removeprefix("%"), (0, 0))
         mine = np.flatnonzero(executed == row)

@@ -13,7 +13,7 @@ from stack_profile.captures.processes import about_of, names_of, problems_of, pr
 from stack_profile.errors import TraceError
 from stack_profile.traces.hlo import Program, outline, program_key
 from stack_profile.traces.join import Kind, device_ops, executions, join
-from stack_profile.traces.operations import HostEvents, Ops, Step, steps_of
+from stack_profile.traces.operations import HostEvents, Ops, Step, StepMarks, steps_of
 from stack_profile.traces.wire import WireError
 from stack_profile.traces.xplane import MISSING, Line, Space, read_space
 
@@ -57,7 +57,8 @@ class Trace:
     @functools.cached_property
     def steps(self) -> Mapping[str, tuple[Step, ...]]:
         """The steps of each device, by its name; none where the trace does not tell the runs of programs apart."""
-        return {ops.device: steps_of(ops) for ops in self.devices}
+        marks = _step_marks(self.spaces[:1], self.base_ns)
+        return {ops.device: steps_of(ops, marks) for ops in self.devices}
 
 
 def trace_files(path: Path) -> tuple[Path, ...]:
@@ -155,6 +156,17 @@ def _host_events(spaces: Sequence[Space], base_ns: int) -> HostEvents:
     keep = end > start  # marks are no work, nor are annotations of whole steps
     is_call = np.array([_JAX_CALL.match(name) is not None for name in names], bool)
     return HostEvents(tuple(names), which[keep], start[keep], end[keep], np.flatnonzero(is_call[which[keep]]))
+
+
+def _step_marks(spaces: Sequence[Space], base_ns: int) -> StepMarks:
+    columns = [np.zeros((2, 0), np.int64)]
+    for line in (line for space in spaces for line in _lines(space)):
+        number = line.events.stats["step_num"]
+        rows = np.flatnonzero(number != MISSING)
+        columns.append(np.stack([line.events.start_ps(base_ns)[rows], number[rows]]))
+    start, number = np.concatenate(columns, axis=1)
+    order = np.argsort(start, kind="stable")
+    return StepMarks(number[order], start[order])
 
 
 def _lines(space: Space) -> Iterable[Line]:

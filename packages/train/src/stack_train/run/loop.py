@@ -198,6 +198,8 @@ class TrainingLoop:
         self._last = metrics
         self._durations_s.append(duration_s)
         mfu = None if self.ideal_step_s is None else self.ideal_step_s / duration_s
+        if mfu is not None and mfu > 1:  # the peak of a CPU was measured while it was busy, so it is not known
+            mfu = None
         rate = self._work / duration_s
         self.bus.emit(StepFinished(dispatched.step, metrics, duration_s, rate, mfu, dispatched.data_wait_s))
 

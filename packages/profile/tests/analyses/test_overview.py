@@ -67,7 +67,7 @@ def test_steps_have_the_numbers_of_the_program_whether_or_not_the_host_is_a_step
     plane.line("tf_XLAExecute/1", *work)
     plane.line("python", *(plane.event("train", at, 90, step_num=n) for n, at in marks), timestamp_ns=2_000)
     rows = overview(trace_of([read_space(build.space(plane))])).rows
-    assert [row.step for row in rows] == [30, 31, 32, 33]
+    assert [row.step_number for row in rows] == [30, 31, 32, 33]
 
 
 def test_a_real_capture_is_bound_by_something(trace):

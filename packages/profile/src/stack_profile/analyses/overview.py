@@ -31,12 +31,12 @@ class OverviewRow:
     """One step on one device.
 
     Attributes:
-      step: the number that the program gives it (`jax.profiler.StepTraceAnnotation`), else counted from 1.
+      step_number: the number that the program gives it (`jax.profiler.StepTraceAnnotation`), else counted from 1.
       start_s: time since the first event of the trace.
       busy_s, idle_s: parts of `step_s`, with and without an operation.
     """
 
-    step: int
+    step_number: int
     device: str
     program: str
     start_s: float
@@ -76,10 +76,10 @@ def _drawn(rows: Sequence[OverviewRow]) -> Chart:
     series = []
     for device in dict.fromkeys(row.device for row in rows):
         steps = [row for row in rows if row.device == device]
-        points = [(float(row.step), row.step_s) for row in steps]
-        series.append(Series(device, "dots", points, [f"step {row.step}" for row in steps]))
+        points = [(float(row.step_number), row.step_s) for row in steps]
+        series.append(Series(device, "dots", points, [f"step {row.step_number}" for row in steps]))
     quartiles = np.percentile([row.step_s for row in rows], (25, 50, 75)).tolist()
-    first, last = float(min(row.step for row in rows)), float(max(row.step for row in rows))
+    first, last = float(min(row.step_number for row in rows)), float(max(row.step_number for row in rows))
     levels = zip(("a quarter is faster", "median", "a quarter is slower"), quartiles, strict=True)
     lines = [Series(name, "line", [(first, level), (last, level)]) for name, level in levels]
     return Chart("Step times", "step", "step_time_s", [*series, *lines])
@@ -132,7 +132,7 @@ def _row(ops_: Ops, step: Step) -> OverviewRow:
     step_s = step.duration_ps * PICOSECOND
     idle_s = int(np.sum(free[:, 1] - free[:, 0])) * PICOSECOND
     return OverviewRow(
-        step=step.number,
+        step_number=step.number,
         device=ops_.device,
         program=step.program,
         start_s=step.start_ps * PICOSECOND,

@@ -103,7 +103,8 @@ def _with_wider_products(peaks: Mapping[str, float]) -> dict[str, float]:
     A product of narrow operands can always be computed in the wider dtype. XLA's own narrow products are slower on CPUs
     without instructions for them, and a peak that kernels exceed would give an MFU above 100%.
     """
-    found, highest = {}, 0.0
+    found: dict[str, float] = {}
+    highest = 0.0
     for operand, _ in _PRODUCTS:
         if operand.name in peaks:
             highest = max(highest, peaks[operand.name])

@@ -25,6 +25,7 @@ t = importlib.import_module(f"tritonclient.{kind}")
 client = t.InferenceServerClient(address)
 assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("digits", "1")
 assert client.get_model_metadata("digits") and client.get_inference_statistics("digits")
+assert client.get_model_config("digits")
 assert client.get_model_repository_index()
 x, probabilities = np.load(images), np.load(expected)
 for binary in (True, False) if kind == "http" else (True,):

@@ -61,6 +61,12 @@ def test_goodput_counts_requests_within_all_limits(slo: str, good: int) -> None:
     assert Point.of(OUTCOME, Objective.parse(slo)).goodput_per_s == good / 4.0
 
 
+def test_goodput_by_time_per_token_needs_tokens() -> None:
+    uncounted = dataclasses.replace(OUTCOME, calls=[dataclasses.replace(CALLS[0], answer_tokens=None)])
+    assert Point.of(uncounted, Objective.parse("tpot_ms:9999")).goodput_per_s is None
+    assert Point.of(uncounted, Objective.parse("ttft_ms:9999")).goodput_per_s == 1 / 4.0
+
+
 @pytest.mark.parametrize("slo", ["", "ttft:200", "ttft_ms", "ttft_ms:0", "ttft_ms:nan", "ttft_ms:1,ttft_ms:2"])
 def test_objectives_that_are_none(slo: str) -> None:
     with pytest.raises(BenchmarkError, match=r"expected are ttft_ms, tpot_ms, e2e_ms"):

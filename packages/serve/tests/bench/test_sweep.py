@@ -98,9 +98,16 @@ def test_bodies_are_greedy_streams_with_what_was_given(openai_server: Server) ->
     assert (body["ignore_eos"], body["top_k"], body["stream_options"]) == (True, 3, {"include_usage": True})
 
 
-def test_pieces_are_counted_where_the_server_does_not(openai_server: Server) -> None:
+def test_pieces_of_text_are_not_counted_as_tokens(openai_server: Server) -> None:
+    """A piece may hold several: 96 tokens came as 24 pieces."""
     (point,) = measured(openai_server, Load("concurrency", 1.0, 2), model="uncounted").points
-    assert (point.answer_tokens, point.prompt_tokens) == (10, 0)
+    assert (point.completed, point.answer_tokens, point.prompt_tokens, point.total_tokens_per_s) == (
+        2,
+        None,
+        None,
+        None,
+    )
+    assert point.tpot_s is None and point.itl_s is not None
 
 
 @pytest.mark.parametrize(

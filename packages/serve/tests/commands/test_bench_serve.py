@@ -34,6 +34,17 @@ def test_it_prints_writes_and_compares(
     assert not re.search(r"(src|href)=\"http|@import|url\(http", html)
 
 
+def test_tokens_that_the_server_does_not_count_are_not_known(
+    openai_server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = tmp_path / "found.json"
+    options = {"model": "uncounted", "requests": 2, "concurrency": (1,), "warm_up": 0, "answer_tokens": "4"}
+    bench_serve(openai_server[1], json=found, **options)  # type: ignore[arg-type]
+    bench_serve(openai_server[1], compare=found, html=tmp_path / "page.html", **options)  # type: ignore[arg-type]
+    said = capsys.readouterr().out
+    assert "tokens are not known: the server's streams have no `usage`" in said and "answer tokens/s" not in said
+
+
 def test_loads_without_options(openai_server: Server, tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     bench_serve(openai_server[1], json=found, prompt_tokens="2", answer_tokens="2", warm_up=0)

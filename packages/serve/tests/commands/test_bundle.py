@@ -1,11 +1,20 @@
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx2
+import jax
+import jax.numpy as jnp
 import pytest
 
 from stack_core.cli import main
+from stack_serve import bundle
 
 
 def refusal(capsys: Any, *arguments: str) -> str:
@@ -43,6 +52,40 @@ def test_a_whole_bundle_is_verified_and_a_damaged_one_refused(digits: Path, tmp_
     program = next((tmp_path / "bad/programs").iterdir())
     program.write_bytes(program.read_bytes()[:-1])
     assert program.name in refusal(capsys, "bundle", "verify", str(tmp_path / "bad"))
+
+
+def test_a_server_ends_in_time_whatever_still_computes(tmp_path: Path) -> None:
+    def count(params: Any, limit: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, limit[0], lambda i, x: jnp.tanh(x @ x), jnp.eye(64))
+
+    function = bundle.Function(count, {"limit": ("int32", (1,))})
+    bundle.export(tmp_path / "models/count", {"predict": function}, licence="MIT")
+    command = [sys.executable, "-m", "stack_core.cli", "serve", "--repository", str(tmp_path / "models")]
+    options = ["--port", "0", "--json", "--drain-s", "1", "--max-json-bytes", "1000"]
+    answers: list[int] = []
+
+    def ask() -> None:
+        tensor = {"name": "limit", "datatype": "INT32", "shape": [1], "data": [2**31 - 1]}
+        answers.append(
+            httpx2.post(f"{address}/v2/models/count/infer", json={"inputs": [tensor]}, timeout=60).status_code
+        )
+
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            address = json.loads(server.stdout.readline())["address"]
+            thread = threading.Thread(target=ask)
+            thread.start()
+            time.sleep(1.0)
+            assert not answers
+            server.send_signal(signal.SIGTERM)
+            began_s = time.monotonic()
+            assert server.wait(60) == 0
+            took_s = time.monotonic() - began_s
+        finally:
+            server.kill()
+    thread.join(60)
+    assert answers == [503] and 0.5 < took_s < 8
 
 
 def test_what_a_repository_does_not_have_is_refused(tmp_path: Path, capsys: Any) -> None:

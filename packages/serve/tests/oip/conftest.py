@@ -48,9 +48,13 @@ class Served:
 def starting(digits: Path, repository: Path) -> Iterator[Callable[..., Served]]:
     with contextlib.ExitStack() as stack:
 
-        def start(*, keys: tuple[str, ...] = (), max_body_bytes: int = 2**22, **options: Any) -> Served:
+        def start(
+            *, keys: tuple[str, ...] = (), max_body_bytes: int = 2**22, stall_timeout_s: float = 120.0, **options: Any
+        ) -> Served:
             shutil.copytree(digits, repository / "digits" / "1")
-            config = ServerConfig(port=0, drain_s=5.0, api_keys=keys, max_body_bytes=max_body_bytes)
+            config = ServerConfig(
+                port=0, drain_s=5.0, api_keys=keys, max_body_bytes=max_body_bytes, stall_timeout_s=stall_timeout_s
+            )
             service = Service(repository, InferenceConfig(**{"poll_s": 0.05, **options}))
             listener = stack.enter_context(listen(config))
             ready = threading.Event()

@@ -64,6 +64,18 @@ def test_what_is_told_of_server_and_models(call: Callable[..., Any]) -> None:
     assert counted.inference_count >= 2 and counted.inference_stats.success.count >= 1
 
 
+def test_every_method_that_is_advertised_is_answered(call: Any) -> None:
+    config = call("ModelConfig", name="digits").config
+    assert (config.name, config.max_batch_size, config.backend) == ("digits", 8, "stack")
+    assert config.HasField("dynamic_batching")
+    (pixels,) = config.input
+    assert (pixels.name, pixels.data_type, list(pixels.dims)) == ("pixels", 11, [64])  # TYPE_FP32
+    named = {name.removesuffix("Request") for name in messages() if name.endswith("Request")}
+    for name in sorted(named - {"ModelInfer", "RepositoryModelUnload", "RepositoryModelLoad"}):
+        given = {"name": "digits"} if name.startswith("Model") else {}
+        call(name, **given)
+
+
 def test_health_is_grpcs_own(call: Any) -> None:
     check = call.channel.unary_unary(
         "/grpc.health.v1.Health/Check",

@@ -1,6 +1,8 @@
 import asyncio
+import contextlib
 import json
 import shutil
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -236,6 +238,49 @@ def test_full_queues_and_deadlines_are_told(serve: Serve, monkeypatch: pytest.Mo
     first.join(30)
     second.join(30)
     assert sorted(statuses) == [200, 504]
+
+
+def test_json_is_bounded_and_binary_tensors_are_not(serve: Serve) -> None:
+    served = serve(max_json_bytes=1000)
+    refused = served.infer({"inputs": [tensor(images(2))]}, status=413)["error"]
+    assert "the server takes 1000 bytes of JSON (send large tensors as binary)" in refused
+    x = images(64)
+    described = {"name": "pixels", "datatype": "FP32", "shape": x.shape, "parameters": {"binary_data_size": x.nbytes}}
+    for padding, status in ((0, 200), (1000, 413)):
+        head = json.dumps({"inputs": [described], "id": "x" * padding}).encode()
+        answer = served.client.post(
+            "/v2/models/digits/infer",
+            content=head + x.tobytes(),
+            headers={"Inference-Header-Content-Length": str(len(head))},
+        )
+        assert answer.status_code == status
+
+
+def test_large_answers_in_json_are_whole(serve: Serve) -> None:
+    x = images(9000)
+    served = serve()
+    described = {"name": "pixels", "datatype": "FP32", "shape": x.shape, "parameters": {"binary_data_size": x.nbytes}}
+    head = json.dumps({"inputs": [described]}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    answer = served.client.post("/v2/models/digits/infer", content=head + x.tobytes(), headers=headers)
+    assert len(answer.content) > 2**18 and int(answer.headers["content-length"]) == len(answer.content)
+    (output,) = answer.json()["outputs"]
+    assert output["shape"] == [9000, 10]
+    np.testing.assert_allclose(np.reshape(output["data"], (9000, 10)), expected(x), atol=1e-5)
+
+
+def test_a_client_that_takes_nothing_is_cut_off(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    served = serve(stall_timeout_s=0.2)
+    host, _, port = served.address.partition(":")
+    ask = b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 10_000
+    connections = served.http._uvicorn.server_state.connections
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        with contextlib.suppress(OSError):  # it is cut off while it sends
+            connection.sendall(ask)
+        served.wait_until(lambda: not connections)
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("parts", [[], [b"{"]])

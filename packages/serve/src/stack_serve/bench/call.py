@@ -32,11 +32,6 @@ class Call:
     message: str = ""
 
     @property
-    def tokens(self) -> int:
-        """Of the answer; pieces of text where the server does not count."""
-        return len(self.arrivals_s) if self.answer_tokens is None else self.answer_tokens
-
-    @property
     def ttft_s(self) -> float:
         """Time to first token: from when it was due to the first piece of text."""
         return self.arrivals_s[0] - self.due_s
@@ -48,8 +43,9 @@ class Call:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token, the mean of those after the first; None where there is one token."""
-        return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.tokens - 1) if self.tokens > 1 else None
+        """Time per output token, the mean of those after the first; None if there is one, or the server counts none."""
+        tokens = self.answer_tokens or 0
+        return (self.arrivals_s[-1] - self.arrivals_s[0]) / (tokens - 1) if tokens > 1 else None
 
     @property
     def itl_s(self) -> list[float]:

@@ -86,15 +86,23 @@ def _row(point: Point | None) -> dict[str, str]:
         "load": text(lambda point: point.title),
         "completed": text(lambda point: f"{point.completed} of {point.requests}"),
         "failures": text(lambda point: ", ".join(f"{count} {kind}" for kind, count in point.failures.items())),
-        "answer tokens/s": text(lambda point: f"{point.answer_tokens_per_s:.4g}"),
-        "tokens/s": text(lambda point: f"{point.total_tokens_per_s:.4g}"),
+        "answer tokens/s": text(lambda point: _number(point.answer_tokens_per_s)),
+        "tokens/s": text(lambda point: _number(point.total_tokens_per_s)),
         "requests/s": text(lambda point: f"{point.requests_per_s:.3g}"),
-        "goodput/s": text(lambda point: "" if point.goodput_per_s is None else f"{point.goodput_per_s:.3g}"),
+        "goodput/s": text(lambda point: _number(point.goodput_per_s, 3)),
     }
     for name, title in TIMES.items():
         for share in ("p50", "p90", "p95", "p99"):
             cells[f"{title} {share}, ms"] = text(lambda point, name=name, share=share: _ms(point, name, share))
     return cells
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    return "" if value is None else f"{value:.{digits}g}"
+
+
+def _speed(point: Point) -> float:
+    return math.nan if point.answer_tokens_per_s is None else point.answer_tokens_per_s
 
 
 def _ms(point: Point, name: str, share: str) -> str:
@@ -118,7 +126,7 @@ def _figure(points: Sequence[Point], earlier: Sequence[Point], unit: str) -> str
     # Without pyplot: no window system, no global state. By name, as an environment without it is checked for types too.
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11, 6.5), layout="constrained")
     throughput, *others = figure.subplots(2, 3).flat
-    _line(throughput, points, earlier, lambda point: point.answer_tokens_per_s, color="C0")
+    _line(throughput, points, earlier, _speed, color="C0")
     throughput.set_title("answer tokens a second")
     for axes, (name, title) in zip(others, TIMES.items(), strict=False):
         for color, share in enumerate(_SHOWN):
@@ -135,7 +143,7 @@ def _figure(points: Sequence[Point], earlier: Sequence[Point], unit: str) -> str
         known = [point for point in series if point.tpot_s is not None]
         speeds = [1 / point.tpot_s.p50 for point in known if point.tpot_s is not None and point.tpot_s.p50 > 0]
         if len(speeds) == len(known):
-            trade_off.plot(speeds, [point.answer_tokens_per_s for point in known], line, color="C0")
+            trade_off.plot(speeds, [_speed(point) for point in known], line, color="C0")
     trade_off.set_title("answer tokens/s of all, over those of one (p50)")
     for axes in (throughput, *others[:-1]):
         axes.set_xlabel(unit)

@@ -58,9 +58,10 @@ class Point:
       kind, value, requests: of its `Load`.
       failures: how many requests failed, by kind as `RequestFailed` names them.
       duration_s: from the first request to the end of the last.
-      prompt_tokens, answer_tokens: of completed requests, as the server counts them.
+      prompt_tokens, answer_tokens: of completed requests, as the server counts them; None if a stream had no `usage`.
       answer_tokens_per_s, total_tokens_per_s: of completed requests, over the duration; the latter with prompts.
-      goodput_per_s: requests a second that met the objective; None without one.
+      goodput_per_s: requests a second that met the objective; None without one, or if it limits the time per token and
+        tokens are not known.
       client_cpu_share: CPU time of the client over the duration; near 1 it is what limits the figures.
       late_s: the most that a request was sent later than it was due.
       ttft_s, tpot_s, e2e_s: of completed requests; `itl_s` of all gaps between pieces of their text.
@@ -72,11 +73,11 @@ class Point:
     completed: int
     failures: dict[str, int]
     duration_s: float
-    prompt_tokens: int
-    answer_tokens: int
+    prompt_tokens: int | None
+    answer_tokens: int | None
     requests_per_s: float
-    answer_tokens_per_s: float
-    total_tokens_per_s: float
+    answer_tokens_per_s: float | None
+    total_tokens_per_s: float | None
     goodput_per_s: float | None
     client_cpu_share: float
     late_s: float
@@ -89,10 +90,11 @@ class Point:
     def of(cls, outcome: Outcome, objective: Objective | None) -> "Point":
         """Summarizes an outcome."""
         done = [call for call in outcome.calls if call.failure is None]
-        answer_tokens = sum(call.tokens for call in done)
-        prompt_tokens = sum(call.prompt_tokens or 0 for call in done)
+        prompt_tokens = _total([call.prompt_tokens for call in done])
+        answer_tokens = _total([call.answer_tokens for call in done])
         duration_s = outcome.duration_s
-        good = None if objective is None else sum(map(objective.holds, outcome.calls))
+        is_known = objective is not None and (answer_tokens is not None or "tpot_ms" not in objective.limits)
+        good = sum(map(objective.holds, outcome.calls)) if objective is not None and is_known else None
         return cls(
             **dataclasses.asdict(outcome.load),
             completed=len(done),
@@ -101,8 +103,8 @@ class Point:
             prompt_tokens=prompt_tokens,
             answer_tokens=answer_tokens,
             requests_per_s=len(done) / duration_s,
-            answer_tokens_per_s=answer_tokens / duration_s,
-            total_tokens_per_s=(answer_tokens + prompt_tokens) / duration_s,
+            answer_tokens_per_s=_ratio(answer_tokens, duration_s),
+            total_tokens_per_s=_ratio(_total([answer_tokens, prompt_tokens]), duration_s),
             goodput_per_s=None if good is None else good / duration_s,
             client_cpu_share=outcome.client_cpu_s / duration_s,
             late_s=max(call.sent_s - call.due_s for call in outcome.calls),
@@ -167,6 +169,16 @@ class Results:
             return cls(**content)
         except (TypeError, KeyError, AttributeError) as error:
             raise BenchmarkError(f"{str(path)!r} is damaged: {type(error).__name__}: {error}. {remedy}") from error
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    """Returns the sum, or None if a count is not known."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _ratio(count: int | None, duration_s: float) -> float | None:
+    return None if count is None else count / duration_s
 
 
 def _point(fields: dict[str, Any]) -> Point:

@@ -183,8 +183,7 @@ def _print(found: "Results", baseline: "Results | None") -> None:
         good = "" if point.goodput_per_s is None else f", goodput {point.goodput_per_s:.3g} requests/s"
         print(
             f"{point.title}: {point.completed} of {point.requests} completed in {point.duration_s:.1f} s, "
-            f"{point.requests_per_s:.3g} requests/s, {point.answer_tokens_per_s:.4g} answer tokens/s, "
-            f"{point.total_tokens_per_s:.4g} with prompts{good}"
+            f"{point.requests_per_s:.3g} requests/s, {_tokens_per_s(point)}{good}"
         )
         for name, title in TIMES.items():
             times = getattr(point, name)
@@ -198,11 +197,20 @@ def _print(found: "Results", baseline: "Results | None") -> None:
         _print_change(point, baseline)
 
 
+def _tokens_per_s(point: "Point") -> str:
+    if point.answer_tokens_per_s is None:
+        return "tokens are not known: the server's streams have no `usage`"
+    with_prompts = "" if point.total_tokens_per_s is None else f", {point.total_tokens_per_s:.4g} with prompts"
+    return f"{point.answer_tokens_per_s:.4g} answer tokens/s{with_prompts}"
+
+
 def _print_change(point: "Point", baseline: "Results | None") -> None:
     before = next((each for each in baseline.points if each.key == point.key), None) if baseline else None
     if before is None:
         return
-    changes = [("answer tokens/s", point.answer_tokens_per_s, before.answer_tokens_per_s)]
+    changes: list[tuple[str, float, float]] = []
+    if point.answer_tokens_per_s is not None and before.answer_tokens_per_s is not None:
+        changes.append(("answer tokens/s", point.answer_tokens_per_s, before.answer_tokens_per_s))
     for name, share in (("ttft_s", "p50"), ("ttft_s", "p99"), ("tpot_s", "p50"), ("tpot_s", "p99")):
         now, then = getattr(point, name), getattr(before, name)
         if now is not None and then is not None:

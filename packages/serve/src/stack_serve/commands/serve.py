@@ -20,7 +20,7 @@ from stack_serve.commands.serve_repository import check_known, serve_repository
 __all__ = ["serve"]
 
 _BETWEEN_LINES_S = 5.0
-_OF_REPOSITORIES = frozenset({"grpc_port", "live_versions", "poll_s"})
+_OF_REPOSITORIES = frozenset({"grpc_port", "live_versions", "max_json_bytes", "poll_s"})
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -42,6 +42,7 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
     timeout_s: float | None = None,
     drain_s: float | None = None,
     max_body_bytes: int | None = None,
+    max_json_bytes: int | None = None,
     cors_origin: tuple[str, ...] = (),
     access_log: Annotated[bool, Parameter(negative=())] = False,
     max_sequences: int | None = None,
@@ -85,7 +86,8 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
       engine: what generates (llm); the options from max-sequences to seed are of `llm`, the others have none.
       timeout_s: a request that takes longer ends with an error (never).
       drain_s: how long running requests may take to end after SIGTERM (30).
-      max_body_bytes: of a request (8388608).
+      max_body_bytes: of a request (8388608; of a repository's 268435456).
+      max_json_bytes: of a repository's request in JSON; larger tensors are sent as binary (16777216).
       cors_origin: of web pages that may use the server, "*" for all; may be given several times.
       access_log: write a line for each request to standard error: when, who, what, status, seconds and its id.
       max_sequences: continuations that run at once; others wait (32).

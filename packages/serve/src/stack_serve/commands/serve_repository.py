@@ -56,6 +56,9 @@ def serve_repository(repository: Path, config: "ServerConfig", options: Mapping[
         # So long a lane waits for the event loop, once the device is done; 5 ms by default.
         sys.setswitchinterval(0.001)
         HttpServer(app, listener, config, announce=announce).run()
+        if service.is_busy:
+            sys.stdout.flush()
+            os._exit(0)  # nothing interrupts a compilation or a program that is running
 
 
 def check_known(options: Collection[str], known: Collection[str], problem: str) -> None:

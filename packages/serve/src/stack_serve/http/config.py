@@ -22,8 +22,8 @@ class ServerConfig:
       port: 0 takes one that is free.
       api_keys: clients send one of them as a bearer token; none lets everybody in.
       receive_timeout_s: the head of a request, and then its body, must have arrived after so long.
-      stall_timeout_s: a client that takes nothing for so long is given up.
-      drain_s: after SIGTERM, running requests may take so long to end.
+      stall_timeout_s: the connection of a client that takes nothing of its answer for so long is cut.
+      drain_s: seconds that running requests have to end after SIGTERM; the others get status 503.
       max_body_bytes: of a request.
       cors_origins: of pages whose scripts may use the server, "*" for all.
     """

@@ -21,11 +21,16 @@ class LimitedProtocol(HttpToolsProtocol):
     looks the same until something is sent to it, so the interim status 100 (RFC 9110, 15.2), which clients pass over,
     is sent every second until the answer begins.
 
+    A connection whose client takes nothing of an answer is cut.
+
     Attributes:
       receive_timeout_s: for a head.
+      stall_timeout_s: for any progress of an answer that the client has not taken.
     """
 
     receive_timeout_s: float
+    stall_timeout_s: float
+    _stall: asyncio.TimerHandle | None = None
     _timer: asyncio.TimerHandle | None = None
     _probe: asyncio.TimerHandle | None = None
     _head_bytes = 0
@@ -37,6 +42,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
+        self._end_stall()
         if self._probe is not None:
             self._probe.cancel()
         super().connection_lost(exc)
@@ -51,6 +57,16 @@ class LimitedProtocol(HttpToolsProtocol):
         self.cycle.keep_alive = False
         self._send_probe(_FIRST_PROBE_S)
         return True
+
+    def pause_writing(self) -> None:
+        """Called by the event loop when the client takes less than is written."""
+        super().pause_writing()
+        self._end_stall()
+        self._watch_stall(None)
+
+    def resume_writing(self) -> None:
+        self._end_stall()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -92,6 +108,19 @@ class LimitedProtocol(HttpToolsProtocol):
         if not answered.response_started and answered.scope["http_version"] == "1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._probe = self.loop.call_later(next_s, self._send_probe, _PROBE_S)
+
+    def _watch_stall(self, before_bytes: int | None) -> None:
+        """Cuts the connection unless fewer bytes wait for the client than a time limit before."""
+        waiting_bytes = self.transport.get_write_buffer_size()
+        if before_bytes is not None and waiting_bytes >= before_bytes:
+            self.transport.abort()
+            return
+        self._stall = self.loop.call_later(self.stall_timeout_s, self._watch_stall, waiting_bytes)
+
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
 
     def _begin_head(self) -> None:
         self._end_head()

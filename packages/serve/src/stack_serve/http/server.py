@@ -157,6 +157,7 @@ class _Uvicorn(uvicorn.Server):
 def _uvicorn_config(app: App, config: ServerConfig) -> uvicorn.Config:
     class Limited(LimitedProtocol):
         receive_timeout_s = config.receive_timeout_s
+        stall_timeout_s = config.stall_timeout_s
 
     return uvicorn.Config(
         app.asgi,

@@ -1,10 +1,12 @@
 """Serves a repository: loads and swaps versions beside the traffic, and routes requests to them."""
 
 import asyncio
+import contextlib
 import logging
+import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -65,7 +67,11 @@ class Service:
         self._unwanted: frozenset[str] = frozenset()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._changing = asyncio.Lock()
-        self._draining: set[asyncio.Task[None]] = set()
+        self._waiting: set[asyncio.Future[Answer]] = set()
+        self._ending: set[Lane] = set()
+        self._changed = asyncio.Event()
+        self._is_cut_short = False
+        self._loading: Future[Lane] | None = None
 
     async def infer(
         self,
@@ -94,6 +100,8 @@ class Service:
         name = signature or lane.manifest.default_signature
         timeout_s = timeout_s or self.config.timeout_s
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
 
         def tell(job: Job, outcome: Outcome) -> None:
             if not future.done():
@@ -188,14 +196,29 @@ class Service:
         """Takes no more requests."""
         self.state = "draining"
 
+    def cut_short(self) -> None:
+        """Ends all requests that have no answer yet, and waits for no lane any more."""
+        problem = "The server was stopped before it had computed this. Send it to another one."
+        for future in list(self._waiting):
+            if not future.done():
+                future.set_exception(EngineStopped(problem))
+        self._is_cut_short = True
+        self._changed.set()
+
     async def close(self) -> None:
-        """Ends all lanes once they have done what waits."""
+        """Ends all lanes once they have computed their queues, unless `cut_short` is called before or meanwhile."""
         self.drain()
         for key in list(self.lanes):
             self._unload(key)
-        if self._draining:
-            await asyncio.wait(self._draining)
+        while self._ending and not self._is_cut_short:
+            self._changed.clear()
+            await self._changed.wait()
         self._loader.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread still compiles or computes, which nothing can interrupt."""
+        return bool(self._ending) or (self._loading is not None and self._loading.running())
 
     def _steps(self) -> Steps:
         return steps(self.found, self.versions, unwanted=self._unwanted, newest=self.config.live_versions)
@@ -217,7 +240,8 @@ class Service:
             return lane
 
         try:
-            lane = await loop.run_in_executor(self._loader, opened)
+            self._loading = self._loader.submit(opened)
+            lane = await asyncio.wrap_future(self._loading)
         except asyncio.CancelledError:
             self.versions = changed(self.versions, key, known)
             raise
@@ -240,10 +264,20 @@ class Service:
         self._end(self.lanes.pop(key))
 
     def _end(self, lane: Lane) -> None:
-        """Drains a lane that gets no more requests."""
-        task = asyncio.create_task(asyncio.to_thread(lane.drain))
-        self._draining.add(task)
-        task.add_done_callback(self._draining.discard)
+        """Drains a lane that gets no more requests; on a daemon thread, since a stopped server must not wait for it."""
+        loop = asyncio.get_running_loop()
+        self._ending.add(lane)
+
+        def ended() -> None:
+            self._ending.discard(lane)
+            self._changed.set()
+
+        def drain() -> None:
+            lane.drain()
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(ended)
+
+        threading.Thread(target=drain, name=f"drain {lane.manifest.name}", daemon=True).start()
 
     def _unknown(self, model: str) -> str:
         models = sorted({key.model for key in self.lanes})

@@ -33,6 +33,7 @@ _DATATYPES = {
     "float64": "FP64",
 }
 _DTYPES = {name: jnp.dtype(dtype) for dtype, name in _DATATYPES.items()}
+_SLICE = 2**15
 _KINDS = {"b": bool, "u": int, "i": int}
 
 
@@ -74,15 +75,15 @@ def from_values(tensor: str, name: str, shape: Shape, values: Any) -> np.ndarray
     """An array of the values of a JSON array, flat or nested.
 
     Raises:
-      InferenceError: they are too many or too few, or do not fit the dtype.
+      InferenceError: they are too many or too few, or the dtype cannot hold them.
     """
     dtype = dtype_of(name, tensor)
     expected = prod(_checked(tensor, shape))
     if name in ("FP16", "BF16"):
         raise InferenceError(f"{tensor!r} is {name}, which JSON cannot carry. Send it as binary.", parameter=tensor)
     try:
-        array = np.array(values)
-    except ValueError:
+        array = _array(values)
+    except (ValueError, TypeError):
         array = np.empty(0, object)
     kind = _KINDS.get(dtype.kind)
     fits = array.dtype.kind in ("biuf" if kind is None else dtype.kind if kind is bool else "iu")
@@ -93,13 +94,35 @@ def from_values(tensor: str, name: str, shape: Shape, values: Any) -> np.ndarray
             f"{tensor!r} has {array.size} values of the kind {array.dtype.name}; {name}{list(shape)} needs {expected}."
         )
         raise InferenceError(message, parameter=tensor)
-    if kind is int and (array.min() < np.iinfo(dtype).min or array.max() > np.iinfo(dtype).max):
+    with np.errstate(over="ignore"):
+        result = array.astype(dtype)
+    if kind is int:
+        fits = np.iinfo(dtype).min <= array.min() and array.max() <= np.iinfo(dtype).max
+    else:
+        fits = not (np.isinf(result) & np.isfinite(array)).any()
+    if not fits:
         raise InferenceError(f"{tensor!r} has values that {name} cannot hold.", parameter=tensor)
-    return array.astype(dtype).reshape(shape)
+    return result.reshape(shape)
 
 
-def to_values(array: np.ndarray) -> Any:
-    """Flat values that orjson writes; BF16 and FP16 become FP32."""
+def _array(values: Any) -> np.ndarray:
+    """Makes an array of JSON values: integers of up to 64 bits stay integers beside smaller ones."""
+    if isinstance(values, list) and len(values) > _SLICE and not isinstance(values[0], list):
+        # Each slice holds the interpreter for about a millisecond.
+        parts = [_array(values[start : start + _SLICE]) for start in range(0, len(values), _SLICE)]
+        if any(part.dtype == np.uint64 for part in parts) and all(part.dtype.kind in "iu" for part in parts):
+            parts = [part.astype(np.uint64) if part.min() >= 0 else part for part in parts]
+        return np.concatenate(parts)
+    array = np.array(values)
+    if array.dtype == np.float64 and array.size and np.max(array) >= 2.0**63:
+        exact = np.array(values, dtype=object)  # NumPy makes floats of [1, 2**63]
+        if all(type(value) is int and 0 <= value < 2**64 for value in exact.flat):
+            return exact.astype(np.uint64)
+    return array
+
+
+def to_values(array: np.ndarray) -> np.ndarray:
+    """Returns flat values that orjson writes; BF16 and FP16 become FP32."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return flat.astype(np.float32) if array.dtype.name in ("bfloat16", "float16") else flat
 

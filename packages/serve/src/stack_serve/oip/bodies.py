@@ -8,6 +8,7 @@ import numpy as np
 import orjson
 
 from stack_core.errors import nearest
+from stack_serve.http.slices import Each, Items, Members, json_pieces
 from stack_serve.inference.service import Answered
 from stack_serve.inference.tensors import datatype, from_bytes, from_values, to_values
 from stack_serve.oip.errors import ProtocolError
@@ -17,6 +18,7 @@ __all__ = ["HEADER", "InferRequest", "parse", "write"]
 HEADER = b"inference-header-content-length"
 """How many bytes of the body are JSON; the tensors follow."""
 
+_SLICE = 2**13  # values that are written while other threads wait
 _FIELDS = ("id", "inputs", "model_name", "model_version", "outputs", "parameters")  # kserve repeats the path's
 _INPUT_FIELDS = ("name", "shape", "datatype", "parameters", "data")
 _OUTPUT_FIELDS = ("name", "parameters")
@@ -117,12 +119,13 @@ def write(request: InferRequest, answered: Answered) -> tuple[bytes, int | None]
             binary.append(array.tobytes())
             entry["parameters"] = {"binary_data_size": len(binary[-1])}
         else:
-            entry["data"] = to_values(array)
-        described.append(entry)
+            values = to_values(array)
+            entry["data"] = Items(values[start : start + _SLICE] for start in range(0, values.size, _SLICE))
+        described.append(Members(entry))
     answer: dict[str, Any] = {"model_name": answered.key.model, "model_version": str(answered.key.version)}
     if request.id:
         answer["id"] = request.id
-    head = orjson.dumps({**answer, "outputs": described}, option=orjson.OPT_SERIALIZE_NUMPY)
+    head = b"".join(json_pieces(Members({**answer, "outputs": Each(described)})))
     return (b"".join([head, *binary]), len(head)) if binary else (head, None)
 
 

@@ -99,6 +99,7 @@ class GrpcServer:
             "ServerMetadata": self._server_metadata,
             "ModelReady": self._model_ready,
             "ModelMetadata": self._model_metadata,
+            "ModelConfig": self._model_config,
             "ModelStatistics": self._statistics,
             "RepositoryIndex": self._index,
             "RepositoryModelLoad": self._load,
@@ -193,6 +194,13 @@ class GrpcServer:
         key, lane = self._service.lane(request.name, _number(request.version))
         described = statistics.model_metadata(self._service, key, lane.manifest)
         return messages()["ModelMetadataResponse"](**described)
+
+    async def _model_config(self, request: Any, context: Context) -> Any:
+        key, lane = self._service.lane(request.name, _number(request.version))
+        config = statistics.model_config(key, lane.manifest)
+        for tensor in (*config["input"], *config["output"]):
+            tensor["data_type"] = statistics.TRITON_DTYPES.index(tensor["data_type"])
+        return messages()["ModelConfigResponse"](config=config)
 
     async def _statistics(self, request: Any, context: Context) -> Any:
         counted = statistics.model_statistics(self._service, request.name, _number(request.version))

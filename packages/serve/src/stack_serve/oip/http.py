@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from stack_core.errors import UnknownName
 from stack_serve.http.config import ServerConfig
+from stack_serve.http.slices import aside
 from stack_serve.inference.repository import latest
 from stack_serve.inference.service import Service
 from stack_serve.oip import statistics
@@ -21,6 +22,7 @@ __all__ = ["App"]
 
 _LOG = logging.getLogger(__name__)
 _JSON = (b"content-type", b"application/json")
+_PART_BYTES = 2**18
 _BINARY = (b"content-type", b"application/octet-stream")
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -57,7 +59,9 @@ class App:
         self._service.metrics.responses.labels("http", str(status)).inc()
         length = (b"content-length", b"%d" % len(body))
         await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-        await send({"type": "http.response.body", "body": body})
+        for start in range(0, len(body) - _PART_BYTES, _PART_BYTES):  # uvicorn would keep a whole body in its buffer
+            await send({"type": "http.response.body", "body": body[start : start + _PART_BYTES], "more_body": True})
+        await send({"type": "http.response.body", "body": body[_last_part(len(body)) :]})
 
     async def _reply(self, scope: Scope, receive: Receive) -> Reply:
         handler = self._handler(scope["method"], scope["path"], scope["raw_path"])
@@ -86,22 +90,32 @@ class App:
         announced = headers.get(HEADER)
         if announced is not None and not announced.isdigit():
             raise ProtocolError(f"Inference-Header-Content-Length is {announced[:100]!r}; a number was expected.")
-        body = await self._read(headers, receive)
+        json_bytes = None if announced is None else int(announced)
+        most = self._service.config.max_json_bytes
+        body = await self._read(headers, receive, None if json_bytes is not None and json_bytes <= most else most)
         with expecting(lane.manifest):
-            request = parse(body, None if announced is None else int(announced))
+            request = await aside(len(body) if json_bytes is None else json_bytes, parse, body, json_bytes)
         answered = await self._service.infer(
             model, request.inputs, version=number, signature=request.signature, timeout_s=request.timeout_s
         )
-        content, json_bytes = write(request, answered)
+        size_bytes = sum(array.nbytes for array in answered.outputs.values())
+        content, json_bytes = await aside(size_bytes, write, request, answered)
         if json_bytes is None:
             return 200, content, (_JSON,)
         return 200, content, (_BINARY, (HEADER, b"%d" % json_bytes))
 
-    async def _read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
-        most = self._config.max_body_bytes
+    async def _read(self, headers: Mapping[bytes, bytes], receive: Receive, max_json_bytes: int | None = None) -> bytes:
+        """Reads a body.
+
+        Args:
+          max_json_bytes: the limit of a body that is JSON; None if it is not.
+        """
+        most, kind = self._config.max_body_bytes, "bytes"
+        if max_json_bytes is not None and max_json_bytes < most:
+            most, kind = max_json_bytes, "bytes of JSON (send large tensors as binary)"
         announced = headers.get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > most:
-            raise ProtocolError(f"The body has {int(announced)} bytes; the server takes {most}.", status=413)
+            raise ProtocolError(f"The body has {int(announced)} bytes; the server takes {most} {kind}.", status=413)
         parts: list[bytes] = []
         size_bytes = 0
         try:
@@ -114,9 +128,8 @@ class App:
                     parts.append(message.get("body", b""))
                     size_bytes += len(parts[-1])
                     if size_bytes > most:
-                        raise ProtocolError(
-                            f"The body has more than the {most} bytes that the server takes.", status=413
-                        )
+                        message_ = f"The body has more than the {most} {kind} that the server takes."
+                        raise ProtocolError(message_, status=413)
                     more = message.get("more_body", False)
         except TimeoutError as error:
             message_ = f"The body did not arrive within {self._config.receive_timeout_s:g} s."
@@ -154,7 +167,7 @@ class App:
         return _json(statistics.model_statistics(self._service))
 
     async def _index(self, scope: Scope, receive: Receive) -> Reply:
-        body = await self._read(dict(scope["headers"]), receive)
+        body = await self._read(dict(scope["headers"]), receive, self._service.config.max_json_bytes)
         value = _object(body)
         return _json(statistics.index(self._service, ready=value.get("ready") is True))
 
@@ -165,6 +178,11 @@ class App:
     async def _metrics(self, scope: Scope, receive: Receive) -> Reply:
         kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
         return 200, self._service.metrics.text(), (kind,)
+
+
+def _last_part(size_bytes: int) -> int:
+    """Where the last part of a body begins."""
+    return (size_bytes - 1) // _PART_BYTES * _PART_BYTES if size_bytes else 0
 
 
 def _constant(value: Mapping[str, Any]) -> Handler:

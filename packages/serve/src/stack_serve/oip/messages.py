@@ -2,7 +2,7 @@
 
 A row is a message and its fields: `name=number:type`, where `*` before a type repeats it, `{` is a map from strings to
 it, and `|` before a name puts the field into the message's one choice. Source: the protocol's `grpc_predict_v2.proto`,
-Triton's `grpc_service.proto` and gRPC's `health.proto`.
+Triton's `grpc_service.proto` and `model_config.proto`, and gRPC's `health.proto`. An enum is an int32.
 """
 
 import functools
@@ -38,6 +38,12 @@ InferStatistics success=1:StatisticDuration fail=2:StatisticDuration queue=3:Sta
 InferBatchStatistics batch_size=1:uint64 compute_input=2:StatisticDuration compute_infer=3:StatisticDuration compute_output=4:StatisticDuration
 ModelStatistics name=1:string version=2:string last_inference=3:uint64 inference_count=4:uint64 execution_count=5:uint64 inference_stats=6:InferStatistics batch_stats=7:*InferBatchStatistics
 ModelStatisticsResponse model_stats=1:*ModelStatistics
+ModelConfigRequest name=1:string version=2:string
+ModelInput name=1:string data_type=2:int32 dims=4:*int64
+ModelOutput name=1:string data_type=2:int32 dims=3:*int64
+ModelDynamicBatching
+ModelConfig name=1:string platform=2:string max_batch_size=4:int32 input=5:*ModelInput output=6:*ModelOutput |dynamic_batching=11:ModelDynamicBatching backend=17:string
+ModelConfigResponse config=1:ModelConfig
 RepositoryIndexRequest repository_name=1:string ready=2:bool
 ModelIndex name=1:string version=2:string state=3:string reason=4:string
 RepositoryIndexResponse models=1:*ModelIndex

@@ -40,6 +40,7 @@ class InferenceApp:
         self.asgi: ASGIApp = _guarded(App(service, config), config)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Loads what the repository holds."""
@@ -55,20 +56,23 @@ class InferenceApp:
     def drain(self) -> None:
         """Takes no more requests."""
         self.service.drain()
+        if self._grpc is not None:
+            self._stopping = asyncio.get_running_loop().create_task(self._grpc.stop(self._config.drain_s))
         if self._watching is not None:
             self._watching.cancel()
 
     def cut_short(self) -> None:
-        """Leaves those that still wait to the end of the process."""
+        """Ends requests that still wait, with status 503."""
+        self.service.cut_short()
 
     def close(self) -> None:
-        """Lets the lanes do what waits."""
+        """Lets the lanes compute what waits, unless requests were cut short."""
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
 
     async def _close(self) -> None:
-        if self._grpc is not None:
-            await self._grpc.stop(self._config.drain_s)
+        if self._stopping is not None:
+            await self._stopping
         await self.service.close()
 
 

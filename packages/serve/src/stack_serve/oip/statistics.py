@@ -9,10 +9,20 @@ from stack_serve.inference.repository import Key
 from stack_serve.inference.service import Service
 from stack_serve.inference.tensors import datatype
 
-__all__ = ["EXTENSIONS", "index", "model_config", "model_metadata", "model_statistics", "server_metadata"]
+__all__ = [
+    "EXTENSIONS",
+    "TRITON_DTYPES",
+    "index",
+    "model_config",
+    "model_metadata",
+    "model_statistics",
+    "server_metadata",
+]
 
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
-_TRITON_DTYPES = {"FP16": "TYPE_FP16", "FP32": "TYPE_FP32", "FP64": "TYPE_FP64", "BF16": "TYPE_BF16"}
+_TRITON_NAMES = "INVALID BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP32 FP64 STRING BF16"
+TRITON_DTYPES = tuple(f"TYPE_{name}" for name in _TRITON_NAMES.split())
+"""Triton's names of dtypes, by their number in its `model_config.proto`."""
 
 
 def server_metadata() -> dict[str, Any]:
@@ -89,7 +99,8 @@ def _triton(spec: TensorSpec, joins: bool) -> dict[str, Any]:
     described = _tensor(spec)
     kind = datatype(spec.dtype)
     dims = described["shape"][1:] if joins else described["shape"]
-    return {"name": spec.name, "data_type": _TRITON_DTYPES.get(kind, f"TYPE_{kind}"), "dims": dims}
+    is_known = f"TYPE_{kind}" in TRITON_DTYPES  # 8-bit floats are not
+    return {"name": spec.name, "data_type": f"TYPE_{kind}" if is_known else TRITON_DTYPES[0], "dims": dims}
 
 
 def _statistics(key: Key, lane: Lane) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """The answer to a job: whole, or as a stream of server-sent events."""
 
-import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 
 from starlette.types import Receive, Scope, Send
 
+from stack_serve.http.slices import Turns
 from stack_serve.openai.errors import INTERNAL, ApiError
 from stack_serve.openai.generation import Generation
-from stack_serve.openai.slices import Turns
 from stack_serve.openai.writer import Writer, error_event
 
 __all__ = ["Answer", "JsonAnswer"]
@@ -25,16 +24,12 @@ class Answer:
     The status is sent with the first update, so that a job which fails before it has its own.
 
     Args:
-      stall_timeout_s: a client that takes nothing for so long is given up.
       names: the body's names of the engine's parameters, besides those that always differ.
     """
 
-    def __init__(
-        self, writer: Writer, generation: Generation, *, stall_timeout_s: float, names: Mapping[str, str]
-    ) -> None:
+    def __init__(self, writer: Writer, generation: Generation, *, names: Mapping[str, str]) -> None:
         self._writer = writer
         self._generation = generation
-        self._stall_timeout_s = stall_timeout_s
         self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,11 +42,8 @@ class Answer:
             generation.watch(receive)
             await generation.submit(self._names)
             headers = _EVENTS if self._writer.job.stream else _JSON
-            body = _Body(send, headers, self._stall_timeout_s)
-            try:
-                await (self._stream(body) if self._writer.job.stream else self._whole(body))
-            except TimeoutError:
-                generation.abandon()
+            body = _Body(send, headers)
+            await (self._stream(body) if self._writer.job.stream else self._whole(body))
 
     async def _whole(self, body: "_Body") -> None:
         turns = Turns()
@@ -79,8 +71,6 @@ class Answer:
                 raise
             await body.add([error_event(error)])
             await body.end()
-        except TimeoutError:
-            raise
         except Exception:  # Whatever it is, it concerns this answer alone; its client is to hear of it, too.
             if not body.started:
                 raise
@@ -92,12 +82,11 @@ class Answer:
 class JsonAnswer:
     """An ASGI application that answers with JSON that is there in pieces."""
 
-    def __init__(self, pieces: Iterator[bytes], *, stall_timeout_s: float) -> None:
+    def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
-        self._stall_timeout_s = stall_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = _Body(send, _JSON, self._stall_timeout_s)
+        body = _Body(send, _JSON)
         await body.add(self._pieces)
         await body.end()
 
@@ -109,21 +98,16 @@ class _Body:
       started: the status was sent.
     """
 
-    def __init__(self, send: Send, headers: Iterable[tuple[bytes, bytes]], stall_timeout_s: float) -> None:
+    def __init__(self, send: Send, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self._send = send
         self._headers = list(headers)
-        self._stall_timeout_s = stall_timeout_s
         self._turns = Turns()
         self._pieces: list[bytes] = []
         self._bytes = 0
         self.started = False
 
     async def add(self, pieces: Iterable[bytes]) -> None:
-        """Adds to the body.
-
-        Raises:
-          TimeoutError: the client takes nothing.
-        """
+        """Adds to the body."""
         for piece in pieces:
             self._pieces.append(piece)
             self._bytes += len(piece)
@@ -133,21 +117,13 @@ class _Body:
                 await self._turns.rest()
 
     async def flush(self) -> None:
-        """Sends what was added, the status before it.
-
-        Raises:
-          TimeoutError: the client takes nothing.
-        """
+        """Sends what was added, the status before it."""
         await self._start()
         if self._bytes:
             await self._send_body(more=True)
 
     async def end(self) -> None:
-        """Sends the rest.
-
-        Raises:
-          TimeoutError: the client takes nothing.
-        """
+        """Sends the rest."""
         if not self.started and self._headers[0] == _JSON[0]:
             self._headers.append((b"content-length", b"%d" % self._bytes))
         await self._start()
@@ -162,5 +138,4 @@ class _Body:
         content = b"".join(self._pieces)
         self._pieces.clear()
         self._bytes = 0
-        async with asyncio.timeout(self._stall_timeout_s):
-            await self._send({"type": "http.response.body", "body": content, "more_body": more})
+        await self._send({"type": "http.response.body", "body": content, "more_body": more})

@@ -17,12 +17,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stack_core.errors import EngineStopped, GenerationError
 from stack_serve.http.access import AccessLog
 from stack_serve.http.keys import NO_KEY, Keys
+from stack_serve.http.slices import Items, Members, aside, batches, json_pieces
 from stack_serve.openai.answer import Answer, JsonAnswer
 from stack_serve.openai.bodies import decode, parse, read
 from stack_serve.openai.errors import INTERNAL, ApiError, as_api_error
 from stack_serve.openai.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody
 from stack_serve.openai.service import Service
-from stack_serve.openai.slices import Items, Members, aside, batches, json_pieces
 
 __all__ = ["make_app"]
 
@@ -103,7 +103,7 @@ class _Handlers:
         answer["token_strs"] = None
         if body.return_token_strs and texts is not None:
             answer["token_strs"] = Items([texts.text(token) for token in batch] for batch in batches(tokens))
-        return JsonAnswer(json_pieces(answer), stall_timeout_s=service.config.stall_timeout_s)
+        return JsonAnswer(json_pieces(answer))
 
     async def detokenize(self, request: Request) -> Response:
         service = self._service

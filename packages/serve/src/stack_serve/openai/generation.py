@@ -8,12 +8,12 @@ from typing import Any
 from stack_core.contracts.generation import Engine
 from stack_core.errors import EngineBusy, EngineStopped, GenerationError
 from stack_core.generation import GenerationRequest, GenerationUpdate
+from stack_serve.http.slices import Turns
 from stack_serve.openai.errors import ApiError, as_api_error
 from stack_serve.openai.job import Job, failure_of, new_id
 from stack_serve.openai.mailbox import Mailbox, PostOffice
 from stack_serve.openai.metrics import Metrics
 from stack_serve.openai.sampling import PARAMETER_NAMES
-from stack_serve.openai.slices import Turns
 
 __all__ = ["Backend", "Generation"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from stack_core.contracts.data import Tokenizer
 from stack_core.generation import TokenLogprob
-from stack_serve.openai.slices import Items, Members, batches
+from stack_serve.http.slices import Items, Members, batches
 
 __all__ = ["LogprobWriter", "TokenTexts"]
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from stack_core.contracts.data import Tokenizer
+from stack_serve.http.slices import aside
 from stack_serve.openai.errors import ApiError, bad_request
-from stack_serve.openai.slices import aside
 
 __all__ = ["Prompt", "Prompts"]
 

@@ -13,6 +13,7 @@ from stack_core.contracts.generation import Engine
 from stack_core.errors import ConfigError, GenerationError
 from stack_core.generation import EngineStats, SamplingParams
 from stack_core.text.chat_template import ChatTemplate
+from stack_serve.http.slices import aside
 from stack_serve.openai.answer import Answer
 from stack_serve.openai.chat import ChatWriter
 from stack_serve.openai.completions import CompletionWriter
@@ -26,7 +27,6 @@ from stack_serve.openai.metrics import Metrics
 from stack_serve.openai.prompts import Prompt, Prompts
 from stack_serve.openai.sampling import sampling_params
 from stack_serve.openai.schemas import ChatBody, CompletionBody, GenerationBody, StreamOptions, TokenizeChatBody
-from stack_serve.openai.slices import aside
 from stack_serve.openai.writer import Writer
 
 __all__ = ["Service"]
@@ -207,7 +207,7 @@ class Service:
 
     def _answer(self, writer: Writer, names: Mapping[str, str]) -> Answer:
         generation = Generation(writer.job, self._backend_now())
-        return Answer(writer, generation, stall_timeout_s=self.config.stall_timeout_s, names=names)
+        return Answer(writer, generation, names=names)
 
     def _backend_now(self) -> Backend:
         if self._backend is None or self.state != "ready":

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import orjson
 
 from stack_core.generation import GenerationUpdate, TokenLogprob
+from stack_serve.http.slices import Each, Members, json_pieces
 from stack_serve.openai.errors import ApiError, error_object
 from stack_serve.openai.job import Job, Usage
-from stack_serve.openai.slices import Each, Members, json_pieces
 
 __all__ = ["DONE", "Choice", "Writer", "error_event"]
 

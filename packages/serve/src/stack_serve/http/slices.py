@@ -38,9 +38,9 @@ async def aside(size: int, function: Callable[..., T], *args: Any) -> T:
 
 
 class Items:
-    """A JSON array whose items are made some at a time: `made` yields lists of them."""
+    """A JSON array whose items are made some at a time: `made` yields lists or arrays of them."""
 
-    def __init__(self, made: Iterable[Sequence[Any]]) -> None:
+    def __init__(self, made: Iterable[Any]) -> None:
         self.made = made
 
 
@@ -71,7 +71,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
         yield b"["
         comma = b""
         for batch in value.made:
-            yield comma + orjson.dumps(batch)[1:-1]
+            yield comma + orjson.dumps(batch, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
             comma = b","
         yield b"]"
     elif isinstance(value, Each):

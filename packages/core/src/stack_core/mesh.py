@@ -51,6 +51,9 @@ MeshAxes: TypeAlias = str | tuple[str, ...] | None
 # From least to most traffic. On a torus the last axis gets the best links, elsewhere neighbouring device ids.
 _BY_TRAFFIC = ("stage", "data", "fsdp", "context", "expert", "tensor")
 
+# Axes that may span slices, by preference: a step exchanges gradients, then activations, then parameters over them.
+_ACROSS_SLICES = ("data", "stage", "fsdp")
+
 
 def _as_tuple(axes: str | Sequence[str] | None) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
@@ -266,19 +269,42 @@ def make_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None) -> 
     """Returns a mesh with all of `AXES`, over all `devices` (by default those of `jax.devices()`).
 
     The axes are of type Auto: XLA propagates shardings between the constraints it is given. `tensor` gets the
-    fastest links.
+    fastest links. Several TPU slices are spread over `data`, then `stage`, then `fsdp`, whose traffic suits the slower
+    network between slices.
 
     Raises:
-      ShardingError: the sizes do not multiply to the number of devices.
+      ShardingError: the sizes do not multiply to the number of devices, or the number of slices does not divide those
+        three axes.
     """
     from jax.experimental import mesh_utils
 
     devices = jax.devices() if devices is None else list(devices)
     sizes = _axis_sizes(mesh, len(devices), _by_process(devices))
-    grid = mesh_utils.create_device_mesh([sizes[axis] for axis in _BY_TRAFFIC], devices, allow_split_physical_axes=True)
+    slices = _across_slices(sizes, len({device.slice_index for device in devices if device.platform == "tpu"}))
+    within = [sizes[axis] // slices[axis] for axis in _BY_TRAFFIC]
+    if max(slices.values()) > 1:
+        across = [slices[axis] for axis in _BY_TRAFFIC]
+        grid = mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
+    else:
+        grid = mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=True)
     grid = grid.transpose([_BY_TRAFFIC.index(axis) for axis in AXES])
     # Passed because the defaults differ: Explicit in `jax.make_mesh`, Auto in `Mesh`.
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _across_slices(sizes: Mapping[str, int], slices: int) -> dict[str, int]:
+    """Returns how many slices each axis spans."""
+    spans, left = dict.fromkeys(sizes, 1), max(slices, 1)
+    for axis in _ACROSS_SLICES:
+        spans[axis] = math.gcd(sizes[axis], left)
+        left //= spans[axis]
+    if left > 1:
+        given = ", ".join(f"{axis}={sizes[axis]}" for axis in _ACROSS_SLICES)
+        raise ShardingError(
+            f"The devices are {slices} slices, which must divide the mesh's axes {', '.join(_ACROSS_SLICES)} together, "
+            f"but these are {given}. Set mesh.data={slices}, or a multiple of it."
+        )
+    return spans
 
 
 def _axis_sizes(mesh: MeshConfig, device_count: int, by_process: str = "") -> dict[str, int]:

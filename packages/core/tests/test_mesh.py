@@ -1,11 +1,9 @@
 """Meshes have every axis; rules place each axis of an array, or say why they cannot and what would fit."""
 
-import inspect
 import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -87,29 +85,16 @@ def test_make_mesh_raises_for_the_devices_it_is_given():
         make_mesh(MeshConfig(tensor=64), jax.devices()[:1])
 
 
-@dataclass(frozen=True)
-class TpuDevice:
-    """What JAX reads of a TPU device to place it in a mesh."""
-
-    id: int
-    slice_index: int
-    coords: tuple[int, int, int]
-    process_index: int = 0
-    core_on_chip: int = 0
-    platform: str = "tpu"
-    device_kind: str = "TPU v5 lite"
-
-
 def test_slices_are_spread_over_the_axes_with_the_least_traffic():
-    places = [(index, (x, y, 0)) for index in range(2) for y in range(2) for x in range(2)]
-    devices = [TpuDevice(number, *place) for number, place in enumerate(places)]
-    make = inspect.unwrap(make_mesh)  # without the check of types, as these are no devices of JAX
-    of_data = make(MeshConfig(data=2, fsdp=2, tensor=2), devices).devices.reshape(2, 4)
-    assert [{device.slice_index for device in row} for row in of_data] == [{0}, {1}]
-    of_fsdp = make(MeshConfig(fsdp=4, tensor=2), devices).devices.reshape(4, 2)
-    assert [{device.slice_index for device in row} for row in of_fsdp] == [{0}, {0}, {1}, {1}]
+    assert mesh_module._across_slices({"data": 6, "fsdp": 2, "tensor": 4, "stage": 2}, 4) == {
+        "data": 2,
+        "stage": 2,
+        "fsdp": 1,
+        "tensor": 1,
+    }
+    assert set(mesh_module._across_slices({"data": 4, "fsdp": 2, "stage": 1}, 1).values()) == {1}
     with pytest.raises(ShardingError, match=r"2 slices, .* data=1, stage=1, fsdp=1\. Set mesh\.data=2"):
-        make(MeshConfig(fsdp=1, tensor=8), devices)
+        mesh_module._across_slices({"data": 1, "fsdp": 1, "tensor": 8, "stage": 1}, 2)
 
 
 @pytest.mark.parametrize(

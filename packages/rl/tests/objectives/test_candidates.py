@@ -61,6 +61,21 @@ def test_they_are_those_of_the_softmax_over_the_candidates_and_so_are_gradients(
         np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-5)
 
 
+def test_gradients_of_a_bfloat16_head_are_summed_in_float32() -> None:
+    """Of 2,048 tokens with the same target a sum in bfloat16 forgets most."""
+    rng, narrow = np.random.default_rng(0), jnp.bfloat16
+    hidden, weight = (jnp.asarray(1 + rng.normal(0, 0.1, shape), narrow) for shape in ((8, 256, 4), (4, VOCAB)))
+    targets = jnp.ones((8, 256), jnp.int32)
+    candidates = jnp.broadcast_to(jnp.asarray([1, 2, 3], jnp.int32), (8, 256, 3))
+
+    def total(weight: jax.Array, hidden: jax.Array) -> jax.Array:
+        return jnp.sum(among_candidates(Head(weight), hidden, targets, candidates)[0])
+
+    found = jax.grad(total)(weight, hidden).astype(jnp.float32)
+    right = jax.grad(total)(weight.astype(jnp.float32), hidden.astype(jnp.float32))
+    assert float(jnp.linalg.norm(found - right) / jnp.linalg.norm(right)) < 0.01
+
+
 def test_no_array_has_all_logits() -> None:
     hidden, weight, targets, candidates = case()
     program = jax.make_jaxpr(lambda weight: among_candidates(Head(weight), hidden, targets, candidates))(weight)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from stack_core.contracts.models import Head
+from stack_core.ops.building import accurate_dtype
 
 __all__ = ["among_candidates"]
 
@@ -32,9 +33,11 @@ def among_candidates(
     Source: DeepSeek-V3.2, 2025 (arXiv:2512.02556), "keep sampling mask".
     """
     weight = jnp.asarray(head.weight)
+    # Cast out here, so that the gradients of a column taken many times are summed in float32.
+    wide = weight.astype(accurate_dtype(weight.dtype))
 
     def logits(tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq"]:
-        columns = jnp.take(weight, jnp.maximum(tokens, 0), axis=1)
+        columns = jnp.take(wide, jnp.maximum(tokens, 0), axis=1).astype(weight.dtype)
         found = head.scale * jnp.einsum("bse,ebs->bs", hidden, columns, preferred_element_type=jnp.float32)
         if head.bias is not None:
             found = found + jnp.take(head.bias, jnp.maximum(tokens, 0)).astype(jnp.float32)

@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from flax.nnx.traversals import flatten_mapping
 
 from stack_core.config import apply_overrides, load_yaml, parse
 from stack_core.contracts.data import PolicyBatches, Validates, WritesFiles
@@ -23,8 +24,9 @@ from stack_rl.objectives.presets import GRPOConfig
 from stack_rl.rollouts import RolloutData
 from stack_train import RunConfig, RunSettings, build, start
 from stack_train.run.config import run_config
+from stack_train.run.program import build_trainer
 from stack_train.run.train import train
-from stack_train.weights import load_model
+from stack_train.weights import load_model, load_start
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = (
@@ -225,6 +227,20 @@ def test_ppo_trains_its_critic_with_the_policy_and_resumes_bitwise(tmp_path):
     assert all(each["critic_grad_norm"] > 0 for each in theirs)
     digests = [_digests(tmp_path / name / "checkpoints" / "00000004") for name in ("cut", "whole")]
     assert digests[0] == digests[1] and "further/critic/params/kernel" in digests[0]
+
+
+def test_a_policy_published_in_bfloat16_is_updated_and_sampled_in_float32(tmp_path):
+    published = ("model.param_dtype=bfloat16", "optimizer.learning_rate=1e-6", "run.evaluate_every_steps=0")
+    config = cell(tmp_path / "run", *published, "run.steps=2", "checkpoint.every_steps=1")
+    train(config)
+    variables = build_trainer(config).start_variables
+    dtypes = {path: leaf.dtype for path, leaf in flatten_mapping(variables).items()}
+    start, end = (
+        flatten_mapping(load_start(tmp_path / "run", config.model, step=step, dtypes=dtypes)[0]) for step in (1, 2)
+    )
+    changed = [(start[path] != end[path]).ravel() for path in dtypes if "kernel" in path]
+    assert jnp.concatenate(changed).mean() > 0.9  # of bfloat16 parameters 2%
+    assert max(each["largest_mismatch"] for each in records(tmp_path / "run", "train")) < 1e-4
 
 
 def test_values_are_asked_of_an_objective_that_has_a_critic(tmp_path):

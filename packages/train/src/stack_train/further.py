@@ -1,7 +1,7 @@
 """Models of an objective's own that a run trains beside its model: a critic, the head of a reward model."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,9 +14,10 @@ from stack_core.contracts.training import Objective, TrainsModels
 from stack_core.errors import ConfigError, TrainingError
 from stack_core.metrics import Metric, Metrics
 from stack_core.paths import path_name
-from stack_train.optim import OptimizerConfig
+from stack_train.optim.optax_optimizer import Optimizer
 from stack_train.optim.placement import like_parameters
-from stack_train.variables import Kind, ModelVariables, Path, Tree, values_of
+from stack_train.precision import Precision, apply_updates, widen, widen_optimizer
+from stack_train.variables import Kind, ModelVariables, Path, Tree, cast_variables, values_of
 
 __all__ = ["FurtherModel", "FurtherState", "further_models"]
 
@@ -44,19 +45,20 @@ class FurtherModel:
     name: str
     make: Callable[..., Any]
     model_config: Any
-    optimizer: OptimizerConfig
+    optimizer: Optimizer
     steps: int
+    precision: Precision = field(default_factory=Precision)
 
     def init(self, *, key: jax.Array) -> FurtherState:
-        params = self.model.select(values_of(self.make(self.model_config, key=key)), "trained")
+        params = self.model.select(values_of(self._build(key)), "trained")
         return FurtherState(params, self._optimizer.init({self.name: params}))
 
-    def update(self, state: FurtherState, gradients: Tree) -> tuple[FurtherState, Metrics]:
+    def update(self, state: FurtherState, gradients: Tree, *, key: jax.Array) -> tuple[FurtherState, Metrics]:
         """The next state, and the norm of the gradients before clipping; call it with standard dtype promotion."""
         named = {self.name: state.params}
         updates, opt_state = self._optimizer.update({self.name: gradients}, state.opt_state, named)
-        params: Any = optax.apply_updates(named, updates)
-        norm = Metric.mean(optax.tree.norm(gradients))
+        params: Any = apply_updates(named, updates, key=key)
+        norm = Metric.mean(optax.tree.norm(widen(gradients)))
         return FurtherState(params[self.name], opt_state), {f"{self.name}_grad_norm": norm}
 
     def evaluated(self, state: FurtherState) -> Tree:
@@ -88,9 +90,12 @@ class FurtherModel:
           TrainingError: a variable is no parameter.
           ConfigError: a group freezes a parameter.
         """
-        return ModelVariables.of(
-            nnx.eval_shape(lambda: self.make(self.model_config, key=jax.random.key(0))), self._kind
-        )
+        return ModelVariables.of(nnx.eval_shape(lambda: self._build(jax.random.key(0))), self._kind)
+
+    def _build(self, key: jax.Array) -> Any:
+        built = self.make(self.precision.training_config(self.model_config), key=key)
+        dtypes = {path: self.precision.trained_dtype(value.dtype) for path, value in values_of(built).items()}
+        return cast_variables(built, dtypes)
 
     def _kind(self, path: Path, variable: Any) -> Kind:
         name = path_name((self.name, *path))
@@ -105,11 +110,18 @@ class FurtherModel:
 
     @cached_property
     def _optimizer(self) -> optax.GradientTransformation:
-        return self.optimizer.build(self.steps, {self.name: self.model.select(self.model.axes, "trained")})
+        axes = {self.name: self.model.select(self.model.axes, "trained")}
+        return widen_optimizer(self.optimizer.build(self.steps, axes))
 
 
 def further_models(
-    objective: Objective, model_config: Any, optimizer: OptimizerConfig, steps: int, *, taken: Iterable[str]
+    objective: Objective,
+    model_config: Any,
+    optimizer: Optimizer,
+    steps: int,
+    precision: Precision,
+    *,
+    taken: Iterable[str],
 ) -> Mapping[str, FurtherModel]:
     """The models that an objective trains, by their names.
 
@@ -125,4 +137,4 @@ def further_models(
             f"The objective trains a model {same[0]!r}, which is the name of a companion or of a module of the run's "
             "model. Call it otherwise."
         )
-    return {name: FurtherModel(name, make, model_config, optimizer, steps) for name, make in made.items()}
+    return {name: FurtherModel(name, make, model_config, optimizer, steps, precision) for name, make in made.items()}

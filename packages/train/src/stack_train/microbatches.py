@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from stack_core.errors import TrainingError
 from stack_core.mesh import constrain
 from stack_core.metrics import Metric, Metrics, combine
+from stack_train.precision import add_gradients
 from stack_train.variables import Tree
 
 __all__ = ["accumulate", "check_metrics", "split_batch"]
@@ -23,7 +24,7 @@ def accumulate(
     """The mean gradients of microbatches by the weights of their losses, their metrics combined, what they moved.
 
     Args:
-      zeros: gradients of nothing.
+      zeros: of the gradients' structure, in the dtype of their sums.
       moved: what the forward pass moves, before the first microbatch; each begins where the one before it ended.
       keys: [microbatches], one for each; their number divides the batch.
     """
@@ -32,8 +33,7 @@ def accumulate(
     def add(total: Any, part: Any) -> tuple[Any, Metrics]:
         sums, moved = total
         grads, metrics, moved = gradients(moved, *part)
-        weight = jnp.asarray(metrics["loss"].weight)
-        return (jax.tree.map(lambda sum_, x: sum_ + x * weight.astype(x.dtype), sums, grads), moved), metrics
+        return (add_gradients(sums, grads, metrics["loss"].weight), moved), metrics
 
     (sums, moved), stacked = jax.lax.scan(add, (zeros, moved), (parts, keys))
     metrics = {name: combine(metric) for name, metric in stacked.items()}

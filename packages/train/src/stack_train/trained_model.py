@@ -192,7 +192,8 @@ class RunFormat:
                 f"Objective {config.objective.name!r} of {directory} trains no model {name!r}; it trains: "
                 f"{', '.join(trained) or 'none'}. Give a run of another objective."
             )
-        further = FurtherModel(name, trained[name], config.model, config.optimizer, config.run.steps)
+        settings = (config.model, config.optimizer, config.run.steps, config.precision)
+        further = FurtherModel(name, trained[name], *settings)
         with CheckpointStore(RunDirectory(directory).checkpoints) as store:
             restored = store.restore_params(abstract, under=f"further/{name}/params")
             if not config.optimizer.averages:

@@ -16,14 +16,16 @@ from stack_core.contracts.models import ModelFamily
 from stack_core.contracts.training import ModelTransform, Objective, ScoresTokens
 from stack_core.mesh import MeshAxes, ShardingRules, use_mesh
 from stack_core.metrics import Metric, Metrics
+from stack_core.ops.building import accurate_dtype
 from stack_core.paths import path_name
 from stack_train.companions import INIT, Companion
 from stack_train.further import FurtherModel, FurtherState, further_models
 from stack_train.microbatches import accumulate, check_metrics
 from stack_train.nn.schedules import Schedule
 from stack_train.objectives import check_inputs
-from stack_train.optim import OptimizerConfig
+from stack_train.optim.optax_optimizer import Optimizer, as_optimizer
 from stack_train.optim.placement import like_parameters
+from stack_train.precision import Precision, apply_updates, is_low_precision, widen, widen_optimizer
 from stack_train.scoring import scores
 from stack_train.staged import staged
 from stack_train.state import TrainState
@@ -33,6 +35,8 @@ from stack_train.variables import (
     ModelVariables,
     Path,
     Tree,
+    cast_values,
+    cast_variables,
     join,
     sharding_rules,
     values_of,
@@ -45,7 +49,7 @@ Batch = Mapping[str, jax.Array]
 
 _NO_PARAM = nnx.Not(nnx.Param)
 # Apart from the streams that an objective folds into its key.
-_MODEL_STREAM, _FURTHER_STREAM = 0x6D6F64, 0x667274
+_MODEL_STREAM, _FURTHER_STREAM, _ROUNDING_STREAM = 0x6D6F64, 0x667274, 0x726E64
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Trainer:
 
     Attributes:
       model_config: config of `family`.
+      optimizer: a config of `stack_train.optim`, or an Optax transformation such as `optax.adamw(1e-3)`.
       steps: updates of the whole run, which the learning-rate schedule spans.
       accumulation_steps: microbatches into which a batch is cut; it divides the batch.
       rules: mesh axes by logical axis, which precede the family's and the default rules.
@@ -64,12 +69,13 @@ class Trainer:
       moved: those that the forward pass may assign, an nnx filter for the others; those with `trained=False` are among
         them. What is left is frozen.
       schedule: what the stages of the mesh do; None without stages.
+      precision: the dtype of trained parameters. Frozen ones have the `param_dtype` of `model_config`.
     """
 
     family: ModelFamily
     model_config: Any
     objective: Objective
-    optimizer: OptimizerConfig
+    optimizer: Any
     steps: int
     mesh: Mesh
     accumulation_steps: int = 1
@@ -79,6 +85,10 @@ class Trainer:
     trained: Any = nnx.Param
     moved: Any = _NO_PARAM
     schedule: Schedule | None = None
+    precision: Precision = field(default_factory=Precision)
+
+    def __post_init__(self) -> None:
+        as_optimizer(self.optimizer)  # refuses others
 
     def init(self, *, key: jax.Array, companions: Mapping[str, Tree] | None = None) -> TrainState:
         """Returns the state before the first step, every leaf made where its sharding puts it.
@@ -92,7 +102,8 @@ class Trainer:
         """Returns the state before the first step of a run that starts from given variables, which are donated.
 
         Args:
-          variables: of the family's model, by their paths; those that are not given are initialized.
+          variables: of the family's model, by their paths, in floats of any dtype; those that are not given are
+            initialized.
           companions: as for `init`.
         """
         given = dict(companions or {})
@@ -168,15 +179,17 @@ class Trainer:
           the optimizer reports.
         """
         own = {name: gradients[name] for name in state.params}
+        key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), _ROUNDING_STREAM)
         # optax mixes Python scalars and dtypes; profiles show the scope as a layer.
         with jax.numpy_dtype_promotion("standard"), jax.named_scope("optimizer"):
             updates, opt_state = self._optimizer.update(own, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-            reported = self.optimizer.metrics(opt_state, state.step, self.steps)
-            reported["grad_norm"] = Metric.mean(optax.tree.norm(own))
+            params = apply_updates(state.params, updates, key=jax.random.fold_in(key, 0))
+            reported = self._settings.metrics(opt_state, state.step, self.steps)
+            reported["grad_norm"] = Metric.mean(optax.tree.norm(widen(own)))
             further = dict(state.further)
-            for name, each in self._further.items():
-                further[name], norm = each.update(state.further[name], gradients[name])
+            for place, (name, each) in enumerate(self._further.items()):
+                key_of_model = jax.random.fold_in(key, place + 1)
+                further[name], norm = each.update(state.further[name], gradients[name], key=key_of_model)
                 reported |= norm
         changes = {"params": params, "moved": moved, "opt_state": opt_state, "further": further}
         return replace(state, step=state.step + 1, **changes), reported
@@ -239,7 +252,7 @@ class Trainer:
     def evaluation_variables(self, state: TrainState) -> Tree:
         """As `variables`, with the averages that the optimizer keeps of parameters in their place."""
         with jax.numpy_dtype_promotion("standard"):
-            params = self.optimizer.evaluation_params(state.params, state.opt_state)
+            params = self._settings.evaluation_params(state.params, state.opt_state)
         return self.variables(replace(state, params=params))
 
     def evaluation_beside(self, state: TrainState) -> Mapping[str, Tree]:
@@ -316,9 +329,15 @@ class Trainer:
         return tuple(name for name, companion in self.companions.items() if companion.source != INIT)
 
     @cached_property
-    def start_shardings(self) -> Tree:
-        """Where the variables of the family's own model lie, from which `init_from` starts, as nested dicts."""
-        return self._shardings_of(ModelVariables.of(self._built))
+    def start_variables(self) -> Tree:
+        """Shapes, dtypes and shardings of the variables that `init_from` starts from, as nested dicts."""
+        model = ModelVariables.of(self._built)
+        return jax.tree.map(_placed, model.abstract, self._shardings_of(model))
+
+    @property
+    def abstract_model(self) -> Any:
+        """The transformed model without values, its variables in the dtypes of training."""
+        return self.transform.apply(self._built)
 
     @cached_property
     def logical_axes(self) -> Tree:
@@ -342,38 +361,61 @@ class Trainer:
 
     @cached_property
     def _built(self) -> nnx.Module:
-        return nnx.eval_shape(lambda: self.family.build(self.model_config, key=jax.random.key(0)))
+        """The family's model without values, its variables in the dtypes of training."""
+        return nnx.eval_shape(lambda: cast_variables(self._build(jax.random.key(0)), self._dtypes))
+
+    def _build(self, key: jax.Array) -> nnx.Module:
+        # New parameters are drawn in the dtype that they are trained in: bfloat16 draws have fewer distinct values.
+        return self.family.build(self.precision.training_config(self.model_config), key=key)
+
+    @cached_property
+    def _dtypes(self) -> Mapping[Path, Any]:
+        """The dtypes of the family's variables in training: trained ones by `precision`, others as in inference."""
+        model = nnx.eval_shape(lambda: self._build(jax.random.key(0)))
+        own = nnx.eval_shape(lambda: self.family.build(self.model_config, key=jax.random.key(0)))
+        made, published = values_of(model), {path: value.dtype for path, value in values_of(own).items()}
+        if all(value.dtype == published[path] and not is_low_precision(value.dtype) for path, value in made.items()):
+            return published
+        variables = nnx.to_flat_state(nnx.state(self.transform.apply(model)))
+        trained = {path for path, variable in variables if self._kind_of(path, variable) == "trained"}
+        return {
+            path: self.precision.trained_dtype(value.dtype) if path in trained else published[path]
+            for path, value in made.items()
+        }
 
     @cached_property
     def _model(self) -> ModelVariables:
-        model = self.transform.apply(self._built)
-        is_trained, is_moved = nnx.filterlib.to_predicate(self.trained), nnx.filterlib.to_predicate(self.moved)
-
-        def could_train(path: Path, variable: Any) -> bool:
-            may = variable.get_metadata().get("trained", True) and is_trained(path, variable)
-            return may and self.transform.trained(path, variable)
-
-        def kind_of(path: Path, variable: Any) -> Kind:
-            if could_train(path, variable):
-                return "frozen" if self.optimizer.freezes(path_name(path)) else "trained"
-            marked = not variable.get_metadata().get("trained", True)
-            return "moved" if marked or is_moved(path, variable) else "frozen"
-
+        model = self.abstract_model
         flat = nnx.to_flat_state(nnx.state(model))
-        paths = [path_name(path) for path, variable in flat if could_train(path, variable)]
-        self.optimizer.check([*paths, *(path for each in self._further.values() for path in each.paths)])
-        return ModelVariables.of(model, kind_of)
+        paths = [path_name(path) for path, variable in flat if self._could_train(path, variable)]
+        self._settings.check([*paths, *(path for each in self._further.values() for path in each.paths)])
+        return ModelVariables.of(model, self._kind_of)
+
+    def _could_train(self, path: Path, variable: Any) -> bool:
+        """Whether a variable is trained unless `optimizer.groups` freezes it."""
+        may = variable.get_metadata().get("trained", True) and nnx.filterlib.to_predicate(self.trained)(path, variable)
+        return may and self.transform.trained(path, variable)
+
+    def _kind_of(self, path: Path, variable: Any) -> Kind:
+        if self._could_train(path, variable):
+            return "frozen" if self._settings.freezes(path_name(path)) else "trained"
+        is_marked = not variable.get_metadata().get("trained", True)
+        return "moved" if is_marked or nnx.filterlib.to_predicate(self.moved)(path, variable) else "frozen"
+
+    @property
+    def _settings(self) -> Optimizer:
+        return as_optimizer(self.optimizer)
 
     @cached_property
     def _further(self) -> Mapping[str, FurtherModel]:
         """The models of the objective's own that are trained, by their names."""
-        modules = {str(path[0]) for path, _ in nnx.to_flat_state(nnx.state(self.transform.apply(self._built)))}
-        settings = (self.objective, self.model_config, self.optimizer, self.steps)
+        modules = {str(path[0]) for path, _ in nnx.to_flat_state(nnx.state(self.abstract_model))}
+        settings = (self.objective, self.model_config, self._settings, self.steps, self.precision)
         return further_models(*settings, taken={*self.companions, *modules})
 
     @cached_property
     def _optimizer(self) -> optax.GradientTransformation:
-        return self.optimizer.build(self.steps, self._model.select(self._model.axes, "trained"))
+        return widen_optimizer(self._settings.build(self.steps, self._model.select(self._model.axes, "trained")))
 
     @cached_property
     def sharding_rules(self) -> ShardingRules:
@@ -400,8 +442,9 @@ class Trainer:
 
     def _init(self, given: Tree, key: jax.Array) -> TrainState:
         model_key, run_key = jax.random.split(key)
-        built = self.family.build(self.model_config, key=model_key)
-        values = {**values_of(built), **flatten_mapping(given)}
+        built = self._build(model_key)
+        variables = join(unflatten_mapping(values_of(built)), given)
+        values = flatten_mapping(cast_values(variables, self._dtypes))
         if self.transform != UNCHANGED:
             model = nnx.merge(nnx.split(built)[0], nnx.State(unflatten_mapping(values)))
             values = values_of(self.transform.apply(model))
@@ -425,7 +468,7 @@ class Trainer:
         gradients = partial(self._part_gradients, state)
         if self.accumulation_steps == 1:
             return gradients(state.moved, batch, key)
-        zeros = self._like_params(jax.tree.map(jnp.zeros_like, state.trained))
+        zeros = self._like_params(jax.tree.map(lambda x: jnp.zeros(x.shape, accurate_dtype(x.dtype)), state.trained))
         return accumulate(gradients, zeros, state.moved, batch, jax.random.split(key, self.accumulation_steps))
 
     def _staged(self, params: Tree, batch: Batch, key: jax.Array, *, evaluated: bool) -> tuple[Tree | None, Metrics]:

@@ -23,6 +23,8 @@ __all__ = [
     "ModelVariables",
     "Path",
     "Tree",
+    "cast_values",
+    "cast_variables",
     "join",
     "part_sharding",
     "sharding_rules",
@@ -153,6 +155,26 @@ def stored_values(model: nnx.Module) -> Tree:
     """The values of a model's variables as nested dicts, without its streams of random numbers."""
     flat = nnx.to_flat_state(nnx.state(model))
     return unflatten_mapping({path: item.get_value() for path, item in flat if not isinstance(item, nnx.RngState)})
+
+
+def cast_values(tree: Tree, dtypes: Mapping[Path, Any]) -> Tree:
+    """Casts the floats of a tree, or their shapes, to the dtypes of their paths; others stay as they are."""
+
+    def cast(path: Path, value: Any) -> Any:
+        if path not in dtypes or is_quantized(value) or value.dtype == dtypes[path]:
+            return value
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            return value
+        return (
+            value.update(dtype=dtypes[path]) if isinstance(value, jax.ShapeDtypeStruct) else value.astype(dtypes[path])
+        )
+
+    return unflatten_mapping({path: cast(path, value) for path, value in flatten_mapping(tree).items()})
+
+
+def cast_variables(model: nnx.Module, dtypes: Mapping[Path, Any]) -> Any:
+    """The model with the floats of its variables cast to the dtypes of their paths."""
+    return nnx.merge(nnx.split(model)[0], nnx.State(cast_values(unflatten_mapping(values_of(model)), dtypes)))
 
 
 def join(*trees: Tree) -> Tree:

@@ -23,7 +23,7 @@ from stack_train.run.program import build_trainer
 from stack_train.run.transforms import transform_of
 from stack_train.state import TrainState
 from stack_train.trainer import Trainer
-from stack_train.variables import ModelVariables, Tree, part_sharding, values_of, variable_shardings
+from stack_train.variables import ModelVariables, Tree, cast_values, part_sharding, values_of, variable_shardings
 from stack_train.variables import Path as _Path
 
 __all__ = ["first_state", "load_model", "load_params", "load_start", "on_one_device", "with_frozen"]
@@ -71,25 +71,42 @@ def load_params(run: Path, config: Any, shardings: Tree | None = None) -> Tree:
     return load_start(run, config, shardings)[0]
 
 
-def load_start(run: Path, config: Any, shardings: Tree | None = None, *, step: int | None = None) -> tuple[Tree, int]:
+def load_start(
+    run: Path,
+    config: Any,
+    shardings: Tree | None = None,
+    *,
+    step: int | None = None,
+    dtypes: Mapping[_Path, Any] | None = None,
+) -> tuple[Tree, int]:
     """As `load_params`, with the step of the checkpoint that was read.
 
     Args:
       step: of the checkpoint to read; None is the newest that is intact.
+      dtypes: of the variables that are to have another dtype than `config` gives them, by path.
     """
-    saved = run_config(run)
+    saved, dtypes = run_config(run), dtypes or {}
     stored = replace(saved, model=replace(config, param_dtype=saved.model.param_dtype))
     model, transform = ModelVariables.of(stored_model(stored)), transform_of(stored)
-    shapes = flatten_mapping(model.abstract)
+    # The run's checkpoint may hold float32 values of parameters that `config` publishes in bfloat16.
+    shapes = flatten_mapping(cast_values(model.abstract, dtypes))
     # What is merged is read where all of it fits together, and put onto the shardings after.
     places = {} if shardings is None or transform.merges else flatten_mapping(shardings)
     restored, step = _restored(run, saved, shapes, places, step)
     values = values_of(transform.merged(model.merge(restored))) if transform.merges else flatten_mapping(restored)
-    wanted = flatten_mapping(abstract_params(config))
+    wanted = flatten_mapping(cast_values(abstract_params(config), dtypes))
     params = unflatten_mapping(
         {path: ops.dequantize(values[path], leaf.dtype).astype(leaf.dtype) for path, leaf in wanted.items()}
     )
     return (params if shardings is None else jax.device_put(params, shardings)), step
+
+
+def _load_init(trainer: Trainer, config: RunConfig, source: Path, step: int | None = None) -> tuple[Tree, int]:
+    """The values that a run starts from, in the dtypes and on the shardings that its trainer has them in."""
+    variables = flatten_mapping(trainer.start_variables)
+    shardings = unflatten_mapping({path: leaf.sharding for path, leaf in variables.items()})
+    dtypes = {path: leaf.dtype for path, leaf in variables.items()}
+    return load_start(source, config.model, shardings, step=step, dtypes=dtypes)
 
 
 def first_state(trainer: Trainer, config: RunConfig) -> tuple[TrainState, dict[str, FrozenRecord]]:
@@ -98,7 +115,7 @@ def first_state(trainer: Trainer, config: RunConfig) -> tuple[TrainState, dict[s
     source, step = INIT, 0
     if config.run.init_from is not None:
         directory = Path(config.run.init_from).absolute()
-        given, step = load_start(directory, config.model, trainer.start_shardings)
+        given, step = _load_init(trainer, config, directory)
         source = f"run:{directory}"
     loaded = {name: _load_companion(trainer, name) for name in trainer.companions_from_runs}
     companions = {name: variables for name, (variables, _) in loaded.items()}
@@ -137,7 +154,7 @@ def _frozen(trainer: Trainer, config: RunConfig, records: Mapping[str, FrozenRec
     given: Tree = {}
     if own[0].source != INIT:
         directory = Path(own[0].source.removeprefix("run:"))
-        given, _ = load_start(directory, config.model, trainer.start_shardings, step=own[0].step)
+        given, _ = _load_init(trainer, config, directory, own[0].step)
     frozen, companions = trainer.init_frozen(given, key=jax.random.key(config.run.seed))
     return frozen, dict(companions)
 
@@ -173,11 +190,14 @@ def _restored(
             state = trainer.abstract_state
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.opt_state)
             opt_state = store.restore_params(shapes, restored.step, under="opt_state").state
-            params = {path: variables[path] for path in flatten_mapping(state.params)}
+            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.params)
+            params = store.restore_params(shapes, restored.step).state  # as they were trained, not cast
             with jax.numpy_dtype_promotion("standard"):
-                averaged = config.optimizer.evaluation_params(unflatten_mapping(params), opt_state)
+                averaged = config.optimizer.evaluation_params(params, opt_state)
             variables |= flatten_mapping(averaged)
-    tree = unflatten_mapping(variables)
+    tree = cast_values(
+        unflatten_mapping(variables), {path: leaf.dtype for path, leaf in flatten_mapping(abstract).items()}
+    )
     return (jax.device_put(tree, jax.tree.map(lambda leaf: leaf.sharding, abstract)) if places else tree), restored.step
 
 

@@ -17,6 +17,7 @@ from stack_train.models.llama import FAMILY, LlamaConfig
 from stack_train.nn.schedules import schedule
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import SgdConfig
+from stack_train.precision import Precision
 from stack_train.trainer import Trainer
 
 MODEL = LlamaConfig(
@@ -46,7 +47,7 @@ ALL = (
 )
 
 
-def make_trainer(sizes, name=None, chunks=1, *, microbatches=MICROBATCHES, model=MODEL):
+def make_trainer(sizes, name=None, chunks=1, *, microbatches=MICROBATCHES, model=MODEL, **changes):
     stages = sizes.get("stage", 1)
     mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[: math.prod(sizes.values())])
     return Trainer(
@@ -57,6 +58,7 @@ def make_trainer(sizes, name=None, chunks=1, *, microbatches=MICROBATCHES, model
         steps=1,
         mesh=mesh,
         schedule=schedule(name, stages=stages, microbatches=microbatches, chunks=chunks) if name else None,
+        **changes,
     )
 
 
@@ -103,6 +105,22 @@ def of(trainer, start, batch):
     placed = jax.device_put(batch, trainer.batch_shardings(batch))
     gradients, metrics, _ = compiled_gradients(trainer, batch)(state, placed)
     return jax.device_get(gradients), float(metrics["loss"])
+
+
+def stages_sum_the_gradients_of_bfloat16_parameters_in_float32():
+    batch = batch_of(32)
+    batch["targets"] = np.maximum(batch["targets"], 0)  # weights of 16, by which products are exact
+    precision = {"precision": Precision(params="bfloat16")}
+    single = make_trainer({"data": 1}, **precision)
+    start, row = single.init(key=jax.random.key(0)), {name: x[:1] for name, x in batch.items()}
+    of_row = compiled_gradients(single, row)
+    rows = [of_row(start, {name: x[place : place + 1] for name, x in batch.items()})[0] for place in range(32)]
+    expected = jax.tree.map(lambda *parts: np.mean([np.asarray(x, np.float64) for x in parts], axis=0), *rows)
+    staged = make_trainer({"stage": 4}, "1f1b", microbatches=32, **precision)
+    for one, several in zip(*map(jax.tree.leaves, (expected, of(staged, start, batch)[0])), strict=True):
+        assert several.dtype == np.float32
+        error = np.linalg.norm(several - one) / np.linalg.norm(one)
+        assert error < 1e-6, error  # sums in bfloat16 are off by 1e-2
 
 
 def flops_of_layers(make):
@@ -158,6 +176,7 @@ if __name__ == "__main__":
     everything = "all" in sys.argv
     schedules = (("1f1b", 1), ("interleaved", 2), ("gpipe", 1)) if everything else (("1f1b", 1),)
     stages_give_the_gradients_of_one_device(ALL if everything else FEW)
+    stages_sum_the_gradients_of_bfloat16_parameters_in_float32()
     if everything:
         each_stage_does_its_share_of_the_layers(schedules[:2])
     what_a_stage_keeps_does_not_grow_with_microbatches(schedules, (8, 128) if everything else (16,))

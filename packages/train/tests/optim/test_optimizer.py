@@ -127,9 +127,3 @@ def test_wrong_settings_are_refused(given, message):
         config = parse(kind, given)
         config.check(["embedding", "layer/kernel", "layer/scale"])
         config.build(10, AXES)
-
-
-def test_schedule_free_refuses_parameters_that_its_average_cannot_hold():
-    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params_like(1.0))
-    with pytest.raises(ConfigError, match="some are bfloat16"):
-        ScheduleFreeConfig().build(10, AXES).init(narrow)

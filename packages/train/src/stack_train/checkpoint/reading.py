@@ -19,17 +19,19 @@ __all__ = ["CONFIG", "DATA_BYTES", "DATA_JSON", "data_state_of", "read_state", "
 
 CONFIG = "config.yaml"
 _VARIABLES = ("params", "moved")  # the branches of a state that hold a model's variables
+_FLOATS = {"bfloat16", "float16", "float32"}
 DATA_JSON, DATA_BYTES = "data_state.json", "data_state.bin"
 
 
 def read_state(
-    checkpoint: Path, abstract: Any, *, under: str = "", processes: Processes = ALONE
+    checkpoint: Path, abstract: Any, *, under: str = "", cast: bool = False, processes: Processes = ALONE
 ) -> tuple[Manifest, dict[str, bytes], Any]:
     """Reads a state, or a branch of it, and verifies every digest.
 
     Args:
       abstract: a pytree that gives the structure, and shapes, dtypes and shardings as its leaves do.
       under: name of the branch of the saved state that `abstract` describes, such as "params"; "" for all of it.
+      cast: cast floats to the dtypes of `abstract`; otherwise another dtype than the stored one is an error.
       processes: that read together, each its own shards.
 
     Returns:
@@ -42,15 +44,17 @@ def read_state(
     manifest, documents = _opened(checkpoint)
     wanted = named_leaves({under: abstract} if under else abstract)
     records = {name: record for name, record in manifest.leaves.items() if _within(name, under)}
-    _check_structure(checkpoint, records, wanted)
-    leaves = _read_leaves(checkpoint, records, wanted, processes)
+    read = _read_cast if cast else _read_leaves
+    leaves = read(checkpoint, records, wanted, processes)
     return manifest, documents, jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in wanted])
 
 
 def read_variables(
     checkpoint: Path, abstract: Any, *, processes: Processes = ALONE
 ) -> tuple[Manifest, dict[str, bytes], Any]:
-    """As `read_state`, of a model's variables, wherever the checkpoint holds them; None of those that it does not.
+    """Reads a model's variables, wherever the checkpoint holds them, as `read_state` with `cast`.
+
+    A variable that the checkpoint leaves to its source comes back as None.
 
     Args:
       abstract: nested dicts of all variables.
@@ -65,9 +69,7 @@ def read_variables(
         if name.partition("/")[0] in _VARIABLES and name.partition("/")[2] not in frozen
     }
     here = {stored.get(name, f"params/{name}"): leaf for name, leaf in wanted.items() if name not in frozen}
-    leaf_records = {name: manifest.leaves[name] for name in stored.values()}
-    _check_structure(checkpoint, leaf_records, here)
-    leaves = _read_leaves(checkpoint, leaf_records, here, processes)
+    leaves = _read_cast(checkpoint, {name: manifest.leaves[name] for name in stored.values()}, here, processes)
     values = [None if name in frozen else leaves[stored[name]] for name in wanted]
     return manifest, documents, jax.tree.unflatten(jax.tree.structure(abstract), values)
 
@@ -100,6 +102,7 @@ def _read_leaves(
     checkpoint: Path, records: Mapping[str, LeafRecord], wanted: Mapping[str, Any], processes: Processes
 ) -> dict[str, Any]:
     """Reads leaves by their stored names and verifies their digests, which all processes compute together."""
+    _check_structure(checkpoint, records, wanted)
     leaves, problem = dict[str, Any](), ""
     try:
         leaves = {name: _read_leaf(checkpoint, records[name].part, name, leaf) for name, leaf in wanted.items()}
@@ -110,6 +113,25 @@ def _read_leaves(
     if found := [each for each in processes.from_each("leaves", problem) if each]:
         raise CheckpointDamaged(found[0])
     _check_digests(checkpoint, records, leaves)
+    return leaves
+
+
+def _read_cast(
+    checkpoint: Path, records: Mapping[str, LeafRecord], wanted: Mapping[str, Any], processes: Processes
+) -> dict[str, Any]:
+    """As `_read_leaves`; digests are those of the stored dtypes, and floats are then cast to the requested ones."""
+
+    def in_stored_dtype(name: str, leaf: Any) -> Any:
+        stored, requested = records[name].spec.dtype if name in records else "", spec_of(leaf).dtype
+        if stored == requested or not {stored, requested} <= _FLOATS:
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, stored, sharding=getattr(leaf, "sharding", None))
+
+    requested = {name: in_stored_dtype(name, leaf) for name, leaf in wanted.items()}
+    leaves = _read_leaves(checkpoint, records, requested, processes)
+    for name, leaf in wanted.items():
+        if requested[name] is not leaf:
+            leaves[name] = leaves[name].astype(leaf.dtype)  # one by one: memory holds one leaf twice
     return leaves
 
 

@@ -269,16 +269,18 @@ class CheckpointStore:
         return restored
 
     def restore_params(self, abstract_params: Any, step: int | None = None, *, under: str = "params") -> Restored:
-        """Reads only the branch `under` of a saved state, of any kind of checkpoint; otherwise as `restore`."""
+        """Reads the branch `under` of a checkpoint of any kind, and casts floats; otherwise as `restore`."""
 
         def read(path: Path) -> Restored:
-            manifest, documents, params = read_state(path, abstract_params, under=under, processes=self._processes)
+            manifest, documents, params = read_state(
+                path, abstract_params, under=under, cast=True, processes=self._processes
+            )
             return Restored(manifest.step, params, None, documents[CONFIG].decode())
 
         return self._newest_intact(read, step)
 
     def restore_variables(self, abstract: Any, step: int | None = None) -> Restored:
-        """Reads the variables of a model from any kind of checkpoint; otherwise as `restore`.
+        """Reads the variables of a model from any kind of checkpoint, and casts floats; otherwise as `restore`.
 
         Args:
           abstract: nested dicts of the shapes of all variables. Those that the checkpoint leaves to their source come

@@ -32,7 +32,7 @@ from stack_train.diffusion.layers import (
 )
 from stack_train.models.reader import Setting
 from stack_train.nn.build import Build
-from stack_train.nn.linear import FloatName, Linear
+from stack_train.nn.linear import FloatName, Linear, take_rows
 from stack_train.nn.residual import Norm
 from stack_train.nn.stack import RematPolicy, scan_layers
 
@@ -110,7 +110,7 @@ class DitBlock(nnx.Module):
         self, x: Tokens, timesteps: Float[Array, " batch"], labels: Int[Array, " batch"]
     ) -> tuple[Tokens, Float[Array, "batch embed"]]:
         """Returns the stream and the embedding of time and label."""
-        known = jnp.take(self.labels[...].astype(x.dtype), labels, axis=0, mode="fill")
+        known = take_rows(self.labels[...], labels).astype(x.dtype)
         condition = self.time_out(jax.nn.silu(self.time_in(waves(timesteps, _WAVES).astype(x.dtype)))) + known
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = jnp.split(self.modulation(jax.nn.silu(condition)), 6, -1)
         normed = modulated(x, shift, scale)

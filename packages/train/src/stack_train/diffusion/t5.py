@@ -23,7 +23,7 @@ from stack_train.diffusion.components import Component
 from stack_train.diffusion.layers import ATTENTION, TOKENS, Tokens, split_heads
 from stack_train.models.reader import Setting
 from stack_train.nn.build import Build
-from stack_train.nn.linear import FloatName, lookup
+from stack_train.nn.linear import FloatName, lookup, take_rows
 from stack_train.nn.residual import Norm
 from stack_train.nn.stack import scan_layers
 
@@ -109,7 +109,7 @@ class T5Encoder(nnx.Module):
         """Returns hidden states in float32; every token attends to every other, padding included."""
         config, seq = self.config, tokens.shape[1]
         buckets = bucket_of(seq, config.buckets, config.max_distance)
-        bias = self.biases[...].astype(config.dtype)[buckets].transpose(2, 0, 1)[None]
+        bias = take_rows(self.biases[...], buckets).astype(config.dtype).transpose(2, 0, 1)[None]
 
         def run(block: T5Block, x: Tokens, bias: Array, _: None) -> tuple[Tokens, None]:
             return block(x, bias), None

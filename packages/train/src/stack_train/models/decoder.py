@@ -42,7 +42,8 @@ class DecoderConfig:
       tie_embeddings: the head is the embedding, transposed.
       initializer_std: standard deviation of the initial weights.
       dtype: what activations are computed in.
-      param_dtype: what parameters are held in.
+      param_dtype: dtype of parameters that no optimizer updates, in inference and in exports; `precision.params` is the
+        dtype of trained ones.
       remat: what the backward pass computes again; see `scan_layers`.
       unroll: train on layers that are compiled one by one: on CPUs steps of few layers are faster, compilation slower.
       context_keys: where `mesh.context` devices share each sequence, how they get each other's keys: "ring", one

@@ -19,7 +19,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from stack_core.errors import ShardingError, TrainingError
+from stack_core.ops.building import accurate_dtype
 from stack_train.nn.schedules import COLUMNS, Phase, Schedule
+from stack_train.precision import add_gradients
 
 __all__ = ["Boundary", "boundary", "run_stages"]
 
@@ -134,7 +136,7 @@ class _Kept:
     inputs: Tree  # [slots, ...], what other stages made of microbatches
     gradients: Tree  # [slots, ...], of what this stage made of them
     metrics: Tree  # [microbatches, ...]
-    of_layers: Tree
+    of_layers: Tree  # sums of gradients, wide
     of_shared: Tree
 
 
@@ -185,14 +187,15 @@ class _Stage:
         piece = {name: x[0] for name, x in self.layers.items()}
         output, _, metrics = jax.eval_shape(partial(self.call, None, True), piece, self.shared, row)
         zeros = lambda tree, *lead: jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), x.dtype), tree)
+        sums = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, accurate_dtype(x.dtype)), tree)
         wanted = self.with_gradients
         schedule = self.schedule
         kept = _Kept(
             inputs=zeros(output, schedule.slots),
             gradients=zeros(output, schedule.gradient_slots) if wanted else (),
             metrics=zeros(metrics, schedule.microbatches),
-            of_layers=zeros(self.layers) if wanted else {},
-            of_shared=zeros(self.shared) if wanted else {},
+            of_layers=sums(self.layers) if wanted else {},
+            of_shared=sums(self.shared) if wanted else {},
         )
         return self.placed(_varying(kept))
 
@@ -246,8 +249,10 @@ class _Stage:
         at = jnp.maximum(chunk, 0)
         return {
             "metrics": _written(kept.metrics, jnp.where(is_last, now["backward"], -1), metrics),
-            "of_layers": jax.tree.map(lambda sums, x: sums.at[at].add(counted(x)), kept.of_layers, of_piece),
-            "of_shared": jax.tree.map(lambda sums, x: sums + counted(x), kept.of_shared, of_shared),
+            "of_layers": jax.tree.map(
+                lambda sums, x: sums.at[at].add(counted(x).astype(sums.dtype)), kept.of_layers, of_piece
+            ),
+            "of_shared": add_gradients(kept.of_shared, jax.tree.map(counted, of_shared)),
         }, of_input
 
     def piece(self, chunk: Any) -> dict[str, jax.Array]:

@@ -1,11 +1,8 @@
 """Schedule-free AdamW."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 from optax import contrib
 from pydantic import PositiveFloat
@@ -54,8 +51,7 @@ class ScheduleFreeConfig(OptimizerConfig):
             optax.add_decayed_weights(self.weight_decay, map_axes(is_matrix, axes)),
             optax.scale_by_learning_rate(rate),
         )
-        free = contrib.schedule_free(fast, rate, self.beta1)
-        return optax.GradientTransformation(partial(_init_float32, free.init), free.update)
+        return contrib.schedule_free(fast, rate, self.beta1)
 
     @property
     def averages(self) -> bool:
@@ -68,14 +64,6 @@ class ScheduleFreeConfig(OptimizerConfig):
         for state in states_of(opt_state, contrib.ScheduleFreeState):
             params = jax.tree.map(average, state.z, params, is_leaf=_is_masked)
         return params
-
-
-def _init_float32(init: Callable[[Any], Any], params: Any) -> Any:
-    """Refuses parameters in whose dtype the average's sum of weights would stop growing after a few hundred updates."""
-    dtype = optax.tree.dtype(params, "lowest")
-    if dtype != jnp.float32:
-        raise ConfigError(f"schedule_free averages float32 parameters, but some are {dtype}. Set model.param_dtype.")
-    return init(params)
 
 
 def _is_masked(node: Any) -> bool:

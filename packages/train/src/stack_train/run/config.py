@@ -17,6 +17,7 @@ from stack_train.data.kinds.text import TextData
 from stack_train.nn.schedules import ScheduleName
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import AdamWConfig
+from stack_train.precision import Precision
 
 __all__ = ["PipelineConfig", "RunConfig", "RunSettings", "run_config"]
 
@@ -72,6 +73,7 @@ class RunConfig:
     data: Annotated[Any, Selected(registries.batches, "kind")] = TextData()
     objective: Annotated[Any, Selected(registries.objectives, "name")] = CausalLMConfig()
     optimizer: Annotated[Any, Selected(registries.optimizers, "name")] = AdamWConfig()
+    precision: Precision = Precision()
     run: RunSettings = RunSettings()
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     mesh: MeshConfig = MeshConfig()

@@ -10,6 +10,7 @@ import jax
 from stack_core.errors import HardwareError
 from stack_core.hardware.memory import free_bytes
 from stack_core.hardware.roofline import program_memory
+from stack_core.ops.building import accurate_dtype
 from stack_train.trainer import Trainer
 
 __all__ = ["ADVICE", "check_state", "compile_fitting", "out_of_memory"]
@@ -19,8 +20,9 @@ ADVICE = (
     "set model.remat to full."
 )
 _STATE_ADVICE = (
-    "Split it over more devices with mesh.fsdp or mesh.tensor, train a smaller model, or choose an optimizer that "
-    "keeps less, such as adafactor. `stack compile RUN.yaml --target v5p:2x2x1` tells what fits where."
+    "Split it over more devices with mesh.fsdp or mesh.tensor, train a smaller model, choose an optimizer that keeps "
+    "less, such as adafactor, or set precision.params to bfloat16. `stack compile RUN.yaml --target v5p:2x2x1` tells "
+    "what fits where."
 )
 _GIB = 2**30
 
@@ -28,9 +30,10 @@ _GIB = 2**30
 def check_state(trainer: Trainer) -> None:
     """Raises a HardwareError where a step's state and gradients alone are more than a device has left."""
     state = trainer.abstract_state
+    is_summed = trainer.accumulation_steps > 1 or trainer.schedule is not None
     parts = {
         "parameters": _device_bytes((state.params, state.moved, state.frozen)),
-        "gradients": _device_bytes(state.trained),
+        "gradients": _device_bytes(state.trained, wide=is_summed),
         "optimizer state": _device_bytes(state.opt_state),
         "companions": _device_bytes(state.companions),
         "further models": _device_bytes(state.further),
@@ -79,6 +82,15 @@ def _check(what: str, needed_bytes: int, parts: Mapping[str, int], trainer: Trai
     )
 
 
-def _device_bytes(tree: Any) -> int:
-    """The bytes of the parts of arrays that one device holds."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def _device_bytes(tree: Any, *, wide: bool = False) -> int:
+    """Returns the bytes that one device holds of arrays.
+
+    Args:
+      wide: of their sums in `accurate_dtype`.
+    """
+
+    def size(leaf: Any) -> int:
+        dtype = accurate_dtype(leaf.dtype) if wide else leaf.dtype
+        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))

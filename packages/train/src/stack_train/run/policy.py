@@ -10,7 +10,6 @@ from flax.nnx.traversals import flatten_mapping
 
 from stack_core.errors import ConfigError
 from stack_train.generative import ModuleCheckpoint, generative_checkpoint
-from stack_train.run.model import stored_model
 from stack_train.run.run import Run
 from stack_train.variables import Tree
 
@@ -39,7 +38,7 @@ def policy_of(run: Run, variables: Tree) -> ModuleCheckpoint:
 
     start = run.config.run.init_from
     return generative_checkpoint(
-        stored_model(run.config),
+        run.trainer.abstract_model,
         run.config.model,
         name=run.directory.path.name,
         tokenizer=run.directory.tokenizer,

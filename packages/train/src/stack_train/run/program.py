@@ -62,6 +62,7 @@ def build_trainer(
         transform=transform_of(config),
         companions=_companions(objective) if with_companions else {},
         schedule=_schedule(config, mesh),
+        precision=config.precision,
     )
     if trainer.schedule is not None:
         _check_staged(config, trainer)

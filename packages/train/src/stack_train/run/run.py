@@ -30,7 +30,7 @@ from stack_train.variables import sharding_rules
 __all__ = ["Run", "build"]
 
 # What a run learns may not change when it is resumed; how long it goes on, where it lies and what it writes may.
-_FIXED = ("model", "data", "objective", "optimizer", "run.accumulation_steps", "run.seed")
+_FIXED = ("model", "data", "objective", "optimizer", "precision", "run.accumulation_steps", "run.seed")
 _FREE = ("data.prefetch_batches", "model.remat", "model.unroll")
 
 

@@ -1,0 +1,63 @@
+"""Optax transformations in the place of an optimizer's config."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import optax
+
+from stack_core.errors import ConfigError
+from stack_core.metrics import Metric
+from stack_train.optim.axes import AxesTree
+
+__all__ = ["OptaxOptimizer", "Optimizer", "as_optimizer"]
+
+
+@runtime_checkable
+class Optimizer(Protocol):
+    """The methods of an `OptimizerConfig` that a trainer calls; they are documented there."""
+
+    def check(self, paths: Sequence[str]) -> None: ...
+    def freezes(self, path: str) -> bool: ...
+    def build(self, steps: int, axes: AxesTree) -> optax.GradientTransformation: ...
+    def evaluation_params(self, params: Any, opt_state: Any) -> Any: ...
+    def metrics(self, opt_state: Any, step: jax.Array, steps: int) -> dict[str, Metric]: ...
+
+
+@dataclass(frozen=True)
+class OptaxOptimizer:
+    """An `Optimizer` without settings: the transformation has its own schedule, clipping and masks."""
+
+    transformation: optax.GradientTransformation
+
+    def check(self, paths: Sequence[str]) -> None:
+        """Accepts every model, as there are no groups."""
+
+    def freezes(self, path: str) -> bool:
+        return False
+
+    def build(self, steps: int, axes: AxesTree) -> optax.GradientTransformation:
+        return self.transformation
+
+    def evaluation_params(self, params: Any, opt_state: Any) -> Any:
+        return params
+
+    def metrics(self, opt_state: Any, step: jax.Array, steps: int) -> dict[str, Metric]:
+        return {}
+
+
+def as_optimizer(optimizer: Any) -> Optimizer:
+    """Returns an optimizer's config as it is, and an Optax transformation as an `OptaxOptimizer`.
+
+    Raises:
+      ConfigError: it is neither.
+    """
+    if isinstance(optimizer, optax.GradientTransformation):
+        return OptaxOptimizer(optimizer)
+    if isinstance(optimizer, Optimizer) and not isinstance(optimizer, type):
+        return optimizer
+    raise ConfigError(
+        f"The optimizer is {optimizer!r}; expected a config of stack_train.optim, such as "
+        "AdamWConfig(learning_rate=3e-4), or an Optax transformation such as optax.adamw(3e-4)."
+    )

@@ -1,0 +1,126 @@
+"""The dtypes of training, decided here and nowhere else.
+
+| array | dtype |
+|---|---|
+| trained parameters | `Precision.params`: float32, or bfloat16 with stochastic rounding |
+| frozen parameters, inference, exports | `model.param_dtype`, the dtype that the model is published in |
+| activations and matrix products | `model.dtype` |
+| sums of gradients over microbatches, optimizer states, updates | float32 |
+
+A bfloat16 number has 8 bits of precision, so an update below 1/512 of a parameter rounds to nothing. Fine-tuning at
+learning rates of 1e-5 and less would leave most parameters as they are.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from stack_core.config import config
+from stack_core.errors import ConfigError, TrainingError
+from stack_core.ops.building import accurate_dtype
+from stack_core.paths import path_name
+
+__all__ = ["Precision", "add_gradients", "apply_updates", "is_low_precision", "widen", "widen_optimizer"]
+
+
+@config
+class Precision:
+    """The dtype of trained parameters.
+
+    Attributes:
+      params: "float32", whatever the checkpoint holds that training starts from; or "bfloat16", in half of the memory:
+        updates are then rounded stochastically, up or down with probabilities that keep their mean.
+    """
+
+    params: Literal["float32", "bfloat16"] = "float32"
+
+    def training_config(self, model_config: Any) -> Any:
+        """Returns a model's config whose parameters are made in the dtype that they are trained in.
+
+        Raises:
+          ConfigError: the config has no `param_dtype`, and `params` is not float32.
+        """
+        published = getattr(model_config, "param_dtype", None)
+        if self.params == "float32" and (published is None or not is_low_precision(published)):
+            return model_config
+        if published is None:
+            raise ConfigError(
+                f"precision.params is {self.params!r}, and {type(model_config).__name__} has no param_dtype to set. "
+                "Give the family's config the field param_dtype, or leave precision.params out."
+            )
+        changes: dict[str, Any] = {"param_dtype": self.params}
+        return dataclasses.replace(model_config, **changes)
+
+    def trained_dtype(self, dtype: Any) -> Any:
+        """The dtype of a trained parameter that the family makes in `dtype`."""
+        return accurate_dtype(dtype) if self.params == "float32" and is_low_precision(dtype) else dtype
+
+
+def is_low_precision(dtype: Any) -> bool:
+    """Whether a dtype has floats of less than 32 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+def widen(tree: Any) -> Any:
+    """Casts floats of less than 32 bits to float32, the dtype of sums and optimizer states."""
+    return jax.tree.map(lambda x: x.astype(accurate_dtype(x.dtype)), tree)
+
+
+def add_gradients(total: Any, gradients: Any, weight: Any = 1.0) -> Any:
+    """Adds gradients times a weight to a total that is already wide."""
+    return jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype) * jnp.asarray(weight, sum_.dtype), total, gradients)
+
+
+def widen_optimizer(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Runs an optimizer in float32: its states, and the gradients and parameters that it sees."""
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: Any) -> Any:
+        return inner.init(widen(params))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        return inner.update(widen(updates), state, None if params is None else widen(params), **extra)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def apply_updates(params: Any, updates: Any, *, key: jax.Array) -> Any:
+    """Adds updates to parameters, in float32; sums of bfloat16 parameters are rounded stochastically.
+
+    Args:
+      key: of this update. The nth parameter draws from `fold_in(key, n)`.
+
+    Raises:
+      TrainingError: a parameter has another dtype of less than 32 bits.
+    """
+
+    def apply(place: int, path: Any, param: jax.Array, update: jax.Array) -> jax.Array:
+        wide = accurate_dtype(param.dtype)
+        total = param.astype(wide) + update.astype(wide)
+        if not is_low_precision(param.dtype):
+            return total
+        if param.dtype != jnp.bfloat16:
+            raise TrainingError(
+                f"Parameter {path_name(path)!r} is {param.dtype}; trained parameters are float32 or bfloat16."
+            )
+        return _round_stochastically(total, key=jax.random.fold_in(key, place))
+
+    leaves, structure = jax.tree.flatten_with_path(params)
+    pairs = zip(leaves, structure.flatten_up_to(updates), strict=True)
+    return structure.unflatten([apply(place, *leaf, update) for place, (leaf, update) in enumerate(pairs)])
+
+
+def _round_stochastically(x: jax.Array, *, key: jax.Array) -> jax.Array:
+    """Rounds float32 to bfloat16, up with the probability (x - down) / (up - down).
+
+    The upper half of a float32's bits is a bfloat16. A uniform number added to the lower half carries into the upper
+    one with that probability.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    rounded = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
+    # Infinities have no neighbor above, and the noise could turn a NaN into one.
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)

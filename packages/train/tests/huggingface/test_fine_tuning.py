@@ -1,0 +1,94 @@
+"""A checkpoint published in bfloat16, trained, resumed, opened again and published: each in its dtype."""
+
+import json
+from dataclasses import replace
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+from flax.nnx.traversals import flatten_mapping
+
+from stack_core.config import parse
+from stack_core.errors import ConfigError
+from stack_train.checkpoint import CheckpointStore
+from stack_train.checkpoint.manifest import read_manifest
+from stack_train.huggingface import FORMAT
+from stack_train.run.config import RunConfig, run_config
+from stack_train.run.program import build_trainer
+from stack_train.run.start import with_model_of_start
+from stack_train.run.train import train
+from stack_train.trained_model import RUN_FORMAT
+from stack_train.weights import first_state, load_params, load_start
+
+
+@pytest.fixture
+def config_of(make_checkpoint, tmp_path):
+    """Returns make(output, **sections): a run's config that names the imported checkpoint and nothing of its model."""
+    source, _ = make_checkpoint(dtype="BF16", vocab_size=280, num_hidden_layers=1, max_position_embeddings=16)
+    FORMAT.import_run(source, tmp_path / "base")
+    (tmp_path / "a.txt").write_text("one two three four five six seven eight nine ten " * 40)
+
+    def make(output, start="base", **sections):
+        data = {"source": f"text:{tmp_path}/a.txt", "seq_tokens": 16, "batch_size": 2, "validation_fraction": 0.0}
+        run = {"steps": 2, "init_from": str(tmp_path / start)}
+        optimizer = {"learning_rate": 1e-6, "schedule": {"decay": "constant"}}
+        base = {"data": data, "run": run, "optimizer": optimizer, "checkpoint": {"every_steps": 1}}
+        return parse(RunConfig, with_model_of_start({**base, "output": str(tmp_path / output), **sections}))
+
+    return make
+
+
+def stored_dtypes(run, *, branch):
+    with CheckpointStore(run / "checkpoints") as store:
+        leaves = read_manifest(store.path(store.latest())).leaves
+    return {record.spec.dtype for name, record in leaves.items() if name.startswith(branch)} - {"int32"}
+
+
+def dtypes(tree):
+    return {str(leaf.dtype) for leaf in jax.tree.leaves(tree)}
+
+
+def test_a_published_checkpoint_is_trained_in_float32_and_published_in_its_own_dtype(config_of, tmp_path):
+    tuned = tmp_path / "tuned"
+    train(config_of("tuned"))
+    assert stored_dtypes(tuned, branch="params/") == stored_dtypes(tuned, branch="opt_state/") == {"float32"}
+    config = run_config(tuned)
+    assert (config.model.param_dtype, config.precision.params) == ("bfloat16", "float32")
+
+    # All of what was learned goes on to the next run; other readers get the dtype of the publication.
+    wide = {path: np.dtype("float32") for path in flatten_mapping(load_params(tuned, config.model))}
+    masters, base = (
+        flatten_mapping(load_start(tmp_path / name, config.model, dtypes=wide)[0]) for name in ("tuned", "base")
+    )
+    changed = np.concatenate([(masters[path] != base[path]).ravel() for path in base])
+    assert changed.mean() > 0.94
+    assert dtypes(load_params(tuned, config.model)) == {"bfloat16"}
+    assert dtypes(RUN_FORMAT.open_for_generation(tuned).load_params()) == {"bfloat16"}
+    FORMAT.export_run(tuned, tmp_path / "published")
+    tensors = dict(safetensors.deserialize((tmp_path / "published" / "model.safetensors").read_bytes()))
+    assert {tensor["dtype"] for tensor in tensors.values()} == {"BF16"}
+    assert json.loads((tmp_path / "published" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    norm = np.frombuffer(tensors["model.norm.weight"]["data"], ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(norm, np.asarray(masters["norm",]).astype(ml_dtypes.bfloat16))
+
+    further = config_of("further", "tuned")
+    assert further.model.param_dtype == "bfloat16"
+    started = flatten_mapping(first_state(build_trainer(further), further)[0].params)
+    assert all((started[path] == masters[path]).all() for path in masters)
+
+
+def test_a_run_of_bfloat16_parameters_resumes_bit_by_bit_and_says_when_its_precision_changes(config_of, tmp_path):
+    sections = {"precision": {"params": "bfloat16"}}
+    whole, cut = config_of("whole", **sections), config_of("cut", **sections)
+    train(whole)
+    train(replace(cut, run=replace(cut.run, steps=1)))
+    with pytest.raises(ConfigError, match=r"precision\.params: 'float32', not 'bfloat16'"):
+        train(config_of("cut"), resume=True)
+    train(cut, resume=True)
+    expected, found = (load_params(tmp_path / name, whole.model) for name in ("whole", "cut"))
+    assert stored_dtypes(tmp_path / "cut", branch="params/") == {"bfloat16"}
+    assert stored_dtypes(tmp_path / "cut", branch="opt_state/") == {"float32"}
+    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -280,7 +280,9 @@ def make_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None) -> 
 
     devices = jax.devices() if devices is None else list(devices)
     sizes = _axis_sizes(mesh, len(devices), _by_process(devices))
-    slices = _across_slices(sizes, len({device.slice_index for device in devices if device.platform == "tpu"}))
+    # A single slice of a compile-only topology has no slice_index. That of CPUs and GPUs counts hosts.
+    indices = {getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}
+    slices = _across_slices(sizes, len(indices))
     within = [sizes[axis] // slices[axis] for axis in _BY_TRAFFIC]
     if max(slices.values()) > 1:
         across = [slices[axis] for axis in _BY_TRAFFIC]

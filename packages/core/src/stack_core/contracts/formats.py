@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Conversion",
+    "ExportsAdapters",
     "ExportsRuns",
     "ExportsStored",
     "GenerativeCheckpoint",
+    "IgnoresKeys",
     "ImportsAdapters",
     "ImportsRuns",
     "ModelFormat",
@@ -42,6 +44,7 @@ class Conversion:
 
     Attributes:
       kept: the names of the files that were copied as they were, a tokenizer's among them.
+      left_out: parts of the source that were not converted, for people: "vision_tower (437 tensors)".
     """
 
     destination: Path
@@ -49,6 +52,7 @@ class Conversion:
     size_bytes: int
     dtype: str
     kept: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
 
 @runtime_checkable
@@ -119,6 +123,23 @@ class ImportsRuns(ModelFormat, Protocol):
 
 
 @runtime_checkable
+class IgnoresKeys(ModelFormat, Protocol):
+    """A format whose checkpoints have a config, of which an unknown key stops an import unless it is ignored.
+
+    Attributes:
+      config_file: the config's name.
+    """
+
+    config_file: str
+
+    def import_run(
+        self, directory: Path, run: Path, *, ignore: Collection[str] = (), progress: Progress | None = None
+    ) -> Conversion:
+        """As `ImportsRuns.import_run`; the config is read as if it did not have the keys of `ignore`."""
+        ...
+
+
+@runtime_checkable
 class ImportsAdapters(ModelFormat, Protocol):
     """A format of adapters, whose `import_run` takes the base that they are for."""
 
@@ -143,6 +164,23 @@ class ExportsRuns(ModelFormat, Protocol):
 
     def export_run(self, run: Path, directory: Path, *, progress: Progress | None = None) -> Conversion:
         """Makes a checkpoint of a run's newest one; whole or not at all, and overwrites nothing."""
+        ...
+
+
+@runtime_checkable
+class ExportsAdapters(ModelFormat, Protocol):
+    """A format of adapters that names their base.
+
+    Attributes:
+      base_key: where it is written.
+    """
+
+    base_key: str
+
+    def export_run(
+        self, run: Path, directory: Path, *, base_model: str | None = None, progress: Progress | None = None
+    ) -> Conversion:
+        """As `ExportsRuns.export_run`, of a run's adapters; None names the run that holds their base."""
         ...
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "ConvertibleFamily",
     "FitsTensors",
     "Head",
+    "IsPart",
     "LanguageModel",
     "LanguageModelConfig",
     "ModelFamily",
@@ -215,6 +216,17 @@ class FitsTensors(Protocol):
     def fitting(self, config: Any, tensors: Container[str]) -> Any:
         """Returns the config of the model that a checkpoint with these tensors holds."""
         ...
+
+
+@runtime_checkable
+class IsPart(Protocol):
+    """A family whose models are published on their own and as the language model of larger ones.
+
+    Attributes:
+      published_in: the architectures of the larger models, whose `config.json` has a `text_config`.
+    """
+
+    published_in: Sequence[str]
 
 
 @runtime_checkable

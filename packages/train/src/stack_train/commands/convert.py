@@ -2,6 +2,7 @@
 
 import dataclasses
 import json as json_format
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,14 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stack_core.contracts.formats import ExportsRuns, ExportsStored, ImportsAdapters, ImportsRuns
+from stack_core.contracts.formats import (
+    ExportsAdapters,
+    ExportsRuns,
+    ExportsStored,
+    IgnoresKeys,
+    ImportsAdapters,
+    ImportsRuns,
+)
 from stack_core.errors import ConversionError, nearest
 from stack_core.plugins import registries
 
@@ -22,6 +30,8 @@ def convert(
     /,
     *,
     base: Path | None = None,
+    base_model: str | None = None,
+    ignore: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     stored: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
@@ -36,6 +46,9 @@ def convert(
         `peft:DIR`, an adapter; `gguf:FILE`, a model of llama.cpp; or the format of a plugin.
       destination: the other of the two; it must not exist.
       base: the run that holds the model which an adapter is for; by default the one that the adapter names.
+      base_model: name of the base in an adapter that is written, such as meta-llama/Llama-3.1-8B or a directory, for
+        transformers to open; by default the run that holds it, which transformers cannot open.
+      ignore: a key of config.json to leave out, as if it were not there; may be repeated.
       stored: what matrices are stored as, of formats that offer a choice: F16, Q8_0 or Q4_0 in GGUF.
       json: print machine-readable results.
     """
@@ -46,10 +59,9 @@ def convert(
             f"Cannot convert {source!r} to {destination!r}: one of the two is a run directory, the other FORMAT:DIR "
             f"with a format among {', '.join(_formats(ImportsRuns, ExportsRuns))}."
         )
-    if base is not None and not isinstance(from_format, ImportsAdapters):
-        raise ConversionError(f"--base is for adapters, and {source!r} is none. Leave it out.")
-    if stored is not None and not isinstance(to_format, ExportsStored):
-        raise ConversionError(f"--stored is for formats that store in several types, and {destination!r} is none.")
+    reading = {name: value for name, value in {"base": base, "ignore": ignore}.items() if value}
+    writing = {name: value for name, value in {"base_model": base_model, "stored": stored}.items() if value is not None}
+    _check_options({**reading, **writing}, source, from_format, destination, to_format)
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -64,17 +76,37 @@ def convert(
             bar.update(task, description=path, completed=done_bytes, total=total_bytes)
 
         if from_format is not None:
-            based = {} if base is None else {"base": base}
-            result = from_format.import_run(from_path, to_path, progress=report, **based)
+            result = from_format.import_run(from_path, to_path, progress=report, **reading)
         else:
-            chosen = {} if stored is None else {"stored": stored}
-            result = to_format.export_run(from_path, to_path, progress=report, **chosen)
+            result = to_format.export_run(from_path, to_path, progress=report, **writing)
     if json:
         print(json_format.dumps(dataclasses.asdict(result), default=str))
         return
     kept = f"; kept {', '.join(result.kept)}" if result.kept else "; it has no tokenizer"
     kept = "" if isinstance(from_format or to_format, ImportsAdapters) else kept
     print(f"{result.destination}: {result.parameters:,} parameters in {result.dtype}{kept}")
+    if result.left_out:
+        print(f"left out: {', '.join(result.left_out)}")
+    if isinstance(to_format, ExportsAdapters) and base_model is None:
+        print("The base is named by its run. For transformers, name it: --base-model NAME, such as ORG/MODEL.")
+
+
+def _check_options(given: Mapping[str, Any], source: str, from_format: Any, destination: str, to_format: Any) -> None:
+    """Raises a ConversionError if an option is given that neither format has a use for."""
+    uses = {
+        "base": (from_format, ImportsAdapters, f"is for adapters, and {source!r} is none. Leave it out"),
+        "ignore": (from_format, IgnoresKeys, f"leaves out keys of a config.json, and {source!r} has none"),
+        "base_model": (to_format, ExportsAdapters, f"is for adapters that are written, and {destination!r} is none"),
+        "stored": (
+            to_format,
+            ExportsStored,
+            f"is for formats with several types, and {destination!r} is none",
+        ),
+    }
+    for name in given:
+        used_by, ability, problem = uses[name]
+        if not isinstance(used_by, ability):
+            raise ConversionError(f"--{name.replace('_', '-')} {problem}.")
 
 
 def _split(address: str, ability: type) -> tuple[Any, Path]:

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -60,10 +61,15 @@ class HuggingFaceFormat:
     the largest, of which reading takes one, or as many as fill a gibibyte.
     """
 
-    def import_run(self, directory: Path, run: Path, *, progress: Progress | None = None) -> Conversion:
-        """Makes a run directory of a Hugging Face checkpoint.
+    config_file = _CONFIG
+
+    def import_run(
+        self, directory: Path, run: Path, *, ignore: Collection[str] = (), progress: Progress | None = None
+    ) -> Conversion:
+        """Makes a run directory of a Hugging Face checkpoint, or of the language model in a larger one.
 
         Args:
+          ignore: keys of `config.json` that are left out, as if they were not there.
           progress: receives each parameter's path, the bytes done, and the bytes in all.
 
         Raises:
@@ -71,19 +77,21 @@ class HuggingFaceFormat:
           CheckpointError: the disk is full.
         """
         if component_in(directory):
+            if ignore:
+                raise ConversionError(f"--ignore is for language models; {directory} is a directory of diffusers.")
             return import_images(directory, run, progress=progress)
-        source = open_source(directory)
+        source = open_source(directory, ignore=ignore)
         with atomic_directory(run) as partial:
             data = _fitting(TextData(tokenizer=str(run / "tokenizer")), source.config)
             config = RunConfig(output=str(run), model=source.config, data=data)
             paths = RunDirectory(partial)
-            kept = _copy_to_run(directory, paths)
+            kept = _copy_to_run(source, paths)
             leaves = _reported(source.leaves(), source.total_bytes, progress)
             with CheckpointStore(paths.checkpoints) as store:
                 store.save_weights(leaves, to_yaml(config), total_bytes=source.total_bytes)
             paths.config.write_text(to_yaml(config), encoding="utf-8")
         parameters = sum(leaf.size for leaf in source.parameters.values())
-        return Conversion(run, parameters, source.total_bytes, source.config.param_dtype, kept)
+        return Conversion(run, parameters, source.total_bytes, source.config.param_dtype, kept, source.left_out)
 
     def export_run(
         self, run: Path, directory: Path, *, max_shard_bytes: int = 5 * 10**9, progress: Progress | None = None
@@ -102,7 +110,7 @@ class HuggingFaceFormat:
         if holds_codes(saved):
             raise ConversionError(
                 f"The parameters of {run} are quantized, by section {' and '.join(transform_names(saved))} of its "
-                "config, and Hugging Face checkpoints have no place for that. Convert the run that it was made from."
+                "config, and hf: writes checkpoints in float alone. Convert the run that it was made from."
             )
         config = saved.model
         if component_of(config.family) is not None:
@@ -153,12 +161,12 @@ class HuggingFaceFormat:
                 f"{directory} does not say what its model was trained on. Give documents to measure on: "
                 f"--data SOURCE, with a source among {', '.join(registries.data_sources.names())}."
             )
-        source = open_source(directory)
+        source = _open_whole(directory)
         documents = _fitting(TextData(source=data, tokenizer=str(directory)), source.config)
         config = RunConfig(output=str(directory), model=source.config, data=documents)
 
         def copy_files(run: RunDirectory) -> None:
-            _copy_to_run(directory, run)
+            _copy_to_run(source, run)
 
         return TrainedLanguageModel(_model(source), config, directory, 0, copy_files)
 
@@ -170,7 +178,7 @@ class HuggingFaceFormat:
           GenerationError: its model cannot be generated from, or its tokenizer is another's.
           DataError: its tokenizer is malformed.
         """
-        source = open_source(directory)
+        source = _open_whole(directory)
         return generative_checkpoint(
             abstract_model(source.config),
             source.config,
@@ -197,9 +205,24 @@ def _parameters(source: HuggingFaceSource) -> Iterator[tuple[tuple[str | int, ..
         yield tuple(int(step) if step.isdigit() else step for step in name.split("/")), leaf
 
 
-def _copy_to_run(directory: Path, run: RunDirectory) -> tuple[str, ...]:
+def _open_whole(directory: Path) -> HuggingFaceSource:
+    """Opens a checkpoint; warns of parts that are left out."""
+    source = open_source(directory)
+    if source.left_out:
+        warnings.warn(
+            f"{directory}: the language model alone is read, without {', '.join(source.left_out)}.", stacklevel=3
+        )
+    return source
+
+
+def _copy_to_run(source: HuggingFaceSource, run: RunDirectory) -> tuple[str, ...]:
+    directory, configs = source.directory, run.path / "huggingface"
     kept = _copy(_TOKENIZER_FILES, directory, run.tokenizer)
-    return kept + _copy((_CONFIG, _GENERATION_CONFIG), directory, run.path / "huggingface")
+    if source.rewritten is None:
+        return kept + _copy((_CONFIG, _GENERATION_CONFIG), directory, configs)
+    configs.mkdir(exist_ok=True)
+    _write_json(source.rewritten, configs / _CONFIG)
+    return kept + _copy((_GENERATION_CONFIG,), directory, configs)
 
 
 def _copy(names: Iterable[str], source: Path, destination: Path) -> tuple[str, ...]:

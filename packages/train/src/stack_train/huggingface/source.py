@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core.config import parse
-from stack_core.contracts.models import ConvertibleFamily, FitsTensors
+from stack_core.contracts.models import ConvertibleFamily, FitsTensors, IsPart
 from stack_core.digest import array_digests
 from stack_core.errors import ConfigError, ConversionError, nearest
 from stack_core.plugins import registries
 from stack_train.checkpoint import named_leaves
 from stack_train.checkpoint.leaves import LeafSpec, spec_of
 from stack_train.huggingface.blocks import with_blocks
+from stack_train.huggingface.language_part import language_part
 from stack_train.models.weight_map import WeightRule
 from stack_train.run.model import abstract_params
 from stack_train.safetensors_files import StoredTensor, read_tensors
@@ -35,6 +36,8 @@ class HuggingFaceSource:
       config: of the model; `param_dtype` and `dtype` are those of the tensors, or float32 if these have several.
       parameters: shapes and dtypes of the model's parameters, by path.
       rules: where each parameter lies, in the form that the checkpoint has.
+      rewritten: the `config.json` of what is read, if it is a part of the checkpoint or keys were ignored.
+      left_out: the checkpoint's other parts, for people.
     """
 
     directory: Path
@@ -42,6 +45,8 @@ class HuggingFaceSource:
     tensors: Mapping[str, StoredTensor]
     parameters: Mapping[str, jax.ShapeDtypeStruct]
     rules: Sequence[WeightRule]
+    rewritten: Mapping[str, Any] | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -65,8 +70,11 @@ class HuggingFaceSource:
         return leaf
 
 
-def open_source(directory: Path) -> HuggingFaceSource:
+def open_source(directory: Path, *, ignore: Collection[str] = ()) -> HuggingFaceSource:
     """Reads config and headers and checks that the checkpoint is the model's, tensor by tensor.
+
+    Args:
+      ignore: keys of `config.json` that are left out, as if they were not there.
 
     Raises:
       ConversionError: the directory holds no checkpoint, its architecture or a feature of it is not supported, or
@@ -74,6 +82,13 @@ def open_source(directory: Path) -> HuggingFaceSource:
     """
     mapping, tensors = with_blocks(_read_config(directory), read_tensors(directory))
     family = _family_of(mapping, directory)
+    rewritten, left_out = None, ()
+    if _architecture(mapping) != family.config_map.architecture:
+        names = {"architecture": family.config_map.architecture, "model_type": family.config_map.model_type}
+        part = language_part(mapping, tensors, **names)
+        mapping, tensors, rewritten, left_out = part.config, part.tensors, part.config, part.left_out
+    if ignore:
+        mapping = rewritten = _without(mapping, ignore)
     config = read_config(family, mapping, dtype="bfloat16")
     if isinstance(family, FitsTensors):
         config = family.fitting(config, tensors)
@@ -82,7 +97,8 @@ def open_source(directory: Path) -> HuggingFaceSource:
     _check_tensors(directory, rules, family.redundant_tensors(config), parameters, tensors)
     dtype = _dtype(rules, parameters, tensors)
     config = replace(config, dtype=dtype, param_dtype=dtype)
-    return HuggingFaceSource(directory, config, tensors, named_leaves(abstract_params(config)), rules)
+    parameters = named_leaves(abstract_params(config))
+    return HuggingFaceSource(directory, config, tensors, parameters, rules, rewritten, left_out)
 
 
 def read_config(family: Any, mapping: Mapping[str, Any], *, dtype: str = "float32") -> Any:
@@ -112,13 +128,26 @@ def _read_config(directory: Path) -> dict[str, Any]:
 def _family_of(mapping: Mapping[str, Any], directory: Path) -> Any:
     families = [registries.models[name] for name in registries.models]
     known = {family.config_map.architecture: family for family in families if isinstance(family, ConvertibleFamily)}
-    architectures = mapping.get("architectures") or ["none"]
-    if architectures[0] not in known:
+    parts = {name: family for family in families if isinstance(family, IsPart) for name in family.published_in}
+    known = parts | known
+    if (architecture := _architecture(mapping)) not in known:
         raise ConversionError(
-            f"{directory} is of architecture {architectures[0]!r}, which no installed model has."
-            f"{nearest(str(architectures[0]), known)} Supported: {', '.join(sorted(known)) or 'none'}."
+            f"{directory} is of architecture {architecture!r}, which no installed model has."
+            f"{nearest(architecture, known)} Supported: {', '.join(sorted(known)) or 'none'}."
         )
-    return known[architectures[0]]
+    return known[architecture]
+
+
+def _architecture(mapping: Mapping[str, Any]) -> str:
+    return str((mapping.get("architectures") or ["none"])[0])
+
+
+def _without(mapping: Mapping[str, Any], keys: Collection[str]) -> Mapping[str, Any]:
+    if unknown := [key for key in keys if key not in mapping]:
+        raise ConversionError(
+            f"config.json has no key {', '.join(map(repr, unknown))} to ignore.{nearest(unknown[0], mapping)}"
+        )
+    return {key: value for key, value in mapping.items() if key not in keys}
 
 
 def _check_tensors(

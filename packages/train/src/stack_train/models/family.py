@@ -27,6 +27,7 @@ class DecoderFamily:
       names: what parameters are called, where most families call them otherwise.
       further_prefix: of the names of layers that predict later tokens; None numbers them on behind the others.
       redundant: see `redundant_tensors`.
+      published_in: architectures of larger models whose language model is of this family; see `IsPart`.
       sizes: names of published models, for lists.
       tested: what the project's tests compare of it; they choose by this what they run.
     """
@@ -38,6 +39,7 @@ class DecoderFamily:
     names: Names = field(default_factory=dict)
     further_prefix: str | None = None
     redundant: Mapping[str, str | None] = field(default_factory=dict)
+    published_in: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
     tested: tuple[Tested, ...] = ()
 

@@ -125,6 +125,7 @@ FAMILY = DecoderFamily(
     ),
     spec=spec,
     names=GEMMA_NAMES,
+    published_in=("Gemma3ForConditionalGeneration",),  # 4B, 12B and 27B
     sizes=("270M", "1B", "4B", "12B", "27B"),
     tested=("logits", "greedy", "gradients", "conversion", "pages", "w8a8 pages"),
 )

@@ -72,6 +72,11 @@ class Setting:
     resolved: str | None = None
 
 
+_IGNORE = (
+    "A key that does not change what the model computes can be left out of what is read: stack convert hf:DIR RUN "
+    "--ignore KEY, and use RUN."
+)
+
 COMMON = (
     Setting("vocab_size", ("vocab_size",), 32_000),
     Setting("embed", ("hidden_size",), 4096),
@@ -188,8 +193,10 @@ class ConfigMap:
         except ConversionError as error:
             raise ConversionError(f"{self.architecture}: {error}") from error
         if wrong := [*reader.problems, *reader.unread()]:
+            advice = f" {_IGNORE}" if reader.unread() else ""
             raise ConversionError(
                 f"{self.architecture} asks in its config.json for what this model does not do: {'; '.join(wrong)}."
+                f"{advice}"
             )
         return found
 

@@ -5,15 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from stack_core.config import to_yaml
 from stack_core.contracts.adapters import Adapters
 from stack_core.contracts.formats import Conversion, Progress
+from stack_core.digest import array_digests
 from stack_core.errors import ConversionError
 from stack_core.runs.atomic_directory import atomic_directory
 from stack_core.runs.directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore
 from stack_train.checkpoint.leaves import LeafSpec
-from stack_train.peft.reading import read_base_digests, read_peft
+from stack_train.peft.reading import read_base_copies, read_base_digests, read_peft
 from stack_train.peft.settings import CONFIG, read_settings
 from stack_train.peft.writing import write_peft
 from stack_train.run.config import run_config
@@ -35,6 +38,8 @@ __all__ = ["FORMAT", "PeftFormat"]
 class PeftFormat:
     """The model format `peft:DIR`: an adapter, which needs its base beside it."""
 
+    base_key = "base_model_name_or_path"
+
     def recognizes(self, directory: Path) -> bool:
         return (directory / CONFIG).is_file()
 
@@ -42,7 +47,8 @@ class PeftFormat:
         """Reads an adapter for a model.
 
         Args:
-          digests: of the leaves of the model; asked where the directory says what its base held, as ours do.
+          digests: of the leaves of the model; asked if the directory has digests of its base, as those written here
+            do, or copies of its embeddings or head, as PEFT writes them.
 
         Raises:
           ConversionError: it is no adapter of such a model, or was trained on another base.
@@ -51,6 +57,8 @@ class PeftFormat:
         known = {name: (_spec(leaf), leaf["digest"]) for name, leaf in read_base_digests(directory).items()}
         if known:
             check_base(str(directory), known, digests())
+        if copies := read_base_copies(directory, config):
+            _check_copies(directory, copies, digests())
         return adapters
 
     def import_run(
@@ -94,8 +102,14 @@ class PeftFormat:
             paths.config.write_text(to_yaml(config), encoding="utf-8")
         return _conversion(run, adapters, progress)
 
-    def export_run(self, run: Path, directory: Path, *, progress: Progress | None = None) -> Conversion:
+    def export_run(
+        self, run: Path, directory: Path, *, base_model: str | None = None, progress: Progress | None = None
+    ) -> Conversion:
         """Makes a PEFT directory of the adapters in a run's newest checkpoint.
+
+        Args:
+          base_model: name or directory of the base as transformers opens it; None writes the run that holds it, from
+            which `stack convert` imports and transformers cannot.
 
         Raises:
           ConversionError: the run has no adapters, or PEFT has no place for one; or `directory` exists.
@@ -103,7 +117,9 @@ class PeftFormat:
           CheckpointError: there is no checkpoint, or it is damaged.
         """
         found = run_adapters(run)
-        base = None if found.base is None else found.base.source.removeprefix("run:")
+        base = base_model
+        if base is None and found.base is not None:
+            base = found.base.source.removeprefix("run:").removeprefix("hf:")
         digests = {} if found.base is None else found.base.to_plain()["leaves"]
         with atomic_directory(directory) as partial:
             write_peft(partial, found.adapters, found.config.model, base=base, digests=digests)
@@ -111,6 +127,28 @@ class PeftFormat:
 
 
 FORMAT = PeftFormat()
+
+
+def _check_copies(directory: Path, copies: Mapping[str, tuple[str, np.ndarray]], digests: Digests) -> None:
+    """Compares the parameters of the base that an adapter's file repeats with the base that is there.
+
+    Raises:
+      ConversionError: one has another shape or other values, as after training it whole or resizing the vocabulary.
+    """
+    problems = []
+    for path, (name, values) in copies.items():
+        if path not in digests:  # a quantized base has other leaves
+            continue
+        spec, digest = digests[path]
+        if values.shape != spec.shape:
+            problems.append(f"{name} is {list(values.shape)} as a parameter, {list(spec.shape)} in the base")
+        elif array_digests({path: np.ascontiguousarray(values.astype(spec.dtype))})[path] != digest:
+            problems.append(f"{name} holds other values than the base")
+    if problems:
+        raise ConversionError(
+            f"{directory} brings embeddings or a head of its own:\n  " + "\n  ".join(problems) + "\nAdapters alone are "
+            "read. Give the base that it was trained on, or merge it there (PEFT's merge_and_unload) and convert that."
+        )
 
 
 def _conversion(destination: Path, adapters: Adapters, progress: Progress | None) -> Conversion:

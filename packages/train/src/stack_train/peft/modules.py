@@ -8,9 +8,10 @@ from stack_core.contracts.models import ConvertibleFamily
 from stack_core.errors import ConversionError
 from stack_core.plugins import registries
 from stack_train.checkpoint import named_leaves
+from stack_train.models.weight_map import WeightRule
 from stack_train.run.model import abstract_params
 
-__all__ = ["AdaptedModule", "modules_of"]
+__all__ = ["AdaptedModule", "modules_of", "outer_tensors"]
 
 _END = ".weight"
 
@@ -31,6 +32,17 @@ class AdaptedModule:
     layer: int | None
     d_in: int
     d_out: int
+
+
+def outer_tensors(config: Any) -> dict[str, WeightRule]:
+    """Returns the rules of the tensors outside of layers, embeddings and head among them, by the tensors' names.
+
+    A tensor that repeats another, such as a head that is tied to the embedding, has the other's rule.
+    """
+    family = registries.models[config.family]
+    found = {rule.tensor: rule for rule in family.weight_rules(config) if not rule.layers}
+    repeated = family.redundant_tensors(config).items()
+    return {**found, **{name: found[original] for name, original in repeated if original in found}}
 
 
 def modules_of(config: Any) -> dict[str, AdaptedModule]:

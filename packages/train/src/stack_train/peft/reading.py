@@ -11,17 +11,21 @@ from safetensors import safe_open
 
 from stack_core.contracts.adapters import Adapters, LowRankFactors
 from stack_core.errors import ConversionError, nearest
-from stack_train.peft.modules import AdaptedModule, modules_of
+from stack_train.peft.modules import AdaptedModule, modules_of, outer_tensors
 from stack_train.peft.settings import PeftSettings, read_settings
 from stack_train.safetensors_files import StoredTensor, read_tensors
 
-__all__ = ["BASE_DIGESTS", "STEM", "read_base_digests", "read_peft"]
+__all__ = ["BASE_DIGESTS", "STEM", "read_base_copies", "read_base_digests", "read_peft"]
 
 STEM = "adapter_model"
 BASE_DIGESTS = "stack_base_digests"
 """The entry of the file's metadata that says what the base of an adapter held: its leaves and their digests."""
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(\.weight)?")
+
+# PEFT saves embeddings and head beside their adapters, or on their own with `save_embedding_layers`.
+_COPY = re.compile(r"base_model\.model\.(?P<module>.+?)(\.base_layer)?\.weight")
+_LOOKUP = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_embedding_[AB]")
 
 _Parts = Mapping[str, StoredTensor]
 
@@ -33,7 +37,9 @@ def read_peft(directory: Path, config: Any) -> Adapters:
       ConversionError: it is no adapter of such a model; names each tensor that is missing, unknown or of another shape.
     """
     settings, modules = read_settings(directory), modules_of(config)
-    tensors, problems = _by_module(read_tensors(directory, STEM), modules)
+    stored = read_tensors(directory, STEM)
+    copies = _copies(stored, config)
+    tensors, problems = _by_module({name: stored[name] for name in stored if name not in copies}, modules)
     problems += [
         f"target_modules has {target!r}, which none of the tensors is of"
         for target in settings.unmatched_targets(list(tensors))
@@ -59,6 +65,32 @@ def read_peft(directory: Path, config: Any) -> Adapters:
     return {parameter: _factors(members, tensors, settings) for parameter, members in adapted.items()}
 
 
+def read_base_copies(directory: Path, config: Any) -> dict[str, tuple[str, np.ndarray]]:
+    """Reads the embeddings and the head of the base that an adapter's file repeats.
+
+    Returns:
+      The tensor's name and its values as the model's parameter has them, by the parameter's path.
+    """
+    stored, outer = read_tensors(directory, STEM), outer_tensors(config)
+    found = {}
+    for name, tensor in _copies(stored, config).items():
+        rule = outer[tensor]
+        values = stored[name].read()
+        found[rule.parameter] = (name, values.T if rule.transposed else values)
+    return found
+
+
+def _copies(stored: Mapping[str, StoredTensor], config: Any) -> dict[str, str]:
+    """Returns the tensor of the base that each copy repeats, by the copy's name."""
+    outer, found = outer_tensors(config), dict[str, str]()
+    for name, tensor in stored.items():
+        match = _COPY.fullmatch(name)
+        original = None if match is None else f"{match['module']}.weight"
+        if original in outer and tensor.numpy_dtype is not None:
+            found[name] = original
+    return found
+
+
 def read_base_digests(directory: Path) -> Mapping[str, Any]:
     """What the base held, by path, if the one who wrote the directory said so."""
     path = directory / f"{STEM}.safetensors"
@@ -72,6 +104,12 @@ def _by_module(
     found: dict[str, dict[str, StoredTensor]] = {}
     problems = []
     for name, tensor in stored.items():
+        if (lookup := _LOOKUP.fullmatch(name)) is not None:
+            problems.append(
+                f"{name} adapts the lookup of {lookup['module']}; adapters of products of matrices alone are read. "
+                "Merge it into its base with PEFT (merge_and_unload), and convert that"
+            )
+            continue
         match = _NAME.fullmatch(name)
         if match is None or match["module"] not in modules:
             near = "" if match is None else nearest(match["module"], modules)

@@ -1,0 +1,79 @@
+"""Language models in larger models of transformers: read out of them, with equal logits of text."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from stack_train.huggingface import FORMAT
+from stack_train.weights import load_params, run_config
+
+from .conftest import model_of
+
+pytestmark = pytest.mark.parity
+
+TEXT = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rope_scaling": None,
+}
+VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+TOKENS = np.random.default_rng(0).integers(0, 90, (2, 24))
+
+
+def of_gemma3():
+    text = transformers.Gemma3TextConfig(**TEXT, sliding_window=6, query_pre_attn_scalar=24)
+    vision = transformers.SiglipVisionConfig(**VISION, image_size=28, patch_size=14, vision_use_head=False)
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def of_mistral3(*, tied):
+    text = transformers.MistralConfig(**TEXT, sliding_window=None, tie_word_embeddings=False)
+    vision = transformers.PixtralVisionConfig(**VISION, head_dim=8, image_size=28, patch_size=14)
+    config = transformers.Mistral3Config(
+        text_config=text, vision_config=vision, image_token_index=96, tie_word_embeddings=False
+    )
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "make"),
+    [
+        ("gemma3", of_gemma3),
+        ("mistral", partial(of_mistral3, tied=False)),
+        ("mistral", partial(of_mistral3, tied=True)),
+    ],
+)
+def test_logits_of_text_are_those_of_the_larger_model(family, make, tmp_path):
+    torch.manual_seed(0)
+    theirs = make().eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(0.25 * noise if parameter.ndim > 1 else parameter + 0.1 * noise)
+        expected = theirs(torch.tensor(TOKENS)).logits.numpy()
+    theirs.save_pretrained(tmp_path / "hf")
+    result = FORMAT.import_run(tmp_path / "hf", tmp_path / "run")
+    assert {each.partition(" ")[0] for each in result.left_out} == {"vision_tower", "multi_modal_projector"}
+    config = run_config(tmp_path / "run").model
+    assert config.family == family
+    ours = model_of(config, load_params(tmp_path / "run", config))
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+    actual = ours.logits(ours(jnp.asarray(TOKENS), positions).hidden)
+    assert np.ptp(expected) > 1
+    np.testing.assert_allclose(actual, expected, atol=1e-4, rtol=1e-4)
+
+    FORMAT.export_run(tmp_path / "run", tmp_path / "back")
+    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto").eval()
+    with torch.no_grad():
+        np.testing.assert_allclose(alone(torch.tensor(TOKENS)).logits.numpy(), expected, atol=1e-4, rtol=1e-4)

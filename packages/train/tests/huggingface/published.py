@@ -1,0 +1,243 @@
+"""Published checkpoints made small: the publishers' configs, and their tensors by name and shape.
+
+`published/NAME/` has `config.json` and `generation_config.json` as published, key by key. The tensors are spelled out
+here apart from the code under test.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models
+
+FOLDER = Path(__file__).parent / "published"
+SMALL = {
+    "vocab_size": 53,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+SMALL_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 8}
+OWN_SIZES: dict[str, dict[str, int]] = {
+    "gemma-3-4b-it": {"num_hidden_layers": 6},
+    "gpt-oss-20b": {"intermediate_size": 64},
+    "DeepSeek-V3": {"num_key_value_heads": 4, "n_group": 4, "topk_group": 2, "q_lora_rank": 12, "kv_lora_rank": 16}
+    | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1},
+    "Qwen3-Next-80B-A3B-Instruct": {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+"""Sizes besides `SMALL` that keep each architecture's proportions."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def published_config(name: str) -> dict[str, Any]:
+    return json.loads((FOLDER / name / "config.json").read_text())
+
+
+def small_config(name: str) -> dict[str, Any]:
+    """Returns the published config with small sizes; keys that it does not have are left out, and the others stay."""
+    whole = published_config(name)
+    config = whole.get("text_config", whole)
+    sizes = {**SMALL, **SMALL_EXPERTS, **OWN_SIZES.get(name, {})}
+    added = ("hidden_size", "vocab_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+    implied = {key: sizes[key] for key in added if "text_config" in whole}  # which text_config leaves to defaults
+    config |= {key: value for key, value in sizes.items() if key in config} | implied
+    for key in ("num_experts_per_tok", "experts_per_token"):
+        if key in config:
+            config[key] = 2
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
+    return whole
+
+
+def tensor_shapes(name: str, config: dict[str, Any]) -> Shapes:
+    """The tensors of a checkpoint in float, without those beside the language model."""
+    text = config.get("text_config", config)
+    embed, kind = text["hidden_size"], text["model_type"]
+    shapes: Shapes = {"model.embed_tokens.weight": (text["vocab_size"], embed), "model.norm.weight": (embed,)}
+    if not text.get("tie_word_embeddings", kind.startswith("gemma")) or name == "Qwen3-0.6B":
+        shapes["lm_head.weight"] = (text["vocab_size"], embed)  # of Qwen3 0.6B a copy of the embedding
+    for number in range(text["num_hidden_layers"]):
+        layer = {**_norms(kind, embed), **_attention(text, number), **_feed_forward(text, number)}
+        shapes |= {f"model.layers.{number}.{each}": shape for each, shape in layer.items()}
+    shapes |= _predicts_later_tokens(text)
+    if config["architectures"][0].endswith("ForConditionalGeneration"):
+        shapes = {f"language_model.{each}": shape for each, shape in shapes.items()}
+    return shapes
+
+
+def _predicts_later_tokens(config: dict[str, Any]) -> Shapes:
+    """The layer of multi-token prediction, which DeepSeek-V3 has behind the others and Qwen3-Next under `mtp`."""
+    kind, embed, number = config["model_type"], config["hidden_size"], config["num_hidden_layers"]
+    if kind not in ("deepseek_v3", "qwen3_next"):
+        return {}
+    full = config.get("full_attention_interval", 1) - 1
+    layer = {**_norms(kind, embed), **_attention(config, full), **_feed_forward(config, number)}
+    if kind == "qwen3_next":
+        outer = {f"{name}.weight": (embed,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+        outer["fc.weight"] = (embed, 2 * embed)
+        inner = {f"layers.0.{name}": shape for name, shape in layer.items()}
+        return {f"mtp.{name}": shape for name, shape in {**outer, **inner}.items()}
+    layer |= {f"{name}.weight": (embed,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    layer["eh_proj.weight"] = (embed, 2 * embed)
+    layer |= {f"{name}.weight": (config["vocab_size"], embed) for name in ("embed_tokens", "shared_head.head")}
+    return {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+
+
+def _norms(kind: str, embed: int) -> Shapes:
+    names = ["input_layernorm", "post_attention_layernorm"]
+    if kind.startswith("gemma"):
+        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    if kind == "olmo2":
+        names = ["post_attention_layernorm", "post_feedforward_layernorm"]
+    return {f"{name}.weight": (embed,) for name in names}
+
+
+def _attention(config: dict[str, Any], number: int) -> Shapes:
+    kind, embed, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
+    if kind == "deepseek_v3":
+        nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+        return {
+            "self_attn.q_a_proj.weight": (config["q_lora_rank"], embed),
+            "self_attn.q_a_layernorm.weight": (config["q_lora_rank"],),
+            "self_attn.q_b_proj.weight": (heads * (nope + rope), config["q_lora_rank"]),
+            "self_attn.kv_a_proj_with_mqa.weight": (config["kv_lora_rank"] + rope, embed),
+            "self_attn.kv_a_layernorm.weight": (config["kv_lora_rank"],),
+            "self_attn.kv_b_proj.weight": (heads * (nope + value), config["kv_lora_rank"]),
+            "self_attn.o_proj.weight": (embed, heads * value),
+        }
+    if kind == "qwen3_next" and (number + 1) % config["full_attention_interval"]:
+        keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        return {
+            "linear_attn.in_proj_qkvz.weight": (2 * keys + 2 * values, embed),
+            "linear_attn.in_proj_ba.weight": (2 * config["linear_num_value_heads"], embed),
+            "linear_attn.conv1d.weight": (2 * keys + values, 1, config["linear_conv_kernel_dim"]),
+            "linear_attn.A_log": (config["linear_num_value_heads"],),
+            "linear_attn.dt_bias": (config["linear_num_value_heads"],),
+            "linear_attn.norm.weight": (config["linear_value_head_dim"],),
+            "linear_attn.out_proj.weight": (embed, values),
+        }
+    size = config.get("head_dim") or embed // heads
+    queries, keys = heads * size, config["num_key_value_heads"] * size
+    gate = 2 if kind == "qwen3_next" else 1
+    outs = {"q_proj": (gate * queries, embed), "k_proj": (keys, embed), "v_proj": (keys, embed)}
+    outs["o_proj"] = (embed, queries)
+    shapes: Shapes = {f"self_attn.{name}.weight": shape for name, shape in outs.items()}
+    biased = {"gpt_oss": tuple(outs), "qwen2": ("q_proj", "k_proj", "v_proj")}.get(kind, ())
+    shapes |= {f"self_attn.{name}.bias": outs[name][:1] for name in biased}
+    if kind == "gpt_oss":
+        shapes["self_attn.sinks"] = (heads,)
+    if kind in ("qwen3", "qwen3_moe", "qwen3_next", "gemma3_text"):
+        shapes |= {f"self_attn.{name}_norm.weight": (size,) for name in ("q", "k")}
+    if kind == "olmo2":
+        shapes |= {"self_attn.q_norm.weight": (queries,), "self_attn.k_norm.weight": (keys,)}
+    return shapes
+
+
+def _gated(prefix: str, embed: int, mlp: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")):
+    gate, up, down = (f"{prefix}.{name}.weight" for name in names)
+    return {gate: (mlp, embed), up: (mlp, embed), down: (embed, mlp)}
+
+
+def _feed_forward(config: dict[str, Any], number: int) -> Shapes:
+    kind, embed, mlp = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    count = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
+    if count is None or (kind == "deepseek_v3" and number < config["first_k_dense_replace"]):
+        return _gated("mlp", embed, mlp)
+    if kind == "gpt_oss":
+        return {
+            "mlp.router.weight": (count, embed),
+            "mlp.router.bias": (count,),
+            "mlp.experts.gate_up_proj": (count, embed, 2 * mlp),
+            "mlp.experts.gate_up_proj_bias": (count, 2 * mlp),
+            "mlp.experts.down_proj": (count, mlp, embed),
+            "mlp.experts.down_proj_bias": (count, embed),
+        }
+    if kind == "mixtral":
+        shapes: Shapes = {"block_sparse_moe.gate.weight": (count, embed)}
+        for expert in range(count):
+            shapes |= _gated(f"block_sparse_moe.experts.{expert}", embed, mlp, ("w1", "w3", "w2"))
+        return shapes
+    width = config["moe_intermediate_size"]
+    shapes = {"mlp.gate.weight": (count, embed)}
+    for expert in range(count):
+        shapes |= _gated(f"mlp.experts.{expert}", embed, width)
+    if kind == "deepseek_v3":
+        shapes["mlp.gate.e_score_correction_bias"] = (count,)
+        shapes |= _gated("mlp.shared_experts", embed, config["n_shared_experts"] * width)
+    if kind == "qwen3_next":
+        shapes["mlp.shared_expert_gate.weight"] = (1, embed)
+        shapes |= _gated("mlp.shared_expert", embed, config["shared_expert_intermediate_size"])
+    return shapes
+
+
+def small_checkpoint(name: str, directory: Path, *, files: int = 3) -> dict[str, np.ndarray]:
+    """Writes a small checkpoint in the publisher's layout; returns the tensors of the language model in its files."""
+    random, config = np.random.default_rng(0), small_config(name)
+    tensors = {
+        each: random.normal(size=shape).astype(ml_dtypes.bfloat16)
+        for each, shape in tensor_shapes(name, config).items()
+    }
+    if name == "Qwen3-0.6B":
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    if name == "DeepSeek-V3":
+        for each in [each for each in tensors if each.endswith("e_score_correction_bias")]:
+            tensors[each] = tensors[each].astype(np.float32)
+        tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+        tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"]
+    coded = _coded(tensors, config.get("quantization_config"))
+    beside = {}
+    if "text_config" in config:
+        beside = {"vision_tower.vision_model.post_layernorm.weight": np.ones(6, ml_dtypes.bfloat16)}
+        beside |= {"multi_modal_projector.mm_input_projection_weight": np.ones((6, 32), ml_dtypes.bfloat16)}
+        beside |= {"vision_tower.vision_model.post_layernorm.bias": np.ones(6, ml_dtypes.bfloat16)}
+    _write(directory, config, {**coded, **beside}, files)
+    for source in FOLDER.joinpath(name).glob("generation_config.json"):
+        (directory / source.name).write_bytes(source.read_bytes())
+    words = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, "</s>": 2}, unk_token="a"))
+    (directory / "tokenizer.json").write_text(words.to_str())
+    (directory / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}\n')
+    (directory / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}\n')
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    return tensors
+
+
+def _write(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], files: int) -> None:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    names = [f"model-{number:05d}-of-{files:05d}.safetensors" for number in range(1, files + 1)]
+    located = {each: names[place * files // len(tensors)] for place, each in enumerate(sorted(tensors))}
+    for file in names:
+        held = {each: tensors[each] for each in tensors if located[each] == file}
+        save_file(held, directory / file, metadata={"format": "pt"})
+    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": located}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _coded(tensors: dict[str, np.ndarray], coding: dict[str, Any] | None) -> dict[str, np.ndarray]:
+    """The tensors as they are published: gpt-oss' experts in MXFP4, DeepSeek-V3's matrices in FP8."""
+    if coding is None:
+        return tensors
+    found, random = dict[str, np.ndarray](), np.random.default_rng(1)
+    for name, tensor in tensors.items():
+        if coding["quant_method"] == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
+            experts, d_in, d_out = tensor.shape
+            codes = random.integers(0, 256, (experts, d_out, d_in // 32, 16), np.uint8)
+            found[f"{name}_blocks"], found[f"{name}_scales"] = codes, np.full(codes.shape[:-1], 127, np.uint8)
+        elif coding["quant_method"] == "fp8" and "_proj" in name and "eh_proj" not in name:
+            found[name] = tensor.astype(ml_dtypes.float8_e4m3fn)
+            found[f"{name}_scale_inv"] = np.ones([-(-size // 128) for size in tensor.shape], np.float32)
+        else:
+            found[name] = tensor
+    return found

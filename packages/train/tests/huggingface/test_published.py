@@ -1,0 +1,156 @@
+"""Checkpoints in their publishers' own layout: every key of config.json, shards and index, and what lies beside."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from stack_core.cli import main
+from stack_core.errors import ConversionError
+from stack_core.model_formats import open_for_generation
+from stack_core.plugins import registries
+from stack_train.checkpoint import named_leaves
+from stack_train.huggingface import FORMAT
+from stack_train.huggingface.blocks import QUANTIZATION
+from stack_train.huggingface.language_part import language_part
+from stack_train.huggingface.source import read_config
+from stack_train.models.family import DecoderFamily
+from stack_train.run.config import run_config
+from stack_train.run.model import abstract_params
+
+from .published import FOLDER, published_config, small_checkpoint, small_config
+
+ENCODER = 416_866_032
+"""Parameters of the encoder of images of Gemma 3; a norm and a projection of its 1152 features are beside it."""
+PARAMETERS = {
+    "SmolLM2-135M-Instruct": ("llama", 134_515_008),
+    "Llama-3.1-8B-Instruct": ("llama", 8_030_261_248),
+    "unsloth-Llama-3.2-1B-Instruct": ("llama", 1_235_814_400),
+    "Mistral-7B-Instruct-v0.3": ("mistral", 7_248_023_552),
+    "Mistral-Small-3.1-24B-Instruct-2503": ("mistral", 23_572_403_200),
+    "Qwen2.5-0.5B-Instruct": ("qwen2", 494_032_768),
+    "Qwen3-0.6B": ("qwen3", 596_049_920),
+    "Mixtral-8x7B-Instruct-v0.1": ("mixtral", 46_702_792_704),
+    "Qwen3-30B-A3B": ("qwen3_moe", 30_532_122_624),
+    "gemma-3-1b-it": ("gemma3", 999_885_952),
+    "gemma-3-4b-it": ("gemma3", 4_300_079_472 - ENCODER - 1152 * 2561),
+    "unsloth-gemma-3-12b-it": ("gemma3", 12_187_325_040 - ENCODER - 1152 * 3841),
+    "gemma-2-2b-it": ("gemma2", 2_614_341_888),
+    "OLMo-2-0425-1B-Instruct": ("olmo2", 1_484_916_736),
+    "gpt-oss-20b": ("gpt_oss", 20_914_757_184),
+    "DeepSeek-V3": ("deepseek_v3", 682_636_487_424),  # with its layer of multi-token prediction
+    "Qwen3-Next-80B-A3B-Instruct": ("qwen3_next", 81_324_862_720),
+}
+"""Family and parameters of each model; the publishers' indices have the same numbers."""
+FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def test_every_family_has_a_published_checkpoint():
+    families = [name for name in registries.models if isinstance(registries.models[name], DecoderFamily)]
+    assert {family for family, _ in PARAMETERS.values()} == set(families)
+    assert {path.name for path in FOLDER.iterdir()} == PARAMETERS.keys()
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_published_config_is_that_of_a_model_of_its_size(name):
+    family, expected = registries.models[PARAMETERS[name][0]], PARAMETERS[name][1]
+    mapping = {key: value for key, value in published_config(name).items() if key != QUANTIZATION}
+    if "text_config" in mapping:
+        names = {"architecture": family.config_map.architecture, "model_type": family.config_map.model_type}
+        mapping = language_part(mapping, {}, **names).config
+    leaves = named_leaves(abstract_params(read_config(family, mapping)))
+    assert sum(math.prod(leaf.shape) for leaf in leaves.values()) == expected
+
+
+def loaded(directory):
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+# A checkpoint of each layout; the others differ from these in their config alone.
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if not name.startswith(("unsloth", "Llama"))])
+def test_a_published_checkpoint_opens_and_comes_back(name, tmp_path):
+    tensors = small_checkpoint(name, tmp_path / "hf")
+    result = FORMAT.import_run(tmp_path / "hf", tmp_path / "run")
+    assert run_config(tmp_path / "run").model.family == PARAMETERS[name][0]
+    assert {*FILES, "chat_template.jinja"} <= set(result.kept)
+    FORMAT.export_run(tmp_path / "run", tmp_path / "back", max_shard_bytes=20_000)
+    for file in FILES:
+        assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes(), file
+    config, back = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("hf", "back"))
+    if QUANTIZATION in config:
+        assert QUANTIZATION not in back and back["architectures"] == config["architectures"]
+        return  # written as the floats that the codes stand for; test_blocks.py has their values
+    if "text_config" in config:
+        assert back["architectures"] == [registries.models[PARAMETERS[name][0]].config_map.architecture]
+        config = {**config["text_config"], "architectures": back["architectures"]}
+        tensors = {each.removeprefix("language_model."): tensor for each, tensor in tensors.items()}
+    assert config.items() <= back.items()
+    found = loaded(tmp_path / "back")
+    copies = {"lm_head.weight"} if back.get("tie_word_embeddings") else set()
+    assert found.keys() == tensors.keys() - copies
+    for each, tensor in found.items():
+        np.testing.assert_array_equal(tensor.view(np.uint8), tensors[each].view(np.uint8), err_msg=each)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_a_language_model_comes_out_of_a_larger_one(prefix, tmp_path, capsys):
+    small_checkpoint("gemma-3-4b-it", tmp_path / "hf", files=1)
+    if prefix.startswith("model."):  # as transformers saves it since 4.52
+        tensors = loaded(tmp_path / "hf")
+        renamed = {f"model.{name}" if "language" not in name else name: each for name, each in tensors.items()}
+        renamed = {name.replace("language_model.model.", prefix): each for name, each in renamed.items()}
+        rewrite(tmp_path / "hf", renamed)
+    main(["convert", f"hf:{tmp_path}/hf", str(tmp_path / "run")])
+    left_out = "vision_tower (2 tensors), multi_modal_projector (1 tensors)"
+    assert sorted(left_out.split(", ")) == sorted(
+        capsys.readouterr().out.splitlines()[-1].removeprefix("left out: ").split(", ")
+    )
+    with pytest.warns(UserWarning, match="the language model alone is read, without .*vision_tower"):
+        opened = open_for_generation(f"hf:{tmp_path}/hf")
+    assert opened.vocab_size == 53
+
+
+def rewrite(directory, tensors):
+    from safetensors.numpy import save_file
+
+    (file,) = directory.glob("*.safetensors")
+    save_file(tensors, file)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, file.name)}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_a_larger_model_of_another_language_model_is_refused(tmp_path):
+    small_checkpoint("gemma-3-4b-it", tmp_path / "hf")
+    for text, message in (({"model_type": "gemma2"}, "'gemma2'; one of model_type 'gemma3_text'"), (None, "None")):
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(small_config("gemma-3-4b-it") | {"text_config": text}))
+        with pytest.raises(ConversionError, match=message):
+            FORMAT.import_run(tmp_path / "hf", tmp_path / "run")
+
+
+def test_an_unknown_key_is_refused_and_can_be_ignored(tmp_path, capsys):
+    small_checkpoint("Qwen3-0.6B", tmp_path / "hf")
+    config = small_config("Qwen3-0.6B") | {"acme_note": "best", "acme_gain": 2}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    source = ["convert", f"hf:{tmp_path}/hf", str(tmp_path / "run")]
+    for options, message in (
+        ([], "acme_note='best'; acme_gain=2. A key that .*--ignore KEY"),
+        (["--ignore", "acme_note"], "does not do: acme_gain=2"),
+        (["--ignore", "acme_nose"], "no key 'acme_nose' to ignore. Did you mean 'acme_note'"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*source, *options])
+        assert_matches(message, capsys.readouterr().err)
+    main([*source, "--ignore", "acme_note", "--ignore", "acme_gain"])
+    main(["convert", str(tmp_path / "run"), f"hf:{tmp_path}/back"])
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert back == {key: value for key, value in config.items() if not key.startswith("acme")}
+    with pytest.raises(SystemExit):
+        main(["convert", str(tmp_path / "run"), f"hf:{tmp_path}/other", "--ignore", "acme_note"])
+    assert "--ignore leaves out keys" in capsys.readouterr().err
+
+
+def assert_matches(pattern, text):
+    with pytest.raises(RuntimeError, match=pattern):
+        raise RuntimeError(" ".join(text.split()))

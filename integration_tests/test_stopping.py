@@ -34,6 +34,54 @@ def command(tmp_path, monkeypatch):
     return build
 
 
+INTERRUPTED = """
+import os, signal, sys, threading
+phase = sys.argv.pop(1)
+
+def interrupt(delay_s):
+    threading.Timer(delay_s, os.kill, [os.getpid(), signal.SIGINT]).start()
+
+def during(owner, name, delay_s=0.0, *, when=lambda: True):
+    wrapped = getattr(owner, name)
+    def call(*args, **options):
+        if when():
+            interrupt(delay_s)
+        return wrapped(*args, **options)
+    setattr(owner, name, call)
+
+if phase == "import":
+    interrupt(0.3)
+else:
+    from jax._src import compiler
+    from stack_core.runs.event_bus import EventBus
+    from stack_train.checkpoint import CheckpointStore
+    from stack_train.data.kinds.text import TextData
+    from stack_train.run import train
+    from stack_train.run.loop import TrainingLoop
+    match phase:
+        case "data":
+            during(TextData, "build")
+        case "compilation":  # in a thread of XLA, which goes on when the main thread leaves
+            within = lambda: any(frame.f_code.co_name == "compile_fitting" for frame in frames())
+            frames = lambda: [each for each in walk(sys._current_frames()[threading.main_thread().ident])]
+            def walk(frame):
+                while frame:
+                    yield frame
+                    frame = frame.f_back
+            during(compiler, "backend_compile_and_load", 0.1, when=within)
+        case "first step":
+            during(TrainingLoop, "_dispatch")
+        case "save":
+            during(CheckpointStore, "save")
+        case "evaluation":
+            during(TrainingLoop, "evaluate")
+        case "shutdown":
+            during(EventBus, "close")
+from stack_core.entry import main
+main()
+"""
+
+
 def steps_done(directory):
     metrics = directory / "metrics.jsonl"
     return len(metrics.read_text().splitlines()) if metrics.exists() else 0
@@ -50,6 +98,33 @@ def wait_for(process, condition, timeout_s=300):
 def newest_manifest(directory):
     newest = max(path for path in (directory / "checkpoints").iterdir() if path.name.isdigit())
     return newest.name, json.loads((newest / "manifest.json").read_text())["content"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "status", "part"),
+    [
+        pytest.param("import", 130, "Interrupted.", marks=pytest.mark.slow),
+        pytest.param("data", 130, "Interrupted.", marks=pytest.mark.slow),
+        ("compilation", 130, "Interrupted."),
+        pytest.param("first step", 2, "Stopped by Ctrl-C after step 1 of 4; it is saved", marks=pytest.mark.slow),
+        pytest.param("save", 2, "Stopped by Ctrl-C after step 2 of 4; it is saved", marks=pytest.mark.slow),
+        pytest.param("evaluation", 2, "Stopped by Ctrl-C after step 1 of 4; it is saved", marks=pytest.mark.slow),
+        pytest.param("shutdown", 0, "finished at step 4", marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_in_any_phase_ends_without_a_traceback_or_a_crash(command, tmp_path, phase, status, part):
+    _, _, _, *arguments = command(tmp_path / "run", 4, "--checkpoint.every_steps=2", "--run.evaluate_every_steps=1")
+    ran = [sys.executable, "-c", INTERRUPTED, phase, *arguments]
+    ended = subprocess.run(ran, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == status and part in ended.stderr, ended
+    assert "Traceback" not in ended.stderr and "Fatal" not in ended.stderr, ended.stderr
+    assert (tmp_path / "run" / "config.yaml").exists() == (status != 130)
+    if status == 2:  # a cut evaluation is made up for
+        resumed = command(tmp_path / "run", 4, "--checkpoint.every_steps=2", "--run.evaluate_every_steps=1", "--resume")
+        done = subprocess.run(resumed, capture_output=True, text=True, timeout=300, check=True)
+        assert "finished at step 4" in done.stderr
+        records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        assert [record["step"] for record in records if record["kind"] == "evaluation"] == [1, 2, 3, 4]
 
 
 def test_a_stopped_run_saves_and_can_be_resumed(command, tmp_path):

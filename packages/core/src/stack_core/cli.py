@@ -20,7 +20,7 @@ _NAMED = 4  # commands of a group in the list of all; `stack GROUP` lists the ot
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs `stack`; exits with 0, with 2 after a `StackError` or wrong usage, with 130 after an unhandled Ctrl-C."""
+    """Runs `stack`; exits with 0, or with 2 after a `StackError` or wrong usage. `stack_core.entry` handles Ctrl-C."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     name = ""
     try:
@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except StackError as error:
         _fail(str(error), USER_ERROR)
     except KeyboardInterrupt:
+        if arguments is None:
+            raise
         _fail("Interrupted.", 130)
     except BrokenPipeError:
         sys.stderr.close()
@@ -91,6 +93,7 @@ def _app(named: str) -> cyclopts.App:
         help="Train, quantize, align, serve and profile models on JAX.",
         version=lambda: version("stack-core"),
         result_action="return_value",
+        suppress_keyboard_interrupt=False,
         default_parameter=cyclopts.Parameter(converter=_convert),
     )
     groups = {"": app}
@@ -153,4 +156,6 @@ def _fail(message: str, status: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from stack_core.entry import main as enter
+
+    enter()

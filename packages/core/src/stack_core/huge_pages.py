@@ -8,6 +8,7 @@ pages of 2 MiB if its tunable says so, which it reads when a process starts.
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -42,9 +43,12 @@ def restart_with_huge_pages() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
+    # From here to `stack_core.cli.main` an interrupt could only end in a traceback of the interpreter's start.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     with contextlib.suppress(OSError):
         environ = {**os.environ, _VARIABLE: ":".join(tunables)}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def in_one_block(arrays: Iterable[Any], wanted: Sequence[Any]) -> list[Any]:

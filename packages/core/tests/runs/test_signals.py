@@ -32,6 +32,16 @@ def test_an_interrupt_after_sigterm_is_not_held_back():
     assert stop.received is signal.SIGTERM
 
 
+def test_signals_act_at_once_until_they_are_deferred():
+    with stop_requests(deferred=False) as stop:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert not stop
+        stop.deferred = True
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.received is signal.SIGINT
+
+
 def test_other_threads_get_an_empty_request():
     seen = []
 

@@ -1,6 +1,7 @@
 """Turns SIGTERM and Ctrl-C into requests that a loop honours between two steps."""
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,28 +13,40 @@ __all__ = ["StopRequest", "stop_requests"]
 
 @dataclass
 class StopRequest:
-    """The first signal received, or None."""
+    """A request to stop.
+
+    Attributes:
+      received: the first signal received while signals are deferred, or None.
+      deferred: whether signals wait for the loop; otherwise they act at once, as without `stop_requests`.
+    """
 
     received: signal.Signals | None = None
+    deferred: bool = True
 
     def __bool__(self) -> bool:
         return self.received is not None
 
 
 @contextlib.contextmanager
-def stop_requests() -> Iterator[StopRequest]:
+def stop_requests(*, deferred: bool = True) -> Iterator[StopRequest]:
     """Notes SIGTERM and SIGINT instead of dying of them; a second SIGINT raises KeyboardInterrupt at once.
 
     Outside the main thread, where Python allows no handlers, the request stays empty.
+
+    Args:
+      deferred: False lets signals act at once until `StopRequest.deferred` is set.
     """
-    request = StopRequest()
+    request = StopRequest(deferred=deferred)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
 
     def note(number: int, frame: FrameType | None) -> None:
-        if request and number == signal.SIGINT:
+        if number == signal.SIGINT and (request or not request.deferred):
             raise KeyboardInterrupt
+        if not request.deferred:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         request.received = request.received or signal.Signals(number)
 
     previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -87,6 +87,7 @@ class TrainingLoop:
     bus: EventBus
     ideal_step_s: float | None = None
     frozen: Mapping[str, FrozenRecord] = field(default_factory=dict)
+    _stop: StopRequest = field(default_factory=StopRequest)
     _clock_s: float = 0.0
     _saved_step: int = -1
     _evaluate: Callable[..., Metrics] | None = None
@@ -105,7 +106,7 @@ class TrainingLoop:
           Interrupted: after Ctrl-C, once the state is saved.
           CheckpointError: a checkpoint could not be written.
         """
-        step, steps = first_step, self.of.config.run.steps
+        step, steps, self._stop = first_step, self.of.config.run.steps, stop
         self._hand_over(state, step)
         self._saved_step = first_step or -1
         if self._evaluation_missing(first_step):
@@ -127,10 +128,10 @@ class TrainingLoop:
                 pending = None
                 self._pause(step, state, batches)
         self._finish(pending)
-        return self._stopped(stop, step, state, batches) if step < steps else self._finished(step, state, batches)
+        return self._stopped(step, state, batches) if step < steps else self._finished(step, state, batches)
 
     def evaluate(self, state: TrainState) -> dict[str, float] | None:
-        """The metrics of all that is held out, or None when nothing is."""
+        """The metrics of all that is held out, or None if nothing is, or if the run is to stop meanwhile."""
         data, trainer = self.of.data, self.of.trainer
         variables, beside = trainer.evaluation_variables(state), trainer.evaluation_beside(state)
         found: list[Any] = []
@@ -139,6 +140,8 @@ class TrainingLoop:
             if self._evaluate is None:
                 self._evaluate = trainer.compile_evaluation(arrays)
             found.append(jax.device_get(self._evaluate(variables, arrays, beside)))
+            if self._cuts_evaluation:
+                return None
         metrics = combine_all(found)
         weighed = "loss" in metrics and metrics["loss"].weight
         return {name: float(metric) for name, metric in metrics.items()} if weighed else None
@@ -266,12 +269,20 @@ class TrainingLoop:
     def _finished(self, step: int, state: TrainState, batches: Any) -> RunSummary:
         self._save(step, state, batches)
         validation_loss = self._report_evaluation(step, state)
+        if self._cuts_evaluation and validation_loss is None:
+            return self._stopped(step, state, batches)
         self.store.wait()
         summary = self._summary(step, validation_loss)
         self.bus.emit(RunFinished(step, self._last))
         return summary
 
-    def _stopped(self, stop: StopRequest, step: int, state: TrainState, batches: Any) -> RunSummary:
+    @property
+    def _cuts_evaluation(self) -> bool:
+        """Whether an evaluation ends early: after a signal, unless other processes would go on with it."""
+        return bool(self._stop) and self.of.processes.count == 1
+
+    def _stopped(self, step: int, state: TrainState, batches: Any) -> RunSummary:
+        stop = self._stop
         self._save(step, state, batches)
         self.store.wait()
         if stop.received is signal.SIGINT:

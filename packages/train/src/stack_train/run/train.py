@@ -20,7 +20,7 @@ from stack_core.hardware import count_units, current_chip
 from stack_core.mesh import check_shardings
 from stack_core.plugins import registries
 from stack_core.runs.event_bus import EventBus, ObserverContext, observers_from
-from stack_core.runs.signals import stop_requests
+from stack_core.runs.signals import StopRequest, stop_requests
 from stack_core.runtime.worker import current_worker
 from stack_train.adapters import read_adapters
 from stack_train.checkpoint import CheckpointDirectory, CheckpointStore, FrozenRecord
@@ -69,6 +69,7 @@ def start(run: Run, *, terminal: bool = False, last: contextlib.ExitStack | None
     processes, ending = run.processes, run.processes.ending_together
     with contextlib.ExitStack() as own, ending():
         last = own if last is None else last
+        stop = last.enter_context(stop_requests(deferred=False))  # to the end: observers and reports are not cut off
         started_s = time.perf_counter()
         compiled = compile_fitting(run.step, run.trainer)
         compile_s = time.perf_counter() - started_s
@@ -80,7 +81,7 @@ def start(run: Run, *, terminal: bool = False, last: contextlib.ExitStack | None
             directory, settings = run.directory.checkpoints, run.config.checkpoint
             tell = partial(_tell, run, bus)
             with _closing(run), CheckpointStore(directory, settings, emit=tell, processes=processes) as store:
-                return _train(run, compiled, compile_s, store, bus)
+                return _train(run, compiled, compile_s, store, bus, stop)
 
 
 @contextlib.contextmanager
@@ -125,7 +126,12 @@ def _kept_choices(run: Run) -> list[str]:
 
 
 def _train(
-    run: Run, compiled: jax.stages.Compiled, compile_s: float, store: CheckpointStore, bus: EventBus
+    run: Run,
+    compiled: jax.stages.Compiled,
+    compile_s: float,
+    store: CheckpointStore,
+    bus: EventBus,
+    stop: StopRequest,
 ) -> RunSummary:
     batches = run.data.train_iterator()
     state, records, first_step = _first_state(run, store, batches)
@@ -149,8 +155,8 @@ def _train(
             setup_s=time.perf_counter() - run.began_s,
         )
     )
-    with stop_requests() as stop:
-        return loop.run(state, batches, first_step, stop)
+    stop.deferred = True
+    return loop.run(state, batches, first_step, stop)
 
 
 def _write_data_files(run: Run, directory: Path) -> None:

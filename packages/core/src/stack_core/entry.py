@@ -1,0 +1,67 @@
+"""The process of the `stack` command: Ctrl-C ends it with status 130 and one line, whatever it is doing."""
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+from types import TracebackType
+from typing import NoReturn
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Runs `stack_core.cli.main`, which takes time to import."""
+    lost = threading.Event()
+    try:
+        # `restart_with_huge_pages` holds it back while the interpreter starts again.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        _watch_lost_interrupts(lost)
+        from stack_core.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        _leave()
+    except Exception:
+        if not lost.is_set():
+            raise
+        _leave()
+
+
+def _watch_lost_interrupts(lost: threading.Event) -> None:
+    """Notes interrupts that are printed rather than raised, and sends them again.
+
+    Python cannot raise them in callbacks of the garbage collector, nor can extensions while they import NumPy: these
+    go on with an ImportError that does not name its cause.
+    """
+
+    def send_again() -> None:
+        lost.set()
+        threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+
+    def unraisable(found: "sys.UnraisableHookArgs") -> None:
+        send_again() if issubclass(found.exc_type, KeyboardInterrupt) else sys.__unraisablehook__(found)
+
+    def printed(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        send_again() if issubclass(kind, KeyboardInterrupt) else sys.__excepthook__(kind, error, traceback)
+
+    sys.unraisablehook, sys.excepthook = unraisable, printed
+
+
+def _leave() -> NoReturn:
+    """Ends the process although a program may still be compiled.
+
+    JAX compiles in threads of XLA that an interrupt does not reach. At its usual end the interpreter frees the devices
+    under them, which is a segmentation fault; to wait for them may take minutes.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if (api := sys.modules.get("jax._src.api")) is not None:
+        atexit.unregister(api.clean_up)
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write("stack: error: Interrupted.\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+    os._exit(130)

@@ -3,18 +3,19 @@
 import asyncio
 import queue
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from stack_core.contracts.environments import Action, EnvironmentKind, Observation, Outcome, Tasks
-from stack_core.errors import ConfigError, EnvironmentFailed, StackError
+from stack_core.errors import ConfigError, EngineBusy, EnvironmentFailed, StackError
 from stack_core.generation import GenerationUpdate
 from stack_rl import episodes
 from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.environments.cell import CellConfig
 from stack_rl.episodes import Attempt, Drawing, Player
+from stack_rl.groups import Group
 from stack_rl.rewards.unchecked import Unchecked
 
 from .scripted import Policy, ScriptedEngine
@@ -252,3 +253,50 @@ def test_training_and_held_out_tasks_are_others():
         episodes = [tasks.episode(task, held_out=held_out) for task in range(30)]
         firsts.append([episode._digits for episode in episodes])
     assert not np.array_equal(*firsts)
+
+
+class BusyEngine(ScriptedEngine):
+    """An engine whose queue has room for three requests."""
+
+    waiting = 0
+
+    def submit(self, request, receive=None):
+        if self.waiting == 3:
+            raise EngineBusy("3 continuations wait already.", retry_after_s=0.0)
+        self.waiting += 1
+        super().submit(request, receive)
+
+    def stream(self, request_id):
+        self.waiting -= 1
+        return super().stream(request_id)
+
+
+def test_more_episodes_than_an_engine_queues_are_played():
+    engines = ScriptedEngine(lambda prompt: (5, 0)), BusyEngine(lambda prompt: (5, 0))
+    attempts = [Attempt(task, task) for task in range(20)]
+    found = []
+    for engine in engines:
+        player = Player(CountingTasks(turns=2), engine, seq_tokens=16, on_failure="stop")
+        found.append([each.tokens.tolist() for each in player.play(attempts, seed=(0,), greedy=False)])
+    assert found[0] == found[1] and len(found[0]) == 20
+    assert engines[0].requests == engines[1].requests  # in the same order
+
+
+class Half(Counting):
+    """An environment whose numbers are NumPy's."""
+
+    async def step(self, action):
+        outcome = await super().step(action)
+        return replace(outcome, reward=np.float16(60_000), facts={"turns": np.int64(self.turns)})
+
+
+def test_rewards_of_an_environment_are_summed_in_double_precision_and_written_as_json():
+    class HalfTasks(CountingTasks):
+        def episode(self, task, *, held_out=False):
+            return Half(task, closed=self.closed, turns=2, max_tokens=1)
+
+    player = Player(HalfTasks(), ScriptedEngine(lambda prompt: (5,)), seq_tokens=16, on_failure="stop")
+    (found,) = player.play([Attempt(0, 0)], seed=(0,), greedy=False)
+    assert found.rewards.sum() == 120_000 and found.rewards.dtype == np.float32
+    group = Group(0, 0, "", [found])
+    assert Group.from_bytes(0, group.to_bytes()).trajectories[0].facts == {"turns": 0.0}

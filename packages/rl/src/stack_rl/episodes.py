@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import math
 import threading
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -13,9 +15,11 @@ import numpy as np
 
 from stack_core.contracts.environments import Action, Environment, Observation, Outcome, Tasks, Trajectory, Verdict
 from stack_core.contracts.generation import Engine
-from stack_core.errors import EnvironmentFailed, StackError
+from stack_core.errors import EngineBusy, EnvironmentFailed, StackError
 from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams
 from stack_rl.rewards.unchecked import Unchecked
+from stack_rl.rewards.weighted import plain_facts
+from stack_rl.threads import DaemonExecutor
 
 __all__ = [
     "STEP_TIMEOUT_S",
@@ -123,11 +127,12 @@ class Episode:
         self.action = Action(tokens=update.tokens, finish_reason=update.finish_reason)
 
     def take(self, outcome: Outcome, seq_tokens: int) -> None:
-        if not math.isfinite(outcome.reward):
-            raise ValueError(f"the reward is {outcome.reward}; it must be finite")
-        self.rewards[-1] += outcome.reward
+        reward = float(outcome.reward)  # a sum of NumPy's half-precision numbers would stay one
+        if not math.isfinite(reward):
+            raise ValueError(f"the reward is {reward}; it must be finite")
+        self.rewards[-1] += reward
         self.verdict = outcome.verdict or self.verdict
-        self.facts |= outcome.facts
+        self.facts |= plain_facts(outcome.facts)
         self.show(outcome.observation, seq_tokens)
 
     def trajectory(self) -> Trajectory:
@@ -216,16 +221,32 @@ class Player:
         episode.take(await episode.environment.step(episode.action), self._seq_tokens)
 
     def _act(self, acting: Sequence[Episode], seeds: np.ndarray, *, greedy: bool) -> None:
-        """One action in each episode."""
-        names = []
+        """Takes one action in each episode."""
+        submitted = deque[tuple[Episode, str]]()
         for episode, seed in zip(acting, seeds, strict=True):
             drawing = None if greedy else self._drawing
             sampling = sampling_for(episode, drawing, seed=int(seed), seq_tokens=self._seq_tokens)
-            names.append(f"rollout-{self._requests}")
+            name = f"rollout-{self._requests}"
             self._requests += 1
-            request = GenerationRequest(request_id=names[-1], prompt=tuple(episode.tokens), sampling=sampling)
-            self._engine.submit(request)
-        for episode, name in zip(acting, names, strict=True):
+            request = GenerationRequest(request_id=name, prompt=tuple(episode.tokens), sampling=sampling)
+            self._submit(request, submitted)
+            submitted.append((episode, name))
+        self._receive(submitted, count=len(submitted))
+
+    def _submit(self, request: GenerationRequest, submitted: "deque[tuple[Episode, str]]") -> None:
+        """Submits a request; while the engine's queue is full, receives the answers to earlier ones."""
+        while True:
+            try:
+                return self._engine.submit(request)
+            except EngineBusy as busy:
+                if submitted:
+                    self._receive(submitted, count=1)
+                else:
+                    time.sleep(busy.retry_after_s)
+
+    def _receive(self, submitted: "deque[tuple[Episode, str]]", *, count: int) -> None:
+        for _ in range(count):
+            episode, name = submitted.popleft()
             episode.act(joined(list(self._engine.stream(name))))
 
     def _together(self, episodes: Sequence[Episode], work: Callable[[Episode], Awaitable[None]]) -> None:
@@ -308,6 +329,7 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(DaemonExecutor())  # for `asyncio.to_thread` in a user's environment
         self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
         self._thread.start()
 

@@ -69,6 +69,23 @@ def test_gae_skips_what_the_policy_did_not_draw() -> None:
     assert not found[~mask].any()
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.float16, np.float32])
+def test_credit_is_computed_in_double_precision_from_any_dtype(dtype) -> None:
+    """Integer values gave integer advantages (0.95 became 0), and two half-precision rewards of 60,000 infinity."""
+    mask, large = np.ones((1, 3), bool), dtype(60_000)
+    values, rewards = np.array([[0, 1, 1]]).astype(dtype), np.array([[0, 0, large]], dtype)
+    wide = rewards.astype(np.float64), values.astype(np.float64)
+    np.testing.assert_array_equal(advantages.gae(rewards, values, mask), advantages.gae(*wide, mask))
+    group, two = np.zeros(2, int), np.array([large, large], dtype)
+    for name, function in advantages.ADVANTAGES.items():
+        np.testing.assert_array_equal(function(two, group), [0, 0], err_msg=name)
+    charged = advantages.kl_to_go(np.array([1], dtype), np.full((1, 3), large), mask, coefficient=0.5)
+    np.testing.assert_array_equal(charged, 1 - 0.5 * float(large) * np.array([[3, 2, 1]]))
+    far = advantages.distilled(np.full((1, 3), large), -np.full((1, 3), large, np.float64), mask)
+    np.testing.assert_array_equal(far, np.full((1, 3), -2.0 * float(large)))
+    np.testing.assert_allclose(advantages.whitened_tokens(values, mask), advantages.whitened_tokens(wide[1], mask))
+
+
 def test_kl_is_charged_from_each_token_on_and_distillation_at_the_token() -> None:
     mask, k1 = np.array([[True, False, True, True]]), np.array([[0.1, 9.0, 0.2, 0.3]])
     found = advantages.kl_to_go(np.array([1.0]), k1, mask, coefficient=0.5)

@@ -5,9 +5,11 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from stack_core.contracts.environments import Completion
+from stack_core.contracts.environments import Completion, Score
 from stack_core.errors import ConfigError, EnvironmentFailed, UnknownName
 from stack_rl.rewards import math
 from stack_rl.rewards.code import CodeConfig
@@ -15,7 +17,7 @@ from stack_rl.rewards.judge import JudgeConfig
 from stack_rl.rewards.math import MathConfig
 from stack_rl.rewards.sandbox import Ended, SandboxConfig
 from stack_rl.rewards.unchecked import Unchecked
-from stack_rl.rewards.weighted import resolved, total_score
+from stack_rl.rewards.weighted import plain_facts, resolved, total_score
 
 
 def scored(reward, text, *, finished=True, **record):
@@ -172,10 +174,41 @@ def test_a_judge_grades_and_is_asked_again_while_it_is_busy(judge, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
     Judge.answers = ((503, ""), (200, "Well.\nGrade: 2 or rather\nGrade: **7.5**"))
     config = {"name": "judge", "url": judge, "model": "m", "key_variable": "JUDGE_KEY"}
-    assert scored(config, "an {answer}")[0] == 0.75
+    assert scored(config, "an {answer}", answer="the reference")[0] == 0.75
     (path, body, key), _ = Judge.asked
     assert path == "/v1/chat/completions" and body["model"] == "m" and key == "Bearer secret"
     assert "an {answer}" in body["messages"][0]["content"] and "from 0" in body["messages"][0]["content"]
+
+
+GRADES = {
+    "Grade: 8": 0.8, "Grade (0-10): 8": 0.8, "Grade (out of 10): **7.5**": 0.75, "Grade: .5": 0.05, "grade is 3.": 0.3,
+    "Grade: 8/10": 0.8, "Grade: 8 out of 10": 0.8, "Grade: 2\nGrade = `9`": 0.9, "Grade: 10": 1.0, "Grade: +1": 0.1,
+    "Grade: -3": None, "Grade: 11": None, "Grade: 4/5": None, "Grade: 7-8": None, "Grade 0-10": None,
+    "Grade: 80%": None,
+    "Grade: 8,5": None, "Grade: \N{MINUS SIGN}3": None, "Upgrade: 8": None, "Grade: good (8)": None,
+}  # fmt: skip
+
+
+def test_a_grade_is_the_whole_number_behind_the_word(judge):
+    for said, expected in GRADES.items():
+        Judge.asked, Judge.answers = [], ((200, said),)
+        if expected is None:
+            assert scored(JudgeConfig(url=judge, model="m", unchecked="wrong"), "x") == (0.0, "unparsed"), said
+        else:
+            assert scored(JudgeConfig(url=judge, model="m"), "x")[0] == pytest.approx(expected), said
+
+
+def test_a_judge_sees_the_reference_answer_and_the_policy_s(judge):
+    Judge.answers = ((200, "Grade: 1"),)
+    config = JudgeConfig(url=judge, model="m", question="{prompt}|{answer}|{response}|{highest:g}|{{}}")
+    scored(config, "mine", answer="the right one")
+    assert Judge.asked[0][1]["messages"][0]["content"] == "?|the right one|mine|10|{}"
+    with pytest.raises(
+        EnvironmentFailed, match="cannot be filled in: KeyError: 'answer'; the record's fields: 'other'"
+    ):
+        scored(config, "mine", other="x")
+    with pytest.raises(EnvironmentFailed, match="'response' has a name that the judge's question uses"):
+        scored(config, "mine", answer="x", response="y")
 
 
 def test_a_judge_that_says_no_grade_or_cannot_be_asked_is_no_grade(judge):
@@ -191,6 +224,27 @@ def test_a_judge_that_says_no_grade_or_cannot_be_asked_is_no_grade(judge):
         scored(JudgeConfig(url="http://127.0.0.1:9/v1", model="m", attempts=1), "x")
 
 
+def test_a_score_may_be_a_number_of_any_library():
+    half = np.float16(60_000)
+
+    def numpy_score(completion):
+        return Score(value=half, facts={"length": np.int64(3), "half": half, "jax": jnp.bfloat16(2)})
+
+    completion = Completion(prompt="?", text="", tokens=(1,), is_finished=True, record={})
+    rewards = [
+        ("a", numpy_score, 1.0),
+        ("b", lambda completion: half, 1.0),
+        ("c", lambda completion: jnp.float32(1), 2.0),
+    ]
+    score = asyncio.run(total_score(rewards, completion))
+    assert score.value == 2 * float(half) + 2  # half precision ends at 65,504
+    assert json.loads(json.dumps(dict(score.facts))) == {
+        "a": float(half), "length": 3.0, "half": float(half), "jax": 2.0, "b": float(half), "c": 1.0,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="the fact 'why' is 'long'; a number was expected"):
+        plain_facts({"why": "long"})
+
+
 @pytest.mark.parametrize(
     ("reward", "error", "message"),
     [
@@ -200,6 +254,12 @@ def test_a_judge_that_says_no_grade_or_cannot_be_asked_is_no_grade(judge):
         ({"name": "math", "tolerence": 1}, ConfigError, "Did you mean 'tolerance'"),
         ({"name": "judge", "url": "x", "model": "m"}, ConfigError, "begins with http://"),
         ({"name": "judge", "url": "http://x", "model": "m", "pattern": "(a)(b)"}, ConfigError, "has 2 groups"),
+        (
+            {"name": "judge", "url": "http://x", "model": "m", "question": "{answer}"},
+            ConfigError,
+            "{response} is the pol",
+        ),
+        ({"name": "judge", "url": "http://x", "model": "m", "question": '{"a": 1'}, ConfigError, "Write braces twice"),
         ({"name": "judge", "url": "http://x", "model": "m", "key_variable": "NO_SUCH"}, ConfigError, "does not have"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsFloat, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,16 +58,16 @@ class Outcome:
     """What an action led to.
 
     Attributes:
-      reward: of this action; those of an episode are summed.
+      reward: of this action, a number of any library; those of an episode are summed as Python's.
       observation: None ends the episode.
       verdict: of the answer, where one was checked.
       facts: measurements for people, such as the parts of a reward.
     """
 
-    reward: float = 0.0
+    reward: SupportsFloat = 0.0
     observation: Observation | None = None
     verdict: Verdict | None = None
-    facts: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, SupportsFloat] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -162,18 +162,18 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """A reward that says more than a number: its value, the verdict on the answer, and measurements for people."""
+    """A reward with the verdict on the answer and measurements for people; its numbers may be of any library."""
 
-    value: float
+    value: SupportsFloat
     verdict: Verdict | None = None
-    facts: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, SupportsFloat] = field(default_factory=dict)
 
 
 @runtime_checkable
 class Reward(Protocol):
     """Scores a completion; what it raises, and a value that is not finite, is a failure and no score."""
 
-    def __call__(self, completion: Completion) -> float | Score | Awaitable[float | Score]: ...
+    def __call__(self, completion: Completion) -> SupportsFloat | Score | Awaitable[SupportsFloat | Score]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, SupportsFloat, TypeAlias, runtime_checkable
 
 from stack_core.contracts.data import Tokenizer
 from stack_core.contracts.environments import Action, Observation, Outcome, Verdict
@@ -30,9 +30,9 @@ class Reply:
     """
 
     messages: Sequence[Message] = ()
-    reward: float = 0.0
+    reward: SupportsFloat = 0.0
     verdict: Verdict | None = None
-    facts: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, SupportsFloat] = field(default_factory=dict)
 
 
 @runtime_checkable

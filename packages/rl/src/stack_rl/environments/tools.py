@@ -1,6 +1,7 @@
 """`environment.name: tools`: prompts whose answers may call functions first."""
 
 import asyncio
+import functools
 import inspect
 import json
 import re
@@ -19,6 +20,7 @@ from stack_rl.environments.messages import History, Message, MessageEnvironment,
 from stack_rl.environments.prompts import weighted
 from stack_rl.environments.records import Record, read_records
 from stack_rl.rewards.weighted import WeightedReward, check_reward, resolved, total_score
+from stack_rl.threads import Threads
 
 __all__ = ["ToolsConfig"]
 
@@ -40,7 +42,8 @@ class ToolsConfig:
         annotations and docstrings.
       max_tokens: of a message.
       most_turns: messages of the policy's, the answer included.
-      tool_timeout_s: of a call.
+      tool_timeout_s: time limit of a call, from when the function starts.
+      calls_at_once: calls of functions that are not async at a time; others wait.
       history: what a chat template that changes earlier turns means; see `MessageEnvironment`.
     """
 
@@ -52,6 +55,7 @@ class ToolsConfig:
     max_tokens: PositiveInt = 128
     most_turns: PositiveInt = 4
     tool_timeout_s: PositiveFloat = 30.0
+    calls_at_once: PositiveInt = 32
     history: History = "exact"
 
     def check(self, model: Any) -> None:
@@ -113,11 +117,12 @@ class _Tasks:
         self._settings, self._functions, self._rewards = settings, functions, rewards
         self._renderer, self._training, self._held_out = renderer, training, held_out
         self.training, self.held_out = len(training), len(held_out)
+        self._threads = Threads(settings.calls_at_once)
 
     def episode(self, task: int, *, held_out: bool = False) -> Environment:
         _, record = self._record(task, held_out=held_out)
         settings = self._settings
-        conversation = _ToolConversation(record, self._functions, self._rewards, settings.tool_timeout_s)
+        conversation = _ToolConversation(record, self._functions, self._rewards, settings.tool_timeout_s, self._threads)
         budgets = {"max_tokens": settings.max_tokens, "most_turns": settings.most_turns}
         return MessageEnvironment(conversation, self._renderer, **budgets, history=settings.history)
 
@@ -137,6 +142,7 @@ class _ToolConversation:
     functions: Mapping[str, Callable[..., Any]]
     rewards: Sequence[tuple[str, Reward, float]]
     timeout_s: float
+    threads: Threads
     calls: int = 0
 
     async def begin(self) -> Sequence[Message]:
@@ -171,10 +177,10 @@ class _ToolConversation:
         except (ValueError, KeyError, TypeError) as error:
             return f"Error: no such call ({type(error).__name__}: {error}); tools: {', '.join(self.functions)}."
         try:
-            async with asyncio.timeout(self.timeout_s):
-                if inspect.iscoroutinefunction(function):
+            if inspect.iscoroutinefunction(function):
+                async with asyncio.timeout(self.timeout_s):
                     return str(await function(**arguments))
-                return str(await asyncio.to_thread(function, **arguments))
+            return str(await self.threads.run(functools.partial(function, **arguments), timeout_s=self.timeout_s))
         except TimeoutError as error:
             raise TimeoutError(f"the tool {call['name']!r} gave nothing within {self.timeout_s:g} s") from error
         except Exception as error:  # Tools are a user's code; the policy is to learn what they refuse.

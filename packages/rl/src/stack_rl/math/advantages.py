@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Real
 
 __all__ = [
     "ADVANTAGES",
@@ -23,23 +23,27 @@ __all__ = [
     "whitened_tokens",
 ]
 
-Rewards = Float[np.ndarray, " episodes"]
+# Arguments may be of any real dtype, integers and half precision too; arithmetic and results are float64.
+Rewards = Real[np.ndarray, " episodes"]
+PerEpisode = Float[np.ndarray, " episodes"]
 Groups = Int[np.ndarray, " episodes"]
-Tokens = Float[np.ndarray, "batch seq"]
+Tokens = Real[np.ndarray, "batch seq"]
+PerToken = Float[np.ndarray, "batch seq"]
 Mask = Bool[np.ndarray, "batch seq"]
 
 
-def centred(rewards: Rewards, groups: Groups) -> Rewards:
+def centred(rewards: Rewards, groups: Groups) -> PerEpisode:
     """A_i = r_i - mean of the group's rewards.
 
     Source: Liu et al., Understanding R1-Zero-like training (Dr. GRPO), 2025 (arXiv:2503.20783): a division by the
     standard deviation would weigh groups that are nearly all right or all wrong most.
     """
     place, counts = _places(groups)
+    rewards = rewards.astype(np.float64)
     return rewards - (np.bincount(place, weights=rewards) / counts)[place]
 
 
-def group_normalized(rewards: Rewards, groups: Groups, *, epsilon: float = 1e-6) -> Rewards:
+def group_normalized(rewards: Rewards, groups: Groups, *, epsilon: float = 1e-6) -> PerEpisode:
     """A_i = (r_i - mean) / (s + e), with s^2 = sum (r - mean)^2 / (G - 1) over the G rewards of a group.
 
     0 in a group of one, and in a group whose rewards are equal.
@@ -53,7 +57,7 @@ def group_normalized(rewards: Rewards, groups: Groups, *, epsilon: float = 1e-6)
     return distance / (deviation + epsilon)[place]
 
 
-def leave_one_out(rewards: Rewards, groups: Groups) -> Rewards:
+def leave_one_out(rewards: Rewards, groups: Groups) -> PerEpisode:
     """A_i = r_i - mean of the group's other rewards = G / (G - 1) (r_i - mean); 0 of a group of one.
 
     Source: Ahmadian et al., Back to basics (RLOO), 2024 (arXiv:2402.14740).
@@ -62,7 +66,7 @@ def leave_one_out(rewards: Rewards, groups: Groups) -> Rewards:
     return centred(rewards, groups) * (counts / np.maximum(counts - 1, 1))[place]
 
 
-def whitened(rewards: Rewards, groups: Groups, *, epsilon: float = 1e-8) -> Rewards:
+def whitened(rewards: Rewards, groups: Groups, *, epsilon: float = 1e-8) -> PerEpisode:
     """A_i = (r_i - mean of its group) / (s + e), with the standard deviation s of these distances over all episodes.
 
     Source: Hu et al., REINFORCE++, 2025 (arXiv:2501.03262), its variant with the group's baseline. Departures: (1) s is
@@ -72,7 +76,7 @@ def whitened(rewards: Rewards, groups: Groups, *, epsilon: float = 1e-8) -> Rewa
     return distance / (np.sqrt(np.mean(distance**2)) + epsilon) if len(distance) else distance
 
 
-ADVANTAGES: Final[Mapping[str, Callable[[Rewards, Groups], Rewards]]] = {
+ADVANTAGES: Final[Mapping[str, Callable[[Rewards, Groups], PerEpisode]]] = {
     "group": group_normalized,
     "centred": centred,
     "leave_one_out": leave_one_out,
@@ -102,7 +106,7 @@ def overlong(
     return np.clip((most_tokens - buffer_tokens - lengths_tokens) / buffer_tokens, -1.0, 0.0)
 
 
-def gae(rewards: Tokens, values: Tokens, mask: Mask, *, discount: float = 1.0, decay: float = 0.95) -> Tokens:
+def gae(rewards: Tokens, values: Tokens, mask: Mask, *, discount: float = 1.0, decay: float = 0.95) -> PerToken:
     """A_t = d_t + discount decay A_t', with d_t = r_t + discount V_t' - V_t and t' the next token that was drawn.
 
     Prompts, observations and padding are no steps of the episode: they are skipped, as if the row had only the tokens
@@ -116,6 +120,7 @@ def gae(rewards: Tokens, values: Tokens, mask: Mask, *, discount: float = 1.0, d
 
     Source: Schulman et al., Generalized advantage estimation, 2015 (arXiv:1506.02438), equation 16.
     """
+    rewards, values = rewards.astype(np.float64), values.astype(np.float64)
     advantages = np.zeros_like(values)
     following, next_value = np.zeros_like(values[:, 0]), np.zeros_like(values[:, 0])
     for place in reversed(range(values.shape[1])):
@@ -127,18 +132,18 @@ def gae(rewards: Tokens, values: Tokens, mask: Mask, *, discount: float = 1.0, d
     return advantages
 
 
-def whitened_tokens(advantages: Tokens, mask: Mask, *, epsilon: float = 1e-8) -> Tokens:
+def whitened_tokens(advantages: Tokens, mask: Mask, *, epsilon: float = 1e-8) -> PerToken:
     """A'_t = (A_t - mean) / sqrt(variance + e), both over the tokens in `mask` of the whole batch; 0 of others.
 
     Source: Andrychowicz et al., What matters in on-policy reinforcement learning, 2020 (arXiv:2006.05990), section 3.3.
     Departures: (1) the variance divides by the number of tokens, where verl divides by one fewer.
     """
-    count = max(np.count_nonzero(mask), 1)
+    advantages, count = advantages.astype(np.float64), max(np.count_nonzero(mask), 1)
     distance = np.where(mask, advantages - np.where(mask, advantages, 0).sum() / count, 0)
     return distance / np.sqrt(np.square(distance).sum() / count + epsilon)
 
 
-def kl_to_go(rewards: Rewards, k1: Tokens, mask: Mask, *, coefficient: float) -> Tokens:
+def kl_to_go(rewards: Rewards, k1: Tokens, mask: Mask, *, coefficient: float) -> PerToken:
     """A_t = r - coefficient * sum of k1 over the drawn tokens from t on, one episode a row; whiten it over the batch.
 
     Args:
@@ -147,11 +152,11 @@ def kl_to_go(rewards: Rewards, k1: Tokens, mask: Mask, *, coefficient: float) ->
 
     Source: Hu et al., REINFORCE++, 2025 (arXiv:2501.03262).
     """
-    ahead = np.cumsum(np.where(mask, k1, 0)[:, ::-1], axis=1)[:, ::-1]
-    return np.where(mask, rewards[:, None] - coefficient * ahead, 0)
+    ahead = np.cumsum(np.where(mask, k1, 0.0)[:, ::-1], axis=1, dtype=np.float64)[:, ::-1]
+    return np.where(mask, rewards.astype(np.float64)[:, None] - coefficient * ahead, 0)
 
 
-def distilled(logprobs: Tokens, teacher_logprobs: Tokens, mask: Mask, *, coefficient: float = 1.0) -> Tokens:
+def distilled(logprobs: Tokens, teacher_logprobs: Tokens, mask: Mask, *, coefficient: float = 1.0) -> PerToken:
     """A_t = -coefficient (log p(token) - log p_teacher(token)): on-policy distillation as a policy gradient.
 
     The expected gradient is that of the reverse KL divergence from the teacher at each token, as far as the token's own
@@ -162,7 +167,7 @@ def distilled(logprobs: Tokens, teacher_logprobs: Tokens, mask: Mask, *, coeffic
 
     Source: Lu et al., On-policy distillation, Thinking Machines Lab, 2025.
     """
-    return np.where(mask, -coefficient * (logprobs - teacher_logprobs), 0)
+    return np.where(mask, -coefficient * (logprobs.astype(np.float64) - teacher_logprobs), 0)
 
 
 def _places(groups: Groups) -> tuple[Int[np.ndarray, " episodes"], Int[np.ndarray, " groups"]]:

@@ -10,7 +10,7 @@ __all__ = ["sequence_mean", "sequence_sum"]
 def sequence_sum(
     values: Float[Array, "batch seq"], mask: Bool[Array, "batch seq"], segment_ids: Int[Array, "batch seq"]
 ) -> Float[Array, "batch seq"]:
-    """S_t = sum of the values of t's sequence, over the tokens in `mask`.
+    """S_t = sum of the values of t's sequence, over the tokens in `mask`; float32 at least.
 
     Args:
       mask: the tokens that the policy drew.
@@ -21,7 +21,8 @@ def sequence_sum(
     def of_row(values: jax.Array, ids: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(values, ids, num_segments=segments)[ids]
 
-    return jax.vmap(of_row)(jnp.where(mask, values, 0), segment_ids)
+    wide = values if values.dtype.itemsize >= 4 else values.astype(jnp.float32)  # in bfloat16, 256 + 1 is 256
+    return jax.vmap(of_row)(jnp.where(mask, wide, 0), segment_ids)
 
 
 def sequence_mean(

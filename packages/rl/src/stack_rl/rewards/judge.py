@@ -1,13 +1,14 @@
 """`reward: judge`: a grade that a model behind an OpenAI endpoint gives an answer."""
 
 import asyncio
+import functools
 import json
 import os
 import re
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from string import Formatter
 from typing import Any, Final, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -16,6 +17,7 @@ from stack_core.config import config
 from stack_core.contracts.environments import Completion, Reward, Score
 from stack_core.errors import ConfigError, EnvironmentFailed
 from stack_rl.rewards.unchecked import UncheckedPolicy, unchecked
+from stack_rl.threads import Threads
 
 __all__ = ["JudgeConfig"]
 
@@ -27,8 +29,15 @@ Question:
 {prompt}
 
 Answer:
-{answer}
+{response}
 """
+# A number behind the word, which brackets may follow: "Grade (0-10): 8". A range, a percentage and "8,5" are no number.
+_PATTERN: Final = (
+    r"(?i)\bgrade\b(?:\s*\([^()\n]*\))?[\s:=*_`]*(?:is\b[\s:=*_`]*)?"
+    r"([-+]?(?:\d+(?:\.\d+)?|\.\d+))(?![A-Za-z0-9%]|[.,]\d|\s*[-\N{EN DASH}]\s*\d)"
+)
+_SCALE: Final = re.compile(r"\s*(?:/|out of)\s*(\d+(?:\.\d+)?)")
+_FILLED: Final = ("prompt", "response", "highest")
 _AGAIN: Final = (408, 409, 429, 500, 502, 503, 504)
 
 
@@ -41,7 +50,8 @@ class JudgeConfig:
     Attributes:
       url: of the API, such as "http://localhost:8000/v1".
       model: the name that it has there.
-      question: what it is asked; `{prompt}`, `{answer}`, `{highest}` and the record's fields are filled in.
+      question: text of the request, with places for `{prompt}`, `{response}` (the policy's answer), `{highest}` and the
+        record's fields, such as `{answer}`, the reference answer.
       pattern: a regular expression whose last match holds the grade as its group.
       highest: the best grade.
       key_variable: of the environment, which holds the API's key.
@@ -56,7 +66,7 @@ class JudgeConfig:
     model: str
     name: Literal["judge"] = "judge"
     question: str = _QUESTION
-    pattern: str = r"(?i)grade\W*(-?\d+(?:\.\d+)?)"
+    pattern: str = _PATTERN
     highest: PositiveFloat = 10.0
     key_variable: str | None = None
     max_tokens: PositiveInt = 512
@@ -74,10 +84,23 @@ class JudgeConfig:
             raise ConfigError(f"The judge's pattern {self.pattern!r} is no regular expression: {error}.") from error
         if groups != 1:
             raise ConfigError(f"The judge's pattern {self.pattern!r} has {groups} groups; one holds the grade.")
+        self._check_question()
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"The judge's url is {self.url!r}; it begins with http:// or https://.")
         if self.key_variable is not None and self.key_variable not in os.environ:
             raise ConfigError(f"The judge's key is to be in {self.key_variable}, which the environment does not have.")
+
+    def _check_question(self) -> None:
+        """Raises a ConfigError if the question cannot be filled in, or does not hold the policy's answer."""
+        try:
+            names = {str(name) for _, name, _, _ in Formatter().parse(self.question) if name is not None}
+        except ValueError as error:
+            raise ConfigError(f"The judge's question cannot be filled in: {error}. Write braces twice.") from error
+        if "" in names or "response" not in names:
+            raise ConfigError(
+                f"The judge's question has places for {sorted(names)}; {{response}} is the policy's answer, and has "
+                "to be there. {answer} is the record's own, and every place has a name."
+            )
 
     def build(self) -> Reward:
         return _Judge(self)
@@ -86,17 +109,15 @@ class JudgeConfig:
 class _Judge:
     def __init__(self, settings: JudgeConfig) -> None:
         self._settings = settings
-        self._askers = ThreadPoolExecutor(settings.at_once, thread_name_prefix="judge")
+        self._threads = Threads(settings.at_once)
 
     async def __call__(self, completion: Completion) -> Score:
         settings = self._settings
-        filled = {"prompt": completion.prompt, "answer": completion.text, "highest": settings.highest}
-        question = settings.question.format_map({**completion.record, **filled})
-        said = await self._asked(question)
-        grades = re.findall(settings.pattern, said)
-        if not grades or not 0 <= float(grades[-1]) <= settings.highest:
+        said = await self._asked(_filled(settings, completion))
+        grade = _grade(settings, said)
+        if grade is None:
             return unchecked(settings.unchecked, "unparsed", f"the judge said {said[-200:]!r}")
-        return Score(value=float(grades[-1]) / settings.highest)
+        return Score(value=grade / settings.highest)
 
     async def _asked(self, question: str) -> str:
         """What the judge says.
@@ -106,9 +127,10 @@ class _Judge:
         """
         for attempt in range(self._settings.attempts):
             try:
-                return await asyncio.get_running_loop().run_in_executor(self._askers, self._post, question)
+                return await self._threads.run(functools.partial(self._post, question))
             except urllib.error.HTTPError as error:
-                reason = f"{error.code} {error.read(500).decode(errors='replace')}"
+                with error:  # it holds the connection
+                    reason = f"{error.code} {error.read(500).decode(errors='replace')}"
                 if error.code not in _AGAIN:
                     break
             except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -134,3 +156,36 @@ class _Judge:
         with urllib.request.urlopen(request, timeout=settings.timeout_s) as response:
             found = json.loads(response.read())
         return str(found["choices"][0]["message"]["content"])
+
+
+def _filled(settings: JudgeConfig, completion: Completion) -> str:
+    """Fills in the question.
+
+    Raises:
+      EnvironmentFailed: the record lacks a field, or has one whose name is taken.
+    """
+    record = completion.record
+    if taken := [name for name in _FILLED if name in record]:
+        raise EnvironmentFailed(f"the record's field {taken[0]!r} has a name that the judge's question uses; rename it")
+    filled = {"prompt": completion.prompt, "response": completion.text, "highest": settings.highest}
+    try:
+        return settings.question.format_map({**record, **filled})
+    except (LookupError, AttributeError, ValueError) as error:
+        fields = ", ".join(map(repr, record)) or "none"
+        raise EnvironmentFailed(
+            f"the judge's question cannot be filled in: {type(error).__name__}: {error}; the record's fields: {fields}"
+        ) from error
+
+
+def _grade(settings: JudgeConfig, said: str) -> float | None:
+    """Returns the last grade of a text; None if there is none, or it is out of bounds or on another scale."""
+    matches = list(re.finditer(settings.pattern, said))
+    if not matches:
+        return None
+    scale = _SCALE.match(said, matches[-1].end())
+    try:
+        grade = float(matches[-1][1])
+    except (TypeError, ValueError):  # a pattern of the user's may match anything
+        return None
+    is_other_scale = scale is not None and float(scale[1]) != settings.highest
+    return grade if 0 <= grade <= settings.highest and not is_other_scale else None

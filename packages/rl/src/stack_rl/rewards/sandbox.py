@@ -15,7 +15,6 @@ A sandbox tries the attacks on itself before its first program, and does not sta
 `SandboxConfig.open` does not name.
 """
 
-import asyncio
 import contextlib
 import functools
 import json
@@ -30,7 +29,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final, Literal
@@ -40,6 +38,7 @@ from pydantic import PositiveFloat, PositiveInt
 from stack_core.config import config
 from stack_core.errors import SandboxError
 from stack_rl.rewards.sandbox_launcher import DEVICES, NOBODY, SHOWN
+from stack_rl.threads import Threads
 
 __all__ = ["Ended", "Gap", "Sandbox", "SandboxConfig"]
 
@@ -111,7 +110,7 @@ class Sandbox:
         self._config = SandboxConfig() if config is None else config
         self.level, self.open = _chosen(self._config)
         self._hidden: str | None = None
-        self._workers = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="sandbox")
+        self._threads = Threads(os.cpu_count() or 1)
 
     def run(self, program: str, *, given: bytes = b"", libraries: bool = False) -> Ended:
         """Runs a Python program to its end, or to a limit; whatever it does is an `Ended`.
@@ -145,9 +144,7 @@ class Sandbox:
 
     async def run_soon(self, program: str, *, given: bytes = b"", libraries: bool = False) -> Ended:
         """As `run`, without holding up the event loop."""
-        running = asyncio.get_running_loop()
-        call = functools.partial(self.run, program, given=given, libraries=libraries)
-        return await running.run_in_executor(self._workers, call)
+        return await self._threads.run(functools.partial(self.run, program, given=given, libraries=libraries))
 
 
 def _chosen(settings: SandboxConfig) -> tuple[Level, tuple[Gap, ...]]:

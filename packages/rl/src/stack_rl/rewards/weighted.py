@@ -14,7 +14,16 @@ from stack_core.errors import ConfigError, EnvironmentFailed
 from stack_core.plugins import registries
 from stack_rl.rewards.unchecked import Unchecked
 
-__all__ = ["ChecksItself", "ReadsTokens", "RewardKind", "WeightedReward", "check_reward", "resolved", "total_score"]
+__all__ = [
+    "ChecksItself",
+    "ReadsTokens",
+    "RewardKind",
+    "WeightedReward",
+    "check_reward",
+    "plain_facts",
+    "resolved",
+    "total_score",
+]
 
 
 @config
@@ -123,22 +132,41 @@ async def total_score(rewards: Sequence[tuple[str, Reward, float]], completion: 
     """
     total, facts, verdict = 0.0, dict[str, float](), None
     for name, reward, weight in rewards:
-        score = await _score(name, reward, completion)
-        found: Verdict | None = score.verdict
-        total, verdict = total + weight * score.value, verdict or found
-        facts |= {name: score.value, **score.facts}
+        value, found, measured = await _score(name, reward, completion)
+        total, verdict = total + weight * value, verdict or found
+        facts |= {name: value, **measured}
     return Score(value=total, verdict=verdict, facts=facts)
 
 
-async def _score(name: str, reward: Reward, completion: Completion) -> Score:
+async def _score(
+    name: str, reward: Reward, completion: Completion
+) -> tuple[float, Verdict | None, Mapping[str, float]]:
+    """Scores an answer; its numbers are Python's, whatever library the reward's were of."""
     try:
         found = reward(completion)
         value = await found if inspect.isawaitable(found) else found
-        score = value if isinstance(value, Score) else Score(value=float(value))
+        score = value if isinstance(value, Score) else Score(value=value)
+        # Sums of NumPy's half-precision numbers would stay such, and JSON writes none of its numbers.
+        number, facts = float(score.value), plain_facts(score.facts)
     except (Unchecked, EnvironmentFailed):  # which say what is the matter
         raise
     except Exception as error:  # Rewards are a user's code and may raise whatever they like.
         raise EnvironmentFailed(f"reward {name!r} raised {type(error).__name__}: {error}") from error
-    if not math.isfinite(score.value):
-        raise EnvironmentFailed(f"reward {name!r} gave {score.value} for {completion.text!r}; it must be finite")
-    return score
+    if not math.isfinite(number):
+        raise EnvironmentFailed(f"reward {name!r} gave {number} for {completion.text!r}; it must be finite")
+    return number, score.verdict, facts
+
+
+def plain_facts(facts: Mapping[str, Any]) -> dict[str, float]:
+    """Converts measurements of any library's number types to Python's.
+
+    Raises:
+      ValueError: one is not a number; names it.
+    """
+    found = dict[str, float]()
+    for name, value in facts.items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the fact {name!r} is {value!r}; a number was expected") from error
+    return found

@@ -37,6 +37,7 @@ class Component:
     """One class of diffusers, or of transformers, and the family that computes the same.
 
     Attributes:
+      former_names: of the class, in older files.
       settings: what both configs have one for one.
       fixed: keys of which the model can do one value only.
       silent: keys that do not change what the model computes, besides `HARMLESS_KEYS`.
@@ -51,6 +52,7 @@ class Component:
     """
 
     class_name: str
+    former_names: tuple[str, ...] = ()
     family: ModelFamily
     settings: tuple[Setting, ...]
     names: Mapping[str, str]
@@ -137,7 +139,8 @@ def load_component(component: Component, directory: Path, **settings: Any) -> tu
         names all of them at once.
     """
     mapping = _read_config(directory)
-    if (given := mapping.get(_CLASS, (mapping.get("architectures") or ["none"])[0])) != component.class_name:
+    given = mapping.get(_CLASS, (mapping.get("architectures") or ["none"])[0])
+    if given not in (component.class_name, *component.former_names):
         raise ConversionError(f"{directory} holds a {given}, not a {component.class_name}.")
     found = {_prefixed(name, component.prefix): each for name, each in read_tensors(directory, component.stem).items()}
     tensors = {name: tensor for name, tensor in found.items() if name not in component.redundant}

@@ -189,6 +189,7 @@ _BLOCK = "transformer_blocks.{layer}."
 
 COMPONENT = Component(
     class_name="DiTTransformer2DModel",
+    former_names=("Transformer2DModel",),  # as which DiT-XL-2-256 and -512 are published
     family=FAMILY,
     settings=(
         Setting("image_size", ("sample_size",), 32),

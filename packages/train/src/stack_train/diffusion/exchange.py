@@ -88,7 +88,8 @@ def _opened(directory: Path, run: Path) -> tuple[RunConfig, Any]:
         config = RunConfig(output=output, model=pipeline.config, data=data, objective=pipeline.objective)
         return config, pipeline.model
     name = json.loads((directory / "config.json").read_bytes())["_class_name"]
-    known = {each.class_name: each for each in (dit.COMPONENT, autoencoder_kl.COMPONENT)}
+    alone = (dit.COMPONENT, autoencoder_kl.COMPONENT)
+    known = {name: each for each in alone for name in (each.class_name, *each.former_names)}
     if name not in known:
         raise ConversionError(
             f"{directory} holds a {name} alone; convert the whole directory around it, or one of {', '.join(known)}."

@@ -1,0 +1,90 @@
+"""Parts of diffusers directories in their publishers' own layout: every key, and tensors in shards."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from stack_core.errors import ConversionError
+from stack_train.diffusion import autoencoder_kl, clip, dit, exchange, flux, t5
+from stack_train.diffusion.components import load_component
+from stack_train.diffusion.noise import DynamicShift
+from stack_train.diffusion.scheduler import read_scheduler
+from stack_train.variables import ModelVariables, values_of
+
+FOLDER = Path(__file__).parent / "published"
+PARAMETERS = {
+    "FLUX.1-dev/transformer": (flux, 11_901_408_320),
+    "FLUX.1-schnell/transformer": (flux, 11_891_178_560),
+    "FLUX.1-dev/vae": (autoencoder_kl, 83_819_683),
+    "FLUX.1-dev/text_encoder": (clip, 123_060_480),
+    "FLUX.1-dev/text_encoder_2": (t5, 4_762_310_656),
+    "DiT-XL-2-256/transformer": (dit, 749_826_464),  # each block has its own embedding of times and labels
+}
+FLUX = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "num_single_layers": 2}
+FLUX |= {"in_channels": 16, "out_channels": 16, "joint_attention_dim": 24, "pooled_projection_dim": 20}
+FLUX |= {"axes_dims_rope": [4, 6, 6]}
+
+
+def published(name):
+    return json.loads((FOLDER / name / "config.json").read_text())
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_published_config_is_that_of_a_model_of_its_size(name):
+    family, expected = PARAMETERS[name]
+    config = family.COMPONENT.read_config(published(name))
+    model = nnx.eval_shape(lambda: family.COMPONENT.family.build(config, key=jax.random.key(0)))
+    assert sum(math.prod(leaf.shape) for leaf in ModelVariables.of(model).shapes.values()) == expected
+
+
+def test_published_schedulers_are_read():
+    shifts = [read_scheduler(FOLDER / name / "scheduler").shift for name in ("FLUX.1-dev", "FLUX.1-schnell")]
+    assert shifts == [DynamicShift(), 1.0]
+
+
+def test_a_flux_that_predicts_other_channels_is_refused():
+    mapping = published("FLUX.1-schnell/transformer") | {"out_channels": 128}
+    with pytest.raises(ConversionError, match="out_channels=128, not in_channels, 64"):
+        flux.COMPONENT.read_config(mapping)
+
+
+def written(component, mapping, directory, *, files):
+    """Writes a folder of random tensors in shards; returns the values of the parameters that they make up."""
+    config, random = component.read_config(mapping), np.random.default_rng(0)
+    abstract = nnx.eval_shape(lambda: component.family.build(config, key=jax.random.key(0)))
+    values, tensors = {}, {}
+    for path, leaf in ModelVariables.of(abstract).shapes.items():
+        values[path] = random.normal(size=leaf.shape).astype(np.float32)
+        tensors |= component.tensors_of(config, "/".join(map(str, path)), values[path])
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(mapping))
+    names = [f"{component.stem}-{number:05}-of-{files:05}.safetensors" for number in range(1, files + 1)]
+    located = {name: names[place % files] for place, name in enumerate(tensors)}
+    for file in names:
+        held = {name: np.ascontiguousarray(tensors[name]) for name in tensors if located[name] == file}
+        save_file(held, directory / file, metadata={"format": "pt"})
+    index = {"metadata": {"total_size": 0}, "weight_map": located}
+    (directory / f"{component.stem}.safetensors.index.json").write_text(json.dumps(index))
+    return values
+
+
+def test_a_transformer_in_shards_opens(tmp_path):
+    values = written(flux.COMPONENT, published("FLUX.1-schnell/transformer") | FLUX, tmp_path / "hf", files=3)
+    opened = values_of(load_component(flux.COMPONENT, tmp_path / "hf")[1])
+    assert opened.keys() == values.keys()
+    for path, value in values.items():
+        np.testing.assert_array_equal(opened[path], value, err_msg=str(path))
+
+
+def test_a_dit_under_its_former_name_is_imported(tmp_path):
+    mapping = published("DiT-XL-2-256/transformer") | {"num_layers": 1, "num_attention_heads": 2}
+    mapping |= {"attention_head_dim": 8, "num_embeds_ada_norm": 3}
+    values = written(dit.COMPONENT, mapping, tmp_path / "hf", files=2)
+    parameters = sum(value.size for value in values.values())
+    assert exchange.import_images(tmp_path / "hf", tmp_path / "run").parameters == parameters

@@ -15,19 +15,17 @@ CONFIG = "adapter_config.json"
 
 # What a key must say, besides nothing: with anything else the adapter computes something that is not read here.
 _PLAIN = {"peft_type": "LORA", "bias": "none"}
-_ABSENT = (
-    "alora_invocation_tokens",
-    "fan_in_fan_out",
-    "layer_replication",
-    "lora_bias",
-    "megatron_config",
-    "modules_to_save",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_qalora",
-)
-_CHANGES_BASE = ("corda", "loftq", "olora", "pissa")
+_READ = """
+    r lora_alpha rank_pattern alpha_pattern use_rslora use_dora target_modules layers_to_transform
+    base_model_name_or_path init_lora_weights
+"""
+# How an adapter was started, trained and placed, of which its tensors are the outcome.
+_HARMLESS = """
+    auto_mapping corda_config ensure_weight_tying eva_config exclude_modules inference_mode layers_pattern loftq_config
+    lora_dropout lora_ga_config megatron_core peft_version qalora_group_size revision runtime_config task_type
+"""
+_KNOWN = {*_READ.split(), *_HARMLESS.split(), *_PLAIN}
+_CHANGES_BASE = ("corda", "loftq", "lora_ga", "olora", "pissa")
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,9 @@ def read_settings(directory: Path) -> PeftSettings:
         for key, expected in _PLAIN.items()
         if mapping.get(key) not in (None, expected)
     ]
-    problems += [f"{key} is {mapping[key]!r}, which is not read" for key in _ABSENT if mapping.get(key)]
+    problems += [
+        f"{key} is {value!r}, which is not read" for key, value in mapping.items() if value and key not in _KNOWN
+    ]
     initial = mapping.get("init_lora_weights")
     if isinstance(initial, str) and initial.startswith(_CHANGES_BASE):
         problems.append(f"init_lora_weights is {initial!r}, which changed the base: save it with PEFT's conversion")

@@ -40,7 +40,8 @@ def check(tensor: int, *, quantized: bool = False, **sizes: int) -> None:
     model = jax.jit(lambda: FAMILY.build(config, key=jax.random.key(0)))()
     if quantized:
         model = quantize_model(model, [Rule(path=".*", weights="int4", tile_size=8)], SAMPLE)
-    checkpoint = generative_checkpoint(model, name="tiny", tokenizer=Path("nowhere"), origin=Path("nowhere"))
+    nowhere = Path("nowhere")
+    checkpoint = generative_checkpoint(model, config, name="tiny", tokenizer=nowhere, origin=nowhere)
     random = np.random.default_rng(0)
     prompts = [random.integers(0, config.vocab_size, length).tolist() for length in (3, 30)]
     with LLMEngine(checkpoint, dataclasses.replace(SIZES, tensor=tensor)) as engine:

@@ -192,7 +192,9 @@ def check_engine(target, *kernels, config=LLAMA_8B, temporary_bytes=2**27, **set
     devices = len(target.devices)
     model = nnx.eval_shape(lambda: registries.models[config.family].build(config, key=jax.random.key(0)))
     nowhere = Path("nowhere")
-    checkpoint = generative_checkpoint(model, name="large", tokenizer=nowhere, origin=nowhere, read=lambda _: iter(()))
+    checkpoint = generative_checkpoint(
+        model, config, name="large", tokenizer=nowhere, origin=nowhere, read=lambda _: iter(())
+    )
     settings = EngineConfig(tensor=devices, pages=4096, max_tokens=2048, cache_dtype="bfloat16", **settings)
     programs = compile_engine(checkpoint, settings, target)
     assert set(programs) == {"decode", "prefill"}

@@ -70,7 +70,7 @@ def test_every_family_that_is_said_to_be_served_is_here():
 
 def opened(model):
     nowhere = Path("nowhere")
-    return generative_checkpoint(model, name="tiny", tokenizer=nowhere, origin=nowhere)
+    return generative_checkpoint(model, model.config, name="tiny", tokenizer=nowhere, origin=nowhere)
 
 
 @functools.cache

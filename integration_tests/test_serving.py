@@ -43,7 +43,7 @@ def model_of(config=CONFIG, seed=0):
 
 def opened(model):
     nowhere = Path("nowhere")
-    checkpoint = generative_checkpoint(model, name="tiny", tokenizer=nowhere, origin=nowhere)
+    checkpoint = generative_checkpoint(model, model.config, name="tiny", tokenizer=nowhere, origin=nowhere)
     return dataclasses.replace(checkpoint, end_tokens=frozenset({END}))
 
 

@@ -7,6 +7,7 @@ operands are padded to tiles, such queries get zeros, and queries are scaled.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_kernels.attention.sinks import sinks_gradient
 from stack_kernels.supports import first_problem, takes_no
+from stack_kernels.untyped import untyped
 
 __all__ = ["SPLASH", "SplashTiles", "splash"]
 
@@ -150,12 +152,17 @@ class _Problem:
             interpret=self.interpret,
         )
 
-    def by_row(self, function: Callable[..., Any], *arrays: Any) -> Any:
-        """`function` of each row of a batch: the TPU's interpreter knows no grid that `jax.vmap` made longer."""
-        if isinstance(self.interpret, bool):
-            return jax.vmap(function)(*arrays)
-        rows = [function(*jax.tree.map(lambda x, row=row: x[row], arrays)) for row in range(len(arrays[0]))]
-        return jax.tree.map(lambda *of_rows: jnp.stack(of_rows), *rows)
+    def by_row(self, function: Callable[..., Any], sinks: Any, *arrays: Any) -> Any:
+        """Maps `function(sinks, *row)` over the rows of a batch; inside `jax.shard_map` too, whose types it lacks."""
+
+        def over_batch(sinks: Any, *arrays: Any) -> Any:
+            if isinstance(self.interpret, bool):
+                return jax.vmap(partial(function, sinks))(*arrays)
+            # The TPU's interpreter does not support a grid that `jax.vmap` has extended.
+            rows = [function(sinks, *jax.tree.map(lambda x, row=row: x[row], arrays)) for row in range(len(arrays[0]))]
+            return jax.tree.map(lambda *of_rows: jnp.stack(of_rows), *rows)
+
+        return untyped(over_batch, sinks, *arrays)
 
     def operands(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Query, key and value as [batch, heads, seq, features], and the pair of segments or None."""
@@ -191,11 +198,11 @@ def _forward(
     operands, sinks, q_seq = problem.operands(call), _wide(call["sinks"]), call["query"].shape[1]
     kernel = problem.kernel(call["query"].shape[2], operands["query"].shape[2], operands["key"].shape[2])
 
-    def of_row(query: Any, key: Any, value: Any, segments: Any) -> tuple[Any, Any]:
+    def of_row(sinks: Any, query: Any, key: Any, value: Any, segments: Any) -> tuple[Any, Any]:
         output, (lse,) = kernel(query, key, value, segment_ids=_pair(segments), sinks=sinks)
         return output, lse
 
-    output, lse = problem.by_row(of_row, *operands.values())
+    output, lse = problem.by_row(of_row, sinks, *operands.values())
     # The kernel's scores of forbidden keys are finite; NaN is no such score.
     empty = lse <= kernel.kwargs["mask_value"] / 2
     output = jnp.where(empty[..., None], 0, output)[:, :, :q_seq].swapaxes(1, 2)
@@ -223,7 +230,9 @@ def _backward(
     settings = {name: kernel.kwargs[name] for name in ("mask_value", "is_mqa", "block_sizes", "mask_function")}
     settings |= {name: kernel.kwargs[name] for name in ("attn_logits_soft_cap", "residual_checkpoint_name")}
 
-    def of_row(output: Any, lse: Any, cotangent: Any, query: Any, key: Any, value: Any, segments: Any) -> Any:
+    def of_row(
+        sinks: Any, output: Any, lse: Any, cotangent: Any, query: Any, key: Any, value: Any, segments: Any
+    ) -> Any:
         kept = (query, key, value, _pair(segments), sinks, output, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
         gradients = _splash_attention_bwd(
             save_residuals=False, interpret=problem.interpret, res=kept, do=cotangent, **settings
@@ -233,7 +242,7 @@ def _backward(
     output, cotangent = (_tiled(x, config.queries) for x in (outputs, cotangents))
     finite = jnp.where(jnp.isneginf(lse), 0, lse)  # a query that attends to no key has no weights at any lse
     rows = _padded(finite.swapaxes(1, 2), config.queries, axis=2)
-    of_query, of_key, of_value = problem.by_row(of_row, output, rows, cotangent, *operands.values())
+    of_query, of_key, of_value = problem.by_row(of_row, sinks, output, rows, cotangent, *operands.values())
     found = {
         "query": _untiled(of_query, arrays["query"]) * problem.scale,
         "key": _untiled(of_key, arrays["key"]),

@@ -18,6 +18,7 @@ from stack_core.hardware import Chip
 from stack_core.ops.building import forward_only, vary_alike
 from stack_kernels.from_tokamax import GENERATIONS
 from stack_kernels.supports import abstract_view, first_problem, is_beyond, weight_alone
+from stack_kernels.untyped import untyped
 
 __all__ = ["MOSAIC_GPU", "SplitTile", "mosaic_gpu"]
 
@@ -192,10 +193,9 @@ def _multiply(rows: Any, codes: Any, scale: Any, used_rows: int, config: SplitTi
             found.append(plgpu.BlockSpec((1, width), lambda step: ((part * steps + step) // each, column)))
         return found
 
-    like = jax.typeof(rows)  # inside a shard_map a type says over which devices an array varies
     call = plgpu.kernel(
         stack_quantized_linear,
-        out_type=like.update(shape=(config.parts, written, d_out), dtype=jnp.dtype(jnp.float32)),
+        out_type=jax.ShapeDtypeStruct((config.parts, written, d_out), jnp.float32),
         scratch_types=[
             plgpu.SMEM((config.d_in, config.d_out), rows.dtype, transforms=tiled(config.d_out, rows.dtype)),
             plgpu.SMEM((_ROWS, config.d_out), jnp.float32),
@@ -205,7 +205,7 @@ def _multiply(rows: Any, codes: Any, scale: Any, used_rows: int, config: SplitTi
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
     )
-    return call(rows, codes, *(() if scale is None else (scale,)))
+    return untyped(call, rows, codes, *(() if scale is None else (scale,)))
 
 
 def _decoded(codes: Any, scale: Any, dtype: Any) -> Any:

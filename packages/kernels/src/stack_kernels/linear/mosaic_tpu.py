@@ -19,6 +19,7 @@ from stack_core.abi import OWN, OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import contract, dequantize, differentiated, vary_alike
 from stack_kernels.supports import abstract_view, first_problem, is_beyond, weight_alone
+from stack_kernels.untyped import untyped
 
 __all__ = ["MOSAIC_TPU", "ProductTile", "mosaic_tpu"]
 
@@ -193,18 +194,18 @@ def _multiply(
     if weight.levels is not None:
         in_specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
         operands.append(weight.levels)
-    like = jax.typeof(rows)  # inside a shard_map a type says over which devices an array varies
-    return pl.pallas_call(
+    call = pl.pallas_call(
         functools.partial(_kernel, transposed=transposed, by_column=tiles == 1, steps=steps[of_sum]),
         grid=(pl.cdiv(len(rows), config.rows), steps[of_result], steps[of_sum]),
         in_specs=in_specs,
         out_specs=pl.BlockSpec((config.rows, width), lambda row, result, term: (row, result)),
-        out_shape=like.update(shape=(len(rows), weight.codes.shape[of_result]), dtype=jnp.dtype(dtype)),
+        out_shape=jax.ShapeDtypeStruct((len(rows), weight.codes.shape[of_result]), dtype),
         scratch_shapes=[pltpu.VMEM((config.rows, width), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name="stack_quantized_linear",
-    )(*operands)
+    )
+    return untyped(call, *operands)
 
 
 def _kernel(rows: Any, codes: Any, scale: Any, *refs: Any, transposed: bool, by_column: bool, steps: int) -> None:

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_kernels.supports import first_problem
+from stack_kernels.untyped import untyped
 
 __all__ = ["MOSAIC_TPU", "NormTile", "mosaic_tpu"]
 
@@ -171,17 +172,17 @@ def _on_tiles(
             return pl.BlockSpec((None, 1, shape[-1]), lambda tile: (tile, 0, 0))
         return pl.BlockSpec((config.rows, shape[-1]), lambda tile: (tile, 0))
 
-    like = jax.typeof(operands[0])  # inside a shard_map a type says over which devices an array varies
-    return pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(len(operands[0]), config.rows),),
         in_specs=[pl.BlockSpec(factor.shape, lambda tile: (0, 0)), *(spec(array.shape) for array in operands)],
         out_specs=[spec(shape) for shape, _ in out_shapes],
-        out_shape=[like.update(shape=shape, dtype=jnp.dtype(dtype)) for shape, dtype in out_shapes],
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in out_shapes],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         interpret=interpret,
         name="stack_norm",
-    )(factor, *operands)
+    )
+    return untyped(call, factor, *operands)
 
 
 MOSAIC_TPU = mosaic_tpu()

@@ -18,6 +18,7 @@ from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import bounded_places, forward_only, padding_as_zero
 from stack_kernels.supports import first_problem, unquantized
+from stack_kernels.untyped import untyped
 
 __all__ = ["MOSAIC_TPU", "mosaic_tpu"]
 
@@ -157,11 +158,10 @@ def _over_pages(
     if sinks is not None:
         operands.append(sinks)
         in_specs.append(pl.BlockSpec(sinks.shape, lambda token, place, *_: (0, 0, 0)))
-    like = jax.typeof(query)  # inside a shard_map a type says over which devices an array varies
     statistics = pltpu.VMEM((kv_heads, rows, _LANES), jnp.float32)
-    return pl.pallas_call(
+    call = pl.pallas_call(
         functools.partial(_kernel, of=step),
-        out_shape=like.update(shape=(tokens, kv_heads, rows, out_dim)),
+        out_shape=jax.ShapeDtypeStruct((tokens, kv_heads, rows, out_dim), query.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(tokens, step.places),
@@ -172,7 +172,8 @@ def _over_pages(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="stack_paged_attention",
-    )(*prefetched, *operands)
+    )
+    return untyped(call, *prefetched, *operands)
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,11 @@ class Sleepy:
 class Tasks:
     training, held_out = None, 0
 
+    def __init__(self, first_token):
+        self._first_token = first_token
+
     def episode(self, task, *, held_out=False):
-        return Sleepy(task)
+        return Sleepy(task + self._first_token)
 
     def name(self, task, *, held_out=False):
         return str(task)
@@ -97,11 +100,12 @@ class Tasks:
 @config
 class SleepyConfig:
     name: str = "sleepy"
+    first_token: int = 0
 
     def check(self, model): ...
 
     def build(self, policy, *, seq_tokens, seed):
-        return Tasks()
+        return Tasks(self.first_token)
 
 
 def die_at(moment):

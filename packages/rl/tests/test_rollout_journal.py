@@ -1,14 +1,18 @@
 """What a journal of rollouts hands out again, and when it forgets."""
 
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 
+from stack_rl import rollouts
 from stack_rl.groups import Group, Ledger
 from stack_rl.rollout_journal import RolloutJournal
 from stack_rl.rollouts import RolloutData
 
-from .rollouts_child import SleepyConfig
+from .rollouts_child import Engine, SleepyConfig
+from .scripted import Policy
 from .test_groups import trajectory
 
 
@@ -119,6 +123,58 @@ def test_a_new_run_does_not_take_up_what_another_left(run):
     fresh = Run(run.path, run.opened, new=True)
     fresh.journal.begin(fresh.ledger, 0)
     assert not fresh.journal.recorded
+
+
+def test_groups_of_another_environment_are_drawn_again(run):
+    for version in range(3):
+        run.batch(version, course="old:")
+    saved = run.save(1)
+    run.draw(9, 3, course="old:")
+    run.ledger.restore(saved[1])
+    with pytest.warns(UserWarning, match=r"1 groups in the run's journal were drawn with another data.environment"):
+        run.journal.begin(run.ledger, 1, "new:")
+    assert not run.journal.recorded
+    assert run.batch(3, course="new:") == ([6, 7], False)
+    again = run.again()  # from the start, whose batches are of the old environment
+    with pytest.warns(UserWarning, match="drawn with another data.environment"):
+        again.journal.begin(again.ledger, 0, "new:")
+    assert set(again.journal.recorded) == {6, 7}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"environment": SleepyConfig(first_token=50)},
+        {"groups": 3},
+        {"group_size": 3},
+        {"seq_tokens": 7},
+        {"top_p": 0.9},
+        {"top_k": 2},
+        {},
+    ],
+    ids=lambda changes: next(iter(changes), "none"),
+)
+@pytest.mark.parametrize("version", [0, 5])
+def test_a_resumed_run_is_handed_no_groups_of_other_settings(tmp_path, monkeypatch, changes, version):
+    """`--allow data.environment` with a checkpoint of version 5, whose position is left out, and without one."""
+    monkeypatch.setattr(rollouts, "registries", SimpleNamespace(engines={"static": Engine}))
+
+    def batch(version=0, **changes):
+        settings = {"environment": SleepyConfig(), "groups": 2, "group_size": 2, "seq_tokens": 8} | changes
+        with closing(RolloutData(**settings).build(seed=0, model=None)) as data:
+            data.write(tmp_path)
+            (tmp_path / "config.yaml").touch()
+            data.take_policy(Policy())
+            data.update_weights({"w": jnp.ones(2)}, version, lambda params, batch: {})
+            return next(data.train_iterator())
+
+    first = batch()
+    message = "data begins anew: 2 groups" if version else "2 groups .* another data.environment"
+    with pytest.warns(UserWarning, match=message) if changes or version else nullcontext():
+        again = batch(version, **changes)
+    assert (again["staleness"] == 0).all()
+    if changes.keys() <= {"environment"}:
+        assert (again["tokens"] == first["tokens"]).all() == (not changes)
 
 
 @pytest.mark.parametrize("is_new", [True, False])

@@ -55,8 +55,13 @@ class RolloutJournal:
             path.with_name(path.name + suffix).unlink(missing_ok=True)
         return cls(Journal(path))
 
-    def begin(self, ledger: Ledger, step: int) -> None:
-        """Reads what waits beside what `ledger` says was used, which the checkpoint of `step` has learned from."""
+    def begin(self, ledger: Ledger, step: int, settings: str = "") -> None:
+        """Reads the journal. Groups that `ledger` counts as used are acknowledged with the checkpoint of `step`.
+
+        Args:
+          settings: digest of the settings that groups are drawn with, which the digests of groups and batches begin
+            with. Groups of other settings, such as another environment, are dropped with a warning.
+        """
         self.journal.retract(_GROUP, after=step)
         self.journal.retract(_BATCH, after=step)
         groups, batches = self.journal.read(_GROUP), self.journal.read(_BATCH)
@@ -77,6 +82,30 @@ class RolloutJournal:
         self._unsaved.clear()
         self._positions.clear()
         self.is_begun = True
+        self._drop_foreign(settings)
+
+    def restart(self) -> None:
+        """Drops everything, for a run whose data begins anew, such as with other settings that `--allow` named."""
+        if groups := self.journal.read(_GROUP, waiting=True):
+            warnings.warn(
+                f"The run's data begins anew: {len(groups)} groups in its journal are not trained on.", stacklevel=4
+            )
+        self.journal.drop(each.number for each in self.journal.read())
+        self.is_begun = True
+
+    def _drop_foreign(self, settings: str) -> None:
+        """Drops groups and batches that were drawn with other settings."""
+        groups = [each for each in self.recorded.values() if not each.digest.startswith(settings)]
+        batches = {number: each for number, each in self._batches.items() if not each.digest.startswith(settings)}
+        if groups:
+            warnings.warn(
+                f"{len(groups)} groups in the run's journal were drawn with another data.environment, groups, "
+                "group_size, seq_tokens, top_p or top_k. They are drawn again.",
+                stacklevel=5,
+            )
+        self._drop(_BATCH, batches)
+        self._batches = {number: each for number, each in self._batches.items() if number not in batches}
+        self._forget(groups)
 
     def add(self, groups: Sequence[Group]) -> None:
         """Writes groups down, all or none; one that is there already stays as it is."""

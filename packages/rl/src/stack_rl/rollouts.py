@@ -1,5 +1,6 @@
 """`data.kind: rollouts`: batches of what the policy itself did in an environment."""
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from stack_core.config import Selected, config
+from stack_core.config import Selected, config, to_mapping
 from stack_core.contracts.data import Batch, Shapes
 from stack_core.contracts.environments import Tasks, Trajectory
 from stack_core.contracts.formats import GenerativeCheckpoint
@@ -117,6 +118,13 @@ class RolloutData:
         return self.groups * self.group_size
 
     @property
+    def draw_digest(self) -> str:
+        """Digest of the settings that groups and batches depend on, apart from the weights."""
+        names = ("environment", "groups", "group_size", "seq_tokens", "top_p", "top_k")
+        written = json.dumps({name: to_mapping(getattr(self, name)) for name in names}, sort_keys=True)
+        return hashlib.sha256(written.encode()).hexdigest()[:16] + ":"
+
+    @property
     def drawing(self) -> Drawing:
         return Drawing(self.top_p, self.top_k)
 
@@ -146,7 +154,7 @@ class RolloutBatches:
     """Batches that the policy makes; see `PolicyBatches`, `NeedsPolicy`, `Validates`, `WritesFiles`, `Closes`."""
 
     def __init__(self, config: RolloutData, model: Any, *, seed: int) -> None:
-        self._config, self._seed = config, seed
+        self._config, self._seed, self._settings = config, seed, config.draw_digest
         self._shapes = config.spec(model)
         self._tasks: Tasks | None = None
         self._engine: Engine | None = None
@@ -201,7 +209,8 @@ class RolloutBatches:
         """Hands the engine a copy of the weights, which the next batch is drawn from; in flight if it draws ahead."""
         if self._engine is None or self._supply is None:
             raise DataError("No policy was given yet to draw from: call take_policy first.")
-        self._weights, self._scores = Weights(version, tree_digest(params)), partial(score, params)
+        self._weights = Weights(version, tree_digest(params), self._settings)
+        self._scores = partial(score, params)
         self._engine.update_weights(params, version=version, kv=self._config.stale_keys)
         self._supply.advance(self._weights)
 
@@ -209,7 +218,6 @@ class RolloutBatches:
         settings = self._config
         fingerprint = {
             "seed": self._seed,
-            "data.environment": settings.environment.name,
             "data.groups": settings.groups,
             "data.group_size": settings.group_size,
         }
@@ -257,7 +265,10 @@ class RolloutBatches:
         if weights is None or supply is None:
             raise DataError("No policy was given yet to play with: call take_policy and update_weights first.")
         if journal is not None and not journal.is_begun:
-            journal.begin(self._ledger, step=0)
+            if weights.version:  # a checkpoint was resumed, and its position in the data was not
+                journal.restart()
+            else:
+                journal.begin(self._ledger, 0, self._settings)
         groups = None if journal is None else journal.replayed(number, weights.digest)
         if groups is None:
             groups = supply.take(weights)
@@ -284,7 +295,7 @@ class RolloutBatches:
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._ledger.restore(state)
         if self._journal is not None:
-            self._journal.begin(self._ledger, state["step"])
+            self._journal.begin(self._ledger, state["step"], self._settings)
 
     def _batch(self, found: Sequence[Trajectory | None], *, training: bool) -> dict[str, np.ndarray]:
         settings, by_values = self._config, self._config.advantage == "gae"
@@ -375,9 +386,7 @@ class RolloutIterator:
           DataError: the state is of other rollouts.
         """
         places = ("step", *Ledger().state())
-        if not isinstance(state, Mapping) or {**dict.fromkeys(places), **state} != {
-            **{name: state.get(name) for name in places},
-            **self._fingerprint,
-        }:
+        is_state = isinstance(state, Mapping) and all(name in state for name in places)
+        if not is_state or any(state.get(name) != value for name, value in self._fingerprint.items()):
             raise DataError(f"The saved position {state!r} is not one of these rollouts: {self._fingerprint}.")
         self._restore(state)

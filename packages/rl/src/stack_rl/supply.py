@@ -23,14 +23,20 @@ _TRAINING = 0
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights that the engine has: their version, and their digest, which is waited for where it is read."""
+    """The engine's weights.
+
+    Attributes:
+      settings: digest of the settings that it draws with, see `RolloutJournal.begin`.
+    """
 
     version: int
     _digest: Any
+    settings: str = ""
 
     @property
     def digest(self) -> str:
-        return "".join(f"{int(each):08x}" for each in np.asarray(self._digest))
+        """Digest of the settings and the weights; waits for the computation of the latter."""
+        return self.settings + "".join(f"{int(each):08x}" for each in np.asarray(self._digest))
 
 
 class Supply(Protocol):

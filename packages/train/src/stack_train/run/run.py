@@ -27,7 +27,7 @@ from stack_train.run.start import data_of_resumed, with_tokenizer_of_start
 from stack_train.trainer import Trainer
 from stack_train.variables import sharding_rules
 
-__all__ = ["Run", "build"]
+__all__ = ["Run", "build", "fixed_differences"]
 
 # What a run learns may not change when it is resumed; how long it goes on, where it lies and what it writes may.
 _FIXED = ("model", "data", "objective", "optimizer", "precision", "run.accumulation_steps", "run.seed")
@@ -128,19 +128,23 @@ def _check_allowed(config: RunConfig, directory: RunDirectory, resume: bool, all
             )
 
 
+def fixed_differences(config: RunConfig, saved: Mapping[str, Any]) -> list[str]:
+    """Lists differences from a saved config in keys that training depends on, such as "data.batch_size: 4, not 8"."""
+    fixed = (*_FIXED, *registries.transforms.names())
+    return [
+        line for line in differences(to_mapping(config), saved) if is_under(line, fixed) and not is_under(line, _FREE)
+    ]
+
+
 def _changes(config: RunConfig, directory: RunDirectory, allowed: tuple[str, ...]) -> tuple[str, ...]:
     """In what a run that goes on differs from what it was: keys that decide what it learns, files of its data.
 
     Raises:
       ConfigError: a key differs that is not allowed to.
     """
-    mapping, saved = to_mapping(config), parse_yaml(directory.config_yaml(), str(directory.config))
-    found = [
-        line
-        for line in differences(mapping, saved)
-        if is_under(line, (*_FIXED, *registries.transforms.names())) and not is_under(line, _FREE)
-    ]
-    if mapping["data"].get("source") == saved.get("data", {}).get("source"):
+    saved = parse_yaml(directory.config_yaml(), str(directory.config))
+    found = fixed_differences(config, saved)
+    if getattr(config.data, "source", None) == saved.get("data", {}).get("source"):
         found += changed_files(config.data, directory)
     if changed := [line for line in found if not is_under(line, allowed)]:
         listing = "\n  ".join(changed)

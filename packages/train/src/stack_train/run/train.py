@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from stack_core import ops
-from stack_core.config import is_under, to_yaml
+from stack_core.config import is_under, parse_yaml, to_yaml
 from stack_core.contracts.data import Closes, FollowsCheckpoints, WritesFiles
 from stack_core.contracts.generation import NeedsPolicy
 from stack_core.events import CheckpointSaved, Event, RunFailed, RunStarted
@@ -31,7 +31,7 @@ from stack_train.run.loop import RunSummary, TrainingLoop
 from stack_train.run.memory import compile_fitting, out_of_memory
 from stack_train.run.policy import policy_of
 from stack_train.run.program import model_flops
-from stack_train.run.run import Run, build
+from stack_train.run.run import Run, build, fixed_differences
 from stack_train.run.source_files import keep_files
 from stack_train.run.start import copy_tokenizer_of_start
 from stack_train.state import TrainState
@@ -180,7 +180,9 @@ def _first_state(run: Run, store: CheckpointStore, batches: Any) -> tuple[TrainS
     steps, trainer = 0, run.trainer
     if store.latest() is not None:
         restored = store.restore(trainer.abstract_state.without_frozen())
-        if not any(is_under(line, ["data"]) for line in run.changes):  # other data begins anew
+        # A session that was killed before its first checkpoint may have changed the data since this one was saved.
+        changes = (*run.changes, *fixed_differences(run.config, parse_yaml(restored.config_yaml, "config.yaml")))
+        if not any(is_under(line, ["data"]) for line in changes):  # other data begins anew
             batches.set_state(restored.data_state)
         steps, records = restored.step, restored.frozen
         state = with_frozen(restored.state, trainer, run.config, records)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.errors import ArgumentError
+from stack_core.errors import ArgumentError, UnknownName
 from stack_quant import ArraySpec, Range, dequantize, fake_quantize, quantize
 from stack_quant import blocks as blocks_module
 from stack_quant.qtypes import QTYPES
@@ -122,10 +122,74 @@ def test_stochastic_rounding_clips_nothing(name: str) -> None:
 
 def test_a_given_range_is_used() -> None:
     x = drawn((8, 4))
-    span = Range(None, jnp.full((1, 1), 127.5))
-    np.testing.assert_array_equal(
-        quantize(100 * x, ArraySpec(), range=span).codes, np.clip(np.round(100 * x), -128, 127)
-    )
+    for ends, high in (("fitted", 127), ("exact", 127), ("half_step", 127.5)):
+        span = Range(None, jnp.full((1, 1), high, jnp.float32))
+        found = quantize(100 * x, ArraySpec(range_ends=ends), range=span)
+        np.testing.assert_array_equal(found.codes, np.clip(np.round(100 * x), -127, 127))
+
+
+EXACT = jnp.concatenate(
+    [
+        jnp.ones((16, 1)),
+        jnp.full((16, 1), -1 / 3),
+        (drawn((16, 4)) > 0).astype(jnp.float32),  # masks
+        jax.nn.one_hot(jnp.arange(16) % 8, 8),
+        0.7 * jnp.sign(jnp.round(drawn((16, 4)))),  # ternary weights
+    ],
+    axis=1,
+)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("name", ["int2", "int4", "int8"])
+def test_constants_stay_exact_and_each_tile_has_the_smaller_error(name: str, symmetric: bool) -> None:
+    x = jnp.concatenate([EXACT, drawn((16, 8))], axis=1)
+
+    def rounded(ends: str) -> np.ndarray:
+        spec = ArraySpec(type=name, channel_axes=(1,), tiles={0: 8}, symmetric=symmetric, range_ends=ends)
+        found = dequantize(quantize(x, spec))
+        np.testing.assert_array_equal(fake_quantize(x, spec), found)
+        return np.asarray(found, np.float64)
+
+    def errors(found: np.ndarray) -> np.ndarray:
+        return np.square(found - x).reshape(2, 8, -1).sum(axis=1)
+
+    fitted, exact, half_step = map(rounded, ("fitted", "exact", "half_step"))
+    for found in (fitted, exact):
+        np.testing.assert_allclose(found[:, : EXACT.shape[1]], EXACT, rtol=3e-7)
+    np.testing.assert_allclose(errors(fitted), np.minimum(errors(exact), errors(half_step)), rtol=1e-4, atol=1e-12)
+    assert np.any(errors(fitted) < errors(exact) - 1e-6) and np.any(errors(fitted) < errors(half_step) - 1e-6)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("int8", 127.5), ("int4", 7.5), ("int2", 1.5)])
+def test_half_step_is_qwix_convention(name: str, bound: float) -> None:
+    x = drawn((128, 4))
+    found = quantize(x, ArraySpec(type=name, channel_axes=(1,), range_ends="half_step"))
+    np.testing.assert_allclose(found.scale, np.abs(x).max(axis=0, keepdims=True) / bound, rtol=1e-6)
+
+
+@pytest.mark.parametrize("ends", ["exact", "half_step"])
+def test_the_ends_of_a_range_are_no_ties(ends: str) -> None:
+    """A scale that is off by its last bit, as in a program that is compiled otherwise, gives the same codes."""
+    x = jnp.asarray([-1.0, 0.3, 1.0, -1.0])
+    largest = {"int8": 127, "int4": 7, "int2": 1}
+    for name, most in largest.items():
+        for factor in (1 - 2e-7, 1, 1 + 2e-7):
+            span = Range(None, jnp.full(1, factor, jnp.float32))
+            found = quantize(x, ArraySpec(type=name, range_ends=ends), range=span).codes.astype(jnp.int8)
+            assert (found[0], found[2], found[3]) == (-most, most, -most)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"range_ends": "halfstep"}, UnknownName, "Did you mean 'half_step'"),
+        ({"range_ends": "exact", "type": "nf4"}, ArgumentError, "is for integers, .* given nf4"),
+    ],
+)
+def test_range_ends_that_cannot_act_are_refused(settings: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ArraySpec(**settings)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Static ranges of activations: measured over a stream, kept with the model, used for calls of any size."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -204,12 +205,72 @@ def test_no_stream_and_a_place_that_was_not_measured_are_refused() -> None:
         quantized.other(BATCHES[0])  # pyrefly: ignore
 
 
-def test_other_layers_around_a_parameter_are_refused() -> None:
+def shrunken(w: Any, x: Any) -> Any:
+    return jnp.tanh(0.01 * (x @ w))
+
+
+_jitted = jax.jit(shrunken)
+SEVERAL = {
+    "two products": (lambda w, x: shrunken(w, x) @ w, {"@dot_general/left#1": (1,), "@dot_general/left#2": (1,)}),
+    "a function twice": (
+        lambda w, x: _jitted(w, _jitted(w, x)),
+        {"@dot_general/left#1": (1,), "@dot_general/left#2": (1,)},
+    ),
+    "two kinds of product": (
+        lambda w, x: ops.linear(shrunken(w, x), w),
+        {"@dot_general/left": (1,), "@linear/x": (1,)},
+    ),
+    "loop": (lambda w, x: lax.fori_loop(0, 3, lambda _, x: shrunken(w, x), x), {"": (3, 1)}),
+    "branches": (
+        lambda w, x: lax.cond(x[0, 0, 0] > 0, lambda w, x: x @ w, lambda w, x: shrunken(w, x) @ w, w, x),
+        {"@dot_general/left#1": (1,), "@dot_general/left#2": (1,), "@dot_general/left#3": (1,)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_each_operation_on_a_parameter_has_a_range_of_its_own(name: str) -> None:
+    fn, shapes = SEVERAL[name]
+    x = BATCHES[1]
+    quantized = quantize_function(fn, W, static(), (x,), stream=[(x,), (-x,)])
+    assert {site: span.high.shape for site, span in quantized.ranges.items()} == shapes
+    for x in (BATCHES[1], -BATCHES[1]):
+        assert 0 < jnp.linalg.norm(quantized(x) - fn(W, x)) < 0.03 * jnp.linalg.norm(fn(W, x))
+
+
+def test_layers_and_a_product_after_them_have_ranges_of_their_own() -> None:
     def fn(stack: Any, x: Any) -> Any:
         return layers(stack, x) @ stack[0]
 
-    with pytest.raises(RuleError, match=r"ranges of shape \[3, 1\] in one place and \[1\] in another"):
-        quantize_function(fn, STACK, static(), (BATCHES[0],), stream=STREAM)
+    quantized = quantize_function(fn, STACK, static(), (BATCHES[0],), stream=STREAM)
+    assert {site: span.high.shape for site, span in quantized.ranges.items()} == {
+        "@linear/x": (3, 1),
+        "@dot_general/left": (1,),
+    }
+
+
+def test_products_of_activations_that_are_called_alike_are_told_apart() -> None:
+    def fn(w: Any, x: Any) -> Any:
+        return (0.001 * (x @ x.mT)) @ x + w[0]
+
+    rules = [Rule(op="dot_general", activations="int8", static_ranges=True)]
+    quantized = quantize_function(fn, W, rules, (BATCHES[0],), stream=STREAM[:1])
+    sides = ("left", "right")
+    assert set(quantized.ranges) == {f"dot_general/{side}#{number}" for side in sides for number in (1, 2)}
+    assert jnp.linalg.norm(quantized(BATCHES[0]) - fn(W, BATCHES[0])) < 0.03 * jnp.linalg.norm(fn(W, BATCHES[0]))
+
+
+def test_a_branch_that_no_batch_took_is_named() -> None:
+    fn, _ = SEVERAL["branches"]
+    with pytest.raises(QuantError, match=r"No batch reached the activations at @dot_general/left#\d.* not taken"):
+        quantize_function(fn, W, static(), (BATCHES[0],), stream=STREAM[:1])
+
+
+def test_a_function_that_uses_a_parameter_otherwise_is_refused() -> None:
+    fn, _ = SEVERAL["two products"]
+    model = quantize_function(product, W, static(), (BATCHES[0],), stream=STREAM)
+    with pytest.raises(QuantError, match=r"The activation at @dot_general/left#1 needs .* Measured: "):
+        replace(model, function=fn)(BATCHES[0])
 
 
 def test_shapes_have_shapes_of_ranges() -> None:
@@ -220,7 +281,7 @@ def test_shapes_have_shapes_of_ranges() -> None:
 
 def test_training_finds_them_at_each_call() -> None:
     quantized = quantize_function(product, W, static(), (BATCHES[0],), method="qat")
-    codes = quantize(BATCHES[0], ArraySpec())
+    codes = quantize(BATCHES[0], ArraySpec(range_ends="exact"))
     weight = quantize(W, ArraySpec(channel_axes=(1,)))
     expected = dequantize(codes) @ dequantize(weight)
     np.testing.assert_allclose(quantized(BATCHES[0]), expected, rtol=1e-4, atol=1e-5)

@@ -17,7 +17,7 @@ from stack_quant.scales import Range, scales
 from stack_quant.spec import ArraySpec
 from stack_quant.tiling import Tiling
 
-__all__ = ["calibrate", "shows_all"]
+__all__ = ["calibrate", "half_step_tiles", "shows_all"]
 
 _SHRUNKEN = np.linspace(1.0, 0.2, 17, dtype=np.float32)
 
@@ -45,6 +45,16 @@ def calibrate(array: jax.Array, spec: ArraySpec, *, name: str = "", cut: Blocks 
             return _extremes(array, spec, tiles, cut)
     factor = np.float32(method.arguments[0])
     return jax.tree.map(lambda end: end * factor, _extremes(array, spec, tiles, cut))
+
+
+def half_step_tiles(array: jax.Array, span: Range, spec: ArraySpec, cut: Blocks = ONE_BLOCK) -> bool | jax.Array:
+    """Whether the ends of each tile's range lie half a step beyond the outermost codes, as `spec.range_ends` says."""
+    if spec.range_ends != "fitted" or not spec.qtype.is_integer:
+        return spec.range_ends == "half_step"
+    exact, half = (scales(span, spec.qtype, half_step=half_step) for half_step in (False, True))
+    more = _MoreError(spec.qtype, Tiling(array.shape, span.high.shape))
+    others = (half.full, half.zero_point, exact.full, exact.zero_point)
+    return over_blocks(more, array, others, cut, jnp.add) < 0
 
 
 def shows_all(spec: ArraySpec) -> bool:
@@ -160,14 +170,45 @@ class _CountBelow:
 
 @dataclass(frozen=True)
 class _SquaredError:
-    """What rounding costs."""
+    """The squared error of rounding each tile."""
 
     kind: QType
     tiles: Tiling
 
     def __call__(self, index: Any, block: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> jax.Array:
         tiles = self.tiles.of(block)
-        values, scale = tiles.split(block).astype(jnp.float32), tiles.split(scale)
-        zero = np.float32(0) if zero_point is None else tiles.split(zero_point).astype(jnp.float32)
-        error = (snap(values / scale + zero, self.kind) - zero) * scale - values
-        return tiles.join(jnp.sum(jnp.square(error), axis=tiles.within, keepdims=True))
+        error = _squared_error(tiles.split(block), tiles, self.kind, scale, zero_point)
+        return tiles.join(jnp.sum(error, axis=tiles.within, keepdims=True))
+
+
+@dataclass(frozen=True)
+class _MoreError:
+    """The squared error of rounding each tile by one scale, less the error by another, in one pass over the entries."""
+
+    kind: QType
+    tiles: Tiling
+
+    def __call__(
+        self,
+        index: Any,
+        block: jax.Array,
+        scale: jax.Array,
+        zero_point: jax.Array | None,
+        other_scale: jax.Array,
+        other_zero_point: jax.Array | None,
+    ) -> jax.Array:
+        tiles = self.tiles.of(block)
+        entries = tiles.split(block)
+        error = _squared_error(entries, tiles, self.kind, scale, zero_point)
+        other = _squared_error(entries, tiles, self.kind, other_scale, other_zero_point)
+        return tiles.join(jnp.sum(error - other, axis=tiles.within, keepdims=True))
+
+
+def _squared_error(
+    entries: jax.Array, tiles: Tiling, kind: QType, scale: jax.Array, zero_point: jax.Array | None
+) -> jax.Array:
+    values, scale = entries.astype(jnp.float32), tiles.split(scale)
+    if zero_point is None:
+        return jnp.square(snap(values / scale, kind, smallest=-kind.largest) * scale - values)
+    zero = tiles.split(zero_point).astype(jnp.float32)
+    return jnp.square((snap(values / scale + zero, kind) - zero) * scale - values)

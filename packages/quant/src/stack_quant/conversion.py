@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from stack_core.errors import ArgumentError
 from stack_quant.blocks import ONE_BLOCK, Blocks, blocks, over_blocks
-from stack_quant.calibrate import calibrate, shows_all
+from stack_quant.calibrate import calibrate, half_step_tiles, shows_all
 from stack_quant.packing import pack
 from stack_quant.qarray import QArray, dequantize
 from stack_quant.qtypes import QType
@@ -33,7 +33,8 @@ def quantize(
 ) -> QArray:
     """`array` as codes and scales.
 
-    q = round(x / s) + z, saturated; s and z map the range onto the type. Without a key, to the nearest, ties to even.
+    q = round(x / s) + z, saturated; s and z map the range onto the type, as `spec.range_ends` says. Without a key, to
+    the nearest, ties to even. With one, the range ends on the outermost codes.
 
     Args:
       array: floating. What is computed, is computed in float32.
@@ -81,15 +82,35 @@ def _whole_axes(array: jax.Array) -> tuple[int, ...]:
 
 
 def _quantized(
-    array: jax.Array, span: Range | None, key: jax.Array | None, *, spec: ArraySpec, cut: Blocks = ONE_BLOCK
+    array: jax.Array,
+    span: Range | None,
+    key: jax.Array | None,
+    *,
+    spec: ArraySpec,
+    cut: Blocks = ONE_BLOCK,
+    own_range: bool = False,
 ) -> tuple[QArray, jax.Array]:
-    """The result, and whether the array and its range are finite."""
+    """Returns the quantized array, and whether the array and its range are finite.
+
+    Args:
+      own_range: `span` is the array's own, so that its ends may be fitted to it.
+    """
     finite = [] if span is None and shows_all(spec) else [_all_finite(array)]
     if span is None:
-        span = calibrate(array, spec, cut=cut)
+        span, own_range = calibrate(array, spec, cut=cut), True
+    half_step: bool | jax.Array = spec.range_ends == "half_step" and key is None
+    if own_range and key is None:
+        half_step = half_step_tiles(array, span, spec, cut)
     finite += [jnp.all(jnp.isfinite(end)) for end in jax.tree.leaves(span)]
-    kind, unbiased = spec.qtype, key is not None
-    mapped = scales(span, kind, unit_axes=spec.unit_axes(array.ndim), double=spec.double_quantized, unbiased=unbiased)
+    kind = spec.qtype
+    mapped = scales(
+        span,
+        kind,
+        unit_axes=spec.unit_axes(array.ndim),
+        double=spec.double_quantized,
+        half_step=half_step,
+        unbiased=key is not None,
+    )
     tiles = Tiling(array.shape, mapped.full.shape)
     encoded = over_blocks(_Encode(kind, tiles), array, (mapped.full, mapped.zero_point, key), cut)
     result = QArray(
@@ -135,7 +156,10 @@ class _Encode:
         values = tiles.split(block).astype(jnp.float32) / tiles.split(scale)
         if zero_point is not None:
             values = values + tiles.split(zero_point).astype(jnp.float32)
-        return tiles.join(encode(values, self.kind, key=None if key is None else jax.random.fold_in(key, index)))
+        # A symmetric range has as many codes on either side, so that its lower end is no tie between the last two.
+        smallest = -self.kind.largest if zero_point is None else None
+        key = None if key is None else jax.random.fold_in(key, index)
+        return tiles.join(encode(values, self.kind, key=key, smallest=smallest))
 
 
 def fake_quantize(
@@ -152,23 +176,27 @@ def fake_quantize(
     """
     _check_floating(array, "")
     span = calibrate(array, spec) if range is None else range
-    return _straight_through(array, jax.lax.stop_gradient(span), key, spec)
+    return _straight_through(array, jax.lax.stop_gradient(span), key, spec, range is None)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _straight_through(array: jax.Array, span: Range, key: jax.Array | None, spec: ArraySpec) -> jax.Array:
-    return dequantize(_quantized(array, span, key, spec=spec)[0])
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _straight_through(
+    array: jax.Array, span: Range, key: jax.Array | None, spec: ArraySpec, own_range: bool
+) -> jax.Array:
+    return dequantize(_quantized(array, span, key, spec=spec, own_range=own_range)[0])
 
 
 @_straight_through.defjvp
-def _straight_through_jvp(spec: ArraySpec, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _straight_through_jvp(spec: ArraySpec, own_range: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     array, span, key = primals
     tiles = Tiling(array.shape, span.high.shape)
     split = tiles.split(array).astype(jnp.float32)
     high = tiles.split(span.high)
     low = -high if span.low is None else tiles.split(span.low)
     inside = tiles.join((split >= low) & (split <= high))
-    return _straight_through(array, span, key, spec), jnp.where(inside, tangents[0], jnp.zeros_like(tangents[0]))
+    return _straight_through(array, span, key, spec, own_range), jnp.where(
+        inside, tangents[0], jnp.zeros_like(tangents[0])
+    )
 
 
 def _check_floating(array: jax.Array, name: str) -> None:

@@ -41,7 +41,7 @@ def static_ranges(
 
     Raises:
       RuleError: there are sites, but no calls.
-      QuantError: activations hold NaN or infinities.
+      QuantError: activations hold NaN or infinities, or no call reaches them.
     """
     arrays = parameters.arrays
     if all(isinstance(array, jax.ShapeDtypeStruct) for array in arrays.values()):
@@ -63,6 +63,7 @@ def static_ranges(
             f"Rules ask for the static ranges of {len(sites)} activations, the first at {next(iter(sites))}, which are "
             "measured over batches; none were given. Give some as `stream`, or leave out `static_ranges` and averages."
         )
+    _check_seen(statistics)
     return _finite({name: observed_range(found) for name, found in statistics.items()})
 
 
@@ -79,6 +80,15 @@ def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any
 
 def _as_it_is(array: Any, spec: ArraySpec, span: Range | None) -> Any:
     return array
+
+
+def _check_seen(statistics: Mapping[str, RangeStatistics]) -> None:
+    unseen = [name for name, found in statistics.items() if not jnp.all(found.weight > 0)]
+    if unseen:
+        raise QuantError(
+            f"No batch reached the activations at {', '.join(unseen)}, which are in a branch that was not taken. "
+            "Give batches that take it as `stream`, or leave these in float."
+        )
 
 
 def _finite(ranges: dict[str, Range]) -> dict[str, Range]:

@@ -16,8 +16,6 @@ class QType:
       bits: of one code, as it is stored.
       code_dtype: the JAX dtype of the codes, once they are unpacked.
       smallest, largest: the least and the greatest value that a code stands for.
-      bound: what the largest magnitude of a tile is scaled to. Integers have half a step more than `largest`: what lies
-        there still rounds to it, and the step is that much finer.
       codebook: the increasing values that codes index, or None where a code stands for itself.
       block_size: how many elements share a scale, where the type says so.
       scale_dtype: of the stored scale. One of less than 32 bits that is no power of two is in units of a second,
@@ -29,7 +27,6 @@ class QType:
     code_dtype: str
     smallest: float
     largest: float
-    bound: float
     codebook: tuple[float, ...] | None = None
     block_size: int | None = None
     scale_dtype: str = "float32"
@@ -43,14 +40,14 @@ class QType:
 def _integer(bits: int) -> QType:
     largest = 2.0 ** (bits - 1) - 1
     dtype = {2: "int2", 3: "int4", 4: "int4"}.get(bits, "int8")
-    return QType(f"int{bits}", bits, dtype, -largest - 1, largest, largest + 0.5)
+    return QType(f"int{bits}", bits, dtype, -largest - 1, largest)
 
 
 def _floating(
     name: str, code_dtype: str, largest: float, *, block_size: int | None = None, scale_dtype: str = "float32"
 ) -> QType:
     bits = 4 if code_dtype == "float4_e2m1fn" else 8
-    return QType(name, bits, code_dtype, -largest, largest, largest, None, block_size, scale_dtype)
+    return QType(name, bits, code_dtype, -largest, largest, None, block_size, scale_dtype)
 
 
 # Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023 (arXiv:2305.14314), appendix E.
@@ -79,7 +76,7 @@ _ALL = (
     _floating("fp8_e4m3", "float8_e4m3fn", 448.0),
     _floating("fp8_e5m2", "float8_e5m2", 57344.0),
     _floating("fp4", "float4_e2m1fn", 6.0),
-    QType("nf4", 4, "uint4", -1.0, 1.0, 1.0, _NF4),
+    QType("nf4", 4, "uint4", -1.0, 1.0, _NF4),
     _floating("mxfp8", "float8_e4m3fn", 448.0, block_size=32, scale_dtype="float8_e8m0fnu"),
     _floating("mxfp4", "float4_e2m1fn", 6.0, block_size=32, scale_dtype="float8_e8m0fnu"),
     _floating("nvfp4", "float4_e2m1fn", 6.0, block_size=16, scale_dtype="float8_e4m3fn"),

@@ -24,6 +24,7 @@ from stack_quant.transform.coverage import ParameterRow, Report
 from stack_quant.transform.interpreter import Treatment
 from stack_quant.transform.planning import Plan, plan
 from stack_quant.transform.program import Parameters, is_array, trace
+from stack_quant.transform.sites import site_names
 
 __all__ = ["Quantization", "State", "quantized", "unquantized"]
 
@@ -185,7 +186,9 @@ def quantized(
     treatment = Treatment(tuple(rules), chosen, planned.of_path, planned.specs, planned.tiles)
     listed = [_row(path, before[path], after[path], planned) for path in shapes]
     seen = program.survey(after, treatment)
-    ranges = static_ranges(fn, parameters, treatment, seen.sites, stream)
+    names = site_names(seen.sites)
+    sites = {names[key]: site for key, site in seen.sites.items()}
+    ranges = static_ranges(fn, parameters, treatment, sites, stream)
     return after, ranges, Quantization(treatment, coverage.report(name, rules, listed, seen.rows))
 
 

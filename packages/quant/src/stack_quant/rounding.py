@@ -16,19 +16,22 @@ _UNIT_STEP = np.float32(1.5 * 2**23)  # neighbouring float32 of this size differ
 _FLOAT32_EXPONENT = np.uint32(0x7F800000)
 
 
-def encode(values: jax.Array, kind: QType, *, key: jax.Array | None = None) -> jax.Array:
+def encode(values: jax.Array, kind: QType, *, key: jax.Array | None = None, smallest: float | None = None) -> jax.Array:
     """Codes, each in a byte, of float32 values that are scaled already; what is out of range saturates.
 
     `as_codes` makes them of their dtype: uint8 holds the bits of a floating type, int8 any other code.
 
     Without a key each value is rounded to the nearest, ties to the even integer or mantissa. With one, a value x
     between neighbours a < b becomes b with probability (x - a) / (b - a), else a.
+
+    Args:
+      smallest: the least code that is given; by default the type's.
     """
     if kind.codebook is not None:
         passed = [one.astype(jnp.int8) for one in _passed(values, kind.codebook, key)]
         return functools.reduce(jnp.add, passed)
     if kind.is_integer:
-        return _small_integers(snap(values, kind, key=key))
+        return _small_integers(snap(values, kind, key=key, smallest=smallest))
     return _float_codes(_clipped(values, kind) if key is None else snap(values, kind, key=key), kind)
 
 
@@ -39,22 +42,22 @@ def as_codes(encoded: jax.Array, kind: QType) -> jax.Array:
     return lax.bitcast_convert_type(encoded.astype(f"uint{kind.bits}"), kind.code_dtype)
 
 
-def snap(values: jax.Array, kind: QType, *, key: jax.Array | None = None) -> jax.Array:
+def snap(values: jax.Array, kind: QType, *, key: jax.Array | None = None, smallest: float | None = None) -> jax.Array:
     """The float32 values of the codes that `encode` gives."""
     if kind.codebook is not None:
         gaps = np.diff(np.asarray(kind.codebook, np.float32))
         passed = _passed(values, kind.codebook, key)
         steps = [jnp.where(one, gap, np.float32(0)) for one, gap in zip(passed, gaps, strict=True)]
         return functools.reduce(jnp.add, steps, jnp.full_like(values, kind.smallest))
-    values = _clipped(values, kind)
+    values = _clipped(values, kind, smallest)
     if kind.is_integer:
         return _whole(values, key)
     step = _float_step(values, kind)
     return _whole(values / step, key) * step
 
 
-def _clipped(values: jax.Array, kind: QType) -> jax.Array:
-    return jnp.clip(values, np.float32(kind.smallest), np.float32(kind.largest))
+def _clipped(values: jax.Array, kind: QType, smallest: float | None = None) -> jax.Array:
+    return jnp.clip(values, np.float32(kind.smallest if smallest is None else smallest), np.float32(kind.largest))
 
 
 def _whole(values: jax.Array, key: jax.Array | None) -> jax.Array:

@@ -1,6 +1,6 @@
 """The range that a tile spans, and the scales and zero points that map it onto the values of a type."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,23 +39,31 @@ class Scales(NamedTuple):
 
 
 def scales(
-    span: Range, kind: QType, *, unit_axes: tuple[int, ...] = (), double: bool = False, unbiased: bool = False
+    span: Range,
+    kind: QType,
+    *,
+    unit_axes: tuple[int, ...] = (),
+    double: bool = False,
+    half_step: bool | jax.Array = False,
+    unbiased: bool = False,
 ) -> Scales:
-    """Scales for which the range spans the type.
+    """Computes the scales that map each range onto the type: a symmetric one onto -largest to largest.
 
-    A symmetric range is `bound` times the scale on either side. Without a range, as in a tile of zeros, the scale is 1.
+    A range of zero, as of a tile of zeros, has the scale 1.
 
     Args:
       unit_axes: the axes along which scales share a unit, where they have one.
       double: float32 scales are stored as multiples of 1/255 of the largest that shares their unit.
-      unbiased: nothing within the range is clipped, for rounding that is to keep the mean: the half step beyond the
-        largest integer is not used, and scales of few bits are rounded up.
+      half_step: whether the ends of the range lie half a step beyond the outermost integers, to which they still round,
+        for a finer step; also one entry a tile. Other types have no such step.
+      unbiased: scales of few bits are rounded up, so that nothing within the range is clipped.
     """
+    half_step = half_step if kind.is_integer else False
     if span.low is None:
-        bound = kind.largest if unbiased else kind.bound
-        exact, zero_point = _guarded(span.high / np.float32(bound), span.high), None
+        bound = np.float32(kind.largest) + np.float32(0.5) * _as_float(half_step)
+        exact, zero_point = _guarded(span.high / bound, span.high), None
     else:
-        exact, zero_point = _affine(span.low, span.high, kind, unbiased)
+        exact, zero_point = _affine(span.low, span.high, kind, half_step)
     if kind.scale_dtype == "float8_e8m0fnu":
         full = _power_of_two(exact)
         return Scales(full.astype(kind.scale_dtype), None, zero_point, full)
@@ -74,14 +82,18 @@ def _guarded(scale: jax.Array, width: jax.Array) -> jax.Array:
     return jnp.where(width <= 0, np.float32(1), jnp.maximum(scale, _SMALLEST_NORMAL))
 
 
-def _affine(low: jax.Array, high: jax.Array, kind: QType, unbiased: bool) -> tuple[jax.Array, jax.Array]:
+def _as_float(condition: bool | jax.Array) -> Any:
+    return condition.astype(jnp.float32) if isinstance(condition, jax.Array) else np.float32(condition)
+
+
+def _affine(low: jax.Array, high: jax.Array, kind: QType, half_step: bool | jax.Array) -> tuple[jax.Array, jax.Array]:
     # The zero point is rounded, which moves the range by up to half a step, or by up to one if it is rounded up.
-    steps = np.float32(kind.largest - kind.smallest - (1 if unbiased else 0))
+    steps = np.float32(kind.largest - kind.smallest - 1) + _as_float(half_step)
     # Halves, since the width of a range may exceed the largest float32.
     width = high * np.float32(0.5) - low * np.float32(0.5)
     scale = _guarded(width / (steps * np.float32(0.5)), width)
     exact = np.float32(kind.smallest) - low / scale
-    rounded = jnp.ceil(exact) if unbiased else jnp.round(exact)
+    rounded = jnp.where(half_step, jnp.round(exact), jnp.ceil(exact))
     return scale, jnp.clip(rounded, np.float32(kind.smallest), np.float32(kind.largest)).astype(jnp.int8)
 
 

@@ -18,12 +18,14 @@ class ProductTypes:
       left, right: of the operands.
       gradients: of the cotangent.
       calibrations: how the ranges of the operands are found.
+      range_ends: where integers put the ends of these ranges.
     """
 
     left: str | None
     right: str | None
     gradients: str | None
     calibrations: tuple[str, str]
+    range_ends: str
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from stack_quant.methods import Method, ProductTypes, TrainedProducts
 from stack_quant.methods.ptq import as_it_comes
 from stack_quant.qtypes import qtype
 from stack_quant.rules import Rule
-from stack_quant.spec import ArraySpec
+from stack_quant.spec import ArraySpec, range_ends_at_run_time
 from stack_quant.transform import views
 
 __all__ = ["QT"]
@@ -77,19 +77,26 @@ class _Call:
     def coded(self, place: int, array: jax.Array, summed: Sequence[int]) -> Any:
         """An operand as codes, for a product that sums over some of its axes."""
         kind, calibration = (self.types.left, self.types.right)[place], self.types.calibrations[place]
-        return _coded(array, kind, summed, calibration)
+        return _coded(array, kind, summed, calibration, self.types.range_ends)
 
     def cotangent(self, array: jax.Array, summed: Sequence[int], key: jax.Array | None) -> Any:
-        return _coded(array, self.types.gradients, summed, "absmax", key)
+        return _coded(array, self.types.gradients, summed, "absmax", self.types.range_ends, key)
 
 
 def _coded(
-    array: jax.Array, kind: str | None, summed: Sequence[int], calibration: str, key: jax.Array | None = None
+    array: jax.Array,
+    kind: str | None,
+    summed: Sequence[int],
+    calibration: str,
+    range_ends: str,
+    key: jax.Array | None = None,
 ) -> Any:
     if kind is None:
         return array
     channels = tuple(axis for axis in range(array.ndim) if axis not in summed)
-    return as_it_comes(ArraySpec(type=kind, channel_axes=channels, calibration=calibration))(array, key=key)
+    ends = range_ends_at_run_time(range_ends, kind)
+    spec = ArraySpec(type=kind, channel_axes=channels, calibration=calibration, range_ends=ends)
+    return as_it_comes(spec)(array, key=key)
 
 
 def _two_keys(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:

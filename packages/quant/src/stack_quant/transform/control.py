@@ -12,7 +12,7 @@ from stack_core.ops.building import is_quantized, vary_alike
 from stack_quant.streams import merged
 from stack_quant.transform import versions, views
 from stack_quant.transform.adapted import Adapted
-from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value, has_products
+from stack_quant.transform.interpreter import HANDLERS, Interpreter, Loop, Value, has_products
 from stack_quant.transform.parts import Concatenated
 
 __all__: list[str] = []
@@ -38,13 +38,16 @@ def _traced(
     return function, results
 
 
-def _within(interpreter: Interpreter, equation: Any, measured: Any = None) -> Interpreter:
-    """The interpreter inside of an equation: one more scope, the same records.
+def _within(interpreter: Interpreter, equation: Any, measured: Any = None, *, part: int | None = None) -> Interpreter:
+    """Returns the interpreter inside of an equation: one more scope, the same records.
 
     Args:
       measured: what is measured so far, where what is inside is traced by itself.
+      part: which of the equation's jaxprs is run, if it has several.
     """
     scope = str(equation.source_info.name_stack)
+    if part is not None:
+        interpreter = dataclasses.replace(interpreter, place=(*interpreter.place, part))
     if measured is not None:
         interpreter = dataclasses.replace(interpreter, measured=dict(measured))
     return dataclasses.replace(interpreter, scopes=(*interpreter.scopes, scope)) if scope else interpreter
@@ -164,8 +167,9 @@ def _with_own_derivative(interpreter: Interpreter, equation: Any, operands: Sequ
     @jax.custom_jvp
     def function(context: Any, *arrays: Any) -> list[Any]:
         ranges, trips, key = context  # JAX wants what may be differentiated around it handed over
-        layers = tuple((size, trip) for (size, _), trip in zip(interpreter.layers, trips, strict=True))
-        inside = dataclasses.replace(_within(interpreter, equation), ranges=ranges, layers=layers, key=key, draws=[])
+        inside = dataclasses.replace(
+            _within(interpreter, equation), ranges=ranges, loops=_at(interpreter, trips), key=key, draws=[]
+        )
         values = [dataclasses.replace(operand, array=array) for operand, array in zip(operands, arrays, strict=True)]
         return list(map(inside.plain, inside.run(versions.inner(equation), values)))
 
@@ -189,7 +193,7 @@ def _with_own_derivative(interpreter: Interpreter, equation: Any, operands: Sequ
         _, tangent = jax.jvp(in_float, [floats[place] for place in places], [moved[place] for place in places])
         return function(*primals), tangent
 
-    context = (interpreter.ranges, [trip for _, trip in interpreter.layers], interpreter.draw())
+    context = (interpreter.ranges, [loop.trip for loop in interpreter.loops], interpreter.draw())
     arrays = function(context, *(operand.array for operand in operands))
     return [interpreter.new(array, *operands) for array in arrays]
 
@@ -204,7 +208,9 @@ def _scan(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     after: list[Value] = []
 
     key = interpreter.draw()
-    runs_layers = any(row.source is not None for row in rows) and interpreter.ranges != {}
+    over_parameters = any(row.source is not None for row in rows)
+    # A loop over data has as many trips as the data have rows, so that these share a range; no other loop's do.
+    has_own_ranges = interpreter.ranges != {} and (over_parameters or not any(row.from_data for row in rows))
 
     def body(state: tuple[Any, list[Any]], xs: tuple[Any, list[Any]]) -> tuple[tuple[Any, list[Any]], list[Any]]:
         (measured, carry), (trip, arrays) = state, xs
@@ -216,8 +222,9 @@ def _scan(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
         inside = _within(interpreter, equation, measured)
         if key is not None:
             inside = dataclasses.replace(inside, key=jax.random.fold_in(key, trip))
-        if runs_layers:
-            inside = dataclasses.replace(inside, layers=(*inside.layers, (params["length"], trip)))
+        if has_own_ranges:
+            loop = Loop(params["length"], trip, over_parameters)
+            inside = dataclasses.replace(inside, loops=(*inside.loops, loop))
         after[:] = inside.run(jaxpr, [*fixed, *carried_in, *row])
         ends = [None if place in kept else inside.plain(value) for place, value in enumerate(after[:carried])]
         made = [
@@ -225,7 +232,7 @@ def _scan(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
         ]
         return (inside.measured, ends), made
 
-    trips = jnp.arange(params["length"]) if key is not None or runs_layers else None
+    trips = jnp.arange(params["length"]) if key is not None or has_own_ranges else None
     (measured, last), stacked = lax.scan(
         body,
         (interpreter.measured, init),
@@ -240,6 +247,11 @@ def _scan(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
         *ends,
         *(rows[same[place]] if place in same else _plain_value(array) for place, array in enumerate(stacked)),
     ]
+
+
+def _at(interpreter: Interpreter, trips: Sequence[Any]) -> tuple[Loop, ...]:
+    """Returns the loops around with trips that were handed over to a function."""
+    return tuple(dataclasses.replace(loop, trip=trip) for loop, trip in zip(interpreter.loops, trips, strict=True))
 
 
 def _plain_value(array: Any) -> Value:
@@ -295,13 +307,13 @@ def _while(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -
 
     def cond(state: tuple[Any, list[Any]]) -> Any:
         measured, carry = state
-        inside = _within(interpreter, equation, measured)
+        inside = _within(interpreter, equation, measured, part=0)
         (result,) = inside.run(params["cond_jaxpr"], [*cond_fixed, *values(carry)])
         return inside.plain(result)
 
     def body(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
         measured, carry = state
-        inside = _within(interpreter, equation, measured)
+        inside = _within(interpreter, equation, measured, part=1)
         results = inside.run(params["body_jaxpr"], [*fixed, *values(carry)])
         return inside.measured, [None if place in kept else inside.plain(value) for place, value in enumerate(results)]
 
@@ -315,10 +327,10 @@ def _cond(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     index, *given = operands
     same = _chosen_alike(equation.params["branches"])
 
-    def branch(jaxpr: Any) -> _Function:
+    def branch(number: int, jaxpr: Any) -> _Function:
         def function(measured: Any, *arrays: Any) -> tuple[Any, list[Any]]:
             values = [dataclasses.replace(value, array=array) for value, array in zip(given, arrays, strict=True)]
-            inside = _within(interpreter, equation, measured)
+            inside = _within(interpreter, equation, measured, part=number)
             results = inside.run(jaxpr, values)
             settled = [
                 None if place in same else _settled(inside, equation, value) for place, value in enumerate(results)
@@ -327,7 +339,7 @@ def _cond(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
 
         return function
 
-    branches = [branch(jaxpr) for jaxpr in equation.params["branches"]]
+    branches = [branch(number, jaxpr) for number, jaxpr in enumerate(equation.params["branches"])]
     arrays = (value.array for value in given)
     measured, arrays = lax.switch(interpreter.plain(index), branches, interpreter.measured, *arrays)
     interpreter.measured.update(measured)
@@ -353,8 +365,7 @@ def _shard_map(interpreter: Interpreter, equation: Any, operands: Sequence[Value
     def function(ranges: Any, trips: Any, measured: Any, *arrays: Any) -> tuple[Any, list[Any]]:
         measured, _ = vary_alike(measured, list(map(lax.axis_index, manual)))  # as the carry of a loop inside must
         inside = _within(interpreter, equation, measured)
-        layers = tuple((size, trip) for (size, _), trip in zip(interpreter.layers, trips, strict=True))
-        inside = dataclasses.replace(inside, ranges=ranges, layers=layers)
+        inside = dataclasses.replace(inside, ranges=ranges, loops=_at(interpreter, trips))
         values = [dataclasses.replace(value, array=array) for (value, _), array in zip(shown, arrays, strict=True)]
         results = [_settled(inside, equation, result) for result in inside.run(params["jaxpr"], values)]
         return {name: merged(parts, sites[name].spec, manual) for name, parts in inside.measured.items()}, results
@@ -367,7 +378,7 @@ def _shard_map(interpreter: Interpreter, equation: Any, operands: Sequence[Value
         axis_names=params["newly_manual_axes"],
         check_vma=params["check_vma"],
     )
-    trips = [trip for _, trip in interpreter.layers]
+    trips = [loop.trip for loop in interpreter.loops]
     measured, arrays = mapped(interpreter.ranges, trips, interpreter.measured, *(value.array for value, _ in shown))
     interpreter.measured.update(measured)
     return list(map(_plain_value, arrays))

@@ -15,6 +15,7 @@ from stack_quant.transform import views
 from stack_quant.transform.decisions import Decision, decide, note, quantized_activation, record
 from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value
 from stack_quant.transform.products import NOT_TRAINED, linear_call, mapped
+from stack_quant.transform.straight_through import rounded, straight_through
 
 __all__: list[str] = []
 
@@ -68,18 +69,21 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
     arrays: list[Any] = [
         value.array if place in weights else interpreter.plain(value) for place, value in enumerate(operands)
     ]
+    floats = list(arrays)
     if decision.activations:
         activations = {place: axis for place, axis in weights.items() if operands[place].source is None}
         for place, axis in {**factors, **activations}.items():
             at, argument = _axis(unit, place, operands[place], axis), arguments[place]
-            arrays[place] = quantized_activation(interpreter, decision, arrays[place], at, site=f"{name}/{argument}")
+            arrays[place], floats[place] = quantized_activation(
+                interpreter, decision, arrays[place], at, site=f"{name}/{argument}"
+            )
     of = [operands[place] for place in (*factors, *weights)]
     computed = _computed(unit, decision) if any(map(is_quantized, arrays)) else ""
     record(interpreter, equation, name, of, decision, [arrays[place] for place in (*factors, *weights)], computed)
     if is_trained:
         results = [_trained(interpreter, unit, arrays, operands, decision)]
     else:
-        results = _called(unit, arrays, [value.dtype for value in operands])
+        results = _called(unit, arrays, floats, [value.dtype for value in operands])
     return [interpreter.new(result, *operands) for result in results]
 
 
@@ -113,18 +117,23 @@ def _mapped(unit: OpUnit, place: int) -> list[int]:
     return [axis for axes in reversed(unit.batching) if (axis := axes[place]) is not None]
 
 
-def _called(unit: OpUnit, arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """The op's results, as the flat list that its equation gives."""
-    if unit.batching:
-        arrays = [_mappable(unit, place, array) for place, array in enumerate(arrays)]
+def _called(unit: OpUnit, arrays: Sequence[Any], floats: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """Returns the op's results, as the flat list that its equation gives.
+
+    Args:
+      floats: the arrays with activations as they are differentiated.
+    """
     places = unit.arrays(range(len(arrays)))
-    if unit.op == "gated_linear_unit" and is_quantized(arrays[places["x"]]):
-        return [_gated(unit, arrays, dtypes[places["x"]])]
-    for argument in _ACTIVATIONS[unit.op]:
-        place = places[argument]
-        if unit.op != "linear":  # the others take activations in float, rounded as they are
-            arrays = [*arrays[:place], ops.dequantize(arrays[place], dtypes[place]), *arrays[place + 1 :]]
-    return jax.tree.leaves(unit(*arrays))
+    is_gated = unit.op == "gated_linear_unit" and is_quantized(arrays[places["x"]])
+    if unit.op != "linear" and not is_gated:  # the others take activations in float, rounded as they are
+        arrays = floats = [rounded(*each) for each in zip(arrays, floats, dtypes, strict=True)]
+    arrays, floats = (
+        [_mappable(unit, place, array) for place, array in enumerate(each)] if unit.batching else each
+        for each in (arrays, floats)
+    )
+    if is_gated:
+        return [_gated(unit, arrays, floats, dtypes[places["x"]])]
+    return jax.tree.leaves(straight_through(unit, arrays, floats))
 
 
 def _mappable(unit: OpUnit, place: int, array: Any) -> Any:
@@ -136,10 +145,20 @@ def _mappable(unit: OpUnit, place: int, array: Any) -> Any:
     return views.full_along(views.view_of(array), taken) if taken else array
 
 
-def _gated(unit: OpUnit, arrays: Sequence[Any], dtype: Any) -> Any:
-    """The gated linear unit as its two products, each of two quantized operands."""
-    products = [functools.partial(ops.linear, preferred_dtype=summed) for summed in _summed(unit, arrays, dtype)]
-    return _mapped_over(unit, functools.partial(_gate, unit, dtype, *products), arrays)
+def _gated(unit: OpUnit, arrays: Sequence[Any], floats: Sequence[Any], dtype: Any) -> Any:
+    """Computes the gated linear unit as its two products, each of two quantized operands."""
+
+    def product(x: Any, weight: Any, *, dtype: Any) -> Any:
+        call = functools.partial(ops.linear, preferred_dtype=dtype)
+        return straight_through(call, *zip(x, weight, strict=True))
+
+    products = [functools.partial(product, dtype=summed) for summed in _summed(unit, arrays, dtype)]
+    factors = {place for name, place in unit.arrays(range(len(arrays))).items() if name in ("x", "w_gate", "w_up")}
+    pairs = [
+        (array, in_float) if place in factors else array
+        for place, (array, in_float) in enumerate(zip(arrays, floats, strict=True))
+    ]
+    return _mapped_over(unit, functools.partial(_gate, unit, dtype, *products), pairs)
 
 
 def _summed(unit: OpUnit, arrays: Sequence[Any], dtype: Any) -> list[Any]:

@@ -9,12 +9,13 @@ from stack_core.ops.building import is_quantized
 from stack_quant.methods import ProductTypes
 from stack_quant.qtypes import qtype
 from stack_quant.rules import Rule
-from stack_quant.spec import ArraySpec
+from stack_quant.spec import ArraySpec, range_ends_at_run_time
 from stack_quant.tiling import tile_sizes
 from stack_quant.transform import versions
 from stack_quant.transform.coverage import OpRow
 from stack_quant.transform.interpreter import Interpreter, Use, Value
-from stack_quant.transform.sites import static_activation
+from stack_quant.transform.sites import SiteKey, static_activation
+from stack_quant.transform.straight_through import within_range
 
 __all__ = ["Decision", "decide", "note", "product_types", "quantized_activation", "record"]
 
@@ -103,10 +104,11 @@ def quantized_activation(
     *,
     site: str,
     tiled: bool = True,
-) -> Any:
-    """An activation as rule and method have it, with scales of its own along all axes but the contracted ones.
+) -> tuple[Any, Any]:
+    """Quantizes an activation as rule and method say, with scales of its own along all axes but the contracted ones.
 
-    Under a rule of static ranges the scales are the same along all axes.
+    Under a rule of static ranges the scales are the same along all axes. Also returns the floats whose derivative the
+    result has, for `straight_through`.
 
     Args:
       site: the name of the operation and of the operand.
@@ -118,11 +120,19 @@ def quantized_activation(
     tile = qtype(rule.activations).block_size or _tile(interpreter, decision, math.prod(array.shape[at] for at in axes))
     tiles = {axes[0]: tile} if tile is not None and tiled and len(axes) == 1 else {}
     channels = () if rule.is_static else tuple(axis for axis in range(array.ndim) if axis not in axes)
-    spec = ArraySpec(type=rule.activations, channel_axes=channels, tiles=tiles, calibration=rule.activation_calibration)
+    spec = ArraySpec(
+        type=rule.activations,
+        channel_axes=channels,
+        tiles=tiles,
+        calibration=rule.activation_calibration,
+        range_ends=range_ends_at_run_time(rule.range_ends, rule.activations),
+    )
     method = interpreter.treatment.method
     if rule.is_static and method.keeps_ranges:
-        return static_activation(interpreter, site if decision.path is None else decision.path, array, spec)
-    return method.activation(array, spec, None)
+        result = static_activation(interpreter, SiteKey(decision.path, site, interpreter.place), array, spec)
+    else:
+        result = method.activation(array, spec, None)
+    return result, within_range(array, result, rule) if is_quantized(result) else array
 
 
 def _tile(interpreter: Interpreter, decision: Decision, entries: int) -> int | None:
@@ -140,11 +150,10 @@ def product_types(interpreter: Interpreter, decision: Decision, right: Value) ->
     rule = decision.rule
     assert rule is not None, "asked only where a rule decides"
     if interpreter.is_weight(right):
-        return ProductTypes(
-            rule.activations, rule.weights, rule.gradients, (rule.activation_calibration, rule.weight_calibration)
-        )
+        calibrations = rule.activation_calibration, rule.weight_calibration
+        return ProductTypes(rule.activations, rule.weights, rule.gradients, calibrations, rule.range_ends)
     kind = rule.activations if right.source is None else None
-    return ProductTypes(rule.activations, kind, rule.gradients, (rule.activation_calibration,) * 2)
+    return ProductTypes(rule.activations, kind, rule.gradients, (rule.activation_calibration,) * 2, rule.range_ends)
 
 
 def record(

@@ -26,7 +26,7 @@ from stack_quant.transform.coverage import OpRow
 from stack_quant.transform.parts import Concatenated
 from stack_quant.transform.provenance import Part, Source
 
-__all__ = ["ADAPTED_HANDLERS", "HANDLERS", "Interpreter", "Treatment", "Use", "Value", "has_products"]
+__all__ = ["ADAPTED_HANDLERS", "HANDLERS", "Interpreter", "Loop", "Treatment", "Use", "Value", "has_products"]
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "stack_op"})
 _HANDS_ON = frozenset(
@@ -171,6 +171,22 @@ ADAPTED_HANDLERS: Final[dict[str, AdaptedHandler]] = {}
 """Likewise, where a parameter with adapters is among the operands; None asks for it merged."""
 
 
+@dataclass(frozen=True)
+class Loop:
+    """A scan whose trips have static ranges of their own.
+
+    Attributes:
+      trips: how many there are.
+      trip: the number of the trip at hand.
+      over_parameters: each trip takes its own part of some parameters, as of layers. Otherwise trips are counted by the
+        program alone, and only activations that meet a parameter have ranges of their own.
+    """
+
+    trips: int
+    trip: Any
+    over_parameters: bool
+
+
 @dataclass
 class Interpreter:
     """One run.
@@ -181,9 +197,11 @@ class Interpreter:
       scopes: the named scopes around the jaxpr that is run.
       key: what the operations here draw from, each with a number of its own; None if they draw nothing.
       draws: one entry for each draw so far.
-      layers: of each scan over layers around: how many layers it runs, and which one this is.
-      ranges: of activations, by site; None while sites are looked for.
-      sites: those that were found.
+      place: where in the program this is: the number of the equation in each of the jaxprs around, the outermost first.
+      loops: the loops around whose trips have static ranges of their own, the outermost first.
+      ranges: of activations, by the site's name; None while sites are looked for.
+      sites: the sites that were found, by their keys; while ranges are measured, by name.
+      site_names: the names of the program's sites, by their keys.
       measured: the statistics so far, by site, while ranges are measured; else empty.
       shared: jitted functions that are called again, with what their results are and of which parameters.
     """
@@ -194,9 +212,11 @@ class Interpreter:
     scopes: tuple[str, ...] = ()
     key: jax.Array | None = None
     draws: list[None] = field(default_factory=list)
-    layers: tuple[tuple[int, Any], ...] = ()
+    place: tuple[int, ...] = ()
+    loops: tuple[Loop, ...] = ()
     ranges: Mapping[str, Any] | None = None
-    sites: dict[str, Any] = field(default_factory=dict)
+    sites: dict[Any, Any] = field(default_factory=dict)
+    site_names: Mapping[Any, str] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
     shared: dict[Any, tuple[Any, list[Value], tuple[str, ...]]] = field(default_factory=dict)
 
@@ -209,9 +229,10 @@ class Interpreter:
         def read(atom: Any) -> Value:
             return self.constant(atom.val) if hasattr(atom, "val") else known[atom]
 
-        for equation in body.eqns:
+        for number, equation in enumerate(body.eqns):
             operands = [read(atom) for atom in equation.invars]
-            results = self.evaluate(equation, operands)
+            here = dataclasses.replace(self, place=(*self.place, number))
+            results = here.evaluate(equation, operands)
             known.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in body.outvars]
 

@@ -109,6 +109,7 @@ def _spec(path: str, rule: Rule, shape: tuple[int, ...], uses: Sequence[Use]) ->
             tiles=tiles,
             calibration=rule.weight_calibration,
             double_quantized=rule.double_quantized,
+            range_ends=rule.range_ends if qtype(rule.weights).is_integer else "fitted",
         )
     except ArgumentError as error:
         raise RuleError(f"{path}, of shape {list(shape)}: {rule} does not fit it. {error}") from error

@@ -15,6 +15,7 @@ from stack_core.ops.building import is_quantized
 from stack_quant.transform import versions, views
 from stack_quant.transform.decisions import Decision, decide, note, product_types, quantized_activation, record
 from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value
+from stack_quant.transform.straight_through import rounded, straight_through
 
 __all__ = ["NOT_TRAINED", "linear_call", "mapped"]
 
@@ -45,18 +46,25 @@ def _dot_general(interpreter: Interpreter, equation: Any, operands: Sequence[Val
         for position, place in enumerate(order)
     )
     of_left, of_right = (operands[place].dtype for place in order)
+    in_float = [left, right]
     if decision.activations:
         if not weights[order[0]]:
-            left = quantized_activation(interpreter, decision, left, left.ndim - 1, site=f"{name}/left")
+            left, in_float[0] = quantized_activation(interpreter, decision, left, left.ndim - 1, site=f"{name}/left")
         if not _is_parameter(operands[order[1]]):
-            right = quantized_activation(interpreter, decision, right, right.ndim - 2, site=f"{name}/right")
+            right, in_float[1] = quantized_activation(
+                interpreter, decision, right, right.ndim - 2, site=f"{name}/right"
+            )
     record(interpreter, equation, name, [operands[place] for place in order], decision, [left, right])
     dtype = equation.outvars[0].aval.dtype
+    product: Callable[..., Any]
     if _is_exacting(params):
-        result = _exact_product(left, right, len(batch[0]), dtype, params, (of_left, of_right))
+        product = functools.partial(
+            _exact_product, batch_axes=len(batch[0]), dtype=dtype, params=params, dtypes=(of_left, of_right)
+        )
     else:
         call = linear_call(interpreter, decision, operands[order[1]], dtype, levels=len(batch[0]))
-        result = _batched(call, left, right, len(batch[0]))
+        product = functools.partial(_batched, call, batch_axes=len(batch[0]))
+    result = straight_through(product, [left, right], in_float)
     sizes = [[operands[place].shape[axis] for axis in frees[place]] for place in order]
     result = result.reshape(*(operands[0].shape[axis] for axis in batch[0]), *sizes[0], *sizes[1])
     if is_left:
@@ -163,7 +171,7 @@ def _arranged(array: Any, batch: _Axes, free: _Axes, contracted: _Axes, *, last:
     return array if list(array.shape) == shape else views.reshape(views.view_of(array), shape)
 
 
-def _exact_product(left: Any, right: Any, batch_axes: int, dtype: Any, params: Any, dtypes: tuple[Any, Any]) -> Any:
+def _exact_product(left: Any, right: Any, *, batch_axes: int, dtype: Any, params: Any, dtypes: tuple[Any, Any]) -> Any:
     """Left times right over their leading batch axes, as floats, whose a precision or a sharding is."""
     left, right = (ops.dequantize(array, of) for array, of in zip((left, right), dtypes, strict=True))
     lead = tuple(range(batch_axes))
@@ -172,7 +180,7 @@ def _exact_product(left: Any, right: Any, batch_axes: int, dtype: Any, params: A
     return lax.dot_general(left, right, numbers, **options).astype(dtype)
 
 
-def _batched(call: Callable[[Any, Any], Any], left: Any, right: Any, batch_axes: int) -> Any:
+def _batched(call: Callable[[Any, Any], Any], left: Any, right: Any, *, batch_axes: int) -> Any:
     """Left times right over their leading batch axes."""
     for level in range(batch_axes):
         call = mapped(call, 0, level)
@@ -204,28 +212,40 @@ def _convolution(interpreter: Interpreter, equation: Any, operands: Sequence[Val
     weights = [interpreter.is_weight(value) for value in operands]
     if not _is_floating(operands) or decision.reason or not (decision.activations or any(weights)):
         return _in_float(interpreter, equation, name, operands, decision)
-    left, right = (value.array for value in operands)
+    left, right = in_float = [value.array for value in operands]
     if decision.activations:
         if not weights[0]:
             axes = (*of_left[1:],)
-            left = quantized_activation(interpreter, decision, left, axes, site=f"{name}/left", tiled=False)
+            left, in_float[0] = quantized_activation(
+                interpreter, decision, left, axes, site=f"{name}/left", tiled=False
+            )
         if not _is_parameter(operands[1]):
             axes = (*of_right[1:],)
-            right = quantized_activation(interpreter, decision, right, axes, site=f"{name}/right", tiled=False)
+            right, in_float[1] = quantized_activation(
+                interpreter, decision, right, axes, site=f"{name}/right", tiled=False
+            )
     dtype = equation.outvars[0].aval.dtype
     products = interpreter.treatment.method.products
     if products is not None:
         record(interpreter, equation, name, operands, decision, [left, right], "rounded")
         types = product_types(interpreter, decision, operands[1])
         result = products.convolution(left, right, params, types, interpreter.draw())
-    elif _has_integer_convolution(left, right, params):
-        record(interpreter, equation, name, operands, decision, [left, right])
-        result = _integer_convolution(views.view_of(left), views.view_of(right), params).astype(dtype)
     else:
-        computed = "rounded" if is_quantized(left) and is_quantized(right) else ""
+        is_integer = _has_integer_convolution(left, right, params)
+        computed = "rounded" if is_quantized(left) and is_quantized(right) and not is_integer else ""
         record(interpreter, equation, name, operands, decision, [left, right], computed)
-        floats = [ops.dequantize(array, value.dtype) for array, value in zip((left, right), operands, strict=True)]
-        (result,) = versions.bind(equation, floats)
+
+        def product(left: Any, right: Any) -> Any:
+            if _has_integer_convolution(left, right, params):
+                return _integer_convolution(views.view_of(left), views.view_of(right), params).astype(dtype)
+            arrays = [ops.dequantize(array, value.dtype) for array, value in zip((left, right), operands, strict=True)]
+            return versions.bind(equation, arrays)[0]
+
+        if not is_integer:
+            left, right = in_float = [
+                rounded(*pair, value.dtype) for *pair, value in zip((left, right), in_float, operands, strict=True)
+            ]
+        result = straight_through(product, [left, right], in_float)
     return [interpreter.new(result, *operands)]
 
 
@@ -276,13 +296,13 @@ def _ragged_dot(interpreter: Interpreter, equation: Any, operands: Sequence[Valu
     is_usable = interpreter.is_weight(right) and not interpreter.is_weight(left) and _is_floating((left, right))
     if decision.reason or not is_usable:
         return _in_float(interpreter, equation, name, operands, decision)
-    x = left.array
+    x = in_float = left.array
     if decision.activations:
-        x = quantized_activation(interpreter, decision, x, of_left[0], site=f"{name}/left")
+        x, in_float = quantized_activation(interpreter, decision, x, of_left[0], site=f"{name}/left")
     record(
         interpreter, equation, name, operands[:2], decision, [x, right.array], "rounded" if decision.activations else ""
     )
-    x = ops.dequantize(x, left.dtype)
+    x = rounded(x, in_float, left.dtype)
     plain = _is_exacting(params) or params["group_offset"] is not None or not _is_usual(numbers)
     if plain or left.dtype != right.dtype:
         (result,) = versions.bind(equation, [x, interpreter.plain(right), interpreter.plain(sizes)])

@@ -18,7 +18,7 @@ from stack_quant.transform import adapters, control, core_ops, lookups, products
 from stack_quant.transform.adapted import Factors
 from stack_quant.transform.interpreter import Interpreter, Treatment, Value
 from stack_quant.transform.provenance import Source
-from stack_quant.transform.sites import Site
+from stack_quant.transform.sites import Site, site_names
 
 __all__ = ["Parameters", "Program", "trace"]
 
@@ -104,7 +104,7 @@ class Program:
           ranges: of activations, by site.
           key: what gradients that are rounded at random draw from.
         """
-        interpreter = Interpreter(treatment, key=key, ranges=dict(ranges or {}))
+        interpreter = self._interpreter(parameters, treatment, ranges, key, factors)
         return self.result(self._run(parameters, self.arguments, factors or {}, interpreter))
 
     def assign(
@@ -121,7 +121,7 @@ class Program:
         Codes and adapted parameters that come out as they went in, as `nnx.jit` hands on all variables of a module, are
         no new values.
         """
-        interpreter = Interpreter(treatment, key=key, ranges=dict(ranges or {}))
+        interpreter = self._interpreter(parameters, treatment, ranges, key, factors)
         result, assigned = self.result(self._values(parameters, self.arguments, factors or {}, interpreter))
         changed = {path: value for path, value in assigned.items() if not _is_handed_on(path, value)}
         return jax.tree.map(
@@ -147,9 +147,22 @@ class Program:
         sites: Mapping[str, Site],
     ) -> Mapping[str, RangeStatistics]:
         """The statistics by site with those of one more call, with floating parameters and other arguments."""
-        interpreter = Interpreter(treatment, sites=dict(sites), measured=dict(statistics))
+        names = site_names(self.survey(parameters, treatment).sites)
+        interpreter = Interpreter(treatment, sites=dict(sites), measured=dict(statistics), site_names=names)
         self._run(parameters, arguments, {}, interpreter)
         return interpreter.measured
+
+    def _interpreter(
+        self,
+        parameters: Mapping[str, Any],
+        treatment: Treatment,
+        ranges: Mapping[str, Range] | None,
+        key: jax.Array | None,
+        factors: Mapping[str, Factors] | None,
+    ) -> Interpreter:
+        is_static = treatment.method.keeps_ranges and any(rule.is_static for rule in treatment.rules)
+        names = site_names(self.survey(parameters, treatment, factors).sites) if is_static else {}
+        return Interpreter(treatment, key=key, ranges=dict(ranges or {}), site_names=names)
 
     def _run(
         self,

@@ -1,22 +1,59 @@
 """Activations with static ranges: where a program has them, what they span there, and their codes.
 
-A site is named by the parameter that the activation is multiplied with, so that all functions of a model find it; one
-of a product of two activations, by the operation's name and the operand's.
+A site is one operand of one operation. It is named by the parameter that the activation is multiplied with, so that all
+functions of a model find it, whatever the operation is called there; where the parameter is in several products, by
+these operations, too. A site of a product of two activations is named by the operation and the operand.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from stack_quant.errors import QuantError, RuleError
+from stack_quant.errors import QuantError
 from stack_quant.scales import Range
 from stack_quant.spec import ArraySpec
 from stack_quant.streams import RangeStatistics, empty_statistics, observe, observed_range
 from stack_quant.transform.interpreter import Interpreter
 
-__all__ = ["Site", "static_activation"]
+__all__ = ["Site", "SiteKey", "site_names", "static_activation"]
+
+
+class SiteKey(NamedTuple):
+    """Where a site is in one program.
+
+    Attributes:
+      path: of the parameter that the activation is multiplied with; None for a product of two activations.
+      operand: the names of the operation and the operand.
+      place: of the operation, as `Interpreter.place`.
+    """
+
+    path: str | None
+    operand: str
+    place: tuple[int, ...]
+
+    @property
+    def base(self) -> str:
+        """The name, if no other site has it."""
+        return self.operand if self.path is None else self.path
+
+
+def site_names(keys: Iterable[SiteKey]) -> dict[SiteKey, str]:
+    """Names the sites of one program: "path", or "path@operation/operand" of a parameter in several products.
+
+    Sites that are still alike are numbered in the order of the program: "path@operation/operand#2".
+    """
+    keys = list(keys)
+    bases = Counter(key.base for key in keys)
+    names = {key: key.base if key.path is None or bases[key.base] == 1 else f"{key.path}@{key.operand}" for key in keys}
+    counts, numbers = Counter(names.values()), Counter[str]()
+    for key, name in names.items():
+        numbers[name] += 1
+        names[key] = name if counts[name] == 1 else f"{name}#{numbers[name]}"
+    return names
 
 
 @dataclass(frozen=True)
@@ -26,7 +63,7 @@ class Site:
     Its range has the shape `[*layers, tiles]`.
 
     Attributes:
-      layers: how many layers each of the scans around it runs, the outermost first.
+      layers: how many trips each of the loops around it has whose trips have ranges of their own, the outermost first.
       tiles: how many parts of the contracted axis have ranges of their own.
     """
 
@@ -45,28 +82,23 @@ class Site:
         return jax.eval_shape(lambda: observed_range(self.empty()))
 
 
-def static_activation(interpreter: Interpreter, name: str, array: Any, spec: ArraySpec) -> Any:
-    """An activation as the method has it, by the range of the site `name`; or, while ranges are measured, itself.
+def static_activation(interpreter: Interpreter, key: SiteKey, array: Any, spec: ArraySpec) -> Any:
+    """Quantizes an activation by the range of its site; while ranges are measured, returns it as it is.
 
     Args:
       spec: with one scale for all, or for each tile.
 
     Raises:
       QuantError: no range was measured there.
-      RuleError: activations of one name are in different loops.
     """
     shape = spec.tiling(array.shape).scale_shape
     tiles = max(shape, default=1)
-    layers, index = tuple(count for count, _ in interpreter.layers), tuple(trip for _, trip in interpreter.layers)
+    loops = [loop for loop in interpreter.loops if loop.over_parameters or key.path is not None]
+    layers, index = tuple(loop.trips for loop in loops), tuple(loop.trip for loop in loops)
     if interpreter.ranges is None and not interpreter.measured:
-        found = Site(spec, layers, tiles)
-        known = interpreter.sites.setdefault(name, found)
-        if (known.layers, known.tiles) != (layers, tiles):
-            raise RuleError(
-                f"The activation at {name} has ranges of shape {[*known.layers, known.tiles]} in one place and "
-                f"{[*layers, tiles]} in another. Give a rule of static ranges an `op` that is in one of them only."
-            )
+        interpreter.sites.setdefault(key, Site(spec, layers, tiles))
         return interpreter.treatment.method.activation(array, spec, None)
+    name = interpreter.site_names[key]
     held: Any = (interpreter.measured or interpreter.ranges or {}).get(name)
     if held is None or held.high.shape != (*layers, tiles):
         _refuse(interpreter, name, None if held is None else held.high.shape, (*layers, tiles))

@@ -46,7 +46,7 @@ def test_the_first_rule_that_matches_wins() -> None:
         "norm": (2, "float32"),
     }
     assert found["embedder/table"].reason == "rule 1 leaves it in float"
-    assert found["norm"].reason == "no product and no lookup uses it"
+    assert found["norm"].reason == "no product and no lookup uses it, only broadcast_in_dim, mul"
 
 
 def test_a_rule_that_matches_nothing_names_what_is_near() -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from stack_core.errors import ShapeError, UnknownName, nearest
 from stack_core.ops.building import is_quantized
-from stack_quant.errors import QuantError
+from stack_quant.errors import QuantError, RuleError
 from stack_quant.measuring import Call, static_ranges
 from stack_quant.methods import Method, method
 from stack_quant.packing import stored_bytes
@@ -20,7 +20,7 @@ from stack_quant.spec import ArraySpec
 from stack_quant.transform import coverage
 from stack_quant.transform.adapted import Factors
 from stack_quant.transform.compiled import Compiled
-from stack_quant.transform.coverage import ParameterRow, Report
+from stack_quant.transform.coverage import OpRow, ParameterRow, Report
 from stack_quant.transform.interpreter import Treatment
 from stack_quant.transform.planning import Plan, plan
 from stack_quant.transform.program import Parameters, is_array, trace
@@ -180,16 +180,35 @@ def quantized(
         for path, array in before.items()
         if may_quantize(path) and jnp.issubdtype(array.dtype, jnp.floating)
     }
-    planned = plan(rules, shapes, [use for use in seen.uses if use.path in shapes], [row.op for row in seen.rows])
+    planned = plan(
+        rules, shapes, [use for use in seen.uses if use.path in shapes], [row.op for row in seen.rows], seen.stops
+    )
     after = {path: _parameter(chosen, before[path], spec, path) for path, spec in planned.specs.items()}
     after = {path: after.get(path, array) for path, array in before.items()}
     treatment = Treatment(tuple(rules), chosen, planned.of_path, planned.specs, planned.tiles)
     listed = [_row(path, before[path], after[path], planned) for path in shapes]
     seen = program.survey(after, treatment)
+    _check_trained(treatment, seen.rows)
     names = site_names(seen.sites)
     sites = {names[key]: site for key, site in seen.sites.items()}
     ranges = static_ranges(fn, parameters, treatment, sites, stream)
     return after, ranges, Quantization(treatment, coverage.report(name, rules, listed, seen.rows))
+
+
+def _check_trained(treatment: Treatment, rows: Sequence[OpRow]) -> None:
+    """Raises an error if a rule is for products that the method does not train, and for no others."""
+    if treatment.method.products is None:
+        return
+    for number, rule in enumerate(treatment.rules):
+        mine = [row for row in rows if row.rule == number]
+        if rule.optional or not mine or (rule.weights, rule.activations) == (None, None):
+            continue
+        if all(row.computed == "float" for row in mine):
+            reasons = "; ".join(dict.fromkeys(f"{row.op}: {row.reason}" for row in mine))
+            raise RuleError(
+                f"Rule {number}, {rule}: method {treatment.method.name!r} quantizes none of the operations that it is "
+                f"for. {reasons}. Use method 'qat', give it other parameters, or mark it optional=True."
+            )
 
 
 def unquantized() -> Quantization:

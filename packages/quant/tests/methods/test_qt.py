@@ -1,5 +1,6 @@
 """Quantized training: products of codes in both directions, and what is kept between them."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -48,6 +49,11 @@ PRODUCTS = {
     "linear": lambda params, x: ops.linear(x, params[:16], bias=params[20], preferred_dtype=jnp.float32),
     "mapped": lambda params, x: jax.vmap(ops.linear, in_axes=(None, 0))(x, params.reshape(2, 16, 24)),
     "gated": lambda params, x: ops.gated_linear_unit(x, params[:16], params[16:]),
+    "ragged": lambda params, x: ops.ragged_dot(x, params.reshape(2, 16, 24), jnp.array([5, 9]), bias=params[:2] ** 2),
+    "ragged primitive": lambda params, x: jax.lax.ragged_dot(x, params.reshape(2, 16, 24), jnp.array([5, 9])),
+    "experts, mapped": lambda params, x: jax.vmap(ops.ragged_dot, in_axes=(0, None, None))(
+        jnp.stack([x, 2 * x]), params.reshape(2, 16, 24), jnp.array([16, 0])
+    ),
     "grouped convolution": lambda params, x: jax.lax.conv_general_dilated(
         x.reshape(8, 16, 2),
         params[:4].T.reshape(4, 6, 4).transpose(0, 2, 1)[:, :1],
@@ -171,12 +177,17 @@ PAIR = {"a": jnp.ones((8, 16)), "b": jnp.ones((16, 2))}
 
 def test_what_has_no_quantized_gradient_is_left_in_float_and_says_so() -> None:
     def fn(params: Any, x: Any) -> Any:
-        return ops.ragged_dot(x, params, jnp.array([2, 2]))
+        return ops.linear_cross_entropy(x @ params["up"], params["head"], jnp.arange(4))
 
-    quantized = quantize_function(fn, jnp.ones((2, 8, 4)), [INT8], (jnp.ones((4, 8)),), method="qt")
+    params = {"up": jnp.ones((8, 8)), "head": jnp.ones((8, 4))}
+    quantized = quantize_function(fn, params, [INT8], (jnp.ones((4, 8)),), method="qt")
     assert [(row.computed, row.reason) for row in report(quantized).operations] == [
-        ("float", "it has no quantized gradient")
+        ("quantized", ""),
+        ("float", "it has no quantized gradient"),
     ]
+    rules = [replace(INT8, path="head"), replace(INT8, path="up")]
+    with pytest.raises(RuleError, match=r"Rule 0, .*: method 'qt' quantizes none of .*linear_cross_entropy: it has no"):
+        quantize_function(fn, params, rules, (jnp.ones((4, 8)),), method="qt")
 
 
 def test_a_module_draws_from_a_key_that_its_state_does_not_keep() -> None:

@@ -90,7 +90,7 @@ def test_the_weights_of_experts_go_into_ragged_dot_as_codes(rules: Any) -> None:
 def test_a_norms_scale_is_left_in_float_with_a_reason(check: Any) -> None:
     report = check(lambda p, x: ops.norm(x @ p["w"], p["scale"]), {"w": normal(1, 16, 8), "scale": jnp.ones(8)}, X)
     assert scales(report) == {"w": (1, 8), "scale": None}
-    assert [row.reason for row in report.parameters] == ["no product and no lookup uses it", ""]
+    assert [row.reason for row in report.parameters] == ["no product and no lookup uses it, only norm", ""]
 
 
 def test_attention_rounds_what_it_is_given(check: Any) -> None:

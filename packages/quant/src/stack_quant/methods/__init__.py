@@ -35,10 +35,12 @@ class TrainedProducts:
     Attributes:
       linear: `(left[..., d_in], right[d_in, d_out], dtype, types, key)`, the result as `dtype`; the key may be None.
       convolution: `(left, right, params, types, key)`, with the parameters of the primitive.
+      ragged: `(rows[m, k], right[groups, k, n], group_sizes, types, key)`, the result of the rows' dtype.
     """
 
     linear: Callable[..., Any]
     convolution: Callable[..., Any]
+    ragged: Callable[..., Any]
 
 
 @dataclass(frozen=True)

@@ -230,4 +230,57 @@ def _convolution_backward(call: _Convolution, kept: Any, cotangent: Any) -> tupl
 _trained_convolution.defvjp(_convolution_forward, _convolution_backward, symbolic_zeros=True)
 
 
-QT = Method("qt", _check, _unchanged, _unchanged, _unchanged, TrainedProducts(_linear, _convolution))
+@dataclass(frozen=True)
+class _Ragged(_Call):
+    """A product of rows with the matrix of the group of each."""
+
+    def __call__(self, rows: Any, matrices: Any, sizes: jax.Array) -> jax.Array:
+        """The product of the dequantized rows; there is none of codes."""
+        return ops.ragged_dot(ops.dequantize(rows, self.dtypes[0]), matrices, sizes)
+
+
+def _ragged(
+    rows: jax.Array, matrices: jax.Array, sizes: jax.Array, types: ProductTypes, key: jax.Array | None
+) -> jax.Array:
+    return _trained_ragged(_Ragged(types, (rows.dtype.name, matrices.dtype.name)), rows, matrices, sizes, key)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _trained_ragged(
+    call: _Ragged, rows: jax.Array, matrices: jax.Array, sizes: jax.Array, key: jax.Array | None
+) -> jax.Array:
+    return call(call.coded(0, rows, (1,)), call.coded(1, matrices, (1,)), sizes)
+
+
+def _ragged_forward(call: _Ragged, rows: Any, matrices: Any, sizes: Any, key: Any) -> tuple[jax.Array, Any]:
+    """As `_linear_forward`; the gradient of a group's matrix sums over the group's rows."""
+    columns = call.coded(0, rows.value, (0,)) if matrices.perturbed else None
+    turned = call.coded(1, matrices.value, (2,)) if rows.perturbed else None
+    key = None if key is None else key.value
+    result = _trained_ragged(call, rows.value, matrices.value, sizes.value, key)
+    return result, (columns, turned, sizes.value, key)
+
+
+def _ragged_backward(call: _Ragged, kept: Any, cotangent: Any) -> tuple[Any, Any, None, None]:
+    columns, turned, sizes, key = kept
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return None, None, None, None
+    of_rows, of_matrices = _two_keys(key)
+    to_rows = to_matrices = None
+    if turned is not None:
+        codes = call.cotangent(cotangent, (1,), of_rows)
+        back = ops.dequantize(turned, call.dtypes[1]).swapaxes(1, 2)
+        to_rows = ops.ragged_dot(ops.dequantize(codes, call.dtypes[0]), back, sizes)
+    if columns is not None:
+        codes = call.cotangent(cotangent, (0,), of_matrices)
+        shape = (sizes.shape[0], columns.shape[1], cotangent.shape[1])
+        matrices = jnp.zeros(shape, call.dtypes[1])  # whose values a gradient of a product does not depend on
+        _, pull = jax.vjp(functools.partial(call, columns, sizes=sizes), matrices)
+        (to_matrices,) = pull(ops.dequantize(codes, call.dtypes[0]))
+    return to_rows, to_matrices, None, None
+
+
+_trained_ragged.defvjp(_ragged_forward, _ragged_backward, symbolic_zeros=True)
+
+
+QT = Method("qt", _check, _unchanged, _unchanged, _unchanged, TrainedProducts(_linear, _convolution, _ragged))

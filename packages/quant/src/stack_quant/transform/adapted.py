@@ -71,6 +71,22 @@ class Adapted:
         base = views.full_along(views.view_of(self.base), axes) if is_quantized(self.base) else self.base
         return self._with(base, full)
 
+    @staticmethod
+    def joined(parts: "Sequence[Adapted]", axis: int) -> "Adapted | None":
+        """Parameters of one entry along an axis as one; None if their adapters are not of one kind."""
+        first = parts[0]
+        bases = [views.view_of(part.base) if is_quantized(part.base) else part.base for part in parts]
+        alike = all(
+            part.scale == first.scale
+            and jax.tree.structure(base) == jax.tree.structure(bases[0])
+            and [leaf.shape for leaf in jax.tree.leaves(part)] == [leaf.shape for leaf in jax.tree.leaves(first)]
+            for part, base in zip(parts, bases, strict=True)
+        )
+        if not alike:
+            return None
+        factors = [dataclasses.replace(part, base=base) for part, base in zip(parts, bases, strict=True)]
+        return jax.tree.map(lambda *leaves: lax.concatenate(leaves, axis), *factors)
+
     def transpose(self, permutation: Sequence[int]) -> "Adapted":
         """As `lax.transpose` of W'."""
 

@@ -104,8 +104,10 @@ def _treatment_of_call(
         return (
             structure,
             tuple((leaf.shape, leaf.dtype) for leaf in map(jax.typeof, leaves)),
-            None if source is None else (numbers[source.path], source.axes, source.derived),
-            tuple(numbers[path] for path in operand.made_of),
+            None if source is None else (source.axes, source.derived),
+            tuple(numbers[path] for path in operand.paths),
+            operand.made_by,
+            operand.known,
             operand.from_data,
             operand.dtype,
         )
@@ -139,6 +141,19 @@ def _remat(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -
 
 def _inlined(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
     return _within(interpreter, equation).run(versions.inner(equation), operands)
+
+
+def _composite(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """A function that a backend may replace as a whole: it stays one unless something inside is quantized."""
+    probe = dataclasses.replace(interpreter, rows=[], stops={}, measured=dict(interpreter.measured))
+    results = probe.run(versions.inner(equation), operands)
+    if interpreter.ranges is not None and all(row.computed == "float" for row in probe.rows):
+        return interpreter.as_it_is(equation, operands)
+    interpreter.rows.extend(probe.rows)
+    for path, primitives in probe.stops.items():
+        interpreter.stops.setdefault(path, {}).update(primitives)
+    interpreter.measured.update(probe.measured)
+    return results
 
 
 def _custom(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
@@ -418,6 +433,7 @@ HANDLERS.update(
         "core_call": _inlined,
         "remat2": _remat,
         "checkpoint": _remat,
+        "composite": _composite,
         "custom_jvp_call": _custom,
         "custom_vjp_call": _custom,
         "custom_vmap_call": _custom,

@@ -14,7 +14,7 @@ from stack_core.ops.units import OpUnit, unit_of
 from stack_quant.transform import views
 from stack_quant.transform.decisions import Decision, decide, note, quantized_activation, record
 from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value
-from stack_quant.transform.products import NOT_TRAINED, linear_call, mapped
+from stack_quant.transform.products import NOT_TRAINED, linear_call, mapped, ragged_call
 from stack_quant.transform.straight_through import rounded, straight_through
 
 __all__: list[str] = []
@@ -42,6 +42,10 @@ _OF_LINEAR = ("linear", "gated_linear_unit")
 """Those that are made of `ops.linear` where both operands are quantized."""
 
 
+_TRAINED = (*_OF_LINEAR, "ragged_dot")
+"""Those that methods of quantized training have products for."""
+
+
 def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
     unit = unit_of(equation)
     assert unit is not None, "the handler of units alone"
@@ -60,7 +64,7 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
         return _in_float(interpreter, equation, name, operands, None)
     decision = decide(interpreter, name, [operands[place] for place in (weights or factors)])
     is_trained = interpreter.treatment.method.products is not None
-    if is_trained and unit.op not in _OF_LINEAR and not decision.reason:
+    if is_trained and unit.op not in _TRAINED and not decision.reason:
         decision = dataclasses.replace(decision, reason=NOT_TRAINED)
     if decision.reason or not (
         decision.activations or any(interpreter.is_weight(operands[place]) for place in weights)
@@ -79,6 +83,8 @@ def _unit(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) ->
             )
     of = [operands[place] for place in (*factors, *weights)]
     computed = _computed(unit, decision) if any(map(is_quantized, arrays)) else ""
+    if is_trained and unit.op == "ragged_dot":
+        computed = "rounded"
     record(interpreter, equation, name, of, decision, [arrays[place] for place in (*factors, *weights)], computed)
     if is_trained:
         results = [_trained(interpreter, unit, arrays, operands, decision)]
@@ -190,6 +196,9 @@ def _trained(
             for name, summed in zip(("w_gate", "w_up"), _summed(unit, arrays, dtype), strict=True)
         ]
         return _mapped_over(unit, functools.partial(_gate, unit, dtype, *calls), arrays)
+    if unit.op == "ragged_dot":
+        ragged = ragged_call(interpreter, decision, values["rhs"], levels=levels)
+        return _mapped_over(unit, functools.partial(_ragged, unit, ragged), arrays)
     dtype, bias = unit.options["preferred_dtype"], values["bias"]
     summed = dtype if bias is None else jnp.float32
     product = linear_call(interpreter, decision, values["weight"], summed, levels=levels)
@@ -199,6 +208,17 @@ def _trained(
         return _biased(product(given["x"], given["weight"]), given["bias"], dtype)
 
     return _mapped_over(unit, call, arrays)
+
+
+def _ragged(unit: OpUnit, product: Callable[..., Any], *arrays: Any) -> Any:
+    given = unit.arrays(arrays)
+    rows, sizes, bias = given["lhs"], given["group_sizes"], given["bias"]
+    result = product(rows, given["rhs"], sizes)
+    if bias is None:
+        return result
+    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")
+    added = jnp.take(bias.astype(jnp.float32), group, axis=0, mode="fill", fill_value=0)  # rows after all groups are 0
+    return (result.astype(jnp.float32) + added).astype(rows.dtype)
 
 
 def _mapped_over(unit: OpUnit, call: Callable[..., Any], arrays: Sequence[Any]) -> Any:

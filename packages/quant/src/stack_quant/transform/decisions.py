@@ -49,13 +49,12 @@ def decide(interpreter: Interpreter, name: str, operands: Sequence[Value]) -> De
     treatment = interpreter.treatment
     parameters = [value for value in operands if value.source is not None]
     if not parameters:
-        number, mixed = (
-            treatment.of_activations(name),
-            [path for value in operands if not value.from_data for path in value.made_of],
-        )
-        interpreter.uses.extend(Use(path, name, (), mixed=True) for path in mixed)
+        number = treatment.of_activations(name)
+        mixed = {path: value.made_by for value in operands if not value.from_data for path in value.made_of}
+        interpreter.uses.extend(Use(path, name, (), mixed=made_by) for path, made_by in mixed.items())
         if number is None and mixed:
-            return Decision(None, None, f"an operand is computed from {' and '.join(dict.fromkeys(mixed))} together")
+            makers = " and ".join(dict.fromkeys(mixed.values()))
+            return Decision(None, None, f"an operand is what {makers} makes of {' and '.join(mixed)}")
         if number is None:
             return Decision(None, None, "no rule is for this product of activations")
         return Decision(number, treatment.rules[number])
@@ -67,7 +66,7 @@ def decide(interpreter: Interpreter, name: str, operands: Sequence[Value]) -> De
         return Decision(None, None, f"no rule matches {source.path}")
     rule, reason = treatment.rules[number], ""
     if source.derived:
-        reason = f"the operand is computed from {source.path}"
+        reason = f"the operand is what {source.derived} makes of {source.path}"
     elif not rule.matches_op(name):
         reason = f"rule {number} is for other operations"
     elif rule.weights is None and rule.activations is None:
@@ -93,7 +92,9 @@ def note(
     source = value.source
     if source is not None:
         parts, kept = source.parts(contracted), source.parts(free)
-        interpreter.uses.append(Use(source.path, name, parts, kept, is_lookup=is_lookup, derived=source.derived))
+        interpreter.uses.extend(
+            Use(path, name, parts, kept, is_lookup=is_lookup, derived=bool(source.derived)) for path in source.paths
+        )
 
 
 def quantized_activation(
@@ -177,7 +178,7 @@ def record(
         in_training = "rounded" if interpreter.treatment.method.products is None else "quantized"
         as_floats = "float" if kinds == tuple(str(array.dtype) for array in arrays) else in_training
         computed = (as_floats, "dequantized", "quantized")[min(codes, 2)]
-    paths = tuple(value.source.path for value in operands if value.source is not None)
+    paths = tuple(path for value in operands if value.source is not None for path in value.source.paths)
     where = versions.source_of(equation)
     interpreter.rows.append(OpRow(name, paths, decision.number, kinds, computed, reason, where))
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stack_core import ops
 from stack_core.hardware.flops import inner_jaxprs
@@ -30,12 +31,36 @@ __all__ = ["ADAPTED_HANDLERS", "HANDLERS", "Interpreter", "Loop", "Treatment", "
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "stack_op"})
 _HANDS_ON = frozenset(
-    {"checkpoint", "closed_call", "concatenate", "cond", "core_call", "jit", "pjit", "remat2", "scan", "while"}
+    {
+        "checkpoint",
+        "closed_call",
+        "composite",
+        "concatenate",
+        "cond",
+        "core_call",
+        "jit",
+        "optimization_barrier",
+        "pjit",
+        "remat2",
+        "scan",
+        "stack",
+        "while",
+    }
 )
 """Those whose handlers pass parameters with adapters on to what is inside."""
 
 _TAKES_PARTS = frozenset(
-    {"checkpoint", "closed_call", "convert_element_type", "dot_general", "jit", "pjit", "remat2", "transpose"}
+    {
+        "checkpoint",
+        "closed_call",
+        "convert_element_type",
+        "dot_general",
+        "jit",
+        "optimization_barrier",
+        "pjit",
+        "remat2",
+        "transpose",
+    }
 )
 # fmt: off
 _ENTRY_BY_ENTRY = frozenset({
@@ -57,6 +82,8 @@ class Value:
       from_data: it depends on an input that is no parameter.
       dtype: of the array, or that the quantized one stands for.
       made_of: the paths of the parameters that it is computed from, where it is no longer one.
+      made_by: the primitive that computed it from them.
+      known: the number that it is whatever the inputs are, or None.
     """
 
     array: Any
@@ -64,6 +91,8 @@ class Value:
     from_data: bool
     dtype: Any
     made_of: tuple[str, ...] = ()
+    made_by: str = ""
+    known: float | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -85,18 +114,21 @@ class Value:
     def parts(self) -> "list[Value]":
         """What a concatenated value consists of."""
         return [
-            dataclasses.replace(self, array=array, source=source, made_of=())
+            dataclasses.replace(self, array=array, source=source, made_of=(), made_by="")
             for array, source in zip(self.array.arrays, self.array.sources, strict=True)
         ]
 
     @property
     def paths(self) -> tuple[str, ...]:
         """Of the parameters that alone make it up."""
-        return self.made_of if self.source is None else (self.source.path,)
+        return self.made_of if self.source is None else self.source.paths
 
     def renamed(self, paths: Mapping[str, str]) -> "Value":
         """The value of other parameters."""
-        source = None if self.source is None else dataclasses.replace(self.source, path=paths[self.source.path])
+        source = self.source
+        if source is not None:
+            others = tuple(paths[path] for path in source.others)
+            source = dataclasses.replace(source, path=paths[source.path], others=others)
         return dataclasses.replace(self, source=source, made_of=tuple(paths[path] for path in self.made_of))
 
 
@@ -110,7 +142,7 @@ class Use:
       free: the parts that it keeps, each with results of its own; what is left is mapped over.
       is_lookup: its entries are taken by index, not multiplied.
       derived: what goes in is computed from the parameter.
-      mixed: what goes in is computed from it and other parameters, so that it cannot be quantized for it.
+      mixed: the primitive that makes what goes in of it, alone or with others, so that it cannot be quantized for it.
     """
 
     path: str
@@ -119,7 +151,7 @@ class Use:
     free: tuple[Part, ...] = ()
     is_lookup: bool = False
     derived: bool = False
-    mixed: bool = False
+    mixed: str = ""
 
 
 @dataclass(frozen=True)
@@ -194,6 +226,7 @@ class Interpreter:
     Attributes:
       uses: what became of each parameter, in the order of the program.
       rows: the operations that a parameter, or two activations, went into.
+      stops: by path, the primitives behind which a parameter is none any more.
       scopes: the named scopes around the jaxpr that is run.
       key: what the operations here draw from, each with a number of its own; None if they draw nothing.
       draws: one entry for each draw so far.
@@ -209,6 +242,7 @@ class Interpreter:
     treatment: Treatment
     uses: list[Use] = field(default_factory=list)
     rows: list[OpRow] = field(default_factory=list)
+    stops: dict[str, dict[str, None]] = field(default_factory=dict)
     scopes: tuple[str, ...] = ()
     key: jax.Array | None = None
     draws: list[None] = field(default_factory=list)
@@ -251,7 +285,9 @@ class Interpreter:
 
     def constant(self, array: Any) -> Value:
         """What no input changes."""
-        return Value(array, None, False, jnp.result_type(array))
+        dtype = jnp.result_type(array)
+        is_number = np.ndim(array) == 0 and isinstance(array, np.ndarray | np.generic | float | int)
+        return Value(array, None, False, dtype, known=float(array) if is_number else None)
 
     def new(self, array: Any, *operands: Value) -> Value:
         """What is computed from operands, and is no parameter any more."""
@@ -277,14 +313,25 @@ class Interpreter:
     def as_it_is(self, equation: Any, operands: Sequence[Value]) -> list[Value]:
         """Runs an equation on floats."""
         results = versions.bind(equation, [self.plain(operand) for operand in operands])
-        source = self._derived(equation, operands, results)
-        mixed = () if any(operand.from_data for operand in operands) else [operand.paths for operand in operands]
-        made_of = () if source is not None else tuple(dict.fromkeys(path for paths in mixed for path in paths))
-        return [dataclasses.replace(self.new(result, *operands), source=source, made_of=made_of) for result in results]
+        source, unit = self._derived(equation, operands, results), unit_of(equation)
+        name = equation.primitive.name if unit is None else unit.op
+        if source is not None:
+            return [dataclasses.replace(self.new(result, *operands), source=source) for result in results]
+        paths = tuple(dict.fromkeys(path for operand in operands for path in operand.paths))
+        for path in paths:
+            self.stops.setdefault(path, {})[name] = None
+        if any(operand.from_data for operand in operands):
+            paths = ()
+        made_by = next((operand.made_by for operand in operands if operand.made_by), name) if paths else ""
+        known = operands[0].known if name == "convert_element_type" else None
+        return [
+            dataclasses.replace(self.new(result, *operands), made_of=paths, made_by=made_by, known=known)
+            for result in results
+        ]
 
     def left(self, equation: Any, operands: Sequence[Value], op: str, reason: str, rule: int | None = None) -> None:
         """Reports that an operation is computed in float."""
-        paths = tuple(operand.source.path for operand in operands if operand.source is not None)
+        paths = tuple(path for operand in operands if operand.source is not None for path in operand.source.paths)
         computed = "dequantized" if any(operand.is_quantized for operand in operands) else "float"
         kinds = tuple(
             str(operand.array.type if hasattr(operand.array, "type") else operand.dtype) for operand in operands
@@ -302,14 +349,16 @@ class Interpreter:
                     return results
                 reason = f"{name} takes no adapters: they are merged"
                 self.left(equation, operands, self.name(equation, name), reason)
-                operands = list(map(self._merged, operands))
+                operands = [self._merged(operand, name) for operand in operands]
             return self._evaluate(equation, operands)
 
-    def _merged(self, value: Value) -> Value:
+    def _merged(self, value: Value, primitive: str) -> Value:
         """The value as one array that is computed from a parameter, if it has adapters."""
         if not value.is_adapted:
             return value
-        return dataclasses.replace(value, array=self.plain(value), source=value.source and value.source.as_derived())
+        return dataclasses.replace(
+            value, array=self.plain(value), source=value.source and value.source.as_derived(primitive)
+        )
 
     def _evaluate(self, equation: Any, operands: Sequence[Value]) -> Sequence[Value]:
         name = equation.primitive.name
@@ -331,7 +380,7 @@ class Interpreter:
         shape = results[0].shape
         found = (operand.source for operand in operands if operand.source is not None and operand.shape == shape)
         source = next(found, None)
-        return None if source is None else source.as_derived()
+        return None if source is None else source.as_derived(equation.primitive.name)
 
 
 def has_products(equation: Any) -> bool:

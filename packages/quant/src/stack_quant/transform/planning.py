@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stack_core.errors import ArgumentError, ShapeError
@@ -15,6 +15,9 @@ from stack_quant.transform.interpreter import Use
 from stack_quant.transform.provenance import Part
 
 __all__ = ["Plan", "plan"]
+
+
+_MOST_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,23 @@ class Plan:
         return f"{tile} entries share a scale: the tile_size of rule {self.of_path[path]} does not divide its axes"
 
 
-def plan(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]], uses: Sequence[Use], ops: Sequence[str]) -> Plan:
+def plan(
+    rules: Sequence[Rule],
+    shapes: Mapping[str, tuple[int, ...]],
+    uses: Sequence[Use],
+    ops: Sequence[str],
+    stops: Mapping[str, Collection[str]],
+) -> Plan:
     """Which rule each parameter has, and its scales.
 
     Args:
       shapes: of the floating parameters, by path.
       uses: of parameters, in the order of the program.
       ops: the names of all operations that rules may be for.
+      stops: by path, the primitives behind which it is no parameter any more.
 
     Raises:
-      RuleError: a rule that is not optional matches nothing.
+      RuleError: a rule that is not optional matches nothing, or nothing that it could quantize.
       ShapeError: a tile does not divide the axis that it lies along.
     """
     by_path: dict[str, list[Use]] = {path: [] for path in shapes}
@@ -66,14 +76,13 @@ def plan(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]], uses: Seq
         mine = [use for use in by_path[path] if rule.matches_op(use.op) and not use.mixed]
         if rule.weights is None:
             left[path] = f"rule {number} leaves it in float"
-        elif not mine and any(use.mixed for use in by_path[path]):
-            left[path] = "products take only what is computed from it and other parameters together"
         elif not mine:
-            left[path] = "no product and no lookup uses it"
+            left[path] = _reason(by_path[path], stops.get(path, ()))
         else:
             specs[path], tile = _spec(path, rule, shapes[path], mine)
             if tile is not None and tile != rule.tile_size and qtype(rule.weights).block_size is None:
                 tiles[path] = tile
+    _check_quantizes(rules, of_path, left)
     return Plan(of_path, specs, left, tiles)
 
 
@@ -91,6 +100,29 @@ def _check_matches(rules: Sequence[Rule], of_path: Mapping[str, int], paths: Seq
             continue
         free = [path for path in paths if of_path.get(path, number) >= number]
         raise RuleError(unmatched(rule, number, paths=free, ops=ops))
+
+
+def _reason(uses: Sequence[Use], stops: Collection[str]) -> str:
+    """Says why no product and no lookup takes a parameter as it is."""
+    mixed = dict.fromkeys(use.mixed for use in uses if use.mixed)
+    if mixed:
+        return f"products take only what {' and '.join(mixed)} makes of it"
+    if stops:
+        return f"no product and no lookup uses it, only {', '.join(stops)}"
+    return "nothing uses it"
+
+
+def _check_quantizes(rules: Sequence[Rule], of_path: Mapping[str, int], left: Mapping[str, str]) -> None:
+    for number, rule in enumerate(rules):
+        mine = [path for path, place in of_path.items() if place == number]
+        if rule.weights is None or rule.optional or not mine or not all(path in left for path in mine):
+            continue
+        shown = "; ".join(f"{path}: {left[path]}" for path in mine[:_MOST_SHOWN])
+        more = f"; and {len(mine) - _MOST_SHOWN} more" if len(mine) > _MOST_SHOWN else ""
+        raise RuleError(
+            f"Rule {number}, {rule}, quantizes none of the {len(mine)} parameters that it matches. {shown}{more}. "
+            "Give it other parameters, change how the model uses them, or mark it optional=True."
+        )
 
 
 def _spec(path: str, rule: Rule, shape: tuple[int, ...], uses: Sequence[Use]) -> tuple[ArraySpec, int | None]:
@@ -140,7 +172,7 @@ def _tiles(path: str, contracted: Sequence[Part], shape: tuple[int, ...], tile: 
     for part in reversed(contracted):
         if part.stride > 1 or part.axis in tiles:
             continue  # the slower part of an axis, of which another part is a channel or contracted as well
-        if part.size < shape[part.axis] and not _is_whole(part, contracted, shape):
+        if part.size < shape[part.axis] and not part.cut and not _is_whole(part, contracted, shape):
             tiles[part.axis] = part.size
         if rest is None:
             continue

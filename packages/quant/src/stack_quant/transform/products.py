@@ -17,7 +17,7 @@ from stack_quant.transform.decisions import Decision, decide, note, product_type
 from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value
 from stack_quant.transform.straight_through import rounded, straight_through
 
-__all__ = ["NOT_TRAINED", "linear_call", "mapped"]
+__all__ = ["NOT_TRAINED", "linear_call", "mapped", "ragged_call"]
 
 NOT_TRAINED = "it has no quantized gradient"
 """Why an operation is left in float by methods that train quantized products."""
@@ -105,6 +105,19 @@ def linear_call(
 
     def call(left: Any, right: Any) -> Any:
         return products.linear(left, right, dtype, types, None if key is None else _of_entry(key, levels))
+
+    return call
+
+
+def ragged_call(interpreter: Interpreter, decision: Decision, right: Value, *, levels: int = 0) -> Callable[..., Any]:
+    """What trains in the place of `ops.ragged_dot`, a function of rows, matrices and group sizes; as `linear_call`."""
+    products = interpreter.treatment.method.products
+    assert products is not None, "asked only of methods that train products"
+    types, key = product_types(interpreter, decision, right), interpreter.draw()
+
+    def call(rows: Any, matrices: Any, sizes: Any) -> Any:
+        own = None if key is None else _of_entry(key, levels)
+        return products.ragged(rows, matrices, jnp.asarray(sizes), types, own)
 
     return call
 
@@ -243,7 +256,8 @@ def _convolution(interpreter: Interpreter, equation: Any, operands: Sequence[Val
 
         if not is_integer:
             left, right = in_float = [
-                rounded(*pair, value.dtype) for *pair, value in zip((left, right), in_float, operands, strict=True)
+                rounded(array, floats, value.dtype)
+                for array, floats, value in zip((left, right), in_float, operands, strict=True)
             ]
         result = straight_through(product, [left, right], in_float)
     return [interpreter.new(result, *operands)]
@@ -290,9 +304,12 @@ def _ragged_dot(interpreter: Interpreter, equation: Any, operands: Sequence[Valu
     kept = [axis for axis in range(len(operands[1].shape)) if axis not in {*of_right, *numbers.rhs_group_dimensions}]
     note(interpreter, name, operands[1], of_right, kept)
     decision = decide(interpreter, name, operands[:2])
-    if interpreter.treatment.method.products is not None and not decision.reason:
-        decision = dataclasses.replace(decision, reason=NOT_TRAINED)
     left, right, sizes = operands
+    plain = _is_exacting(params) or params["group_offset"] is not None or not _is_usual(numbers)
+    plain = plain or left.dtype != right.dtype
+    is_trained = interpreter.treatment.method.products is not None
+    if is_trained and plain and not decision.reason:
+        decision = dataclasses.replace(decision, reason=NOT_TRAINED)
     is_usable = interpreter.is_weight(right) and not interpreter.is_weight(left) and _is_floating((left, right))
     if decision.reason or not is_usable:
         return _in_float(interpreter, equation, name, operands, decision)
@@ -300,11 +317,19 @@ def _ragged_dot(interpreter: Interpreter, equation: Any, operands: Sequence[Valu
     if decision.activations:
         x, in_float = quantized_activation(interpreter, decision, x, of_left[0], site=f"{name}/left")
     record(
-        interpreter, equation, name, operands[:2], decision, [x, right.array], "rounded" if decision.activations else ""
+        interpreter,
+        equation,
+        name,
+        operands[:2],
+        decision,
+        [x, right.array],
+        "rounded" if decision.activations or is_trained else "",
     )
     x = rounded(x, in_float, left.dtype)
-    plain = _is_exacting(params) or params["group_offset"] is not None or not _is_usual(numbers)
-    if plain or left.dtype != right.dtype:
+    if is_trained:
+        result = ragged_call(interpreter, decision, right)(x, right.array, interpreter.plain(sizes))
+        return [interpreter.new(result.astype(equation.outvars[0].aval.dtype), *operands)]
+    if plain:
         (result,) = versions.bind(equation, [x, interpreter.plain(right), interpreter.plain(sizes)])
     else:
         result = ops.ragged_dot(x, right.array, sizes.array).astype(equation.outvars[0].aval.dtype)

@@ -1,5 +1,6 @@
 """Which parameter a value is, and where each of the parameter's axes went."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +14,15 @@ class Part:
 
     The whole of an axis of n entries has stride 1 and size n; reshaped to (a, b), it is a part of stride b and size a
     and one of stride 1 and size b.
+
+    Attributes:
+      cut: the axis was sliced or padded, so that `size` entries stand for the whole of it.
     """
 
     axis: int
     stride: int
     size: int
+    cut: bool = False
 
 
 Axis = tuple[Part, ...]
@@ -31,12 +36,19 @@ class Source:
     Attributes:
       path: the parameter's, with "/" between its segments.
       axes: for each axis of the value its parts of the parameter's axes.
-      derived: it was computed from the parameter, as in `w * mask`, and is no rearrangement of its entries.
+      derived: the primitive that computed it from the parameter, as "mul" in `w * mask`; "" if it is a rearrangement of
+        the parameter's entries.
+      others: paths of parameters that are stacked with it along a new axis, and are treated alike.
     """
 
     path: str
     axes: tuple[Axis, ...]
-    derived: bool = False
+    derived: str = ""
+    others: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (self.path, *self.others)
 
     @classmethod
     def of(cls, path: str, shape: Sequence[int]) -> "Source":
@@ -48,12 +60,8 @@ class Source:
         return self._with(tuple(() if axis is None else self.axes[axis] for axis in permutation))
 
     def resized(self, shape: Sequence[int]) -> "Source":
-        """After a slice: what is left of an axis has the role of the whole of it."""
-        axes = tuple(
-            axis if math.prod(part.size for part in axis) == size else (Part(axis[0].axis, 1, size),) if axis else ()
-            for axis, size in zip(self.axes, shape, strict=True)
-        )
-        return self._with(axes)
+        """After a slice or padding: what is there of an axis has the role of the whole of it."""
+        return self._with(tuple(_resized(axis, size) for axis, size in zip(self.axes, shape, strict=True)))
 
     def reshaped(self, shape: Sequence[int]) -> "Source":
         """The entries in the same order in another shape; no axis has parts where one would begin within a part."""
@@ -74,8 +82,8 @@ class Source:
                     wanted //= part.size
                 elif part.size % wanted == 0:
                     rest = part.size // wanted
-                    parts.insert(0, Part(part.axis, part.stride, rest))
-                    part = Part(part.axis, part.stride * rest, wanted)
+                    parts.insert(0, Part(part.axis, part.stride, rest, part.cut))
+                    part = Part(part.axis, part.stride * rest, wanted, part.cut)
                     wanted = 1
                 else:
                     return None
@@ -83,9 +91,13 @@ class Source:
             axes.append(tuple(taken))
         return None if parts else tuple(axes)
 
-    def as_derived(self) -> "Source":
-        """What is computed from it, entry by entry."""
-        return Source(self.path, self.axes, derived=True)
+    def as_derived(self, primitive: str) -> "Source":
+        """The source of what a primitive computes from it, entry by entry."""
+        return dataclasses.replace(self, derived=self.derived or primitive)
+
+    def stacked(self, sources: "Sequence[Source]") -> "Source":
+        """The source of several parameters that are stacked along a new axis."""
+        return dataclasses.replace(self, others=tuple(path for source in sources for path in source.paths)[1:])
 
     def without(self, axis: int) -> "Source":
         """One entry along an axis."""
@@ -96,4 +108,10 @@ class Source:
         return tuple(part for axis in axes for part in self.axes[axis])
 
     def _with(self, axes: tuple[Axis, ...]) -> "Source":
-        return Source(self.path, axes, self.derived)
+        return dataclasses.replace(self, axes=axes)
+
+
+def _resized(axis: Axis, size: int) -> Axis:
+    if not axis or math.prod(part.size for part in axis) == size:
+        return axis
+    return (Part(axis[0].axis, 1, size, cut=True),)

@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
+from stack_core.ops.building import is_quantized
 from stack_quant.transform import versions, views
+from stack_quant.transform.adapted import Adapted
 from stack_quant.transform.interpreter import HANDLERS, Interpreter, Value
 from stack_quant.transform.parts import Concatenated
 from stack_quant.transform.provenance import Source
@@ -91,13 +94,88 @@ def _concatenate(interpreter: Interpreter, equation: Any, operands: Sequence[Val
     )
     if not ruled or any(value.from_data or not jnp.issubdtype(value.dtype, jnp.floating) for value in operands):
         return interpreter.as_it_is(equation, operands)
-    return [_concatenated(operands, equation.params["dimension"])]
+    stacked = _stacked(interpreter, operands, equation.params["dimension"])
+    return [_concatenated(operands, equation.params["dimension"]) if stacked is None else stacked]
+
+
+def _stack(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    axis = equation.params["axis"]
+    if any(value.source is None or value.is_concatenated for value in operands):
+        return interpreter.as_it_is(equation, operands)
+    rows = [_with_axis(value, axis) for value in operands]
+    stacked = _stacked(interpreter, rows, axis)
+    if stacked is not None:
+        return [stacked]
+    if any(value.is_quantized for value in operands):
+        reason = "the parameters that are stacked are not quantized alike"
+        interpreter.left(equation, operands, interpreter.name(equation, "stack"), reason)
+    return interpreter.as_it_is(equation, operands)
+
+
+def _with_axis(value: Value, axis: int) -> Value:
+    """A parameter with a new axis of one entry."""
+    shape = (*value.shape[:axis], 1, *value.shape[axis:])
+    array = views.reshape(views.view_of(value.array), shape) if value.is_quantized else value.array.reshape(shape)
+    axes = value.source.axes if value.source is not None else ()
+    source = value.source and value.source.permuted([*range(axis), None, *range(axis, len(axes))])
+    return dataclasses.replace(value, array=array, source=source)
+
+
+def _stacked(interpreter: Interpreter, operands: Sequence[Value], axis: int) -> Value | None:
+    """Parameters that lie along a new axis, such as a list of layers before a scan, as one; None if they differ."""
+    sources = [value.source for value in operands if value.source is not None]
+    first = operands[0]
+    of_path, specs = interpreter.treatment.of_path, interpreter.treatment.specs
+    alike = len(sources) == len(operands) and all(
+        value.shape == first.shape
+        and value.dtype == first.dtype
+        and source.axes[axis] == ()
+        and (source.axes, source.derived) == (sources[0].axes, sources[0].derived)
+        and all(of_path.get(path) == of_path.get(sources[0].path) for path in source.paths)
+        and all(specs.get(path) == specs.get(sources[0].path) for path in source.paths)
+        for value, source in zip(operands, sources, strict=False)
+    )
+    if not alike or first.shape[axis] != 1 or any(value.is_concatenated for value in operands):
+        return None
+    array = _joined([value.array for value in operands], axis)
+    return None if array is None else dataclasses.replace(first, array=array, source=sources[0].stacked(sources))
+
+
+def _joined(arrays: Sequence[Any], axis: int) -> Any:
+    """The arrays along an axis, of which each has one entry; None if they are not of one kind."""
+    if any(isinstance(array, Adapted) for array in arrays):
+        return Adapted.joined(arrays, axis) if all(isinstance(array, Adapted) for array in arrays) else None
+    if not any(map(is_quantized, arrays)):
+        return lax.concatenate(list(arrays), axis)
+    return views.joined(list(map(views.view_of, arrays)), axis) if all(map(is_quantized, arrays)) else None
+
+
+def _barrier(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    arrays = lax.optimization_barrier([value.array for value in operands])
+    return [dataclasses.replace(value, array=array) for value, array in zip(operands, arrays, strict=True)]
+
+
+def _reverse(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    dimensions = equation.params["dimensions"]
+    return _result(interpreter, equation, operands, operands[0].source, lambda view: views.reverse(view, dimensions))
+
+
+def _pad(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """A parameter beside zeros, which codes can stand for, is still that parameter."""
+    widths, (value, padding) = equation.params["padding_config"], operands
+    is_cut = any(min(low, high) < 0 or within for low, high, within in widths)
+    if value.source is None or padding.known != 0 or is_cut:
+        return interpreter.as_it_is(equation, operands)
+    source = value.source.resized(equation.outvars[0].aval.shape)
+    pairs = [(int(low), int(high)) for low, high, _ in widths]
+    return _result(interpreter, equation, operands, source, lambda view: views.pad(view, pairs))
 
 
 def _concatenated(parts: Sequence[Value], axis: int) -> Value:
     sources, dtype = tuple(part.source for part in parts), parts[0].dtype
     array = Concatenated(tuple(part.array for part in parts), axis, sources, jnp.dtype(dtype).name)
-    return Value(array, None, False, dtype, tuple(dict.fromkeys(path for part in parts for path in part.paths)))
+    paths = tuple(dict.fromkeys(path for part in parts for path in part.paths))
+    return Value(array, None, False, dtype, made_of=paths, made_by="concatenate")
 
 
 def _cast(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) -> list[Value]:
@@ -129,6 +207,10 @@ HANDLERS.update(
         "slice": _slice,
         "split": _split,
         "concatenate": _concatenate,
+        "rev": _reverse,
+        "stack": _stack,
+        "pad": _pad,
+        "optimization_barrier": _barrier,
         "dynamic_slice": _dynamic_slice,
         "broadcast_in_dim": _broadcast,
         "convert_element_type": _cast,

@@ -19,8 +19,11 @@ __all__ = [
     "dynamic_slice",
     "full_along",
     "is_constant_along",
+    "joined",
     "on_codes",
+    "pad",
     "reshape",
+    "reverse",
     "slice_",
     "transpose",
     "view_of",
@@ -160,6 +163,36 @@ def _counts(view: View, axes: Sequence[int], sizes: Sequence[int]) -> list[int]:
     counts = _split(math.prod(view.scale.shape[axis] for axis in axes), sizes)
     assert counts is not None, "scales were repeated until they fit"
     return counts
+
+
+def reverse(view: View, axes: Sequence[int]) -> View:
+    """As `lax.rev`."""
+    return _mapped(view, lax.rev(view.codes, axes), lambda scale: lax.rev(scale, axes))
+
+
+def pad(view: View, widths: Sequence[tuple[int, int]]) -> View:
+    """The entries with zeros before and behind along each axis."""
+    cut = [axis for axis, width in enumerate(widths) if width != (0, 0) and view.scale.shape[axis] > 1]
+    view = full_along(view, cut)
+    kept = [width if axis in cut else (0, 0) for axis, width in enumerate(widths)]
+    zero = 0 if view.codebook is None else view.codebook.index(0.0)
+    inside = jnp.pad(jnp.ones(view.shape, bool), widths)
+    codes = lax.pad(view.codes, jnp.asarray(zero, view.codes.dtype), [(*width, 0) for width in widths])
+    padded = _mapped(view, codes, lambda scale: jnp.pad(scale, kept, mode="edge"))
+    if view.zero_point is None:
+        return padded
+    zeros = jnp.broadcast_to(full_along(padded, range(len(widths))).zero_point, codes.shape)
+    return dataclasses.replace(padded, codes=jnp.where(inside, codes, zeros.astype(codes.dtype)))
+
+
+def joined(parts: Sequence[View], axis: int) -> View | None:
+    """Arrays of one entry along an axis as one array; None if they are not quantized alike."""
+    first = parts[0]
+    if any(jax.tree.structure(part) != jax.tree.structure(first) for part in parts) or any(
+        part.scale.shape != first.scale.shape for part in parts
+    ):
+        return None
+    return jax.tree.map(lambda *leaves: lax.concatenate(leaves, axis), *parts)
 
 
 def slice_(view: View, start: Sequence[int], limit: Sequence[int], strides: Sequence[int]) -> View:

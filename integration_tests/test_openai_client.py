@@ -64,6 +64,25 @@ def test_greedy_text_is_the_same_in_every_form(served: Served) -> None:
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (len(tokens), 8)
 
 
+def test_offsets_and_fields_of_vllm_through_the_client(served: Served) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    assert chat(served, tools=tools, tool_choice="none", temperature=0).choices[0].message.content is not None
+    options = {"temperature": 1.0, "seed": 3, "logprobs": 0, "max_tokens": 24}
+    (whole,) = complete(served, **options, extra_body={"ignore_eos": True}).choices
+    offsets = whole.logprobs.text_offset
+    assert offsets == sorted(offsets) and len(offsets) == 24 and offsets[-1] <= len(whole.text)
+    chunks = list(complete(served, **options, stream=True, extra_body={"ignore_eos": True}))
+    assert [place for chunk in chunks for place in chunk.choices[0].logprobs.text_offset] == offsets
+    best = complete(served, **options, n=1, best_of=3)
+    assert len(best.choices) == 1 and best.usage.completion_tokens > len(best.choices[0].logprobs.tokens)
+    ends = {"logit_bias": {"1": 100}, "max_tokens": 4}  # a bias to the end token
+    assert complete(served, **ends).usage.completion_tokens == 1
+    body = {"ignore_eos": True, "skip_special_tokens": False}
+    assert complete(served, **ends, extra_body=body).choices[0].text == 4 * SPECIAL[1]
+    masked = complete(served, **ends, extra_body={**body, "min_tokens": 4}).choices[0]
+    assert SPECIAL[1] not in masked.text and masked.finish_reason == "length"
+
+
 def test_messages_stream(served: Served) -> None:
     whole = chat(served, temperature=0)
     assert whole.choices[0].message.role == "assistant" and whole.choices[0].finish_reason == "length"

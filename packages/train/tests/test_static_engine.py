@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 from stack_core.contracts.generation import Engine, ExpectsRequests
 from stack_core.errors import ConversionError, EngineStopped, GenerationError
@@ -24,9 +25,13 @@ PROMPTS = [(3, 5, 7), (1,), (2, 4, 6, 8, 10)]
 
 
 @pytest.fixture(scope="module")
-def checkpoint():
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    letters = Tokenizer(models.WordLevel({"<s>": 0} | {chr(97 + token): token for token in range(1, 24)}, "<s>"))
+    letters.add_special_tokens(["<s>"])
+    letters.save(str(directory / "tokenizer.json"))
     model = jax.jit(lambda: FAMILY.build(CONFIG, key=jax.random.key(0)))()
-    return generative_checkpoint(model, CONFIG, name="tiny", tokenizer=Path("nowhere"), origin=Path("nowhere"))
+    return generative_checkpoint(model, CONFIG, name="tiny", tokenizer=directory, origin=Path("nowhere"))
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +227,15 @@ def test_biases_and_minimal_lengths_change_what_is_drawn(engine, settings, expec
     assert list(update.tokens) == expected
     ((longer,),) = ask(engine, request("longer", PROMPTS[0], **settings, min_tokens=4))
     assert len(longer.tokens) == 4 and (longer.tokens[0] == 5) == (expected == [5] * 4)
+
+
+def test_special_tokens_are_text_only_if_they_are_not_skipped(engine):
+    special = {"logit_bias": {0: 99.0}, "max_tokens": 2, "temperature": 0.0}
+    skipping, naming = (
+        ask(engine, request(skip, PROMPTS[0], **special, skip_special_tokens=skip))[0][0] for skip in (True, False)
+    )
+    assert skipping.tokens == naming.tokens == (0, 0)
+    assert (skipping.text, naming.text) == ("", "<s><s>")
 
 
 def test_penalties_see_prompt_and_continuation(engine):

@@ -38,7 +38,8 @@ class SamplingParams:
 
     Attributes:
       max_tokens: tokens to generate, at most; None is as many as there are positions.
-      min_tokens: no stop token or stop text ends a continuation before it has so many.
+      min_tokens: no stop token or stop text ends a continuation of fewer tokens. Stop tokens and the model's own end
+        tokens are not sampled until then, even with `ignore_eos`.
       temperature: what logits are divided by; 0 takes the most likely token each time.
       top_k: how many of the most likely tokens are candidates, those as likely as the last among them; 0 is all.
       top_p: the most likely tokens whose probabilities first reach this sum are candidates, and those as likely as the
@@ -55,6 +56,7 @@ class SamplingParams:
       stop: texts that end a continuation, and are no part of it unless `include_stop`; 16 of 256 characters at most.
       stop_tokens: tokens that do so besides the model's own end tokens.
       ignore_eos: the model's own end tokens do not end a continuation.
+      skip_special_tokens: leave special tokens out of the text; otherwise the text has their names.
       n: continuations of the prompt, each with a seed of its own.
       logprobs: how many of the most likely tokens are reported with each token that is generated; None reports
         nothing, 0 the log-probability of the token itself.
@@ -79,6 +81,7 @@ class SamplingParams:
     include_stop: bool = False
     stop_tokens: tuple[NonNegativeInt, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     n: PositiveInt = 1
     logprobs: NonNegativeInt | None = None
     logprobs_of: Literal["model", "processed"] = "model"

@@ -1,10 +1,11 @@
+import itertools
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stack_core.text.detokenize import IncrementalDetokenizer, StopTexts
+from stack_core.text.detokenize import IncrementalDetokenizer, StopTexts, prompt_text
 
 
 class Bytes:
@@ -36,6 +37,21 @@ class LeadingSpace(Bytes):
         return super().decode(ids).removeprefix(" ")
 
 
+class ByteFallback(Bytes):
+    """Decodes adjoining bytes together; if they are no text, each of them is U+FFFD."""
+
+    def decode(self, ids):
+        runs = [list(run) for _, run in itertools.groupby(ids, key=lambda token: token < 0x80)]
+        return "".join(self._run(bytes(run)) for run in runs)
+
+    @staticmethod
+    def _run(run):
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(run)
+
+
 def streamed(tokenizer, prompt, tokens):
     detokenizer = IncrementalDetokenizer(tokenizer, prompt)
     return [*(detokenizer.push(token) for token in tokens), detokenizer.flush()]
@@ -43,8 +59,32 @@ def streamed(tokenizer, prompt, tokens):
 
 @given(st.binary(max_size=40), st.binary(max_size=16))
 def test_pieces_add_up_to_the_whole(prompt, content):
-    prompt = prompt.decode(errors="ignore").encode()
-    assert "".join(streamed(Bytes(), list(prompt), list(content))) == Bytes().decode(list(content))
+    whole = prompt.decode(errors="ignore").encode()
+    assert "".join(streamed(Bytes(), list(whole), list(content))) == Bytes().decode(list(content))
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes(), ByteFallback()])
+@given(st.text("aé\u4e2d😀", max_size=8), st.text("aé\u4e2d😀", max_size=8), st.integers(0, 3))
+@example("😀😀\u4e2d", "é", 0)
+@example("é", "", 2)
+def test_a_character_that_the_prompt_begins_belongs_to_the_continuation(tokenizer, before, after, cut):
+    content, begin = f"{before}😀{after}".encode(), len(before.encode()) + cut
+    prompt, rest = list(content[:begin]), list(content[begin:])
+    assert prompt_text(tokenizer, prompt) == before
+    assert "".join(streamed(tokenizer, prompt, rest)) == f"😀{after}"
+    assert prompt_text(tokenizer, list(f"{before}\ufffd".encode())) == f"{before}\ufffd"
+
+
+def test_a_token_can_end_within_a_character():
+    class Pairs(Bytes):
+        def token_bytes(self, token):
+            return {300: b"a\xf0", 301: b"\x9f\x98"}.get(token, bytes([token % 256]))
+
+        def decode(self, ids):
+            return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
+
+    assert [prompt_text(Pairs(), prompt) for prompt in ([98, 300], [98, 300, 301])] == ["ba", "ba"]
+    assert streamed(Pairs(), [98, 300], [301, 0x80]) == ["", "😀", ""]
 
 
 def test_a_character_comes_whole():
@@ -70,6 +110,21 @@ def test_a_long_run_without_text_is_not_decoded_again_and_again(token, text):
     tokenizer = AtMost()
     assert "".join(streamed(tokenizer, [], [*b"ab", *[token] * 200, *b"c"])) == f"ab{text}c"
     assert tokenizer.most <= 40
+
+
+def test_special_tokens_are_shown_by_their_names():
+    class Special(Bytes):
+        """0 is a special token, which is no part of the text; 255 is no token."""
+
+        def decode(self, ids):
+            return super().decode([token for token in ids if token not in (0, 255)])
+
+        def token_bytes(self, token):
+            return {0: b"<s>", 255: b""}.get(token, bytes([token]))
+
+    detokenizer = IncrementalDetokenizer(Special(), [], skip_special_tokens=False)
+    pieces = [*map(detokenizer.push, [0, 0x61, 255, 0xE2, 0x82, 0, 0x62]), detokenizer.flush()]
+    assert pieces == ["<s>", "a", "", "", "", "\ufffd<s>", "b", ""]
 
 
 def test_a_space_after_the_prompt_is_kept():

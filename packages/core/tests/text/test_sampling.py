@@ -33,7 +33,7 @@ def probabilities(logits, params, *, history=(), prompt_tokens=0, end_tokens=())
     for token, bias in params.logit_bias.items():
         changed[token] += bias
     if len(history) - prompt_tokens < params.min_tokens:
-        changed[[*params.stop_tokens, *(() if params.ignore_eos else end_tokens)]] = -np.inf
+        changed[[*params.stop_tokens, *end_tokens]] = -np.inf
     for token in set(history):
         factor = params.repetition_penalty
         changed[token] = changed[token] / factor if changed[token] > 0 else changed[token] * factor
@@ -364,7 +364,7 @@ def test_a_continuation_draws_by_its_own_tokens_and_not_by_those_of_its_prompt()
 
 # Every field that is a matter of the device changes what is drawn.
 
-ON_THE_HOST = {"max_tokens", "stop", "include_stop", "n", "prompt_logprobs"}
+ON_THE_HOST = {"max_tokens", "stop", "include_stop", "ignore_eos", "skip_special_tokens", "n", "prompt_logprobs"}
 EFFECTS = {
     "min_tokens": {"min_tokens": 4},
     "temperature": {"temperature": 0.2},
@@ -378,7 +378,6 @@ EFFECTS = {
 }
 AMONG_OTHERS = {
     "stop_tokens": {"min_tokens": 4, "stop_tokens": (1, 2)},
-    "ignore_eos": {"min_tokens": 4, "ignore_eos": True},
 }
 
 

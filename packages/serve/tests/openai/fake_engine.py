@@ -153,7 +153,9 @@ class FakeEngine:
                 raise EngineBusy("The queue is full.", retry_after_s=1.5)
             self.submitted.append(request)
             for index in range(sampling.n):
-                detokenizer = IncrementalDetokenizer(ByteTokenizer(), request.prompt)
+                detokenizer = IncrementalDetokenizer(
+                    ByteTokenizer(), request.prompt, skip_special_tokens=sampling.skip_special_tokens
+                )
                 tokens = self.script(request, index)
                 made = _Continuation(request, index, receive, tokens, detokenizer, StopTexts(sampling.stop))
                 self._open[request.request_id, index] = made

@@ -78,6 +78,15 @@ def test_text_parts_are_joined(server: Served) -> None:
     assert prompt_of(server) == "<s><|user|>one\ntwo</s><|assistant|>"
 
 
+def test_tools_that_may_not_be_chosen_ask_for_nothing(server: Served) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    server.chat(tools=tools, tool_choice="none", max_tokens=1)
+    server.chat(functions=[tools[0]["function"]], function_call="none", tool_choice="none", max_tokens=1)
+    assert "tools is not supported" in server.refused(PATH, messages=MESSAGES, tools=tools)["message"]
+    required = server.refused(PATH, messages=MESSAGES, tools=tools, tool_choice="required")
+    assert required["param"] in ("tools", "tool_choice")
+
+
 def test_the_last_message_can_be_continued(server: Served) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "Once upon "}]
     body = {"messages": messages, "continue_final_message": True, "max_tokens": 1}

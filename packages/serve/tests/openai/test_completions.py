@@ -1,4 +1,5 @@
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -131,6 +132,80 @@ def test_logprobs(serve: Callable[..., Served]) -> None:
     assert [part["tokens"] for part in parts] == [["hello"], ["b"], ["hello"]]
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_offsets_are_places_in_the_text(serve: Callable[..., Served], as_ids: bool) -> None:
+    script = [HELLO, *"\N{GRINNING FACE}é".encode(), SNOWMAN, 98, EOS]
+    server = serve(FakeEngine(lambda request, index: iter(script)))
+    body: dict[str, Any] = {"logprobs": 0, "max_tokens": 10, "return_tokens_as_token_ids": as_ids}
+    (choice,) = server.complete(**body)["choices"]
+    assert choice["text"] == "hello\N{GRINNING FACE}é\N{SNOWMAN}b" and choice["finish_reason"] == "stop"
+    assert choice["logprobs"]["text_offset"] == [0, 5, 5, 5, 5, 6, 6, 7, 8, 9]
+    body |= {"prompt": "hello<|user|>\N{SNOWMAN}b", "echo": True}
+    (choice,) = server.complete(**body)["choices"]
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets == [0, 0, 5, 13, 14, *(15 + offset for offset in [0, 5, 5, 5, 5, 6, 6, 7, 8, 9])]
+    for echo in (False, True):
+        (whole,) = server.complete(**{**body, "echo": echo})["choices"]
+        parts = [event["choices"][0] for event in server.events(PATH, **{**body, "echo": echo})]
+        assert "".join(part["text"] for part in parts) == whole["text"]
+        streamed = itertools.chain(*(part["logprobs"]["text_offset"] for part in parts))
+        assert list(streamed) == whole["logprobs"]["text_offset"]
+
+
+def test_a_character_that_the_prompt_begins_is_whole_in_the_text(serve: Callable[..., Served]) -> None:
+    server = serve(FakeEngine(lambda request, index: iter([0x98, 0x80, 33])))
+    prompt = [98, 0xF0, 0x9F]
+    for body, text in (({}, "\N{GRINNING FACE}!"), ({"echo": True}, "b\N{GRINNING FACE}!")):
+        (choice,) = server.complete(prompt=prompt, max_tokens=3, logprobs=0, **body)["choices"]
+        assert choice["text"] == text
+        events = server.events(PATH, prompt=prompt, max_tokens=3, **body)
+        assert "".join(event["choices"][0]["text"] for event in events) == text
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 1, 2]
+
+
+def test_special_tokens_are_shown_if_they_are_not_skipped(serve: Callable[..., Served]) -> None:
+    server = serve(FakeEngine(spell(98, 0xC3, 258, HELLO)))
+    for skip, text in ((True, "b\N{REPLACEMENT CHARACTER}hello"), (False, "b\N{REPLACEMENT CHARACTER}<|user|>hello")):
+        (choice,) = server.complete(skip_special_tokens=skip, spaces_between_special_tokens=False)["choices"]
+        assert choice["text"] == text
+        assert server.engine.submitted[-1].sampling.skip_special_tokens is skip
+
+
+def test_the_best_of_several_continuations_are_answered(serve: Callable[..., Served]) -> None:
+    class Ranked(FakeEngine):
+        """The third continuation is the most likely, then the first."""
+
+        def _next(self, made: Any) -> GenerationUpdate:
+            update = super()._next(made)
+            logprob = (-2.0, -3.0, -1.0)[made.index]
+            return replace(update, logprobs=tuple(replace(each, logprob=logprob) for each in update.logprobs or ()))
+
+    server = serve(Ranked(lambda request, index: itertools.repeat(97 + index)))
+    for wanted, texts in ((1, ["cc"]), (2, ["cc", "aa"])):
+        answer = server.complete(n=wanted, best_of=3, max_tokens=2)
+        assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == list(enumerate(texts))
+        assert answer["choices"][0]["logprobs"] is None and answer["usage"]["completion_tokens"] == 6
+    (choice,) = server.complete(best_of=3, max_tokens=1, logprobs=0, prompt=["x"])["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [-1.0]
+    assert "cannot be streamed" in server.refused(PATH, prompt="x", best_of=3, stream=True)["message"]
+    assert "best_of is 1, n 2" in server.refused(PATH, prompt="x", best_of=1, n=2)["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_of_http_1_0_gets_no_chunks(server: Served, stream: bool) -> None:
+    body = json.dumps({"prompt": "hello", "max_tokens": 3, "stream": stream}).encode()
+    head = b"POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with server.connect() as connection:
+        connection.sendall(head + body)
+        with connection.makefile("rb") as file:
+            answer, _, content = file.read().partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in answer.lower() and answer.startswith(b"HTTP/1.")
+    if stream:
+        assert content.startswith(b"data: {") and content.endswith(b"data: [DONE]\n\n")
+    else:
+        assert len(json.loads(content)["choices"][0]["text"]) == 3
+
+
 def test_tokens_can_be_shown_by_their_ids(server: Served) -> None:
     (choice,) = server.complete(logprobs=1, max_tokens=1, return_tokens_as_token_ids=True)["choices"]
     (token,) = choice["logprobs"]["tokens"]
@@ -153,7 +228,7 @@ def test_prompts_are_echoed_with_their_logprobs(serve: Callable[..., Served]) ->
     choices = server.complete(**body)["choices"]
     assert [choice["text"] for choice in choices] == ["helloaa", "helloaa", "bcaa", "bcaa"]
     first, _, third, fourth = (choice["logprobs"] for choice in choices)
-    assert first["tokens"] == ["<s>", "hello", "a", "a"] and first["text_offset"] == [0, 3, 8, 9]
+    assert first["tokens"] == ["<s>", "hello", "a", "a"] and first["text_offset"] == [0, 0, 5, 6]
     assert first["token_logprobs"] == [None, -0.5, -0.5, -0.5] and first["top_logprobs"][0] is None
     assert third["tokens"] == ["b", "c", "a", "a"] and third == fourth
     events = server.events(PATH, **body)

@@ -15,6 +15,7 @@ from pydantic import PositiveInt
 
 from stack_core.config import config
 from stack_core.contracts.caches import CacheStorage
+from stack_core.contracts.data import Tokenizer
 from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.errors import ConversionError, EngineStopped, GenerationError
 from stack_core.generation import (
@@ -28,6 +29,7 @@ from stack_core.generation import (
 )
 from stack_core.kv_cache import DenseKVCache
 from stack_core.paths import path_name
+from stack_core.text.detokenize import IncrementalDetokenizer
 from stack_core.text.sampling import MOST_BIASES, MOST_STOP_TOKENS, SamplingSettings, sample
 
 __all__ = ["StaticEngine", "StaticEngineConfig"]
@@ -219,7 +221,8 @@ class StaticEngine:
                 parameter="logprobs",
             )
         self._check_tokens("logit_bias", tuple(sampling.logit_bias), MOST_BIASES)
-        self._check_tokens("stop_tokens", tuple(self._stops(sampling)), MOST_STOP_TOKENS)
+        masked = self._checkpoint.end_tokens if sampling.min_tokens else ()
+        self._check_tokens("stop_tokens", (*{*self._stops(sampling), *masked},), MOST_STOP_TOKENS)
         free = positions - len(request.prompt)
         if not request.prompt or free < 1:
             raise GenerationError(
@@ -403,7 +406,7 @@ class StaticEngine:
             request_id=request.request_id,
             index=of.index,
             tokens=tokens,
-            text="" if tokenizer is None else tokenizer.decode(shown),
+            text="" if tokenizer is None else _text(tokenizer, request, shown),
             weights_versions=(self._version,) * count,
             logprobs=logprobs,
             candidates=_set_bits(found["candidates"][:count]) if sampling.candidates else None,
@@ -455,6 +458,13 @@ def _completed(given: Mapping[Any, Any], held: Any) -> Any:
 def _set_bits(packed: np.ndarray) -> tuple[tuple[int, ...], ...]:
     """The places of the bits that are set in each row of bytes."""
     return tuple(tuple(np.flatnonzero(bits).tolist()) for bits in np.unpackbits(packed, axis=1))
+
+
+def _text(tokenizer: Tokenizer, request: GenerationRequest, tokens: Sequence[int]) -> str:
+    if request.sampling.skip_special_tokens:
+        return tokenizer.decode(tokens)
+    detokenizer = IncrementalDetokenizer(tokenizer, request.prompt, skip_special_tokens=False)
+    return "".join([*map(detokenizer.push, tokens), detokenizer.flush()])
 
 
 def _deadline_s(work: _Work) -> float:

@@ -1,21 +1,54 @@
 """Text from tokens as they come: only whole characters, and never a part of a stop text."""
 
+import codecs
 from collections.abc import Sequence
 from functools import lru_cache
 
 from stack_core.contracts.data import Tokenizer
 
-__all__ = ["IncrementalDetokenizer", "StopTexts"]
+__all__ = ["IncrementalDetokenizer", "StopTexts", "prompt_text"]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 _MOST_PENDING = 16
+_CONTEXT_TOKENS = 8
+_CHARACTER_BYTES = 4
+
+
+def prompt_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """Decodes the tokens of a prompt up to the last whole character; a part of one belongs to the continuation."""
+    return _complete_text(tokenizer, tokens)[0]
+
+
+def _complete_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, int]:
+    """Returns the text up to the last whole character, and the number of last tokens that are a part of one alone.
+
+    They are not decoded: tokenizers with byte fallback decode adjoining bytes together, and lose the whole characters
+    before an incomplete one.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(b"".join(map(tokenizer.token_bytes, tokens[-_CHARACTER_BYTES:])))
+    rest, end = len(decoder.getstate()[0]), len(tokens)
+    while rest and len(tokenizer.token_bytes(tokens[end - 1])) <= rest:
+        end -= 1
+        rest -= len(tokenizer.token_bytes(tokens[end]))
+    text = tokenizer.decode(tokens[:end])
+    return text.removesuffix(_REPLACEMENT) if rest else text, len(tokens) - end
+
+
+def _context(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
+    """Returns the last tokens, from one that does not begin within a character."""
+    begin = max(0, len(tokens) - _CONTEXT_TOKENS)
+    first = max(0, begin - _CHARACTER_BYTES + 1)
+    while begin > first and 0x80 <= next(iter(tokenizer.token_bytes(tokens[begin])), 0) < 0xC0:
+        begin -= 1
+    return list(tokens[begin:])
 
 
 class IncrementalDetokenizer:
     """Decodes a growing sequence of tokens.
 
-    Invariant: the pieces that `push` and `flush` return add up to the text of all tokens after the prompt's.
+    Invariant: the pieces that `push` and `flush` return add up to the text of all tokens after `prompt_text`.
 
     A character may be spread over several tokens; until it is whole the decoded text ends with U+FFFD, and is kept
     back. After 16 tokens it is not, lest a long run of bytes that are no text be decoded anew with each token; a
@@ -24,16 +57,21 @@ class IncrementalDetokenizer:
 
     Args:
       prompt_tokens: what the text continues.
+      skip_special_tokens: leave special tokens out of the text; otherwise the text has their names.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_tokens: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_tokens: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._context = list(prompt_tokens[-8:])
-        self._context_text: str | None = None
-        self._pending: list[int] = []
+        tokens = _context(tokenizer, prompt_tokens)
+        text, part = _complete_text(tokenizer, tokens)
+        self._context, self._pending = tokens[: len(tokens) - part], tokens[len(tokens) - part :]
+        self._context_text: str | None = text
+        self._special: dict[int, str] | None = None if skip_special_tokens else {}
 
     def push(self, token: int) -> str:
         """Adds a token and returns the text that became final with it, often ""."""
+        if self._special is not None and (name := self._special_name(token)):
+            return self.flush() + name
         self._pending.append(token)
         piece = self._piece()
         if not piece:
@@ -44,6 +82,14 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """Returns what was kept back; bytes that never became a character are U+FFFD."""
         return self._take(self._piece())
+
+    def _special_name(self, token: int) -> str:
+        """Returns the name of a special token, and "" for another token: two of the same have a text."""
+        assert self._special is not None
+        if token not in self._special:
+            is_special = not self._tokenizer.decode([token, token])
+            self._special[token] = self._tokenizer.token_bytes(token).decode("utf-8", "replace") if is_special else ""
+        return self._special[token]
 
     def _piece(self) -> str:
         if self._context_text is None:

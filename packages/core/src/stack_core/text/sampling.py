@@ -84,7 +84,7 @@ class SamplingSettings:
           end_tokens: of the model.
           prompt_tokens: before the continuation.
         """
-        ends = () if params.ignore_eos else tuple(end_tokens)
+        ends = tuple(end_tokens) if params.min_tokens or not params.ignore_eos else ()
         return cls(
             temperature=_float32(params.temperature),
             top_k=_int32(params.top_k),

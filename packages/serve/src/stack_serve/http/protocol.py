@@ -93,6 +93,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         is_next = self.cycle is None or self.cycle.response_complete
         super().on_headers_complete()
+        cycle: Any = self.cycle
+        if cycle.scope["http_version"] == "1.0":
+            cycle.send = _UnchunkedSend(cycle)
         if is_next:
             self._answered = self.cycle
 
@@ -131,3 +134,27 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class _UnchunkedSend:
+    """Sends an HTTP/1.0 client a body of unknown length without chunks; closing the connection ends it.
+
+    uvicorn sends chunks to every client, which RFC 9112, 6.1 forbids unless the request is of HTTP/1.1.
+    """
+
+    def __init__(self, cycle: Any) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._is_raw = False
+
+    async def __call__(self, message: Any) -> None:
+        cycle = self._cycle
+        if message["type"] == "http.response.start":
+            headers = list(message.get("headers", ()))
+            self._is_raw = cycle.scope["method"] != "HEAD" and not any(name == b"content-length" for name, _ in headers)
+            if self._is_raw:
+                cycle.chunked_encoding = False
+                message = {**message, "headers": [*headers, (b"connection", b"close")]}
+        elif self._is_raw and message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares them, part by part
+        await self._send(message)

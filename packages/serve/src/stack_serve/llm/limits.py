@@ -122,7 +122,7 @@ class Limits:
         for name in ("logprobs", "prompt_logprobs"):
             self._check_count(name, getattr(sampling, name) or 0, most_logprobs, "of the most likely tokens")
         self._check_count("logit_bias", len(sampling.logit_bias), MOST_BIASES, "tokens")
-        ends = 0 if sampling.ignore_eos else self.end_tokens
+        ends = 0 if sampling.ignore_eos and not sampling.min_tokens else self.end_tokens
         self._check_count("stop_tokens", len(sampling.stop_tokens), MOST_STOP_TOKENS - ends, "tokens")
         for name, tokens in (("logit_bias", sampling.logit_bias), ("stop_tokens", sampling.stop_tokens)):
             if any(token >= self.vocab_size for token in tokens):

@@ -72,7 +72,10 @@ class Output:
     def __init__(self, request: GenerationRequest, index: int, *, tokenizer: Tokenizer | None) -> None:
         sampling = request.sampling
         self._request_id, self._index, self._sampling = request.request_id, index, sampling
-        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, request.prompt)
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if tokenizer is not None:
+            skip = sampling.skip_special_tokens
+            self._detokenizer = IncrementalDetokenizer(tokenizer, request.prompt, skip_special_tokens=skip)
         self._stop_texts = StopTexts(sampling.stop)
         self._tokens = 0
         self._decoded_characters = 0

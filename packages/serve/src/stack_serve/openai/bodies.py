@@ -37,8 +37,11 @@ class _Foreign:
 _TOOLS = "Describe the tools in a message, and read the calls out of the text"
 _SHAPED = "Ask for the format in the prompt, and check the answer"
 _TEXT_ONLY = "The model reads and writes text: leave it out"
-_SPECIAL = "Special tokens are never part of the text; return_token_ids gives them as ids"
+_SPACES = "skip_special_tokens alone says whether special tokens are part of the text"
 _LEAVE = "Leave it out"
+
+_CHOICES = {"tools": "tool_choice", "functions": "function_call"}
+"""Fields that describe what the field behind them forbids, if it is "none"."""
 
 _FOREIGN: Mapping[str, _Foreign] = {
     "allowed_token_ids": _Foreign("Use logit_bias"),
@@ -66,8 +69,7 @@ _FOREIGN: Mapping[str, _Foreign] = {
     "reasoning_effort": _Foreign("Use chat_template_kwargs, if the model's template knows such a thing"),
     "response_format": _Foreign(_SHAPED, ({"type": "text"},)),
     "service_tier": _Foreign("Use priority", ("auto", "default")),
-    "skip_special_tokens": _Foreign(_SPECIAL, (True,)),
-    "spaces_between_special_tokens": _Foreign(_SPECIAL, (True, False)),
+    "spaces_between_special_tokens": _Foreign(_SPACES, (True, False)),
     "store": _Foreign("Nothing is stored: keep the answers yourself", (False,)),
     "structured_outputs": _Foreign(_SHAPED),
     "suffix": _Foreign("Put the text that follows into the prompt, as the model was trained to have it", ("",)),
@@ -131,7 +133,12 @@ def parse(cls: type[B], value: Mapping[str, Any]) -> B:
     Raises:
       ApiError: a field is unknown, not served, missing or has a wrong value; names it.
     """
-    fields = {name: field for name, field in value.items() if name in cls.model_fields or _means_something(name, field)}
+    unused = {name for name, choice in _CHOICES.items() if value.get(choice) == "none"}
+    fields = {
+        name: field
+        for name, field in value.items()
+        if name in cls.model_fields or (name not in unused and _means_something(name, field))
+    }
     unknown = next((name for name in fields if name not in cls.model_fields), None)
     if unknown is not None:
         raise bad_request(_unknown(unknown, cls), param=unknown[:100], code="unknown_parameter")

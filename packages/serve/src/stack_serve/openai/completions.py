@@ -1,15 +1,19 @@
 """`POST /v1/completions`: its answers."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
 
 from stack_core.generation import GenerationUpdate, TokenLogprob
-from stack_serve.http.slices import Members, json_pieces
-from stack_serve.openai.writer import Writer
+from stack_serve.http.slices import Members, batches, json_pieces
+from stack_serve.openai.offsets import TextOffsets
+from stack_serve.openai.writer import Choice, Writer
 
 __all__ = ["CompletionWriter"]
+
+_DECODING_PARTS = 4  # 16 tokens at a time, each of which is decoded with those before it
 
 
 class CompletionWriter(Writer):
@@ -25,11 +29,10 @@ class CompletionWriter(Writer):
         """The text; the first of a continuation echoes the prompt, if that was asked for."""
         choice, job = self.choices[number], self.job
         text = job.echo[prompt] + update.text if job.echo and first else update.text
-        offset, choice.characters = choice.characters, choice.characters + len(text)
         yield b'"text":%b,"logprobs":' % orjson.dumps(text)
         if job.wants_logprobs:
             new = update.logprobs or ()
-            yield from json_pieces(self._logprobs(prompt, update.tokens, new, echo=first, offset=offset))
+            yield from json_pieces(self._logprobs(prompt, choice, update.tokens, new, echo=first))
         else:
             yield b"null"
         tokens = b""
@@ -41,16 +44,22 @@ class CompletionWriter(Writer):
         choice, job = self.choices[number], self.job
         logprobs = None
         if job.wants_logprobs:
-            logprobs = self._logprobs(prompt, choice.tokens, choice.logprobs, echo=True, offset=0)
+            logprobs = self._logprobs(prompt, choice, choice.tokens, choice.logprobs, echo=True)
         text = (job.echo[prompt] if job.echo else "") + "".join(choice.text)
         return {"text": text, "logprobs": logprobs, **self.prompt_object(prompt)}
 
     def _logprobs(
-        self, prompt: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], *, echo: bool, offset: int
+        self, prompt: int, choice: Choice, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], *, echo: bool
     ) -> Members:
-        """Those of new tokens, behind those of the prompt where it is echoed."""
-        job = self.job
+        """Returns the log-probabilities of new tokens, after the prompt's if it is echoed."""
+        job, before = self.job, self.job.prompts[prompt].tokens
+        if choice.offsets is None:
+            skip = job.sampling.skip_special_tokens
+            text = job.echo[prompt] if job.echo else ""
+            choice.offsets = TextOffsets(job.tokenizer, before, text, skip_special_tokens=skip)
+        new = (list(map(choice.offsets.push, batch)) for batch in batches(tokens, _DECODING_PARTS))
         if not (echo and job.echo):
-            return job.texts.completion(logprobs, tokens, offset)
+            return job.texts.completion(logprobs, tokens, new)
         every = [*self.prompt_logprobs[prompt], *logprobs]
-        return job.texts.completion(every, [*job.prompts[prompt].tokens, *tokens], offset)
+        offsets = itertools.chain(choice.offsets.of_prompt(batches(before, _DECODING_PARTS)), new)
+        return job.texts.completion(every, [*before, *tokens], offsets)

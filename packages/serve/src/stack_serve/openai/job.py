@@ -4,6 +4,7 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
+from stack_core.contracts.data import Tokenizer
 from stack_core.generation import GenerationUpdate, SamplingParams
 from stack_serve.openai.errors import ApiError
 from stack_serve.openai.logprobs import LogprobWriter
@@ -27,6 +28,8 @@ class Job:
       adapter: the name of the adapter that continues the prompts, or None.
       created: seconds since 1970.
       texts: writes tokens and log-probabilities.
+      tokenizer: the model's tokenizer, if it has one.
+      best: number of continuations in the answer for each prompt, by their mean log-probability; None is all.
       echo: texts that the continuations begin with, one for each prompt; empty for none.
       nothing_new: only the prompt is wanted; an engine generates a token all the same.
       role: of a chat's answer.
@@ -37,7 +40,9 @@ class Job:
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
     texts: LogprobWriter
+    tokenizer: Tokenizer | None = None
     adapter: str | None = None
+    best: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     priority: int = 0
     stream: bool = False

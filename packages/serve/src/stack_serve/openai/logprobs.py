@@ -1,7 +1,6 @@
 """Log-probabilities in the shapes of the interfaces."""
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from stack_core.contracts.data import Tokenizer
@@ -53,11 +52,13 @@ class LogprobWriter:
         few = batches(logprobs, _entries(logprobs))
         return Members(content=Items([self._chat_entry(each) for each in batch] for batch in few))
 
-    def completion(self, logprobs: Sequence[TokenLogprob | None], tokens: Sequence[int], offset: int) -> Members:
+    def completion(
+        self, logprobs: Sequence[TokenLogprob | None], tokens: Sequence[int], offsets: Iterable[Sequence[int]]
+    ) -> Members:
         """As `/v1/completions` has them; the sampled token is among the most likely ones even if it is none of them.
 
         Args:
-          offset: characters before the first token.
+          offsets: offsets of the tokens in the text, in batches.
         """
         if len(tokens) != len(logprobs):
             raise ValueError(f"{len(tokens)} tokens have {len(logprobs)} log-probabilities")
@@ -65,7 +66,7 @@ class LogprobWriter:
         entries = _entries(logprobs)
         pairs = zip(batches(tokens, entries), batches(logprobs, entries), strict=True)
         return Members(
-            text_offset=Items(self._offsets(tokens, offset)),
+            text_offset=Items(offsets),
             token_logprobs=Items(own),
             tokens=Items([self._text(token) for token in batch] for batch in batches(tokens)),
             top_logprobs=Items(list(map(self._top, *pair)) for pair in pairs),
@@ -75,12 +76,6 @@ class LogprobWriter:
         """As vLLM's field `prompt_logprobs` has them: by token id."""
         few = batches(logprobs, _entries(logprobs))
         return Items([None if each is None else self._by_id(each) for each in batch] for batch in few)
-
-    def _offsets(self, tokens: Sequence[int], offset: int) -> Iterator[list[int]]:
-        for batch in batches(tokens):
-            offsets = list(accumulate((len(self._text(token)) for token in batch), initial=offset))
-            offset = offsets.pop()
-            yield offsets
 
     def _top(self, token: int, each: TokenLogprob | None) -> dict[str, float] | None:
         """By text; of tokens that look alike, the most likely."""

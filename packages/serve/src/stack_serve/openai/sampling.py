@@ -26,6 +26,7 @@ _SAME = (
     "presence_penalty",
     "repetition_penalty",
     "ignore_eos",
+    "skip_special_tokens",
     "min_tokens",
     "seed",
 )
@@ -47,8 +48,13 @@ def sampling_params(
     Raises:
       ApiError: a value is impossible; names its field.
     """
-    if body.best_of not in (None, body.n):
-        raise bad_request(f"best_of is {body.best_of}, n {body.n}: continuations are not ranked.", param="best_of")
+    generated = body.n if body.best_of is None else body.best_of
+    if generated < body.n:
+        raise bad_request(f"best_of is {generated}, n {body.n}; best_of has to be n at least.", param="best_of")
+    if generated > body.n:
+        if body.stream:
+            raise bad_request("best_of cannot be streamed: the best is known at the end. Raise n.", param="best_of")
+        logprobs = logprobs or 0  # they rank the continuations
     asked: dict[str, Any] = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
     if body.top_k is not None:
         asked["top_k"] = max(body.top_k, 0)  # vLLM's -1 is all, as 0 is
@@ -58,7 +64,7 @@ def sampling_params(
         asked["logit_bias"] = {_token(key): value for key, value in body.logit_bias.items()}
     asked["stop"] = _stop_texts(body.stop)
     asked["stop_tokens"] = (*defaults.get("stop_tokens", ()), *body.stop_token_ids)
-    asked |= {"n": body.n, "max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    asked |= {"n": generated, "max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     try:
         return SamplingParams(**{**defaults, **asked})
     except pydantic.ValidationError as error:

@@ -51,13 +51,13 @@ class GenerationBody(Body):
 
     Attributes:
       stop: a text or a list of texts, which `sampling_params` checks.
-      best_of: as many as `n`; continuations are not ranked.
+      best_of: number of continuations to generate; the answer has the `n` with the highest mean log-probability.
       request_id: the answer's id ends with it.
       user, safety_identifier, prompt_cache_key, metadata, session_id: the client's own notes; nothing reads them.
     """
 
     n: Annotated[int, Field(ge=1, le=128)] = 1
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     seed: _Int64 | None = None
     stop: Any = ()
     stream: bool = False
@@ -71,6 +71,7 @@ class GenerationBody(Body):
     repetition_penalty: float | None = None
     logit_bias: dict[str, _Bias] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     min_tokens: int | None = None
     stop_token_ids: list[_Token] = []
     include_stop_str_in_output: bool | None = None

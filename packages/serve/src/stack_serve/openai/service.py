@@ -13,6 +13,7 @@ from stack_core.contracts.generation import Engine
 from stack_core.errors import ConfigError, GenerationError
 from stack_core.generation import EngineStats, SamplingParams
 from stack_core.text.chat_template import ChatTemplate
+from stack_core.text.detokenize import prompt_text
 from stack_serve.http.slices import aside
 from stack_serve.openai.answer import Answer
 from stack_serve.openai.chat import ChatWriter
@@ -167,7 +168,7 @@ class Service:
             logprobs=body.logprobs,
             prompt_logprobs=max((most for most in (body.prompt_logprobs, echoed) if most is not None), default=None),
         )
-        most = max(1, self.config.max_choices // body.n)
+        most = max(1, self.config.max_choices // sampling.n)
         field = body.prompt
         prompts = await self.prompts.of_field(field, most=most, add_special_tokens=body.add_special_tokens)
         size = sum(len(each.tokens) for each in prompts)
@@ -184,11 +185,18 @@ class Service:
             self.prompts.check_room(prompt, max_tokens, "prompt")
 
     def _texts_of(self, prompts: Sequence[Prompt]) -> tuple[str, ...]:
-        decode = self.prompts.needed_tokenizer().decode
-        return tuple(decode(prompt.tokens) if prompt.text is None else prompt.text for prompt in prompts)
+        tokenizer = self.prompts.needed_tokenizer()
+        return tuple(
+            prompt_text(tokenizer, prompt.tokens) if prompt.text is None else prompt.text for prompt in prompts
+        )
 
     def _job(
-        self, body: GenerationBody, model: str, prompts: Sequence[Prompt], sampling: SamplingParams, request_id: str
+        self,
+        body: ChatBody | CompletionBody,
+        model: str,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        request_id: str,
     ) -> Job:
         return Job(
             id=body.request_id or request_id,
@@ -197,10 +205,12 @@ class Service:
             prompts=tuple(prompts),
             sampling=sampling,
             texts=LogprobWriter(self.token_texts, as_ids=body.return_tokens_as_token_ids),
+            tokenizer=self.prompts.tokenizer,
             priority=body.priority,
             stream=body.stream,
             stream_options=body.stream_options or StreamOptions(),
-            wants_logprobs=sampling.logprobs is not None,
+            best=body.n if sampling.n > body.n else None,
+            wants_logprobs=body.logprobs is not None and body.logprobs is not False,
             wants_prompt_logprobs=body.prompt_logprobs is not None,
             wants_token_ids=body.return_token_ids,
         )

@@ -1,5 +1,6 @@
 """Answers as bytes: whole, or chunk by chunk as server-sent events."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from stack_core.generation import GenerationUpdate, TokenLogprob
 from stack_serve.http.slices import Each, Members, json_pieces
 from stack_serve.openai.errors import ApiError, error_object
 from stack_serve.openai.job import Job, Usage
+from stack_serve.openai.offsets import TextOffsets
 
 __all__ = ["DONE", "Choice", "Writer", "error_event"]
 
@@ -22,7 +24,7 @@ class Choice:
     """A continuation, as far as it came.
 
     Attributes:
-      characters: of the text that was written, the echo included.
+      offsets: counts the offsets of its tokens; made with the first log-probability.
     """
 
     text: list[str] = field(default_factory=list)
@@ -31,7 +33,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     begun: bool = False
-    characters: int = 0
+    offsets: TextOffsets | None = None
 
 
 class Writer(ABC):
@@ -130,7 +132,7 @@ class Writer(ABC):
             "object": self.whole_object,
             "created": job.created,
             "model": job.model,
-            "choices": Each(map(self._whole_choice, range(len(self.choices)))),
+            "choices": Each(self._whole_choice(*each) for each in enumerate(self._best())),
             "service_tier": None,
             "system_fingerprint": None,
             "usage": self.usage.as_object(),
@@ -138,11 +140,22 @@ class Writer(ABC):
         }
         return json_pieces(Members(answer))
 
-    def _whole_choice(self, number: int) -> Members:
+    def _best(self) -> Iterator[int]:
+        """Yields the continuations in the answer: all of each prompt, or its most likely ones."""
+        count, best = self.job.sampling.n, self.job.best
+        for start in range(0, len(self.choices), count):
+            numbers = range(start, start + count)
+            yield from numbers if best is None else sorted(numbers, key=self._mean_logprob, reverse=True)[:best]
+
+    def _mean_logprob(self, number: int) -> float:
+        logprobs = self.choices[number].logprobs
+        return sum(each.logprob for each in logprobs) / len(logprobs) if logprobs else -math.inf
+
+    def _whole_choice(self, place: int, number: int) -> Members:
         choice, job = self.choices[number], self.job
         return Members(
             {
-                "index": number,
+                "index": place,
                 **self.whole_choice(number // job.sampling.n, number),
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,

@@ -4,7 +4,7 @@ from stack_core.cli import main
 from stack_core.plugins import registries
 
 
-def test_families_are_listed_with_lines_sizes_and_what_is_tested(capsys):
+def test_families_are_listed_with_lines_sizes_and_what_is_tested(capsys, monkeypatch):
     main(["models", "--json"])
     rows = {row["family"]: row for row in json.loads(capsys.readouterr().out)}
     assert set(rows) == set(registries.models.names())
@@ -17,5 +17,8 @@ def test_families_are_listed_with_lines_sizes_and_what_is_tested(capsys):
     }
     assert 30 < rows["olmo2"]["lines"] < rows["deepseek_v3"]["lines"] < 220
     assert (rows["dit"]["architecture"], rows["dit"]["tested"]) == (None, [])
-    main(["models"])
-    assert "gpt_oss" in capsys.readouterr().out
+    for columns in ("40", "80"):
+        monkeypatch.setenv("COLUMNS", columns)
+        main(["models"])
+        words = capsys.readouterr().out.split()
+        assert {"Qwen3NextForCausalLM", "DeepseekV3ForCausalLM", "autoencoder_kl"} <= set(words)

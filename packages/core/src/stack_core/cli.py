@@ -1,16 +1,20 @@
 """The `stack` command: subcommands come from plugins and are imported only when they run."""
 
+import contextlib
 import faulthandler
 import itertools
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, get_args
 
 import cyclopts
 
-from stack_core.errors import ConfigError, StackError
+from stack_core.errors import ConfigError, HardwareError, StackError
 from stack_core.huge_pages import restart_with_huge_pages
+from stack_core.local_paths import local_path, refuse_remote
 from stack_core.plugins import plugins, registries
 
 __all__ = ["main", "overrides_from"]
@@ -34,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _warn_of_plugins()
         if name and not _is_group(name):
             registries.commands[name]  # raises UnknownName, which names the package to install
-        app(tokens, exit_on_error=False, print_error=False)
+        with _naming_platforms():
+            app(tokens, exit_on_error=False, print_error=False)
     except cyclopts.CycloptsError as error:
         _fail(f"{error}\nRun `stack {name} --help`." if name else str(error), USER_ERROR)
     except StackError as error:
@@ -46,6 +51,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(141)
+
+
+@contextlib.contextmanager
+def _naming_platforms() -> Iterator[None]:
+    """Raises a HardwareError instead of JAX's own errors if there is no device of JAX_PLATFORMS."""
+    try:
+        yield
+    except (RuntimeError, AssertionError) as error:
+        platforms, jax = os.environ.get("JAX_PLATFORMS"), sys.modules.get("jax")
+        if not platforms or jax is None:
+            raise
+        try:
+            jax.devices()  # JAX leaves its own frames out of the traceback, so that this alone shows the cause.
+        except (RuntimeError, AssertionError) as missing:
+            reason = f" ({missing})" if str(missing) else ""
+            raise HardwareError(
+                f"JAX_PLATFORMS is {platforms!r}, and JAX finds no such device{reason}. `stack doctor` lists the "
+                "devices that are here; unset JAX_PLATFORMS, or install the extra of JAX for this hardware, such as "
+                "jax[cuda12]."
+            ) from error
+        raise
 
 
 def overrides_from(tokens: Sequence[str]) -> list[str]:
@@ -112,7 +138,12 @@ def _app(named: str) -> cyclopts.App:
 
 
 def _convert(type_: Any, tokens: Sequence[cyclopts.Token]) -> Any:
-    """Converts the values of an option as Cyclopts does, but refuses fractions for integers; Cyclopts rounds them."""
+    """Converts the values of an option as Cyclopts does, but resolves paths, and refuses fractions for integers."""
+    if type_ is Path or Path in get_args(type_):
+        for token in tokens:
+            refuse_remote(token.value)
+        found = cyclopts.convert(type_, tokens)
+        return local_path(found) if isinstance(found, Path) else found
     if type_ is int or (int in get_args(type_) and float not in get_args(type_)):
         for token in tokens:
             try:

@@ -21,9 +21,12 @@ import pydantic.dataclasses
 import yaml
 
 from stack_core.errors import ConfigError, nearest
+from stack_core.local_paths import local_address, local_path, refuse_remote
 from stack_core.registry import Registry
 
 __all__ = [
+    "LocalAddress",
+    "LocalPath",
     "Sections",
     "Selected",
     "apply_overrides",
@@ -39,12 +42,19 @@ __all__ = [
 
 C = TypeVar("C")
 
+LocalPath = Annotated[str, pydantic.AfterValidator(lambda path: str(local_path(path)))]
+"""The path of a file or directory."""
+
+LocalAddress = Annotated[str, pydantic.AfterValidator(local_address)]
+"""The address of a run, or "FORMAT:DIR"."""
+
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field, pydantic.Field))
 def config(cls: type[C]) -> type[C]:
     """Makes a frozen keyword-only config class; unknown keys and wrong types are errors.
 
-    Numbers and booleans are strict: `true` is not the number 1, and "300" is not 300. An integer is a valid float.
+    Numbers and booleans are strict: `true` is not the number 1, and "300" is not 300. An integer is a valid float. No
+    text may be the address of remote storage.
     """
     cls.__annotations__ = {name: _strict(hint) for name, hint in cls.__annotations__.items()}
     settings = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -286,9 +296,11 @@ def is_under(line: str, keys: Iterable[str]) -> bool:
 
 
 def _strict(hint: Any) -> Any:
-    """The type with its numbers and booleans strict, also inside of containers and unions."""
+    """The type with strict numbers and booleans, and texts that are no remote path; also in containers and unions."""
     if hint in (int, float, bool):
         return Annotated[hint, pydantic.Strict()]
+    if hint is str:
+        return Annotated[hint, pydantic.AfterValidator(refuse_remote)]
     origin: Any = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if origin is Annotated:
@@ -367,5 +379,6 @@ def _explain(error: pydantic.ValidationError, path: str) -> str:
         if problem["type"] in ("missing", "missing_keyword_only_argument"):
             lines.append(f"{where} is missing; it has no default.")
         else:
-            lines.append(f"{where or 'The config'}: {problem['msg']} (given {problem['input']!r}).")
+            message = problem["msg"].removeprefix("Value error, ").removesuffix(".")
+            lines.append(f"{where or 'The config'}: {message} (given {problem['input']!r}).")
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from stack_core.contracts.formats import (
 )
 from stack_core.errors import ConversionError, nearest
 from stack_core.installing import install_command
+from stack_core.local_paths import hub_advice, local_address
 from stack_core.plugins import registries
 
 __all__ = ["open_for_generation", "open_further", "open_model"]
@@ -61,6 +62,7 @@ def _found(address: str, ability: type[Format]) -> tuple[Format, Path]:
     registered = {name: registries.model_formats[name] for name in registries.model_formats}
     formats = {name: format_ for name, format_ in registered.items() if isinstance(format_, ability)}
     known = ", ".join(formats) or f"none; `{install_command('stack-train')}` provides some"
+    address = local_address(address)
     scheme, separator, path = address.partition(":")
     if separator and "/" not in scheme:
         if scheme not in formats:
@@ -75,5 +77,5 @@ def _found(address: str, ability: type[Format]) -> tuple[Format, Path]:
         )
     if not found:
         what = "holds no model of a known format" if directory.is_dir() else "is no directory"
-        raise ConversionError(f"{address} {what}. Formats: {known}.")
+        raise ConversionError(f"{address} {what}. Formats: {known}.{hub_advice(address)}")
     return formats[found[0]], directory

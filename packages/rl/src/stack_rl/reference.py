@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32
 
-from stack_core.config import config
+from stack_core.config import LocalAddress, config
 from stack_core.contracts.data import Batch
 from stack_core.contracts.formats import GenerativeCheckpoint
 from stack_core.errors import ConfigError, DataError
@@ -33,7 +33,7 @@ class ReferenceConfig:
       mesh: over the machine's last devices; by default over all.
     """
 
-    source: str
+    source: LocalAddress
     mesh: MeshConfig = MeshConfig()
 
     def __post_init__(self) -> None:

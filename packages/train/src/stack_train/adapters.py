@@ -6,6 +6,7 @@ from typing import Any
 
 from stack_core.contracts.adapters import Adapters
 from stack_core.errors import ConversionError
+from stack_core.local_paths import local_address
 from stack_core.runs.directory import RunDirectory
 from stack_train.peft import FORMAT as PEFT
 from stack_train.trained_adapters import Digests, check_base, check_model, run_adapters
@@ -24,6 +25,7 @@ def read_adapters(address: str, config: Any, digests: Callable[[], Digests]) -> 
     Raises:
       ConversionError: there are none, or they are of another base; names the keys, tensors or digests that differ.
     """
+    address = local_address(address)
     scheme, separator, path = address.partition(":")
     directory = Path(path if separator and scheme in ("peft", "run") else address)
     if scheme == "peft" or PEFT.recognizes(directory):

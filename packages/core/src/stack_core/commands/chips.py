@@ -15,6 +15,7 @@ from stack_core.hardware import Chip
 from stack_core.hardware.chips import row_name
 from stack_core.plugins import registries
 from stack_core.registry import Entry
+from stack_core.tables import print_table
 
 __all__ = ["chips"]
 
@@ -47,7 +48,7 @@ def chips(*, json: bool = False) -> None:
         return
     counts = {name: here[kind] for kind, name in names.items() if name is not None}
     console = Console(soft_wrap=True)
-    console.print(_table(rows, counts))
+    print_table(_table(rows, counts))
     console.print(
         "All dense peaks in TFLOP/s by the operands' dtype, and where the numbers come from:", highlight=False
     )
@@ -67,7 +68,7 @@ def _devices() -> dict[str, int]:
 
     try:
         return dict(collections.Counter(device.device_kind for device in jax.devices()))
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         _say(f"JAX finds no device: {error} `stack doctor` says what to do.")
         return {}
 

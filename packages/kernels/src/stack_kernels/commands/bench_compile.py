@@ -11,6 +11,7 @@ from rich.console import Console
 
 from stack_core.errors import BenchmarkError, UnknownName, nearest
 from stack_core.plugins import registries
+from stack_core.tables import print_table
 
 if TYPE_CHECKING:
     from stack_kernels.laboratory.experiments import Row
@@ -43,7 +44,7 @@ def bench_compile(
     rows: list[Row] = []
     for chip in wanted_chips:
         rows += compile_for(chip, names, told=lambda row: console.print(_line(row), markup=False))
-    _print(console, rows)
+    _print(rows)
     if json is not None:
         json.write_text(json_format.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
     if table is not None:
@@ -65,7 +66,7 @@ def _line(row: "Row") -> str:
     return f"{what}, {row.reason}" if row.reason else f"{what} in {row.compile_s:.1f} s"
 
 
-def _print(console: Console, rows: Sequence["Row"]) -> None:
+def _print(rows: Sequence["Row"]) -> None:
     columns = (
         "implementation",
         "chip",
@@ -86,7 +87,7 @@ def _print(console: Console, rows: Sequence["Row"]) -> None:
             plain = ("" if number is None else f"{number:,}" for number in numbers)
             shown.add_row(row.name, row.chip, row.call, row.direction, f"{row.compile_s:.1f}", *plain, kernels)
     if shown.row_count:
-        console.print(shown)
+        print_table(shown)
 
 
 def _update(path: Path, names: Sequence[str], chips: Sequence[str], rows: Sequence["Row"]) -> None:

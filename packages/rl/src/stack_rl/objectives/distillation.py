@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from pydantic import Field, PositiveFloat
 
-from stack_core.config import config
+from stack_core.config import LocalAddress, config
 from stack_core.contracts.data import IGNORED_TARGET
 from stack_core.contracts.models import Head, LanguageModel
 from stack_core.contracts.training import Objective
@@ -44,7 +44,7 @@ class LogitDistillConfig:
     Agarwal et al., On-policy distillation of language models (GKD), 2023 (arXiv:2306.13649), equation 1.
     """
 
-    teacher: str
+    teacher: LocalAddress
     name: Literal["logit_distill"] = "logit_distill"
     divergence: Literal["forward", "reverse", "jsd"] = "forward"
     temperature: PositiveFloat = 1.0

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from stack_core.config import config
+from stack_core.config import LocalAddress, config
 from stack_core.contracts.data import Tokenizer
 from stack_core.contracts.environments import Completion, Reward
 from stack_core.errors import ConfigError, DataError
@@ -32,7 +32,7 @@ class ModelRewardConfig:
       mesh: over the machine's last devices; with None it lies on the first.
     """
 
-    source: str
+    source: LocalAddress
     name: Literal["model"] = "model"
     mesh: MeshConfig | None = None
 

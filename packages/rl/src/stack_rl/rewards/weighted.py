@@ -4,13 +4,13 @@ import importlib
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from stack_core.config import config, parse
 from stack_core.contracts.data import Tokenizer
 from stack_core.contracts.environments import Completion, Reward, Score, Verdict
 from stack_core.errors import ConfigError, EnvironmentFailed
+from stack_core.local_paths import local_path
 from stack_core.plugins import registries
 from stack_rl.rewards.unchecked import Unchecked
 
@@ -72,7 +72,7 @@ def check_reward(reward: Any) -> None:
             kind.check()
     elif callable(reward) or not address.startswith("run:"):
         resolved(reward)
-    elif not Path(address.removeprefix("run:")).is_dir():
+    elif not local_path(address.removeprefix("run:")).is_dir():
         raise ConfigError(f"Reward {address!r} is no directory. Give that of a run whose objective is reward_model.")
 
 

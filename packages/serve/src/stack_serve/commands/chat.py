@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stack_core.errors import GenerationError, StackError, nearest
+from stack_core.local_paths import refuse_remote
 
 if TYPE_CHECKING:
     from stack_serve.client.conversation import ChatModel, Conversation
@@ -75,7 +76,7 @@ def _opened(
 ) -> "AbstractContextManager[ChatModel]":
     from stack_serve.client.conversation import RemoteModel, local_model
 
-    if "://" in target:
+    if "://" in refuse_remote(target):
         return nullcontext(RemoteModel(target, model=model, api_key=api_key, settings=settings))
     if not Path(target.partition(":")[2] or target).exists():
         raise GenerationError(

@@ -97,7 +97,7 @@ class CheckpointStore:
         processes: Processes = ALONE,
     ) -> None:
         self.config = config or CheckpointConfig()
-        self._directory = CheckpointDirectory(Path(directory).absolute())
+        self._directory = CheckpointDirectory(Path(directory).resolve())  # TensorStore takes no `..`
         self._emit = emit or (lambda event: None)
         self._processes = processes
         self._checkpointer = make_checkpointer()

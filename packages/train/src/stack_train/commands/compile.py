@@ -1,7 +1,6 @@
 """`stack compile`: the train step of a run, compiled for hardware that need not be there."""
 
 import json as json_format
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +11,7 @@ from rich.table import Table
 from stack_core.cli import overrides_from
 from stack_core.config import apply_overrides, load_yaml, parse
 from stack_core.errors import HardwareError
+from stack_core.tables import print_table
 
 if TYPE_CHECKING:
     from stack_train.run.compilation import StepReport
@@ -82,7 +82,7 @@ def _print(report: "StepReport") -> None:
         table = Table("collectives of a device", "a step", "of arrays, GiB", "sent, GiB")
         for kind, sums in report.collectives_by_kind().items():
             table.add_row(kind, f"{sums['count']:,}", _gib(sums["array_bytes"]), _gib(sums["sent_bytes"]))
-        Console(file=sys.stdout).print(table)
+        print_table(table)
     _print_lint(report)
     cpu = f"{report.compiler_cpu_s / 60:.1f} CPU-minutes"
     print(f"  traced in {report.trace_s:.0f} s, compiled in {report.compile_s:.0f} s ({cpu})")
@@ -101,7 +101,7 @@ def _print_lint(report: "StepReport") -> None:
             rows[key] = rows.get(key, 0) + 1
     for (kind, size, times, loop), count in sorted(rows.items(), key=lambda row: -row[0][1])[:_MOST_ROWS]:
         table.add_row(kind, f"{count}", f"{size / 2**20:,.1f}", f"{times:,}", loop)
-    Console(file=sys.stdout).print(table)
+    print_table(table)
     print(f"  parameters that every device holds whole: {lint.replicated_bytes / 2**20:,.1f} MiB")
     for fault in lint.faults[:_MOST_ROWS]:
         print(f"  {fault}")

@@ -19,6 +19,7 @@ from stack_core.contracts.formats import (
     ImportsRuns,
 )
 from stack_core.errors import ConversionError, nearest
+from stack_core.local_paths import local_address
 from stack_core.plugins import registries
 
 __all__ = ["convert"]
@@ -115,6 +116,7 @@ def _split(address: str, ability: type) -> tuple[Any, Path]:
     Raises:
       ConversionError: there is no such format, or it lacks `ability`, `ImportsRuns` or `ExportsRuns`.
     """
+    address = local_address(address)
     scheme, separator, path = address.partition(":")
     if not separator or "/" in scheme:
         return None, Path(address)

@@ -5,10 +5,10 @@ import json as json_format
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from stack_core.plugins import registries
+from stack_core.tables import print_table
 from stack_train.models.family import DecoderFamily
 
 __all__ = ["models"]
@@ -28,11 +28,11 @@ def models(*, json: bool = False) -> None:
     if json:
         print(json_format.dumps(rows, indent=2))
         return
-    table = Table(Column("family", no_wrap=True), "architecture", "lines", "published sizes", "tested")
+    table = Table("family", "architecture", "lines", "published sizes", "tested")
     for row in rows:
         sizes, tested = (", ".join(row[name]) or "-" for name in ("sizes", "tested"))
         table.add_row(row["family"], row["architecture"] or "-", str(row["lines"] or "-"), sizes, tested)
-    Console(soft_wrap=True).print(table)
+    print_table(table)
 
 
 def _record(name: str, family: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from cyclopts import Parameter
 from stack_core.compile_cache import keep_compiled
 from stack_core.config import parse, parse_yaml
 from stack_core.errors import ConfigError, GenerationError
+from stack_core.local_paths import local_address
 from stack_core.runs.directory import RunDirectory
 from stack_core.runs.report import write_report
 
@@ -50,6 +51,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
       size: pixels of the images' sides, of a model of latents.
       seed: the same seed gives the same images.
     """
+    model = local_address(model)
     rows, columns = _sizes(grid or (f"1x{len(prompt)}" if prompt else "8x8"))
     settings = {"name": sampler, "steps": steps, "spacing": spacing, "eta": eta}
     settings |= {"guidance": guidance, "guidance_rescale": guidance_rescale}

@@ -10,6 +10,7 @@ import tokenizers
 from jaxtyping import Int32, Int64
 
 from stack_core.errors import DataError
+from stack_core.local_paths import hub_advice
 from stack_train.data.cache import digest_of
 from stack_train.data.token_bytes import TokenBytes
 
@@ -88,7 +89,7 @@ class HuggingFaceTokenizer:
         if not vocabulary.is_file():
             raise DataError(
                 f"There is no tokenizer at {str(path)!r}: {str(vocabulary)!r} is missing. Give a directory that holds "
-                "tokenizer.json, the path of that file, or 'bpe' to train one."
+                f"tokenizer.json, the path of that file, or 'bpe' to train one.{hub_advice(str(path))}"
             )
         try:
             files = {name: (directory / name).read_bytes() for name in _KEPT if (directory / name).is_file()}

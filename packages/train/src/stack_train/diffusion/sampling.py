@@ -12,7 +12,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import UInt8
 
-from stack_core.errors import ConfigError, GenerationError
+from stack_core.errors import ConfigError, ConversionError, GenerationError
+from stack_core.local_paths import hub_advice, local_path
 from stack_train.data.image_batches import as_pixels
 from stack_train.data.kinds.captioned import CaptionedData, EncoderFacts
 from stack_train.diffusion.denoiser import Condition, Denoiser, ImagesConfig, image_tokens
@@ -139,7 +140,9 @@ def open_images(address: str, *, size: int | None = None) -> ImageSampler:
       ConversionError: see `open_pipeline`.
       ConfigError: images cannot have that size.
     """
-    path = Path(address.removeprefix("hf:")).expanduser()
+    path = local_path(address.removeprefix("hf:"))
+    if not path.exists():
+        raise ConversionError(f"{address} is no directory of a run or of diffusers.{hub_advice(address)}")
     if address.startswith("hf:") or (path / INDEX).is_file():
         pipeline = open_pipeline(path)
         opened = ImageSampler(pipeline.model, pipeline.config, pipeline.objective, None, pipeline.encoders)

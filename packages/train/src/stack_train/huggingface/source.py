@@ -16,6 +16,7 @@ from stack_core.config import parse
 from stack_core.contracts.models import ConvertibleFamily, FitsTensors, IsPart
 from stack_core.digest import array_digests
 from stack_core.errors import ConfigError, ConversionError, nearest
+from stack_core.local_paths import hub_advice
 from stack_core.plugins import registries
 from stack_train.checkpoint import named_leaves
 from stack_train.checkpoint.leaves import LeafSpec, spec_of
@@ -116,6 +117,8 @@ def read_config(family: Any, mapping: Mapping[str, Any], *, dtype: str = "float3
 
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
+    if not directory.exists() and (advice := hub_advice(str(directory))):
+        raise ConversionError(f"hf:{directory}: there is no such directory.{advice}")
     try:
         mapping = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

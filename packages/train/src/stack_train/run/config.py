@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from stack_core.config import Sections, Selected, config, parse, parse_yaml
+from stack_core.config import LocalAddress, LocalPath, Sections, Selected, config, parse, parse_yaml
 from stack_core.mesh import MeshConfig
 from stack_core.plugins import registries
 from stack_core.runs.directory import RunDirectory
@@ -55,8 +55,8 @@ class RunSettings:
     accumulation_steps: PositiveInt = 1
     evaluate_every_steps: NonNegativeInt = 0
     seed: NonNegativeInt = 0
-    init_from: str | None = None
-    adapters_from: str | None = None
+    init_from: LocalAddress | None = None
+    adapters_from: LocalAddress | None = None
     pipeline: PipelineConfig = PipelineConfig()
 
 
@@ -68,7 +68,7 @@ class RunConfig:
       sections: what installed packages add to a run, such as `profile:`.
     """
 
-    output: str
+    output: LocalPath
     model: Annotated[Any, Selected(registries.models, "family")]
     data: Annotated[Any, Selected(registries.batches, "kind")] = TextData()
     objective: Annotated[Any, Selected(registries.objectives, "name")] = CausalLMConfig()

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from jax.sharding import Mesh
 from stack_core.contracts.training import NeedsCompanions, Objective, ReadsInputs
 from stack_core.errors import ConfigError, ShardingError, nearest
 from stack_core.hardware import Flops, model_flops_per_step
+from stack_core.local_paths import local_path
 from stack_core.mesh import MeshConfig, make_mesh
 from stack_core.plugins import registries
 from stack_train.companions import INIT, Companion
@@ -136,7 +136,7 @@ def _companions(objective: Objective) -> dict[str, Companion]:
         if address == INIT:
             found[name] = Companion(INIT)
         elif scheme == "run" and directory:
-            path = Path(directory).absolute()
+            path = local_path(directory).absolute()
             config = run_config(path)
             family = registries.models[config.model.family]
             found[name] = Companion(f"run:{path}", family, config.model, transform_of(config))

@@ -8,6 +8,7 @@ from typing import Any
 
 from stack_core.config import differences, is_under, parse_yaml, to_mapping
 from stack_core.errors import ConfigError
+from stack_core.local_paths import local_path
 from stack_core.runs.directory import RunDirectory
 from stack_train.data.settings import BPE
 from stack_train.data.tokenizer import HuggingFaceTokenizer
@@ -38,7 +39,7 @@ def with_model_of_start(mapping: Mapping[str, Any]) -> dict[str, Any]:
     model = mapping.get("model", {})
     if not isinstance(source, str) or source.startswith("hf:") or not isinstance(model, Mapping):
         return dict(mapping)
-    directory = RunDirectory(Path(source))
+    directory = RunDirectory(local_path(source))
     saved = parse_yaml(directory.config_yaml(), str(directory.config))["model"]
     if model.get("family", saved["family"]) != saved["family"]:
         return dict(mapping)  # another family's keys mean other things; `check_same_start` refuses it

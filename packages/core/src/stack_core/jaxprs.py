@@ -19,6 +19,7 @@ _INNER = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vmap_call": "call",
+    "stack_call": "call_jaxpr",
 }
 
 

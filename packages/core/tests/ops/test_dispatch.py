@@ -10,7 +10,7 @@ from stack_core import ops
 from stack_core.abi import OWN, OpImplementation
 from stack_core.errors import PluginError, UnknownName, UnsupportedOp
 from stack_core.hardware import current_chip, use_chip
-from stack_core.ops import _choosing, building
+from stack_core.ops import _choosing, _request, building
 from stack_core.ops._dispatch import requested
 from stack_core.ops._linear import OP as LINEAR_OP
 from stack_core.ops._linear import REFERENCE as LINEAR
@@ -433,7 +433,7 @@ def test_a_function_is_traced_again_for_another_target(register: Any) -> None:
 def test_what_supports_a_call_is_found_by_direction(register: Any) -> None:
     refuses = _returning(1.0, "refuses", supports=lambda call, chip, config: "too wide")
     register(refuses, _returning(1.0, "forward"), _returning(1.0, "both", backward=_zeros))
-    call = _choosing.op_call("linear", STRUCTS, OPTIONS)
+    call = _request.op_call("linear", STRUCTS, OPTIONS)
     assert set(building.supporting(call)) == {"forward", "both", "reference"}
     assert set(building.supporting(dataclasses.replace(call, direction="backward"))) == {"both", "reference"}
 

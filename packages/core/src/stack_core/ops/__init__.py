@@ -1,7 +1,6 @@
 """The operations that models are made of; `implementation=` names one of those that plugins provide."""
 
 from stack_core.ops._attention import attention as attention
-from stack_core.ops._choosing import Implementation as Implementation
 from stack_core.ops._choosing import for_export as for_export
 from stack_core.ops._chosen import changed_choices as changed_choices
 from stack_core.ops._chosen import choices as choices
@@ -22,6 +21,7 @@ from stack_core.ops._paged_attention import paged_attention as paged_attention
 from stack_core.ops._quantized import dequantize as dequantize
 from stack_core.ops._ragged_dot import ragged_dot as ragged_dot
 from stack_core.ops._remat import seen_into as seen_into
+from stack_core.ops._request import Implementation as Implementation
 from stack_core.ops._ring_attention import ring_attention as ring_attention
 from stack_core.ops._rope import rope as rope
 from stack_core.ops._rope_scaling import DynamicScaling as DynamicScaling

@@ -10,9 +10,9 @@ from stack_core.abi import OpCall
 from stack_core.errors import ArgumentError, ShapeError
 from stack_core.ops import _attention_tiles
 from stack_core.ops._check import Axes, check_floating, check_integer, check_positive, check_same_dtype, check_window
-from stack_core.ops._choosing import Implementation
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._op import Op, OpAxes
+from stack_core.ops._request import Implementation
 from stack_core.ops._running_softmax import with_sinks
 from stack_core.ops._splitting import LogicalNames
 
@@ -269,7 +269,7 @@ def attention_axes(call: OpCall) -> OpAxes:
     )
 
 
-OP = Op("attention", _reference, attention_axes, folds="batch", residuals=("lse",), keeps=True)
+OP = Op("attention", _reference, attention_axes, folds="batch", residuals=("lse",), keeps=True, linear_in=("value",))
 """`lse` is log d, what `return_lse` returns."""
 
 REFERENCE = OP.implementation()

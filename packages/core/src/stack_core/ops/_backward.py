@@ -5,91 +5,105 @@ the backward pass of an implementation, whose own derivative is again the refere
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.interpreters import ad, batching, mlir
 
 from stack_core.abi import OWN
-from stack_core.errors import UnsupportedOp
-from stack_core.jaxprs import equations_of
+from stack_core.errors import ArgumentError, PluginError, UnsupportedOp
+from stack_core.ops._call import Callee, call, in_axes, zero
 from stack_core.ops._choosing import plan
+from stack_core.ops._contexts import Contexts
 from stack_core.ops._folding import Folding
 from stack_core.ops._forward import Forward
 from stack_core.ops._manual_axes import varying
-from stack_core.ops._plain import plain
-from stack_core.ops._splitting import like
+from stack_core.ops._passes import backward_pass, program, pruned, read_by_tangent, reference_tangent
+from stack_core.ops._request import Request
 
 __all__ = ["called"]
 
-_Function = Callable[..., Sequence[Any]]
+
+def called(request: Request, operands: Sequence[Any]) -> Any:
+    """Runs a call as what is chosen for it, to be differentiated."""
+    forward = Forward.trace(request, operands, wants=False)
+    return jax.tree.unflatten(forward.structure, _run(forward, operands))
 
 
-def called(forward: Forward, operands: Sequence[Any]) -> Any:
-    """The result of a call that was traced as `forward` without residuals, to be differentiated."""
-
-    @jax.custom_jvp
-    def call(*operands: Any) -> Any:
-        return jax.tree.unflatten(forward.structure, forward(*operands))
-
-    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        kept = Forward.trace(forward.request, primals, wants=True)
-        rest, moved = _moved(kept, primals, tangents)
-        unflatten = kept.structure.unflatten
-        return unflatten(rest[: kept.outputs]), unflatten(moved)
-
-    call.defjvp(rule, symbolic_zeros=True)
-    return call(*operands)
+def _run(forward: Forward, operands: Sequence[Any]) -> list[Any]:
+    """Returns the rest of the pool."""
+    return call(_Run(forward), forward.program, operands)
 
 
-def _moved(forward: Forward, operands: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The rest of the pool, and the tangents of the leaves of the result."""
-    rest = _with_residuals(forward)(*operands)
-    moving = tuple(i for i, t in enumerate(tangents) if not isinstance(t, jax.custom_derivatives.SymbolicZero))
-    if not moving:
-        return rest, [_zero(x) for x in rest[: forward.outputs]]
-    tangent = Tangent.trace(forward, (*operands, *rest), moving)
-    pool = (*operands, *rest)
-    known = [pool[place] for place in tangent.used]
-    return rest, _tangent_p.bind(*known, *(tangents[i] for i in moving), tangent=tangent)
+@dataclass(frozen=True, repr=False)
+class _Run(Callee):
+    """A forward pass. Only its result has a derivative: every reader of the residuals has derivatives of its own."""
+
+    forward: Forward
+
+    def __repr__(self) -> str:
+        return f"{self.forward.request.op.name}/{self.forward.plan.forward.implementation.name}"
+
+    @property
+    def is_shared(self) -> bool:
+        return self.forward.request.is_shared
+
+    def derivative(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        forward, moving = self.forward, tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero))
+        if not forward.wants and forward.plan.residuals:
+            forward = Forward.trace(forward.request, primals, wants=True)
+        rest = _run(forward, primals)
+        pool = (*primals, *rest)
+        tangent = Tangent.trace(forward, pool, moving)
+        known = [pool[place] for place in tangent.used]
+        moved = _tangent_p.bind(*known, *(tangents[i] for i in moving), tangent=tangent)
+        results = rest if self.forward.wants else rest[: forward.outputs]
+        return results, [*moved, *map(zero, results[forward.outputs :])]
+
+    def mapped(self, size: int, mapped: Sequence[bool], arguments: Sequence[Any]) -> Sequence[Any]:
+        found = self.forward.folded(size, mapped, arguments, _run)
+        if found is None:
+            return jax.vmap(jaxpr_as_fun(self.forward.program), in_axes=in_axes(mapped))(*arguments)
+        return found
+
+    def transposed(self, cotangents: Sequence[Any], arguments: Sequence[Any]) -> Sequence[Any]:
+        """Transposes the reference: the arguments that the backward pass of another might read are not known."""
+        forward, op = self.forward, self.forward.request.op
+        moving = tuple(i for i, x in enumerate(arguments) if ad.is_undefined_primal(x))
+        names = [forward.names[i] for i in moving]
+        if len(moving) > 1 or names[0] not in op.linear_in:
+            linear = f"it is linear in one of {', '.join(op.linear_in)}" if op.linear_in else "it is linear in none"
+            raise ArgumentError(
+                f"{op.name}: jax.linear_transpose was asked to transpose it in {' and '.join(names)}, while {linear}. "
+                "Use jax.vjp, which linearizes it first."
+            )
+        types = tuple(arguments[i].aval for i in moving)
+        tangent = Tangent.of(forward, moving, UnsupportedOp(op.name), types, (), Contexts.current())
+        (found,) = tangent.plain_gradients([arguments[i] for i in tangent.used], cotangents)
+        return [found if i in moving else None for i in range(len(arguments))]
 
 
-def _with_residuals(forward: Forward) -> _Function:
-    """`forward`, whose derivative is that of its result: what reads the residuals has derivatives of its own."""
-
-    @jax.custom_jvp
-    def call(*operands: Any) -> tuple[Any, ...]:
-        return forward(*operands)
-
-    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        rest, moved = _moved(forward, primals, tangents)
-        return tuple(rest), (*moved, *(_zero(x) for x in rest[forward.outputs :]))
-
-    call.defjvp(rule, symbolic_zeros=True)
-    return call
-
-
-def _zero(x: Any) -> Any:
-    return jax.custom_derivatives.zero_from_primal(x, symbolic_zeros=True)
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Tangent:
     """The tangent of a call's result, linear in the tangents of some operands.
 
+    Forward mode and derivatives of derivatives evaluate the reference's tangent, which is traced when they first do:
+    reverse mode never needs it.
+
     Attributes:
       moving: those operands.
-      used: what is read of the pool.
-      move: from what is used and the tangents of the operands to those of the result; the reference's.
-      gradients: from what is used and the cotangents of the result to those of the operands; or what asking for them
-        raises.
+      used: the places of the pool that are read: by the backward pass, and by the reference's tangent, which reads
+        operands.
+      gradients: the jaxpr from what is used and the cotangents of the result to those of the operands; or the error
+        that asking for them raises.
       moving_types: of the tangents.
       types: of the result's tangents.
+      contexts: the contexts of the call.
       levels: one entry for each `jax.vmap` around it, the innermost first: its size, and which of its arguments have
         that axis, as their first.
     """
@@ -97,39 +111,59 @@ class Tangent:
     forward: Forward
     moving: tuple[int, ...]
     used: tuple[int, ...]
-    move: _Function
-    gradients: _Function | UnsupportedOp
+    gradients: Any
     moving_types: tuple[Any, ...]
     types: tuple[Any, ...]
+    contexts: Contexts
     levels: tuple[tuple[int, tuple[bool, ...]], ...] = ()
 
     @classmethod
     def trace(cls, forward: Forward, pool: Sequence[Any], moving: tuple[int, ...]) -> "Tangent":
-        """Traces the reference's tangent and the backward pass that was chosen."""
-        operands = pool[: forward.operands]
+        """Traces the backward pass that was chosen."""
         outputs = pool[forward.operands : forward.operands + forward.outputs]
-        moved = _Pruned.trace(_reference_tangent(forward, moving), operands, [operands[i] for i in moving])
-        found: _Pruned | UnsupportedOp
-        if isinstance(forward.plan.backward, UnsupportedOp):
-            found = forward.plan.backward
-        else:
-            found = _Pruned.trace(_backward(forward, moving), pool, outputs)
-        used = sorted({*moved.used, *(found.used if isinstance(found, _Pruned) else ())})
-        return cls(
-            forward=forward,
-            moving=moving,
-            used=tuple(used),
-            move=moved.reading(used),
-            gradients=found.reading(used) if isinstance(found, _Pruned) else found,
-            moving_types=tuple(jax.typeof(operands[i]) for i in moving),
-            types=tuple(jax.typeof(x) for x in outputs),
-        )
+        found = forward.plan.backward
+        if not isinstance(found, UnsupportedOp):
+            found = program(backward_pass, forward, moving, pool, outputs)
+        types = tuple(jax.typeof(pool[i]) for i in moving), tuple(jax.typeof(x) for x in outputs)
+        make = _shared if forward.request.is_shared else cls.of
+        return make(forward, moving, found, *types, Contexts.current())
+
+    @classmethod
+    def of(
+        cls, forward: Forward, moving: tuple[int, ...], found: Any, moving_types: Any, types: Any, contexts: Contexts
+    ) -> "Tangent":
+        """Returns the tangent, from the jaxpr of the backward pass of (pool, cotangents) or the error in its place."""
+        reads = read_by_tangent(forward, moving)
+        if isinstance(found, UnsupportedOp):
+            return cls(forward, moving, tuple(sorted(reads)), found, moving_types, types, contexts)
+        gradients, used = pruned(found, len(forward.shapes), reads)
+        return cls(forward, moving, used, gradients, moving_types, types, contexts)
+
+    def __repr__(self) -> str:
+        chosen = self.forward.plan.backward
+        name = "none" if isinstance(chosen, UnsupportedOp) else chosen.implementation.name
+        return f"{self.forward.request.op.name}/{name} backward"
+
+    def move(self, *arguments: Any) -> Sequence[Any]:
+        """Returns the reference's tangents: of what is used, then the tangents of the operands."""
+        known, tangents = arguments[: len(self.used)], arguments[len(self.used) :]
+        operands = {place: x for place, x in zip(self.used, known, strict=True) if place < self.forward.operands}
+        # An operand that is not read has one of its type in its place: its own tangent.
+        missing = {place: x for place, x in zip(self.moving, tangents, strict=True) if place not in operands}
+        filled = [{**operands, **missing}[place] for place in range(self.forward.operands)]
+        with self.contexts.entered():  # JAX may lower this after the caller's contexts have ended
+            found = program(reference_tangent, self.forward, self.moving, filled, tangents)
+        run, used = pruned(found, len(filled), frozenset())
+        if wrong := [self.forward.names[place] for place in used if place in missing]:
+            op = self.forward.request.op.name
+            raise PluginError(f"{op}: `linear_in` names {wrong[0]!r}, but the reference is not linear in it.")
+        return jaxpr_as_fun(run)(*(filled[place] for place in used), *tangents)
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         """The result's tangents: of what is used, then the operands' tangents."""
         run = lambda *arguments: tuple(self.move(*arguments))
         for _, mapped in self.levels:
-            run = jax.vmap(run, in_axes=_in_axes(mapped))
+            run = jax.vmap(run, in_axes=in_axes(mapped))
         return run(*arguments)
 
     def transposed(self, known: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
@@ -143,12 +177,12 @@ class Tangent:
         *inner, (size, mapped) = levels
         of_known, of_moving = mapped[: len(self.used)], mapped[len(self.used) :]
         if not inner:
-            folded = self._folded(size, of_known, known, cotangents, summed=of_moving)
+            folded = self.folded(size, of_known, known, cotangents, summed=of_moving)
             if folded is not None:
                 return folded
         run = jax.vmap(
             lambda *arguments: tuple(self._over(inner, arguments[: len(known)], arguments[len(known) :])),
-            in_axes=_in_axes((*of_known, *(True for _ in cotangents))),
+            in_axes=in_axes((*of_known, *(True for _ in cotangents))),
         )
         found = run(*known, *cotangents)
         return [
@@ -157,34 +191,14 @@ class Tangent:
         ]
 
     def _gradients(self, *arguments: Any) -> Sequence[Any]:
-        """The gradients, whose own derivative is the reference's."""
-        run = jax.custom_jvp(self._mapped_gradients)
-        run.defjvp(lambda primals, tangents: jax.jvp(self._plain_gradients, primals, tangents))
-        return run(*arguments)
+        return call(_Gradients(self), self.gradients, arguments)
 
-    def _plain_gradients(self, *arguments: Any) -> tuple[Any, ...]:
-        known, cotangents = arguments[: len(self.used)], arguments[len(self.used) :]
+    def plain_gradients(self, known: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the reference's gradients."""
         transposed = jax.linear_transpose(lambda *moved: tuple(self.move(*known, *moved)), *self.moving_types)
         return tuple(transposed(tuple(cotangents)))
 
-    def _mapped_gradients(self, *arguments: Any) -> tuple[Any, ...]:
-        assert not isinstance(self.gradients, UnsupportedOp), "heeded_backward raised"
-        gradients = self.gradients
-        run = custom_vmap(lambda *arguments: tuple(gradients(*arguments)))
-
-        @run.def_vmap
-        def _(size: int, mapped: Sequence[bool], *arguments: Any) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
-            known, cotangents = arguments[: len(self.used)], arguments[len(self.used) :]
-            found = None
-            if all(mapped[len(known) :]):
-                found = self._folded(size, mapped[: len(known)], known, cotangents)
-            if found is None:
-                found = jax.vmap(lambda *arguments: tuple(gradients(*arguments)), in_axes=_in_axes(mapped))(*arguments)
-            return tuple(found), (True,) * len(found)
-
-        return tuple(run(*arguments))
-
-    def _folded(
+    def folded(
         self,
         size: int,
         mapped: Sequence[bool],
@@ -259,92 +273,52 @@ def _sizes(folding: Folding, axes: str | None, struct: Any) -> tuple[int, ...]:
     return tuple(size for size, larger in zip(struct.shape, grown, strict=True) if size != larger)
 
 
-def _reference_tangent(forward: Forward, moving: Sequence[int]) -> _Function:
-    request = forward.request
+@dataclass(frozen=True, repr=False)
+class _Gradients(Callee):
+    """The backward pass that was chosen, whose own derivative is the reference's."""
 
-    def reference(*operands: Any) -> list[Any]:
-        arguments = {**request.arrays(operands), **request.options}
-        return jax.tree.leaves(request.op.reference(**arguments, wants=frozenset())[0])
+    tangent: Tangent
 
-    def tangent(operands: Sequence[Any], moved: Sequence[Any]) -> list[Any]:
-        def of_moving(*some: Any) -> list[Any]:
-            filled = list(operands)
-            for place, operand in zip(moving, some, strict=True):
-                filled[place] = operand
-            return reference(*filled)
+    def __repr__(self) -> str:
+        return repr(self.tangent)
 
-        with plain():
-            return jax.jvp(of_moving, tuple(operands[i] for i in moving), tuple(moved))[1]
+    @property
+    def is_shared(self) -> bool:
+        return self.tangent.forward.request.is_shared
 
-    return tangent
+    def derivative(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        count = len(self.tangent.used)
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
+        def plain_gradients(*moved: Any) -> tuple[Any, ...]:
+            filled = list(primals)
+            for place, x in zip(moving, moved, strict=True):
+                filled[place] = x
+            return self.tangent.plain_gradients(filled[:count], filled[count:])
 
-def _backward(forward: Forward, moving: Sequence[int]) -> _Function:
-    """What was chosen backward, from the pool and the cotangents of the result to the gradients of some operands."""
-    request, chosen = forward.request, forward.plan.backward
-    assert not isinstance(chosen, UnsupportedOp) and chosen.implementation.backward is not None
-    run = chosen.implementation.backward
-    names = [name for name, array in request.arrays(range(forward.operands)).items() for _ in jax.tree.leaves(array)]
-    wants = frozenset(names[i] for i in moving)
+        _, moved = jax.jvp(plain_gradients, [primals[i] for i in moving], [tangents[i] for i in moving])
+        return call(self, self.tangent.gradients, primals), moved
 
-    def gradients(pool: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        arrays, outputs, residuals = forward.read(pool)
-        of_result = jax.tree.unflatten(forward.structure, cotangents)
-        found = run(arrays, request.options, outputs, residuals, of_result, wants=wants, **chosen.keywords)
-        leaves: list[Any] = []
-        for name, array in arrays.items():
-            structure = jax.tree.structure(array)
-            given = found.get(name) if structure.num_leaves else None
-            leaves += [None] * structure.num_leaves if given is None else structure.flatten_up_to(given)
-        of_moving = [(leaves[i], pool[i]) for i in moving]
-        return [jnp.zeros_like(x) if gradient is None else gradient.astype(x.dtype) for gradient, x in of_moving]
+    def mapped(self, size: int, mapped: Sequence[bool], arguments: Sequence[Any]) -> Sequence[Any]:
+        count, found = len(self.tangent.used), None
+        if all(mapped[count:]):
+            found = self.tangent.folded(size, mapped[:count], arguments[:count], arguments[count:])
+        if found is None:
+            return jax.vmap(jaxpr_as_fun(self.tangent.gradients), in_axes=in_axes(mapped))(*arguments)
+        return found
 
-    if chosen.split is None:
-        return gradients
-    split = chosen.split
-
-    def split_gradients(pool: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
-        of_outputs = forward.pool_axes[forward.operands : forward.operands + forward.outputs]
-        of_all = [of_one or "" for of_one in (*forward.pool_axes, *of_outputs)]
-        results = [(forward.pool_axes[i] or "", forward.shapes[i].shape) for i in moving]
-
-        def local(*arrays: Any) -> list[Any]:
-            return gradients(arrays[: len(pool)], arrays[len(pool) :])
-
-        found = split.run(local, (*pool, *cotangents), of_all, results)
-        return [like(x, pool[i]) for x, i in zip(found, moving, strict=True)]
-
-    return split_gradients
+    def transposed(self, cotangents: Sequence[Any], arguments: Sequence[Any]) -> Sequence[Any]:
+        """Transposes the gradients, which are linear in the cotangents: the reference's tangent."""
+        count = len(self.tangent.used)
+        if any(map(ad.is_undefined_primal, arguments[:count])) or not all(
+            map(ad.is_undefined_primal, arguments[count:])
+        ):
+            op = self.tangent.forward.request.op.name
+            raise ArgumentError(f"{op}: its gradient can be transposed in all cotangents at once. Use jax.vjp.")
+        return [*[None] * count, *self.tangent.move(*arguments[:count], *cotangents)]
 
 
-@dataclass(frozen=True, eq=False)
-class _Pruned:
-    """A function of (pool, more) that was traced, and what it reads of the pool."""
-
-    jaxpr: Any
-    used: tuple[int, ...]
-
-    @classmethod
-    def trace(cls, function: _Function, pool: Sequence[Any], more: Sequence[Any]) -> "_Pruned":
-        with_consts = jax.make_jaxpr(lambda pool, more: tuple(function(pool, more)))(tuple(pool), tuple(more))
-        inner = equations_of(with_consts)
-        needs = [index >= len(pool) for index in range(len(inner.invars))]
-        pruned, is_used = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars), needs)
-        closed = with_consts.replace(jaxpr=pruned) if inner is not with_consts else pruned
-        return cls(closed, tuple(place for place in range(len(pool)) if is_used[place]))
-
-    def reading(self, places: Sequence[int]) -> _Function:
-        """The function of what is at these places of the pool, and of what is more."""
-        own = [places.index(place) for place in self.used]
-
-        def call(*arguments: Any) -> Sequence[Any]:
-            return jaxpr_as_fun(self.jaxpr)(*(arguments[i] for i in own), *arguments[len(places) :])
-
-        return call
-
-
-def _in_axes(mapped: Sequence[bool]) -> tuple[int | None, ...]:
-    return tuple(0 if is_mapped else None for is_mapped in mapped)
+_shared = functools.lru_cache(maxsize=8192)(Tangent.of)
 
 
 def _transpose(cotangents: Sequence[Any], *arguments: Any, tangent: Tangent) -> list[Any]:

@@ -11,9 +11,9 @@ is chosen as if none was named; a warning says so when the call is differentiate
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import jax
 
@@ -21,31 +21,26 @@ from stack_core.abi import OWN, OpCall, OpImplementation, TunedChoice, supports_
 from stack_core.errors import PluginError, UnsupportedOp
 from stack_core.hardware.target_chip import target, target_chip
 from stack_core.jit_context import JitContext
-from stack_core.ops._op import Op, op_named
+from stack_core.ops._op import op_named
 from stack_core.ops._report import warn_once
+from stack_core.ops._request import Implementation, Request
 from stack_core.ops._signature import check_signature
-from stack_core.ops._splitting import LogicalNames, Split, free_devices, split_of
+from stack_core.ops._splitting import Split, free_devices, split_of
 from stack_core.ops._tuned import tuned_choices
 from stack_core.plugins import plugins, registries
 
 __all__ = [
     "Choice",
-    "Implementation",
     "Plan",
-    "Request",
     "answer",
     "described",
     "for_export",
     "highest_priority",
     "implementations_of",
     "is_installed",
-    "op_call",
     "plan",
     "supporting",
 ]
-
-Implementation: TypeAlias = str | OpImplementation | Sequence[str | OpImplementation] | None
-"""What a caller may name: nothing, one implementation, or several in order of preference."""
 
 exporting: Final[JitContext[bool]] = JitContext()
 
@@ -118,33 +113,6 @@ class Plan:
         return self.backward
 
 
-@dataclass(frozen=True, eq=False)
-class Request:
-    """A call of an op without its arrays: all else that its caller gave.
-
-    Attributes:
-      names: the array parameters, in order.
-      structure: of their tuple; the operands are its leaves.
-      noted: is told of each plan that is made for the call, and returns the one to follow.
-    """
-
-    op: Op
-    options: Mapping[str, Any]
-    implementation: Implementation
-    axes: LogicalNames | None
-    names: tuple[str, ...]
-    structure: Any
-    noted: Callable[["Plan", OpCall], "Plan"] | None = None
-
-    def arrays(self, operands: Sequence[Any]) -> dict[str, Any]:
-        """The arrays by parameter name."""
-        return dict(zip(self.names, jax.tree.unflatten(self.structure, operands), strict=True))
-
-    def call(self, operands: Sequence[Any]) -> OpCall:
-        """The forward pass of the call."""
-        return op_call(self.op.name, self.arrays(operands), self.options)
-
-
 def plan(request: Request, operands: Sequence[Any], *, mapped: bool = False) -> Plan:
     """What runs for a call; reads shapes and dtypes only.
 
@@ -206,11 +174,6 @@ def _sides(request: Request, operands: Sequence[Any]) -> tuple[_Sides, dict[str,
     of_leaves = axes.of_leaves(arrays)
     parts = [split.part(of_one, x) for of_one, x in zip(of_leaves, operands, strict=True) if of_one is not None]
     return _Sides(call, request.call(parts), split), candidates
-
-
-def op_call(op: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> OpCall:
-    """The forward pass of a call, without the values of its arrays."""
-    return OpCall(op, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(arrays)), options)
 
 
 def _named(op: str, implementation: Implementation) -> list[OpImplementation]:

@@ -10,9 +10,9 @@ import jax
 
 from stack_core.abi import OpCall
 
-__all__ = ["changed_choices", "choices", "note_choice"]
+__all__ = ["changed_choices", "choice_entry", "choices", "note_choices"]
 
-_noted: dict[str, dict[str, Any]] = {}
+_noted: dict[str, Mapping[str, Any]] = {}
 _lock = threading.Lock()
 
 
@@ -40,8 +40,8 @@ def changed_choices(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[s
     ]
 
 
-def note_choice(call: OpCall, implementation: str, config: Any, reason: str) -> None:
-    """Notes what one direction of a call got."""
+def choice_entry(call: OpCall, implementation: str, config: Any, reason: str) -> tuple[str, Mapping[str, Any]]:
+    """Returns the entry of `choices` for one direction of a call, after its key."""
     leaves, _ = jax.tree.flatten_with_path(dict(call.arrays))
     arrays = {jax.tree_util.keystr(path, simple=True, separator="."): _described(leaf) for path, leaf in leaves}
     described = {"arrays": arrays, "options": {name: str(option) for name, option in call.options.items()}}
@@ -53,8 +53,13 @@ def note_choice(call: OpCall, implementation: str, config: Any, reason: str) -> 
         "config": None if config is None else _text(config),
         "reason": reason,
     }
+    return _key(entry), entry
+
+
+def note_choices(entries: Mapping[str, Mapping[str, Any]]) -> None:
+    """Records the choices of a call by the keys of `choice_entry`."""
     with _lock:
-        _noted[_key(entry)] = entry
+        _noted.update(entries)
 
 
 def _key(entry: Mapping[str, Any]) -> str:

@@ -9,11 +9,11 @@ from jaxtyping import Array, Float
 from stack_core.abi import OpCall
 from stack_core.errors import ShapeError
 from stack_core.ops._check import Axes, axis_size, check_floating, check_known, check_same_dtype
-from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import contract
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._op import Op, OpAxes
 from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array
+from stack_core.ops._request import Implementation
 from stack_core.ops._splitting import LogicalNames
 
 __all__ = ["OP", "REFERENCE", "collective_matmul"]
@@ -108,6 +108,6 @@ def _axes(call: OpCall) -> OpAxes:
     return OpAxes(operands, ("... out_rows d_out",), whole=frozenset({"rows", "d_in", "out_rows"}))
 
 
-OP = Op("collective_matmul", _reference, _axes, folds="...", keeps=True)
+OP = Op("collective_matmul", _reference, _axes, folds="...", keeps=True, linear_in=("x", "weight"))
 REFERENCE = OP.implementation()
 """Plain collectives before or after the product, nothing overlapped."""

@@ -8,12 +8,10 @@ import jax
 
 from stack_core.jit_context import JitContext
 from stack_core.ops._backward import called
-from stack_core.ops._choosing import Implementation, Request
-from stack_core.ops._forward import Forward
 from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._op import Op
+from stack_core.ops._request import Implementation, Request
 from stack_core.ops._splitting import LogicalNames
-from stack_core.plugins import registries
 
 __all__ = ["dispatch", "recording", "requested", "run"]
 
@@ -47,12 +45,7 @@ def dispatch(
         return recorder(request, leaves)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return run(request, leaves)
-    key = _key(request)
-    try:
-        hash(key)
-    except TypeError:  # of an option that cannot be hashed
-        return run(request, leaves)
-    return _compiled(key)(*leaves)
+    return _compiled(request)(*leaves) if request.is_shared else run(request, leaves)
 
 
 def requested(
@@ -64,28 +57,15 @@ def requested(
 ) -> tuple[Request, list[Any]]:
     """A call, and its operands: the leaves of its arrays."""
     leaves, structure = jax.tree.flatten(tuple(arrays.values()))
-    return Request(op, dict(options), implementation, axes, tuple(arrays), structure), leaves
+    return Request(op, dict(options), implementation, axes, tuple(arrays), structure).shared(), leaves
 
 
 def run(request: Request, operands: list[Any]) -> Any:
     """Calls what is chosen, to be differentiated by the backward that is chosen."""
-    operands = vary_alike(operands)[0]
-    return called(Forward.trace(request, operands, wants=False), operands)
-
-
-def _key(request: Request) -> tuple[Any, ...]:
-    """All that a compiled call depends on besides its operands and what JAX's own caches know of."""
-    named, axes = request.implementation, request.axes
-    named = tuple(named) if isinstance(named, list) else named
-    of_operands = None if axes is None else tuple((name, tuple(names)) for name, names in axes.items())
-    options = tuple(sorted(request.options.items()))
-    static = (request.op, options, named, of_operands, request.names, request.structure)
-    return (*static, registries.ops, registries.tuned_tables)
+    return called(request, vary_alike(operands)[0])
 
 
 @functools.lru_cache(maxsize=4096)
-def _compiled(key: tuple[Any, ...]) -> Any:
+def _compiled(request: Request) -> Any:
     """The call as one compiled function: an op that is called by itself is not interpreted operation by operation."""
-    op, options, named, axes, names, structure, *_ = key
-    request = Request(op, dict(options), named, None if axes is None else dict(axes), names, structure)
     return jax.jit(lambda *operands: run(request, list(operands)))

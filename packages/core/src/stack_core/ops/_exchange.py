@@ -11,11 +11,11 @@ from jaxtyping import Array, Float, Int, Integer
 from stack_core.abi import OpCall
 from stack_core.errors import ArgumentError, ShapeError
 from stack_core.ops._check import Axes, axis_size, check_floating, check_integer, check_known
-from stack_core.ops._choosing import Implementation
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._op import Op, OpAxes
 from stack_core.ops._plain import is_plain
+from stack_core.ops._request import Implementation
 from stack_core.ops._splitting import LogicalNames
 
 __all__ = ["OP", "REFERENCE", "exchange", "received_sizes"]
@@ -195,6 +195,6 @@ def _axes(call: OpCall) -> OpAxes:
     return OpAxes({"x": "rows d", "group_sizes": "groups"}, ("out_rows d",), whole=frozenset({"rows", "groups"}))
 
 
-OP = Op("exchange", _reference, _axes, keeps=True)
+OP = Op("exchange", _reference, _axes, keeps=True, linear_in=("x",))
 REFERENCE = OP.implementation()
 """Gathers all rows and takes those that are wanted: more moves than need be, on any backend."""

@@ -20,8 +20,9 @@ from stack_core.errors import StackError
 from stack_core.hardware.chips import Chip
 from stack_core.hardware.flops import inner_jaxprs
 from stack_core.hardware.target_chip import use_chip
-from stack_core.ops._choosing import Choice, Plan, Request, described, plan
+from stack_core.ops._choosing import Choice, Plan, described, plan
 from stack_core.ops._dispatch import recording, run
+from stack_core.ops._request import Request
 
 __all__ = ["ExplainedCall", "Explanation", "explain"]
 

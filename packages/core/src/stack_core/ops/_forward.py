@@ -1,21 +1,23 @@
 """The forward pass of a call, as what was chosen for it, under `jax.vmap` and on a mesh."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.custom_batching import custom_vmap
-from jax.extend.core import jaxpr_as_fun
+from jax.interpreters import partial_eval
 
 from stack_core.abi import OWN, OpCall
 from stack_core.errors import UnsupportedOp
 from stack_core.jaxprs import equations_of
-from stack_core.ops._choosing import Choice, Plan, Request, plan
-from stack_core.ops._chosen import note_choice
+from stack_core.ops._choosing import Choice, Plan, plan
+from stack_core.ops._chosen import choice_entry, note_choices
 from stack_core.ops._folding import Folding
 from stack_core.ops._op import OpAxes
+from stack_core.ops._request import Request
+from stack_core.ops._traced import Static, traced
 
 __all__ = ["Forward"]
 
@@ -35,6 +37,7 @@ class Forward:
       returned: the leaves of the result and the residuals that are not in the pool yet, among those of the jaxpr.
       shapes: of the pool.
       pool_axes: of the pool; None for a part of a quantized array, and for what an implementation keeps for itself.
+      notes: entries of `ops.choices`, by their keys.
     """
 
     request: Request
@@ -47,6 +50,7 @@ class Forward:
     returned: tuple[int, ...]
     shapes: tuple[Any, ...]
     pool_axes: tuple[str | None, ...]
+    notes: Mapping[str, Mapping[str, Any]]
 
     @classmethod
     def trace(cls, request: Request, operands: Sequence[Any], *, wants: bool, mapped: bool = False) -> "Forward":
@@ -59,13 +63,19 @@ class Forward:
         Raises:
           UnsupportedOp: see `plan`.
         """
-        chosen = plan(request, operands, mapped=mapped)
+        found = traced(_chosen, request, wants, mapped, operands=operands, is_shared=request.is_shared)
+        make = _shared if request.is_shared else cls.of
+        forward = make(request, found.jaxpr, found.out_tree)
         if request.noted is None:
-            _note(chosen, request.call(operands))
-        wanted = tuple(sorted(chosen.residuals)) if wants else ()
-        axes = request.op.axes(request.call(operands))
-        results = jax.make_jaxpr(_local(request, chosen, wanted, axes), return_shape=True)(*operands)
-        jaxpr, (outputs, residuals) = results
+            note_choices(forward.notes)
+        return forward
+
+    @classmethod
+    def of(cls, request: Request, jaxpr: Any, structure: Any) -> "Forward":
+        """Reads a forward pass off the jaxpr and the structure of the results of `_chosen`."""
+        outvars = equations_of(jaxpr).outvars
+        outputs, residuals, static = jax.tree.unflatten(structure, outvars)
+        chosen, wanted, axes = static.value
         leaves, structure = jax.tree.flatten(outputs)
         inner = equations_of(jaxpr)
         pool: list[Any] = [*inner.invars, *inner.outvars[: len(leaves)]]
@@ -80,7 +90,7 @@ class Forward:
             places.append(at)
         kept = _residual_axes(axes, residuals)
         of_pool = [
-            *axes.of_leaves(request.arrays(operands)),
+            *axes.of_leaves(request.arrays(inner.invars)),
             *axes.outputs,
             *(kept[at - len(leaves)] for at in returned[len(leaves) :]),
         ]
@@ -95,12 +105,19 @@ class Forward:
             returned=tuple(returned),
             shapes=tuple(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in pool),
             pool_axes=tuple(of_pool),
+            notes=_notes(chosen, request.call([x.aval for x in inner.invars])),
         )
 
     @property
     def operands(self) -> int:
         """The number of operands."""
         return len(equations_of(self.jaxpr).invars)
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The parameter of each operand, one of whose leaves it is."""
+        arrays = self.request.arrays(range(self.operands))
+        return tuple(name for name, array in arrays.items() for _ in jax.tree.leaves(array))
 
     @property
     def outputs(self) -> int:
@@ -113,22 +130,13 @@ class Forward:
         residuals = jax.tree.unflatten(self.residuals, [pool[place] for place in self.places])
         return self.request.arrays(pool[: self.operands]), jax.tree.unflatten(self.structure, outputs), residuals
 
-    def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        """The rest of the pool: the leaves of the result, then the residuals."""
-        run = custom_vmap(self._run)
-
-        @run.def_vmap
-        def _(size: int, mapped: Sequence[bool], *operands: Any) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
-            found = self._folded(size, mapped, operands)
-            if found is None:
-                found = jax.vmap(self._run, in_axes=tuple(0 if is_mapped else None for is_mapped in mapped))(*operands)
-            return tuple(found), (True,) * len(found)
-
-        return tuple(run(*operands))
-
-    def _run(self, *operands: Any) -> tuple[Any, ...]:
-        results = jaxpr_as_fun(self.jaxpr)(*operands)
-        return tuple(results[number] for number in self.returned)
+    @functools.cached_property
+    def program(self) -> Any:
+        """The jaxpr from the operands to the rest of the pool: the leaves of the result, then the residuals."""
+        inner = equations_of(self.jaxpr)
+        kept = [number in self.returned for number in range(len(inner.outvars))]
+        rest, _ = partial_eval.dce_jaxpr(inner, kept, instantiate=True)
+        return self.jaxpr.replace(jaxpr=rest) if inner is not self.jaxpr else rest
 
     def folded_request(self, folding: Folding) -> Request:
         """The request for the folded call: along the mapped axis nothing is split."""
@@ -137,10 +145,16 @@ class Forward:
             return request
         of_operands = request.op.axes(request.call(self.shapes[: self.operands])).operands
         axes = {name: folding.names(of_operands.get(name), names) for name, names in request.axes.items()}
-        return dataclasses.replace(request, axes=axes)
+        return request.replaced(axes=axes)
 
-    def _folded(self, size: int, mapped: Sequence[bool], operands: Sequence[Any]) -> list[Any] | None:
-        """The call with the mapped axis in the op's own, chosen for again; None where that cannot be."""
+    def folded(
+        self,
+        size: int,
+        mapped: Sequence[bool],
+        operands: Sequence[Any],
+        run: Callable[["Forward", Sequence[Any]], Sequence[Any]],
+    ) -> list[Any] | None:
+        """Runs the call with the mapped axis in the op's own, chosen again; returns None if that is impossible."""
         axes = self.pool_axes[: self.operands]
         folding = Folding.of(size, self.request.op.folds, axes, [x.shape for x in self.shapes[: self.operands]])
         if folding is None or OWN in self.wants or not all(map(folding.has, self.pool_axes[self.operands :])):
@@ -154,19 +168,38 @@ class Forward:
             return None
         if not set(self.wants) <= set(again.wants):
             return None
-        pool = (*folded, *again(*folded))
-        _, outputs, residuals = again.read(pool)
+        _, outputs, residuals = again.read((*folded, *run(again, folded)))
         leaves = [*jax.tree.leaves(outputs), *jax.tree.leaves({name: residuals[name] for name in self.wants})]
         returned = [leaves[number] for number in self.returned]
         of_returned = self.pool_axes[self.operands :]
         return [folding.unfold(of_one or "", x) for of_one, x in zip(of_returned, returned, strict=True)]
 
 
-def _note(chosen: Plan, call: OpCall) -> None:
-    note_choice(call, chosen.forward.implementation.name, chosen.forward.config, chosen.forward.reason)
-    if isinstance(chosen.backward, Choice):
-        backward = dataclasses.replace(call, direction="backward")
-        note_choice(backward, chosen.backward.implementation.name, chosen.backward.config, chosen.backward.reason)
+_shared = functools.lru_cache(maxsize=8192)(Forward.of)
+
+
+def _notes(chosen: Plan, call: OpCall) -> dict[str, Mapping[str, Any]]:
+    found = {"forward": chosen.forward, "backward": chosen.backward}
+    entries = [
+        choice_entry(
+            dataclasses.replace(call, direction=direction), choice.implementation.name, choice.config, choice.reason
+        )
+        for direction, choice in found.items()
+        if isinstance(choice, Choice)
+    ]
+    return dict(entries)
+
+
+def _chosen(request: Request, wants: bool, mapped: bool) -> Any:
+    """Returns a function that chooses and runs: from the operands to the result, the residuals and what was chosen."""
+
+    def call(*operands: Any) -> tuple[Any, Any, Static]:
+        chosen = plan(request, operands, mapped=mapped)
+        wanted = tuple(sorted(chosen.residuals)) if wants else ()
+        axes = request.op.axes(request.call(operands))
+        return *_local(request, chosen, wanted, axes)(*operands), Static((chosen, wanted, axes))
+
+    return call
 
 
 def _local(request: Request, chosen: Plan, wants: tuple[str, ...], axes: OpAxes) -> Any:

@@ -11,7 +11,6 @@ from jaxtyping import Array, Float
 
 from stack_core.abi import OpCall
 from stack_core.ops._check import Axes, check_floating, check_known, check_positive, check_same_dtype
-from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import accurate_dtype
 from stack_core.ops._differentiated import differentiated
 from stack_core.ops._dispatch import dispatch
@@ -19,6 +18,7 @@ from stack_core.ops._linear import affine, linear
 from stack_core.ops._low_rank import LowRankArray, is_low_rank
 from stack_core.ops._op import Op, OpAxes
 from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array
+from stack_core.ops._request import Implementation
 from stack_core.ops._splitting import LogicalNames
 
 __all__ = ["ACTIVATIONS", "OP", "REFERENCE", "gate_product", "gated_linear_unit"]

@@ -9,7 +9,6 @@ from jaxtyping import Array, Float
 
 from stack_core.abi import OpCall
 from stack_core.ops._check import Axes, check_floating, check_same_dtype
-from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._low_rank import LowRankArray, is_low_rank, low_rank, low_rank_view
@@ -22,6 +21,7 @@ from stack_core.ops._quantized import (
     is_quantized,
     logical_array,
 )
+from stack_core.ops._request import Implementation
 from stack_core.ops._splitting import LogicalNames
 
 __all__ = ["OP", "REFERENCE", "affine", "linear"]
@@ -105,5 +105,5 @@ def _axes(call: OpCall) -> OpAxes:
     return OpAxes(operands, ("... d_out",), whole=whole)
 
 
-OP = Op("linear", _reference, _axes, folds="...")
+OP = Op("linear", _reference, _axes, folds="...", linear_in=("x", "weight", "bias"))
 REFERENCE = OP.implementation()

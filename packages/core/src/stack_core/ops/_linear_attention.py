@@ -12,11 +12,11 @@ from jaxtyping import Array, Float
 from stack_core.abi import OpCall
 from stack_core.errors import ArgumentError
 from stack_core.ops._check import Axes, check_floating, check_same_dtype
-from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import accurate_dtype
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._op import Op, OpAxes
+from stack_core.ops._request import Implementation
 from stack_core.ops._splitting import LogicalNames
 
 __all__ = ["OP", "REFERENCE", "linear_attention"]

@@ -12,7 +12,6 @@ from stack_core.abi import OpCall
 from stack_core.errors import ArgumentError
 from stack_core.mesh import constrain, parts_of
 from stack_core.ops._check import Axes, check_floating, check_integer, check_known, check_positive, check_same_dtype
-from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._manual_axes import vary_alike
@@ -20,6 +19,7 @@ from stack_core.ops._op import Op, OpAxes
 from stack_core.ops._picked import picked
 from stack_core.ops._plain import is_plain
 from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array
+from stack_core.ops._request import Implementation
 from stack_core.ops._splitting import LogicalNames
 
 __all__ = ["OP", "REFERENCE", "RowParts", "linear_cross_entropy"]

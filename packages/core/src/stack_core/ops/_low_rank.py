@@ -9,12 +9,12 @@ from jaxtyping import Array, Float, Integer
 from stack_core.abi import ABI_MAJOR, LowRankView, OpCall
 from stack_core.errors import ArgumentError, ShapeError
 from stack_core.ops._check import Axes, check_floating, check_integer, check_same_dtype
-from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._op import Op, OpAxes
 from stack_core.ops._quantized import logical_array
 from stack_core.ops._ragged_tiles import ragged_product
+from stack_core.ops._request import Implementation
 from stack_core.ops._splitting import LogicalNames
 
 __all__ = ["OP", "REFERENCE", "LowRankArray", "is_low_rank", "low_rank", "low_rank_view"]
@@ -159,6 +159,6 @@ def _axes(call: OpCall) -> OpAxes:
     return OpAxes(operands, (f"{names} d_out",), whole=frozenset({"d_in", "rank", "adapters"}))
 
 
-OP = Op("low_rank", _reference, _axes, folds="...")
+OP = Op("low_rank", _reference, _axes, folds="...", linear_in=("x", "down", "up", "scale"))
 REFERENCE = OP.implementation()
 """Two products, ragged ones where rows name their adapters."""

@@ -9,10 +9,10 @@ from jaxtyping import Array, Float
 from stack_core.abi import OpCall
 from stack_core.errors import ShapeError
 from stack_core.ops._check import check_floating, check_known, check_same_dtype
-from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import accurate_dtype
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._op import Op, OpAxes
+from stack_core.ops._request import Implementation
 from stack_core.ops._splitting import LogicalNames
 
 __all__ = ["OP", "REFERENCE", "norm"]
@@ -118,7 +118,7 @@ def _axes(call: OpCall) -> OpAxes:
     return OpAxes(operands, outputs, {"inverse_rms": factor}, whole=frozenset({"size", "one"}))
 
 
-OP = Op("norm", _reference, _axes, folds="...", residuals=("inverse_rms",))
+OP = Op("norm", _reference, _axes, folds="...", residuals=("inverse_rms",), linear_in=("scale", "offset"))
 """`inverse_rms` is 1 / sqrt(mean(h^2) + epsilon), of centred h for "layer"; like `x`, with size 1 along the axis."""
 
 REFERENCE = OP.implementation()

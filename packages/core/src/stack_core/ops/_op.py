@@ -57,6 +57,8 @@ class Op:
       residuals: what a forward pass may hand to the backward pass of another implementation.
       backward: of the reference; by default JAX's derivative of it, which computes it again.
       keeps: that derivative rather keeps what JAX would save for it.
+      linear_in: array parameters that the result is linear (or affine) in while the others are fixed. The derivative by
+        one of them alone does not read it, so that it is not kept for the backward pass.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Op:
     residuals: tuple[str, ...] = ()
     backward: Callable[..., Mapping[str, Any]] | None = None
     keeps: bool = False
+    linear_in: tuple[str, ...] = ()
 
     def implementation(self) -> OpImplementation:
         """The reference as the implementation of the lowest priority."""

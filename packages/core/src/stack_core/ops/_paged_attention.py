@@ -20,7 +20,6 @@ from stack_core.ops._check import (
     check_same_dtype,
     check_window,
 )
-from stack_core.ops._choosing import Implementation
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._op import Op, OpAxes
@@ -28,6 +27,7 @@ from stack_core.ops._paged_places import bounded_places, padding_as_zero
 from stack_core.ops._paged_pools import LAYOUTS, holds_values, parts
 from stack_core.ops._plain import is_plain
 from stack_core.ops._quantized import QuantizedArray, is_quantized, logical_array, take
+from stack_core.ops._request import Implementation
 from stack_core.ops._running_softmax import add_tile, by_group, empty_softmax, finish, masked_logits, with_sinks
 from stack_core.ops._splitting import LogicalNames
 

@@ -8,12 +8,12 @@ from jaxtyping import Array, Float, Integer
 from stack_core.abi import LowRankView, OpCall
 from stack_core.errors import ShapeError
 from stack_core.ops._check import Axes, check_floating, check_integer, check_same_dtype
-from stack_core.ops._choosing import Implementation
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._low_rank import LowRankArray, is_low_rank, low_rank, low_rank_view
 from stack_core.ops._op import Op, OpAxes
 from stack_core.ops._quantized import QuantizedArray, is_quantized, logical_array
 from stack_core.ops._ragged_tiles import ragged_product
+from stack_core.ops._request import Implementation
 from stack_core.ops._splitting import LogicalNames
 
 __all__ = ["OP", "REFERENCE", "ragged_dot"]
@@ -98,5 +98,5 @@ def _axes(call: OpCall) -> OpAxes:
     return OpAxes(operands, ("rows d_out",), whole=frozenset({"rows", "groups", "d_in"}))
 
 
-OP = Op("ragged_dot", _reference, _axes, keeps=True)
+OP = Op("ragged_dot", _reference, _axes, keeps=True, linear_in=("lhs", "rhs", "bias"))
 REFERENCE = OP.implementation()

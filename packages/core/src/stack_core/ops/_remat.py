@@ -10,7 +10,7 @@ __all__ = ["seen_into"]
 
 _Policy = Callable[..., Any]
 
-_CALLS = ("custom_jvp_call", "custom_vmap_call")
+_CALLS = ("custom_jvp_call", "custom_vmap_call", "stack_call")
 
 
 def seen_into(policy: _Policy) -> _Policy:

@@ -19,11 +19,11 @@ from stack_core.ops._attention import (
     paired_segments,
 )
 from stack_core.ops._check import axis_size, check_known, check_positive, check_window
-from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import accurate_dtype
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._op import Op
+from stack_core.ops._request import Implementation
 from stack_core.ops._running_softmax import with_sinks
 from stack_core.ops._splitting import LogicalNames
 

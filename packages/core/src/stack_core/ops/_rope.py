@@ -8,10 +8,10 @@ from jaxtyping import Array, Float, Int
 from stack_core.abi import OpCall
 from stack_core.errors import ArgumentError
 from stack_core.ops._check import Axes, check_floating, check_integer, check_positive
-from stack_core.ops._choosing import Implementation
 from stack_core.ops._contract import accurate_dtype
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._op import Op, OpAxes
+from stack_core.ops._request import Implementation
 from stack_core.ops._rope_scaling import RopeScalingMethod, unscaled_frequencies
 from stack_core.ops._splitting import LogicalNames
 
@@ -111,5 +111,5 @@ def _axes(call: OpCall) -> OpAxes:
     return OpAxes(operands, ("... seq heads head_dim",), whole=frozenset(whole))
 
 
-OP = Op("rope", _reference, _axes, folds="...")
+OP = Op("rope", _reference, _axes, folds="...", linear_in=("x",))
 REFERENCE = OP.implementation()

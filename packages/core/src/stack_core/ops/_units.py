@@ -14,18 +14,13 @@ from typing import Any
 
 import jax
 
-from stack_core.hardware.target_chip import target
-from stack_core.mesh import in_mesh
-from stack_core.ops._choosing import Implementation, Request, exporting
+from stack_core.ops._contexts import Contexts
 from stack_core.ops._dispatch import dispatch, recording, run
 from stack_core.ops._op import op_named
+from stack_core.ops._request import Implementation, Request
 from stack_core.ops._splitting import LogicalNames
-from stack_core.ops._tuned import in_use
 
 __all__ = ["OpUnit", "as_units", "unit_of"]
-
-_CONTEXTS = (in_mesh, target, in_use, exporting)
-"""What a call depends on besides its arguments."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +35,7 @@ class OpUnit:
       names: the array parameters, in order.
       structure: of their tuple; the equation's operands are its leaves.
       jaxpr: what the call was when it was traced, from the operands to the leaves of its result.
-      context: the values of the contexts that it was traced in.
+      contexts: the contexts that it was traced in.
       batching: one entry for each `jax.vmap` around the call, the innermost first: the mapped axis of each operand, or
         None. Results are mapped along their first axis.
     """
@@ -52,7 +47,7 @@ class OpUnit:
     names: tuple[str, ...]
     structure: Any
     jaxpr: Any
-    context: tuple[Any, ...]
+    contexts: Contexts
     batching: tuple[tuple[int | None, ...], ...] = ()
 
     def arrays(self, operands: Sequence[Any]) -> dict[str, Any]:
@@ -72,10 +67,7 @@ class OpUnit:
 
         for axes in self.batching:
             call = jax.vmap(call, in_axes=axes)
-        with contextlib.ExitStack() as stack:
-            for context, value in zip(_CONTEXTS, self.context, strict=True):
-                if value is not context.value:
-                    stack.enter_context(context(value))
+        with self.contexts.entered():
             return call(*operands)
 
 
@@ -106,7 +98,7 @@ def _bind(request: Request, operands: Sequence[Any]) -> Any:
         names=request.names,
         structure=request.structure,
         jaxpr=jaxpr,
-        context=tuple(context.value for context in _CONTEXTS),
+        contexts=Contexts.current(),
     )
     return jax.tree.unflatten(jax.tree.structure(result), _primitive().bind(*operands, unit=unit))
 

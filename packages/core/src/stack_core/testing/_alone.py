@@ -13,8 +13,9 @@ import jax
 
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware.target_chip import target_chip
-from stack_core.ops._choosing import Request, answer
+from stack_core.ops._choosing import answer
 from stack_core.ops._dispatch import recording
+from stack_core.ops._request import Request
 
 __all__ = ["first_call", "value_and_gradients_alone"]
 

@@ -437,6 +437,7 @@ HANDLERS.update(
         "custom_jvp_call": _custom,
         "custom_vjp_call": _custom,
         "custom_vmap_call": _custom,
+        "stack_call": _custom,
         "scan": _scan,
         "while": _while,
         "cond": _cond,

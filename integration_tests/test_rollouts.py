@@ -48,16 +48,23 @@ def records(output: Path, kind: str) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run that nothing interrupted."""
+def summary(tmp_path_factory):
+    """The summary of a run that nothing interrupted."""
     run = build(cell(tmp_path_factory.mktemp("runs") / "whole"))
     assert all(isinstance(run.data, each) for each in (PolicyBatches, NeedsPolicy, Validates, WritesFiles))
-    start(run)
-    return run.directory.path
+    return start(run)
 
 
-def test_a_run_reports_its_rollouts_and_the_sampler_agrees_with_the_trainer(whole):
+@pytest.fixture(scope="module")
+def whole(summary):
+    return summary.directory
+
+
+def test_a_run_reports_its_rollouts_and_the_sampler_agrees_with_the_trainer(whole, summary):
     steps, (*_, last) = records(whole, "train"), records(whole, "evaluation")
+    shown = ("reward", "flat_groups", "unparsed", "truncated")
+    assert summary.metrics == {name: steps[-1][name] for name in shown}
+    assert summary.validation_metrics == {name: last[name] for name in shown}
     assert [each["step"] for each in steps] == list(range(1, 9)) and last["step"] == 8
     assert max(each["largest_mismatch"] for each in steps) < 1e-4
     assert {each["staleness"] for each in steps} == {0.0} and {each["dropped"] for each in steps} == {0.0}
@@ -67,6 +74,7 @@ def test_a_run_reports_its_rollouts_and_the_sampler_agrees_with_the_trainer(whol
     assert last["largest_mismatch"] < 1e-4 and round(last["reward"] * 20, 4) % 1 == 0  # 20 tasks, once each
     report = (whole / "report.html").read_text()
     assert "Greedy episodes at step 8" in report and "cell held out 3" in report
+    assert "last flat groups" in report
 
 
 def test_the_step_forms_no_logits_of_a_whole_batch_and_compiles_nothing_after_the_second(tmp_path):

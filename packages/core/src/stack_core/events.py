@@ -38,6 +38,7 @@ class RunStarted(Event):
       ideal_step_s: those FLOPs at the peak of all chips together, or None where a peak is not known.
       compile_s: wall time that tracing and compiling the step took.
       setup_s: wall time since the run was asked for, `compile_s` in it.
+      shown_metrics: names of the metrics to show beside the loss, see `ShowsMetrics`.
     """
 
     first_step: int
@@ -49,6 +50,7 @@ class RunStarted(Event):
     compile_s: float
     directory: Path
     setup_s: float = 0.0
+    shown_metrics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,18 @@ def test_progress_names_loss_rate_and_time_left(tmp_path, live):
 )
 def test_numbers_have_significant_digits(metrics, per_s, expected):
     event = StepFinished(1, metrics, 1.0, per_s, None)
-    assert describe(event, "pairs", left_s=0.0).startswith(expected)
+    assert describe(event, "pairs", left_s=0.0, shown_metrics=("reward",)).startswith(expected)
+
+
+def test_metrics_that_the_objective_selects_are_shown_beside_the_loss(tmp_path):
+    observer, text = terminal(live=False)
+    metrics = {"loss": 0.0, "flat_groups": 0.75, "reward": 0.125, "unnamed": 1.0}
+    observer.observe(dataclasses.replace(started(tmp_path), shown_metrics=("reward", "flat_groups", "unparsed")))
+    observer.observe(StepFinished(10, metrics, 0.5, 128.0, None))
+    observer.observe(EvaluationFinished(10, metrics, 0.5))
+    step, evaluation = text.getvalue().splitlines()[1:]
+    assert step.startswith("step 10/10  loss 0.0000  reward 0.125  flat groups 0.750  128 tokens/s")
+    assert evaluation == "step 10  validation loss 0.0000  reward 0.125  flat groups 0.750  (0.5 s)"
 
 
 def test_plain_progress_prints_only_now_and_then_but_always_the_last_step(tmp_path):

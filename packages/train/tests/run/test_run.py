@@ -99,6 +99,13 @@ def test_a_run_writes_its_config_metrics_tokenizer_and_checkpoints(config_of):
         assert store.steps() == (2, 4, 6)
 
 
+def test_an_evaluation_without_held_out_examples_is_reported(config_of):
+    config = config_of("run.steps=2", "run.evaluate_every_steps=1", "data.validation_fraction=0")
+    with pytest.warns(UserWarning, match=r"evaluate_every_steps is 1, but nothing is evaluated: .* 'text' has no held"):
+        summary = run.train(config)
+    assert summary.validation_loss is None
+
+
 def test_every_second_of_a_run_is_given_to_an_activity(config_of):
     config = config_of("data.validation_fraction=0.2", "data.packing=best_fit", "run.evaluate_every_steps=3")
     started_s = time.perf_counter()

@@ -21,6 +21,7 @@ __all__ = [
     "ObservesInLoop",
     "ReadsInputs",
     "ScoresTokens",
+    "ShowsMetrics",
     "Trainer",
     "TrainsModels",
     "TransformFactory",
@@ -94,6 +95,19 @@ class ScoresTokens(Protocol):
           models: the further models that the objective trains, by their names.
         """
         ...
+
+
+@runtime_checkable
+class ShowsMetrics(Protocol):
+    """An objective that selects metrics to follow a run by, for losses that say little, such as a policy gradient's.
+
+    Attributes:
+      shown_metrics: names of its metrics in the order of display, after the loss. Names that a batch gives no metric of
+        are left out.
+    """
+
+    @property
+    def shown_metrics(self) -> tuple[str, ...]: ...
 
 
 @runtime_checkable

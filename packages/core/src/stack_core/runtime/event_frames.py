@@ -34,7 +34,7 @@ def from_frame(frame: Mapping[str, Any]) -> Event:
     for field in dataclasses.fields(kind):
         if field.type in (Path, "Path") and field.name in fields:
             fields[field.name] = Path(fields[field.name])
-        elif field.name == "work" and field.name in fields:
+        elif field.name in ("work", "shown_metrics") and field.name in fields:
             fields[field.name] = tuple(fields[field.name])
     try:
         return kind(**fields)

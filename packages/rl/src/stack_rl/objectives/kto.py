@@ -41,6 +41,7 @@ class KTOConfig:
     desirable_weight: NonNegativeFloat = 1.0
     undesirable_weight: NonNegativeFloat = 1.0
 
+    shown_metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
     inputs: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             **dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "batch answers seq"),

@@ -167,6 +167,7 @@ class PolicyObjective:
 
     config: PolicyConfig
     inputs: ClassVar[Mapping[str, str]] = PolicyConfig.inputs
+    shown_metrics: ClassVar[tuple[str, ...]] = ("reward", "flat_groups", "unparsed", "truncated")
 
     def __call__(
         self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any

@@ -46,6 +46,7 @@ class PairConfig:
     name: str
 
     inputs: ClassVar[Mapping[str, str]] = MappingProxyType(_ANSWERS)
+    shown_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "margin")
 
     def rewards(self, answers: Answers) -> Float[Array, "batch 2"]:
         """What the policy implicitly pays for each answer; the difference is the margin of the pair."""

@@ -60,6 +60,7 @@ class RewardModelConfig:
     margin: NonNegativeFloat = 0.0
     centre: NonNegativeFloat = 0.01
 
+    shown_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "margin")
     inputs: ClassVar[Mapping[str, str]] = MappingProxyType(
         dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "batch answers seq")
     )

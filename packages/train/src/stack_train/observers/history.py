@@ -36,9 +36,10 @@ class HistoryObserver:
         match event:
             case RunStarted():
                 self._runs, self._step, self._started_s = True, event.first_step, time.monotonic()
-                facts = {"steps": event.steps, "parameters": event.parameters, "work": event.work}
+                names = ("steps", "parameters", "work", "compile_s", "shown_metrics")
+                facts = {name: getattr(event, name) for name in names}
                 devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-                self._append("started", **facts, compile_s=event.compile_s, devices=devices)
+                self._append("started", **facts, devices=devices)
             case StepFinished():
                 self._step = event.step
             case RunFinished():

@@ -1,6 +1,7 @@
 """Progress on standard error: a live bar on a terminal, plain lines elsewhere."""
 
 import time
+from collections.abc import Mapping, Sequence
 from functools import singledispatchmethod
 
 from rich.console import Console
@@ -32,7 +33,7 @@ def terminal_observer(context: ObserverContext) -> "TerminalObserver":
 
 
 class TerminalObserver:
-    """Shows loss, work a second, MFU and the time left, all measured from completed steps.
+    """Shows loss, the objective's `shown_metrics`, work a second, MFU and the time left, all of completed steps.
 
     Args:
       live: draw a bar that updates in place; otherwise print a line every few seconds.
@@ -44,6 +45,7 @@ class TerminalObserver:
         self._progress = Progress(*columns, console=self._console) if live else None
         self._task = self._progress.add_task("compiling") if self._progress else None
         self._steps, self._unit = 0, "tokens"
+        self._shown_metrics: tuple[str, ...] = ()
         self._smoothed_s: float | None = None
         self._last_line_s = -_SECONDS_BETWEEN_LINES
 
@@ -57,7 +59,7 @@ class TerminalObserver:
 
     @observe.register
     def _(self, event: RunStarted) -> None:
-        self._steps, self._unit = event.steps, event.work[0]
+        self._steps, self._unit, self._shown_metrics = event.steps, event.work[0], event.shown_metrics
         self._console.print(
             f"{event.parameters:,} parameters, {event.work[1]:,} {self._unit} a step, "
             f"steps {event.first_step + 1:,} to {event.steps:,} -> {event.directory}",
@@ -71,7 +73,8 @@ class TerminalObserver:
     def _(self, event: StepFinished) -> None:
         before = event.duration_s if self._smoothed_s is None else self._smoothed_s
         self._smoothed_s = _SMOOTHING * before + (1 - _SMOOTHING) * event.duration_s
-        line = describe(event, self._unit, left_s=(self._steps - event.step) * self._smoothed_s)
+        left_s = (self._steps - event.step) * self._smoothed_s
+        line = describe(event, self._unit, left_s=left_s, shown_metrics=self._shown_metrics)
         if self._progress and self._task is not None:
             self._progress.update(self._task, completed=event.step, description=line)
         elif time.monotonic() - self._last_line_s >= _SECONDS_BETWEEN_LINES or event.step == self._steps:
@@ -80,7 +83,8 @@ class TerminalObserver:
 
     @observe.register
     def _(self, event: EvaluationFinished) -> None:
-        self._print(f"step {event.step:,}  validation loss {event.metrics['loss']:#.5g}  ({event.duration_s:.1f} s)")
+        line = "  ".join(_figures(event.metrics, self._shown_metrics))
+        self._print(f"step {event.step:,}  validation {line}  ({event.duration_s:.1f} s)")
 
     @observe.register
     def _(self, event: CheckpointSaved) -> None:
@@ -111,11 +115,9 @@ class TerminalObserver:
         self._console.print(line, markup=False)
 
 
-def describe(event: StepFinished, unit: str, *, left_s: float) -> str:
-    """One line: loss, reward of post-training, work a second, MFU if the chip's peak is known, and the time left."""
-    parts = [f"loss {event.metrics['loss']:#.5g}"]
-    if "reward" in event.metrics:
-        parts.append(f"reward {event.metrics['reward']:#.3g}")
+def describe(event: StepFinished, unit: str, *, left_s: float, shown_metrics: Sequence[str] = ()) -> str:
+    """Formats a step in one line: loss, shown metrics, work a second, MFU if the chip's peak is known, time left."""
+    parts = _figures(event.metrics, shown_metrics)
     rate = f"{event.work_per_s:,.0f}" if event.work_per_s >= 100 else f"{event.work_per_s:.3g}"
     parts.append(f"{rate} {unit}/s")
     if event.mfu is not None:
@@ -124,3 +126,8 @@ def describe(event: StepFinished, unit: str, *, left_s: float) -> str:
     hours, minutes = divmod(minutes, 60)
     parts.append(f"{hours}:{minutes:02}:{seconds:02} left")
     return "  ".join(parts)
+
+
+def _figures(metrics: Mapping[str, float], shown_metrics: Sequence[str]) -> list[str]:
+    shown = [f"{name.replace('_', ' ')} {metrics[name]:#.3g}" for name in shown_metrics if name in metrics]
+    return [f"loss {metrics['loss']:#.5g}", *shown]

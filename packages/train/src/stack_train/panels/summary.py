@@ -53,15 +53,17 @@ def _ending(history: Sequence[Record]) -> Markup:
 def _results(metrics: Sequence[Record], history: Sequence[Record], config: Mapping[str, Any]) -> dict[str, Any]:
     train = [record for record in metrics if record.get("kind") == "train"]
     held_out = [record for record in metrics if record.get("kind") == "evaluation"]
-    unit, work = next((each["work"] for each in reversed(history) if each["event"] == "started"), ("work", None))
+    started: Mapping[str, Any] = next((each for each in reversed(history) if each["event"] == "started"), {})
+    unit, work = started.get("work", ("work", None))
     last = train[-1] if train else {}
+    shown = {name: number_in(last, name) for name in started.get("shown_metrics", ())}
     step = last.get("step", 0)
     losses = [(loss, each["step"]) for each in held_out if (loss := number_in(each, "loss")) is not None]
     best, at = min(losses, default=(None, None))
     return {
         "steps": f"{step:,} of {_setting(config, 'run', 'steps') or 0:,}",
         "last loss": _loss(number_in(last, "loss")),
-        **({} if (reward := number_in(last, "reward")) is None else {"last reward": f"{reward:#.3g}"}),
+        **{f"last {name.replace('_', ' ')}": f"{value:#.3g}" for name, value in shown.items() if value is not None},
         "last held-out loss": _loss(losses[-1][0]) if losses else None,
         "best held-out loss": None if best is None else f"{_loss(best)}, step {at:,}",
         f"{unit} trained": None if work is None else step * work,

@@ -4,6 +4,7 @@ import math
 import signal
 import statistics
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import numpy as np
 
 from stack_core.config import to_yaml
 from stack_core.contracts.data import Describes, PolicyBatches, TakesTrained, Validates
+from stack_core.contracts.training import ShowsMetrics
 from stack_core.errors import Interrupted, NonFiniteLoss
 from stack_core.events import EvaluationFinished, RunFinished, StepFinished, StepStarted
 from stack_core.metrics import Metrics, combine_all
@@ -40,6 +42,7 @@ class RunSummary:
     Attributes:
       validation_loss: mean over the held-out tokens after the last step; None when nothing is held out, or the run was
         stopped before its last step.
+      metrics, validation_metrics: the objective's `shown_metrics`, of the last step and of the last evaluation.
       work_per_s: what `work_unit` counts, median over the last hundred completed steps; None when no step was done.
     """
 
@@ -50,6 +53,8 @@ class RunSummary:
     work_unit: str
     directory: Path
     stopped_by: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    validation_metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ class TrainingLoop:
     _evaluate: Callable[..., Metrics] | None = None
     _scorer: Callable[..., Mapping[str, jax.Array]] | None = None
     _last: Mapping[str, float] = field(default_factory=dict)
+    _last_evaluation: Mapping[str, float] = field(default_factory=dict)
     _durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
 
     def run(self, state: TrainState, batches: Any, first_step: int, stop: StopRequest) -> RunSummary:
@@ -255,9 +261,20 @@ class TrainingLoop:
         started_s = time.perf_counter()
         metrics = self.evaluate(state)
         if metrics is None:
+            self._warn_of_no_evaluation()
             return None
+        self._last_evaluation = metrics
         self.bus.emit(EvaluationFinished(step, metrics, time.perf_counter() - started_s))
         return metrics["loss"]
+
+    def _warn_of_no_evaluation(self) -> None:
+        every, data = self.of.config.run.evaluate_every_steps, self.of.config.data
+        if every and not self._cuts_evaluation:
+            warnings.warn(
+                f"run.evaluate_every_steps is {every}, but nothing is evaluated: data of kind {data.kind!r} has no "
+                "held-out examples here. Hold some out, or leave run.evaluate_every_steps out.",
+                stacklevel=2,
+            )
 
     def _save(self, step: int, state: TrainState, batches: Any) -> None:
         if step != self._saved_step:
@@ -294,7 +311,26 @@ class TrainingLoop:
     def _summary(self, step: int, validation_loss: float | None, stopped_by: str | None = None) -> RunSummary:
         rate = self._work / statistics.median(self._durations_s) if self._durations_s else None
         unit = self.of.config.data.work()[0]
-        return RunSummary(step, self._last.get("loss"), validation_loss, rate, unit, self.of.directory.path, stopped_by)
+        return RunSummary(
+            step,
+            self._last.get("loss"),
+            validation_loss,
+            rate,
+            unit,
+            self.of.directory.path,
+            stopped_by,
+            metrics=self._shown(self._last),
+            validation_metrics=self._shown(self._last_evaluation),
+        )
+
+    @property
+    def shown_metrics(self) -> tuple[str, ...]:
+        """The metrics that the objective selects to be shown beside the loss."""
+        objective = self.of.trainer.objective
+        return tuple(objective.shown_metrics) if isinstance(objective, ShowsMetrics) else ()
+
+    def _shown(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        return {name: metrics[name] for name in self.shown_metrics if name in metrics}
 
     @property
     def _work(self) -> int:

@@ -153,6 +153,7 @@ def _train(
             compile_s=compile_s,
             directory=run.directory.path,
             setup_s=time.perf_counter() - run.began_s,
+            shown_metrics=loop.shown_metrics,
         )
     )
     stop.deferred = True

@@ -45,6 +45,14 @@ def test_paths_with_two_dots_lead_where_they_say(work: Path, capsys: pytest.Capt
     for address in ("../base", "hf:../published", "../tuned"):
         main(["generate", address, "--prompt", "one", "--max-tokens", "2", "--json"])
         assert json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"]
+    # A published checkpoint is the start of adapters; their base is read from it again.
+    main(["train", "tuned.yaml", "--run.init_from", "hf:../published", "--output", "../straight"])
+    main(["train", "tuned.yaml", "--run.init_from", "hf:../published", "--output", "../straight", "--resume"])
+    answers = []
+    for address in ("../tuned", "../straight"):
+        main(["generate", address, "--prompt", "one", "--max-tokens", "4", "--json"])
+        answers.append(json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"])
+    assert answers[0] == answers[1]
     assert open_for_generation("../base").adapters_at("../tuned")  # as `stack serve --adapter m=../tuned`
     assert sorted(path.name for path in work.iterdir()) == ["base.yaml", "tuned.yaml"]
 
@@ -88,6 +96,8 @@ def test_remote_storage_is_refused_before_a_folder_of_its_name_is_made(
         ("serve", "HuggingFaceTB/SmolLM2-135M", "--port", "0"),
         ("convert", "hf:HuggingFaceTB/SmolLM2-135M", "../run"),
         ("sample", "hf:HuggingFaceTB/SmolLM2-135M"),
+        ("train", "base.yaml", "--run.init_from", "hf:HuggingFaceTB/SmolLM2-135M", "--output", "../other"),
+        ("train", "base.yaml", "--run.init_from", "HuggingFaceTB/SmolLM2-135M", "--output", "../other"),
         ("train", "base.yaml", "--data.tokenizer", "HuggingFaceTB/SmolLM2-135M", "--output", "../other"),
     ],
     ids=" ".join,

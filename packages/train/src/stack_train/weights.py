@@ -11,8 +11,9 @@ from jax.sharding import NamedSharding
 
 from stack_core import ops
 from stack_core.config import differences, parse, parse_yaml, to_mapping
-from stack_core.errors import ConfigError
+from stack_core.errors import CheckpointError, ConfigError
 from stack_core.mesh import in_mesh
+from stack_core.paths import path_name
 from stack_core.plugins import registries
 from stack_core.runs.directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore, FrozenRecord
@@ -20,6 +21,7 @@ from stack_train.companions import INIT
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_params, stored_model
 from stack_train.run.program import build_trainer
+from stack_train.run.start import open_published
 from stack_train.run.transforms import transform_of
 from stack_train.state import TrainState
 from stack_train.trainer import Trainer
@@ -101,12 +103,39 @@ def load_start(
     return (params if shardings is None else jax.device_put(params, shardings)), step
 
 
-def _load_init(trainer: Trainer, config: RunConfig, source: Path, step: int | None = None) -> tuple[Tree, int]:
-    """The values that a run starts from, in the dtypes and on the shardings that its trainer has them in."""
+def _load_init(trainer: Trainer, config: RunConfig, source: str, step: int | None = None) -> tuple[Tree, int]:
+    """The values that a run starts from, in the dtypes and on the shardings that its trainer has them in.
+
+    Args:
+      source: "run:DIR" or "FORMAT:DIR".
+    """
     variables = flatten_mapping(trainer.start_variables)
+    scheme, _, directory = source.partition(":")
+    if scheme != "run":
+        return _load_published(source, variables), 0
     shardings = unflatten_mapping({path: leaf.sharding for path, leaf in variables.items()})
     dtypes = {path: leaf.dtype for path, leaf in variables.items()}
-    return load_start(source, config.model, shardings, step=step, dtypes=dtypes)
+    return load_start(Path(directory), config.model, shardings, step=step, dtypes=dtypes)
+
+
+def _load_published(source: str, variables: Mapping[_Path, Any]) -> Tree:
+    """Reads the variables from a checkpoint of another format, "FORMAT:DIR", one by one.
+
+    Raises:
+      CheckpointError: it has other parameters.
+    """
+    published = open_published(source)
+    assert published is not None, "checked before the run starts"
+    paths, values = {path_name(path): path for path in variables}, dict[_Path, jax.Array]()
+    for name, leaf in published.leaves():
+        like = variables.get(paths.get(name, ()))
+        if like is None or like.shape != leaf.shape:
+            here = "has none of this name" if like is None else f"expects {like.shape}"
+            raise CheckpointError(f"Parameter {name!r} of {source} has shape {leaf.shape}; the run's model {here}.")
+        values[paths[name]] = jax.device_put(leaf.astype(like.dtype), like.sharding)
+    if missing := [name for name, path in paths.items() if path not in values]:
+        raise CheckpointError(f"{source} lacks parameters of the run's model: {', '.join(missing)}.")
+    return unflatten_mapping(values)
 
 
 def first_state(trainer: Trainer, config: RunConfig) -> tuple[TrainState, dict[str, FrozenRecord]]:
@@ -114,9 +143,8 @@ def first_state(trainer: Trainer, config: RunConfig) -> tuple[TrainState, dict[s
     given: Tree = {}
     source, step = INIT, 0
     if config.run.init_from is not None:
-        directory = Path(config.run.init_from).absolute()
-        given, step = _load_init(trainer, config, directory)
-        source = f"run:{directory}"
+        source = _absolute(config.run.init_from)
+        given, step = _load_init(trainer, config, source)
     loaded = {name: _load_companion(trainer, name) for name in trainer.companions_from_runs}
     companions = {name: variables for name, (variables, _) in loaded.items()}
     state = trainer.init_from(given, key=jax.random.key(config.run.seed), companions=companions)
@@ -153,10 +181,17 @@ def _frozen(trainer: Trainer, config: RunConfig, records: Mapping[str, FrozenRec
         return {}, {}
     given: Tree = {}
     if own[0].source != INIT:
-        directory = Path(own[0].source.removeprefix("run:"))
-        given, _ = _load_init(trainer, config, directory, own[0].step)
+        given, _ = _load_init(trainer, config, own[0].source, own[0].step)
     frozen, companions = trainer.init_frozen(given, key=jax.random.key(config.run.seed))
     return frozen, dict(companions)
+
+
+def _absolute(source: str) -> str:
+    """The address of `run.init_from` as a checkpoint keeps it: with its format, "run" of a run, and its whole path."""
+    if open_published(source) is None:
+        return f"run:{Path(source).absolute()}"
+    scheme, _, directory = source.partition(":")
+    return f"{scheme}:{Path(directory).absolute()}"
 
 
 def _load_companion(trainer: Trainer, name: str, step: int | None = None) -> tuple[Tree, int]:

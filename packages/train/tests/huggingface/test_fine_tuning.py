@@ -11,7 +11,7 @@ import safetensors
 from flax.nnx.traversals import flatten_mapping
 
 from stack_core.config import parse
-from stack_core.errors import ConfigError
+from stack_core.errors import CheckpointError, ConfigError, StackError
 from stack_train.checkpoint import CheckpointStore
 from stack_train.checkpoint.manifest import read_manifest
 from stack_train.huggingface import FORMAT
@@ -24,15 +24,19 @@ from stack_train.weights import first_state, load_params, load_start
 
 
 @pytest.fixture
-def config_of(make_checkpoint, tmp_path):
-    """Returns make(output, **sections): a run's config that names the imported checkpoint and nothing of its model."""
-    source, _ = make_checkpoint(dtype="BF16", vocab_size=280, num_hidden_layers=1, max_position_embeddings=16)
-    FORMAT.import_run(source, tmp_path / "base")
+def checkpoint(make_checkpoint):
+    return make_checkpoint(dtype="BF16", vocab_size=280, num_hidden_layers=1, max_position_embeddings=16)[0]
+
+
+@pytest.fixture
+def config_of(checkpoint, tmp_path):
+    """Returns make(output, start, **sections): a run's config that names its start and nothing of its model."""
+    FORMAT.import_run(checkpoint, tmp_path / "base")
     (tmp_path / "a.txt").write_text("one two three four five six seven eight nine ten " * 40)
 
-    def make(output, start="base", **sections):
+    def make(output, start="base", steps=2, **sections):
         data = {"source": f"text:{tmp_path}/a.txt", "seq_tokens": 16, "batch_size": 2, "validation_fraction": 0.0}
-        run = {"steps": 2, "init_from": str(tmp_path / start)}
+        run = {"steps": steps, "init_from": start if ":" in start else str(tmp_path / start)}
         optimizer = {"learning_rate": 1e-6, "schedule": {"decay": "constant"}}
         base = {"data": data, "run": run, "optimizer": optimizer, "checkpoint": {"every_steps": 1}}
         return parse(RunConfig, with_model_of_start({**base, "output": str(tmp_path / output), **sections}))
@@ -92,3 +96,40 @@ def test_a_run_of_bfloat16_parameters_resumes_bit_by_bit_and_says_when_its_preci
     assert stored_dtypes(tmp_path / "cut", branch="opt_state/") == {"float32"}
     for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_run_starts_from_a_checkpoint_as_from_the_run_that_it_converts_to(config_of, tmp_path, checkpoint):
+    direct, converted = config_of("direct", f"hf:{checkpoint}"), config_of("converted")
+    assert (direct.model, direct.model.param_dtype) == (converted.model, "bfloat16")
+    train(direct)
+    train(converted)
+    found, expected = (flatten_mapping(load_params(tmp_path / name, direct.model)) for name in ("direct", "converted"))
+    assert all((found[path] == expected[path]).all() for path in expected)
+    assert train(config_of("direct", f"hf:{checkpoint}", steps=3), resume=True).step == 3
+
+
+@pytest.mark.parametrize(
+    ("start", "model", "message"),
+    [
+        ("hf:{}", {"rope_theta": 7.0}, r"not that of hf:.*\n  model\.rope_theta: 7\.0, not 10000\.0\n.*--allow model"),
+        (
+            "gguf:{}",
+            {},
+            r"from the directory of a run, or hf:DIR\. Convert first: stack convert gguf:.* RUN",
+        ),
+        ("hg:{}", {}, r"run\.init_from is 'hg:.*runs start from the directory of a run, or hf:DIR\.$"),
+        ("hf:{}/none", {}, r"none.config.json cannot be read"),
+    ],
+)
+def test_a_start_that_does_not_fit_is_refused_before_anything_is_written(
+    config_of, tmp_path, checkpoint, start, model, message
+):
+    with pytest.raises(StackError, match=message):
+        train(config_of("refused", start.format(checkpoint), model=model))
+    assert not (tmp_path / "refused").exists()
+
+
+def test_parameters_of_another_shape_are_named(config_of, checkpoint):
+    larger = config_of("larger", f"hf:{checkpoint}", model={"layers": 2})
+    with pytest.raises(CheckpointError, match=r"Parameter .* of hf:.* has shape \(1, .*model expects \(2, "):
+        train(larger, allow=["model.layers"])

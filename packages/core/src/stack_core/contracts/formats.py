@@ -30,6 +30,8 @@ __all__ = [
     "OpensFurtherModels",
     "OpensModels",
     "Progress",
+    "StartingPoint",
+    "StartsRuns",
     "TrainedModel",
 ]
 
@@ -119,6 +121,36 @@ class ImportsRuns(ModelFormat, Protocol):
 
     def import_run(self, directory: Path, run: Path, *, progress: Progress | None = None) -> Conversion:
         """Makes a run directory of a checkpoint, which training and generation start from; whole or not at all."""
+        ...
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """A checkpoint that a run starts from.
+
+    Attributes:
+      config: of the model.
+      leaves: reads the parameters one by one, each with its path; its parts are joined by "/".
+      tokenizer: directory of the tokenizer, if the checkpoint has one.
+      configs: directory of the `config.json` and `generation_config.json` that it came with.
+    """
+
+    config: Any
+    leaves: Callable[[], Iterator[tuple[str, np.ndarray]]]
+    tokenizer: Path | None
+    configs: Path
+
+
+@runtime_checkable
+class StartsRuns(ModelFormat, Protocol):
+    """A format that training starts from: `run.init_from: FORMAT:DIR`."""
+
+    def open_start(self, directory: Path) -> StartingPoint:
+        """Opens a checkpoint without reading its values.
+
+        Raises:
+          StackError: it cannot be used.
+        """
         ...
 
 

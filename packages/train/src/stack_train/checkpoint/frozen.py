@@ -20,8 +20,8 @@ class FrozenRecord:
     """Where frozen variables come from, and by what they are known again.
 
     Attributes:
-      source: "init" where they are made from the run's seed, or "run:DIRECTORY".
-      step: training steps of the source's checkpoint; 0 of "init".
+      source: "init" if they are made from the run's seed, or "run:DIRECTORY" or "hf:DIRECTORY".
+      step: training steps of the source's checkpoint; 0 if it is no run.
       specs: of each leaf by its path.
       digests: of each leaf; see `stack_core.digest`.
     """

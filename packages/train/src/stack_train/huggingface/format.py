@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from stack_core.config import to_yaml
-from stack_core.contracts.formats import Conversion, Progress
+from stack_core.contracts.formats import Conversion, Progress, StartingPoint
 from stack_core.contracts.models import ConvertibleFamily
 from stack_core.errors import ConversionError
 from stack_core.plugins import registries
@@ -169,6 +169,21 @@ class HuggingFaceFormat:
             _copy_to_run(source, run)
 
         return TrainedLanguageModel(_model(source), config, directory, 0, copy_files)
+
+    def open_start(self, directory: Path) -> StartingPoint:
+        """Opens a Hugging Face checkpoint for runs to start from.
+
+        Raises:
+          ConversionError: it cannot be converted, or is a directory of diffusers.
+        """
+        if component_in(directory):
+            raise ConversionError(
+                f"Runs start from language models of Hugging Face; {directory} is a directory of diffusers. Convert "
+                f"it first: stack convert hf:{directory} RUN, then run.init_from=RUN."
+            )
+        source = _open_whole(directory)
+        tokenizer = directory if (directory / "tokenizer.json").is_file() else None
+        return StartingPoint(source.config, source.leaves, tokenizer, directory)
 
     def open_for_generation(self, directory: Path) -> ModuleCheckpoint:
         """Opens a Hugging Face checkpoint, to be computed in the dtype of its tensors.

@@ -6,7 +6,7 @@ from pathlib import Path
 from stack_core.errors import ConfigError
 from stack_train.objectives import check_inputs
 from stack_train.run.config import RunConfig, run_config
-from stack_train.run.start import check_same_start
+from stack_train.run.start import check_same_start, open_published
 from stack_train.run.transforms import recipe_differences, transform_names, transform_of
 
 __all__ = ["check_run", "check_start"]
@@ -28,8 +28,8 @@ def check_start(config: RunConfig, allow: tuple[str, ...] = ()) -> None:
     """Raises where a run cannot start from what `run` names; warns where the model there is transformed, ours not.
 
     Raises:
-      ConfigError: it is no run directory, its model computes something else or has another tokenizer, or is
-        transformed by another recipe.
+      ConfigError: it is neither a run nor a checkpoint, or its model computes something else, has another tokenizer,
+        or is transformed by another recipe.
     """
     if config.run.adapters_from is not None and transform_of(config).adapting is None:
         raise ConfigError(
@@ -38,10 +38,11 @@ def check_start(config: RunConfig, allow: tuple[str, ...] = ()) -> None:
     source = config.run.init_from
     if source is None:
         return
-    if source.startswith("hf:"):
-        raise ConfigError(f"run.init_from takes a run directory. Convert first: stack convert {source} RUN.")
+    if (published := open_published(source)) is not None:
+        check_same_start(config, published.config, allow)
+        return
     saved = run_config(Path(source))
-    check_same_start(config, saved, allow)
+    check_same_start(config, saved.model, allow)
     if missing := [name for name in transform_names(saved) if name not in transform_names(config)]:
         warnings.warn(
             f"The model of {source} is transformed by section {' and '.join(missing)} of its config, which this run's "

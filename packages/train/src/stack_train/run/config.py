@@ -46,7 +46,7 @@ class RunSettings:
       steps: optimizer updates of the whole run.
       accumulation_steps: microbatches that each batch is cut into; their gradients are summed before the update.
       evaluate_every_steps: 0 evaluates after the last step only.
-      init_from: a run directory whose newest weights this run starts from.
+      init_from: the run directory whose newest weights this run starts from, or hf:DIR, a Hugging Face checkpoint.
       pipeline: how stages share a batch, where `mesh.stage` is more than 1.
       adapters_from: a run or a PEFT directory (`peft:DIR`) whose adapters those of this run start as.
     """

@@ -1,7 +1,6 @@
 """The model of a run as something to generate from, for data that the policy makes."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from flax.nnx.traversals import flatten_mapping
 from stack_core.errors import ConfigError
 from stack_train.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.run.run import Run
+from stack_train.run.start import start_configs
 from stack_train.variables import Tree
 
 __all__ = ["policy_of"]
@@ -36,12 +36,11 @@ def policy_of(run: Run, variables: Tree) -> ModuleCheckpoint:
         # Mapped, because a copy of a quantized array as such would be one in float.
         return ((path, jax.tree.map(jnp.copy, value)) for path, value in flatten_mapping(variables).items())
 
-    start = run.config.run.init_from
     return generative_checkpoint(
         run.trainer.abstract_model,
         run.config.model,
         name=run.directory.path.name,
         tokenizer=run.directory.tokenizer,
-        origin=(run.directory.path if start is None else Path(start)) / "huggingface",
+        origin=start_configs(run.config),
         read=read,
     )

@@ -1,4 +1,4 @@
-"""What a run takes from the run that it starts from: the model, the tokenizer, and a check that they are the same."""
+"""What a run takes from the checkpoint that it starts from: model and tokenizer, and a check that they are the same."""
 
 import dataclasses
 import shutil
@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from stack_core.config import differences, is_under, parse_yaml, to_mapping
+from stack_core.contracts.formats import ImportsRuns, StartingPoint, StartsRuns
 from stack_core.errors import ConfigError
-from stack_core.local_paths import local_path
+from stack_core.local_paths import hub_advice, local_address
+from stack_core.plugins import registries
 from stack_core.runs.directory import RunDirectory
 from stack_train.data.settings import BPE
 from stack_train.data.tokenizer import HuggingFaceTokenizer
@@ -19,6 +21,8 @@ __all__ = [
     "copy_tokenizer_of_start",
     "data_of_resumed",
     "model_differences",
+    "open_published",
+    "start_configs",
     "with_model_of_start",
     "with_tokenizer",
     "with_tokenizer_of_start",
@@ -32,27 +36,50 @@ def with_model_of_start(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """A run's config file in which `model` takes what it does not say from the model of `run.init_from`.
 
     Raises:
-      RunDirectoryError: there is no run to start from.
+      StackError: there is no run or checkpoint to start from.
     """
     settings = mapping.get("run")
     source = settings.get("init_from") if isinstance(settings, Mapping) else None
     model = mapping.get("model", {})
-    if not isinstance(source, str) or source.startswith("hf:") or not isinstance(model, Mapping):
+    if not isinstance(source, str) or not isinstance(model, Mapping):
         return dict(mapping)
-    directory = RunDirectory(local_path(source))
-    saved = parse_yaml(directory.config_yaml(), str(directory.config))["model"]
+    source = local_address(source)
+    if (published := open_published(source)) is not None:
+        saved = to_mapping(published.config)
+    else:
+        directory = RunDirectory(Path(source))
+        if not directory.path.exists():
+            raise ConfigError(f"run.init_from is {source!r}, which is no directory of a run.{hub_advice(source)}")
+        saved = parse_yaml(directory.config_yaml(), str(directory.config))["model"]
     if model.get("family", saved["family"]) != saved["family"]:
         return dict(mapping)  # another family's keys mean other things; `check_same_start` refuses it
     return {**mapping, "model": {**saved, **model}}
 
 
+def open_published(source: str) -> StartingPoint | None:
+    """Opens the checkpoint that `run.init_from` names as FORMAT:DIR; None if it names the directory of a run.
+
+    Raises:
+      ConfigError: there is no such format, or runs do not start from it.
+      StackError: the checkpoint cannot be used.
+    """
+    scheme, separator, directory = source.partition(":")
+    if not separator or "/" in scheme or Path(source).exists():
+        return None
+    formats = {name: registries.model_formats[name] for name in registries.model_formats}
+    if isinstance(found := formats.get(scheme), StartsRuns):
+        return found.open_start(Path(directory))
+    able = ", ".join(f"{name}:DIR" for name, each in formats.items() if isinstance(each, StartsRuns))
+    first = f" Convert first: stack convert {source} RUN." if isinstance(found, ImportsRuns) else ""
+    raise ConfigError(f"run.init_from is {source!r}; runs start from the directory of a run, or {able}.{first}")
+
+
 def with_tokenizer_of_start(config: RunConfig) -> RunConfig:
-    """Data that names no tokenizer takes that of the run which the weights come from."""
+    """Returns a config whose data take the tokenizer of `run.init_from` if they name none."""
     source = config.run.init_from
     if source is None or getattr(config.data, "tokenizer", "") is not None:
         return config
-    tokenizer = RunDirectory(Path(source)).tokenizer
-    if not tokenizer.is_dir():
+    if (tokenizer := _tokenizer_of(source)) is None:
         return config
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(tokenizer)))
 
@@ -72,15 +99,33 @@ def data_of_resumed(config: RunConfig) -> Any:
 
 
 def copy_tokenizer_of_start(config: RunConfig, directory: Path) -> None:
-    """Copies the tokenizer of the run that a run starts from into its directory, where none is yet."""
+    """Copies the tokenizer of `run.init_from` into a run's directory, unless there is one."""
     destination = RunDirectory(directory).tokenizer
     if config.run.init_from is None or destination.exists():
         return
-    source = RunDirectory(Path(config.run.init_from)).tokenizer
-    if source.is_dir():
-        partial = destination.with_name("tokenizer.partial")
+    if (source := _tokenizer_of(config.run.init_from)) is None:
+        return
+    partial = destination.with_name("tokenizer.partial")
+    if open_published(config.run.init_from) is None:
         shutil.copytree(source, partial, dirs_exist_ok=True)
-        partial.replace(destination)
+    else:  # The directory of a published checkpoint holds its weights, too.
+        HuggingFaceTokenizer.load(source).save(partial)
+    partial.replace(destination)
+
+
+def start_configs(config: RunConfig) -> Path:
+    """Returns the directory of the `config.json` and `generation_config.json` that a run's model came with."""
+    source = config.run.init_from
+    if source is not None and (published := open_published(source)) is not None:
+        return published.configs
+    return Path(config.output if source is None else source) / "huggingface"
+
+
+def _tokenizer_of(source: str) -> Path | None:
+    if (published := open_published(source)) is not None:
+        return published.tokenizer
+    tokenizer = RunDirectory(Path(source)).tokenizer
+    return tokenizer if tokenizer.is_dir() else None
 
 
 def model_differences(config: Any, saved: Any) -> list[str]:
@@ -89,14 +134,14 @@ def model_differences(config: Any, saved: Any) -> list[str]:
     return [line for line in lines if not is_under(line, _FREE)]
 
 
-def check_same_start(config: RunConfig, saved: RunConfig, allow: tuple[str, ...] = ()) -> None:
-    """Raises a ConfigError where a run's model or tokenizer is another than that of the run it starts from.
+def check_same_start(config: RunConfig, model: Any, allow: tuple[str, ...] = ()) -> None:
+    """Raises a ConfigError if a run's model or tokenizer differs from those of `run.init_from`.
 
     Args:
-      saved: of the run that it starts from.
+      model: config of the model there.
       allow: keys that may differ.
     """
-    lines = [*model_differences(config.model, saved.model), *_tokenizer_difference(config)]
+    lines = [*model_differences(config.model, model), *_tokenizer_difference(config)]
     if changed := [line for line in lines if not is_under(line, allow)]:
         listing = "\n  ".join(changed)
         raise ConfigError(
@@ -110,8 +155,8 @@ def check_same_start(config: RunConfig, saved: RunConfig, allow: tuple[str, ...]
 def _tokenizer_difference(config: RunConfig) -> list[str]:
     """That the data names a tokenizer which gives texts other ids than that of the run it starts from."""
     given = getattr(config.data, "tokenizer", None)
-    source = RunDirectory(Path(str(config.run.init_from))).tokenizer
-    if given is None or given == str(source) or not source.is_dir():
+    source = _tokenizer_of(str(config.run.init_from))
+    if given is None or source is None or given == str(source):
         return []
     if given != BPE and HuggingFaceTokenizer.load(given).digest == HuggingFaceTokenizer.load(source).digest:
         return []

@@ -15,6 +15,7 @@ from stack_core.ops._op import Op, OpAxes
 from stack_core.ops._request import Implementation
 from stack_core.ops._running_softmax import with_sinks
 from stack_core.ops._splitting import LogicalNames
+from stack_core.ops._symbolic import Size, is_symbolic
 
 __all__ = [
     "OP",
@@ -115,6 +116,8 @@ def attention(
         "return_lse": return_lse,
     }
     offset = kv_seq - q_seq if query_offset is None else query_offset
+    if is_symbolic(offset):
+        offset = jnp.full(query.shape[0], offset, jnp.int32)
     placed = options if isinstance(offset, int) else arrays
     placed["query_offset"] = bounded_offset("attention", query, offset, q_seq, kv_seq, window)
     return dispatch(OP, arrays, options, implementation, axes)
@@ -167,12 +170,12 @@ def paired_segments(op: str, query: Any, key: Any, segment_ids: Any) -> Any:
     return tuple(segment_ids)
 
 
-def bounded_lengths(kv_lengths: Any, kv_seq: int) -> Any:
+def bounded_lengths(kv_lengths: Any, kv_seq: Size) -> Any:
     """Lengths from 0 to `kv_seq`, as int32: keys that only fill up a tile are never visible."""
     return None if kv_lengths is None else _clipped(kv_lengths, 0, kv_seq)
 
 
-def bounded_offset(op: str, query: Any, offset: Any, q_seq: int, kv_seq: int, window: Any) -> Any:
+def bounded_offset(op: str, query: Any, offset: Any, q_seq: Size, kv_seq: Size, window: Any) -> Any:
     """An offset with which queries see the same keys, and which is so small that no position overflows int32.
 
     Args:
@@ -180,7 +183,9 @@ def bounded_offset(op: str, query: Any, offset: Any, q_seq: int, kv_seq: int, wi
     """
     left, right = window or (None, None)
     # At `low`, the last query stands just before all that it could see; at `high`, the first one just after.
-    low, high = max(-q_seq - (right or 0), -_MOST_OFFSET), min(kv_seq + (left or 0), _MOST_OFFSET)
+    low, high = -_MOST_OFFSET, _MOST_OFFSET
+    if not is_symbolic(q_seq, kv_seq):
+        low, high = max(-q_seq - (right or 0), low), min(kv_seq + (left or 0), high)
     if isinstance(offset, int):
         return min(max(offset, low), high)
     sizes = Axes(op)
@@ -190,7 +195,7 @@ def bounded_offset(op: str, query: Any, offset: Any, q_seq: int, kv_seq: int, wi
     return _clipped(offset, low, high)
 
 
-def _clipped(x: Any, low: int, high: int) -> Any:
+def _clipped(x: Any, low: int, high: Size) -> Any:
     if x.dtype.itemsize < 4:
         x = x.astype(jnp.int32)
     return jnp.clip(x, max(low, jnp.iinfo(x.dtype).min), high).astype(jnp.int32)

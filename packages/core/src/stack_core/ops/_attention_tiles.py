@@ -22,6 +22,7 @@ from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._plain import is_plain
 from stack_core.ops._running_softmax import RunningSoftmax, add_tile, by_group, empty_softmax, finish, masked_logits
+from stack_core.ops._symbolic import Size, is_symbolic
 
 __all__ = ["attend"]
 
@@ -40,8 +41,8 @@ Operands = Mapping[str, Any]
 class _Tiles:
     """How the scores are cut into tiles of `rows` by `keys`, and the numbers (of rows, of keys) of those needed."""
 
-    rows: int
-    keys: int
+    rows: Size
+    keys: Size
     needed: tuple[tuple[int, int], ...]
     logits: Callable[..., Any]
 
@@ -77,7 +78,11 @@ def attend(
     kv_seq = operands["key"].shape[2]
     logits = functools.partial(masked_logits, scale=scale, softcap=softcap, window=window)
     devices = parts_of("batch") * parts_of("act_heads")
-    rows, keys = _tile_sizes(math.ceil(batch * kv_heads * group / devices), q_seq, kv_seq)
+    if is_symbolic(q_seq, kv_seq):
+        rows, keys = q_seq, kv_seq  # the number of tiles has to be known
+    else:
+        sequences = 1 if is_symbolic(batch) else batch
+        rows, keys = _tile_sizes(math.ceil(sequences * kv_heads * group / devices), q_seq, kv_seq)
     if (rows >= q_seq and keys >= kv_seq) or q_seq * kv_seq == 0:
         tiles = _Tiles(q_seq, kv_seq, ((0, 0),), logits)
         return finish(_with_tile(tiles, empty_softmax(operands["query"], operands["value"].shape[3]), operands, 0))

@@ -26,6 +26,7 @@ from stack_core.ops._report import warn_once
 from stack_core.ops._request import Implementation, Request
 from stack_core.ops._signature import check_signature
 from stack_core.ops._splitting import Split, free_devices, split_of
+from stack_core.ops._symbolic import has_symbolic_size
 from stack_core.ops._tuned import tuned_choices
 from stack_core.plugins import plugins, registries
 
@@ -325,6 +326,8 @@ def _refusal(candidate: OpImplementation, sides: _Sides) -> str | None:
         return sides.split
     if exporting.value and not candidate.exports:
         return "jax.export cannot write it"
+    if candidate.name != "reference" and has_symbolic_size(sides.call.arrays):
+        return "sizes are symbolic, which the reference alone takes"
     return None
 
 

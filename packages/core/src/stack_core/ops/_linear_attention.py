@@ -18,6 +18,7 @@ from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._op import Op, OpAxes
 from stack_core.ops._request import Implementation
 from stack_core.ops._splitting import LogicalNames
+from stack_core.ops._symbolic import Size, is_symbolic
 
 __all__ = ["OP", "REFERENCE", "linear_attention"]
 
@@ -125,8 +126,10 @@ def _read_token(state: Any, token: Any) -> Any:
     return state, _product("bhkv,bhk->bhv", state, query).astype(token[2].dtype)
 
 
-def _chunks(seq: int) -> int:
+def _chunks(seq: Size) -> int:
     """About as many chunks as each has tokens; a divisor of `seq` if one is near."""
+    if is_symbolic(seq):
+        return 1
     wanted = max(math.isqrt(seq), 1)
     return next((count for count in range(wanted, 2 * wanted) if seq % count == 0), wanted)
 

@@ -21,6 +21,7 @@ from stack_core.ops._plain import is_plain
 from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array
 from stack_core.ops._request import Implementation
 from stack_core.ops._splitting import LogicalNames
+from stack_core.ops._symbolic import Size, is_symbolic
 
 __all__ = ["OP", "REFERENCE", "RowParts", "linear_cross_entropy"]
 
@@ -265,8 +266,10 @@ def _over_parts(function: Any, head_axis: int | None) -> Any:
     return call
 
 
-def _chunks(rows: int, vocab: int) -> int:
+def _chunks(rows: Size, vocab: int) -> int:
     """The number of chunks: small enough to stay in a cache, but not too many of them."""
+    if is_symbolic(rows):
+        return 1
     chunk_rows = max(_CHUNK_BYTES // (vocab * 4), _FEWEST_ROWS)
     wanted = min(-(-rows // chunk_rows), _MOST_CHUNKS)
     divisors = (count for count in range(wanted, 2 * wanted) if rows % count == 0)

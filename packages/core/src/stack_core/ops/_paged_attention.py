@@ -30,9 +30,11 @@ from stack_core.ops._quantized import QuantizedArray, is_quantized, logical_arra
 from stack_core.ops._request import Implementation
 from stack_core.ops._running_softmax import add_tile, by_group, empty_softmax, finish, masked_logits, with_sinks
 from stack_core.ops._splitting import LogicalNames
+from stack_core.ops._symbolic import Size, is_symbolic
 
 __all__ = ["OP", "REFERENCE", "checked_call", "paged_attention"]
 
+_SYMBOLIC_BLOCK_ROWS = 16
 _STEP_SLOTS = 128
 
 
@@ -279,17 +281,19 @@ def _reference(
     return padding_as_zero(jnp.take(output, place, axis=0, mode="clip"), query_starts), {}
 
 
-def _block_rows(queries: int, group: int) -> int:
+def _block_rows(queries: Size, group: int) -> int:
     """How many queries of one sequence form a block: about as many as a sequence has, so that half a block is waste.
 
     At least so many that each key head meets two rows: a CPU's bf16 product with one is slower than that with two.
     """
+    if is_symbolic(queries):
+        return max(_SYMBOLIC_BLOCK_ROWS, 2 // group)
     return max(1 << (max(queries, 1).bit_length() - 1), 2 // group)
 
 
 def _last_start(starts: Any, places: Any) -> Any:
     """The number of the last range that starts at or before each place; the last one for places after all ranges."""
-    after = jnp.searchsorted(starts[1:], places, side="right", method="compare_all")
+    after = jnp.sum(starts[1:] <= places[:, None], axis=1, dtype=jnp.int32)
     return jnp.minimum(after, starts.shape[0] - 2)
 
 

@@ -6,13 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from stack_core.ops._symbolic import Size
+
 __all__ = ["as_int32", "bounded_places", "padding_as_zero"]
 
 _INT32 = np.iinfo(np.int32)
 
 
 def bounded_places(
-    block_tables: Any, kv_lengths: Any, query_starts: Any, *, pages: int, slots: int, tokens: int
+    block_tables: Any, kv_lengths: Any, query_starts: Any, *, pages: int, slots: int, tokens: Size
 ) -> tuple[Any, Any, Any]:
     """The three arrays as int32 within the arrays that they point into.
 

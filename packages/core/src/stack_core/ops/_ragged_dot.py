@@ -15,6 +15,7 @@ from stack_core.ops._quantized import QuantizedArray, is_quantized, logical_arra
 from stack_core.ops._ragged_tiles import ragged_product
 from stack_core.ops._request import Implementation
 from stack_core.ops._splitting import LogicalNames
+from stack_core.ops._symbolic import Size
 
 __all__ = ["OP", "REFERENCE", "ragged_dot"]
 
@@ -72,7 +73,7 @@ def ragged_dot(
     return dispatch(OP, arrays, {}, implementation, axes)
 
 
-def _cut_off(group_sizes: Any, rows: int) -> Any:
+def _cut_off(group_sizes: Any, rows: Size) -> Any:
     """Sizes from 0 to all rows, as int32: loops over a group's rows end, and sums of sizes do not overflow."""
     if group_sizes.dtype.itemsize < 4:
         group_sizes = group_sizes.astype(jnp.int32)

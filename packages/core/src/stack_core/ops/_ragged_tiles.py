@@ -12,6 +12,7 @@ from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._plain import is_plain
 from stack_core.ops._quantized import dequantize, is_quantized, logical_array
+from stack_core.ops._symbolic import Size, is_symbolic
 
 __all__ = ["ragged_product"]
 
@@ -60,11 +61,10 @@ class _Tiles(NamedTuple):
     end: Any
 
 
-def _tiles(group_sizes: Any, rows: int, tile_rows: int) -> _Tiles:
+def _tiles(group_sizes: Any, rows: Size, tile_rows: int) -> _Tiles:
     """As many tiles as any sizes of groups may need; those in excess are of the last group and have no rows in it."""
     groups = group_sizes.shape[0]
-    begun = min(rows, groups)  # At most so many groups have rows, and each may leave one tile unfilled.
-    tile = jnp.arange(begun + (rows - begun) // tile_rows, dtype=jnp.int32)
+    tile = jnp.arange(_most_tiles(rows, groups, tile_rows), dtype=jnp.int32)
     tiles = -(-group_sizes // tile_rows)
     tile_ends, row_ends = (jnp.cumsum(x, dtype=jnp.int32) for x in (tiles, group_sizes))
     group = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right", method="compare_all"), groups - 1)
@@ -73,11 +73,20 @@ def _tiles(group_sizes: Any, rows: int, tile_rows: int) -> _Tiles:
     return _Tiles(group, (row_ends - group_sizes)[group] + of_group * tile_rows, row_ends[group])
 
 
-def _tile_rows(rows: int, groups: int) -> int:
+def _most_tiles(rows: Size, groups: int, tile_rows: int) -> Size:
+    if is_symbolic(rows):
+        return groups + rows // tile_rows
+    begun = min(rows, groups)  # At most so many groups have rows, and each may leave one tile unfilled.
+    return begun + (rows - begun) // tile_rows
+
+
+def _tile_rows(rows: Size, groups: int) -> int:
     """A power of two, small enough that what groups leave free in their tiles adds at most a quarter to the work.
 
     Groups of few rows are an exception, since products of fewer than 16 rows are slower than their FLOPs say.
     """
+    if is_symbolic(rows):
+        return _FEWEST_TILE_ROWS
     quarter = max(rows // (4 * groups), 1)
     return min(max(2 ** (quarter.bit_length() - 1), _FEWEST_TILE_ROWS), _MOST_TILE_ROWS)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stack_core.errors import TrainingError
 from stack_core.mesh import MeshConfig, make_mesh
 from stack_train.models.llama import FAMILY, LlamaConfig
 from stack_train.objectives import CausalLMConfig
@@ -82,6 +83,23 @@ def test_the_state_is_donated(trainer, step):
     before = jax.tree.leaves(state.params)
     step(state, make_batch())
     assert all(leaf.is_deleted() for leaf in before)
+
+
+def test_another_batch_than_the_compiled_one_is_named(trainer, step):
+    batch = make_batch()
+    rows = batch["tokens"].shape[0]
+    longer = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
+    state = trainer.init(key=jax.random.key(0))
+    message = rf"batch\['tokens'\] is int32\[{2 * rows}, .*compiled for int32\[{rows}, .*Call trainer\.compile\(batch\)"
+    with pytest.raises(TrainingError, match=message):
+        step(state, longer)
+    with pytest.raises(TrainingError, match=r"batch\['tokens'\] is absent, .*batch\['text'\] is int32\["):
+        step(state, {("text" if name == "tokens" else name): value for name, value in batch.items()})
+    with pytest.raises(TrainingError, match=r"batch\['tokens'\] is float32\["):
+        step(state, batch | {"tokens": batch["tokens"].astype(jnp.float32)})
+    with pytest.raises(TrainingError, match=r"Call trainer\.compile_evaluation\(batch\)"):
+        trainer.compile_evaluation(batch)(trainer.variables(state), longer)
+    assert float(step(state, batch)[1]["loss"]) > 0, "a refused batch leaves the state as it is"
 
 
 def test_the_same_key_gives_the_same_state_and_another_gives_another(trainer):

@@ -18,6 +18,7 @@ from stack_core.mesh import MeshAxes, ShardingRules, use_mesh
 from stack_core.metrics import Metric, Metrics
 from stack_core.ops.building import accurate_dtype
 from stack_core.paths import path_name
+from stack_train.batches import batch_shapes, check_batch
 from stack_train.companions import INIT, Companion
 from stack_train.further import FurtherModel, FurtherState, further_models
 from stack_train.microbatches import accumulate, check_metrics
@@ -128,12 +129,20 @@ class Trainer:
     def runnable(
         self, compiled: jax.stages.Compiled, batch: Mapping[str, Any]
     ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-        """The compiled step in a form that takes the state's arrays.
+        """The compiled step in a form that takes the state's arrays, and refuses other batches by name.
 
         Compiled programs refuse committed arrays of 4 bits on CPUs, whose layouts JAX reports in two ways (jax 0.10.2):
         such a state goes through `jax.jit`, which compiles again, or finds the program in the cache.
         """
-        return self._jitted(batch) if self._has_narrow_codes else compiled
+        program: Any = self._jitted(batch) if self._has_narrow_codes else compiled
+        expected = batch_shapes(batch)
+
+        def step(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
+            check_batch(batch, expected, "compile")
+            stepped: tuple[TrainState, Metrics] = program(state, batch)
+            return stepped
+
+        return step
 
     def trace(self, batch: Mapping[str, Any]) -> jax.stages.Traced:
         """Traces `step` for the shapes of `batch`; nothing is allocated.
@@ -143,8 +152,8 @@ class Trainer:
           ConfigError: the objective reads other arrays than the batch has.
           TrainingError: the forward pass assigns a variable that is trained or frozen.
         """
-        check_inputs(self.objective, _shapes(batch))
-        return self._jitted(batch).trace(self.abstract_state, _shapes(batch))
+        check_inputs(self.objective, batch_shapes(batch))
+        return self._jitted(batch).trace(self.abstract_state, batch_shapes(batch))
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One update; pure. It is `update` with what `gradients` gives, bit for bit.
@@ -236,10 +245,13 @@ class Trainer:
         """Compiles `evaluate` for the shapes of `batch`."""
         shardings = (self.variable_shardings, self.batch_shardings(batch), self.state_shardings.beside)
         jitted = jax.jit(self.evaluate, in_shardings=shardings)
-        lowered = jitted.lower(self.abstract_variables, _shapes(batch), self.abstract_state.beside)
+        lowered = jitted.lower(self.abstract_variables, batch_shapes(batch), self.abstract_state.beside)
         compiled: Any = jitted if self._has_narrow_codes else lowered.compile()  # see `runnable`
 
+        expected = batch_shapes(batch)
+
         def evaluate(variables: Tree, batch: Mapping[str, Any], beside: Any = None) -> Metrics:
+            check_batch(batch, expected, "compile_evaluation")
             metrics: Metrics = compiled(variables, batch, beside or {})
             return metrics
 
@@ -538,7 +550,3 @@ class Trainer:
 
 def _placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _shapes(batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    return {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}

@@ -1,0 +1,36 @@
+"""The batches that a compiled step takes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from stack_core.errors import TrainingError
+
+__all__ = ["batch_shapes", "check_batch"]
+
+
+def batch_shapes(batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shape and dtype of each array of a batch."""
+    return {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}
+
+
+def check_batch(batch: Mapping[str, Any], expected: Mapping[str, jax.ShapeDtypeStruct], compile_: str) -> None:
+    """Compares a batch with the one that a program was compiled for.
+
+    Args:
+      compile_: the method that compiles for another batch.
+
+    Raises:
+      TrainingError: an array is missing, unknown, or has another shape or dtype; names each.
+    """
+    lines = []
+    for name in dict.fromkeys([*expected, *batch]):
+        found, compiled = (
+            f"{arrays[name].dtype}{list(arrays[name].shape)}" if name in arrays else "absent"
+            for arrays in (batch, expected)
+        )
+        if found != compiled:
+            lines.append(f"batch[{name!r}] is {found}, and the program was compiled for {compiled}")
+    if lines:
+        raise TrainingError(f"{'; '.join(lines)}. Call trainer.{compile_}(batch) with this batch to compile another.")

@@ -166,11 +166,20 @@ def test_a_run_converts_with_its_adapters_merged(run, chats, tmp_path, quantized
     assert float(jnp.max(jnp.abs(ours - answers(Path(chats["run.init_from"]))))) > 0.01
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
+def test_what_does_not_fit_is_refused(tmp_path, chats):
     mapping = on_text() | {"output": str(tmp_path / "never")}
+    alone = {name: section for name, section in mapping.items() if name != "quant"}
+    with pytest.raises(StackError, match=r"Section lora trains adapters .* random: run\.init_from is not set"):
+        train(config_of(alone, tmp_path))
+    mapping["run"] = {"steps": 2, "init_from": chats["run.init_from"]}
     swapped = {name: mapping[name] for name in mapping if name != "quant"} | {"quant": mapping["quant"]}
     nowhere = mapping | {"lora": {"rules": {"path": "mixer"}}}
-    for config, message in ((swapped, "put quant before lora"), (nowhere, "path='mixer', matches no parameter")):
+    without = mapping | {"lora": {"rules": {"path": "blocks", "rank": 0}}}
+    for config, message in (
+        (swapped, "put quant before lora"),
+        (nowhere, "path='mixer', matches no parameter"),
+        (without, "nothing would be trained: all that match have rank 0"),
+    ):
         with pytest.raises(StackError, match=message):
             train(config_of(config, tmp_path))
     assert not (tmp_path / "never").exists()

@@ -124,6 +124,7 @@ def test_an_embedding_is_looked_up_with_its_adapter_merged():
         ([{"path": "w"}, {"path": "w|b"}], "Rule 1 of lora"),
         ([], "no rule of adapters"),
         ([{"path": "("}], "no regular expression"),
+        ([{"path": "w", "rank": 0}], "nothing would be trained: all that match have rank 0"),
     ],
 )
 def test_rules_that_match_nothing_are_refused(rules, message):

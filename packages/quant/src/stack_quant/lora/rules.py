@@ -88,7 +88,8 @@ def plan_adapters(
       uses: of parameters, in the order of the program.
 
     Raises:
-      RuleError: a rule matches no parameter with a product, or a product that sums over a part of an axis.
+      RuleError: a rule matches no parameter with a product, or a product that sums over a part of an axis; or all
+        rules that match have rank 0.
     """
     first: dict[str, Use] = {}
     for use in uses:
@@ -112,6 +113,11 @@ def plan_adapters(
                 f"Rule {number} of lora, path={rule.path!r}, matches no parameter that goes into a product and that no "
                 f"earlier rule took.{near}"
             )
+    if not found:
+        raise RuleError(
+            "The rules of lora give no parameter an adapter, so that nothing would be trained: all that match have "
+            "rank 0, which leaves a parameter out. Give one a rank of 1 or more, such as 8."
+        )
     return found
 
 

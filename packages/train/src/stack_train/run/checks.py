@@ -3,6 +3,7 @@
 import warnings
 from pathlib import Path
 
+from stack_core.contracts.adapters import AdaptsModels
 from stack_core.errors import ConfigError
 from stack_train.objectives import check_inputs
 from stack_train.run.config import RunConfig, run_config
@@ -28,8 +29,8 @@ def check_start(config: RunConfig, allow: tuple[str, ...] = ()) -> None:
     """Raises where a run cannot start from what `run` names; warns where the model there is transformed, ours not.
 
     Raises:
-      ConfigError: it is neither a run nor a checkpoint, or its model computes something else, has another tokenizer,
-        or is transformed by another recipe.
+      ConfigError: adapters have no base; or the start is neither a run nor a checkpoint, or its model computes
+        something else, has another tokenizer, or is transformed by another recipe.
     """
     if config.run.adapters_from is not None and transform_of(config).adapting is None:
         raise ConfigError(
@@ -37,6 +38,7 @@ def check_start(config: RunConfig, allow: tuple[str, ...] = ()) -> None:
         )
     source = config.run.init_from
     if source is None:
+        _check_base(config)
         return
     if (published := open_published(source)) is not None:
         check_same_start(config, published.config, allow)
@@ -54,4 +56,14 @@ def check_start(config: RunConfig, allow: tuple[str, ...] = ()) -> None:
         raise ConfigError(
             f"The model of {source} is transformed by another recipe; here is this run's, not that one's:\n"
             f"  {listing}\nStart from the run that it was made from, or use the same recipe."
+        )
+
+
+def _check_base(config: RunConfig) -> None:
+    """Raises a ConfigError if a run that starts from nothing trains adapters alone."""
+    members = zip(transform_names(config), transform_of(config).members, strict=True)
+    if names := [name for name, member in members if isinstance(member, AdaptsModels)]:
+        raise ConfigError(
+            f"Section {names[0]} trains adapters beside a frozen model, and this run's model would stay random: "
+            "run.init_from is not set. Set it to a run or hf:DIR, or leave the section out to train all parameters."
         )

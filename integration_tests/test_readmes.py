@@ -1,19 +1,33 @@
-"""The Python in the READMEs and the docs runs as it stands."""
+"""The Python in the READMEs and the docs runs, and their commands name options and keys that exist."""
 
+import functools
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from stack_core import cli
 from stack_core.cli import main
+from stack_core.config import apply_overrides, load_yaml, parse
+from stack_train.run.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
     str(path.relative_to(ROOT)): re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
     for path in [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("docs/*.md"))]
 }
+COMMANDS = sorted(
+    {
+        command.strip(" &")
+        for path in [*map(ROOT.joinpath, PAGES), ROOT / "examples" / "plugins" / "README.md"]
+        for line in re.findall(r"^ {4}(stack .*)$", path.read_text().replace("\\\n", " "), re.MULTILINE)
+        for command in line.split(" && ")
+    }
+)
+app_of = functools.cache(cli._app)
 # Blocks that speak of a run find it where the commands of the main README put it.
 RUN = "runs/mine"
 TRAIN = """
@@ -52,3 +66,13 @@ def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, request: pytest.Fix
     command = [sys.executable, "-W", "error", "-c", EACH, *PAGES[page]]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_documented_command_has_its_options_and_a_documented_key_exists(command: str) -> None:
+    tokens = shlex.split(command, comments=True)[1:]
+    _, bound, *_ = app_of(cli._command_name(tokens)).parse_args(tokens, exit_on_error=False, print_error=False)
+    config = bound.arguments.get("config")
+    if config is not None and (ROOT / config).is_file():
+        mapping = apply_overrides(load_yaml(ROOT / config), cli.overrides_from(bound.arguments.get("overrides", ())))
+        parse(RunConfig, {"model": {"family": "llama"}, **mapping})  # which may come from the run it starts from

@@ -121,7 +121,7 @@ def _captured(folder: Path, size_bytes: float) -> Path:
 
 
 def _our_command(name: str) -> list[str]:
-    return [sys.executable, "-m", "stack_core.cli", "profile", *OURS[name]]
+    return [sys.executable, "-m", "stack_core", "profile", *OURS[name]]
 
 
 def _measured(command: Sequence[str], trace: Path) -> dict[str, float]:

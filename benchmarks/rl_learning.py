@@ -100,7 +100,7 @@ def teacher(output: Path) -> Path:
 def stack(*arguments: str, keep: bool = False) -> str:
     """Runs the command `stack`; what it prints, if that is to be kept."""
     rewards = {**os.environ, "PYTHONPATH": str(ROOT / "examples")}  # where examples keep theirs
-    command = [sys.executable, "-m", "stack_core.cli", *arguments]
+    command = [sys.executable, "-m", "stack_core", *arguments]
     output = subprocess.PIPE if keep else None
     return subprocess.run(command, check=True, cwd=ROOT, env=rewards, stdout=output, text=True).stdout or ""
 

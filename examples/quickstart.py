@@ -19,7 +19,7 @@ from typing import Any
 
 CONFIG = Path(__file__).with_name("quickstart.yaml")
 ALIGN = Path(__file__).with_name("quickstart_align.yaml")
-STACK = (sys.executable, "-m", "stack_core.cli")
+STACK = (sys.executable, "-m", "stack_core")
 PROMPT = "def read_file(path):\n"
 NAMES = ("open", "close", "read", "write", "parse", "format", "copy", "send", "find", "remove", "load", "check")
 POLL_S = 0.1

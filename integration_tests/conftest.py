@@ -49,7 +49,7 @@ class Environment:
         return done
 
     def stack(self, *arguments: str, check: bool = True, **environ: str) -> subprocess.CompletedProcess[str]:
-        return self.run("-m", "stack_core.cli", *arguments, check=check, **environ)
+        return self.run("-m", "stack_core", *arguments, check=check, **environ)
 
     def plugins(self, **environ: str) -> dict[str, dict[str, Any]]:
         """What `stack plugins --json` reports, by distribution."""

@@ -100,7 +100,7 @@ class Served:
         under: Sequence[str] = (),
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        serve = ["-m", "stack_core.cli", "serve", str(directory), "--port", "0", "--json", *options]
+        serve = ["-m", "stack_core", "serve", str(directory), "--port", "0", "--json", *options]
         command = [python, *under, *serve]
         environ = {**os.environ, "JAX_PLATFORMS": "cpu", **variables}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)

@@ -191,10 +191,10 @@ def test_dpo_prefers_the_worthier_of_held_out_pairs(folder):
 def test_grpo_learns_to_add_though_it_is_killed(folder):
     """The sequence of examples/add.yaml, whose last part is killed and resumed."""
     run("add_chat.yaml")
-    evaluated = [sys.executable, "-m", "stack_core.cli", "rl", "evaluate", EXAMPLES / "add.yaml", "runs/add-chat"]
+    evaluated = [sys.executable, "-m", "stack_core", "rl", "evaluate", EXAMPLES / "add.yaml", "runs/add-chat"]
     before = json.loads(subprocess.run([*evaluated, "--json"], check=True, stdout=subprocess.PIPE).stdout)
     assert before["correct"] >= 0.35
-    command = [sys.executable, "-m", "stack_core.cli", "train", EXAMPLES / "add.yaml"]
+    command = [sys.executable, "-m", "stack_core", "train", EXAMPLES / "add.yaml"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as child:
         while child.poll() is None and not Path("runs/add/checkpoints/00000200").exists():
             time.sleep(0.1)

@@ -125,7 +125,7 @@ def test_two_processes_score_and_learn_preferences_as_one_does(base, template, t
 def in_two_processes(settings: Path, *arguments: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         together = ["--processes.count", "2", "--processes.coordinator", f"127.0.0.1:{free.getsockname()[1]}"]
-    command = [sys.executable, "-m", "stack_core.cli", "train", str(settings), *together, *arguments]
+    command = [sys.executable, "-m", "stack_core", "train", str(settings), *together, *arguments]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     started = [
         subprocess.Popen([*command, "--processes.id", each], env=environment, stderr=subprocess.PIPE, text=True)

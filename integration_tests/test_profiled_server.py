@@ -12,7 +12,7 @@ from stack_profile.traces.trace import load_trace
 
 from .served import Served, write_checkpoint
 
-LISTENING = ("-m", "stack_core.cli", "profile", "run", "--listen")
+LISTENING = ("-m", "stack_core", "profile", "run", "--listen")
 SIZES = ("--max-sequences", "2", "--step-tokens", "16", "--decode-repeats", "4")
 
 

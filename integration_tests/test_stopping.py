@@ -28,7 +28,7 @@ def command(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(CONFIG)
 
     def build(output, steps, *more):
-        stack = [sys.executable, "-m", "stack_core.cli", "train", str(tmp_path / "run.yaml")]
+        stack = [sys.executable, "-m", "stack_core", "train", str(tmp_path / "run.yaml")]
         return [*stack, f"--data.source=text:{tmp_path}/*.txt", f"--output={output}", f"--run.steps={steps}", *more]
 
     return build

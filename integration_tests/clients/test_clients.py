@@ -90,7 +90,7 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[s
     bundle.export(folder / "models/double", {"predict": double}, licence="MIT")
     np.save(folder / "images.npy", x)
     np.save(folder / "expected.npy", np.asarray(predict(params, x)["probabilities"]))
-    command = [sys.executable, "-m", "stack_core.cli", "serve", "--repository", str(folder / "models"), "--json"]
+    command = [sys.executable, "-m", "stack_core", "serve", "--repository", str(folder / "models"), "--json"]
     arguments = [*command, "--port", "0", "--grpc-port", "0"]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE) as server:
         try:

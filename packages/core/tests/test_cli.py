@@ -17,7 +17,7 @@ from stack_core.registry import Entry, Registry
 
 def stack(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "stack_core.cli", *arguments], check=False, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "stack_core", *arguments], check=False, capture_output=True, text=True, timeout=120
     )
 
 

@@ -184,9 +184,3 @@ def _note(message: str) -> None:
 def _fail(message: str, status: int) -> None:
     _note(f"error: {message}")
     sys.exit(status)
-
-
-if __name__ == "__main__":
-    from stack_core.entry import main as enter
-
-    enter()

@@ -102,7 +102,7 @@ def test_a_number_that_is_not_known_is_a_dash(here, capsys):
 
 def test_rows_are_listed_where_jax_does_not_start():
     done = subprocess.run(
-        [sys.executable, "-m", "stack_core.cli", "chips", "--json"],
+        [sys.executable, "-m", "stack_core", "chips", "--json"],
         check=True,
         capture_output=True,
         text=True,

@@ -17,7 +17,7 @@ def doctor(tmp_path):
     def run(*arguments, **variables):
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_CHANGED)}
         return subprocess.run(
-            [sys.executable, "-m", "stack_core.cli", "doctor", *arguments],
+            [sys.executable, "-m", "stack_core", "doctor", *arguments],
             check=False,
             capture_output=True,
             text=True,

@@ -56,7 +56,7 @@ class Joining(JoinedLauncher):
         self.config, self.hosts = config, {}
 
     def start(self, host, invitation):
-        command = [sys.executable, "-m", "stack_core.cli", "cluster", "join", self.config.address]
+        command = [sys.executable, "-m", "stack_core", "cluster", "join", self.config.address]
         command += ["--token-file", self.config.token_file]
         self.hosts[host] = subprocess.Popen(command, env={**os.environ, "SLURM_NODEID": str(host)})
 

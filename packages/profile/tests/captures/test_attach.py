@@ -97,7 +97,7 @@ sys.exit(7)
 
 def test_a_script_that_knows_nothing_of_it_listens(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "stack_core.cli", "profile", "run", "--listen", "script.py", "end"]
+    command = [sys.executable, "-m", "stack_core", "profile", "run", "--listen", "script.py", "end"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout.readline() == "steps\n"

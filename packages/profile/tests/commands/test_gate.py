@@ -37,7 +37,7 @@ def traces(build, tmp_path):
 
 def run(folder, command, *tokens):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    line = [sys.executable, "-m", "stack_core.cli", "profile", command, *tokens]
+    line = [sys.executable, "-m", "stack_core", "profile", command, *tokens]
     return subprocess.run(line, cwd=folder, capture_output=True, text=True, check=False, env=environment)
 
 

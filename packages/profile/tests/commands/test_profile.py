@@ -86,7 +86,7 @@ def test_the_directory_of_a_trace_is_never_written_to(capsys, captured):
 def run(tmp_path, *tokens, script=SCRIPT):
     path = tmp_path / "script.py"
     path.write_text(script)
-    command = [sys.executable, "-m", "stack_core.cli", "profile", "run", *map(str, tokens)]
+    command = [sys.executable, "-m", "stack_core", "profile", "run", *map(str, tokens)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
 

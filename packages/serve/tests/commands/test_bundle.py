@@ -60,7 +60,7 @@ def test_a_server_ends_in_time_whatever_still_computes(tmp_path: Path) -> None:
 
     function = bundle.Function(count, {"limit": ("int32", (1,))})
     bundle.export(tmp_path / "models/count", {"predict": function}, licence="MIT")
-    command = [sys.executable, "-m", "stack_core.cli", "serve", "--repository", str(tmp_path / "models")]
+    command = [sys.executable, "-m", "stack_core", "serve", "--repository", str(tmp_path / "models")]
     options = ["--port", "0", "--json", "--drain-s", "1", "--max-json-bytes", "1000"]
     answers: list[int] = []
 

@@ -79,7 +79,7 @@ class Cluster:
             "XDG_CACHE_HOME": str(self.root / "cache"),
             "STACK_TEST_MARK": self.mark,
         }
-        command = [sys.executable, "-m", "stack_core.cli", "train", str(self.config), "--output"]
+        command = [sys.executable, "-m", "stack_core", "train", str(self.config), "--output"]
         return subprocess.Popen(
             [*command, str(self.root / output), *arguments],
             env=environment,

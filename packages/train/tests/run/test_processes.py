@@ -63,7 +63,7 @@ class Runner:
             "JAX_NUM_CPU_DEVICES": str(devices),
             "XDG_CACHE_HOME": str(self.root / "cache"),
         }
-        command = [sys.executable, "-m", "stack_core.cli", "train", str(self.config)]
+        command = [sys.executable, "-m", "stack_core", "train", str(self.config)]
         command += ["--output", str(self.root / output)]
         together = ["--processes.count", str(count), "--processes.coordinator", f"127.0.0.1:{port}"]
         return [

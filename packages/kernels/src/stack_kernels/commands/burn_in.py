@@ -131,7 +131,7 @@ def _profile(found: "Findings", out: Path, name: str, ops: list[str], share_s: f
         found.missing.append("profile: stack-profile is not installed")
         return
     deadline_s, capture, page = time.monotonic() + share_s, out / "profile", out / f"{name}-profile.html"
-    stack = ["-m", "stack_core.cli", "profile"]
+    stack = ["-m", "stack_core", "profile"]
     for arguments in (
         ["run", "--out", str(capture), "-m", "stack_kernels.burn_in.standard"],
         ["report", str(capture), "--out", str(page)],

@@ -51,7 +51,7 @@ def tune_in_child(
         while True:
             left_s = max(end_s - time.monotonic(), 0.0)
             own = [f"--budget-s={left_s}", *(["--again"] if again else [])]
-            command = [sys.executable, "-m", "stack_core.cli", "tune", *arguments, *own]
+            command = [sys.executable, "-m", "stack_core", "tune", *arguments, *own]
             status = _status(command, {**os.environ, TRYING_VARIABLE: str(note)}, left_s + grace_s)
             if status is not None and status >= 0:
                 return status

@@ -62,11 +62,38 @@ def test_the_reference_is_scored_once_and_kept_beside_the_run(build, tmp_path):
     resumed.update_weights(9.0, 4, score)
     left, right = next(first.train_iterator()), next(resumed.train_iterator())
     np.testing.assert_array_equal(left["reference_logprobs"], right["reference_logprobs"])
-    (run / "reference_logprobs.npy").unlink()
+    kept = run / "reference_logprobs.npz"
+    kept.write_bytes(kept.read_bytes()[:-40])
+    _, torn = build(RECORDS)
+    torn.write(run)
+    with pytest.raises(DataError, match=r"reference_logprobs\.npz cannot be read: .*Restore the file"):
+        torn.update_weights(9.0, 4, score)
+    kept.unlink()
     _, lost = build(RECORDS)
     lost.write(run)
     with pytest.raises(DataError, match=r"reference's log-probabilities are missing: .*restore the file"):
         lost.update_weights(9.0, 4, score)
+
+
+def test_kept_references_follow_their_pairs(build, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    _, first = build(RECORDS)
+    first.write(run)
+    first.update_weights(2.0, 0, score)
+
+    def resumed(records, **fields):
+        _, batches = build(records, **fields)
+        batches.write(run)
+        batches.update_weights(9.0, 4, score)
+        return batches
+
+    for records in (RECORDS[::-1], RECORDS[1:], [RECORDS[3], *RECORDS]):  # in another order, fewer, one twice
+        batch = next(resumed(records).train_iterator())
+        np.testing.assert_array_equal(batch["reference_logprobs"], -2.0 * (batch["targets"] != IGNORED_TARGET).sum(-1))
+    for changed in ({"prompt": "new?", "chosen": "y", "rejected": "no"}, RECORDS[2] | {"rejected": "never"}):
+        with pytest.raises(DataError, match=r"no log-probabilities of 1 of 6 pairs, the first of which is .*:3"):
+            resumed([*RECORDS[:2], changed, *RECORDS[2:]])
 
 
 def test_messages_share_their_beginning_as_prompt(build):

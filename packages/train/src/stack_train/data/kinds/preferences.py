@@ -1,5 +1,6 @@
 """`data.kind: preferences`: pairs of answers to one prompt, the better of which is known."""
 
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jax
 import numpy as np
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32, Int64, UInt64
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from stack_core.config import config
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AnswersData", "Pair", "PreferenceBatches", "PreferenceData", "fitting_pairs"]
 
-_REFERENCE = "reference_logprobs.npy"
+_REFERENCE = "reference_logprobs.npz"
 _NAMES = ("tokens", "targets", "positions", "segment_ids")
 
 
@@ -64,7 +65,8 @@ class PreferenceData(AnswersData):
     Without `prompt`, what both lists of messages begin with is the prompt. A batch holds both answers of each pair, the
     chosen first: int32[batch, 2, seq_tokens] arrays, targets -100 in prompts. `reference_logprobs`, float32[batch, 2],
     are the log-probabilities of the answers by the weights that the run starts from, scored once before its first step
-    and kept in the run's directory: no second model is held in memory.
+    and kept in the run's directory with a digest of each pair: no second model is held in memory. Pairs that are added
+    later have none, so that a run does not resume with them.
 
     Attributes:
       source: files, as a glob.
@@ -157,7 +159,7 @@ class PreferenceBatches(OwnRows):
             return
         kept = None if self._directory is None else self._directory / _REFERENCE
         if kept is not None and kept.is_file():
-            self._reference = np.load(kept)
+            self._reference = self._read_reference(kept)
         elif version:
             raise DataError(
                 f"The reference's log-probabilities are missing: {kept}. They are scored at a run's start; restore the "
@@ -166,8 +168,8 @@ class PreferenceBatches(OwnRows):
         else:
             self._reference = self._scored(params, score)
             if kept is not None and jax.process_index() == 0:  # the others scored the same
-                partial = kept.with_suffix(".partial.npy")
-                np.save(partial, self._reference)
+                partial = kept.with_suffix(".partial.npz")
+                np.savez(partial, digests=self._pair_digests, logprobs=self._reference)
                 partial.replace(kept)
 
     def describe_rows(self, row_ids: Int64[np.ndarray, " rows"]) -> list[str]:
@@ -177,6 +179,41 @@ class PreferenceBatches(OwnRows):
     def write(self, directory: Path) -> None:
         write_tokenizer(self.tokenizer, directory)
         self._directory = directory
+
+    @property
+    def _pair_digests(self) -> UInt64[np.ndarray, " pairs"]:
+        """A digest of what is scored of each pair: its tokens, and which of them are targets."""
+        answers = ((pair.chosen, pair.rejected) for pair in self._pairs)
+        texts = (
+            " ".join(each.tokens.tobytes().hex() + each.supervised.tobytes().hex() for each in two) for two in answers
+        )
+        return np.asarray([text_digest(text) for text in texts], np.uint64)
+
+    def _read_reference(self, path: Path) -> Float32[np.ndarray, "pairs 2"]:
+        """Reads the log-probabilities of the pairs, by their digests.
+
+        Raises:
+          DataError: the file is damaged, or lacks a pair.
+        """
+        try:
+            with np.load(path) as stored:
+                logprobs = dict(zip(stored["digests"].tolist(), stored["logprobs"], strict=True))
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise DataError(
+                f"The reference's log-probabilities in {path} cannot be read: {error}. Restore the file, or start the "
+                "run anew."
+            ) from error
+        digests = self._pair_digests.tolist()
+        missing = [
+            pair.chosen.name for pair, digest in zip(self._pairs, digests, strict=True) if digest not in logprobs
+        ]
+        if missing:
+            raise DataError(
+                f"{path} has no log-probabilities of {len(missing)} of {len(digests)} pairs, the first of which is "
+                f"{missing[0]}: they were scored at the run's start, before these pairs were there or had this text. "
+                "Restore the data, or start a new run by run.init_from."
+            )
+        return np.stack([logprobs[digest] for digest in digests])
 
     def _scored(self, params: Any, score: Callable[[Any, Batch], Mapping[str, Any]]) -> Float32[np.ndarray, "pairs 2"]:
         size = self._config.batch_size

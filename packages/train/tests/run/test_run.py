@@ -231,7 +231,7 @@ def test_a_directory_with_another_run_is_refused_and_left_alone(config_of):
 def test_files_of_a_failed_start_are_not_taken_over(config_of):
     config = config_of()
     directory = config_path(config)
-    stale = [directory / name for name in ("tokenizer/of_another.json", "reference_logprobs.npy", "encoders.json")]
+    stale = [directory / name for name in ("tokenizer/of_another.json", "reference_logprobs.npz", "encoders.json")]
     (directory / "tokenizer").mkdir(parents=True)
     for path in (directory / "run.lock", *stale):
         path.write_text("")

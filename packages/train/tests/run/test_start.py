@@ -106,6 +106,19 @@ def test_a_resumed_run_may_change_what_is_allowed_and_notes_it(folder, source):
     assert train(changed, resume=True).step == 6
 
 
+@pytest.mark.parametrize("name", ["ops.json", "files.json"])
+def test_a_torn_file_of_a_killed_run_is_named_and_written_anew(folder, name):
+    output = f"torn-{name}"
+    train(parse(RunConfig, mapping(folder, output)))
+    file = folder / output / name
+    whole = file.read_text()
+    file.write_text(whole[: len(whole) // 2])
+    with pytest.warns(UserWarning, match=rf"{name} cannot be read, so what changed .* is not noted"):
+        assert train(parse(RunConfig, mapping(folder, output, run={"steps": 5})), resume=True).step == 5
+    assert json.loads(file.read_text()) == json.loads(whole)
+    assert not list(file.parent.glob("*.partial"))
+
+
 def test_a_key_is_allowed_only_where_there_is_something_to_differ_from(folder):
     with pytest.raises(ConfigError, match=r"--allow data\.source has nothing to differ from.*or run\.init_from"):
         build(parse(RunConfig, mapping(folder, "alone")), allow=["data.source"])

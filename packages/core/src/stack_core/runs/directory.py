@@ -23,9 +23,11 @@ import fcntl
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stack_core.errors import RunDirectoryError
 
@@ -134,6 +136,31 @@ class RunDirectory:
             partial.replace(self.config)
         except OSError as error:
             raise RunDirectoryError(f"The run directory {self.path} cannot be written: {error}") from error
+
+    def write_json(self, path: Path, value: Any) -> None:
+        """Writes one of the run's files, such as `ops`; it appears whole or not at all.
+
+        Raises:
+          RunDirectoryError: the disk is full or the directory not writable.
+        """
+        partial = path.with_name(f"{path.name}.partial")
+        try:
+            partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:
+            raise RunDirectoryError(f"{path} cannot be written: {error}") from error
+
+    def read_json(self, path: Path) -> Any:
+        """Reads one of the run's files; None if it is missing, or damaged, of which it warns."""
+        if not path.is_file():
+            return None
+        try:
+            return json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            warnings.warn(
+                f"{path} cannot be read, so what changed since it was written is not noted: {error}.", stacklevel=2
+            )
+            return None
 
     def release(self) -> None:
         """Leaves the directory to another run: the config becomes failed.yaml."""

@@ -1,6 +1,5 @@
 """The files of a run's data, kept so that a resumed run names those that were added, removed or resized."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,14 @@ def source_files(data: Any) -> dict[str, int]:
 
 def keep_files(data: Any, directory: RunDirectory) -> None:
     """Writes into a run's directory which files its data lies in."""
-    directory.files.write_text(json.dumps(source_files(data), indent=1) + "\n", encoding="utf-8")
+    directory.write_json(directory.files, source_files(data))
 
 
 def changed_files(data: Any, directory: RunDirectory) -> Iterator[str]:
     """Lines "data.source: ...", one for each file that is not as it was when the run last went on."""
-    if not directory.files.is_file():
+    before: Mapping[str, int] | None = directory.read_json(directory.files)
+    if before is None:
         return
-    before: Mapping[str, int] = json.loads(directory.files.read_text(encoding="utf-8"))
     now = source_files(data)
     for name in sorted({*before, *now}):
         if name not in before:

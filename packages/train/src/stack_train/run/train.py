@@ -1,7 +1,6 @@
 """Starts a run, and drives it to its last step or to a signal."""
 
 import contextlib
-import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -119,10 +118,9 @@ def _write_files(run: Run) -> None:
 
 def _kept_choices(run: Run) -> list[str]:
     """Writes which implementations of ops the run goes on with; returns where they are not those of before."""
-    path = run.directory.ops
-    before = json.loads(path.read_text(encoding="utf-8")) if run.resume and path.is_file() else []
-    path.write_text(json.dumps(run.choices, indent=1) + "\n", encoding="utf-8")
-    return ops.changed_choices(before, run.choices)
+    before = run.directory.read_json(run.directory.ops) if run.resume else None
+    run.directory.write_json(run.directory.ops, run.choices)
+    return ops.changed_choices(before or [], run.choices)
 
 
 def _train(
@@ -172,7 +170,7 @@ def _remove_leftovers(directory: Path) -> None:
     """Removes what a run that failed to start left there, which data that finds it would take for its own."""
     for name in ("tokenizer", "tokenizer.partial"):
         shutil.rmtree(directory / name, ignore_errors=True)
-    for name in ("reference_logprobs.npy", "encoders.json"):
+    for name in ("reference_logprobs.npz", "encoders.json"):
         (directory / name).unlink(missing_ok=True)
 
 

@@ -183,11 +183,12 @@ class PreferenceBatches(OwnRows):
     @property
     def _pair_digests(self) -> UInt64[np.ndarray, " pairs"]:
         """A digest of what is scored of each pair: its tokens, and which of them are targets."""
-        answers = ((pair.chosen, pair.rejected) for pair in self._pairs)
-        texts = (
-            " ".join(each.tokens.tobytes().hex() + each.supervised.tobytes().hex() for each in two) for two in answers
-        )
-        return np.asarray([text_digest(text) for text in texts], np.uint64)
+
+        def text(pair: Pair) -> str:
+            arrays = (array for each in (pair.chosen, pair.rejected) for array in (each.tokens, each.supervised))
+            return " ".join(array.tobytes().hex() for array in arrays)
+
+        return np.asarray([text_digest(text(pair)) for pair in self._pairs], np.uint64)
 
     def _read_reference(self, path: Path) -> Float32[np.ndarray, "pairs 2"]:
         """Reads the log-probabilities of the pairs, by their digests.
@@ -196,7 +197,7 @@ class PreferenceBatches(OwnRows):
           DataError: the file is damaged, or lacks a pair.
         """
         try:
-            with np.load(path) as stored:
+            with path.open("rb") as file, np.load(file) as stored:  # np.load leaks a file that is no archive
                 logprobs = dict(zip(stored["digests"].tolist(), stored["logprobs"], strict=True))
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(
@@ -204,10 +205,7 @@ class PreferenceBatches(OwnRows):
                 "run anew."
             ) from error
         digests = self._pair_digests.tolist()
-        missing = [
-            pair.chosen.name for pair, digest in zip(self._pairs, digests, strict=True) if digest not in logprobs
-        ]
-        if missing:
+        if missing := [self._pairs[row].chosen.name for row, digest in enumerate(digests) if digest not in logprobs]:
             raise DataError(
                 f"{path} has no log-probabilities of {len(missing)} of {len(digests)} pairs, the first of which is "
                 f"{missing[0]}: they were scored at the run's start, before these pairs were there or had this text. "

@@ -1,12 +1,14 @@
 """The dtypes of training: float32 masters, sums and moments, whatever a checkpoint holds; bfloat16 on request."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from stack_core.config import parse
 from stack_core.errors import ConfigError, TrainingError
@@ -123,8 +125,32 @@ def test_second_moments_decay_in_float32_whatever_the_parameters_are():
 @pytest.mark.parametrize("name", registries.optimizers.names())
 def test_every_optimizer_keeps_float32_states_of_bfloat16_parameters(name):
     optimizer = parse(registries.optimizers[name], {"name": name, "ema_decay": None})
-    state = make_trainer(optimizer=optimizer, precision=IN_BF16).abstract_state
+    trainer = make_trainer(optimizer=optimizer, precision=IN_BF16)
+    state = trainer.abstract_state
+    assert floats(jax.eval_shape(trainer.evaluation_variables, state)) == {"bfloat16"}  # averages too
     assert floats(state.params) == {"bfloat16"} and floats(state.opt_state) == {"float32"}
+
+
+@pytest.mark.parametrize("name", registries.models.names())
+def test_every_family_published_in_bfloat16_is_trained_in_float32(name):
+    family = registries.models[name]
+    trainer = make_trainer(family=family, model_config=family.config_class(param_dtype="bfloat16"))
+    state = trainer.abstract_state
+    assert floats((state.params, state.moved, state.opt_state)) == {"float32"} and not floats(state.frozen)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [(Precision(), "float32"), (IN_BF16, "bfloat16")])
+def test_a_model_of_the_objective_is_trained_in_the_same_dtype(precision, dtype):
+    class Critic(nnx.Module):
+        def __init__(self, config, *, key):
+            self.kernel = nnx.Param(jnp.zeros(config.embed, config.param_dtype), logical_axes=("embed",))
+
+    class Objective(type(CausalLMConfig().build())):
+        trained_models: ClassVar = {"critic": Critic}
+
+    state = make_trainer(objective=Objective(), precision=precision).abstract_state
+    assert floats(state.further["critic"].params) == floats(state.params) == {dtype}
+    assert floats(state.further["critic"].opt_state) == {"float32"}
 
 
 def test_microbatches_of_bfloat16_parameters_are_summed_in_float32():

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stack_core.contracts.models import ModelFamily
 from stack_core.contracts.training import ModelTransform, Objective, ScoresTokens
+from stack_core.errors import ConfigError
 from stack_core.mesh import MeshAxes, ShardingRules, use_mesh
 from stack_core.metrics import Metric, Metrics
 from stack_core.ops.building import accurate_dtype
@@ -390,6 +391,12 @@ class Trainer:
             return published
         variables = nnx.to_flat_state(nnx.state(self.transform.apply(model)))
         trained = {path for path, variable in variables if self._kind_of(path, variable) == "trained"}
+        if self.precision.params != "float32" and not trained & made.keys():
+            raise ConfigError(
+                f"precision.params is {self.precision.params!r}, but no parameter of the model itself is trained. "
+                "Leave it out: the section that adds adapters has their dtype, and frozen parameters have "
+                "model.param_dtype."
+            )
         return {
             path: self.precision.trained_dtype(value.dtype) if path in trained else published[path]
             for path, value in made.items()

@@ -88,6 +88,10 @@ def test_a_run_of_bfloat16_parameters_resumes_bit_by_bit_and_says_when_its_preci
     whole, cut = config_of("whole", **sections), config_of("cut", **sections)
     train(whole)
     train(replace(cut, run=replace(cut.run, steps=1)))
+    # As runs wrote it whose parameters had the published dtype without a choice.
+    path = tmp_path / "cut" / "config.yaml"
+    path.write_text(path.read_text().replace("precision:\n  params: bfloat16\n", ""))
+    assert "precision" not in path.read_text()
     with pytest.raises(ConfigError, match=r"precision\.params: 'float32', not 'bfloat16'"):
         train(config_of("cut"), resume=True)
     train(cut, resume=True)

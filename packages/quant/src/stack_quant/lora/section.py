@@ -20,7 +20,7 @@ class LoRAConfig:
     Attributes:
       rules: the first that matches a parameter wins; also one alone.
       seed: of the initial factors.
-      dtype: of the factors.
+      dtype: dtype of the factors. Updates of bfloat16 factors are rounded stochastically; their moments are float32.
     """
 
     rules: Annotated[tuple[AdapterRule, ...], BeforeValidator(as_adapter_rules)]

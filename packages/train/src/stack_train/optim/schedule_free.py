@@ -59,7 +59,9 @@ class ScheduleFreeConfig(OptimizerConfig):
 
     def evaluation_params(self, params: Any, opt_state: Any) -> Any:
         def average(fast: Any, param: Any) -> Any:
-            return param if _is_masked(fast) else (param - (1 - self.beta1) * fast) / self.beta1
+            if _is_masked(fast):
+                return param
+            return ((param - (1 - self.beta1) * fast) / self.beta1).astype(param.dtype)  # `fast` is float32
 
         for state in states_of(opt_state, contrib.ScheduleFreeState):
             params = jax.tree.map(average, state.z, params, is_leaf=_is_masked)

@@ -130,10 +130,11 @@ def _check_allowed(config: RunConfig, directory: RunDirectory, resume: bool, all
 
 def fixed_differences(config: RunConfig, saved: Mapping[str, Any]) -> list[str]:
     """Lists differences from a saved config in keys that training depends on, such as "data.batch_size: 4, not 8"."""
+    # Configs without the section are of runs that trained parameters in the dtype that they are published in.
+    precision = {"params": saved.get("model", {}).get("param_dtype", "float32")}
+    lines = differences(to_mapping(config), {"precision": precision, **saved})
     fixed = (*_FIXED, *registries.transforms.names())
-    return [
-        line for line in differences(to_mapping(config), saved) if is_under(line, fixed) and not is_under(line, _FREE)
-    ]
+    return [line for line in lines if is_under(line, fixed) and not is_under(line, _FREE)]
 
 
 def _changes(config: RunConfig, directory: RunDirectory, allowed: tuple[str, ...]) -> tuple[str, ...]:

@@ -48,7 +48,9 @@ print(jax.__version__, *(bundle.load(directory).manifest.jax for directory in ot
 """
 
 
-def test_a_run_exports_its_scoring_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_exports_its_scoring_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(CONFIG)
@@ -60,6 +62,11 @@ def test_a_run_exports_its_scoring_function(tmp_path: Path, monkeypatch: pytest.
         ["bundle", "verify", "scorer"],
     ):
         main(command)
+    assert "stack: scorer: 1 program in scorer" in capsys.readouterr().err
+    for size in ("--batch=0", "--batch=-1", "--seq=0", "--seq=1000000", "--empty-batch"):
+        with pytest.raises(SystemExit):
+            main(["export", "run", "none", "--licence", "Apache-2.0", size])
+        assert "takes 1 to" in capsys.readouterr().err
     tokens = np.random.default_rng(0).integers(280, size=(3, 9), dtype="i4")
     command = [sys.executable, "-c", OPEN, json.dumps(tokens.tolist())]
     opened = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)

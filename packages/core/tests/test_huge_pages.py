@@ -14,12 +14,13 @@ from stack_core import cli, huge_pages
 from stack_core.registry import Entry, Registry
 
 PROGRAM = """
-import os, sys
+import os, signal, sys
 from stack_core import huge_pages
 huge_pages.is_chosen = lambda environ: huge_pages.TUNABLE in environ.get("GLIBC_TUNABLES", "")
 print("starts")
 huge_pages.restart_with_huge_pages()
 print(os.getpid(), os.environ["GLIBC_TUNABLES"], sys.argv[1:])
+assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 """
 
 
@@ -30,6 +31,7 @@ def test_a_process_starts_anew_once_as_the_same_process(monkeypatch, before):
         monkeypatch.setenv("GLIBC_TUNABLES", before)
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, "-x", "a b"], stdout=subprocess.PIPE, text=True)
     lines = process.communicate(timeout=60)[0].splitlines()
+    assert process.returncode == 0
     expected = {
         None: "glibc.malloc.hugetlb=1",
         "glibc.malloc.check=1": "glibc.malloc.check=1:glibc.malloc.hugetlb=1",

@@ -37,6 +37,8 @@ def is_chosen(environ: Mapping[str, str], root: Path = Path("/")) -> bool | None
 
 def restart_with_huge_pages() -> None:
     """Starts this program from its beginning with the tunable set; returns where that is not possible, or was done."""
+    # Programs that call `stack_core.cli.main` do not pass `stack_core.entry`, which allows interrupts again.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     if is_chosen(os.environ) is not False or not sys.executable:
         return
     tunables = [value for value in (os.environ.get(_VARIABLE), f"{TUNABLE}=1") if value]

@@ -103,6 +103,17 @@ def test_an_answer_that_fails_is_told(talk: Callable, model: str, message: str) 
         ("no/such/folder", {}, "is neither a directory nor the address of a server"),
         (".", {"model": "m"}, "Leave it out"),
         (".", {}, "holds no model of a known format"),
+        *(
+            (".", {name: value}, rf"--{name.replace('_', '-')} is {re.escape(str(value))}; expected")
+            for name, values in {
+                "temperature": (-0.5, float("inf"), float("nan")),
+                "top_k": (-1, 2**63),
+                "top_p": (0.0, -1.0, 1.1),
+                "max_tokens": (0, -1),
+                "seed": (2**63,),
+            }.items()
+            for value in values
+        ),
     ],
 )
 def test_what_cannot_be_opened_is_told(target: str, options: dict, message: str) -> None:

@@ -22,6 +22,17 @@ _HELP = """/reset            begin again
 Ctrl-C stops an answer. A line that ends with \\ goes on in the next."""
 
 
+_MAX_INT = 2**63 - 1  # the largest of JSON's readers
+_RANGES = {
+    "temperature": (0, sys.float_info.max, "a finite number from 0"),
+    "top_k": (0, _MAX_INT, "an integer from 0, which is all, below 2^63"),
+    "top_p": (sys.float_info.min, 1, "a number above 0, at most 1"),
+    "max_tokens": (1, _MAX_INT, "an integer from 1, below 2^63"),
+    "seed": (-_MAX_INT, _MAX_INT, "an integer between -2^63 and 2^63"),
+}
+"""The least and the greatest value of each option, and both in words."""
+
+
 def chat(  # noqa: PLR0913, each parameter is an option of the command
     target: str,
     /,
@@ -56,8 +67,9 @@ def chat(  # noqa: PLR0913, each parameter is an option of the command
     }  # fmt: skip
     settings = {name: value for name, value in options.items() if value is not None}
     for name, value in settings.items():
-        if not abs(value) < 2**63:  # JSON has neither larger integers nor NaN
-            raise GenerationError(f"--{name.replace('_', '-')} is {value}; a finite number below 2^63 was expected.")
+        min_, max_, expected = _RANGES[name]
+        if not min_ <= value <= max_:  # NaN is outside, too
+            raise GenerationError(f"--{name.replace('_', '-')} is {value}; expected {expected}.")
     key = os.environ.get("OPENAI_API_KEY") if api_key is None else api_key
     with _opened(target, model, key, settings, system) as talker:
         from stack_serve.client.conversation import Conversation

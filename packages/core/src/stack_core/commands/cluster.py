@@ -27,7 +27,8 @@ def status(run: Path, /, *, json: Annotated[bool, Parameter(negative=())] = Fals
         return
     driver = f"driven by the process with pid {found['driver']}" if found["driver"] else found["ended"] or "no driver"
     print(f"{run}: {driver}, {found['hosts']} hosts by {found['launcher']} at {found['address']}")
-    print(f"formation {found['formation']}, {len(found['failures'])} failures")
+    failures = len(found["failures"])
+    print(f"formation {found['formation']}, {failures} failure{'s' * (failures != 1)}")
     for worker in found["workers"]:
         print(f"  rank {worker['rank']} on host {worker['on']}, pid {worker['pid']}")
     for failure in found["failures"]:

@@ -51,7 +51,7 @@ def burn_in(*, out: Path = Path("burn-in"), budget_s: float = 600.0, ops: str = 
         _say(f"{stage}, for at most {share_s:.0f} s")
         run(found, out, name, chosen, share_s)
         (out / f"{name}.md").write_text(markdown(found))
-    print(f"Wrote {out / f'{name}.md'}: {len(found.failures)} checks failed, {len(found.missing)} not reached.")
+    print(f"Wrote {out / f'{name}.md'}: checks failed: {len(found.failures)}, not reached: {len(found.missing)}.")
     for failure in found.failures:
         print(f"failed: {failure}")
     if found.failures:

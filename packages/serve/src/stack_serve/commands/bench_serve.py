@@ -24,7 +24,12 @@ __all__ = ["bench_serve"]
 
 _BUSY_CLIENT = 0.8
 _MAX_REQUESTS = 10**7
-_MAX_CONCURRENCY = 2**16 - 1  # as many connections as one address has ports
+_RANGES = {
+    "concurrency": (1, 2**16 - 1),  # as many connections as one address has ports
+    "requests": (1, _MAX_REQUESTS),
+    "vocab_size": (1, 2**31),
+    "warm_up": (0, _MAX_REQUESTS),
+}
 
 
 def bench_serve(  # noqa: PLR0913, each parameter is an option of the command
@@ -83,9 +88,9 @@ def bench_serve(  # noqa: PLR0913, each parameter is an option of the command
     from stack_serve.bench.sweep import Sweep
 
     _check_writable(json, html)
-    _check_range(0, _MAX_REQUESTS, warm_up=warm_up)
-    _check_range(1, 2**31, vocab_size=vocab_size)
-    _check_range(0, math.inf, timeout_s=timeout_s)
+    _check_ranges(warm_up=[warm_up], vocab_size=[] if vocab_size is None else [vocab_size])
+    if not timeout_s > 0:
+        raise BenchmarkError(f"--timeout-s is {timeout_s:g}; a number above 0 was expected.")
     if html is not None:
         check_plots()
     baseline = None if compare is None else Results.read(compare)
@@ -115,11 +120,12 @@ def _check_writable(*paths: Path | None) -> None:
             raise BenchmarkError(f"{str(path)!r} cannot be written: there is no directory {str(path.parent)!r}.")
 
 
-def _check_range(min_: int, max_: int | float, **options: int | float | None) -> None:
-    for name, value in options.items():
-        if value is not None and not min_ <= value <= max_:
-            option = f"--{name.replace('_', '-')}"
-            raise BenchmarkError(f"{option} is {value:g}; {min_} to {max_:g} was expected.")
+def _check_ranges(**options: Sequence[int]) -> None:
+    for name, values in options.items():
+        min_, max_ = _RANGES[name]
+        for value in values:
+            if not min_ <= value <= max_:
+                raise BenchmarkError(f"--{name.replace('_', '-')} is {value:,}; {min_} to {max_:,} was expected.")
 
 
 def _extra(text: str) -> dict[str, Any]:
@@ -135,18 +141,15 @@ def _extra(text: str) -> dict[str, Any]:
 def _loads(rates: Sequence[float], concurrencies: Sequence[int], requests: int | None) -> "tuple[Load, ...]":
     from stack_serve.bench.load import Load
 
-    if not all(rate > 0 for rate in rates) or min((*concurrencies, 1 if requests is None else requests)) < 1:
-        raise BenchmarkError(
-            f"Given are the rates {rates}, the concurrencies {concurrencies} and {requests} requests; each has to be "
-            "above 0."
-        )
-    _check_range(0, _MAX_REQUESTS, rate=max(filter(math.isfinite, rates), default=None))
-    _check_range(1, _MAX_CONCURRENCY, concurrency=max(concurrencies, default=None))
+    _check_ranges(concurrency=concurrencies, requests=[] if requests is None else [requests])
+    for rate in rates:
+        if not 0 < rate <= _MAX_REQUESTS and rate != math.inf:
+            raise BenchmarkError(f"--rate is {rate:g}; a number above 0, up to {_MAX_REQUESTS:,}, or inf was expected.")
     if not rates and not concurrencies:
         concurrencies = (1, 8, 32)
     at_rates = [Load("rate", rate, requests or _requests_of_20_s(rate)) for rate in rates]
     at_once = [Load("concurrency", float(each), requests or max(16, 4 * each)) for each in concurrencies]
-    _check_range(1, _MAX_REQUESTS, requests=max(load.requests for load in (*at_rates, *at_once)))
+    _check_ranges(requests=[load.requests for load in (*at_rates, *at_once)])
     return (*at_rates, *at_once)
 
 

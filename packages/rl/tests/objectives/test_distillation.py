@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from stack_core.contracts.data import IGNORED_TARGET
+from stack_core.contracts.models import Head
 from stack_core.contracts.training import NeedsCompanions
 from stack_core.errors import ConfigError
 from stack_rl.math.distillation import forward_kl
 from stack_rl.objectives.distillation import LogitDistillConfig, token_divergences
+from stack_rl.objectives.entropy import token_entropies
 
 from .test_judgements import differences
 from .test_preference import EMBED, VOCAB, Bigrams
@@ -69,6 +71,27 @@ def test_parts_of_the_tokens_make_no_difference() -> None:
         token_divergences(head, hidden, teacher, hidden, forward_kl, most_logits=most) for most in (1 << 24, 2 * VOCAB)
     )
     np.testing.assert_allclose(whole, parts, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["divergence", "entropy"])
+def test_gradients_of_a_bfloat16_head_are_summed_in_float32_over_parts(name: str) -> None:
+    """In 512 parts of the tokens, sums in bfloat16 had errors of 21% (divergence) and 26% (entropy)."""
+    rng, narrow = np.random.default_rng(0), jnp.bfloat16
+    hidden = jnp.asarray(1 + rng.normal(0, 0.1, (2, 512, EMBED)), narrow)
+    weight, bias = jnp.asarray(WEIGHT, narrow), jnp.zeros(VOCAB, narrow)
+    teacher = Head(jnp.asarray(TEACHER, jnp.float32))
+
+    def total(head: Head, hidden: jax.Array) -> jax.Array:
+        if name == "entropy":
+            return jnp.sum(token_entropies(head, hidden, most_logits=2 * VOCAB))
+        of_teacher = hidden.astype(jnp.float32)
+        return jnp.sum(token_divergences(head, hidden, teacher, of_teacher, forward_kl, most_logits=2 * VOCAB))
+
+    found = jax.grad(total)(Head(weight, bias), hidden)
+    right = jax.grad(total)(Head(weight.astype(jnp.float32), bias.astype(jnp.float32)), hidden.astype(jnp.float32))
+    for ours, exact in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        error = float(jnp.linalg.norm(ours.astype(jnp.float32) - exact) / jnp.linalg.norm(exact))
+        assert error < 0.01, error
 
 
 def test_a_teacher_is_a_run() -> None:

@@ -40,7 +40,7 @@ def among_candidates(
         columns = jnp.take(wide, jnp.maximum(tokens, 0), axis=1).astype(weight.dtype)
         found = head.scale * jnp.einsum("bse,ebs->bs", hidden, columns, preferred_element_type=jnp.float32)
         if head.bias is not None:
-            found = found + jnp.take(head.bias, jnp.maximum(tokens, 0)).astype(jnp.float32)
+            found = found + jnp.take(head.bias.astype(jnp.float32), jnp.maximum(tokens, 0))
         return found if head.softcap is None else head.softcap * jnp.tanh(found / head.softcap)
 
     every: Any = jnp.moveaxis(jnp.concatenate([targets[..., None], candidates], axis=-1), -1, 0)

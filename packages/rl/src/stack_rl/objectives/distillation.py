@@ -96,7 +96,7 @@ def token_divergences(
 ) -> Float[Array, "batch seq"]:
     """The divergence at every token; logits are formed part by part, and the teacher gets no gradient."""
 
-    def of_part(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+    def of_part(head: Head, ours: jax.Array, theirs: jax.Array) -> jax.Array:
         return divergence(head.logits(ours), jax.lax.stop_gradient(teacher_head.logits(theirs)))
 
-    return by_parts(of_part, hidden, teacher_hidden, vocab=head.weight.shape[-1], most_logits=most_logits)
+    return by_parts(of_part, head, hidden, teacher_hidden, most_logits=most_logits)

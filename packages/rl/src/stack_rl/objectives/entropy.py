@@ -15,8 +15,8 @@ def token_entropies(
 ) -> Float[Array, "batch seq"]:
     """H = -sum_v p_v log p_v of the distribution after each token, in float32; logits are formed part by part."""
 
-    def of_part(hidden: jax.Array) -> jax.Array:
+    def of_part(head: Head, hidden: jax.Array) -> jax.Array:
         logprobs = jax.nn.log_softmax(head.logits(hidden), axis=-1)
         return -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
 
-    return by_parts(of_part, hidden, vocab=head.weight.shape[-1], most_logits=most_logits)
+    return by_parts(of_part, head, hidden, most_logits=most_logits)

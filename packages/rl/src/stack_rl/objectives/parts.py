@@ -6,6 +6,9 @@ from typing import Final
 import jax
 from jaxtyping import Array, Float
 
+from stack_core.contracts.models import Head
+from stack_core.ops.building import accurate_dtype
+
 __all__ = ["MOST_LOGITS", "by_parts"]
 
 MOST_LOGITS: Final = 1 << 24
@@ -14,19 +17,24 @@ MOST_LOGITS: Final = 1 << 24
 
 def by_parts(
     function: Callable[..., Float[Array, "batch part"]],
+    head: Head,
     *hidden: Float[Array, "batch seq _"],
-    vocab: int,
     most_logits: int = MOST_LOGITS,
 ) -> Float[Array, "batch seq"]:
-    """`function` of parts of the tokens of each of `hidden`; gradients compute it again.
+    """Calls `function(head, *part)` for parts of the tokens of each of `hidden`; gradients compute it again.
 
     Args:
-      vocab: entries of the logits that it forms of a token.
-      most_logits: that it forms at a time, as far as one token of each row allows.
+      most_logits: number of logits to form at a time, or those of one token of each row if that is more.
     """
     batch, seq, _ = hidden[0].shape
-    most = max(most_logits // (batch * vocab), 1)
+    most = max(most_logits // (batch * head.weight.shape[-1]), 1)
     tokens = max(size for size in range(1, seq + 1) if seq % size == 0 and size <= most)
     parts = tuple(each.reshape(batch, seq // tokens, tokens, -1).swapaxes(0, 1) for each in hidden)
-    found = jax.lax.map(jax.checkpoint(lambda part: function(*part)), parts)
+    # The loop adds the gradients of what it does not map over in the dtype that they enter it in.
+    wide = jax.tree.map(lambda x: x.astype(accurate_dtype(x.dtype)), head)
+
+    def of_part(part: tuple[jax.Array, ...]) -> jax.Array:
+        return function(jax.tree.map(lambda x, own: x.astype(own.dtype), wide, head), *part)
+
+    found = jax.lax.map(jax.checkpoint(of_part), parts)
     return found.swapaxes(0, 1).reshape(batch, seq)

@@ -1,5 +1,6 @@
 """What a journal of rollouts hands out again, and when it forgets."""
 
+import json
 from contextlib import ExitStack, closing, nullcontext
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from stack_rl import rollouts
+from stack_rl.environments.prompts import PromptsConfig
 from stack_rl.groups import Group, Ledger
 from stack_rl.rollout_journal import RolloutJournal
 from stack_rl.rollouts import RolloutData
@@ -175,6 +177,17 @@ def test_a_resumed_run_is_handed_no_groups_of_other_settings(tmp_path, monkeypat
     assert (again["staleness"] == 0).all()
     if changes.keys() <= {"environment"}:
         assert (again["tokens"] == first["tokens"]).all() == (not changes)
+
+
+def test_task_files_that_changed_are_another_environment(tmp_path):
+    """An answer that was mended after a kill must not be scored as it was before."""
+    tasks = tmp_path / "tasks.jsonl"
+
+    def digest(answer):
+        tasks.write_text(json.dumps({"prompt": "1 + 1", "answer": answer}) + "\n")
+        return RolloutData(environment=PromptsConfig(source=str(tasks), rewards=("exact",))).draw_digest
+
+    assert digest("3") == digest("3") != digest("2")
 
 
 @pytest.mark.parametrize("is_new", [True, False])

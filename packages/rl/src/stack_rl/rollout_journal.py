@@ -99,8 +99,8 @@ class RolloutJournal:
         batches = {number: each for number, each in self._batches.items() if not each.digest.startswith(settings)}
         if groups:
             warnings.warn(
-                f"{len(groups)} groups in the run's journal were drawn with another data.environment, groups, "
-                "group_size, seq_tokens, top_p or top_k. They are drawn again.",
+                f"{len(groups)} groups in the run's journal were drawn with another data.environment or other files of "
+                "its tasks, or another data.groups, group_size, seq_tokens, top_p or top_k. They are drawn again.",
                 stacklevel=5,
             )
         self._drop(_BATCH, batches)

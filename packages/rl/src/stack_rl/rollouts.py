@@ -21,6 +21,7 @@ from stack_core.mesh import MeshConfig
 from stack_core.plugins import registries
 from stack_core.runs.directory import RunDirectory
 from stack_rl.concurrent import ConcurrentPlayer
+from stack_rl.environments.records import files_digest
 from stack_rl.episodes import STEP_TIMEOUT_S, Attempt, Drawing, OnFailure, Player
 from stack_rl.experience import REFERENCE_LOGPROBS, batch_of, batch_shapes, credited_by_values
 from stack_rl.groups import Group, Ledger, trained_on
@@ -119,9 +120,11 @@ class RolloutData:
 
     @property
     def draw_digest(self) -> str:
-        """Digest of the settings that groups and batches depend on, apart from the weights."""
+        """Digest of the settings and the task files that groups and batches depend on, apart from the weights."""
         names = ("environment", "groups", "group_size", "seq_tokens", "top_p", "top_k")
-        written = json.dumps({name: to_mapping(getattr(self, name)) for name in names}, sort_keys=True)
+        settings = {name: to_mapping(getattr(self, name)) for name in names}
+        source = getattr(self.environment, "source", None)
+        written = json.dumps([settings, files_digest(source) if isinstance(source, str) else None], sort_keys=True)
         return hashlib.sha256(written.encode()).hexdigest()[:16] + ":"
 
     @property

@@ -1,13 +1,14 @@
 """Tasks in files: JSON objects, one a line."""
 
 import glob
+import hashlib
 from pathlib import Path
 from typing import Any
 
 from stack_core.errors import DataError
 from stack_core.text.json_records import parse_record
 
-__all__ = ["Record", "read_records"]
+__all__ = ["Record", "files_digest", "read_records"]
 
 Record = tuple[str, dict[str, Any]]
 """Where a record stands, "path:line", and its fields."""
@@ -22,10 +23,24 @@ def read_records(pattern: str, key: str) -> list[Record]:
     Raises:
       DataError: nothing matches, or a line is no JSON object with a prompt; names it.
     """
-    paths = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))  # noqa: PTH207  # takes absolute ones
+    paths = _matching(pattern)
     if not paths:
         raise DataError(f"{key} is {pattern!r}, which matches no file; relative paths start at {str(Path.cwd())!r}.")
-    return [record for path in paths for record in _records(Path(path))]
+    return [record for path in paths for record in _records(path)]
+
+
+def files_digest(pattern: str) -> str:
+    """Returns a digest of the names and contents of all files that a glob matches."""
+    found = hashlib.sha256()
+    for path in filter(Path.is_file, _matching(pattern)):
+        found.update(f"{path}:{path.stat().st_size}:".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def _matching(pattern: str) -> list[Path]:
+    """The files that a glob matches, absolute ones too, sorted."""
+    found = glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207  # takes absolute ones
+    return [Path(path) for path in sorted(found)]
 
 
 def _records(path: Path) -> list[Record]:

@@ -25,7 +25,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = {"source": "text:../text.txt", "seq_tokens": 16, "batch_size": 4, "validation_fraction": 0.0}
     base = {"model": MODEL, "data": data, "run": {"steps": 2}, "output": "../base"}
     (root / "work" / "base.yaml").write_text(yaml.safe_dump(base))
-    tuned = {"data": data, "run": {"steps": 1, "init_from": "../base"}, "lora": LORA, "output": "../tuned"}
+    tuned = {"data": data, "run": {"steps": 1, "init_from": "run:../base"}, "lora": LORA, "output": "../tuned"}
     (root / "work" / "tuned.yaml").write_text(yaml.safe_dump(tuned))
     return root
 

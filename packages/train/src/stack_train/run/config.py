@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from stack_core.config import LocalAddress, LocalPath, Sections, Selected, config, parse, parse_yaml
 from stack_core.mesh import MeshConfig
@@ -55,7 +55,7 @@ class RunSettings:
     accumulation_steps: PositiveInt = 1
     evaluate_every_steps: NonNegativeInt = 0
     seed: NonNegativeInt = 0
-    init_from: LocalAddress | None = None
+    init_from: Annotated[LocalAddress, AfterValidator(lambda address: address.removeprefix("run:"))] | None = None
     adapters_from: LocalAddress | None = None
     pipeline: PipelineConfig = PipelineConfig()
 

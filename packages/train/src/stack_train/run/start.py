@@ -43,7 +43,7 @@ def with_model_of_start(mapping: Mapping[str, Any]) -> dict[str, Any]:
     model = mapping.get("model", {})
     if not isinstance(source, str) or not isinstance(model, Mapping):
         return dict(mapping)
-    source = local_address(source)
+    source = local_address(source).removeprefix("run:")
     if (published := open_published(source)) is not None:
         saved = to_mapping(published.config)
     else:

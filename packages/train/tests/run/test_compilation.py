@@ -123,7 +123,7 @@ def test_the_command_tells_people_whether_it_fits(config_file, capsys, monkeypat
         run_command(capsys, config_file, "--target", "small:1", "--check")
     assert caught.value.code == 2
     printed = capsys.readouterr()
-    assert "does NOT fit" in printed.out and "bound by compute" in printed.out
+    assert "does NOT fit" in printed.out and "by compute; MFU at most" in printed.out
     assert "does not fit small:1" in printed.err
 
 

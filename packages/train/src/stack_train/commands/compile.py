@@ -140,10 +140,10 @@ def _speed(report: "StepReport") -> list[str]:
         f"time of a step at peak rates: {seconds}",
     ]
     if roofline.step_s is None:
-        lines.append("predicted: not known, for a part of it is not")
+        lines.append("bound on the step: not known, because a part of it is not")
     else:
         mfu = "not known" if report.mfu is None else f"{report.mfu:.1%}"
-        lines.append(f"predicted: {_seconds(roofline.step_s)} a step, bound by {roofline.binding}, MFU {mfu}")
+        lines.append(f"bound: at least {_seconds(roofline.step_s)} a step, by {roofline.binding}; MFU at most {mfu}")
     lines += [f"not counted beyond one trip: {name}" for name in report.cost.unknown_loops]
     if kernels := report.cost.uncounted_kernels:
         lines.append(f"not counted in FLOPs that are done: kernels {', '.join(kernels)}")

@@ -35,7 +35,7 @@ class StepReport:
       memory_bytes: of a device; None is "not known".
       refusal: why the compiler gave up for lack of memory; None if it did not.
       cost: of one device; None after a refusal.
-      mfu: predicted: model FLOPs over what the devices can do in the time of the roofline.
+      mfu: upper bound: the model's FLOPs over what the devices can do in the time of the roofline.
       lint: what it does with parameters; None after a refusal, or on one device.
       trace_s: seconds to trace and lower the step.
       compiler_cpu_s: seconds of all CPU cores that the compiler took.

@@ -4,8 +4,11 @@ import json
 import subprocess
 import sys
 import types
+from pathlib import Path
+from typing import Annotated
 
 import pytest
+from cyclopts import Parameter
 
 from stack_core import cli
 from stack_core.abi import ABI_MAJOR, ABI_MINOR
@@ -132,6 +135,23 @@ def test_a_fraction_is_no_integer(run):
     for numbers in (("--rounds", "1.5"), ("--sizes", "3", "--sizes", "1.5"), ("--rounds", "inf"), ("--rounds", "nan")):
         status, _, error = stack("tune", *numbers)
         assert status == 2 and f"{numbers[-1]!r} is no whole number" in error
+
+
+def test_options_that_are_paths_are_resolved(monkeypatch, capsys, tmp_path):
+    def paths_command(*, out: Path | None = None, merge: Annotated[list[Path] | None, Parameter(negative=())] = None):
+        """Show paths."""
+        sys.stdout.write(f"{out} {[str(path) for path in merge or ()]}")
+
+    entries = {"paths": Entry("paths", paths_command, "acme", {"help": "Show paths."})}
+    monkeypatch.setattr(cli, "registries", types.SimpleNamespace(commands=Registry("commands", lambda: (entries, {}))))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    cli.main(["paths", "--out", "../a", "--merge", "../b", "--merge", "c"])
+    assert capsys.readouterr().out == f"{tmp_path / 'a'} ['{tmp_path / 'b'}', 'c']"
+    for option in ("--out", "--merge"):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["paths", option, "gs://bucket/x"])
+        assert "'gs://bucket/x' is an address of remote storage" in capsys.readouterr().err
 
 
 def test_a_group_of_many_commands_names_the_first(run):

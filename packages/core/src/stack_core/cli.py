@@ -139,11 +139,6 @@ def _app(named: str) -> cyclopts.App:
 
 def _convert(type_: Any, tokens: Sequence[cyclopts.Token]) -> Any:
     """Converts the values of an option as Cyclopts does, but resolves paths, and refuses fractions for integers."""
-    if type_ is Path or Path in get_args(type_):
-        for token in tokens:
-            refuse_remote(token.value)
-        found = cyclopts.convert(type_, tokens)
-        return local_path(found) if isinstance(found, Path) else found
     if type_ is int or (int in get_args(type_) and float not in get_args(type_)):
         for token in tokens:
             try:
@@ -152,7 +147,13 @@ def _convert(type_: Any, tokens: Sequence[cyclopts.Token]) -> Any:
                 continue  # Cyclopts refuses it, or reads it in base 16
             if not is_whole:
                 raise ValueError(f"{token.value!r} is no whole number")
-    return cyclopts.convert(type_, tokens)
+    found = cyclopts.convert(type_, tokens)
+    several = isinstance(found, (list, tuple))
+    if any(isinstance(value, Path) for value in (found if several else [found])):
+        for token in tokens:  # of which a Path would have lost a slash
+            refuse_remote(token.value)
+        return type(found)(map(local_path, found)) if several else local_path(found)
+    return found
 
 
 def _group(name: str, groups: dict[str, cyclopts.App]) -> cyclopts.App:

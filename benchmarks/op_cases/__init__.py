@@ -24,6 +24,8 @@ class Case:
       operands: draws the operands, pytrees of arrays, from a generator that is always seeded alike.
       prepare: for a contender that takes operands in a form of its own: what makes them from `operands`, before
         anything is measured.
+      stands_for: for a contender whose own form rounds the operands to other values: makes the operands that its form
+        stands for, at which `exact` computes what it is compared with. Otherwise `operands`.
       gradient: positions of the operands that gradients are taken of, of the output's product with a fixed cotangent;
         none compares the forward pass alone.
       exact: the function that is right; "core" if it is not given.
@@ -36,6 +38,7 @@ class Case:
     operands: Callable[[np.random.Generator], tuple[Any, ...]]
     contenders: Mapping[str, Callable[..., Any]]
     prepare: Mapping[str, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
+    stands_for: Mapping[str, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
     gradient: tuple[int, ...] = ()
     exact: Callable[..., Any] | None = None
     exact_dtype: str = "float64"

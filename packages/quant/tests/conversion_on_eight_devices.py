@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from stack_quant import ArraySpec, blocks, quantize
+from stack_quant import ArraySpec, blocks, dequantize, fake_quantize, quantize
 
 SPECS = (
     ArraySpec(channel_axes=(0, 2)),
@@ -47,7 +47,26 @@ def main() -> None:
             x = jax.device_put(values, sharding)
             pairs = list(zip(SPECS, expected, strict=True))
             for spec, alone in pairs if every else pairs[place::2]:
-                compare(quantize(x, spec), alone, sharding)
+                found = quantize(x, spec)
+                compare(found, alone, sharding)
+                with jax.set_mesh(mesh):
+                    np.testing.assert_array_equal(dequantize(found), dequantize(alone))
+                    if axis_type == AxisType.Explicit:
+                        compare(quantize(x, spec), alone, sharding)
+
+
+def in_traced_programs() -> None:
+    """On a mesh as `jax.make_mesh` makes it, whose axes are Explicit; nf4 has codes, scales and tables to spread."""
+    values = np.random.default_rng(0).normal(size=(3, 256, 64)).astype(np.float32)
+    spec = ArraySpec(type="nf4", channel_axes=(0, 2), tiles={1: 64}, double_quantized=True)
+    alone = quantize(jnp.asarray(values), spec)
+    with jax.set_mesh(jax.make_mesh((8,), ("fsdp",))):
+        x = jax.device_put(values, P(None, "fsdp", None))  # shards of half a tile
+        found = jax.jit(quantize, static_argnames="spec")(x, spec=spec)
+        compare(found, alone, x.sharding)
+        gradient = jax.grad(lambda x: jnp.sum(fake_quantize(x, spec) * x))(x)
+        assert gradient.sharding == x.sharding
+        np.testing.assert_allclose(gradient, dequantize(alone) + x, rtol=1e-5, atol=1e-6)
 
 
 def compare(found, expected, sharding) -> None:
@@ -60,3 +79,4 @@ def compare(found, expected, sharding) -> None:
 
 if __name__ == "__main__":
     main()
+    in_traced_programs()

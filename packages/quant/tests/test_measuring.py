@@ -238,6 +238,29 @@ def test_each_operation_on_a_parameter_has_a_range_of_its_own(name: str) -> None
         assert 0 < jnp.linalg.norm(quantized(x) - fn(W, x)) < 0.03 * jnp.linalg.norm(fn(W, x))
 
 
+def test_a_shared_parameter_does_not_return_zeros() -> None:
+    fn = lambda p, x: jnp.tanh(0.01 * (x @ p)) @ p
+    p, x = jnp.diag(jnp.asarray([5.0, -5.0, 5.0])), jnp.asarray([1.0008, 2.0875, 2.0875])
+    np.testing.assert_allclose(fn(p, x), [0.25, 0.52, 0.52], atol=0.001)
+    quantized = quantize_function(fn, p, static(), (x,), stream=[(x,)])
+    np.testing.assert_allclose(quantized(x), [0.25, 0.52, 0.52], atol=0.005)
+
+
+def test_a_layer_that_is_called_twice_has_two_ranges() -> None:
+    nnx = pytest.importorskip("flax.nnx", reason="needs flax: install stack-quant[flax]")
+
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            self.layer = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: Any) -> Any:
+            return self.layer(jnp.tanh(0.01 * self.layer(x)))
+
+    net, x = Net(), BATCHES[1]
+    found, expected = quantize_model(net, static(path="kernel"), x, stream=[(x,)])(x), net(x)
+    assert 0 < jnp.linalg.norm(found - expected) < 0.03 * jnp.linalg.norm(expected)
+
+
 def test_layers_and_a_product_after_them_have_ranges_of_their_own() -> None:
     def fn(stack: Any, x: Any) -> Any:
         return layers(stack, x) @ stack[0]

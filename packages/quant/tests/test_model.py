@@ -15,6 +15,7 @@ import pytest
 from stack_core.errors import ArgumentError, ShapeError, UnknownName
 from stack_quant.errors import QuantError
 from stack_quant.model import QuantizedModel, quantize_function, quantize_model, report
+from stack_quant.qarray import dequantize
 from stack_quant.rules import Rule
 
 RULES = [Rule(path="kernel|embedding", weights="int8")]
@@ -125,6 +126,27 @@ def test_what_was_planned_from_shapes_is_quantized_part_by_part() -> None:
         planned.quantization.quantize("down", jnp.ones((4, 8)))
     with pytest.raises(UnknownName, match=r"'up/kernal'.* 'up/kernel'"):
         planned.quantization.quantize("up/kernal", jnp.ones((16, 8)))
+
+
+def test_quantized_parameters_are_quantized_again() -> None:
+    params = {
+        "kernel": jax.random.normal(jax.random.key(3), (16, 8)),
+        "table": jax.random.normal(jax.random.key(4), (8, 8)),
+    }
+    fn = lambda p, x: x @ p["kernel"] @ p["table"]
+    first = quantize_function(fn, params, Rule(path=".*", weights="int8", tile_size=8), (X,))
+    rules = [Rule(path="kernel", weights="nf4", tile_size=4, double_quantized=True)]
+    again, expected = (
+        quantize_function(fn, given, rules, (X,))
+        for given in (first.params, {path: dequantize(array) for path, array in first.params.items()})
+    )
+    jax.tree.map(np.testing.assert_array_equal, again.params, expected.params)
+    assert again.params["kernel"].type == "nf4" and isinstance(again.params["table"], jax.Array)
+    assert report(again).bytes_before == sum(array.nbytes for array in first.params.values())
+    shapes = quantize_function(fn, jax.eval_shape(lambda: first.params), rules, (X,)).params
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, again.params)
+    trained = quantize_function(fn, first.params, rules, (X,), method="qat").params
+    np.testing.assert_array_equal(trained["kernel"], dequantize(first.params["kernel"]))
 
 
 def test_half_precision_of_little_spread_survives() -> None:

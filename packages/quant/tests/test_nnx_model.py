@@ -154,10 +154,14 @@ def test_a_quantized_module_splits_merges_and_maps(mlp: Mlp) -> None:
     np.testing.assert_allclose(again, quantized(X), rtol=1e-5, atol=1e-6)
 
 
-def test_a_quantized_model_is_not_quantized_again(mlp: Mlp) -> None:
+def test_a_quantized_model_is_quantized_again_by_other_rules(mlp: Mlp) -> None:
     quantized = quantize_model(mlp, RULES, X)
-    with pytest.raises(QuantError, match=r"up/kernel is quantized already|down/kernel is quantized already"):
-        quantize_model(quantized, RULES, X)
+    again = quantize_model(quantized, Rule(path="up", weights="int4"), X)
+    up, down = again.up.kernel.get_value(), again.down.kernel.get_value()
+    assert up.type == "int4" and isinstance(down, jax.Array)
+    np.testing.assert_array_equal(down, dequantize(quantized.down.kernel.get_value()))
+    same = quantize_model(quantized, RULES, X)
+    np.testing.assert_allclose(same(X), quantized(X), rtol=1e-5, atol=1e-6)
     with pytest.raises(QuantError, match="Mlp is not quantized"):
         report(mlp)
 

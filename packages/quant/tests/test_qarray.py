@@ -37,6 +37,29 @@ def test_the_view_is_the_array(name: str) -> None:
     assert dequantize(array, jnp.bfloat16).dtype == jnp.bfloat16
 
 
+def test_numpy_sees_what_it_stands_for() -> None:
+    array = quantize(drawn(16, 6).astype(jnp.bfloat16), spec_of("int4"))
+    for dtype in (None, np.float64):
+        found = np.asarray(array, dtype)
+        assert found.dtype == (dtype or jnp.bfloat16) and found.shape == (16, 6)
+        np.testing.assert_array_equal(found, np.asarray(dequantize(array), found.dtype))
+    with pytest.raises(ValueError, match=r"makes a copy\. Leave out copy=False"):
+        np.asarray(array, copy=False)
+
+
+@pytest.mark.parametrize("index", [3, -1, np.int32(-2), jnp.asarray([[0, -1], [5, 20]]), np.array([1], np.uint8)])
+def test_rows_are_taken_from_codes(index: object) -> None:
+    array = quantize(drawn(16, 6), spec_of("int8"))
+    np.testing.assert_allclose(array[index], dequantize(array)[index], rtol=1e-6)
+    mapped = jax.vmap(lambda index: array[index])(jnp.asarray([3, -1]))
+    np.testing.assert_allclose(mapped, dequantize(array)[jnp.asarray([3, -1])], rtol=1e-6)
+    for text in (
+        str(jax.make_jaxpr(lambda index: array[index])(index)),
+        str(jax.make_jaxpr(jax.vmap(lambda index: array[index]))(jnp.asarray([3, -1]))),
+    ):
+        assert "i8[16,6]" in text and "f32[16,6]" not in text
+
+
 @pytest.mark.parametrize("name", QTYPES)
 def test_stacks_slice_under_scan(name: str) -> None:
     stack = quantize(drawn(3, 64, 6), spec_of(name, 0))

@@ -79,6 +79,7 @@ def test_public_names_of_building() -> None:
         "supporting",
         "take",
         "vary_alike",
+        "with_automatic_axes",
         "with_sinks",
     }
 

@@ -1,5 +1,6 @@
 """Arrays to quantized arrays, and the rounding alone."""
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -7,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, use_abstract_mesh
 
 from stack_core.errors import ArgumentError
+from stack_core.ops.building import with_automatic_axes
 from stack_quant.blocks import ONE_BLOCK, Blocks, blocks, over_blocks
 from stack_quant.calibrate import calibrate, half_step_tiles, shows_all
 from stack_quant.packing import pack
@@ -50,10 +52,12 @@ def quantize(
     _check_floating(array, name)
     tiles = spec.tiling(array.shape, name)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((array, range, key))):
-        return _quantized(array, range, key, spec=spec)[0]
-    local, mesh = _on_auto_mesh(array)
+        result = functools.partial(_quantized, spec=spec)
+        return with_automatic_axes(lambda *args: result(*args)[0], array, range, key, like=array)
+    local, mesh, context = _on_auto_mesh(array)
     cut = blocks(tiles, _whole_axes(local))
-    result, finite = (_compiled if cut.count == 1 else _quantized)(local, range, key, spec=spec, cut=cut)
+    with context:
+        result, finite = (_compiled if cut.count == 1 else _quantized)(local, range, key, spec=spec, cut=cut)
     if not finite:
         raise ArgumentError(_not_finite(local, name))
     if mesh is None:
@@ -61,18 +65,22 @@ def quantize(
     return jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec)), result)
 
 
-def _on_auto_mesh(array: jax.Array) -> tuple[jax.Array, Any]:
-    """An array of a mesh with Explicit axes on the same devices, where XLA alone decides; and that mesh.
+def _on_auto_mesh(array: jax.Array) -> tuple[jax.Array, Any, contextlib.AbstractContextManager[Any]]:
+    """Puts an array of a mesh with Explicit axes on a mesh with Auto axes of the same devices.
 
     To cut a sharded axis into tiles would need the sharding of the result, which is none where a shard has no whole
     tile.
+
+    Returns:
+      The array, the mesh with Explicit axes or None, and the context in which to compute: the mesh that the caller has
+      set may be the one with Explicit axes, which the array no longer fits.
     """
     sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
-        return array, None
+        return array, None, contextlib.nullcontext()
     mesh = sharding.mesh
     auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    return jax.device_put(array, NamedSharding(auto, sharding.spec)), mesh
+    return jax.device_put(array, NamedSharding(auto, sharding.spec)), mesh, use_abstract_mesh(auto.abstract_mesh)
 
 
 def _whole_axes(array: jax.Array) -> tuple[int, ...]:
@@ -175,8 +183,12 @@ def fake_quantize(
     range has none.
     """
     _check_floating(array, "")
-    span = calibrate(array, spec) if range is None else range
-    return _straight_through(array, jax.lax.stop_gradient(span), key, spec, range is None)
+
+    def rounded(array: jax.Array, range: Range | None, key: jax.Array | None) -> jax.Array:  # noqa: A002 (as above)
+        span = calibrate(array, spec) if range is None else range
+        return _straight_through(array, jax.lax.stop_gradient(span), key, spec, range is None)
+
+    return with_automatic_axes(rounded, array, range, key, like=array)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))

@@ -44,7 +44,8 @@ def quantize_function(
     """Quantizes the parameters of `fn(params, *args)` by rules on their paths.
 
     The result's `quantized(*args)` calls `fn` on its quantized parameters; `quantized.apply(params, *args)` calls it
-    on given ones of the same structure, such as those after a training step.
+    on given ones of the same structure, such as those after a training step. Parameters that are quantized already are
+    dequantized first, and by the new rules quantized or left in float.
 
     Args:
       fn: traced, never patched; a linen module's `apply` with its variables as `params` is one.
@@ -83,7 +84,7 @@ def quantize_model(
     An `nnx.Module` gives one of a subclass of its own class: with the same attributes and variables, of which some hold
     quantized arrays, and with methods that run as programs on these. The module that was given stays as it is. Any
     other callable pytree, such as an Equinox module, gives a `QuantizedModel`. Of a model that was trained by a method
-    the parameters are those that were trained.
+    the parameters are those that were trained; those of a quantized model are dequantized first.
 
     Args:
       rules: as of `quantize_function`.

@@ -67,7 +67,9 @@ def quantize_module(
         lambda path: issubclass(program.kinds[path], nnx.Param),
     )
     result = nnx.clone(model)
-    _set_values(result, {path: array for path, array in arrays.items() if is_quantized(array)})
+    before = program.parameters.arrays
+    changed = {path: array for path, array in arrays.items() if is_quantized(array) or is_quantized(before[path])}
+    _set_values(result, changed)
     if ranges:
         setattr(result, _RANGES, nnx.Dict({site: _range_variables(span) for site, span in ranges.items()}))
     result.quantization = quantization

@@ -6,11 +6,13 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
 from stack_core import ops
 from stack_core.abi import QView
+from stack_core.ops.building import take
 from stack_quant.packing import stored_bytes, unpack
 from stack_quant.qtypes import QType, qtype
 from stack_quant.tiling import spread
@@ -93,8 +95,21 @@ class QArray:
         return "/t".join([self.type, "x".join(tiles)]) if tiles else self.type
 
     def __getitem__(self, index: Any) -> jax.Array:
-        """Entries of what it stands for, so that a layer that reads its parameter as `kernel[...]` gets floats."""
-        return dequantize(self)[index]
+        """Returns dequantized entries, so that a layer that reads its parameter as `kernel[...]` gets floats.
+
+        An integer, or an array of integers, takes entries along the first axis and dequantizes no others.
+        """
+        if not _is_integer(index) or self.ndim == 0:
+            return dequantize(self)[index]
+        index = jnp.asarray(index)
+        index = jnp.where(index < 0, index + np.asarray(self.shape[0], index.dtype), index)
+        return take(self, index, 0, self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Returns the dequantized array for NumPy, always a copy."""
+        if copy is False:  # NumPy's protocol asks for a ValueError
+            raise ValueError("A quantized array is dequantized for NumPy, which makes a copy. Leave out copy=False.")
+        return np.asarray(dequantize(self), dtype)
 
     __iter__: ClassVar[None] = None  # with `__getitem__` alone Python would count up for ever, as indices are clamped
 
@@ -105,6 +120,13 @@ class QArray:
         kind = self.qtype
         codebook = None if kind.codebook is None else jnp.asarray(kind.codebook, jnp.float32)
         return QView((1, 0), self.codes, self.full_scale, self.zero_point, self.scheme, codebook)
+
+
+def _is_integer(index: Any) -> bool:
+    if isinstance(index, bool):
+        return False
+    is_array = isinstance(index, jax.Array | np.ndarray | np.generic)
+    return isinstance(index, int) or (is_array and jnp.issubdtype(index.dtype, jnp.integer))
 
 
 def dequantize(array: QArray, dtype: DTypeLike | None = None) -> jax.Array:

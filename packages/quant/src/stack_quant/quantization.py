@@ -8,9 +8,10 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from stack_core import ops
 from stack_core.errors import ShapeError, UnknownName, nearest
 from stack_core.ops.building import is_quantized
-from stack_quant.errors import QuantError, RuleError
+from stack_quant.errors import RuleError
 from stack_quant.measuring import Call, static_ranges
 from stack_quant.methods import Method, method
 from stack_quant.packing import stored_bytes
@@ -171,9 +172,10 @@ def quantized(
     """
     chosen = method(name)
     chosen.check(rules)
+    given = parameters.arrays
+    parameters = Parameters.of(parameters.with_arrays({path: _floats(array) for path, array in given.items()}))
     program = trace(fn, parameters, *args, **kwargs)
     before = parameters.arrays
-    _check_plain(before)
     seen = program.survey(before, Treatment(tuple(rules), chosen))
     shapes = {
         path: array.shape
@@ -186,7 +188,7 @@ def quantized(
     after = {path: _parameter(chosen, before[path], spec, path) for path, spec in planned.specs.items()}
     after = {path: after.get(path, array) for path, array in before.items()}
     treatment = Treatment(tuple(rules), chosen, planned.of_path, planned.specs, planned.tiles)
-    listed = [_row(path, before[path], after[path], planned) for path in shapes]
+    listed = [_row(path, given[path], after[path], planned) for path in shapes]
     seen = program.survey(after, treatment)
     _check_trained(treatment, seen.rows)
     names = site_names(seen.sites)
@@ -216,10 +218,13 @@ def unquantized() -> Quantization:
     return Quantization(Treatment((), method("ptq")), coverage.report("ptq", (), (), ()))
 
 
-def _check_plain(arrays: Mapping[str, Any]) -> None:
-    quantized = [path for path, array in arrays.items() if is_quantized(array)]
-    if quantized:
-        raise QuantError(f"{quantized[0]} is quantized already. Quantize the model that it came from.")
+def _floats(array: Any) -> Any:
+    """The floats that a quantized parameter stands for, which are quantized anew; any other as it is."""
+    if not is_quantized(array):
+        return array
+    if isinstance(jax.tree.leaves(array)[0], jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype)
+    return ops.dequantize(array, array.dtype)
 
 
 def _parameter(chosen: Method, array: Any, spec: ArraySpec, path: str) -> Any:
@@ -230,7 +235,7 @@ def _parameter(chosen: Method, array: Any, spec: ArraySpec, path: str) -> Any:
 
 def _row(path: str, before: Any, after: Any, planned: Plan) -> ParameterRow:
     number = planned.of_path.get(path)
-    size = stored_bytes(before)
+    size = sum(map(stored_bytes, jax.tree.leaves(before)))
     if not is_quantized(after):
         if path in planned.specs:
             scheme = f"{before.dtype} as {planned.specs[path].type}"

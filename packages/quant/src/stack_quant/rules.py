@@ -35,7 +35,8 @@ class Rule:
       weights: the type of the parameter, of `stack_quant.qtypes`.
       activations: that of what the parameter is multiplied with, quantized at run time; or of both operands.
       gradients: that of the gradients, in quantized training.
-      tile_size: how many entries along the contracted axis share a scale; None is all of them.
+      tile_size: how many entries along the contracted axis share a scale; None is all of them. Of two numbers, such as
+        (128, 128), the second is how many outputs of a weight share it, too: without one each has a scale of its own.
       smaller_tiles: where `tile_size` does not divide that axis, the largest tile below that does is taken, and the
         report says so; where that is less than an eighth of `tile_size`, the smallest one above. Otherwise it is an
         error.
@@ -55,7 +56,7 @@ class Rule:
     weights: str | None = None
     activations: str | None = None
     gradients: str | None = None
-    tile_size: PositiveInt | None = None
+    tile_size: PositiveInt | tuple[PositiveInt, PositiveInt] | None = None
     smaller_tiles: bool = False
     weight_calibration: str = "absmax"
     activation_calibration: str = "absmax"
@@ -87,6 +88,11 @@ class Rule:
     def is_static(self) -> bool:
         """Whether ranges of activations are measured over a stream of batches."""
         return self.static_ranges or calibration(self.activation_calibration).name == "moving"
+
+    @property
+    def tiles(self) -> tuple[int | None, int | None]:
+        """How many entries share a scale along the contracted axes, None for all, and the kept ones, None for one."""
+        return self.tile_size if isinstance(self.tile_size, tuple) else (self.tile_size, None)
 
     def __str__(self) -> str:
         given = [field for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]

@@ -22,6 +22,12 @@ LOOKUPS = {
     "along the last axis": (lambda table, tokens: jnp.take(table, tokens % 8, axis=1), (1, 8)),
     "cast first": (lambda table, tokens: table.astype(jnp.bfloat16)[tokens], (12, 1)),
     "tied": (lambda table, tokens: jnp.tanh(table[tokens]) @ table.T, (12, 1)),
+    "mapped": (lambda table, tokens: jax.vmap(lambda token: table[token])(tokens.reshape(-1)), (12, 1)),
+    "mapped, by two": (lambda table, tokens: jax.vmap(jax.vmap(lambda token: table[token]))(tokens), (12, 1)),
+    "mapped columns": (
+        lambda table, tokens: jax.vmap(lambda token: jax.lax.dynamic_index_in_dim(table, token, 1))(tokens[0] % 8),
+        (1, 8),
+    ),
     "transposed first": (lambda table, tokens: table.T[:, tokens], (12, 1)),
 }
 
@@ -34,8 +40,15 @@ def test_rows_are_taken_from_codes(form: str, check: Any) -> None:
     assert {row.reason for row in report.operations} == {""}
 
 
-def test_the_whole_table_is_never_dequantized() -> None:
-    fn = lambda table, tokens: jnp.take(table, tokens, axis=0, mode="fill")
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda table, tokens: jnp.take(table, tokens, axis=0, mode="fill"),
+        lambda table, tokens: jax.vmap(lambda token: table[token])(tokens[0]),
+    ],
+    ids=["take", "mapped"],
+)
+def test_the_whole_table_is_never_dequantized(fn: Any) -> None:
     quantized = quantize_function(fn, TABLE, [Rule(path=".*", weights="int4")], (TOKENS,))
     text = str(jax.make_jaxpr(quantized.apply)(quantized.params, TOKENS))
     assert "i4[12,8]" in text and "f32[12,8]" not in text

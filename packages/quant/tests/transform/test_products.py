@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from stack_core import ops
+from stack_core.errors import ShapeError
+from stack_quant.errors import RuleError
 from stack_quant.model import quantize_function, report
 from stack_quant.rules import Rule
 
@@ -84,6 +87,44 @@ def test_tiles_over_several_contracted_axes_are_those_of_the_one_they_form(check
     for tile, scale in ((4, (4, 2, 16)), (8, (4, 1, 16)), (16, (2, 1, 16))):
         report = check(fn, normal(1, 4, 8, 16), X, rules=(Rule(path=".*", weights="int4", tile_size=tile),))
         assert scales(report) == {"": scale}
+
+
+BLOCKS = {
+    "matrix": (lambda p, x: x @ p, (32, 16), (4, 4)),
+    "transposed": (lambda p, x: x @ p.T, (16, 32), (4, 4)),
+    "op": (lambda p, x: ops.linear(x, p), (32, 16), (4, 4)),
+    "gated": (lambda p, x: ops.gated_linear_unit(x, p[0], p[1]), (2, 32, 16), (2, 4, 4)),
+    "two kept axes": (lambda p, x: jnp.einsum("bsd,dhk->bshk", x, p), (32, 8, 2), (4, 4, 1)),
+    "first of two kept axes": (lambda p, x: jnp.einsum("bsd,dhk->bshk", x, p), (32, 2, 8), (4, 2, 2)),
+    "split in heads": (lambda p, x: jnp.einsum("bsd,dhk->bshk", x, p.reshape(32, 8, 2)), (32, 16), (4, 4)),
+    "experts": (lambda p, x: jnp.einsum("bsd,edf->bsef", x, p), (4, 32, 16), (4, 4, 4)),
+    "ragged": (lambda p, x: ops.ragged_dot(x[0], p, jnp.array([1, 2])), (2, 32, 16), (2, 4, 4)),
+    "looked up": (lambda p, x: p[jnp.argmax(x[0], axis=1)], (32, 16), (32, 2)),
+}
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+def test_blocks_of_two_axes_share_a_scale(form: str, check: Any) -> None:
+    fn, shape, scale = BLOCKS[form]
+    for weights, activations in (("int4", None), ("int8", "int8")):
+        rules = (Rule(path=".*", weights=weights, activations=activations, tile_size=(8, 4)),)
+        report = check(fn, normal(1, *shape), X, rules=rules, tol=0.02 if activations else 1e-5)
+        assert scales(report) == {"": scale} and "float" not in computed(report)
+
+
+def test_blocks_that_do_not_divide_are_refused_or_made_smaller() -> None:
+    rule = {"path": ".*", "weights": "int8", "tile_size": [128, 128]}
+    fn, x, w = lambda p, x: x @ p["w"], normal(0, 2, 256), normal(1, 256, 192)
+    with pytest.raises(
+        ShapeError, match=r"tile of 128 outputs does not divide its kept axes \[1\], of shape \[256, 192\]"
+    ):
+        quantize_function(fn, {"w": w}, [rule], (x,))
+    found = quantize_function(fn, {"w": w}, [rule | {"smaller_tiles": True}], (x,))
+    assert found.params["w"].scale.shape == (2, 2)
+    found = quantize_function(fn, {"w": w[:, :128]}, [rule], (x,))
+    assert found.params["w"].scale.shape == (2, 1)
+    with pytest.raises(RuleError, match="mxfp4"):
+        quantize_function(fn, {"w": w}, [Rule(path=".*", weights="mxfp4", tile_size=(32, 2))], (x,))
 
 
 @pytest.mark.parametrize("kind", ["int3", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp8", "mxfp4", "nvfp4"])
@@ -167,6 +208,27 @@ def test_ragged_dot(rules: Any, check: Any) -> None:
     fn = lambda w, x, sizes: lax.ragged_dot(x, w, sizes)
     report = check(fn, normal(1, 3, 32, 16), normal(2, 6, 32), sizes, rules=rules, tol=1e-5 if rules != BOTH else 0.02)
     assert scales(report) == {"": (3, 1, 16)}
+
+
+@pytest.mark.parametrize("weights", ["int2", "int4", "int8"])
+def test_products_of_constants_masks_and_ternary_weights_are_exact(weights: str) -> None:
+    ternary = 2.0 * jnp.round(jnp.tanh(normal(3, 64, 4)))
+    one_hot = jnp.eye(64)[jnp.asarray([0, 5, 63])]
+    for activations in (None, weights):
+        rule = Rule(path=".*", weights=weights, activations=activations)
+        for w, x in ((jnp.ones((64, 4)), jnp.ones((2, 64))), (ternary, one_hot), (ternary, jnp.ones((2, 64)))):
+            found = quantize_function(lambda p, x: x @ p, w, rule, (x,))(x)
+            np.testing.assert_array_equal(found, x @ w)
+
+
+def test_a_map_and_a_scan_give_the_same_codes() -> None:
+    """The largest entry of a row is no tie between two codes, which programs with other roundings would break apart."""
+    x, w = normal(4, 24, 64), normal(5, 64, 16)
+    quantized = quantize_function(lambda p, x: x @ p, w, BOTH, (x,))
+    mapped = jax.vmap(quantized)(x)
+    scanned = lax.scan(lambda carry, row: (carry, quantized(row)), 0, x)[1]
+    for found in (mapped, scanned):
+        np.testing.assert_allclose(found, quantized(x), rtol=1e-5, atol=1e-4)
 
 
 def test_what_derives_from_a_parameter_is_computed_from_its_rounded_value(check: Any) -> None:

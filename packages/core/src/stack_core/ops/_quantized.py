@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from stack_core.abi import ABI_MAJOR, QView
 from stack_core.errors import ArgumentError, ShapeError
+from stack_core.ops._automatic_axes import with_automatic_axes
 
 __all__ = [
     "QuantizedArray",
@@ -61,11 +62,14 @@ def dequantize(array: Any, dtype: DTypeLike) -> jax.Array:
 
 
 def _dequantized(view: QView, dtype: DTypeLike) -> jax.Array:
-    value = lax.stop_gradient(view.qvalue if view.codebook is None else _decoded(view.qvalue, view.codebook))
-    value = value.astype(jnp.float32)
-    if view.zero_point is not None:
-        value = value - _repeated(view.zero_point, value.shape)
-    return (value * _repeated(view.scale, value.shape)).astype(dtype)
+    def computed(codes: jax.Array, scale: jax.Array, zero_point: Any, codebook: Any) -> jax.Array:
+        value = lax.stop_gradient(codes if codebook is None else _decoded(codes, codebook)).astype(jnp.float32)
+        if zero_point is not None:
+            value = value - _repeated(zero_point, value.shape)
+        return (value * _repeated(scale, value.shape)).astype(dtype)
+
+    parts = (view.qvalue, view.scale, view.zero_point, view.codebook)
+    return with_automatic_axes(computed, *parts, like=view.qvalue)
 
 
 def _decoded(codes: jax.Array, codebook: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """What implementations of ops are built from, core's own references included."""
 
+from stack_core.ops._automatic_axes import with_automatic_axes
 from stack_core.ops._choosing import answer, implementations_of, is_installed, supporting
 from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._differentiated import differentiated, forward_only
@@ -61,5 +62,6 @@ __all__ = [
     "supporting",
     "take",
     "vary_alike",
+    "with_automatic_axes",
     "with_sinks",
 ]

@@ -140,10 +140,11 @@ def _tile(interpreter: Interpreter, decision: Decision, entries: int) -> int | N
     """How many of so many contracted entries share a scale: as many as the parameter's, or else as the rule allows."""
     rule = decision.rule
     assert rule is not None, "asked only where a rule decides"
-    if not rule.smaller_tiles or rule.tile_size is None:
-        return rule.tile_size
-    tile = interpreter.treatment.tiles.get(decision.path or "", rule.tile_size)
-    return tile if entries % tile == 0 else tile_sizes(entries, rule.tile_size)[0]
+    wanted, _ = rule.tiles
+    if not rule.smaller_tiles or wanted is None:
+        return wanted
+    tile = interpreter.treatment.tiles.get(decision.path or "", wanted)
+    return tile if entries % tile == 0 else tile_sizes(entries, wanted)[0]
 
 
 def product_types(interpreter: Interpreter, decision: Decision, right: Value) -> ProductTypes:

@@ -22,8 +22,9 @@ def _gather(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) 
     if table.source is None:
         return interpreter.as_it_is(equation, operands)
     name = interpreter.name(equation, "gather")
-    numbers = equation.params["dimension_numbers"]
-    rest = [axis for axis in range(len(table.shape)) if axis not in numbers.start_index_map]
+    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    single = {axis for axis in numbers.start_index_map if sizes[axis] == 1}
+    rest = [axis for axis in range(len(table.shape)) if axis not in single]
     note(interpreter, name, table, rest, is_lookup=True)
     decision = decide(interpreter, name, [table])
     if not table.is_quantized or decision.reason or not _takes_whole_slices(table, equation.params):
@@ -37,12 +38,12 @@ def _gather(interpreter: Interpreter, equation: Any, operands: Sequence[Value]) 
 
 
 def _takes_whole_slices(table: Value, params: Any) -> bool:
-    """Whether each index takes one entry along the axes that are indexed, and all along the others."""
+    """Whether each index takes one entry along some of the indexed axes, and all entries along every other axis."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    if numbers.operand_batching_dims or tuple(numbers.start_index_map) != tuple(numbers.collapsed_slice_dims):
-        return False
     indexed = set(numbers.start_index_map)
-    return all(size == (1 if axis in indexed else table.shape[axis]) for axis, size in enumerate(sizes))
+    return not numbers.operand_batching_dims and all(
+        size == table.shape[axis] or (axis in indexed and size == 1) for axis, size in enumerate(sizes)
+    )
 
 
 def _taken(view: views.View, indices: Any, equation: Any, dtype: Any) -> Any:
@@ -50,12 +51,14 @@ def _taken(view: views.View, indices: Any, equation: Any, dtype: Any) -> Any:
     params = equation.params
     numbers, mode = params["dimension_numbers"], params["mode"]
     indexed = numbers.start_index_map
-    sizes = np.asarray([view.shape[axis] for axis in indexed], indices.dtype)
+    # `vmap(lambda i: table[i])` indexes the axes that it takes whole, too; 0 is the only index there.
+    single = {axis for axis in indexed if params["slice_sizes"][axis] == 1}
+    last = np.asarray([view.shape[axis] - params["slice_sizes"][axis] for axis in indexed], indices.dtype)
 
     def part(array: Any) -> Any:
         tiles = np.asarray([view.shape[axis] // array.shape[axis] for axis in indexed], indices.dtype)
-        places = jnp.clip(indices, 0, sizes - 1) // tiles
-        slices = [1 if axis in indexed else size for axis, size in enumerate(array.shape)]
+        places = jnp.clip(indices, 0, last) // tiles
+        slices = [1 if axis in single else size for axis, size in enumerate(array.shape)]
         return lax.gather(array, places, numbers, slices, mode=GatherScatterMode.CLIP)
 
     taken = dataclasses.replace(
@@ -67,7 +70,7 @@ def _taken(view: views.View, indices: Any, equation: Any, dtype: Any) -> Any:
     result = ops.dequantize(taken, dtype)
     if mode in (GatherScatterMode.FILL_OR_DROP, None):
         fill = params["fill_value"]
-        exists = jnp.all((indices >= 0) & (indices < sizes), axis=-1)
+        exists = jnp.all((indices >= 0) & (indices <= last), axis=-1)
         exists = lax.expand_dims(exists, numbers.offset_dims)
         result = jnp.where(exists, result, jnp.asarray(jnp.nan if fill is None else fill, dtype))
     return result

@@ -80,7 +80,7 @@ def plan(
             left[path] = _reason(by_path[path], stops.get(path, ()))
         else:
             specs[path], tile = _spec(path, rule, shapes[path], mine)
-            if tile is not None and tile != rule.tile_size and qtype(rule.weights).block_size is None:
+            if tile is not None and tile != rule.tiles[0] and qtype(rule.weights).block_size is None:
                 tiles[path] = tile
     _check_quantizes(rules, of_path, left)
     return Plan(of_path, specs, left, tiles)
@@ -134,6 +134,7 @@ def _spec(path: str, rule: Rule, shape: tuple[int, ...], uses: Sequence[Use]) ->
     assert rule.weights is not None, "asked only for parameters that are quantized"
     reduced = {part.axis for part in first.contracted}
     tiles, tile = _fitting_tiles(path, rule, first.contracted, shape)
+    tiles |= _kept_tiles(path, rule, [part for part in first.free if part.axis not in reduced], shape)
     try:
         spec = ArraySpec(
             type=rule.weights,
@@ -154,12 +155,38 @@ def _fitting_tiles(
     """The tiles of a parameter by axis, of the rule's size or, where it allows that, of the nearest that divides."""
     assert rule.weights is not None, "asked only for parameters that are quantized"
     block = qtype(rule.weights).block_size
-    if block is None and rule.tile_size is not None and rule.smaller_tiles and contracted:
-        for size in tile_sizes(math.prod(part.size for part in contracted), rule.tile_size):
+    wanted, _ = rule.tiles
+    if block is None and wanted is not None and rule.smaller_tiles and contracted:
+        for size in tile_sizes(math.prod(part.size for part in contracted), wanted):
             with contextlib.suppress(ShapeError):
                 return _tiles(path, contracted, shape, size), size
-    tile = block or rule.tile_size
+    tile = block or wanted
     return _tiles(path, contracted, shape, tile), tile
+
+
+def _kept_tiles(path: str, rule: Rule, kept: Sequence[Part], shape: tuple[int, ...]) -> dict[int, int]:
+    """Returns how many entries share a scale along each kept axis, filling the last axis first.
+
+    A table that is only looked up has no kept axes.
+    """
+    _, wanted = rule.tiles
+    axes = list(dict.fromkeys(part.axis for part in reversed(kept)))
+    if wanted is None or not axes:
+        return {}
+    entries = math.prod(shape[axis] for axis in axes)
+    for tile in tile_sizes(entries, wanted) if rule.smaller_tiles else [wanted]:
+        tiles: dict[int, int] = {}
+        for axis in axes:
+            taken = math.prod(tiles.values())
+            tiles[axis] = math.gcd(shape[axis], tile // taken)
+            if tiles[axis] < shape[axis]:
+                break
+        if math.prod(tiles.values()) == tile:
+            return tiles
+    raise ShapeError(
+        f"{path}: a tile of {wanted} outputs does not divide its kept axes {axes[::-1]}, of shape {list(shape)}. "
+        "Choose a tile_size that does, allow smaller_tiles=True, or give this parameter a rule of its own."
+    )
 
 
 def _tiles(path: str, contracted: Sequence[Part], shape: tuple[int, ...], tile: int | None) -> dict[int, int]:

@@ -1,0 +1,45 @@
+"""Parts of programs on meshes with Explicit axes that XLA shards by itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+__all__ = ["with_automatic_axes"]
+
+
+def with_automatic_axes(fn: Callable[..., Any], *args: Any, like: Any) -> Any:
+    """Computes `fn(*args)`; if `like` is on a mesh with Explicit axes, they are Auto inside.
+
+    An axis that is cut into tiles has no sharding of its own where a shard holds no whole tile, so that such programs
+    cannot be written for Explicit axes. Each result is sharded as `like` along the axes that its own axes allow.
+
+    Args:
+      args: pytrees of arrays.
+      like: an array of the rank of all results.
+    """
+    sharding = jax.typeof(like).sharding
+    mesh = sharding.mesh
+    names = tuple(
+        name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit
+    )
+    if not names:
+        return fn(*args)
+
+    def spec(result: jax.ShapeDtypeStruct) -> NamedSharding:
+        parts = zip(result.shape, sharding.spec, strict=True)
+        fitting = (part if size % _shards(mesh, part) == 0 else None for size, part in parts)
+        return NamedSharding(mesh, PartitionSpec(*fitting))
+
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), args)
+    specs = jax.tree.map(spec, jax.eval_shape(fn, *shapes))
+    return jax.sharding.auto_axes(fn, axes=names, out_sharding=specs)(*args)
+
+
+def _shards(mesh: Any, part: Any) -> int:
+    """The number of shards along an axis with this entry of a PartitionSpec."""
+    count = 1
+    for name in (part,) if isinstance(part, str) else part or ():
+        count *= mesh.shape[name]
+    return count

@@ -107,6 +107,12 @@ def test_the_example_learns_and_stores_its_adapters_alone(run, chats):
     assert not any(name.startswith("lora/") for name in frozen["leaves"])
 
 
+@pytest.mark.slow
+def test_adapters_on_quantized_activations_learn_as_on_quantized_weights(run, chats, tmp_path):
+    nf4, w8a8 = losses(run), losses(tuned(tmp_path / "w8a8", chats, **{"quant.rules": "w8a8"}))
+    assert w8a8[0] - w8a8[-1] > 0.7 * (nf4[0] - nf4[-1])
+
+
 def test_the_frozen_base_takes_at_most_0_6_bytes_a_parameter(tmp_path):
     trainer = build_trainer(config_of(on_text(), tmp_path))
     frozen = jax.tree.leaves(trainer.abstract_state.frozen, is_leaf=is_quantized)

@@ -60,6 +60,41 @@ def test_an_op_implementation_is_chosen_by_name_and_meets_the_contract(environme
     assert "UnknownName: Unknown name 'gated_linear_unit/one_product' among ops" in removed.stderr
 
 
+CONV = """
+import jax, jax.numpy as jnp
+from acme_conv.op import short_conv
+from stack_core import ops
+from stack_kernels import expected, implementation
+x, weight = jnp.arange(30.0).reshape(2, 5, 3), jnp.array([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])
+before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+assert jnp.array_equal(short_conv(x, weight), x * weight[0] + before * weight[1])
+gradient = jax.grad(lambda x: short_conv(x, weight).sum())
+by_example = jax.vmap(jax.grad(lambda x: short_conv(x, weight, implementation="reference").sum()))
+assert jnp.array_equal(gradient(x), by_example(x))
+(call,) = ops.explain(gradient, x)
+assert call.call.op == "short_conv"
+assert {each.implementation.name for each in (call.forward, call.backward)} == {"grouped"}
+mine = implementation("short_conv", name="mine", is_opaque=False)(lambda x, weight: x)
+assert jnp.array_equal(short_conv(x, weight, implementation=mine), x)
+rows = expected("short_conv", {"x": (2, 5, 3), "weight": (2, 3)}, "h100")
+assert {row.implementation for row in rows} == {"grouped", "reference"}
+"""
+
+
+def test_an_op_of_a_stranger_is_dispatched_differentiated_and_held_to_its_own_contract(environment, tmp_path):
+    with environment.installed(EXAMPLES / "op_definition"):
+        assert environment.plugins()["acme-conv"]["registered"] == {
+            "op_definitions": ["short_conv"],
+            "ops": ["short_conv/grouped", "short_conv/reference"],
+        }
+        environment.run("-c", CONV)
+        suite = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-c", "/dev/null"]
+        passed = environment.run(
+            *suite, str(EXAMPLES / "op_definition" / "test_contract.py"), "-k", "float32 or shard_map"
+        )
+    assert re.search(r"^20 passed, \d+ deselected", passed.stdout, re.MULTILINE), passed.stdout
+
+
 def test_a_command_runs(environment, tmp_path):
     records = [{"kind": "train", "step": step, "loss": 8.0 - step} for step in range(8)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -233,14 +233,21 @@ def test_two_plugins_that_claim_one_entry_are_both_refused_and_named(site):
 
 def test_what_core_registers_is_cores_and_the_other_is_named(site):
     ops = "@hookimpl\ndef stack_register_ops(registry): registry.add({!r}, object())\n"
-    site.add("own", HEADER + ops.format("norm/reference"), distribution="stack-core", plugin="core")
+    define = "@hookimpl\ndef stack_register_op_definitions(registry): registry.add({!r}, object())\n"
+    own = HEADER + define.format("norm") + ops.format("norm/reference")
+    site.add("own", own, distribution="stack-core", plugin="core")
     site.add("other", HEADER + ops.format("norm/reference") + "")
     site.add("lost", HEADER + ops.format("nrom/fast"))
+    site.add("conv", HEADER + define.format("conv") + ops.format("conv/reference"))
+    site.add("half", HEADER + define.format("half") + ops.format("half/fast"))
     plugins = site.plugins()
     with pytest.warns(RuntimeWarning, match="Plugin 'other': ops 'norm/reference' refused: it is core's own"):
         entries, refused = plugins.collect("ops")
-    assert {name: entry.provider for name, entry in entries.items()} == {"norm/reference": "core"} and not refused
+    providers = {name: entry.provider for name, entry in entries.items()}
+    assert providers == {"norm/reference": "core", "conv/reference": "conv", "half/fast": "half"} and not refused
     assert "there is no op 'nrom'. Did you mean 'norm'?" in report_of(plugins, "lost").problems[0]
+    assert "'half' has no reference; register 'half/reference'" in report_of(plugins, "half").problems[0]
+    assert not report_of(plugins, "conv").problems
 
 
 def same_name(site):

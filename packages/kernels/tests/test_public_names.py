@@ -5,7 +5,7 @@ import stack_kernels
 
 
 def test_the_public_names():
-    assert stack_kernels.__all__ == ["expected", "implementation", "tune", "tuned"]
+    assert stack_kernels.__all__ == ["expected", "implementation", "tune", "tuned", "untyped"]
     assert all(callable(getattr(stack_kernels, name)) for name in stack_kernels.__all__)
 
 

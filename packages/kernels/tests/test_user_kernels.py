@@ -117,3 +117,16 @@ def test_parameters_that_are_not_the_ops_are_named(function, configs, message):
 def test_a_setting_that_does_not_fit_is_refused(settings, message):
     with pytest.raises(ArgumentError, match=message):
         implementation("gated_linear_unit", name="mine", **settings)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"before": "reference"}, "makes a string precede others"),
+        ({"before": ("mine",)}, "makes itself precede others"),
+        ({"before": ("reference",), "priority": -1}, "only where it is named"),
+    ],
+)
+def test_what_an_implementation_cannot_precede_is_refused(fields, problem):
+    with pytest.raises(ArgumentError, match=problem):
+        implementation("gated_linear_unit", name="mine", **fields)

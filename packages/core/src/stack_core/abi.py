@@ -138,8 +138,9 @@ class OpImplementation:
       residuals: the names of what its forward pass can return: of the op's residuals, and `OWN`.
       is_opaque: XLA cannot split it over devices: it runs on one device's part of the arrays.
       exports: it can be a part of a program that `jax.export` writes.
-      priority: among those that support a call the highest wins; a tie is an error. The references have 0, so that a
-        negative one runs only where it is named.
+      priority: among those that support a call the highest wins. The references have 0, so that a negative one runs
+        only where it is named. Of equal ones the one that was installed first runs, and a warning names the others.
+      before: names of implementations that this one precedes wherever both support a call, whatever their priorities.
     """
 
     op: str
@@ -154,6 +155,7 @@ class OpImplementation:
     is_opaque: bool = False
     exports: bool = True
     priority: int = 1
+    before: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

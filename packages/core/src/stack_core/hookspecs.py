@@ -29,6 +29,11 @@ def stack_register_ops(registry: Registrar) -> None:
 
 
 @hookspec
+def stack_register_op_definitions(registry: Registrar) -> None:
+    """Ops by name, each an `Op`; `function` names what models call, `suite` the `OpSuite` of its contract."""
+
+
+@hookspec
 def stack_register_tuned_tables(registry: Registrar) -> None:
     """Tuned tables, each a `TunedTable`; of several that know a call, the first by name is followed."""
 
@@ -128,6 +133,7 @@ REGISTRY_KINDS = tuple(name.removeprefix("stack_register_") for name in HOOKS if
 
 DETAILS: Mapping[str, Mapping[str, type]] = {
     "chips": {"device_kinds": tuple},
+    "op_definitions": {"function": str, "suite": str},
     "commands": {"help": str, "huge_pages": bool},
     "analyses": {"help": str},
     "panels": {"order": int},

@@ -40,6 +40,13 @@ _OPS = (
 
 
 @hookimpl
+def stack_register_op_definitions(registry: Registrar) -> None:
+    for op in _OPS:
+        suite = f"stack_core.testing.op_suites.{op}:SUITE"
+        registry.add(op, f"stack_core.ops._{op}:OP", function=f"stack_core.ops:{op}", suite=suite)
+
+
+@hookimpl
 def stack_register_ops(registry: Registrar) -> None:
     for op in _OPS:
         registry.add(f"{op}/reference", f"stack_core.ops._{op}:REFERENCE")

@@ -131,7 +131,7 @@ class Plugins:
                 claims.setdefault(entry.name, []).append(entry)
         _keep_cores(loaded, kind, claims)
         if kind == "ops":
-            _refuse_unknown_ops(loaded, claims)
+            _check_ops(loaded, claims, self.collect("op_definitions")[0])
         entries = {name: found[0] for name, found in claims.items() if len(found) == 1}
         refused = {name: _refuse(loaded, kind, name, found) for name, found in claims.items() if len(found) > 1}
         for provider, report in loaded.by_name.items():
@@ -293,14 +293,17 @@ def _keep_cores(loaded: _Loaded, kind: str, claims: dict[str, list[Entry]]) -> N
         claims[name] = cores or found
 
 
-def _refuse_unknown_ops(loaded: _Loaded, claims: dict[str, list[Entry]]) -> None:
-    """An implementation of an op that core does not have would never be called."""
-    known = {name.partition("/")[0] for name, found in claims.items() if found[0].provider == _CORE}
-    for name in [name for name in claims if name.partition("/")[0] not in known]:
+def _check_ops(loaded: _Loaded, claims: dict[str, list[Entry]], defined: Mapping[str, Entry]) -> None:
+    """Refuses implementations of ops that nobody defines, and reports ops whose reference nobody registers."""
+    for name in [name for name in claims if name.partition("/")[0] not in defined]:
         for entry in claims.pop(name):
             op = name.partition("/")[0]
-            hint = f"{nearest(op, known)} Core has: {', '.join(sorted(known))}."
+            hint = f"{nearest(op, tuple(defined))} There are: {', '.join(sorted(defined))}."
             loaded.by_name[entry.provider].lose(f"ops {name!r} refused: there is no op {op!r}.{hint}")
+    for op, entry in defined.items():
+        if f"{op}/reference" not in claims:
+            problem = f"op_definitions {op!r} has no reference; register {op + '/reference'!r} in stack_register_ops."
+            loaded.by_name[entry.provider].lose(problem)
 
 
 def _described(error: BaseException) -> str:

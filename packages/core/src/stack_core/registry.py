@@ -13,8 +13,16 @@ __all__ = ["Entry", "Registrar", "Registry"]
 T = TypeVar("T")
 
 _NAME = re.compile(r"\w([\w .+/-]*[\w.+])?")
-_NAMES = {"ops": re.compile(r"\w+/[\w.+-]+"), "analyses": re.compile(r"\w+")}
-_FORMS = {"ops": "of the form op/implementation", "analyses": "of letters, digits and _"}
+_NAMES = {
+    "ops": re.compile(r"\w+/[\w.+-]+"),
+    "op_definitions": re.compile(r"\w+"),
+    "analyses": re.compile(r"\w+"),
+}
+_FORMS = {
+    "ops": "of the form op/implementation",
+    "op_definitions": "of letters, digits and _",
+    "analyses": "of letters, digits and _",
+}
 # Each analysis is a command `stack profile NAME`, and these are the others.
 _RESERVED = {"analyses": ("attach", "costs", "diff", "export", "gate", "report", "run")}
 _TARGET = re.compile(r"\w+(\.\w+)*:\w+")

@@ -1,8 +1,10 @@
 """What each op says when its arguments do not fit."""
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import jaxtyping
 import pytest
@@ -10,7 +12,10 @@ import pytest
 from stack_core import ops
 from stack_core.abi import QView
 from stack_core.errors import ArgumentError, ShapeError, StackError, UnknownName
-from stack_core.testing import Quantized
+from stack_core.ops.building import parameters_of
+from stack_core.plugins import registries
+from stack_core.testing import Quantized, op_checks
+from stack_core.testing._op_contract import draw
 
 
 @pytest.fixture(autouse=True)
@@ -283,6 +288,37 @@ def test_a_view_of_another_abi() -> None:
 
     weight = Later(_zeros(4, 6, dtype=jnp.int8), _zeros(1, 6))
     _expect(ArgumentError, ("ABI 2.0", "reads ABI 1"), ops.linear, {"x": _zeros(2, 4), "weight": weight})
+
+
+ON_ONE_DEVICE = sorted(set(registries.op_definitions.names()) - {"collective_matmul", "exchange", "ring_attention"})
+
+
+@pytest.mark.parametrize("op", ON_ONE_DEVICE)
+def test_no_argument_is_a_list_and_no_option_an_array(op: str) -> None:
+    """`ops.norm([[1.0, 2.0]])` and an epsilon that JAX traces are refused by name, as is the like of any op."""
+    checks = [check for check in op_checks(op) if check.aspect == "float32"]
+    parameters = parameters_of(op)
+    arrays: dict[str, Any] = {}
+    calls = [(draw(check.case, "float32"), dict(check.case.options)) for check in checks]
+    for given, options in calls:
+        for name in set(given) - set(arrays):
+            if isinstance(given[name], jax.Array):
+                arrays[name] = given
+                for value in (given[name].tolist(), 2.0):
+                    with pytest.raises(ArgumentError, match=rf"{op}: {name}(\[0\])? is of type {type(value).__name__}"):
+                        getattr(ops, op)(**{**given, name: value}, **options)
+    given, options = calls[0]
+    defaults = inspect.signature(getattr(ops, op)).parameters
+    unlike_numbers = {"preferred_dtype", *(name for each, _ in calls for name in each)}
+    static = [name for name in parameters if isinstance(defaults[name].default, float | int | None)]
+    for name in (name for name in static if name not in unlike_numbers):
+
+        @jax.jit
+        def call(value: Any, name: str = name) -> Any:
+            return getattr(ops, op)(**given, **{**options, name: value})
+
+        with pytest.raises(ArgumentError, match=f"{op}: {name} is an array; expected a Python number"):
+            call(1)
 
 
 def _expect(kind: type[StackError], parts: tuple[str, ...], op: Any, arguments: dict[str, Any]) -> None:

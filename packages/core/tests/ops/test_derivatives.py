@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from stack_core import ops
+from stack_core.ops._op import suite_of
 from stack_core.testing._cases import OpCase
 from stack_core.testing._op_contract import draw
-from stack_core.testing.op_suites import SUITES
 
 OPS = (
     "attention",
@@ -28,7 +28,7 @@ OPS = (
     "ragged_dot",
     "rope",
 )  # collective_matmul needs several devices
-ONE_OF_EACH = [pytest.param(next(iter(SUITES[op].cases)), id=op) for op in OPS]
+ONE_OF_EACH = [pytest.param(next(iter(suite_of(op).cases)), id=op) for op in OPS]
 
 
 def _moving(case: OpCase, arrays: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _gradient_of_gradient(function: Callable[[Any], Any], moving: Any) -> Any:
 def _exactly(case: OpCase, derive: Callable[..., Any], arrays: Any) -> Any:
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         wide = _widened(arrays)
-        function = functools.partial(_sum, case, SUITES[case.op].oracle, wide)
+        function = functools.partial(_sum, case, suite_of(case.op).oracle, wide)
         return jax.tree.map(np.asarray, jax.jit(lambda moving: derive(function, moving))(_moving(case, wide)))
 
 
@@ -114,7 +114,7 @@ def test_narrow_operands_have_a_tangent_too(case: OpCase) -> None:
     actual = jax.jit(lambda moving: _tangents(call, arrays, moving))(_moving(case, arrays))
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         wide = _widened(arrays)
-        expected = _tangents(functools.partial(SUITES[case.op].oracle, **case.options), wide, _moving(case, wide))
+        expected = _tangents(functools.partial(suite_of(case.op).oracle, **case.options), wide, _moving(case, wide))
     _compare(actual, jax.tree.map(np.asarray, expected), 5e-2)
 
 

@@ -78,10 +78,48 @@ def test_of_several_names_the_first_that_supports_the_call_runs(register: Any) -
     assert _chosen([refuses, "reference"])[0] == "reference"
 
 
-def test_a_tie_is_an_error_that_names_both(register: Any) -> None:
-    register(_returning(1.0, "one", priority=5), _returning(2.0, "two", priority=5))
-    with pytest.raises(UnsupportedOp, match=r"'one' and 'two' .* same priority 5"):
-        ops.linear(X, WEIGHT)
+def test_of_equal_priorities_the_first_installed_runs_with_one_warning(register: Any) -> None:
+    """A kernel of the default priority breaks no caller, whatever else is installed."""
+    register(_returning(1.0, "two"), _returning(2.0, "one"))
+    with pytest.warns(
+        RuntimeWarning, match=r"'one' runs, and so could 'two', of the same priority 1.*before=\('one',\)"
+    ):
+        assert float(ops.linear(X, WEIGHT)[0, 0]) == 2.0
+    assert float(ops.linear(2 * X, WEIGHT[:, :2])[0, 0]) == 2.0  # warned of already
+
+
+def test_one_that_precedes_another_runs_whatever_their_priorities(register: Any) -> None:
+    refuses = _returning(3.0, "refuses", before=("two",), supports=lambda call, chip, config: "too wide")
+    register(_returning(1.0, "one", before=("two",)), _returning(2.0, "two", priority=9), refuses)
+    assert float(ops.linear(X, WEIGHT)[0, 0]) == 1.0
+    assert _choosing.plan(*requested(LINEAR_OP, STRUCTS, OPTIONS, None)).forward.reason == "before two"
+    register(_returning(1.0, "one", before=("two",), priority=-1), _returning(2.0, "two"))
+    assert float(ops.linear(X, WEIGHT)[0, 0]) == 2.0  # a negative one runs where it is named
+
+
+def test_implementations_that_precede_each_other_go_by_priority(register: Any) -> None:
+    register(_returning(1.0, "one", before=("two",)), _returning(2.0, "two", before=("one",), priority=2))
+    assert float(ops.linear(X, WEIGHT)[0, 0]) == 2.0
+
+
+def test_a_call_without_elements_is_answered_by_core(register: Any) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a kernel ran on nothing")
+
+    kernel = OpImplementation("linear", "kernel", never, never)
+    register(kernel)
+    for x, weight in ((X[:0], WEIGHT), (X[:, :0], WEIGHT[:0]), (X, WEIGHT[:, :0])):
+        for named in (None, kernel, "kernel"):
+            output, gradient = jax.value_and_grad(
+                lambda x, weight=weight, named=named: jnp.sum(ops.linear(x, weight, implementation=named))
+            )(x)
+            assert float(output) == 0.0
+            assert gradient.shape == x.shape
+    assert _choosing.plan(*requested(LINEAR_OP, {**STRUCTS, "x": X[:0]}, OPTIONS, None)).forward.reason == (
+        "the call is empty: core answers it"
+    )
+    with pytest.raises(UnknownName):
+        ops.linear(X[:0], WEIGHT, implementation="kernal")
 
 
 def test_a_refused_name_lists_the_reason_of_every_implementation(register: Any) -> None:
@@ -362,14 +400,6 @@ def test_a_backward_that_nothing_supports_raises_when_it_is_asked_for(register: 
     ) as caught:
         _gradient(implementation=refusing)
     assert "x float32[2, 3]" in str(caught.value)
-
-
-def test_a_tie_of_backward_passes_is_an_error_for_those_who_differentiate(register: Any) -> None:
-    two = [_returning(1.0, name, backward=_zeros, priority=5, supports=_only("backward")) for name in ("one", "two")]
-    register(*two)
-    assert float(ops.linear(X, WEIGHT)[0, 0]) == 1.5
-    with pytest.raises(UnsupportedOp, match=r"linear backward: 'one' and 'two' .* same priority 5"):
-        _gradient()
 
 
 def test_a_named_implementation_that_refuses_the_backward_pass_says_so_once(register: Any) -> None:

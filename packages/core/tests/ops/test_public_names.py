@@ -74,11 +74,13 @@ def test_public_names_of_building() -> None:
         "padding_as_zero",
         "parameters_of",
         "picked",
+        "preferred",
         "rope_angles",
         "rotated",
         "supporting",
         "take",
         "vary_alike",
+        "varying",
         "with_automatic_axes",
         "with_sinks",
     }

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stack_kernels.expectations import expected as expected
+    from stack_kernels.mesh_types import untyped as untyped
     from stack_kernels.tuning.search import tune as tune
     from stack_kernels.tuning.sources import tuned as tuned
     from stack_kernels.user_kernels import implementation as implementation
 
-__all__ = ["expected", "implementation", "tune", "tuned"]
+__all__ = ["expected", "implementation", "tune", "tuned", "untyped"]
 
 # Imported on first use: importing this package imports no jax.
 _MODULES = {
@@ -17,6 +18,7 @@ _MODULES = {
     "implementation": "user_kernels",
     "tune": "tuning.search",
     "tuned": "tuning.sources",
+    "untyped": "mesh_types",
 }
 
 

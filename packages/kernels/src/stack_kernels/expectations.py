@@ -16,6 +16,7 @@ from stack_core.abi import OpCall, OpImplementation
 from stack_core.errors import ArgumentError, StackError, TuningError
 from stack_core.hardware import Chip, target_chip, use_chip
 from stack_core.ops.building import answer, implementations_of, supporting
+from stack_core.ops.defining import function_of
 from stack_core.plugins import registries
 from stack_kernels.roofline import work_of
 from stack_kernels.tuning.costs import estimate_s
@@ -109,7 +110,7 @@ def expected(
     target = _chip(chip)
     with use_chip(target):
         try:
-            (explained,) = ops.explain(lambda structs: getattr(ops, op)(**structs, **options), structs)
+            (explained,) = ops.explain(lambda structs: function_of(op)(**structs, **options), structs)
         except TypeError as error:  # an argument is missing
             raise ArgumentError(
                 f"{op} cannot be called like this: {error}. Its parameters are {', '.join(known)}."

@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from stack_kernels.untyped import untyped
+from stack_kernels.mesh_types import untyped
 
 __all__ = ["GENERATIONS", "WRITTEN_FOR", "is_installed", "missing", "on_arrays", "run"]
 

@@ -5,6 +5,7 @@ each product of the forward pass twice, and once more where no implementation ca
 of attention and the logits of a loss. Every operand is read once and every result written once.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core.abi import OpCall
-from stack_core.hardware import Chip
+from stack_core.hardware import Chip, count_flops
+from stack_core.ops.defining import op_named
 
 __all__ = ["Bound", "Work", "work_of"]
 
@@ -70,14 +72,24 @@ def work_of(call: OpCall, values: Mapping[str, Any] | None = None) -> Work:
         `kv_lengths`; without them, as much as their shapes allow.
     """
     given = {name: array for name, array in call.arrays.items() if array is not None}
-    flops = _FLOPS[call.op](given, call.options, values or {}, call.direction == "backward")
+    backward = call.direction == "backward"
+    if call.op in _FLOPS:
+        flops = _FLOPS[call.op](given, call.options, values or {}, backward)
+        result_bytes = _RESULT_BYTES[call.op](given, call.options)
+    else:  # an op that a plugin defines
+        reference = functools.partial(_reference, call)
+        flops = sum(count_flops(reference, dict(call.arrays)).by_dtype.values()) * (2 if backward else 1)
+        result_bytes = _bytes(jax.eval_shape(reference, dict(call.arrays)))
     operands = {name: _bytes(array) for name, array in given.items()}
     operands |= _used_pages_bytes(given, call.options, values or {}) if call.op == "paged_attention" else {}
-    result_bytes = _RESULT_BYTES[call.op](given, call.options)
     traffic_bytes = sum(operands.values()) + result_bytes
-    if call.direction == "backward":
+    if backward:
         traffic_bytes += sum(operands[name] for name, array in given.items() if _is_floating(array))
     return Work(flops, _product_dtype(given), traffic_bytes)
+
+
+def _reference(call: OpCall, arrays: Mapping[str, Any]) -> Any:
+    return op_named(call.op).implementation().forward(**arrays, **call.options, wants=frozenset())[0]
 
 
 def _bytes(array: Any) -> int:

@@ -27,6 +27,7 @@ def implementation(  # noqa: PLR0913  each is a field of OpImplementation
     platforms: Sequence[str] | None = None,
     is_opaque: bool = True,
     priority: int = 1,
+    before: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], OpImplementation]:
     """Makes a function an `OpImplementation`, which a plugin registers with one line.
 
@@ -52,7 +53,8 @@ def implementation(  # noqa: PLR0913  each is a field of OpImplementation
       platforms: where it runs, among "cpu", "gpu" and "tpu"; None is everywhere.
       is_opaque: XLA cannot split it over devices, as it cannot split a Pallas kernel.
       priority: the highest among those that support a call is chosen, and the references have 0; a negative one runs
-        where it is named or a tuned table says so.
+        where it is named or a tuned table says so. Of equal ones the first that was installed runs, with a warning.
+      before: names of the op's implementations that this one precedes, whatever their priorities: `("xla_cpu",)`.
 
     Raises:
       UnknownName: there is no such op.
@@ -63,6 +65,13 @@ def implementation(  # noqa: PLR0913  each is a field of OpImplementation
     extra = ("config",) if is_tuned else ()
     if not callable(configs):
         _check_configs(what, tuple(configs))
+    if before and (isinstance(before, str) or name in before or priority < 0):
+        problem = "itself" if name in before else f"one that runs only where it is named, with priority={priority},"
+        problem = "a string" if isinstance(before, str) else problem
+        raise ArgumentError(
+            f"{what}: before={before!r} makes {problem} precede others; expected names of other implementations of "
+            f"{op!r} as a tuple, and a priority of at least 0."
+        )
     check_takes(f"{what}: supports", supports, ("call", "chip", "config"))
     if backward is not None:
         takes = ("arrays", "options", "outputs", "residuals", "cotangents")
@@ -88,6 +97,7 @@ def implementation(  # noqa: PLR0913  each is a field of OpImplementation
             residuals=tuple(residuals),
             is_opaque=is_opaque,
             priority=priority,
+            before=tuple(before),
         )
 
     return implement

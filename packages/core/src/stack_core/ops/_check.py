@@ -8,7 +8,18 @@ from jax import lax
 
 from stack_core.errors import ArgumentError, ShapeError, UnknownName, nearest
 
-__all__ = ["Axes", "axis_size", "check_floating", "check_known", "check_positive", "check_same_dtype", "check_window"]
+__all__ = [
+    "Axes",
+    "axis_size",
+    "check_arrays",
+    "check_floating",
+    "check_integer",
+    "check_known",
+    "check_positive",
+    "check_same_dtype",
+    "check_static",
+    "check_window",
+]
 
 
 class Axes:
@@ -39,6 +50,7 @@ class Axes:
         """
         if array is None:
             return
+        check_arrays(self._op, **{name: array})
         names, shape = axes.split(), tuple(array.shape)
         if names[0] == "...":
             named = len(names) - 1
@@ -57,8 +69,18 @@ class Axes:
                 )
 
 
+def check_arrays(op: str, **arrays: Any) -> None:
+    """Raises ArgumentError when one of the arguments is neither an array nor None, such as a list of numbers."""
+    for name, array in arrays.items():
+        if array is not None and not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            raise ArgumentError(
+                f"{op}: {name} is of type {type(array).__name__}; expected an array. Convert it: jnp.asarray({name})."
+            )
+
+
 def check_floating(op: str, **arrays: Any) -> None:
     """Raises ArgumentError when one of the arrays is not of a floating dtype."""
+    check_arrays(op, **arrays)
     for name, array in arrays.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise ArgumentError(f"{op}: {name} has dtype {array.dtype}; expected a floating dtype.")
@@ -66,6 +88,7 @@ def check_floating(op: str, **arrays: Any) -> None:
 
 def check_integer(op: str, **arrays: Any) -> None:
     """Raises ArgumentError when one of the arrays is not of an integer dtype."""
+    check_arrays(op, **arrays)
     for name, array in arrays.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
             raise ArgumentError(f"{op}: {name} has dtype {array.dtype}; expected an integer dtype.")
@@ -73,6 +96,7 @@ def check_integer(op: str, **arrays: Any) -> None:
 
 def check_same_dtype(op: str, **arrays: Any) -> None:
     """Raises ArgumentError when the dtypes differ; no op promotes its operands."""
+    check_arrays(op, **arrays)
     given = {name: jnp.dtype(array.dtype) for name, array in arrays.items() if array is not None}
     if len(set(given.values())) > 1:
         listing = ", ".join(f"{name} {dtype}" for name, dtype in given.items())
@@ -85,11 +109,17 @@ def check_known(op: str, name: str, value: str, known: tuple[str, ...]) -> None:
         raise UnknownName(f"{op}: unknown {name} {value!r}.{nearest(str(value), known)} Known: {', '.join(known)}.")
 
 
+def check_static(op: str, **options: Any) -> None:
+    """Raises ArgumentError when an option is an array or holds one: options are fixed when JAX traces."""
+    for name, option in options.items():
+        if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(option)):
+            raise ArgumentError(f"{op}: {name} is an array; expected a Python number, which is fixed when tracing.")
+
+
 def check_positive(op: str, **values: float | None) -> None:
     """Raises ArgumentError when a value is neither None nor a positive Python number."""
+    check_static(op, **values)
     for name, value in values.items():
-        if isinstance(value, jax.Array):
-            raise ArgumentError(f"{op}: {name} is an array; expected a Python number, which is fixed when tracing.")
         if value is not None and not value > 0:
             raise ArgumentError(f"{op}: {name} is {value}; expected a positive number or None.")
 
@@ -98,6 +128,7 @@ def check_window(op: str, window: Any) -> None:
     """Raises ArgumentError when `window` is neither None nor a pair of distances."""
     if window is None:
         return
+    check_static(op, window=window)
     sides = tuple(window)
     if len(sides) != 2 or any(side is not None and side < 0 for side in sides):
         raise ArgumentError(f"{op}: window is {window}; expected (left, right), each None or at least 0.")

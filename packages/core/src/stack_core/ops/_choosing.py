@@ -1,8 +1,10 @@
 """Chooses an implementation for each call of an op, forward and backward apart, while JAX traces.
 
-Order of choice: what the caller named > the tuned tables > the `stack_select_op` hooks > the highest priority among the
-implementations that support the call. A tie is an error. What was chosen is compiled in: nothing here runs in a
-compiled step.
+Order of choice: what the caller named > the tuned tables > the `stack_select_op` hooks > among the implementations that
+support the call those that no other precedes (`before`) > the highest priority > the one that was installed first. What
+was chosen is compiled in: nothing here runs in a compiled step.
+
+A call without elements, such as that of an empty batch, is the reference's, so that no kernel needs to run on nothing.
 
 A named implementation is named for the forward pass. It also gives the gradient where it can. Where it cannot, another
 is chosen as if none was named; a warning says so when the call is differentiated, unless that other was named as well.
@@ -18,7 +20,7 @@ from typing import Any, Final
 import jax
 
 from stack_core.abi import OWN, OpCall, OpImplementation, TunedChoice, supports_everything
-from stack_core.errors import PluginError, UnsupportedOp
+from stack_core.errors import ArgumentError, PluginError, UnsupportedOp
 from stack_core.hardware.target_chip import target, target_chip
 from stack_core.jit_context import JitContext
 from stack_core.ops._op import op_named
@@ -26,7 +28,7 @@ from stack_core.ops._report import warn_once
 from stack_core.ops._request import Implementation, Request
 from stack_core.ops._signature import check_signature
 from stack_core.ops._splitting import Split, free_devices, split_of
-from stack_core.ops._symbolic import has_symbolic_size
+from stack_core.ops._symbolic import has_symbolic_size, is_symbolic
 from stack_core.ops._tuned import tuned_choices
 from stack_core.plugins import plugins, registries
 
@@ -40,6 +42,7 @@ __all__ = [
     "implementations_of",
     "is_installed",
     "plan",
+    "preferred",
     "supporting",
 ]
 
@@ -122,9 +125,11 @@ def plan(request: Request, operands: Sequence[Any], *, mapped: bool = False) -> 
 
     Raises:
       UnknownName: a named implementation is not registered.
-      UnsupportedOp: none of the named, or none at all, supports the call, or two do with the same priority.
+      UnsupportedOp: none of the named, or none at all, supports the call.
     """
     found, candidates, named = *_sides(request, operands), _named(request.op.name, request.implementation)
+    if _is_empty(operands):
+        return _noted(request, _of_reference(request, candidates), found)
     candidates = candidates | {candidate.name: candidate for candidate in named}
     forward = _choose(found, candidates, named)
     kept = tuple(name for name in forward.implementation.residuals if name != OWN)
@@ -136,9 +141,23 @@ def plan(request: Request, operands: Sequence[Any], *, mapped: bool = False) -> 
     if isinstance(backward, Choice):
         own = (OWN,) if _keeps_own(forward, backward) and not mapped else ()
         chosen = Plan(forward, backward, (*kept, *own), _unheeded(named, forward, backward))
-    if request.noted is not None:
-        return request.noted(chosen, found.local if forward.split is not None else found.call)
-    return chosen
+    return _noted(request, chosen, found)
+
+
+def _noted(request: Request, chosen: Plan, found: "_Sides") -> Plan:
+    if request.noted is None:
+        return chosen
+    return request.noted(chosen, found.local if chosen.forward.split is not None else found.call)
+
+
+def _is_empty(operands: Sequence[Any]) -> bool:
+    return any(not is_symbolic(size) and size == 0 for x in operands for size in x.shape)
+
+
+def _of_reference(request: Request, candidates: Mapping[str, OpImplementation]) -> Plan:
+    reference = candidates.get("reference") or request.op.implementation()
+    choice = Choice(reference, "the call is empty: core answers it")
+    return Plan(choice, choice, tuple(name for name in reference.residuals if name != OWN))
 
 
 def _keeps_own(forward: Choice, backward: Choice) -> bool:
@@ -181,6 +200,9 @@ def _named(op: str, implementation: Implementation) -> list[OpImplementation]:
     if implementation is None:
         return []
     names = [implementation] if isinstance(implementation, str | OpImplementation) else list(implementation)
+    for other in names:
+        if isinstance(other, OpImplementation) and other.op != op:
+            raise ArgumentError(f"{op}: {other.name!r} is an implementation of {other.op}; name one of {op}.")
     return [name if isinstance(name, OpImplementation) else _registered(f"{op}/{name}") for name in names]
 
 
@@ -214,18 +236,48 @@ def answer(found: OpImplementation, call: OpCall) -> bool | str:
 
 
 def implementations_of(op: str) -> dict[str, OpImplementation]:
-    """The registered implementations by name; one whose backend is not installed refuses every call."""
+    """Returns the registered implementations by name, in order of installation; stack's own packages come first.
+
+    One whose backend is not installed refuses every call.
+    """
     found: dict[str, OpImplementation] = {}
-    for name in registries.ops.names():
-        if not name.startswith(f"{op}/"):
-            continue
+    entries = [entry for entry in registries.ops.entries() if entry.name.startswith(f"{op}/")]
+    owners = {report.name: report.distribution for report in plugins.reports()}
+    of_stack = {entry.name for entry in entries if owners.get(entry.provider, "").startswith("stack-")}
+    for entry in sorted(entries, key=lambda entry: (entry.name not in of_stack, entry.provider, entry.name)):
+        own = entry.name.removeprefix(f"{op}/")
         try:
-            found[name.removeprefix(f"{op}/")] = _registered(name)
+            found[own] = _registered(entry.name)
         except PluginError as error:
             if isinstance(error.__cause__, ModuleNotFoundError):
-                found[name.removeprefix(f"{op}/")] = _absent(name, error.__cause__)
+                found[own] = _absent(entry.name, error.__cause__)
             else:
-                warn_once(name, message=f"{error} Calls go to other implementations.")
+                warn_once(entry.name, message=f"{error} Calls go to other implementations.")
+    return found
+
+
+def preferred(candidates: Mapping[str, OpImplementation]) -> list[str]:
+    """Returns the names with the highest priority among the candidates that no other one precedes."""
+    precedes = {name: _preceded_by(name, candidates) for name in candidates}
+    leading = {
+        name: each
+        for name, each in candidates.items()  # in a circle nobody precedes
+        if not any(name in precedes[other] and other not in precedes[name] for other in candidates)
+    }
+    top = max(each.priority for each in leading.values())
+    return [name for name, each in leading.items() if each.priority == top]
+
+
+def _preceded_by(name: str, candidates: Mapping[str, OpImplementation]) -> set[str]:
+    """Returns the candidates that one precedes, directly or through others."""
+    found: set[str] = set()
+    reached = [name]
+    while reached:
+        each = candidates[reached.pop()]
+        if each.priority >= 0:
+            further = (set(each.before) & set(candidates)) - found
+            found |= further
+            reached += further
     return found
 
 
@@ -284,11 +336,7 @@ def _choose(
     if wanted is not None:
         choice = _named_choice(wanted, sides, tuned)
     else:
-        choice = (
-            _tuned_choice(able, sides, tuned)
-            or _selected_by_hook(sides, able)
-            or _highest_priority(sides, able, forward)
-        )
+        choice = _tuned_choice(able, sides, tuned) or _selected_by_hook(sides, able) or _by_order(sides, able, forward)
     if forward is not None:
         choice = _sharing_config(choice, forward)
     refused = tuple((name, _reason(answer)) for name, answer in sorted(answers.items()) if answer is not True)
@@ -403,21 +451,26 @@ def _selected_by_hook(sides: _Sides, able: Mapping[str, OpImplementation]) -> Ch
     return _choice(able[answer], sides, "chosen by stack_select_op")
 
 
-def _highest_priority(sides: _Sides, able: Mapping[str, OpImplementation], forward: Choice | None) -> Choice:
-    call = sides.call
+def _by_order(sides: _Sides, able: Mapping[str, OpImplementation], forward: Choice | None) -> Choice:
     if len(able) == 1:
         return _choice(next(iter(able.values())), sides, "the only one that supports the call")
-    top = max(candidate.priority for candidate in able.values())
-    best = [candidate for candidate in able.values() if candidate.priority == top]
-    if forward is not None and forward.implementation in best:
-        return _choice(forward.implementation, sides, f"priority {top}, the forward's own")
+    best = preferred(able)
+    first = able[best[0]]
+    preceded = [name for name in first.before if name in able and able[name].priority >= first.priority]
+    reason = f"before {' and '.join(preceded)}" if preceded else f"priority {first.priority}"
+    if forward is not None and forward.implementation.name in best:
+        return _choice(forward.implementation, sides, f"{reason}, the forward's own")
     if len(best) > 1:
-        names = " and ".join(repr(candidate.name) for candidate in best)
-        raise UnsupportedOp(
-            f"{call.op} {call.direction}: {names} support the call with the same priority {top}. "
-            f"Name one: {call.op}(..., implementation={best[0].name!r})."
+        op, others = sides.call.op, " and ".join(map(repr, best[1:]))
+        warn_once(
+            op,
+            *best,
+            message=f"{op}: {first.name!r} runs, and so could {others}, of the same priority {first.priority}: it was "
+            f"installed first. Name one, implementation={best[1]!r}, or give it before=({first.name!r},) where it is "
+            "defined.",
         )
-    return _choice(best[0], sides, f"priority {top}")
+        reason = f"{reason}, installed before {others}"
+    return _choice(first, sides, reason)
 
 
 def _refusals(call: OpCall, answers: Mapping[str, bool | str], named: Sequence[OpImplementation]) -> str:

@@ -8,6 +8,7 @@ import jax
 
 from stack_core.jit_context import JitContext
 from stack_core.ops._backward import called
+from stack_core.ops._check import check_static
 from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._op import Op
 from stack_core.ops._request import Implementation, Request
@@ -35,9 +36,10 @@ def dispatch(
       axes: the logical names of the axes of array arguments, by parameter name.
 
     Raises:
+      ArgumentError: an option is an array.
       UnknownName: a named implementation is not registered.
-      UnsupportedOp: none of the named, or none at all, supports the call, or two do with the same priority. What only
-        the backward pass lacks is raised when the call is differentiated.
+      UnsupportedOp: none of the named, or none at all, supports the call. What only the backward pass lacks is raised
+        when the call is differentiated.
     """
     request, leaves = requested(op, arrays, options, implementation, axes)
     recorder = recording.value
@@ -56,6 +58,7 @@ def requested(
     axes: LogicalNames | None = None,
 ) -> tuple[Request, list[Any]]:
     """A call, and its operands: the leaves of its arrays."""
+    check_static(op.name, **options)
     leaves, structure = jax.tree.flatten(tuple(arrays.values()))
     return Request(op, dict(options), implementation, axes, tuple(arrays), structure).shared(), leaves
 

@@ -126,7 +126,7 @@ class _Recorder:
         )
         marked = [_marked(array, number, name) for name, array in arrays.items()]
         if not isinstance(forward, StackError):
-            stand_in = dataclasses.replace(request, implementation="reference")
+            stand_in = dataclasses.replace(request, implementation=request.op.implementation())
             request = dataclasses.replace(request, noted=functools.partial(self._note, number, stand_in, operands))
         return _marked(run(request, jax.tree.leaves(marked)), number, None)
 

@@ -11,7 +11,15 @@ from jaxtyping import Array, Float, Int
 from stack_core.abi import OpCall
 from stack_core.errors import ArgumentError
 from stack_core.mesh import constrain, parts_of
-from stack_core.ops._check import Axes, check_floating, check_integer, check_known, check_positive, check_same_dtype
+from stack_core.ops._check import (
+    Axes,
+    check_floating,
+    check_integer,
+    check_known,
+    check_positive,
+    check_same_dtype,
+    check_static,
+)
 from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._manual_axes import vary_alike
@@ -85,6 +93,7 @@ def linear_cross_entropy(
     sizes.match("bias", bias, "vocab")
     check_floating("linear_cross_entropy", hidden=hidden, bias=bias)
     check_positive("linear_cross_entropy", softcap=softcap)
+    check_static("linear_cross_entropy", label_smoothing=label_smoothing)
     if not is_quantized(weight):
         check_same_dtype("linear_cross_entropy", hidden=hidden, weight=weight)
     check_known("linear_cross_entropy", "reduction", reduction, ("mean", "sum", "none"))

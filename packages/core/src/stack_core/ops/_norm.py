@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from stack_core.abi import OpCall
 from stack_core.errors import ShapeError
-from stack_core.ops._check import check_floating, check_known, check_same_dtype
+from stack_core.ops._check import check_floating, check_known, check_same_dtype, check_static
 from stack_core.ops._contract import accurate_dtype
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._op import Op, OpAxes
@@ -65,6 +65,7 @@ def norm(
     """
     check_floating("norm", x=x, scale=scale, offset=offset, residual=residual)
     check_known("norm", "kind", kind, ("rms", "layer"))
+    check_static("norm", axis=axis)
     if not -x.ndim <= axis < x.ndim:
         raise ShapeError(f"norm: axis {axis} is outside x, whose shape is {x.shape}.")
     for name, array in (("scale", scale), ("offset", offset)):

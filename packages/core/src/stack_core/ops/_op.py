@@ -1,6 +1,8 @@
 """What core knows of an op besides its mathematics: how its axes meet, which fold and which may be split."""
 
+import functools
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,10 +10,12 @@ from typing import Any
 import jax
 
 from stack_core.abi import OWN, OpCall, OpImplementation
+from stack_core.errors import PluginError, UnknownName, nearest
 from stack_core.ops._differentiated import differentiated
 from stack_core.ops._quantized import is_quantized
+from stack_core.plugins import registries
 
-__all__ = ["Op", "OpAxes", "op_named", "symbols"]
+__all__ = ["Op", "OpAxes", "function_of", "op_named", "suite_of", "symbols"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class Op:
     keeps: bool = False
     linear_in: tuple[str, ...] = ()
 
+    @functools.cache  # noqa: B019  ops live as long as their modules
     def implementation(self) -> OpImplementation:
         """The reference as the implementation of the lowest priority."""
         forward, backward = differentiated(self.reference)
@@ -79,8 +84,54 @@ class Op:
 
 
 def op_named(name: str) -> Op:
-    """The op of that name, which has a module of its own."""
-    return importlib.import_module(f"stack_core.ops._{name}").OP
+    """Returns a registered op.
+
+    Raises:
+      UnknownName: no plugin defines it.
+      PluginError: what is registered is not an `Op` of that name.
+    """
+    found = registries.op_definitions[name]
+    if not isinstance(found, Op) or found.name != name:
+        raise PluginError(f"op_definitions {name!r} is registered as {found!r}; expected an Op of that name.")
+    return found
+
+
+def function_of(op: str) -> Callable[..., Any]:
+    """Returns the function of an op that models call, with `implementation` and `axes` among its parameters.
+
+    Raises:
+      UnknownName: no plugin defines the op.
+      PluginError: it is registered without one.
+    """
+    function = _detail(op, "function")
+    if "implementation" not in inspect.signature(function).parameters:
+        raise PluginError(
+            f"op_definitions {op!r}: {function!r} does not take `implementation`, as a function of an op."
+        )
+    return function
+
+
+def suite_of(op: str) -> Any:
+    """Returns the `OpSuite` of an op's contract; raises what `function_of` raises."""
+    return _detail(op, "suite")
+
+
+def _detail(op: str, detail: str) -> Any:
+    entry = next((entry for entry in registries.op_definitions.entries() if entry.name == op), None)
+    if entry is None:
+        known = registries.op_definitions.names()
+        raise UnknownName(
+            f"Unknown op {op!r}.{nearest(op, known)} There are: {', '.join(known)}. A plugin adds one with "
+            "stack_register_op_definitions."
+        )
+    module, _, attribute = str(entry.details.get(detail, "")).partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PluginError(
+            f"op_definitions {op!r} of plugin {entry.provider!r}: {detail}={entry.details.get(detail)!r} cannot be "
+            f"loaded ({error}); expected 'module:attribute'."
+        ) from error
 
 
 def symbols(axes: str, rank: int) -> tuple[str, ...]:

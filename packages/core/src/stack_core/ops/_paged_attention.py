@@ -18,6 +18,7 @@ from stack_core.ops._check import (
     check_known,
     check_positive,
     check_same_dtype,
+    check_static,
     check_window,
 )
 from stack_core.ops._dispatch import dispatch
@@ -145,6 +146,7 @@ def checked_call(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays and the options of a call, which fit each other; raises as `paged_attention`."""
     check_known("paged_attention", "layout", layout, tuple(LAYOUTS))
+    check_static("paged_attention", value_dim=value_dim)
     if holds_values(layout):
         _check_one_pool(value_pages, value_dim, layout)
     _check_operands(query, key_pages, value_pages, sinks, layout)
@@ -217,13 +219,13 @@ def _check_places(query: Any, **places: Any) -> None:
     sizes = Axes("paged_attention")
     sizes.match("block_tables", places["block_tables"], "batch pages_per_seq")
     sizes.match("kv_lengths", places["kv_lengths"], "batch")
+    check_integer("paged_attention", **places)
     expected = (sizes["batch"] + 1,)
     if tuple(places["query_starts"].shape) != expected:
         raise ShapeError(
             f"paged_attention: query_starts has shape {tuple(places['query_starts'].shape)}; expected {expected}, the "
             f"first query of each of the {sizes['batch']} sequences in kv_lengths and the end of the last."
         )
-    check_integer("paged_attention", **places)
 
 
 def _reference(

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from stack_core.abi import OpCall
 from stack_core.errors import ArgumentError
-from stack_core.ops._check import Axes, check_floating, check_integer, check_positive
+from stack_core.ops._check import Axes, check_floating, check_integer, check_positive, check_static
 from stack_core.ops._contract import accurate_dtype
 from stack_core.ops._dispatch import dispatch
 from stack_core.ops._op import Op, OpAxes
@@ -64,6 +64,7 @@ def rope(
     sizes.match("positions", positions, "... seq")
     check_floating("rope", x=x)
     check_positive("rope", theta=theta)
+    check_static("rope", rotary_dim=rotary_dim)
     check_integer("rope", positions=positions)
     rotary_dim = sizes["head_dim"] if rotary_dim is None else rotary_dim
     if rotary_dim % 2 or not 0 < rotary_dim <= sizes["head_dim"]:

@@ -1,13 +1,13 @@
 """Whether the functions of an implementation take what they will be called with."""
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from stack_core.abi import OpImplementation
-from stack_core.errors import ArgumentError, PluginError, UnknownName, nearest
+from stack_core.errors import ArgumentError, PluginError, nearest
+from stack_core.ops._op import function_of
 
 __all__ = ["check_parameters", "check_signature", "check_takes", "parameters_of"]
 
@@ -21,15 +21,7 @@ def parameters_of(op: str) -> tuple[str, ...]:
     Raises:
       UnknownName: there is no such op.
     """
-    ops = importlib.import_module("stack_core.ops")  # which imports this module
-    known = [name for name in ops.__all__ if _is_op(getattr(ops, name))]
-    if op not in known:
-        raise UnknownName(f"Unknown op {op!r}.{nearest(op, known)} There are: {', '.join(known)}.")
-    return tuple(name for name in inspect.signature(getattr(ops, op)).parameters if name not in _OF_CALLERS)
-
-
-def _is_op(function: Any) -> bool:
-    return inspect.isfunction(function) and "implementation" in inspect.signature(function).parameters
+    return tuple(name for name in inspect.signature(function_of(op)).parameters if name not in _OF_CALLERS)
 
 
 @functools.lru_cache(maxsize=1024)

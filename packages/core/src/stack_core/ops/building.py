@@ -1,12 +1,12 @@
 """What implementations of ops are built from, core's own references included."""
 
 from stack_core.ops._automatic_axes import with_automatic_axes
-from stack_core.ops._choosing import answer, implementations_of, is_installed, supporting
+from stack_core.ops._choosing import answer, implementations_of, is_installed, preferred, supporting
 from stack_core.ops._contract import accurate_dtype, contract
 from stack_core.ops._differentiated import differentiated, forward_only
 from stack_core.ops._gated_linear_unit import ACTIVATIONS, gate_product
 from stack_core.ops._linear_cross_entropy import RowParts
-from stack_core.ops._manual_axes import vary_alike
+from stack_core.ops._manual_axes import vary_alike, varying
 from stack_core.ops._paged_places import as_int32, bounded_places, padding_as_zero
 from stack_core.ops._paged_pools import beside, holds_values
 from stack_core.ops._picked import picked
@@ -57,11 +57,13 @@ __all__ = [
     "padding_as_zero",
     "parameters_of",
     "picked",
+    "preferred",
     "rope_angles",
     "rotated",
     "supporting",
     "take",
     "vary_alike",
+    "varying",
     "with_automatic_axes",
     "with_sinks",
 ]

@@ -1,4 +1,4 @@
-"""The contract of an op: value and gradient in every dtype against float64, and under jit, vmap and scan."""
+"""The contract of an op: value and gradient in every dtype against float64, under jit, vmap, scan and shard_map."""
 
 import functools
 import operator
@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, PartitionSpec
 
-from stack_core import ops
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.errors import UnsupportedOp
+from stack_core.ops._manual_axes import vary_alike
+from stack_core.ops._op import function_of, suite_of
 from stack_core.testing._alone import first_call, value_and_gradients_alone
 from stack_core.testing._cases import OpCase
-from stack_core.testing.op_suites import SUITES
 
 __all__ = ["TOLERANCES", "OpCheck", "assert_close", "draw", "op_checks"]
 
@@ -26,6 +27,7 @@ TOLERANCES: Mapping[str, float] = {"float32": 2e-5, "bfloat16": 3e-2, "float16":
 """How far `assert_close` lets an op be off, by the dtype of its operands."""
 
 _TRANSFORMED = "transformed"
+_SHARD_MAP = "shard_map"
 _QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
@@ -38,7 +40,8 @@ class OpCheck:
 
     Attributes:
       is_covering: whether it is of the covering choice: each case is checked to the tolerance of fp32, one of three
-        transformed, and one case of four in bf16 or fp16 too. A bug in one option or in one dtype shows there.
+        transformed, one of four in bf16 or fp16 too, and one of eight inside `jax.shard_map`. A bug in one option or in
+        one dtype shows there.
     """
 
     case: OpCase
@@ -51,8 +54,10 @@ class OpCheck:
             try:
                 if self.aspect in TOLERANCES:
                     _check_against_oracle(self.case, implementation, self.aspect)
-                else:
+                elif self.aspect == _TRANSFORMED:
                     _check_transformations(self.case, implementation)
+                else:
+                    _check_in_shard_map(self.case, implementation)
             except UnsupportedOp as error:
                 raise unittest.SkipTest(str(error)) from error
 
@@ -63,7 +68,7 @@ class OpCheck:
         """
         if self.aspect not in TOLERANCES:
             raise unittest.SkipTest("a transformed call is not one of its own functions")
-        op, arrays = getattr(ops, self.case.op), draw(self.case, self.aspect)
+        op, arrays = function_of(self.case.op), draw(self.case, self.aspect)
 
         def call(arrays: Mapping[str, Any]) -> Any:
             return self.case.call(op, arrays, self.case.options)
@@ -83,7 +88,7 @@ class OpCheck:
         Raises:
           unittest.SkipTest: with what the call needs that is missing.
         """
-        op = getattr(ops, self.case.op)
+        op = function_of(self.case.op)
         return first_call(lambda arrays: self.case.call(op, arrays, self.case.options), draw(self.case, dtype))
 
     def __str__(self) -> str:
@@ -99,8 +104,8 @@ def op_checks(op: str) -> tuple[OpCheck, ...]:
     """
     return tuple(
         OpCheck(case, aspect, aspect in _covering_aspects(place))
-        for place, case in enumerate(SUITES[op].cases)
-        for aspect in (*TOLERANCES, _TRANSFORMED)
+        for place, case in enumerate(suite_of(op).cases)
+        for aspect in (*TOLERANCES, _TRANSFORMED, _SHARD_MAP)
     )
 
 
@@ -110,6 +115,7 @@ def _covering_aspects(place: int) -> tuple[str, ...]:
         _TRANSFORMED if place % 3 == 1 else "float32",
         *(["bfloat16"] if place % 8 == 0 else []),
         *(["float16"] if place % 8 == 2 else []),
+        *([_SHARD_MAP] if place % 8 == 0 else []),
     )
 
 
@@ -128,6 +134,26 @@ def _check_transformations(case: OpCase, implementation: OpImplementation) -> No
     for place, seed in np.ndenumerate(seeds):
         one = jax.tree.map(operator.itemgetter(place), actual)
         assert_close(one, _expected(case, "float32", int(seed)), TOLERANCES["float32"])
+
+
+def _check_in_shard_map(case: OpCase, implementation: OpImplementation) -> None:
+    """A call gives the same inside `jax.shard_map`, where every other array is the same on all devices."""
+    if case.call is not OpCase.call:
+        raise unittest.SkipTest("the case has a mesh of its own")
+    leaves, structure = jax.tree.flatten(draw(case, "float32"))
+    varies = [place % 2 == 0 for place in range(len(leaves))]
+    specs = tuple(PartitionSpec("part") if each else PartitionSpec() for each in varies)
+
+    def local(*leaves: Any) -> Any:
+        arrays = [x[0] if each else x for x, each in zip(leaves, varies, strict=True)]
+        found = _value_and_gradients(case, implementation)(jax.tree.unflatten(structure, arrays))
+        return jax.tree.map(lambda x: x[None], vary_alike(arrays[0], found)[1])
+
+    mesh = jax.make_mesh((1,), ("part",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("part"))
+    actual = jax.jit(mapped)(*(x[None] if each else x for x, each in zip(leaves, varies, strict=True)))
+    one = jax.tree.map(operator.itemgetter(0), actual)
+    assert_close(one, _expected(case, "float32"), TOLERANCES["float32"])
 
 
 @functools.cache
@@ -158,8 +184,8 @@ def _value_and_gradients(case: OpCase, implementation: OpImplementation | None) 
 
     def call(arrays: Mapping[str, Any]) -> Any:
         if implementation is None:
-            return SUITES[case.op].oracle(**arrays, **case.options)
-        op = functools.partial(getattr(ops, case.op), implementation=implementation)
+            return suite_of(case.op).oracle(**arrays, **case.options)
+        op = functools.partial(function_of(case.op), implementation=implementation)
         return case.call(op, arrays, case.options)
 
     def value_and_gradients(arrays: Mapping[str, Any]) -> Any:
@@ -175,7 +201,8 @@ def _value_and_gradients(case: OpCase, implementation: OpImplementation | None) 
             return call(jax.tree.unflatten(structure, rest))
 
         output, vjp = jax.vjp(moved, moving)
-        gradients = vjp(_cotangent(output))[0]
+        like_output = jax.tree.map(lambda x, of_one: vary_alike(x, of_one)[0], _cotangent(output), output)
+        gradients = vjp(like_output)[0]
         return output, {jax.tree_util.keystr(leaves[place][0]): x for place, x in gradients.items()}
 
     return value_and_gradients

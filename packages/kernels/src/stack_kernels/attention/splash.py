@@ -17,8 +17,8 @@ import numpy as np
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_kernels.attention.sinks import sinks_gradient
+from stack_kernels.mesh_types import untyped
 from stack_kernels.supports import first_problem, takes_no
-from stack_kernels.untyped import untyped
 
 __all__ = ["SPLASH", "SplashTiles", "splash"]
 

@@ -17,8 +17,8 @@ from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import forward_only, vary_alike
 from stack_kernels.from_tokamax import GENERATIONS
+from stack_kernels.mesh_types import untyped
 from stack_kernels.supports import abstract_view, first_problem, is_beyond, weight_alone
-from stack_kernels.untyped import untyped
 
 __all__ = ["MOSAIC_GPU", "SplitTile", "mosaic_gpu"]
 

@@ -18,8 +18,8 @@ from jax.typing import DTypeLike
 from stack_core.abi import OWN, OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import contract, dequantize, differentiated, vary_alike
+from stack_kernels.mesh_types import untyped
 from stack_kernels.supports import abstract_view, first_problem, is_beyond, weight_alone
-from stack_kernels.untyped import untyped
 
 __all__ = ["MOSAIC_TPU", "ProductTile", "mosaic_tpu"]
 

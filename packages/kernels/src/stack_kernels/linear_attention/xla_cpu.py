@@ -126,7 +126,7 @@ def _inverse(lower: Any) -> Any:
         beside = (of_pair[:, None] == of_pair) & (of_block[:, None] != of_block)
         inverse = inverse - inverse @ jnp.where(beside, lower, 0) @ inverse
         block *= 2
-    return inverse
+    return vary_alike(inverse, lower)[0]  # of one token it is 1 whatever L is
 
 
 def _inverse_forward(lower: Any) -> Any:

@@ -15,8 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
+from stack_kernels.mesh_types import untyped
 from stack_kernels.supports import first_problem
-from stack_kernels.untyped import untyped
 
 __all__ = ["MOSAIC_TPU", "NormTile", "mosaic_tpu"]
 

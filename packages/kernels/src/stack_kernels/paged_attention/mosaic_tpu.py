@@ -17,8 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import bounded_places, forward_only, padding_as_zero
+from stack_kernels.mesh_types import untyped
 from stack_kernels.supports import first_problem, unquantized
-from stack_kernels.untyped import untyped
 
 __all__ = ["MOSAIC_TPU", "mosaic_tpu"]
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import bounded_places, forward_only
+from stack_kernels.mesh_types import untyped
 from stack_kernels.supports import first_problem, is_beyond, takes_no, unquantized
-from stack_kernels.untyped import untyped
 
 __all__ = ["RAGGED", "RaggedTiles"]
 

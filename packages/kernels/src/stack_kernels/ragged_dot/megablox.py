@@ -14,9 +14,9 @@ import jax
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import is_quantized
+from stack_kernels.mesh_types import untyped
 from stack_kernels.ragged_dot.groups import cut, padded, zero_after
 from stack_kernels.supports import first_problem, takes_no, unquantized
-from stack_kernels.untyped import untyped
 
 __all__ = ["MEGABLOX", "GroupedTiles", "megablox"]
 

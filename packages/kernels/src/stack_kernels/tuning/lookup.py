@@ -27,6 +27,7 @@ import jax
 
 from stack_core.abi import OpCall, OpImplementation, TunedChoice
 from stack_core.hardware import Chip
+from stack_core.ops.building import preferred
 from stack_kernels.tuning.costs import estimate_s
 from stack_kernels.tuning.shapes import CallShape, shape_of
 from stack_kernels.tuning.tables import ChipName, Measurement, Table, decoded_config, encoded_config
@@ -203,16 +204,15 @@ def _estimates(
     whole: bool = False,
     tried_before: bool = False,
 ) -> list[_Estimate]:
-    """Of the candidates, at the nearest sizes where any was measured and those of the highest priority were tried.
+    """Of the candidates, at the nearest sizes where any was measured and those that are chosen first were tried.
 
     What was never tried may be faster than all that was: it stays the choice until it is measured too.
 
     Args:
       whole: only those whose forward and backward pass are one function.
-      tried_before: those of the highest priority were, in the other direction.
+      tried_before: those that are chosen first were, in the other direction.
     """
-    highest = max(candidate.priority for candidate in candidates.implementations.values())
-    needed = {name for name, candidate in candidates.implementations.items() if candidate.priority == highest}
+    needed = set(preferred(candidates.implementations))
     for near in nearby:
         tried = {measurement.implementation for measurement in near.measurements}
         found = [estimate for estimate in _decoded(near, candidates) if estimate.measurement.whole or not whole]

@@ -19,6 +19,7 @@ from typing import Any
 
 from stack_core.abi import OpCall, OpImplementation, TunedChoice
 from stack_core.hardware import Chip
+from stack_core.ops.building import preferred
 from stack_core.plugins import registries
 from stack_kernels.tuning.lookup import duration, nearest_chip
 from stack_kernels.tuning.shapes import CallShape, shape_of
@@ -122,8 +123,7 @@ class Published:
         if near is None or not candidates:
             return None
         found = {name: each for name, each in self._estimates(call, near).items() if name in candidates}
-        highest = max(candidate.priority for candidate in candidates.values())
-        if not found or any(name not in found for name, each in candidates.items() if each.priority == highest):
+        if not found or any(name not in found for name in preferred(candidates)):
             return None  # what was never timed may be faster than all that was
         best = min(found, key=lambda name: found[name].seconds)
         default = candidates[best].default

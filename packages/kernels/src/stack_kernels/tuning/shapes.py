@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core.abi import OpCall
+from stack_core.ops.defining import op_named
 from stack_kernels.roofline import work_of
 
 __all__ = ["CallShape", "bucket_of", "shape_of"]
@@ -105,7 +106,7 @@ def bucket_of(size: int) -> int:
 
 
 def shape_of(call: OpCall) -> CallShape:
-    """The kind of a call of one of core's ops, from shapes, dtypes and options alone, which must be hashable."""
+    """The kind of a call of an op, from shapes, dtypes and options alone, which must be hashable."""
     leaves, structure = jax.tree.flatten(dict(call.arrays))
     return _shape_of(call.op, structure, tuple(leaves), tuple(call.options.items()), call.direction)
 
@@ -133,7 +134,7 @@ def _shape_of(
 
 
 def _array_sizes(call: OpCall) -> dict[str, int]:
-    axes = dict(_AXES[call.op])
+    axes = dict(_AXES[call.op] if call.op in _AXES else _defined_axes(call))
     if call.op == "paged_attention":
         axes["key_pages"] = " ".join(_PAGE_AXES[axis] for axis in call.options["layout"])
     sizes: dict[str, int] = {}
@@ -147,6 +148,16 @@ def _array_sizes(call: OpCall) -> dict[str, int]:
             shape = [math.prod(shape[:leading]), *shape[leading:]]
         sizes |= {axis.removeprefix("*"): size for axis, size in zip(named, shape, strict=True)}
     return sizes
+
+
+def _defined_axes(call: OpCall) -> Mapping[str, str]:
+    """The axes of an op that a plugin defines."""
+    operands = op_named(call.op).axes(call).operands
+    return {
+        name: axes.replace("...", "*rows")
+        for name, axes in operands.items()
+        if isinstance(axes, str) and axes and call.arrays[name] is not None
+    }
 
 
 def _view(array: Any) -> tuple[Any, Any, Any, Any]:

@@ -8,8 +8,8 @@ from jax.sharding import AxisType, PartitionSpec
 from stack_core import ops
 from stack_core.hardware import use_chip
 from stack_core.plugins import registries
+from stack_kernels.mesh_types import untyped
 from stack_kernels.ragged_dot.megablox import megablox
-from stack_kernels.untyped import untyped
 
 
 def test_results_vary_as_the_arrays_do() -> None:
@@ -39,3 +39,15 @@ def test_results_vary_as_the_arrays_do() -> None:
 def test_outside_of_one_nothing_changes() -> None:
     x = jnp.arange(3.0)
     np.testing.assert_array_equal(untyped(jnp.sin, x), jnp.sin(x))
+
+
+def test_a_kernel_may_close_over_arrays_of_its_trace_and_be_mapped() -> None:
+    mesh = jax.make_mesh((1,), ("part",), axis_types=(AxisType.Auto,))
+
+    def local(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return jax.vmap(lambda x: untyped(lambda x: x * scale + 1, x))(x)
+
+    spec = PartitionSpec("part")
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec))
+    x = jnp.arange(6.0).reshape(2, 3)
+    np.testing.assert_array_equal(mapped(x, jnp.array([1.0, 2.0, 3.0])), x * jnp.array([1.0, 2.0, 3.0]) + 1)

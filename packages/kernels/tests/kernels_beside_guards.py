@@ -20,7 +20,7 @@ from llvmlite import ir
 
 from stack_core.testing import Quantized
 from stack_kernels.jit_cpu import host
-from stack_kernels.jit_cpu.gated_linear_unit.gate import gate_gradients, gated
+from stack_kernels.jit_cpu.gated_linear_unit.gate import gate_gradients
 from stack_kernels.jit_cpu.linear.jit_amx import TILED
 from stack_kernels.jit_cpu.linear.jit_x86 import few_rows_product
 from stack_kernels.jit_cpu.norm import jit_x86 as norm
@@ -141,8 +141,8 @@ def turns(dtype: str) -> None:
 
 def gates(dtype: str) -> None:
     x = normal(dtype, 5, 67)
-    gated("silu", x, x)
-    gate_gradients("gelu_tanh", x, x, x)
+    for activation in ("silu", "gelu_tanh"):
+        gate_gradients(activation, x, x, x)
 
 
 def products(dtype: str) -> None:

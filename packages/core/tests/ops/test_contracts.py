@@ -3,11 +3,13 @@ import importlib
 import unittest
 from typing import Any
 
+import jax
 import pytest
 
 from stack_core.ops import _attention_tiles
 from stack_core.ops._attention import REFERENCE as ATTENTION
-from stack_core.testing import OpCheck, op_checks
+from stack_core.testing import OpCheck, Quantized, op_checks
+from stack_core.testing._op_contract import draw
 
 OPS = (
     "attention",
@@ -98,6 +100,26 @@ def test_a_wrong_implementation_is_noticed(functions: Any, case: str) -> None:
         if check.case.name == case:
             with pytest.raises(AssertionError, match="off by"):
                 check(broken)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_an_implementation_alone_is_held_to_the_gradient_of_a_scale(wrong: bool) -> None:
+    linear = importlib.import_module("stack_core.ops._linear").REFERENCE
+    (check, *_) = [
+        check
+        for check in op_checks("linear")
+        if check.aspect == "float32" and isinstance(draw(check.case, "float32").get("weight"), Quantized)
+    ]
+
+    def backward(*args: Any, **arguments: Any) -> Any:
+        found = linear.backward(*args, **arguments)
+        return {**found, "weight": jax.tree.map(lambda x: 2 * x, found["weight"])}
+
+    if wrong:
+        with pytest.raises(AssertionError, match=r"gradient\[.*scales.* off by"):
+            check.alone(dataclasses.replace(linear, backward=backward))
+    else:
+        check.alone(linear)
 
 
 def test_an_implementation_that_says_no_is_skipped_with_its_reason() -> None:

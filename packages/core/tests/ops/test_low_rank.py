@@ -13,6 +13,8 @@ import pytest
 from stack_core import ops
 from stack_core.abi import LowRankView
 from stack_core.errors import ArgumentError, ShapeError
+from stack_core.ops._dispatch import recording, run
+from stack_core.ops._op import op_named
 from stack_core.testing import Quantized
 
 RNG = np.random.default_rng(0)
@@ -90,6 +92,33 @@ def test_a_gated_unit_takes_one_weight_with_adapters() -> None:
     x, gate, up = _normal(4, 6), _adapted(), _normal(6, 5)
     expected = ops.gated_linear_unit(x, gate.whole(0), up, limit=1.0)
     _assert_close(ops.gated_linear_unit(x, gate, up, limit=1.0), expected)
+
+
+def test_a_named_implementation_and_names_of_axes_reach_the_products() -> None:
+    x, weight, sizes = _normal(4, 6), _adapted(), jnp.array([2, 2])
+    requests: list[Any] = []
+
+    def keep(request: Any, operands: Any) -> Any:
+        requests.append((request.op.name, request.implementation, request.axes))
+        with recording(None):
+            return run(request, operands)
+
+    with recording(keep):
+        ops.gated_linear_unit(
+            x, weight, weight.base, implementation="reference", axes={"x": ("batch", None), "w_gate": (None, "mlp")}
+        )
+        ops.ragged_dot(x, _adapted(2), sizes, implementation="reference", axes={"lhs": ("batch", None)})
+    of_x = {"x": ("batch", None)}
+    assert requests == [
+        ("linear", "reference", {**of_x, "weight": (None, "mlp")}),
+        ("low_rank", None, of_x),
+        ("linear", "reference", of_x),
+        ("ragged_dot", "reference", {"lhs": ("batch", None)}),
+        ("low_rank", None, of_x),
+    ]
+    gated = op_named("gated_linear_unit").implementation()
+    with pytest.raises(ArgumentError, match="linear: 'reference' is an implementation of gated_linear_unit"):
+        ops.gated_linear_unit(x, weight, weight.base, implementation=gated)
 
 
 def test_a_number_that_no_adapter_has_is_nan() -> None:

@@ -14,7 +14,6 @@ _OPS: dict[str, str] = {
     "exchange/ragged_all_to_all": "exchange.ragged_all_to_all:RAGGED_ALL_TO_ALL",
     "gated_linear_unit/jit_amx": "jit_cpu.gated_linear_unit.jit_amx:JIT_AMX",
     "gated_linear_unit/jit_x86": "jit_cpu.gated_linear_unit.jit_x86:JIT_X86",
-    "gated_linear_unit/jit_x86_wide": "jit_cpu.gated_linear_unit.jit_x86_wide:JIT_X86_WIDE",
     "gated_linear_unit/tokamax": "gated_linear_unit.tokamax:TOKAMAX",
     "gated_linear_unit/xla_cpu": "gated_linear_unit.xla_cpu:XLA_CPU",
     "gated_linear_unit/xla_cpu_quantized": "gated_linear_unit.xla_cpu_quantized:XLA_CPU_QUANTIZED",

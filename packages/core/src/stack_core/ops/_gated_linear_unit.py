@@ -58,8 +58,8 @@ def gated_linear_unit(
     Args:
       x: [..., d_in].
       w_gate: G, [d_in, d_out], of the dtype of `x`; or quantized, any class with `__stack_qview__`.
-      w_up: U, [d_in, d_out], likewise; either may be quantized without the other. Where one has adapters, any class
-        with `__stack_low_rank__`, both products are `linear`'s.
+      w_up: U, [d_in, d_out], likewise; either may be quantized without the other. If one has adapters, any class with
+        `__stack_low_rank__`, both products are calls of `linear`, and `implementation` names an implementation of it.
       bias_gate: a, [d_out], of any floating dtype, added in fp32.
       bias_up: b, likewise.
       activation: f: "silu" (SwiGLU), "gelu" (exact), "gelu_tanh", "quick_gelu" (g / (1 + exp(-1.702 g))), "relu",
@@ -85,7 +85,9 @@ def gated_linear_unit(
     check_known("gated_linear_unit", "activation", activation, tuple(ACTIVATIONS))
     check_positive("gated_linear_unit", limit=limit)
     if is_low_rank(w_gate) or is_low_rank(w_up):
-        return gate_product(linear(x, w_gate, bias=bias_gate), linear(x, w_up, bias=bias_up), **options)
+        gate = linear(x, w_gate, bias=bias_gate, implementation=implementation, axes=_of_linear("gate", axes))
+        up = linear(x, w_up, bias=bias_up, implementation=implementation, axes=_of_linear("up", axes))
+        return gate_product(gate, up, **options)
     sizes = Axes("gated_linear_unit")
     sizes.match("x", x, "... d_in")
     sizes.match("w_gate", logical_array(w_gate), "d_in d_out")
@@ -97,6 +99,14 @@ def gated_linear_unit(
     check_same_dtype("gated_linear_unit", x=x, **{name: w for name, w in weights.items() if not is_quantized(w)})
     arrays = {"x": x, **weights, "bias_gate": bias_gate, "bias_up": bias_up}
     return dispatch(OP, arrays, options, implementation, axes)
+
+
+def _of_linear(part: str, axes: LogicalNames | None) -> LogicalNames | None:
+    """Returns the names of axes of one of the two products as `linear` takes them."""
+    if axes is None:
+        return None
+    names = {"x": "x", f"w_{part}": "weight", f"bias_{part}": "bias"}
+    return {names[name]: given for name, given in axes.items() if name in names}
 
 
 def _reference(

@@ -42,7 +42,8 @@ def linear(
       x: [..., d_in], floating; or quantized, any class with `__stack_qview__`: its scales and zero points then have a
         gradient where they are floating, its values have none.
       weight: W, [d_in, d_out], of the dtype of `x`; or quantized, likewise. One may be quantized without the other. Or
-        with adapters, any class with `__stack_low_rank__`: then this is `linear` of its base plus `low_rank`.
+        with adapters, any class with `__stack_low_rank__`: then this is `linear` of its base, by the named
+        implementation, plus `low_rank`.
       bias: b, [d_out], added to the accumulator in fp32.
       preferred_dtype: the dtype of the result, by default that of the operand that is not quantized, float32 if both
         are. The products are accumulated in fp32 whatever it is, so that float32 returns the accumulator unrounded.
@@ -62,7 +63,8 @@ def linear(
         view = low_rank_view(weight)
         dtype = _dtype(x, view.base) if preferred_dtype is None else preferred_dtype
         based = linear(x, view.base, bias=bias, preferred_dtype=dtype, implementation=implementation, axes=axes)
-        adapted = low_rank(dequantize(x, view.down.dtype), view.down, view.up, view.scale, view.rows)
+        of_rows = None if axes is None or "x" not in axes else {"x": axes["x"]}
+        adapted = low_rank(dequantize(x, view.down.dtype), view.down, view.up, view.scale, view.rows, axes=of_rows)
         return based + adapted.astype(dtype)
     sizes = Axes("linear")
     sizes.match("x", logical_array(x), "... d_in")

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from stack_core.abi import LowRankView, OpCall
@@ -15,7 +16,7 @@ from stack_core.ops._quantized import QuantizedArray, is_quantized, logical_arra
 from stack_core.ops._ragged_tiles import ragged_product
 from stack_core.ops._request import Implementation
 from stack_core.ops._splitting import LogicalNames
-from stack_core.ops._symbolic import Size
+from stack_core.ops._symbolic import Size, is_symbolic
 
 __all__ = ["OP", "REFERENCE", "ragged_dot"]
 
@@ -38,8 +39,8 @@ def ragged_dot(
       lhs: [rows, d_in], sorted by group.
       rhs: [groups, d_in, d_out], at least one group, of the dtype of `lhs`; or quantized, any class with
         `__stack_qview__`; its scale then has a gradient, its integers have none. Or with adapters, any class with
-        `__stack_low_rank__`: then this is `ragged_dot` of its base plus `low_rank`, whose matrices are those of a row's
-        adapter and group.
+        `__stack_low_rank__`: then this is `ragged_dot` of its base, by the named implementation, plus `low_rank`, which
+        multiplies a row with the matrices of its adapter and group.
       group_sizes: [groups], integers. Their sum may be less than `rows`; what exceeds `rows` is cut off. A negative one
         is taken as 0.
       bias: [groups, d_out], of any floating dtype, added to the accumulator in fp32.
@@ -58,7 +59,7 @@ def ragged_dot(
     """
     check_integer("ragged_dot", group_sizes=group_sizes)
     if is_low_rank(rhs):
-        return _with_adapters(lhs, low_rank_view(rhs), group_sizes, bias, implementation)
+        return _with_adapters(lhs, low_rank_view(rhs), group_sizes, bias, implementation, axes)
     sizes = Axes("ragged_dot")
     sizes.match("lhs", lhs, "rows d_in")
     sizes.match("rhs", logical_array(rhs), "groups d_in d_out")
@@ -74,20 +75,28 @@ def ragged_dot(
 
 
 def _cut_off(group_sizes: Any, rows: Size) -> Any:
-    """Sizes from 0 to all rows, as int32: loops over a group's rows end, and sums of sizes do not overflow."""
+    """Returns sizes from 0 to all rows, as int32: loops over a group's rows end, and sums of sizes do not overflow."""
     if group_sizes.dtype.itemsize < 4:
         group_sizes = group_sizes.astype(jnp.int32)
-    return jnp.clip(group_sizes, 0, rows).astype(jnp.int32)
+    sizes = jnp.clip(group_sizes, 0, rows)
+    groups = group_sizes.shape[0]
+    if is_symbolic(rows, groups) or rows * groups < 2**31:
+        return sizes.astype(jnp.int32)
+    ends = lax.associative_scan(lambda one, other: jnp.minimum(one + other, rows), sizes.astype(jnp.uint32))
+    return jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype)).astype(jnp.int32)
 
 
-def _with_adapters(lhs: Any, view: LowRankView, group_sizes: Any, bias: Any, implementation: Implementation) -> Any:
-    based = ragged_dot(lhs, view.base, group_sizes, bias=bias, implementation=implementation)
+def _with_adapters(
+    lhs: Any, view: LowRankView, group_sizes: Any, bias: Any, implementation: Implementation, axes: LogicalNames | None
+) -> Any:
+    based = ragged_dot(lhs, view.base, group_sizes, bias=bias, implementation=implementation, axes=axes)
     groups = group_sizes.shape[0]
     group = jnp.searchsorted(jnp.cumsum(_cut_off(group_sizes, lhs.shape[0])), jnp.arange(lhs.shape[0]), side="right")
     adapter = jnp.zeros_like(group) if view.rows is None else view.rows.astype(group.dtype)
     rows = jnp.where(group < groups, jnp.where(adapter < 0, adapter, adapter * groups + group), -1)
     down, up = (x.reshape(-1, *x.shape[2:]) for x in (view.down, view.up))
-    return based + low_rank(lhs, down, up, jnp.repeat(view.scale, groups), rows)
+    of_rows = None if axes is None or "lhs" not in axes else {"x": axes["lhs"]}
+    return based + low_rank(lhs, down, up, jnp.repeat(view.scale, groups), rows, axes=of_rows)
 
 
 def _reference(lhs: Any, rhs: Any, group_sizes: Any, *, bias: Any, wants: Any) -> tuple[Any, dict[str, Any]]:

@@ -78,8 +78,10 @@ class OpCheck:
         if gradients is None:
             assert_close((output, {}), (expected, {}), TOLERANCES[self.aspect])
             return
-        found = {path: gradients.get(path[2:-2]) for path in of_leaves}
-        found = {path: np.zeros_like(of_leaves[path]) if x is None else x for path, x in found.items()}
+        given = _by_leaf(arrays, gradients)
+        found = {
+            path: np.zeros_like(exact) if given[path] is None else given[path] for path, exact in of_leaves.items()
+        }
         assert_close((output, found), (expected, of_leaves), TOLERANCES[self.aspect])
 
     def seen(self, dtype: str) -> OpCall:
@@ -206,6 +208,17 @@ def _value_and_gradients(case: OpCase, implementation: OpImplementation | None) 
         return output, {jax.tree_util.keystr(leaves[place][0]): x for place, x in gradients.items()}
 
     return value_and_gradients
+
+
+def _by_leaf(arrays: Mapping[str, Any], gradients: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the gradient of each leaf of the arrays by its path; None for a leaf that a backward pass left out."""
+    found: dict[str, Any] = {}
+    for name, array in arrays.items():
+        leaves, structure = jax.tree.flatten_with_path({name: array})
+        given = gradients.get(name)
+        of_leaves = [None] * len(leaves) if given is None else structure.flatten_up_to({name: given})
+        found |= {jax.tree_util.keystr(path): x for (path, _), x in zip(leaves, of_leaves, strict=True)}
+    return found
 
 
 def _cotangent(output: Any) -> Any:

@@ -5,7 +5,7 @@ from stack_core.hardware import Chip
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.numbers import WRITTEN
 
-__all__ = ["FEWEST_ROWS", "LEAST_SIZE", "supports_many", "supports_many_rows"]
+__all__ = ["FEWEST_ROWS", "LEAST_SIZE", "supports_many_rows"]
 
 LEAST_SIZE = 2**15
 """Fewer are left to XLA, which makes them part of what comes before or after."""
@@ -14,20 +14,14 @@ FEWEST_ROWS = 64
 """Decoding has fewer: norms of 8 to 32 rows take XLA 0.94 to 1.07 times as long, 64 of 1024 in bf16 1.34 times."""
 
 
-def supports_many(call: OpCall, chip: Chip, size: int) -> bool | str:
-    """For results of so many numbers, of the dtype of `x`."""
+def supports_many_rows(call: OpCall, chip: Chip, rows: int) -> bool | str:
+    """For results like `x`, in so many rows."""
     answer = host.on_this_cpu(call, chip)
     if answer is not True:
         return answer
-    dtype = call.arrays["x"].dtype.name
+    size, dtype = call.arrays["x"].size, call.arrays["x"].dtype.name
     if dtype not in WRITTEN:
         return f"it is for {', '.join(WRITTEN)}, and x is {dtype}"
-    return size >= LEAST_SIZE or f"it is for {LEAST_SIZE} numbers or more, and the result has {size}"
-
-
-def supports_many_rows(call: OpCall, chip: Chip, rows: int) -> bool | str:
-    """For results like `x`, in so many rows."""
-    answer = supports_many(call, chip, call.arrays["x"].size)
-    if answer is not True or rows >= FEWEST_ROWS:
-        return answer
-    return f"it is for {FEWEST_ROWS} rows or more, and the result has {rows}"
+    if size < LEAST_SIZE:
+        return f"it is for {LEAST_SIZE} numbers or more, and the result has {size}"
+    return rows >= FEWEST_ROWS or f"it is for {FEWEST_ROWS} rows or more, and the result has {rows}"

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from stack_core.config import parse, to_mapping
-from stack_core.errors import ConversionError
+from stack_core.errors import ConfigError, ConversionError
 from stack_core.kv_cache import DenseKVCache
 from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh
 from stack_core.plugins import registries
@@ -200,3 +200,16 @@ def test_transformers_5_nests_what_transformers_4_does_not():
     assert read({**shared, **four}) == read({**shared, **five})
     with pytest.raises(ConversionError, match=r"layer_types="):
         read({**shared, **five, "layer_types": kinds[::-1]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expert_groups": 4}, "expert_groups=4 has to divide experts=6"),
+        ({"expert_groups": 6, "kept_groups": 2}, "hold 1 each"),
+        ({"kept_groups": 1, "active_experts": 3}, "must hold at least active_experts=3"),
+    ],
+)
+def test_groups_of_experts_that_hold_too_few_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        make_config("deepseek_v3", **changes)

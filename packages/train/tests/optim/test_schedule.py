@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from stack_core.errors import ConfigError
 from stack_train.optim import ScheduleConfig
 
 STEPS = 100
@@ -29,3 +30,9 @@ def test_schedules_warm_up_to_the_peak_and_decay_to_the_fraction(decay, fraction
 def test_a_decay_may_start_without_a_warm_up_and_a_warm_up_may_be_all():
     assert float(ScheduleConfig(decay="linear", decay_fraction=0.5).build(1.0, 10)(5)) == pytest.approx(1.0)
     assert float(ScheduleConfig(warmup_steps=50).build(1.0, 10)(9)) == pytest.approx(10 / 11)
+
+
+@pytest.mark.parametrize("unused", [{"decay_fraction": 0.5}, {"final_fraction": 0.0}])
+def test_a_constant_rate_refuses_settings_of_a_decay(unused):
+    with pytest.raises(ConfigError, match=rf"'constant', so {next(iter(unused))} would not act"):
+        ScheduleConfig(decay="constant", **unused)

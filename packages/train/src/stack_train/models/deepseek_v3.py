@@ -73,6 +73,13 @@ class DeepseekV3Config(ExpertsConfig):
                 f"expert_groups={self.expert_groups} has to divide experts={self.experts} and be at least "
                 f"kept_groups={self.kept_groups}; change one of them."
             )
+        size = self.experts // self.expert_groups
+        if self.expert_groups > 1 and (size < 2 or self.kept_groups * size < self.active_experts):
+            raise ConfigError(
+                f"experts={self.experts} in expert_groups={self.expert_groups} hold {size} each; a group is scored "
+                f"by its two best experts, and kept_groups={self.kept_groups} must hold at least "
+                f"active_experts={self.active_experts} experts. Lower expert_groups, or raise kept_groups."
+            )
 
 
 def spec(config: DeepseekV3Config) -> DecoderSpec:

@@ -6,6 +6,7 @@ import optax
 from pydantic import Field, NonNegativeInt
 
 from stack_core.config import config
+from stack_core.errors import ConfigError
 
 __all__ = ["Fraction", "ScheduleConfig"]
 
@@ -28,6 +29,16 @@ class ScheduleConfig:
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     decay_fraction: Fraction = 1.0
     final_fraction: Fraction = 0.1
+
+    def __post_init__(self) -> None:
+        unused = [
+            name for name in ("decay_fraction", "final_fraction") if getattr(self, name) != getattr(type(self), name)
+        ]
+        if self.decay == "constant" and unused:
+            raise ConfigError(
+                f"optimizer.schedule.decay is 'constant', so {' and '.join(unused)} would not act. Leave that out, or "
+                "choose decay: cosine or linear."
+            )
 
     def build(self, peak: float, steps: int) -> optax.Schedule:
         """Returns the learning rate as a function of the number of updates done."""

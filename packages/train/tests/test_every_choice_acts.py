@@ -1,0 +1,181 @@
+"""Every choice acts: another value of a config's field gives another program, or is listed here with its reason."""
+
+import dataclasses
+import re
+import types
+import typing
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from stack_core.config import parse
+from stack_core.errors import ConfigError
+from stack_core.plugins import registries
+
+ELSEWHERE = {
+    "family": "the registry is chosen by it",
+    "name": "the registry is chosen by it",
+    "max_positions": "data and engines check lengths against it",
+    "context_keys": "acts on a mesh that splits sequences (test_families)",
+    "expert_buffer": "acts on a mesh that splits experts",
+}
+"""Fields whose effect is outside of a program on one device, and where it is."""
+
+SIZES = {"vocab_size": 61, "embed": 24, "heads": 4, "kv_heads": 2, "mlp": 40, "max_positions": 32, "dtype": "float32"}
+EXPERTS = {"experts": 4, "active_experts": 2, "expert_mlp": 16}
+FAMILIES = {
+    "llama": {"layers": 2},
+    "mistral": {"layers": 2, "window": 5},
+    "qwen2": {"layers": 3, "window": 5, "full_layers": 1},
+    "mixtral": {"layers": 2, "experts": 4, "active_experts": 2},
+    "qwen3_moe": {"layers": 3, "dense_layers": (0,), **EXPERTS},
+    "qwen3": {"layers": 3, "head_dim": 8, "window": 5, "full_layers": 1},
+    "gemma3": {"layers": 4, "head_dim": 8, "period": 2, "window": 5, "query_scalar": 9, "logit_softcap": 3.0},
+    "gemma2": {"layers": 4, "head_dim": 8, "window": 5, "query_scalar": 9},
+    "olmo2": {"layers": 2},
+    "gpt_oss": {"layers": 4, "head_dim": 8, "window": 5, "experts": 4, "active_experts": 2},
+    "deepseek_v3": {
+        **EXPERTS,
+        "kv_heads": None,
+        "layers": 3,
+        "query_rank": 10,
+        "kv_rank": 7,
+        "nope_dim": 6,
+        "rope_dim": 4,
+        "value_dim": 5,
+        "expert_groups": 2,
+        "kept_groups": 1,
+        "further_layers": 1,
+    },
+    "qwen3_next": {
+        **EXPERTS,
+        "layers": 5,
+        "period": 2,
+        "dense_layers": (0,),
+        "head_dim": 16,
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_dim": 6,
+        "value_dim": 5,
+        "shared_mlp": 12,
+        "further_layers": 1,
+    },
+}
+VALUES = {
+    "heads": 2,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "dense_layers": {"qwen3_moe": (1,), "qwen3_next": (1,), "deepseek_v3": 0},
+    "sparse_step": 2,
+    "rotary_share": 0.5,
+    "active_experts": 1,
+    "kept_groups": 2,
+}
+"""Other values of fields that most values do not fit, or that differ by family."""
+
+IDS = jax.ShapeDtypeStruct((2, 12), jnp.int32)
+
+
+def other_values(family, field, hint, value):
+    """Returns values of a field beside the one that it has."""
+    if field in VALUES:
+        given = VALUES[field]
+        return [given.get(family) if isinstance(given, dict) and family in given else given]
+    options = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return [option for option in options if option != value]
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        (hint,) = [option for option in options if option is not type(None)][:1]
+    if hint is bool:
+        return [not value]
+    return {int: [2 * (value or 1)], float: [0.5 * (value or 1.0)]}.get(hint, [])
+
+
+def program(function, *arguments):
+    """Returns what a function computes: its jaxpr, which names policies, and its StableHLO, which has constants."""
+    traced = jax.jit(function).trace(*arguments)
+    return re.sub(r"0x[0-9a-f]+", "", str(traced.jaxpr)), traced.lower().as_text()
+
+
+def programs(name, mapping):
+    """Returns how a model is made, and its forward pass with the loss; or the refusal of its config."""
+    family = registries.models[name]
+    try:
+        config = parse(family.config_class, mapping)
+    except ConfigError as error:
+        return str(error)
+    build = lambda key: nnx.split(family.build(config, key=key))[1]
+    graph, state = nnx.split(nnx.eval_shape(lambda: family.build(config, key=jax.random.key(0))))
+
+    def loss(state, tokens, positions, segments):
+        model = nnx.merge(graph, state)
+        model.train()
+        outputs = model(tokens, positions, segments)
+        further = [jnp.sum(each).astype(jnp.float32) for each in outputs.further]
+        head = model.head().cross_entropy(outputs.hidden, tokens)
+        return head + sum(jnp.sum(each) for each in outputs.facts.values()) + sum(further), nnx.state(model)
+
+    return program(build, jax.random.key(0)), program(loss, state, IDS, IDS, IDS)
+
+
+def test_every_language_model_is_here():
+    language_models = {
+        name
+        for name, family in registries.models.items()
+        if "vocab_size" in {field.name for field in dataclasses.fields(family.config_class)}
+    }
+    assert language_models == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("llama", "gemma3") else pytest.mark.slow) for name in FAMILIES]
+)
+def test_every_field_of_a_language_model_changes_its_program_or_is_refused(name):
+    config_class = registries.models[name].config_class
+    mapping = {**SIZES, **FAMILIES[name]}
+    base = parse(config_class, mapping)
+    expected, hints, same = programs(name, mapping), typing.get_type_hints(config_class), []
+    for field in (field.name for field in dataclasses.fields(base) if field.name not in ELSEWHERE):
+        others = other_values(name, field, hints[field], getattr(base, field))
+        assert others, f"give another value of {field} in VALUES"
+        same += [f"{field}={other}" for other in others if programs(name, {**mapping, field: other}) == expected]
+    assert not same
+
+
+AXES = {"matrix": ("embed", "mlp"), "scale": ("embed",)}
+PARAMS = {"matrix": jax.ShapeDtypeStruct((256, 128), jnp.float32), "scale": jax.ShapeDtypeStruct((256,), jnp.float32)}
+OPTIONAL = {"skip_spikes": {}, "ema_decay": 0.9, "groups": {"scale": {"rate_factor": 0.5}}}
+"""Other values of an optimizer's fields that are off by default."""
+
+
+def update_of(config):
+    """Returns a step of an optimizer from its initial state, with the parameters that would be evaluated."""
+    optimizer = config.build(40, AXES)
+
+    def update(gradients, params):
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = optimizer.update(gradients, optimizer.init(params), params)
+            return updates, state, config.evaluation_params(params, state)
+
+    return program(update, PARAMS, PARAMS)
+
+
+@pytest.mark.parametrize("name", registries.optimizers.names())
+def test_every_field_of_an_optimizer_changes_its_update(name):
+    config_class = registries.optimizers[name]
+    # A warm-up, after which the rate stays at its peak for a while, makes every part of the schedule act.
+    schedule = {"warmup_steps": 4, "decay": "linear", "decay_fraction": 0.5}
+    refused = ("ema_decay",) if name == "schedule_free" else ()  # which averages the weights already
+    schedules = [{"warmup_steps": 5}, {"decay": "cosine"}, {"decay_fraction": 0.25}, {"final_fraction": 0.2}]
+    if name == "schedule_free":
+        schedule, schedules = {"warmup_steps": 4, "decay": "constant"}, schedules[:1]
+    base, hints = parse(config_class, {"schedule": schedule}), typing.get_type_hints(config_class)
+    changes = [{"schedule": {**schedule, **each}} for each in schedules]
+    for field in (field.name for field in dataclasses.fields(base) if field.name not in ("schedule", "name", *refused)):
+        others = (
+            [OPTIONAL[field]] if field in OPTIONAL else other_values(name, field, hints[field], getattr(base, field))
+        )
+        changes += [{field: other} for other in others]
+    expected = update_of(base)
+    assert not [each for each in changes if update_of(parse(config_class, {"schedule": schedule, **each})) == expected]

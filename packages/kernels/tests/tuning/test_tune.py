@@ -16,6 +16,7 @@ from stack_core import ops
 from stack_core.abi import QView
 from stack_core.errors import TuningError
 from stack_kernels.tuning import search
+from stack_kernels.tuning.measure import Measured, Timing
 from stack_kernels.tuning.search import TuneReport, tune
 from stack_kernels.tuning.tables import Table
 
@@ -311,6 +312,41 @@ def test_what_nothing_else_supports_costs_no_time(register: Callable[..., None])
     register()
     report = tune(jax.grad(loss), X, WEIGHT)
     assert {job.skipped for job in report.jobs} == {"nothing else supports it"}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((X, "weights"), r"\(float32\[24, 16\], str\): TypeError at .*test_tune\.py:\d+: "),
+        ((X,), r"\(float32\[24, 16\]\): TypeError"),
+        ((X, jax.ShapeDtypeStruct((15, 16), "float32")), r".*float32\[15, 16\]\): TypeError at .*test_tune\.py:\d+: "),
+    ],
+)
+def test_a_wrong_argument_is_answered_in_one_sentence(args: tuple[Any, ...], message: str) -> None:
+    def product(x: Any, weight: Any) -> Any:
+        return ops.norm(jnp.matmul(x, weight))
+
+    with pytest.raises(TuningError, match=rf"cannot be traced for {message}") as caught:
+        tune(product, *args)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("rounds", "chosen"), [(1, "slow"), (4, "slow"), (5, "fast")])
+def test_a_few_rounds_do_not_change_the_choice(
+    register: Callable[..., None], monkeypatch: pytest.MonkeyPatch, rounds: int, chosen: str
+) -> None:
+    """A disturbance in one round must not record a reversal."""
+    register(SLOW, FAST)
+
+    def ended_early(candidates: Mapping[Any, Any], **_: Any) -> Measured[Any]:
+        speeds = {"slow": 2.0, "fast": 1.0, "reference": 3.0}
+        times = {each: (speeds[each.implementation.name],) * rounds for each in candidates}
+        return Measured({each: Timing(found, found) for each, found in times.items()}, {}, out_of_time=True)
+
+    monkeypatch.setattr(search, "measure", ended_early)
+    (job,) = tune(layer, X, WEIGHT).jobs
+    assert str(job.after) == _names()[0] == chosen
+    assert ("a change needs 5" in job.skipped) == (rounds < 5)
 
 
 def test_a_function_without_ops_is_an_error() -> None:

@@ -16,14 +16,15 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
-__all__ = ["Measured", "Ratio", "Timing", "measure"]
+__all__ = ["FEWEST_ROUNDS", "Measured", "Ratio", "Timing", "measure"]
 
 K = TypeVar("K", bound=Hashable)
 
 _SHORTEST_TURN_S = 1e-3
 _MOST_CALLS_A_TURN = 1000
 _FEWEST_CALLS_IN_ORDER = 10
-_FEWEST_ROUNDS = 5
+FEWEST_ROUNDS = 5
+"""Fewer decide nothing: one that was disturbed could reverse a choice."""
 _HOPELESS = 3.0
 
 
@@ -215,15 +216,15 @@ def _take_turns(
         if stop_early:
             best = min(running, key=lambda candidate: statistics.median(candidate.wall_s))
             running = [candidate for candidate in running if candidate is best or not _is_beaten(candidate, best)]
-            if len(running) == 1 and number + 1 >= _FEWEST_ROUNDS:
+            if len(running) == 1 and number + 1 >= FEWEST_ROUNDS:
                 break
     return True
 
 
 def _is_beaten(candidate: _Candidate, best: _Candidate) -> bool:
-    """Whether it is clearly slower: always, or in all but few rounds; in the first ones by a multiple."""
+    """Whether it is clearly slower: always, or in all but few rounds; from the second to the fifth by a multiple."""
     count = len(candidate.wall_s)
-    margin = 1.0 if count >= _FEWEST_ROUNDS else _HOPELESS
-    if min(candidate.wall_s) > margin * max(best.wall_s):
+    margin = 1.0 if count >= FEWEST_ROUNDS else _HOPELESS
+    if count >= 2 and min(candidate.wall_s) > margin * max(best.wall_s):
         return True
     return candidate.timing().ratio_to(best.timing()).low > 1.0

@@ -3,9 +3,11 @@
 import contextlib
 import datetime
 import importlib.metadata
+import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from stack_core.ops import Explanation
 from stack_kernels.tuning.candidates import Candidate, Trial, WrongNumbers, candidates_of
 from stack_kernels.tuning.costs import estimate_s, roofline_s
 from stack_kernels.tuning.lookup import OneTable
-from stack_kernels.tuning.measure import measure
+from stack_kernels.tuning.measure import FEWEST_ROUNDS, Timing, measure
 from stack_kernels.tuning.neighbours import Neighbours
 from stack_kernels.tuning.shapes import shape_of
 from stack_kernels.tuning.sources import MEASURED
@@ -129,7 +131,7 @@ def tune(
       trying: a file that holds what is being tried while it is, for whoever finds this process dead.
 
     Raises:
-      TuningError: `fn` calls no op, or the table cannot be read or written.
+      TuningError: `fn` calls no op or cannot be traced for the arguments, or the table cannot be read or written.
     """
     started_s = time.perf_counter()
     chip = current_chip()
@@ -141,7 +143,7 @@ def tune(
     search = _Search(table, path, chip, started_s + budget_s, again=again, trying=trying)
     neighbours = Neighbours()
     with use_chip(chip):
-        jobs = sorted(_jobs(ops.explain(fn, *args)), key=lambda job: (not job.decides, -_weight_s(job, table, chip)))
+        jobs = sorted(_jobs(_explained(fn, args)), key=lambda job: (not job.decides, -_weight_s(job, table, chip)))
         if not jobs:
             raise TuningError("The function calls no op of stack_core.ops, so there is nothing to tune.")
         for number, job in enumerate(jobs):
@@ -159,6 +161,34 @@ def tune(
     duration_s = time.perf_counter() - started_s
     ended = (search.interrupted, search.out_of_time)
     return TuneReport(search.table, path, tuple(jobs), duration_s, *ended, neighbours.cpus())
+
+
+def _explained(fn: Callable[..., Any], args: tuple[Any, ...]) -> Explanation:
+    """Traces the function, whose own errors, such as those of a wrong argument, become one sentence."""
+    try:
+        return ops.explain(fn, *args)
+    except StackError:
+        raise
+    except Exception as error:
+        code = getattr(inspect.unwrap(fn), "__code__", None)
+        lines = [
+            f"{frame.filename}:{frame.lineno}"
+            for frame in traceback.extract_tb(error.__traceback__)
+            if code is not None and frame.filename == code.co_filename
+        ]
+        line = f" at {lines[-1]}" if lines else ""
+        given = ", ".join(map(_type_of, args)) or "no arguments"
+        raise TuningError(
+            f"The function cannot be traced for ({given}): {type(error).__name__}{line}: {_first_line(error)} "
+            "Check what `example_args` returns, or the arguments of `tune`."
+        ) from error
+
+
+def _type_of(argument: Any) -> str:
+    """Returns the dtype and the shape of an array, such as "float32[3, 8]", or the name of any other type."""
+    if hasattr(argument, "shape") and hasattr(argument, "dtype"):
+        return f"{argument.dtype}{list(argument.shape)}"
+    return type(argument).__name__
 
 
 def _with_choice(job: Job, chosen: Job) -> Job:
@@ -313,10 +343,13 @@ class _Search:
         timed = measure(accepted, budget_s=budget_s, compiled=True)
         for candidate, error in timed.errors.items():
             found.append(self._record(job, candidate, outcome="failed", reason=_first_line(error)))
+        self.interrupted = timed.interrupted
+        if rounds := _undecided(job.before, timed.timings):
+            ended = "interrupted" if timed.interrupted else "out of time"
+            return f"{ended} after {rounds} rounds, and a change needs {FEWEST_ROUNDS}: give it a larger budget"
         for candidate, timing in timed.timings.items():
             numbers = {"median_s": timing.median_s, "spread": timing.spread, "cpu_s": timing.median_cpu_s}
             found.append(self._record(job, candidate, outcome="measured", rounds=timing.rounds, **numbers))
-        self.interrupted = timed.interrupted
         if timed.interrupted:
             return "interrupted"
         return "" if len(found) == len(wanted) else f"out of time for {len(wanted) - len(found)} of {len(wanted)}"
@@ -344,6 +377,15 @@ class _Search:
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             **numbers,
         )
+
+
+def _undecided(before: Candidate, timings: Mapping[Candidate, Timing]) -> int:
+    """Returns the rounds of the fastest candidate if they are too few to replace the current choice; 0 otherwise."""
+    if before not in timings:
+        return 0
+    best = min(timings, key=lambda candidate: timings[candidate].median_s)
+    rounds = timings[best].rounds
+    return rounds if best != before and rounds < FEWEST_ROUNDS else 0
 
 
 def _versions() -> dict[str, str]:

@@ -1,16 +1,18 @@
 """Functions that a command line names: FILE.py:fn, with the arguments that its file gives as an example."""
 
+import contextlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from stack_core.errors import UnknownName, nearest
+from stack_core.errors import ArgumentError, StackError, UnknownName, nearest
 
-__all__ = ["named_function"]
+__all__ = ["named_function", "tracing"]
 
 _ARGUMENTS: Final = "example_args"
 
@@ -39,6 +41,36 @@ def named_function(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         functions = [each for each, value in vars(module).items() if callable(value)]
         raise UnknownName(f"{path!r} has no function {name!r}.{nearest(name, functions)}")
     return fn, _arguments(module, fn, target)
+
+
+@contextlib.contextmanager
+def tracing(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[None]:
+    """Turns errors that the function raises while it is traced in the block, as for a wrong argument, into one line.
+
+    Raises:
+      ArgumentError: the function raised anything but a `StackError`.
+    """
+    try:
+        yield
+    except StackError:
+        raise
+    except Exception as error:  # A function may fail in any way.
+        file = getattr(getattr(inspect.unwrap(fn), "__code__", None), "co_filename", None)
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f" at {frame.filename}:{frame.lineno}" for frame in frames if frame.filename == file]
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        given = ", ".join(map(_type_of, arguments)) or "no arguments"
+        raise ArgumentError(
+            f"The function cannot be traced for ({given}): {type(error).__name__}{(lines or [''])[-1]}: {reason[:300]} "
+            f"Check its arguments; on a command line {_ARGUMENTS}() returns them."
+        ) from error
+
+
+def _type_of(argument: Any) -> str:
+    """Returns the dtype and the shape of an array, such as "float32[3, 8]", or the name of any other type."""
+    if hasattr(argument, "shape") and hasattr(argument, "dtype"):
+        return f"{argument.dtype}{list(argument.shape)}"
+    return type(argument).__name__
 
 
 def _arguments(module: ModuleType, fn: Callable[..., Any], target: str) -> tuple[Any, ...]:

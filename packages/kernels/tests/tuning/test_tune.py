@@ -14,7 +14,7 @@ import pytest
 import stack_kernels
 from stack_core import ops
 from stack_core.abi import QView
-from stack_core.errors import TuningError
+from stack_core.errors import ArgumentError, TuningError
 from stack_kernels.tuning import search
 from stack_kernels.tuning.measure import Measured, Timing
 from stack_kernels.tuning.search import TuneReport, tune
@@ -326,7 +326,7 @@ def test_a_wrong_argument_is_answered_in_one_sentence(args: tuple[Any, ...], mes
     def product(x: Any, weight: Any) -> Any:
         return ops.norm(jnp.matmul(x, weight))
 
-    with pytest.raises(TuningError, match=rf"cannot be traced for {message}") as caught:
+    with pytest.raises(ArgumentError, match=rf"cannot be traced for {message}") as caught:
         tune(product, *args)
     assert "\n" not in str(caught.value)
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from stack_core.errors import ArgumentError
 from stack_profile.analyses.memory import memory_of
 from stack_profile.comparisons.costs import Costs, compiled_costs, costs_of
 from stack_profile.errors import ProfileError
@@ -50,6 +51,8 @@ def test_every_compilation_is_one(costs):
     assert len(costs.compile_s) == 2 and min(costs.compile_s) > 0.001  # what is found in a cache takes microseconds
     with pytest.raises(ProfileError, match="1 is the least"):
         compiled_costs(layers, *ARGUMENTS, compilations=0)
+    with pytest.raises(ArgumentError, match=r"cannot be traced for \(str\): TypeError"):
+        compiled_costs(jax.numpy.sin, "x")
 
 
 def test_they_are_kept_and_read_again(costs, tmp_path):

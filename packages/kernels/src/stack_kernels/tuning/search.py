@@ -3,10 +3,8 @@
 import contextlib
 import datetime
 import importlib.metadata
-import inspect
 import math
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from stack_core import ops
 from stack_core.abi import OpCall
 from stack_core.errors import StackError, TuningError
 from stack_core.hardware import Chip, current_chip, use_chip
+from stack_core.named_function import tracing
 from stack_core.ops import Explanation
 from stack_kernels.tuning.candidates import Candidate, Trial, WrongNumbers, candidates_of
 from stack_kernels.tuning.costs import estimate_s, roofline_s
@@ -131,7 +130,8 @@ def tune(
       trying: a file that holds what is being tried while it is, for whoever finds this process dead.
 
     Raises:
-      TuningError: `fn` calls no op or cannot be traced for the arguments, or the table cannot be read or written.
+      ArgumentError: `fn` cannot be traced for the arguments.
+      TuningError: `fn` calls no op, or the table cannot be read or written.
     """
     started_s = time.perf_counter()
     chip = current_chip()
@@ -143,7 +143,9 @@ def tune(
     search = _Search(table, path, chip, started_s + budget_s, again=again, trying=trying)
     neighbours = Neighbours()
     with use_chip(chip):
-        jobs = sorted(_jobs(_explained(fn, args)), key=lambda job: (not job.decides, -_weight_s(job, table, chip)))
+        with tracing(fn, args):
+            explanation = ops.explain(fn, *args)
+        jobs = sorted(_jobs(explanation), key=lambda job: (not job.decides, -_weight_s(job, table, chip)))
         if not jobs:
             raise TuningError("The function calls no op of stack_core.ops, so there is nothing to tune.")
         for number, job in enumerate(jobs):
@@ -161,34 +163,6 @@ def tune(
     duration_s = time.perf_counter() - started_s
     ended = (search.interrupted, search.out_of_time)
     return TuneReport(search.table, path, tuple(jobs), duration_s, *ended, neighbours.cpus())
-
-
-def _explained(fn: Callable[..., Any], args: tuple[Any, ...]) -> Explanation:
-    """Traces the function, whose own errors, such as those of a wrong argument, become one sentence."""
-    try:
-        return ops.explain(fn, *args)
-    except StackError:
-        raise
-    except Exception as error:
-        code = getattr(inspect.unwrap(fn), "__code__", None)
-        lines = [
-            f"{frame.filename}:{frame.lineno}"
-            for frame in traceback.extract_tb(error.__traceback__)
-            if code is not None and frame.filename == code.co_filename
-        ]
-        line = f" at {lines[-1]}" if lines else ""
-        given = ", ".join(map(_type_of, args)) or "no arguments"
-        raise TuningError(
-            f"The function cannot be traced for ({given}): {type(error).__name__}{line}: {_first_line(error)} "
-            "Check what `example_args` returns, or the arguments of `tune`."
-        ) from error
-
-
-def _type_of(argument: Any) -> str:
-    """Returns the dtype and the shape of an array, such as "float32[3, 8]", or the name of any other type."""
-    if hasattr(argument, "shape") and hasattr(argument, "dtype"):
-        return f"{argument.dtype}{list(argument.shape)}"
-    return type(argument).__name__
 
 
 def _with_choice(job: Job, chosen: Job) -> Job:

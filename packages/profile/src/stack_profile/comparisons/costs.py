@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from stack_core.named_function import tracing
 from stack_profile.analyses.memory import memory_of
 from stack_profile.answer import Answer
 from stack_profile.errors import ProfileError
@@ -103,6 +104,7 @@ def compiled_costs(fn: Callable[..., Any], *args: Any, compilations: int = 3) ->
       compilations: how often it is compiled; times of several tell how much they vary.
 
     Raises:
+      ArgumentError: `fn` cannot be traced for the arguments.
       ProfileError: `compilations` is not positive.
       TraceError: the backend does not give the program.
     """
@@ -119,7 +121,8 @@ def compiled_costs(fn: Callable[..., Any], *args: Any, compilations: int = 3) ->
         jax.jit(lambda: 0).lower().compile()  # the first compilation of a process prepares the compiler
         for _ in range(compilations):
             jax.clear_caches()
-            lowered = jitted.lower(*args)
+            with tracing(fn, args):
+                lowered = jitted.lower(*args)
             started_s = time.perf_counter()
             compiled = lowered.compile()
             compile_s.append(time.perf_counter() - started_s)

@@ -99,7 +99,10 @@ def test_another_batch_than_the_compiled_one_is_named(trainer, step):
         step(state, batch | {"tokens": batch["tokens"].astype(jnp.float32)})
     with pytest.raises(TrainingError, match=r"Call trainer\.compile_evaluation\(batch\)"):
         trainer.compile_evaluation(batch)(trainer.variables(state), longer)
-    assert float(step(state, batch)[1]["loss"]) > 0, "a refused batch leaves the state as it is"
+    state, metrics = step(state, batch)
+    assert float(metrics["loss"]) > 0, "a refused batch leaves the state as it is"
+    wide = {name: np.asarray(value, np.int64) for name, value in batch.items()}
+    assert float(step(state, wide)[1]["loss"]) > 0, "NumPy's default integers are int32 on a device"
 
 
 def test_the_same_key_gives_the_same_state_and_another_gives_another(trainer):

@@ -11,8 +11,9 @@ __all__ = ["batch_shapes", "check_batch"]
 
 
 def batch_shapes(batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shape and dtype of each array of a batch."""
-    return {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}
+    """Returns the shape of each array of a batch, and its dtype on a device: JAX makes int32 of NumPy's int64."""
+    dtype = jax.dtypes.canonicalize_dtype
+    return {name: jax.ShapeDtypeStruct(value.shape, dtype(value.dtype)) for name, value in batch.items()}
 
 
 def check_batch(batch: Mapping[str, Any], expected: Mapping[str, jax.ShapeDtypeStruct], compile_: str) -> None:
@@ -24,11 +25,11 @@ def check_batch(batch: Mapping[str, Any], expected: Mapping[str, jax.ShapeDtypeS
     Raises:
       TrainingError: an array is missing, unknown, or has another shape or dtype; names each.
     """
-    lines = []
+    lines, shapes = list[str](), batch_shapes(batch)
     for name in dict.fromkeys([*expected, *batch]):
         found, compiled = (
             f"{arrays[name].dtype}{list(arrays[name].shape)}" if name in arrays else "absent"
-            for arrays in (batch, expected)
+            for arrays in (shapes, expected)
         )
         if found != compiled:
             lines.append(f"batch[{name!r}] is {found}, and the program was compiled for {compiled}")

@@ -137,6 +137,20 @@ def test_a_resumed_run_ends_bitwise_like_an_uninterrupted_one(config_of, tmp_pat
     assert [record["loss"] for record in records(whole)] == [record["loss"] for record in records(cut)]
 
 
+@pytest.mark.parametrize(("held_out", "stopped_by"), [(0.0, None), (0.3, "SIGTERM")], ids=["nothing", "some"])
+def test_a_signal_in_the_last_step_cuts_only_an_evaluation(config_of, monkeypatch, held_out, stopped_by):
+    def stop(self, dispatched, original=run.TrainingLoop._finish):
+        original(self, dispatched)
+        if dispatched is not None and dispatched.step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(run.TrainingLoop, "_finish", stop)
+    config = config_of(f"data.validation_fraction={held_out}")
+    summary = run.train(config)
+    assert (summary.step, summary.stopped_by) == (6, stopped_by)
+    assert not [each for each in records(config) if each["kind"] == "evaluation"]
+
+
 def test_an_evaluation_that_a_kill_cut_short_is_made_up_once(config_of):
     config = config_of("data.validation_fraction=0.3", "run.evaluate_every_steps=2")
 

@@ -99,6 +99,7 @@ class TrainingLoop:
     _scorer: Callable[..., Mapping[str, jax.Array]] | None = None
     _last: Mapping[str, float] = field(default_factory=dict)
     _last_evaluation: Mapping[str, float] = field(default_factory=dict)
+    _is_evaluation_cut: bool = False
     _durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
 
     def run(self, state: TrainState, batches: Any, first_step: int, stop: StopRequest) -> RunSummary:
@@ -137,17 +138,20 @@ class TrainingLoop:
         return self._stopped(step, state, batches) if step < steps else self._finished(step, state, batches)
 
     def evaluate(self, state: TrainState) -> dict[str, float] | None:
-        """The metrics of all that is held out, or None if nothing is, or if the run is to stop meanwhile."""
+        """Returns the metrics of the held-out examples; None if there are none, or if a stop signal cuts this short."""
         data, trainer = self.of.data, self.of.trainer
         variables, beside = trainer.evaluation_variables(state), trainer.evaluation_beside(state)
         found: list[Any] = []
+        self._is_evaluation_cut = False
         for batch in data.validation_batches() if isinstance(data, Validates) else ():
+            # Several processes evaluate to the end: a signal may have reached one of them alone.
+            if self._stop and self.of.processes.count == 1:
+                self._is_evaluation_cut = True
+                return None
             arrays, _ = self._to_device(batch)
             if self._evaluate is None:
                 self._evaluate = trainer.compile_evaluation(arrays)
             found.append(jax.device_get(self._evaluate(variables, arrays, beside)))
-            if self._cuts_evaluation:
-                return None
         metrics = combine_all(found)
         weighed = "loss" in metrics and metrics["loss"].weight
         return {name: float(metric) for name, metric in metrics.items()} if weighed else None
@@ -269,7 +273,7 @@ class TrainingLoop:
 
     def _warn_of_no_evaluation(self) -> None:
         every, data = self.of.config.run.evaluate_every_steps, self.of.config.data
-        if every and not self._cuts_evaluation:
+        if every and not self._is_evaluation_cut:
             warnings.warn(
                 f"run.evaluate_every_steps is {every}, but nothing is evaluated: data of kind {data.kind!r} has no "
                 "held-out examples here. Hold some out, or leave run.evaluate_every_steps out.",
@@ -286,17 +290,12 @@ class TrainingLoop:
     def _finished(self, step: int, state: TrainState, batches: Any) -> RunSummary:
         self._save(step, state, batches)
         validation_loss = self._report_evaluation(step, state)
-        if self._cuts_evaluation and validation_loss is None:
+        if self._is_evaluation_cut:
             return self._stopped(step, state, batches)
         self.store.wait()
         summary = self._summary(step, validation_loss)
         self.bus.emit(RunFinished(step, self._last))
         return summary
-
-    @property
-    def _cuts_evaluation(self) -> bool:
-        """Whether an evaluation ends early: after a signal, unless other processes would go on with it."""
-        return bool(self._stop) and self.of.processes.count == 1
 
     def _stopped(self, step: int, state: TrainState, batches: Any) -> RunSummary:
         stop = self._stop

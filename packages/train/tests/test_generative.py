@@ -246,7 +246,7 @@ class Mean(nnx.Module):
 
     def __call__(self, tokens, positions, segment_ids=None, cache=None):
         rows = self.embedding[tokens]
-        mean = jnp.cumsum(rows, axis=1) / (1 + positions[..., None])
+        mean = jnp.cumsum(rows, axis=1) / (1 + positions[..., None]).astype(rows.dtype)
         return Outputs(mean if self.looks_back else rows, cache)
 
     def head(self):
@@ -258,6 +258,9 @@ class Mean(nnx.Module):
 
 def test_a_model_that_looks_back_without_states_is_refused(tmp_path):
     paths = {"name": "mean", "tokenizer": tmp_path, "origin": tmp_path}
-    assert generative_checkpoint(Mean(looks_back=False), CONFIG, **paths).load_params()
+    model = Mean(looks_back=False)
+    assert generative_checkpoint(model, CONFIG, **paths).load_params()
+    model.embedding[...] = jnp.full((CONFIG.vocab_size, 8), jnp.nan)
+    assert generative_checkpoint(model, CONFIG, **paths).load_params(), "NaN is no sign of a state"
     with pytest.raises(GenerationError, match="mean declares no `states`, but its output depends on earlier tokens"):
         generative_checkpoint(Mean(looks_back=True), CONFIG, **paths).load_params()

@@ -161,7 +161,7 @@ class HuggingFaceFormat:
                 f"{directory} does not say what its model was trained on. Give documents to measure on: "
                 f"--data SOURCE, with a source among {', '.join(registries.data_sources.names())}."
             )
-        source = _open_whole(directory)
+        source = _open_language_model(directory)
         documents = _fitting(TextData(source=data, tokenizer=str(directory)), source.config)
         config = RunConfig(output=str(directory), model=source.config, data=documents)
 
@@ -181,7 +181,7 @@ class HuggingFaceFormat:
                 f"Runs start from language models of Hugging Face; {directory} is a directory of diffusers. Convert "
                 f"it first: stack convert hf:{directory} RUN, then run.init_from=RUN."
             )
-        source = _open_whole(directory)
+        source = _open_language_model(directory)
         tokenizer = directory if (directory / "tokenizer.json").is_file() else None
         return StartingPoint(source.config, source.leaves, tokenizer, directory)
 
@@ -193,7 +193,7 @@ class HuggingFaceFormat:
           GenerationError: its model cannot be generated from, or its tokenizer is another's.
           DataError: its tokenizer is malformed.
         """
-        source = _open_whole(directory)
+        source = _open_language_model(directory)
         return generative_checkpoint(
             abstract_model(source.config),
             source.config,
@@ -220,7 +220,7 @@ def _parameters(source: HuggingFaceSource) -> Iterator[tuple[tuple[str | int, ..
         yield tuple(int(step) if step.isdigit() else step for step in name.split("/")), leaf
 
 
-def _open_whole(directory: Path) -> HuggingFaceSource:
+def _open_language_model(directory: Path) -> HuggingFaceSource:
     """Opens a checkpoint; warns of parts that are left out."""
     source = open_source(directory)
     if source.left_out:

@@ -271,6 +271,36 @@ def run(name, *, every, first):
     assert ran or is_for_one_device, f"{name} supports none of the calls of its op; add one"
 
 
+def gradients_on_explicit_axes():
+    """Both gradients of a product sum over an axis that the mesh splits: over rows, and over outputs."""
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    shapes = (8, 6, 32), (32, 24), (32, 24)
+    codes = jax.tree.map(jnp.asarray, int8(32, 24, tiles=4))
+    rows, dense = P("data", None, None), P(None, "tensor")
+    for op, implementation, dtype, in_codes in (
+        (ops.linear, None, "float32", False),
+        (ops.linear, None, "float32", True),
+        (ops.linear, "reference", "bfloat16", False),
+        (ops.gated_linear_unit, None, "float32", False),
+    ):
+        x, weight, other = (jnp.asarray(normal(*shape, scale=0.2), dtype) for shape in shapes)
+        others = (other,) if op is ops.gated_linear_unit else ()
+        call = partial(op, implementation=implementation)
+
+        def loss(x, weight, call=call, others=others):
+            return jnp.sum(jnp.square(call(x, weight, *others)), dtype="float32")
+
+        gradients = jax.grad(loss, 0 if in_codes else (0, 1))
+        given = (x, codes if in_codes else weight)
+        expected = gradients(*given)
+        with jax.set_mesh(mesh):
+            places = rows, Int8(dense, dense) if in_codes else dense
+            actual = gradients(*jax.device_put(given, jax.tree.map(partial(NamedSharding, mesh), places)))
+        assert_close((None, actual), (None, expected), TOLERANCES[dtype])
+        specs = [gradient.sharding.spec for gradient in jax.tree.leaves(actual)]
+        assert specs == [rows, dense][: len(specs)], specs
+
+
 def main():
     for place, name in enumerate(registries.ops.names()):
         is_reference = name.endswith("/reference")
@@ -279,4 +309,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if "all" not in sys.argv:
+        gradients_on_explicit_axes()
     main()

@@ -9,6 +9,7 @@ import jax.custom_batching
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from stack_core.ops._automatic_axes import with_automatic_axes
 from stack_core.ops._manual_axes import vary_alike
 from stack_core.ops._plain import is_plain
 
@@ -56,9 +57,12 @@ def _backward(
     left, right = operands
     left_axes, right_axes, result = _terms(subscripts)
     cotangent = cotangent.astype(left.dtype)
+    of_left = functools.partial(_narrow, f"{result},{right_axes}->{left_axes}", left.dtype)
+    of_right = functools.partial(_narrow, f"{left_axes},{result}->{right_axes}", right.dtype)
+    # A mesh with Explicit axes may split the indices that these sum over; the results are sharded as the operands.
     return (
-        _narrow(f"{result},{right_axes}->{left_axes}", left.dtype, cotangent, right),
-        _narrow(f"{left_axes},{result}->{right_axes}", right.dtype, left, cotangent),
+        with_automatic_axes(of_left, cotangent, right, like=left),
+        with_automatic_axes(of_right, left, cotangent, like=right),
     )
 
 

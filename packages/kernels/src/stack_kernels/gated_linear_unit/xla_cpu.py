@@ -12,7 +12,7 @@ from jax import lax
 from stack_core.abi import OpCall, OpImplementation
 from stack_core.hardware import Chip
 from stack_core.ops.building import ACTIVATIONS, accurate_dtype
-from stack_kernels.linear.product import XLA, Products, transposed
+from stack_kernels.linear.product import XLA, Products, row_gradient, transposed, weight_gradient
 from stack_kernels.supports import takes_no, unquantized
 
 __all__ = ["XLA_CPU", "GatedProducts", "gated_gradients", "gated_linear_unit", "is_plain"]
@@ -78,13 +78,13 @@ def gated_gradients(
     gradients: dict[str, Any] = {}
     if "x" in wants:
         accurate = accurate_dtype(x.dtype)
-        of_x = products.row_gradient(of_gate, operands["w_gate"], accurate)
-        of_x = of_x + products.row_gradient(of_up, operands["w_up"], accurate)
+        of_x = row_gradient(products, rows, operands["w_gate"], of_gate, accurate)
+        of_x = of_x + row_gradient(products, rows, operands["w_up"], of_up, accurate)
         gradients["x"] = of_x.astype(x.dtype).reshape(x.shape)
     columns = transposed(rows)
     for name, of_product in (("w_gate", of_gate), ("w_up", of_up)):
         if name in wants:
-            gradients[name] = products.weight_gradient(columns, of_product, x.dtype)
+            gradients[name] = weight_gradient(products, columns, operands[name], of_product, x.dtype)
     return gradients
 
 

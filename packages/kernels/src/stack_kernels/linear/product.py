@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from stack_core.ops.building import contract, vary_alike
+from stack_core.ops.building import contract, vary_alike, with_automatic_axes
 
-__all__ = ["XLA", "Products", "product", "total", "transposed"]
+__all__ = ["XLA", "Products", "product", "row_gradient", "total", "transposed", "weight_gradient"]
 
 _BLOCK = 32
 _MOST_ADDENDS = 128
@@ -59,11 +59,35 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array]:
     rows, weight = operands
     cotangent = cotangent.astype(rows.dtype)
-    of_rows = products.row_gradient(cotangent, weight, rows.dtype)
-    return of_rows, products.weight_gradient(transposed(rows), cotangent, rows.dtype)
+    of_rows = row_gradient(products, rows, weight, cotangent, rows.dtype)
+    return of_rows, weight_gradient(products, transposed(rows), weight, cotangent, rows.dtype)
 
 
 _product.defvjp(_forward, _backward)
+
+
+# The sums of both gradients run over axes that a mesh may split. JAX derives no sharding of such a sum for Explicit
+# axes, so it gets the operand's.
+def row_gradient(
+    products: Products, rows: jax.Array, weight: jax.Array, cotangent: jax.Array, dtype: DTypeLike
+) -> jax.Array:
+    """Computes cotangent @ weight^T, sharded as the rows on a mesh with Explicit axes."""
+
+    def gradient(cotangent: jax.Array, weight: jax.Array) -> jax.Array:
+        return products.row_gradient(cotangent, weight, dtype)
+
+    return with_automatic_axes(gradient, cotangent, weight, like=rows)
+
+
+def weight_gradient(
+    products: Products, columns: jax.Array, weight: jax.Array, cotangent: jax.Array, dtype: DTypeLike
+) -> jax.Array:
+    """Computes columns @ cotangent, sharded as the weight on a mesh with Explicit axes."""
+
+    def gradient(columns: jax.Array, cotangent: jax.Array) -> jax.Array:
+        return products.weight_gradient(columns, cotangent, dtype)
+
+    return with_automatic_axes(gradient, columns, cotangent, like=weight)
 
 
 def _times(rows: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:

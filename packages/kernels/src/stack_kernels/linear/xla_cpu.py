@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from stack_core.abi import OpImplementation
 from stack_core.ops.building import accurate_dtype
-from stack_kernels.linear.product import XLA, Products, transposed
+from stack_kernels.linear.product import XLA, Products, row_gradient, transposed, weight_gradient
 from stack_kernels.supports import unquantized
 
 __all__ = ["XLA_CPU", "linear", "linear_gradients"]
@@ -44,9 +44,9 @@ def linear_gradients(
     gradients = {"bias": jnp.sum(cotangent.astype(accurate_dtype(x.dtype)), axis=0)} if "bias" in wants else {}
     cotangent = cotangent.astype(x.dtype)
     if "x" in wants:
-        gradients["x"] = products.row_gradient(cotangent, weight, x.dtype).reshape(x.shape)
+        gradients["x"] = row_gradient(products, rows, weight, cotangent, x.dtype).reshape(x.shape)
     if "weight" in wants:
-        gradients["weight"] = products.weight_gradient(transposed(rows), cotangent, x.dtype)
+        gradients["weight"] = weight_gradient(products, transposed(rows), weight, cotangent, x.dtype)
     return gradients
 
 

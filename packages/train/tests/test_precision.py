@@ -19,7 +19,7 @@ from stack_train.models.llama import FAMILY, LlamaConfig
 from stack_train.nn.linear import lookup, take_rows
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import AdamWConfig, GroupConfig, ScheduleConfig
-from stack_train.precision import Precision, apply_updates, widen_optimizer
+from stack_train.precision import Precision, apply_updates, widen, widen_optimizer
 from stack_train.trainer import Trainer
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -163,6 +163,12 @@ def test_microbatches_of_bfloat16_parameters_are_summed_in_float32():
     assert floats(found) == {"float32"} and float(metrics["loss"].weight) == 64 * 8
     error = np.linalg.norm(vector(found) - expected) / np.linalg.norm(expected)
     assert error < 1e-6  # in bfloat16 about .02
+
+
+def test_only_narrow_floats_are_widened():
+    """A cast to float32 would drop imaginary parts and the last bits of integers."""
+    tree = {name: jnp.zeros(2, name) for name in ("bfloat16", "float16", "float32", "complex64", "int32")}
+    assert [str(leaf.dtype) for leaf in widen(tree).values()] == [*["float32"] * 3, "complex64", "int32"]
 
 
 def test_gradients_of_a_row_taken_often_are_summed_in_float32():

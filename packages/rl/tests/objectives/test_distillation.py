@@ -14,6 +14,7 @@ from stack_core.errors import ConfigError
 from stack_rl.math.distillation import forward_kl
 from stack_rl.objectives.distillation import LogitDistillConfig, token_divergences
 from stack_rl.objectives.entropy import token_entropies
+from stack_rl.objectives.parts import by_parts
 
 from .test_judgements import differences
 from .test_preference import EMBED, VOCAB, Bigrams
@@ -92,6 +93,12 @@ def test_gradients_of_a_bfloat16_head_are_summed_in_float32_over_parts(name: str
     for ours, exact in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
         error = float(jnp.linalg.norm(ours.astype(jnp.float32) - exact) / jnp.linalg.norm(exact))
         assert error < 0.01, error
+
+
+def test_codes_of_a_quantized_head_are_not_copied_in_float() -> None:
+    head, hidden = Head(jnp.ones((EMBED, VOCAB), jnp.int8)), jnp.ones((1, 2, EMBED))
+    traced = jax.make_jaxpr(lambda head: by_parts(lambda head, part: part[..., 0], head, hidden, most_logits=VOCAB))
+    assert "convert_element_type" not in str(traced(head))
 
 
 def test_a_teacher_is_a_run() -> None:

@@ -23,7 +23,16 @@ from stack_core.errors import ConfigError, TrainingError
 from stack_core.ops.building import accurate_dtype
 from stack_core.paths import path_name
 
-__all__ = ["Precision", "add_gradients", "apply_updates", "is_low_precision", "widen", "widen_optimizer"]
+__all__ = [
+    "Precision",
+    "add_gradients",
+    "apply_updates",
+    "is_low_precision",
+    "wide_dtype",
+    "widen",
+    "widen_optimizer",
+    "zero_sums",
+]
 
 
 @config
@@ -38,7 +47,7 @@ class Precision:
     params: Literal["float32", "bfloat16"] = "float32"
 
     def training_config(self, model_config: Any) -> Any:
-        """Returns a model's config whose parameters are made in the dtype that they are trained in.
+        """Returns a model's config with the dtype of trained parameters as its `param_dtype`.
 
         Raises:
           ConfigError: the config has no `param_dtype`, and `params` is not float32.
@@ -55,22 +64,32 @@ class Precision:
         return dataclasses.replace(model_config, **changes)
 
     def trained_dtype(self, dtype: Any) -> Any:
-        """The dtype of a trained parameter that the family makes in `dtype`."""
-        return accurate_dtype(dtype) if self.params == "float32" and is_low_precision(dtype) else dtype
+        """Returns the dtype of a trained parameter that the family creates in `dtype`."""
+        return wide_dtype(dtype) if self.params == "float32" else dtype
 
 
 def is_low_precision(dtype: Any) -> bool:
-    """Whether a dtype has floats of less than 32 bits."""
+    """Returns whether a dtype has floats of less than 32 bits."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Returns float32 for floats of less than 32 bits, and other dtypes as they are."""
+    return accurate_dtype(dtype) if is_low_precision(dtype) else dtype
 
 
 def widen(tree: Any) -> Any:
     """Casts floats of less than 32 bits to float32, the dtype of sums and optimizer states."""
-    return jax.tree.map(lambda x: x.astype(accurate_dtype(x.dtype)), tree)
+    return jax.tree.map(lambda x: x.astype(wide_dtype(x.dtype)), tree)
+
+
+def zero_sums(tree: Any) -> Any:
+    """Returns zeros to add gradients of these parameters to, of `widen`'s dtypes."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)), tree)
 
 
 def add_gradients(total: Any, gradients: Any, weight: Any = 1.0) -> Any:
-    """Adds gradients times a weight to a total that is already wide."""
+    """Adds gradients times a weight to a total of `zero_sums`."""
     return jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype) * jnp.asarray(weight, sum_.dtype), total, gradients)
 
 
@@ -98,7 +117,7 @@ def apply_updates(params: Any, updates: Any, *, key: jax.Array) -> Any:
     """
 
     def apply(place: int, path: Any, param: jax.Array, update: jax.Array) -> jax.Array:
-        wide = accurate_dtype(param.dtype)
+        wide = wide_dtype(param.dtype)
         total = param.astype(wide) + update.astype(wide)
         if not is_low_precision(param.dtype):
             return total

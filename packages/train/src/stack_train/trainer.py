@@ -17,7 +17,6 @@ from stack_core.contracts.training import ModelTransform, Objective, ScoresToken
 from stack_core.errors import ConfigError
 from stack_core.mesh import MeshAxes, ShardingRules, use_mesh
 from stack_core.metrics import Metric, Metrics
-from stack_core.ops.building import accurate_dtype
 from stack_core.paths import path_name
 from stack_train.batches import batch_shapes, check_batch
 from stack_train.companions import INIT, Companion
@@ -27,7 +26,7 @@ from stack_train.nn.schedules import Schedule
 from stack_train.objectives import check_inputs
 from stack_train.optim.optax_optimizer import Optimizer, as_optimizer
 from stack_train.optim.placement import like_parameters
-from stack_train.precision import Precision, apply_updates, is_low_precision, widen, widen_optimizer
+from stack_train.precision import Precision, apply_updates, is_low_precision, widen, widen_optimizer, zero_sums
 from stack_train.scoring import scores
 from stack_train.staged import staged
 from stack_train.state import TrainState
@@ -487,7 +486,7 @@ class Trainer:
         gradients = partial(self._part_gradients, state)
         if self.accumulation_steps == 1:
             return gradients(state.moved, batch, key)
-        zeros = self._like_params(jax.tree.map(lambda x: jnp.zeros(x.shape, accurate_dtype(x.dtype)), state.trained))
+        zeros = self._like_params(zero_sums(state.trained))
         return accumulate(gradients, zeros, state.moved, batch, jax.random.split(key, self.accumulation_steps))
 
     def _staged(self, params: Tree, batch: Batch, key: jax.Array, *, evaluated: bool) -> tuple[Tree | None, Metrics]:

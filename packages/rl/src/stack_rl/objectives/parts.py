@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Final
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from stack_core.contracts.models import Head
@@ -31,7 +32,9 @@ def by_parts(
     tokens = max(size for size in range(1, seq + 1) if seq % size == 0 and size <= most)
     parts = tuple(each.reshape(batch, seq // tokens, tokens, -1).swapaxes(0, 1) for each in hidden)
     # The loop adds the gradients of what it does not map over in the dtype that they enter it in.
-    wide = jax.tree.map(lambda x: x.astype(accurate_dtype(x.dtype)), head)
+    # Codes of a quantized head have no gradients, and would take four times their memory.
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    wide = jax.tree.map(lambda x: x.astype(accurate_dtype(x.dtype)) if is_float(x) else x, head)
 
     def of_part(part: tuple[jax.Array, ...]) -> jax.Array:
         return function(jax.tree.map(lambda x, own: x.astype(own.dtype), wide, head), *part)

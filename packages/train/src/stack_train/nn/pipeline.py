@@ -19,9 +19,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from stack_core.errors import ShardingError, TrainingError
-from stack_core.ops.building import accurate_dtype
 from stack_train.nn.schedules import COLUMNS, Phase, Schedule
-from stack_train.precision import add_gradients
+from stack_train.precision import add_gradients, zero_sums
 
 __all__ = ["Boundary", "boundary", "run_stages"]
 
@@ -187,15 +186,14 @@ class _Stage:
         piece = {name: x[0] for name, x in self.layers.items()}
         output, _, metrics = jax.eval_shape(partial(self.call, None, True), piece, self.shared, row)
         zeros = lambda tree, *lead: jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), x.dtype), tree)
-        sums = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, accurate_dtype(x.dtype)), tree)
         wanted = self.with_gradients
         schedule = self.schedule
         kept = _Kept(
             inputs=zeros(output, schedule.slots),
             gradients=zeros(output, schedule.gradient_slots) if wanted else (),
             metrics=zeros(metrics, schedule.microbatches),
-            of_layers=sums(self.layers) if wanted else {},
-            of_shared=sums(self.shared) if wanted else {},
+            of_layers=zero_sums(self.layers) if wanted else {},
+            of_shared=zero_sums(self.shared) if wanted else {},
         )
         return self.placed(_varying(kept))
 

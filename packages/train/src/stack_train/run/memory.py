@@ -10,7 +10,7 @@ import jax
 from stack_core.errors import HardwareError
 from stack_core.hardware.memory import free_bytes
 from stack_core.hardware.roofline import program_memory
-from stack_core.ops.building import accurate_dtype
+from stack_train.precision import wide_dtype
 from stack_train.trainer import Trainer
 
 __all__ = ["ADVICE", "check_state", "compile_fitting", "out_of_memory"]
@@ -86,11 +86,11 @@ def _device_bytes(tree: Any, *, wide: bool = False) -> int:
     """Returns the bytes that one device holds of arrays.
 
     Args:
-      wide: of their sums in `accurate_dtype`.
+      wide: count them in `wide_dtype`, as sums of gradients are.
     """
 
     def size(leaf: Any) -> int:
-        dtype = accurate_dtype(leaf.dtype) if wide else leaf.dtype
+        dtype = wide_dtype(leaf.dtype) if wide else leaf.dtype
         return math.prod(leaf.sharding.shard_shape(leaf.shape)) * dtype.itemsize
 
     return sum(map(size, jax.tree.leaves(tree)))

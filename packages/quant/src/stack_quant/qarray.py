@@ -102,6 +102,8 @@ class QArray:
         if not _is_integer(index) or self.ndim == 0:
             return dequantize(self)[index]
         index = jnp.asarray(index)
+        if jnp.iinfo(index.dtype).bits < 32:  # the number of rows may not fit
+            index = index.astype(jnp.int32)
         index = jnp.where(index < 0, index + np.asarray(self.shape[0], index.dtype), index)
         return take(self, index, 0, self.dtype)
 

@@ -61,6 +61,15 @@ def test_an_index_outside_of_the_table_gives_nan_as_before() -> None:
     np.testing.assert_array_equal(jnp.isnan(quantized(tokens)), jnp.isnan(fn(TABLE, tokens)))
 
 
+def test_indices_of_few_bits_reach_into_a_table_of_more_rows() -> None:
+    table, tokens = jnp.tile(TABLE, (25, 1)), jnp.array([0, 255, 7], jnp.uint8)
+    fn = lambda table, tokens: jnp.take(table, tokens, axis=0)
+    quantized = quantize_function(fn, table, [Rule(path=".*", weights="int8")], (tokens,))
+    rows = np.asarray(quantized.params)[np.asarray(tokens)]
+    np.testing.assert_array_equal(quantized(tokens), rows)
+    np.testing.assert_array_equal(quantized.params[tokens], rows)
+
+
 def test_what_is_taken_along_two_axes_is_dequantized_and_reported(check: Any) -> None:
     report = check(lambda table, tokens: table[tokens[0], tokens[1]], TABLE, TOKENS % 8)
     assert computed(report) in (["dequantized"], ["quantized"])

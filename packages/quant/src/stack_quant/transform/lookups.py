@@ -51,6 +51,8 @@ def _taken(view: views.View, indices: Any, equation: Any, dtype: Any) -> Any:
     params = equation.params
     numbers, mode = params["dimension_numbers"], params["mode"]
     indexed = numbers.start_index_map
+    if jnp.iinfo(indices.dtype).bits < 32:  # the sizes of the axes may not fit
+        indices = indices.astype(jnp.int32)
     # `vmap(lambda i: table[i])` indexes the axes that it takes whole, too; 0 is the only index there.
     single = {axis for axis in indexed if params["slice_sizes"][axis] == 1}
     last = np.asarray([view.shape[axis] - params["slice_sizes"][axis] for axis in indexed], indices.dtype)

@@ -43,6 +43,15 @@ class Inner:
 
 
 @config
+class Written:
+    """Its hints are texts, as `from __future__ import annotations` makes them."""
+
+    steps: "int" = 1
+    several: "tuple[float, ...]" = ()
+    path: "str | None" = None
+
+
+@config
 class Profile:
     every: int = 5
 
@@ -151,6 +160,9 @@ def test_mistakes_name_the_place_and_the_remedy(mapping, message):
         (Numbers, {"optional": True}, "optional.*integer.*given True"),
         (Numbers, {"several": [1, True]}, "several.1: .*integer.*given True"),
         (Numbers, {"named": {"a": True}}, "named.a: .*number.*given True"),
+        (Written, {"steps": True}, "steps: .*integer.*given True"),
+        (Written, {"several": ["1"]}, "several.0: .*number.*given '1'"),
+        (Written, {"path": "s3://bucket/run"}, "path.*is an address of remote storage"),
     ],
 )
 def test_numbers_and_booleans_are_strict(cls, mapping, message):
@@ -216,7 +228,12 @@ def test_malformed_overrides_are_refused(override):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: [1", "not valid YAML"), ("- 1\n", "holds a list"), ("a: 1\na: 2\n", "Key 'a' is written twice")],
+    [
+        ("a: [1", "not valid YAML"),
+        ("- 1\n", "holds a list"),
+        ("a: 1\na: 2\n", "Key 'a' is written twice"),
+        (f"a: {'9' * 5000}", "not valid YAML.*4300 digits"),
+    ],
 )
 def test_yaml_that_is_no_config_is_refused(tmp_path, text, message):
     path = tmp_path / "run.yaml"

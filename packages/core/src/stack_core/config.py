@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import operator
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,7 +57,7 @@ def config(cls: type[C]) -> type[C]:
     Numbers and booleans are strict: `true` is not the number 1, and "300" is not 300. An integer is a valid float. No
     text may be the address of remote storage.
     """
-    cls.__annotations__ = {name: _strict(hint) for name, hint in cls.__annotations__.items()}
+    cls.__annotations__ = {name: _strict(_evaluated(hint, cls)) for name, hint in cls.__annotations__.items()}
     settings = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     return pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=settings)(cls)  # pyrefly: ignore
 
@@ -149,7 +150,10 @@ for _kind in (_StrictLoader, _Dumper):
 
 def _integer(loader: _StrictLoader, node: yaml.ScalarNode) -> int:
     text = str(loader.construct_scalar(node))
-    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+    try:
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+    except ValueError as error:  # Python reads 4,300 digits at most
+        raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
 
 
 _StrictLoader.add_constructor("tag:yaml.org,2002:int", _integer)
@@ -293,6 +297,16 @@ def is_under(line: str, keys: Iterable[str]) -> bool:
     """Whether a line of `differences` is of one of `keys` or of a key inside it: "run.seed: 1, not 2" of "run"."""
     key = line.partition(":")[0]
     return any(key == each or key.startswith(f"{each}.") for each in keys)
+
+
+def _evaluated(hint: Any, cls: type) -> Any:
+    """Returns the type that a text stands for, as `from __future__ import annotations` makes of every hint."""
+    if not isinstance(hint, str):
+        return hint
+    try:
+        return eval(hint, vars(sys.modules[cls.__module__]), dict(vars(cls)))
+    except NameError:  # a class that is defined later, which Pydantic resolves
+        return hint
 
 
 def _strict(hint: Any) -> Any:

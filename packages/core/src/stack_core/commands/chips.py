@@ -69,7 +69,8 @@ def _devices() -> dict[str, int]:
     try:
         return dict(collections.Counter(device.device_kind for device in jax.devices()))
     except (RuntimeError, AssertionError) as error:
-        _say(f"JAX finds no device: {error} `stack doctor` says what to do.")
+        reason = f": {error}" if str(error) else "."
+        _say(f"JAX finds no device{reason} `stack doctor` shows the cause.")
         return {}
 
 

@@ -19,7 +19,8 @@ def main() -> int:
         try:
             answer = run()
         except BaseException as error:  # Whatever stops JAX, SystemExit included, is what the doctor wants to know.
-            _say(stage, error=f"{type(error).__name__}: {error}", where=_last_file(error))
+            # JAX asserts, without a message, that it found a device of JAX_PLATFORMS.
+            _say(stage, error=f"{type(error).__name__}: {error}".removesuffix(": "), where=_last_file(error))
             return 1
         _say(stage, **answer)
     return 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stack_core.contracts.environments import Completion, Score
-from stack_core.errors import ConfigError, EnvironmentFailed, UnknownName
+from stack_core.errors import ConfigError, EnvironmentFailed, SandboxError, UnknownName
 from stack_rl.rewards import math
 from stack_rl.rewards.code import CodeConfig
 from stack_rl.rewards.judge import JudgeConfig
@@ -72,6 +72,14 @@ def test_math_without_its_library_reads_alone_or_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"needs math-verify: .*rl\[math\]"):
         resolved({"name": "math", "library": "math_verify"})
     monkeypatch.setattr(math, "_is_installed", lambda: True)
+
+    def refuse(self):
+        raise SandboxError("cannot read.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(math.Sandbox, "check_libraries", refuse)
+        with pytest.raises(SandboxError, match=r"cannot read\. Or compare without math-verify: library: none"):
+            MathConfig().build()
     monkeypatch.setattr(math, "_PROGRAM", "raise SystemExit('not to be run')")
     for text in ("5'", r"\sqrt{2x} \approx 5", "$5$ and"):  # of which math-verify reads the 5 alone
         assert scored("math", rf"\boxed{{{text}}}", answer="5") == (0.0, "unparsed")

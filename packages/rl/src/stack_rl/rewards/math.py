@@ -95,9 +95,11 @@ class _Math:
     @cached_property
     def _sandbox(self) -> Sandbox:
         try:
-            return Sandbox(self._settings.sandbox)
+            sandbox = Sandbox(self._settings.sandbox)
+            sandbox.check_libraries()
         except SandboxError as error:
             raise SandboxError(f"{error} Or compare without math-verify: library: none.") from error
+        return sandbox
 
     async def __call__(self, completion: Completion) -> Score:
         theirs, ours = right_answer(completion), extract(completion.text)

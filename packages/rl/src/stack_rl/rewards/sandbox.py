@@ -16,6 +16,7 @@ A sandbox tries the attacks on itself before its first program, and does not sta
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -48,6 +49,7 @@ Gap = Literal["network", "processes", "files", "disk"]
 
 _LAUNCHER: Final = Path(__file__).with_name("sandbox_launcher.py")
 _GRACE_S: Final = 2.0
+_PROBE_S: Final = 30.0
 _READ_BYTES: Final = 1 << 16
 
 
@@ -134,7 +136,9 @@ class Sandbox:
         """
         if self._hidden is None:
             probe = f"import os\nprint(*[each for each in {_libraries()!r} if not os.access(each, os.R_OK | os.X_OK)])"
-            ended = _run(self._config, self.level, probe, b"", libraries=True)
+            # The limits are the programs', and a busy machine takes longer to start Python.
+            limits = dataclasses.replace(self._config, wall_s=max(self._config.wall_s, _PROBE_S))
+            ended = _run(limits, self.level, probe, b"", libraries=True)
             self._hidden = ended.output.decode().strip() if ended.succeeded else _last(ended.errors)
         if self._hidden:
             raise SandboxError(

@@ -21,11 +21,11 @@ Gradients = Callable[[Tree, Mapping[str, jax.Array], jax.Array], tuple[Tree, Met
 def accumulate(
     gradients: Gradients, zeros: Tree, moved: Tree, batch: Mapping[str, jax.Array], keys: jax.Array
 ) -> tuple[Tree, Metrics, Tree]:
-    """The mean gradients of microbatches by the weights of their losses, their metrics combined, what they moved.
+    """Averages gradients of microbatches by the weights of their losses, and combines their metrics.
 
     Args:
       zeros: of the gradients' structure, in the dtype of their sums.
-      moved: what the forward pass moves, before the first microbatch; each begins where the one before it ended.
+      moved: variables that the forward pass assigns, passed from each microbatch to the next.
       keys: [microbatches], one for each; their number divides the batch.
     """
     parts = jax.tree.map(lambda x: split_batch(x, len(keys)), dict(batch))

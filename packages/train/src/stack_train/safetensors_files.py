@@ -88,15 +88,15 @@ def read_tensors(directory: Path, stem: str = _STEM) -> dict[str, StoredTensor]:
         files = sorted(set(located.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(f"{directory / index} cannot be read: {type(error).__name__}: {error}.") from error
-    held = {file: _tensors_of(directory / file) for file in files}
-    absent = [f"{name} ({file})" for name, file in located.items() if name not in held[file]]
-    unlisted = [f"{name} ({file})" for file in files for name in held[file] if located.get(name) != file]
+    by_file = {file: _tensors_of(directory / file) for file in files}
+    absent = [f"{name} ({file})" for name, file in located.items() if name not in by_file[file]]
+    unlisted = [f"{name} ({file})" for file in files for name in by_file[file] if located.get(name) != file]
     if absent or unlisted:
         raise ConversionError(
             f"{directory / index} and its files disagree. Listed, but not there: {', '.join(absent) or 'none'}. "
             f"There, but not listed: {', '.join(unlisted) or 'none'}. Download the checkpoint again."
         )
-    return {name: held[file][name] for name, file in located.items()}
+    return {name: by_file[file][name] for name, file in located.items()}
 
 
 def plan_shards(specs: Iterable[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:

@@ -64,11 +64,11 @@ class Trainer:
       accumulation_steps: microbatches into which a batch is cut; it divides the batch.
       rules: mesh axes by logical axis, which precede the family's and the default rules.
       transform: what is trained instead of the family's model.
-      companions: the frozen models that the objective asks, by their names.
+      companions: frozen models that the objective uses, by name.
       trained: the variables that the optimizer updates, an nnx filter. Those that have the metadata `trained=False`,
         that the transform leaves out, or that `optimizer.groups` freezes, are not among them.
-      moved: those that the forward pass may assign, an nnx filter for the others; those with `trained=False` are among
-        them. What is left is frozen.
+      moved: other variables that the forward pass may assign, an nnx filter, besides variables with `trained=False`.
+        The rest are frozen.
       schedule: what the stages of the mesh do; None without stages.
       precision: the dtype of trained parameters. Frozen ones have the `param_dtype` of `model_config`.
     """
@@ -103,8 +103,7 @@ class Trainer:
         """Returns the state before the first step of a run that starts from given variables, which are donated.
 
         Args:
-          variables: of the family's model, by their paths, in floats of any dtype; those that are not given are
-            initialized.
+          variables: of the family's model, by path, in floats of any dtype. Missing ones are initialized.
           companions: as for `init`.
         """
         given = dict(companions or {})
@@ -129,7 +128,7 @@ class Trainer:
     def runnable(
         self, compiled: jax.stages.Compiled, batch: Mapping[str, Any]
     ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-        """The compiled step in a form that takes the state's arrays, and refuses other batches by name.
+        """Returns the compiled step as a function of the state's arrays that refuses other batches by name.
 
         Compiled programs refuse committed arrays of 4 bits on CPUs, whose layouts JAX reports in two ways (jax 0.10.2):
         such a state goes through `jax.jit`, which compiles again, or finds the program in the cache.
@@ -410,7 +409,7 @@ class Trainer:
         return ModelVariables.of(model, self._kind_of)
 
     def _could_train(self, path: Path, variable: Any) -> bool:
-        """Whether a variable is trained unless `optimizer.groups` freezes it."""
+        """Returns whether a variable is trained unless `optimizer.groups` freezes it."""
         may = variable.get_metadata().get("trained", True) and nnx.filterlib.to_predicate(self.trained)(path, variable)
         return may and self.transform.trained(path, variable)
 

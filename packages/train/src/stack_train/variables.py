@@ -173,7 +173,7 @@ def cast_values(tree: Tree, dtypes: Mapping[Path, Any]) -> Tree:
 
 
 def cast_variables(model: nnx.Module, dtypes: Mapping[Path, Any]) -> Any:
-    """The model with the floats of its variables cast to the dtypes of their paths."""
+    """Returns the model with the floats of its variables cast to the dtypes of their paths."""
     return nnx.merge(nnx.split(model)[0], nnx.State(cast_values(unflatten_mapping(values_of(model)), dtypes)))
 
 
@@ -183,7 +183,7 @@ def join(*trees: Tree) -> Tree:
 
 
 def sharding_rules(family: ModelFamily, given: Mapping[str, MeshAxes]) -> ShardingRules:
-    """Returns the rules of a run: those given, which precede the family's, which precede the default rules."""
+    """Returns the rules of a run: `given`, before the family's, before the default rules."""
     own = family.rules if isinstance(family, ShardsItself) else {}
     return DEFAULT_RULES.updated({**own, **given})
 

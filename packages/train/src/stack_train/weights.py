@@ -21,7 +21,7 @@ from stack_train.companions import INIT
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.model import abstract_params, stored_model
 from stack_train.run.program import build_trainer
-from stack_train.run.start import open_published
+from stack_train.run.start import open_published, published_format
 from stack_train.run.transforms import transform_of
 from stack_train.state import TrainState
 from stack_train.trainer import Trainer
@@ -104,7 +104,7 @@ def load_start(
 
 
 def _load_init(trainer: Trainer, config: RunConfig, source: str, step: int | None = None) -> tuple[Tree, int]:
-    """The values that a run starts from, in the dtypes and on the shardings that its trainer has them in.
+    """Loads the values that a run starts from, in the dtypes and shardings of its trainer.
 
     Args:
       source: "run:DIR" or "FORMAT:DIR".
@@ -139,7 +139,7 @@ def _load_published(source: str, variables: Mapping[_Path, Any]) -> Tree:
 
 
 def first_state(trainer: Trainer, config: RunConfig) -> tuple[TrainState, dict[str, FrozenRecord]]:
-    """The state before the first step of a run, and the sources of what its checkpoints will not hold, by model."""
+    """Returns the state before the first step, and the sources of frozen variables by model."""
     given: Tree = {}
     source, step = INIT, 0
     if config.run.init_from is not None:
@@ -187,8 +187,8 @@ def _frozen(trainer: Trainer, config: RunConfig, records: Mapping[str, FrozenRec
 
 
 def _absolute(source: str) -> str:
-    """The address of `run.init_from` as a checkpoint keeps it: with its format, "run" of a run, and its whole path."""
-    if open_published(source) is None:
+    """Returns the address of `run.init_from` for a checkpoint: the format, "run" for a run, and the absolute path."""
+    if published_format(source) is None:
         return f"run:{Path(source).absolute()}"
     scheme, _, directory = source.partition(":")
     return f"{scheme}:{Path(directory).absolute()}"

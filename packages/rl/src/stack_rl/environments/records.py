@@ -38,7 +38,7 @@ def files_digest(pattern: str) -> str:
 
 
 def _matching(pattern: str) -> list[Path]:
-    """The files that a glob matches, absolute ones too, sorted."""
+    """Returns the files that a glob matches, sorted; absolute patterns are allowed."""
     found = glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207  # takes absolute ones
     return [Path(path) for path in sorted(found)]
 

@@ -22,16 +22,16 @@ def by_parts(
     *hidden: Float[Array, "batch seq _"],
     most_logits: int = MOST_LOGITS,
 ) -> Float[Array, "batch seq"]:
-    """Calls `function(head, *part)` for parts of the tokens of each of `hidden`; gradients compute it again.
+    """Calls `function(head, *part)` on parts of the tokens in `hidden`, one after the other; gradients recompute it.
 
     Args:
-      most_logits: number of logits to form at a time, or those of one token of each row if that is more.
+      most_logits: largest number of logits in memory at a time, but at least one token of each row.
     """
     batch, seq, _ = hidden[0].shape
     most = max(most_logits // (batch * head.weight.shape[-1]), 1)
     tokens = max(size for size in range(1, seq + 1) if seq % size == 0 and size <= most)
     parts = tuple(each.reshape(batch, seq // tokens, tokens, -1).swapaxes(0, 1) for each in hidden)
-    # The loop adds the gradients of what it does not map over in the dtype that they enter it in.
+    # `lax.map` sums the gradients of its constants in their dtype.
     # Codes of a quantized head have no gradients, and would take four times their memory.
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
     wide = jax.tree.map(lambda x: x.astype(accurate_dtype(x.dtype)) if is_float(x) else x, head)

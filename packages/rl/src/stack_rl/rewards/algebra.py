@@ -21,7 +21,7 @@ __all__ = ["Expression", "Unreadable", "number", "opaque", "symbol"]
 Monomial: TypeAlias = tuple[tuple[str, Fraction], ...]
 Sum: TypeAlias = Mapping[Monomial, Fraction]
 
-# Limits of size, which no answer of a person reaches and no hostile one exceeds.
+# Limits of size, far above real answers, so that hostile ones cost little.
 _MAX_TERMS: Final = 256
 _MAX_BITS: Final = 4096
 _MAX_EXPONENT: Final = 64
@@ -33,7 +33,7 @@ _POSITIVE: Final = {"pi": math.pi, "e": math.e}
 
 
 class Unreadable(Exception):  # it is a result, which callers turn into None
-    """Text that is no expression, or one that is too large or undefined."""
+    """The text is not an expression, or the expression is too large or undefined."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Expression:
         return result
 
     def root(self, degree: int) -> "Expression":
-        """The principal root; of a negative number the real one if the degree is odd."""
+        """Returns the principal root, or the real root of a negative number if the degree is odd."""
         if not 1 < degree <= _MAX_EXPONENT:
             raise Unreadable(f"a root of degree {degree}")
         is_monomial = len(self.top) == 1 and self.bottom == {_ONE: 1}
@@ -112,14 +112,14 @@ class Expression:
 
     @property
     def rational(self) -> Fraction | None:
-        """The value, if it is a rational number."""
+        """The value if it is rational; None for other expressions."""
         if self.bottom != {_ONE: 1} or self.top.keys() - {_ONE}:
             return None
         return self.top.get(_ONE, Fraction(0))
 
     @property
     def constant(self) -> Fraction | None:
-        """The rational number that the quotient is after canceling; None for other expressions."""
+        """The value if it is rational after cancellation; None for other expressions."""
         if not self.top or self.top.keys() != self.bottom.keys():
             return Fraction(0) if not self.top else None
         ratios = {value / self.bottom[monomial] for monomial, value in self.top.items()}
@@ -130,7 +130,7 @@ class Expression:
         return any("(" in atom for part in (self.top, self.bottom) for monomial in part for atom, _ in monomial)
 
     def equals(self, other: "Expression") -> bool | None:
-        """Whether the values are equal; None if that depends on opaque atoms."""
+        """Returns whether the values are equal; None if that depends on opaque atoms."""
         difference = _added(
             _multiplied(self.top, other.bottom),
             {each: -value for each, value in _multiplied(other.top, self.bottom).items()},
@@ -140,7 +140,7 @@ class Expression:
         return None if self.is_opaque or other.is_opaque else False
 
     def approximation(self) -> float | None:
-        """The value of a real constant; None for other expressions."""
+        """Returns the value of a real constant; None for other expressions."""
         try:
             top, bottom = (
                 sum(float(value) * math.prod(_value(*power) for power in monomial) for monomial, value in part.items())
@@ -160,12 +160,12 @@ def number(value: int | Fraction) -> Expression:
 
 
 def symbol(name: str) -> Expression:
-    """A variable or a constant; `i` is the imaginary unit, `pi` and `e` are themselves."""
+    """Makes a variable or a constant: `i` is the imaginary unit, `pi` and `e` have their usual values."""
     return Expression({((name, Fraction(1)),): Fraction(1)}, {_ONE: Fraction(1)})
 
 
 def opaque(name: str, *arguments: Expression) -> Expression:
-    """A function of which nothing is known but that equal arguments give equal values."""
+    """Makes the value of an unknown function, which is equal for equal arguments."""
     return symbol(f"{name}({', '.join(map(str, arguments))})")
 
 
@@ -200,7 +200,7 @@ def _multiplied(ours: Sum, theirs: Sum) -> Sum:
 
 
 def _monomial(exponents: Mapping[str, Fraction], value: Fraction) -> Sum:
-    """Multiplies a monomial by a number other than 0, which whole powers of primes and of i^2 join."""
+    """Multiplies a monomial by a nonzero number, and moves whole powers of primes and of i^2 into the number."""
     rest = dict[str, Fraction]()
     for atom, exponent in exponents.items():
         left = exponent
@@ -225,7 +225,7 @@ def _checked(part: Sum) -> Sum:
 
 
 def _factors(value: int) -> dict[int, int]:
-    """The prime factors of a positive number, each with its count."""
+    """Returns the prime factors of a positive number with their counts."""
     if value > _MAX_FACTORED:
         raise Unreadable(f"a root of {value}")
     found, prime = dict[int, int](), 2

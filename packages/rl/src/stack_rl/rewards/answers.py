@@ -1,4 +1,4 @@
-"""Mathematical answers: where a text states one, and whether two of them are the same value."""
+"""Mathematical answers: extraction from a text, and comparison of two as values."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -80,7 +80,7 @@ def _same(ours: Answer, theirs: Answer, tolerance: Fraction) -> bool | None:
 
 
 def _same_named(ours: Answer, theirs: Answer, tolerance: Fraction) -> bool | None:
-    """Compares values of variables; a value without a name is any variable's."""
+    """Compares values of variables; a value without a name matches any variable."""
     if isinstance(ours, Named) and isinstance(theirs, Named):
         return ours.name == theirs.name and _same(ours.value, theirs.value, tolerance)
     if isinstance(ours, Relation) or isinstance(theirs, Relation):
@@ -135,7 +135,7 @@ def _same_values(ours: Expression, theirs: Expression, tolerance: Fraction) -> b
 
 
 def _as_relation(answer: Answer) -> Answer:
-    """The equation that a named value is."""
+    """Converts the named value `x = 4` to an equation."""
     match answer:
         case Named(name, Quantity(value, None)) if len(name) == 1:
             return Relation("=", symbol(name) - value)
@@ -143,7 +143,7 @@ def _as_relation(answer: Answer) -> Answer:
 
 
 def _same_relations(ours: Answer, theirs: Answer) -> bool | None:
-    """Whether two relations are multiples of each other; others may still have the same solutions."""
+    """Returns True if two relations are multiples of each other, else None: they may have the same solutions."""
     if not isinstance(ours, Relation) or not isinstance(theirs, Relation):
         return None
     if ours.symbol != theirs.symbol or not ours.difference.top or not theirs.difference.top:
@@ -164,7 +164,7 @@ def _same_members(ours: Members, theirs: Members, tolerance: Fraction) -> bool |
 
 
 def _same_sets(ours: Sequence[Answer], theirs: Sequence[Answer], tolerance: Fraction) -> bool | None:
-    """Whether each member of either is one of the other's."""
+    """Returns whether two sets have the same members."""
     both = [(each, theirs) for each in ours] + [(each, ours) for each in theirs]
     return _all([_any([_same(each, other, tolerance) for other in others]) for each, others in both])
 

@@ -74,7 +74,7 @@ FUNCTIONS: Final = _APPLIED | {"sqrt", "lg", "arg", "gcd", "lcm", "max", "min", 
 
 
 def plain(text: str) -> str:
-    """Text without the parts of LaTeX that only lay it out, each run of spaces as one."""
+    """Removes LaTeX that only affects the layout, and joins runs of spaces."""
     found = text.strip().removesuffix(".").strip()
     for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if found.startswith(opening) and found.endswith(closing) and len(found) > len(opening + closing):
@@ -167,7 +167,7 @@ class _Reader:
                 other = self._signed(self.factor)
                 found, has_divided = (found * other, has_divided) if operator == "*" else (found / other, True)
             elif self._begins_factor():
-                if has_divided or self.peek.kind == "number":  # 1/2x and 5 6 may mean two things
+                if has_divided or self.peek.kind == "number":  # 1/2x and 5 6 are ambiguous
                     raise Unreadable("a product without a sign behind a quotient or before a number")
                 found *= self.factor()
             else:

@@ -114,7 +114,7 @@ def _list(tokens: list[Token], *, is_inner: bool) -> Answer:
 
 
 def _without_name(items: list[Answer]) -> tuple[Answer, ...]:
-    """Drops the name of "x = 1 or x = 2", where it is the same throughout."""
+    """Drops the name in "x = 1 or x = 2" if all items have the same."""
     names = {each.name if isinstance(each, Named) else None for each in items}
     return tuple(each.value if isinstance(each, Named) and len(names) == 1 else each for each in items)
 
@@ -159,7 +159,7 @@ def _groups_thousands(tokens: list[Token], at: int, *, follows_group: bool) -> b
 
 
 def _depths(tokens: Sequence[Token]) -> Iterator[tuple[int, int]]:
-    """The place of each token and how many brackets enclose it; a bracket counts as enclosed by itself."""
+    """Yields the index and bracket depth of each token; a bracket counts as inside itself."""
     depth = 0
     for at, token in enumerate(tokens):
         is_symbol = token.kind == "symbol"
@@ -202,7 +202,7 @@ def _relation(tokens: list[Token], places: list[int]) -> Answer:
 
 
 def _name(tokens: list[Token]) -> str | None:
-    """The variable that tokens such as `x`, `x_1` or `f(x)` name."""
+    """Returns the variable that tokens such as `x`, `x_1` or `f(x)` name; None for other tokens."""
     text = "".join(token.text for token in tokens)
     is_name = re.fullmatch(r"[A-Za-z](_\{?\w+\}?)?(\([A-Za-z](,[A-Za-z])*\))?", text)
     return text if is_name or (len(tokens) == 1 and text in GREEK) else None
@@ -214,7 +214,7 @@ def _union(tokens: list[Token], places: list[int]) -> Answer:
 
 
 def _as_open(part: Answer | None) -> Answer:
-    """In a union `(0, 1)` is an interval, and never a point."""
+    """Converts a pair in a union, such as `(0, 1)`, to an open interval."""
     if isinstance(part, Members) and not part.is_set:
         if len(part.members) != 2:
             raise Unreadable("a tuple in a union")
@@ -225,7 +225,7 @@ def _as_open(part: Answer | None) -> Answer:
 
 
 def _words(tokens: list[Token]) -> str | None:
-    """The words of an answer that has nothing else, one of which is too long for a product of variables."""
+    """Returns an answer in words; None if its letters may be a product of variables."""
     words = [token.text for token in tokens]
     if any(token.kind not in ("word", "upright") for token in tokens):
         return None
@@ -258,7 +258,7 @@ def _sequence(tokens: list[Token]) -> Answer | None:
 
 
 def _is_enclosed(tokens: list[Token]) -> bool:
-    """Whether the first bracket is closed by the last token."""
+    """Returns whether the last token closes the first bracket."""
     depth = 0
     for at, token in enumerate(tokens):
         if token.kind == "symbol":

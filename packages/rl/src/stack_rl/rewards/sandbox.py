@@ -281,7 +281,7 @@ def _report() -> Iterator[_Report]:
 
 
 def _libraries() -> list[str]:
-    """The folders of installed libraries."""
+    """Returns the folders of installed libraries."""
     user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     return [str(Path(each).resolve()) for each in (*site.getsitepackages(), *user) if Path(each).is_dir()]
 

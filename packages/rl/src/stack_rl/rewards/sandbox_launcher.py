@@ -114,7 +114,7 @@ def _pivot_root() -> int:
 
 
 def begin(order: dict[str, Any], program: int) -> NoReturn:
-    """Becomes the program in a file; nothing of the launcher is left in its memory."""
+    """Replaces this process, and so the launcher's memory, by the program in a file."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)

@@ -52,7 +52,7 @@ DEGREE: Final = Unit(frozenset({("angle", 1)}), Fraction(1))
 
 
 def read_unit(words: Sequence[str]) -> Unit | None:
-    """Reads the unit that words such as ["km", "/", "h"] or ["square", "meters"] name; None if they name none."""
+    """Reads the unit that words such as ["km", "/", "h"] or ["square", "meters"] name; None for other words."""
     exponents, scale = dict[str, int](), Fraction(1)
     sign, power, rest = 1, 0, list(words)
     while rest:
@@ -79,7 +79,7 @@ def read_unit(words: Sequence[str]) -> Unit | None:
 
 
 def _unit(word: str) -> tuple[str, Fraction] | None:
-    """The dimension and the size of one unit; long names may be plural and begin with a capital."""
+    """Returns the dimension and size of one unit; long names may be plural and begin with a capital."""
     if len(word) < 3:
         return _UNITS.get(word)
     name = word.lower()

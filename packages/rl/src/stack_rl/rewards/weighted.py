@@ -141,7 +141,7 @@ async def total_score(rewards: Sequence[tuple[str, Reward, float]], completion: 
 async def _score(
     name: str, reward: Reward, completion: Completion
 ) -> tuple[float, Verdict | None, Mapping[str, float]]:
-    """Scores an answer; its numbers are Python's, whatever library the reward's were of."""
+    """Scores an answer, and converts numbers of the reward's library to Python's."""
     try:
         found = reward(completion)
         value = await found if inspect.isawaitable(found) else found

@@ -17,7 +17,7 @@ FROZEN = "frozen.json"
 
 @dataclass(frozen=True)
 class FrozenRecord:
-    """Where frozen variables come from, and by what they are known again.
+    """The source of frozen variables, and digests that identify their values.
 
     Attributes:
       source: "init" if they are made from the run's seed, or "run:DIRECTORY" or "hf:DIRECTORY".

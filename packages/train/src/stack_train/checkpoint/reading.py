@@ -52,9 +52,9 @@ def read_state(
 def read_variables(
     checkpoint: Path, abstract: Any, *, processes: Processes = ALONE
 ) -> tuple[Manifest, dict[str, bytes], Any]:
-    """Reads a model's variables, wherever the checkpoint holds them, as `read_state` with `cast`.
+    """Reads a model's variables from a checkpoint of any kind, as `read_state` with `cast`.
 
-    A variable that the checkpoint leaves to its source comes back as None.
+    Variables that the checkpoint does not store, because it names their source, are None.
 
     Args:
       abstract: nested dicts of all variables.
@@ -119,7 +119,7 @@ def _read_leaves(
 def _read_cast(
     checkpoint: Path, records: Mapping[str, LeafRecord], wanted: Mapping[str, Any], processes: Processes
 ) -> dict[str, Any]:
-    """As `_read_leaves`; digests are those of the stored dtypes, and floats are then cast to the requested ones."""
+    """Reads leaves in their stored dtypes, verifies their digests, and casts floats to the requested dtypes."""
 
     def in_stored_dtype(name: str, leaf: Any) -> Any:
         stored, requested = records[name].spec.dtype if name in records else "", spec_of(leaf).dtype

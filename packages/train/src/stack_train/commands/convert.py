@@ -93,16 +93,12 @@ def convert(
 
 
 def _check_options(given: Mapping[str, Any], source: str, from_format: Any, destination: str, to_format: Any) -> None:
-    """Raises a ConversionError if an option is given that neither format has a use for."""
+    """Raises a ConversionError if the format that an option is for does not take it."""
     uses = {
         "base": (from_format, ImportsAdapters, f"is for adapters, and {source!r} is none. Leave it out"),
         "ignore": (from_format, IgnoresKeys, f"leaves out keys of a config.json, and {source!r} has none"),
         "base_model": (to_format, ExportsAdapters, f"is for adapters that are written, and {destination!r} is none"),
-        "stored": (
-            to_format,
-            ExportsStored,
-            f"is for formats with several types, and {destination!r} is none",
-        ),
+        "stored": (to_format, ExportsStored, f"is for formats with several types, and {destination!r} is none"),
     }
     for name in given:
         used_by, ability, problem = uses[name]

@@ -47,7 +47,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
       eta: the share of new noise in ddim's steps.
       guidance: above 1 images show more of their label, and vary less.
       guidance_rescale: how much of the contrast that guidance adds is taken back, 0 to 1.
-      told_guidance: what a model is told that was distilled to be told its guidance, such as FLUX.1 dev.
+      told_guidance: guidance scale that a guidance-distilled model, such as FLUX.1 dev, takes as an input.
       size: pixels of the images' sides, of a model of latents.
       seed: the same seed gives the same images.
     """
@@ -74,7 +74,7 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
         images = opened.images_of(prompts, config, seed=seed, told_guidance=told_guidance)
     else:
         if told_guidance is not None:
-            raise GenerationError("The model was not made to be told its guidance.", parameter="told_guidance")
+            raise GenerationError("The model takes no guidance as an input.", parameter="told_guidance")
         labels = label or tuple(range(opened.config.classes)) or (0,)
         turns = [labels[place % columns % len(labels)] for place in places]
         images = opened.images(turns, config, seed=seed)

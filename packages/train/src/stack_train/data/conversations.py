@@ -113,7 +113,7 @@ class Tokenization:
         return Conversation(name, np.asarray([*both, eos_id], np.int32), np.append(begins, True))
 
     def _end_of_turn(self, ids: Ids, offsets: Offsets, inside: Mask, end: int) -> Mask:
-        """Marks the special token right behind a turn, which ends it if the template writes it outside of the block."""
+        """Marks the special token right after a turn, which a template may write outside of its generation block."""
         found = np.zeros(len(ids), bool)
         places = np.flatnonzero(inside)
         if len(places) and not self._tokenizer.is_special(int(ids[places[-1]])):

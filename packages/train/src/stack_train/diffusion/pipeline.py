@@ -89,7 +89,7 @@ class Encoders:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A text-to-image model: a denoiser, its encoders, and the objective that its scheduler's noise is of."""
+    """A text-to-image model: a denoiser, its encoders, and the objective with its noise schedule."""
 
     config: Any
     model: Denoiser

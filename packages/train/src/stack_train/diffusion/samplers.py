@@ -94,7 +94,7 @@ class Table:
 
 
 def levels_of(schedule: Schedule, steps: int, spacing: Spacing | None = None) -> Levels:
-    """Returns the levels of a schedule in this many steps; of a flow they are equal steps in time, then shifted.
+    """Returns the levels of a schedule in this many steps; a flow has equal steps in time, which are then shifted.
 
     Raises:
       ConfigError: the schedule has fewer steps, or a flow is given a spacing.

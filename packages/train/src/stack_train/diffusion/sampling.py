@@ -74,7 +74,7 @@ class ImageSampler:
 
         Args:
           seed: as for `images`.
-          told_guidance: what a model that was distilled to be told its guidance is told; None is its config's.
+          told_guidance: guidance scale that a guidance-distilled model takes as an input; None is its config's.
 
         Raises:
           GenerationError: the model takes no prompts, or cannot be told a guidance.
@@ -88,7 +88,7 @@ class ImageSampler:
         condition = dict(self.encoders.text(prompts))
         if told_guidance is not None:
             if getattr(self.config, "guidance", None) is None:
-                raise GenerationError("The model was not made to be told its guidance.", parameter="told_guidance")
+                raise GenerationError("The model takes no guidance as an input.", parameter="told_guidance")
             condition["guidance"] = jnp.full(len(prompts), told_guidance)
         latents = self._sampled(condition, len(prompts), sampler, seed)
         graph, state = nnx.split(self.encoders.autoencoder)

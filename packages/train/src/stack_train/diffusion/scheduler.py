@@ -26,7 +26,7 @@ _DYNAMIC = (
 
 
 def read_scheduler(directory: Path) -> FlowMatchingConfig:
-    """Returns the objective whose noise a pipeline's scheduler goes through.
+    """Returns the objective that has the noise schedule of a pipeline.
 
     Raises:
       ConversionError: it is another scheduler, or has a setting that samplers here do not follow; names each.
@@ -57,7 +57,7 @@ def read_scheduler(directory: Path) -> FlowMatchingConfig:
 
 
 def write_scheduler(directory: Path, shift: float | DynamicShift) -> None:
-    """Writes the scheduler of a pipeline of a model that was trained with this shift."""
+    """Writes the scheduler of a model that was trained with this shift."""
     settings: dict[str, Any] = {"_class_name": SCHEDULER_CLASS, "num_train_timesteps": int(TIMESTEPS)}
     settings |= _settings_of(shift)
     directory.mkdir()

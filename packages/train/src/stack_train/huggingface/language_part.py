@@ -29,7 +29,7 @@ _TIED = "tie_word_embeddings"  # transformers 5 reads the whole model's, if it h
 
 @dataclass(frozen=True)
 class LanguagePart:
-    """The language model of a larger one, as a checkpoint of its own would have it.
+    """The language model of a larger one, as in a checkpoint of its own.
 
     Attributes:
       left_out: the other parts, each with its number of tensors, for people.
@@ -43,7 +43,7 @@ class LanguagePart:
 def language_part(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], *, architecture: str, model_type: str
 ) -> LanguagePart:
-    """Takes the language model out of a larger one.
+    """Extracts the language model from a larger one.
 
     Args:
       architecture, model_type: of the language model on its own.

@@ -130,7 +130,7 @@ FORMAT = PeftFormat()
 
 
 def _check_copies(directory: Path, copies: Mapping[str, tuple[str, np.ndarray]], digests: Digests) -> None:
-    """Compares the parameters of the base that an adapter's file repeats with the base that is there.
+    """Compares copies of the base's parameters in an adapter's file with the base.
 
     Raises:
       ConversionError: one has another shape or other values, as after training it whole or resizing the vocabulary.

@@ -1,4 +1,4 @@
-"""What a run's config is refused for before anything is built: sections that contradict each other, or its start."""
+"""Checks of a run's config before anything is built: that its sections agree, and that its start fits it."""
 
 import warnings
 from pathlib import Path
@@ -14,7 +14,7 @@ __all__ = ["check_run", "check_start"]
 
 
 def check_run(config: RunConfig) -> None:
-    """Raises a ConfigError where sections contradict each other."""
+    """Raises a ConfigError if sections contradict each other."""
     config.data.check(config.model)
     shapes = config.data.spec(config.model)
     check_inputs(config.objective.build(), shapes)
@@ -26,11 +26,11 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_start(config: RunConfig, allow: tuple[str, ...] = ()) -> None:
-    """Raises where a run cannot start from what `run` names; warns where the model there is transformed, ours not.
+    """Checks that a run can start from `run.init_from`; warns if only the model there is transformed.
 
     Raises:
-      ConfigError: adapters have no base; or the start is neither a run nor a checkpoint, or its model computes
-        something else, has another tokenizer, or is transformed by another recipe.
+      ConfigError: adapters have no base; or the start is neither a run nor a checkpoint, or has another model,
+        tokenizer, or recipe of transforms.
     """
     if config.run.adapters_from is not None and transform_of(config).adapting is None:
         raise ConfigError(

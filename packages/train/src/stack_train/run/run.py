@@ -103,7 +103,7 @@ class Run:
 
 
 def _with_all_rules(config: RunConfig) -> RunConfig:
-    """The config with the rules of the model's family and the default ones, so that the run's file shows them."""
+    """Adds the mesh rules of the model's family and the default rules, so that the run's config file lists them."""
     rules = sharding_rules(registries.models[config.model.family], config.mesh.rules)
     return replace(config, mesh=replace(config.mesh, rules=dict(rules.table)))
 
@@ -138,7 +138,7 @@ def fixed_differences(config: RunConfig, saved: Mapping[str, Any]) -> list[str]:
 
 
 def _changes(config: RunConfig, directory: RunDirectory, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """In what a run that goes on differs from what it was: keys that decide what it learns, files of its data.
+    """Lists changed keys that decide what a resumed run learns, and changed files of its data.
 
     Raises:
       ConfigError: a key differs that is not allowed to.

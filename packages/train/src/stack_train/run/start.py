@@ -1,4 +1,4 @@
-"""What a run takes from the checkpoint that it starts from: model and tokenizer, and a check that they are the same."""
+"""Model and tokenizer of the checkpoint that a run starts from, and a check that the run has the same."""
 
 import dataclasses
 import shutil
@@ -22,6 +22,7 @@ __all__ = [
     "data_of_resumed",
     "model_differences",
     "open_published",
+    "published_format",
     "start_configs",
     "with_model_of_start",
     "with_tokenizer",
@@ -33,7 +34,7 @@ _FREE = ("model.dtype", "model.param_dtype", "model.remat", "model.unroll", "mod
 
 
 def with_model_of_start(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's config file in which `model` takes what it does not say from the model of `run.init_from`.
+    """Completes the section `model` of a config file by the model of `run.init_from`.
 
     Raises:
       StackError: there is no run or checkpoint to start from.
@@ -63,12 +64,22 @@ def open_published(source: str) -> StartingPoint | None:
       ConfigError: there is no such format, or runs do not start from it.
       StackError: the checkpoint cannot be used.
     """
-    scheme, separator, directory = source.partition(":")
+    format_ = published_format(source)
+    return None if format_ is None else format_.open_start(Path(source.partition(":")[2]))
+
+
+def published_format(source: str) -> StartsRuns | None:
+    """Returns the format of the address FORMAT:DIR; None for the directory of a run.
+
+    Raises:
+      ConfigError: there is no such format, or runs do not start from it.
+    """
+    scheme, separator, _ = source.partition(":")
     if not separator or "/" in scheme or Path(source).exists():
         return None
-    formats = {name: registries.model_formats[name] for name in registries.model_formats}
+    formats = dict(registries.model_formats.items())
     if isinstance(found := formats.get(scheme), StartsRuns):
-        return found.open_start(Path(directory))
+        return found
     able = ", ".join(f"{name}:DIR" for name, each in formats.items() if isinstance(each, StartsRuns))
     first = f" Convert first: stack convert {source} RUN." if isinstance(found, ImportsRuns) else ""
     raise ConfigError(f"run.init_from is {source!r}; runs start from the directory of a run, or {able}.{first}")
@@ -106,7 +117,7 @@ def copy_tokenizer_of_start(config: RunConfig, directory: Path) -> None:
     if (source := _tokenizer_of(config.run.init_from)) is None:
         return
     partial = destination.with_name("tokenizer.partial")
-    if open_published(config.run.init_from) is None:
+    if published_format(config.run.init_from) is None:
         shutil.copytree(source, partial, dirs_exist_ok=True)
     else:  # The directory of a published checkpoint holds its weights, too.
         HuggingFaceTokenizer.load(source).save(partial)
@@ -129,7 +140,7 @@ def _tokenizer_of(source: str) -> Path | None:
 
 
 def model_differences(config: Any, saved: Any) -> list[str]:
-    """In what a model computes something else than another, by the keys of their configs."""
+    """Lists the config keys by which two models compute different functions."""
     lines = differences({"model": to_mapping(config)}, {"model": to_mapping(saved)})
     return [line for line in lines if not is_under(line, _FREE)]
 
@@ -153,7 +164,7 @@ def check_same_start(config: RunConfig, model: Any, allow: tuple[str, ...] = ())
 
 
 def _tokenizer_difference(config: RunConfig) -> list[str]:
-    """That the data names a tokenizer which gives texts other ids than that of the run it starts from."""
+    """Returns a line if `data.tokenizer` encodes texts differently from the tokenizer of `run.init_from`."""
     given = getattr(config.data, "tokenizer", None)
     source = _tokenizer_of(str(config.run.init_from))
     if given is None or source is None or given == str(source):

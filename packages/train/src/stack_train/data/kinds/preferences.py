@@ -182,7 +182,7 @@ class PreferenceBatches(OwnRows):
 
     @property
     def _pair_digests(self) -> UInt64[np.ndarray, " pairs"]:
-        """A digest of what is scored of each pair: its tokens, and which of them are targets."""
+        """Digests of the pairs: of their tokens, and which of these are targets."""
 
         def text(pair: Pair) -> str:
             arrays = (array for each in (pair.chosen, pair.rejected) for array in (each.tokens, each.supervised))

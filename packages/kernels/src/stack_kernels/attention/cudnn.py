@@ -41,7 +41,6 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         or features > _MOST_FEATURES,
         f"it takes values of as many features as keys, not {value.shape[3]} and {features}": features != value.shape[3],
         f"it takes even numbers of queries and of keys, not {q_seq} and {kv_seq}": q_seq % 2 or kv_seq % 2,
-        "there is no query or no key": query.size * key.size == 0,
         f"it takes causal windows with a left end, not {options['window']} with causal={options['causal']}": options[
             "window"
         ]

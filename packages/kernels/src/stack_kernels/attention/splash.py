@@ -58,13 +58,12 @@ def splash(*, interpret: Any = False) -> OpImplementation:
 
 
 def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
-    query, key, value = (call.arrays[name] for name in ("query", "key", "value"))
+    query, key = call.arrays["query"], call.arrays["key"]
     if (refused := takes_no(call, "bias", "mask")) is not True:
         return refused
     problems = {
         "it takes one query_offset for all rows, known while tracing": "query_offset" in call.arrays,
         f"it takes {' or '.join(_DTYPES)}, not {query.dtype.name}": query.dtype.name not in _DTYPES,
-        "there is no query, no key or no value": query.size * key.size * value.size == 0,
     }
     if not any(problems.values()):
         problems["no query may attend to any key"] = not _Span.of(call.options).is_seen(query.shape[1], key.shape[1])

@@ -49,7 +49,7 @@ class HeadTiles:
 
 
 def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
-    query, key, value = (call.arrays[name] for name in ("query", "key", "value"))
+    query, value = call.arrays["query"], call.arrays["value"]
     options, generation = call.options, _generation(chip)
     features = max(query.shape[3], value.shape[3])
     most = _MOST_FEATURES.get((generation, call.direction), _MOST_OF_BLACKWELLS_GRADIENT)
@@ -60,7 +60,6 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         "it takes one query_offset for all rows, known while tracing": "query_offset" in call.arrays,
         f"a head has at most {most} features {call.direction}": features > most,
         "it caps scores after the bias": call.arrays["bias"] is not None and options["softcap"] is not None,
-        "there is no query, no key or no value": query.size * key.size * value.size == 0,
         f"a mask would take {mask_bytes} bytes": mask_bytes > _MOST_MASK_BYTES,
     }
     if call.direction == "backward":

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.abi import OWN, OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi import OWN, OpImplementation
 from stack_core.mesh import parts_of
 from stack_core.ops.building import differentiated, joined_by_sinks, vary_alike
 from stack_kernels.attention.few_queries import are_few, attend_few
@@ -36,12 +35,6 @@ class TileConfig:
 
     rows: int = 128
     tile_bytes: int = 2**21
-
-
-def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
-    if call.arrays["query"].size * call.arrays["key"].size == 0:
-        return "there is no query or no key"
-    return True
 
 
 def _call(
@@ -252,7 +245,6 @@ XLA_CPU = OpImplementation(
     forward=_forward_pass,
     backward=_backward_pass,
     platforms=("cpu",),
-    supports=_supports,
     default=lambda call, chip: _CONFIGS[0],
     space=lambda call, chip: _CONFIGS,
     residuals=("lse", OWN),

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.abi import OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi import OpImplementation
 from stack_core.ops.building import vary_alike
 
 __all__ = ["RAGGED_ALL_TO_ALL", "ragged_all_to_all"]
@@ -40,13 +39,7 @@ def ragged_all_to_all(*, interpret: bool = False) -> OpImplementation:
         x, sizes = arrays["x"], arrays["group_sizes"]
         return {"x": _exchanged(cotangents, sizes, options["axis_name"], len(x), opposite, collective)}
 
-    return OpImplementation(
-        "exchange", "ragged_all_to_all", forward, backward, platforms=("tpu", "gpu"), supports=_supports
-    )
-
-
-def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
-    return True if call.arrays["x"].size else "there is no row, or rows are empty"
+    return OpImplementation("exchange", "ragged_all_to_all", forward, backward, platforms=("tpu", "gpu"))
 
 
 class _Slices(NamedTuple):

@@ -52,7 +52,6 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         f"its activations are {', '.join(_ACTIVATIONS)}, not {options['activation']!r}": options["activation"]
         not in _ACTIVATIONS,
         "it adds nothing to the second product": options["up_offset"] != 0,
-        "there is no row, or matrices are empty": x.size * weight.size == 0,
         f"d_in is a multiple of {_D_IN} and d_out of {_D_OUT}": any(
             (weight.shape[0] % _D_IN, math.prod(weight.shape[1:]) % _D_OUT)
         ),

@@ -76,7 +76,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         f"codes are {view.qvalue.dtype.name}, not {' or '.join(_CODE_BITS)}": view.qvalue.dtype.name not in _CODE_BITS,
         "it takes no zero point": view.zero_point is not None,
         "it takes no codebook": view.codebook is not None,
-        f"it is for 1 to {_ROWS} rows, not {rows}": not 1 <= rows <= _ROWS,
+        f"it is for {_ROWS} rows or fewer, not {rows}": rows > _ROWS,
         f"d_in={d_in} and d_out={d_out} are not multiples of {_DEPTHS[0]} and {_WIDTHS[-1]}": d_in % _DEPTHS[0] != 0
         or d_out % _WIDTHS[-1] != 0
         or d_in * d_out == 0,

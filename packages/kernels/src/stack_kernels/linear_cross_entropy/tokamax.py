@@ -49,7 +49,6 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         f"it takes {' or '.join(_DTYPES)}, not {hidden.dtype.name}": hidden.dtype.name not in _DTYPES,
         "it weighs no squared log-partition and spreads no target": options["z_loss"] != 0
         or options["label_smoothing"] != 0,
-        "there is no row, or the head is empty": hidden.size * weight.size == 0,
         f"embed is a multiple of {_LANES}": weight.shape[0] % _LANES != 0,
         f"the vocabulary has {_LANES} words at least": weight.shape[1] < _LANES,
         f"{config} does not fit the call": is_beyond(config, _space(call, chip)),

@@ -60,7 +60,6 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
         "it norms the last axis": options["axis"] != -1,
         "it adds no offset": call.arrays["offset"] is not None,
         f"it takes {' or '.join(_DTYPES)}, not {x.dtype.name}": x.dtype.name not in _DTYPES,
-        "there is no row, or rows are empty": x.size == 0,
     }
     if not any(problems.values()):
         problems["16 rows do not fit into VMEM"] = not list(_space(call, chip))

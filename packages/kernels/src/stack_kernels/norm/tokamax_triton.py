@@ -47,11 +47,9 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     problems = {
         f"it is for a100, h100, h200 and b200, not {chip.kind}": generation is None,
         f"it takes {' or '.join(_DTYPES)}, not {x.dtype.name}": x.dtype.name not in _DTYPES,
-        "there is nothing to norm": x.size == 0,
+        "a row does not fit into registers": not list(_space(call, chip)),
+        f"{config} does not fit into registers": config is not None and _numbers(call, config) > _most(call),
     }
-    if x.size:
-        problems["a row does not fit into registers"] = not list(_space(call, chip))
-        problems[f"{config} does not fit into registers"] = config is not None and _numbers(call, config) > _most(call)
     if call.direction == "backward":
         problems[f"{call.forward!r} hands it no inverse_rms"] = "inverse_rms" not in call.residuals
     problems[str(absent)] = absent is not None

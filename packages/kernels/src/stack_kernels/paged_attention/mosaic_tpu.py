@@ -58,7 +58,6 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     problems = {
         f"it takes {' or '.join(_DTYPES)}, not {query.dtype.name}": query.dtype.name not in _DTYPES,
         "a page has one slot": keys.shape[2] == 1,  # Mosaic does not sum bf16 over an axis of length one
-        "there is no query or no page": query.size * tables.size * keys.size == 0,
         f"it is for decoding, and {tokens} queries are two or more for each of {sequences} sequences": tokens
         >= 2 * sequences,
         f"pages and sums of {held_bytes} bytes do not fit into VMEM": held_bytes > _HELD_BYTES,

@@ -49,7 +49,6 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     problems = {
         f"it takes {' or '.join(_DTYPES)}, not {query.dtype.name}": query.dtype.name not in _DTYPES,
         f"it is for a head_dim of {_HEAD_DIM}, not {query.shape[2]}": query.shape[2] != _HEAD_DIM,
-        "there is no query or no page": query.size * tables.size * keys.size == 0,
         f"its tiles hold no {keys.shape[2]} heads of keys": not _fills_tiles(2 * keys.shape[2], query.dtype.itemsize),
         "it would take four of more heads of float32 at a time, and Mosaic takes eight or all": query.dtype.itemsize
         == 4

@@ -72,8 +72,6 @@ def _supports(call: OpCall, chip: Chip, config: Any) -> bool | str:
     answer = unquantized(call, chip)
     if answer is not True:
         return answer
-    if call.arrays["query"].size * call.arrays["block_tables"].size * call.arrays["key_pages"].size == 0:
-        return "there is no query or no page"
     if tokens >= 2 * sequences:
         return f"it is for decoding, and {tokens} queries are two or more for each of {sequences} sequences"
     return _heads_fit(call)

@@ -59,7 +59,6 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
     lhs, rhs = call.arrays["lhs"], call.arrays["rhs"]
     problems = {
         f"it takes {' or '.join(_DTYPES)}, not {lhs.dtype.name}": lhs.dtype.name not in _DTYPES,
-        "there is no row, or matrices are empty": lhs.size * rhs.size == 0,
         f"{config} does not fit into VMEM": config is not None
         and _held_bytes(config.rows, config.d_in, config.d_out, lhs.dtype.itemsize) > _VMEM_BYTES,
         "Mosaic does not sum 16-bit numbers over an axis of length one": rhs.shape[1] == 1 and lhs.dtype.itemsize == 2,

@@ -113,7 +113,6 @@ class Kernel:
             f"its {call.direction} pass is for {_chips(known)}, not {chip.kind}": self.platform == "gpu"
             and generation not in known,
             f"it takes {' or '.join(self.dtypes)}, not {lhs.dtype.name}": lhs.dtype.name not in self.dtypes,
-            "there is no row, or matrices are empty": lhs.size * rhs.size == 0,
             f"d_in and d_out are multiples of {self.multiple}": any(size % self.multiple for size in sizes[1:]),
             f"d_in and d_out are at least {self.fewest}": min(sizes[1:]) < self.fewest,
             str(absent): absent is not None,

@@ -35,7 +35,7 @@ def supports_tiles(call: OpCall, chip: Chip, config: Any = None, *, weights: tup
         if is_quantized(arrays[name]) or arrays[name].dtype != jnp.bfloat16:
             return f"it is for bf16, and {name} is another type"
     for name in weights:
-        if any(size % GRAIN or not size for size in arrays[name].shape):
+        if any(size % GRAIN for size in arrays[name].shape):
             return f"it is for sizes that {GRAIN} divides, and {name} is {arrays[name].shape}"
     count = math.prod(arrays[rows].shape[:-1])
     return count >= _LEAST_ROWS or f"it is for {_LEAST_ROWS} rows or more, and {rows} has {count}"

@@ -44,8 +44,8 @@ def supports_few_rows(call: OpCall, chip: Chip, config: Any = None) -> bool | st
     if answer is not True:
         return answer
     rows, most = math.prod(_shape(call.arrays["x"])[:-1]), _most_rows(call)
-    if not 0 < rows <= most:
-        return f"it is for 1 to {most} rows, and x has {rows}"
+    if rows > most:
+        return f"it is for {most} rows or fewer, and x has {rows}"
     if any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(dict(call.arrays))):
         return "it computes in float32, and an array is float64"
     for name in _products(call) - {"x"}:
@@ -74,8 +74,6 @@ def _fits_tiles(operand: Any) -> bool:
 
 
 def _reads(weight: Any) -> bool | str:
-    if 0 in _shape(weight):
-        return "the weight is empty"
     if not is_quantized(weight):
         return weight.dtype.name in BITS or f"it does not read {weight.dtype.name}"
     view = abstract_view(weight)

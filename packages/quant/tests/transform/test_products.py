@@ -212,13 +212,14 @@ def test_ragged_dot(rules: Any, check: Any) -> None:
 
 @pytest.mark.parametrize("weights", ["int2", "int4", "int8"])
 def test_products_of_constants_masks_and_ternary_weights_are_exact(weights: str) -> None:
+    """Up to the last bit, since a scale such as 1/7 is rounded; the sums of codes are exact."""
     ternary = 2.0 * jnp.round(jnp.tanh(normal(3, 64, 4)))
     one_hot = jnp.eye(64)[jnp.asarray([0, 5, 63])]
     for activations in (None, weights):
         rule = Rule(path=".*", weights=weights, activations=activations)
         for w, x in ((jnp.ones((64, 4)), jnp.ones((2, 64))), (ternary, one_hot), (ternary, jnp.ones((2, 64)))):
             found = quantize_function(lambda p, x: x @ p, w, rule, (x,))(x)
-            np.testing.assert_array_equal(found, x @ w)
+            np.testing.assert_array_max_ulp(np.asarray(found), np.asarray(x @ w), maxulp=1)
 
 
 def test_a_map_and_a_scan_give_the_same_codes() -> None:

@@ -28,8 +28,16 @@ def holds_codes(tree):
 HELD = {StaticEngine: lambda engine: engine._params, LLMEngine: lambda engine: engine._programs._weights.params}
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The run whose model the adapters start from."""
+    folder = tmp_path_factory.mktemp("runs") / "base"
+    train(cell(folder, "run.steps=1", "checkpoint.every_steps=1", "run.evaluate_every_steps=0"))
+    return folder
+
+
 @pytest.fixture
-def sent(monkeypatch):
+def sent(base, monkeypatch):
     """The parameters of each update of an engine: their names and bytes, and whether it holds quantized ones."""
     found = []
 
@@ -59,8 +67,8 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize("engine", ["static", pytest.param("llm", marks=SLOW)])
 @pytest.mark.parametrize("quant", [(), pytest.param(NF4, marks=SLOW)], ids=["float", "nf4"])
-def test_grpo_sends_the_adapter_alone_and_is_held_to_the_base(tmp_path, sent, quant, engine):
-    config = cell(tmp_path / "run", *quant, *LORA, f"data.engine={engine}")
+def test_grpo_sends_the_adapter_alone_and_is_held_to_the_base(tmp_path, base, sent, quant, engine):
+    config = cell(tmp_path / "run", *quant, *LORA, f"data.engine={engine}", f"run.init_from={base}")
     train(config)
     trainer = build_trainer(config)
     state = trainer.abstract_state

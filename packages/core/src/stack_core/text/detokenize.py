@@ -56,20 +56,21 @@ class IncrementalDetokenizer:
     before, because some tokenizers decode a token differently at the beginning of a text.
 
     Args:
-      prompt_tokens: what the text continues.
+      prompt_tokens: what the text continues; nothing is decoded before the first `push`.
       skip_special_tokens: leave special tokens out of the text; otherwise the text has their names.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_tokens: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        tokens = _context(tokenizer, prompt_tokens)
-        text, part = _complete_text(tokenizer, tokens)
-        self._context, self._pending = tokens[: len(tokens) - part], tokens[len(tokens) - part :]
-        self._context_text: str | None = text
+        self._prompt: Sequence[int] | None = prompt_tokens
+        self._context: list[int] = []
+        self._pending: list[int] = []
+        self._context_text: str | None = None
         self._special: dict[int, str] | None = None if skip_special_tokens else {}
 
     def push(self, token: int) -> str:
         """Adds a token and returns the text that became final with it, often ""."""
+        self._read_prompt()
         if self._special is not None and (name := self._special_name(token)):
             return self.flush() + name
         self._pending.append(token)
@@ -81,7 +82,16 @@ class IncrementalDetokenizer:
 
     def flush(self) -> str:
         """Returns what was kept back; bytes that never became a character are U+FFFD."""
+        self._read_prompt()
         return self._take(self._piece())
+
+    def _read_prompt(self) -> None:
+        if self._prompt is None:
+            return
+        tokens = _context(self._tokenizer, self._prompt)
+        self._context_text, part = _complete_text(self._tokenizer, tokens)
+        self._context, self._pending = tokens[: len(tokens) - part], tokens[len(tokens) - part :]
+        self._prompt = None
 
     def _special_name(self, token: int) -> str:
         """Returns the name of a special token, and "" for another token: two of the same have a text."""

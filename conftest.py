@@ -9,8 +9,13 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-# A first example may compile for seconds; on CI the examples are always the same.
-hypothesis.settings.register_profile("stack", deadline=None, derandomize="CI" in os.environ)
+# A first example may compile for seconds, and a busy machine draws slowly; on CI the examples are always the same.
+hypothesis.settings.register_profile(
+    "stack",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    derandomize="CI" in os.environ,
+)
 hypothesis.settings.load_profile("stack")
 
 # Read when jax is first imported, and inherited by the processes that tests start.

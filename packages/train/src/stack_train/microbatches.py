@@ -23,6 +23,8 @@ def accumulate(
 ) -> tuple[Tree, Metrics, Tree]:
     """Averages gradients of microbatches by the weights of their losses, and combines their metrics.
 
+    Returns the gradients, the metrics, and `moved` after the last microbatch.
+
     Args:
       zeros: of the gradients' structure, in the dtype of their sums.
       moved: variables that the forward pass assigns, passed from each microbatch to the next.

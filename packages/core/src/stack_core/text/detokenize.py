@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
     before, because some tokenizers decode a token differently at the beginning of a text.
 
     Args:
-      prompt_tokens: what the text continues; nothing is decoded before the first `push`.
+      prompt_tokens: what the text continues; it is decoded with the first `push` or `flush`.
       skip_special_tokens: leave special tokens out of the text; otherwise the text has their names.
     """
 

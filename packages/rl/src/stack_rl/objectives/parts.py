@@ -22,10 +22,10 @@ def by_parts(
     *hidden: Float[Array, "batch seq _"],
     most_logits: int = MOST_LOGITS,
 ) -> Float[Array, "batch seq"]:
-    """Calls `function(head, *part)` on parts of the tokens in `hidden`, one after the other; gradients recompute it.
+    """Maps `function(head, *part)` over parts of the sequence, and recomputes it in the backward pass.
 
     Args:
-      most_logits: largest number of logits in memory at a time, but at least one token of each row.
+      most_logits: maximum number of logits in memory, though never less than one token per row.
     """
     batch, seq, _ = hidden[0].shape
     most = max(most_logits // (batch * head.weight.shape[-1]), 1)

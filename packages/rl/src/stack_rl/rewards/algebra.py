@@ -21,7 +21,7 @@ __all__ = ["Expression", "Unreadable", "number", "opaque", "symbol"]
 Monomial: TypeAlias = tuple[tuple[str, Fraction], ...]
 Sum: TypeAlias = Mapping[Monomial, Fraction]
 
-# Limits of size, far above real answers, so that hostile ones cost little.
+# Far above the size of real answers; larger ones are refused before they cost much.
 _MAX_TERMS: Final = 256
 _MAX_BITS: Final = 4096
 _MAX_EXPONENT: Final = 64

@@ -142,7 +142,7 @@ def run(order: dict[str, Any], program: int) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             begin(order, program)
-        except BaseException as error:
+        except BaseException as error:  # The child must not return into the caller's program.
             _refuse(order, error)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     called("prctl", 4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no process of the same user reads its memory

@@ -20,10 +20,10 @@ class FrozenRecord:
     """The source of frozen variables, and digests that identify their values.
 
     Attributes:
-      source: "init" if they are made from the run's seed, or "run:DIRECTORY" or "hf:DIRECTORY".
-      step: training steps of the source's checkpoint; 0 if it is no run.
-      specs: of each leaf by its path.
-      digests: of each leaf; see `stack_core.digest`.
+      source: "run:DIRECTORY", "hf:DIRECTORY", or "init" if the run's seed initializes them.
+      step: training step of the source's checkpoint; 0 if the source is not a run.
+      specs: shape and dtype of each leaf, by path.
+      digests: digest of each leaf, by path; see `stack_core.digest`.
     """
 
     source: str

@@ -44,11 +44,11 @@ def sample(  # noqa: PLR0913, each parameter is an option of the command
       sampler: how to go from noise to images.
       steps: of the sampler.
       spacing: of the steps of a schedule of betas, linspace by default; not for models of flow_matching.
-      eta: the share of new noise in ddim's steps.
-      guidance: above 1 images show more of their label, and vary less.
-      guidance_rescale: how much of the contrast that guidance adds is taken back, 0 to 1.
-      told_guidance: guidance scale that a guidance-distilled model, such as FLUX.1 dev, takes as an input.
-      size: pixels of the images' sides, of a model of latents.
+      eta: fraction of fresh noise in each ddim step.
+      guidance: guidance scale; values above 1 follow the label or prompt more closely, with less variety.
+      guidance_rescale: fraction, 0 to 1, by which the contrast added by guidance is removed.
+      told_guidance: guidance scale, an input of guidance-distilled models such as FLUX.1 dev.
+      size: height and width in pixels, for latent diffusion models.
       seed: the same seed gives the same images.
     """
     model = local_address(model)

@@ -70,14 +70,14 @@ class ImageSampler:
     def images_of(
         self, prompts: Sequence[str], sampler: SamplerConfig, *, seed: int = 0, told_guidance: float | None = None
     ) -> UInt8[np.ndarray, "images height width channels"]:
-        """Samples an image of every prompt; one that is too long is cut, and a warning says what was.
+        """Samples one image per prompt. Prompts that are too long are truncated with a warning.
 
         Args:
           seed: as for `images`.
-          told_guidance: guidance scale that a guidance-distilled model takes as an input; None is its config's.
+          told_guidance: guidance scale, an input of guidance-distilled models; None uses the config's.
 
         Raises:
-          GenerationError: the model takes no prompts, or cannot be told a guidance.
+          GenerationError: the model takes no prompts, or no guidance as an input.
         """
         if self.encoders is None:
             raise GenerationError(

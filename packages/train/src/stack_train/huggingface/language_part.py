@@ -29,10 +29,10 @@ _TIED = "tie_word_embeddings"  # transformers 5 reads the whole model's, if it h
 
 @dataclass(frozen=True)
 class LanguagePart:
-    """The language model of a larger one, as in a checkpoint of its own.
+    """The language model of a multimodal checkpoint, in the layout of a text-only checkpoint.
 
     Attributes:
-      left_out: the other parts, each with its number of tensors, for people.
+      left_out: the other parts with their numbers of tensors, for messages.
     """
 
     config: Mapping[str, Any]
@@ -43,13 +43,13 @@ class LanguagePart:
 def language_part(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], *, architecture: str, model_type: str
 ) -> LanguagePart:
-    """Extracts the language model from a larger one.
+    """Extracts the language model from a multimodal checkpoint.
 
     Args:
-      architecture, model_type: of the language model on its own.
+      architecture, model_type: `architectures` and `model_type` in the config of the text-only model.
 
     Raises:
-      ConversionError: `config.json` has no `text_config`, or one of another type.
+      ConversionError: `text_config` is missing, or has a different `model_type`.
     """
     text = config.get(_TEXT_CONFIG)
     if not isinstance(text, Mapping) or text.get("model_type", model_type) != model_type:

@@ -103,7 +103,7 @@ class Run:
 
 
 def _with_all_rules(config: RunConfig) -> RunConfig:
-    """Adds the mesh rules of the model's family and the default rules, so that the run's config file lists them."""
+    """Adds the mesh rules of the model family and the defaults, so that the config file of the run lists all rules."""
     rules = sharding_rules(registries.models[config.model.family], config.mesh.rules)
     return replace(config, mesh=replace(config.mesh, rules=dict(rules.table)))
 
@@ -138,10 +138,10 @@ def fixed_differences(config: RunConfig, saved: Mapping[str, Any]) -> list[str]:
 
 
 def _changes(config: RunConfig, directory: RunDirectory, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """Lists changed keys that decide what a resumed run learns, and changed files of its data.
+    """Lists the changed config keys and data files that affect what a resumed run learns.
 
     Raises:
-      ConfigError: a key differs that is not allowed to.
+      ConfigError: a key changed that `allowed` does not list.
     """
     saved = parse_yaml(directory.config_yaml(), str(directory.config))
     found = fixed_differences(config, saved)

@@ -34,7 +34,7 @@ _FREE = ("model.dtype", "model.param_dtype", "model.remat", "model.unroll", "mod
 
 
 def with_model_of_start(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Completes the section `model` of a config file by the model of `run.init_from`.
+    """Fills missing keys of the section `model` from the model of `run.init_from`.
 
     Raises:
       StackError: there is no run or checkpoint to start from.

@@ -120,7 +120,10 @@ def stages_sum_the_gradients_of_bfloat16_parameters_in_float32():
     for one, several in zip(*map(jax.tree.leaves, (expected, of(staged, start, batch)[0])), strict=True):
         assert several.dtype == np.float32
         error = np.linalg.norm(several - one) / np.linalg.norm(one)
-        assert error < 1e-6, error  # sums in bfloat16 are off by 1e-2
+        assert error < 1e-4, error  # sums in bfloat16 are off by 1e-2
+        # The gradient of a row is rounded to bfloat16, in a few entries to the other neighbor by another program.
+        rounded = np.mean(np.abs(several - one) > 1e-6 * np.abs(one).max())
+        assert rounded < 0.02, rounded
 
 
 def flops_of_layers(make):

@@ -47,7 +47,7 @@ def test_the_list_is_for_people_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 RECIPE = """
 data: {kind: rollouts, environment: {name: cell}, seq_tokens: 8, weights: token}
-objective: {name: dr_grpo, clip_high: 0.28, kl_estimator: k3, OTHER}
+objective: {name: dr_grpo, clip_high: 0.28, kl: 0.1, kl_estimator: k3, OTHER}
 """
 
 
@@ -63,19 +63,20 @@ def test_an_audit_shows_where_a_recipe_leaves_its_paper(tmp_path: Path, capsys: 
     differing = {key: pair for key, pair in differing.items() if pair[0] != pair[1]}
     assert differing == {
         "objective.clip_high": (0.28, 0.2),
+        "objective.kl": (0.1, 0.0),
         "objective.kl_estimator": ("k3", "k2"),
         "data.advantage": ("group", "centred"),
         "data.weights": ("token", "constant"),
     }
     (warning,) = found["warnings"]
-    assert "objective.kl_estimator: not read, as objective.kl is 0" in warning
+    assert "k3 has the gradient of KL(p_ref || p)" in warning
 
 
 def test_an_audit_says_what_k3_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = audited(tmp_path / "a.yaml", capsys, "kl: 0.1")
+    text = audited(tmp_path / "a.yaml", capsys, "entropy: 0.0")
     assert "objective.clip_high: 0.28   <- dr_grpo has 0.2\n" in text
     assert "k3 has the gradient of KL(p_ref || p)" in text
-    assert "k3 has" not in audited(tmp_path / "b.yaml", capsys, "kl: 0.1, kl_corrected: true")
+    assert "k3 has" not in audited(tmp_path / "b.yaml", capsys, "kl_corrected: true")
 
 
 def test_an_audit_of_what_is_no_recipe_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

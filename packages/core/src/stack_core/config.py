@@ -31,6 +31,7 @@ __all__ = [
     "Sections",
     "Selected",
     "apply_overrides",
+    "changed_fields",
     "config",
     "differences",
     "dotted_keys",
@@ -249,6 +250,12 @@ def parse(cls: type[C], mapping: Any, *, path: str = "") -> C:
         return cls(**values)
     except pydantic.ValidationError as error:
         raise ConfigError(_explain(error, path)) from error
+
+
+def changed_fields(value: Any, names: Sequence[str]) -> list[str]:
+    """Returns those of a config's fields, among `names`, that have another value than their default."""
+    fields = type(value).__dataclass_fields__
+    return [name for name in names if getattr(value, name) != fields[name].default]
 
 
 def to_mapping(value: Any) -> Any:

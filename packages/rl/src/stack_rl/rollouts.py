@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from stack_core.config import Selected, config, to_mapping
+from stack_core.config import Selected, changed_fields, config, to_mapping
 from stack_core.contracts.data import Batch, Shapes
 from stack_core.contracts.environments import Tasks, Trajectory
 from stack_core.contracts.formats import GenerativeCheckpoint
@@ -144,6 +144,17 @@ class RolloutData:
             raise ConfigError(
                 f"data.seq_tokens is {self.seq_tokens}, but model.max_positions is {model.max_positions}. Lower the "
                 "first or raise the second."
+            )
+        of_critic = ("discount", "decay", "whiten", "critic_warmup_steps")
+        if self.advantage != "gae" and (unread := changed_fields(self, of_critic)):
+            raise ConfigError(
+                f"data.advantage is {self.advantage!r}, so data.{' and data.'.join(unread)} would not act. Set "
+                "data.advantage: gae, which needs an objective with a critic, such as ppo; or leave that out."
+            )
+        if not self.drawing.is_narrowed and changed_fields(self, ("most_candidates",)):
+            raise ConfigError(
+                "data.most_candidates would not act, as every token is a candidate. Set data.top_k or data.top_p, or "
+                "leave that out."
             )
         if self.reference is not None:
             self.reference.check()

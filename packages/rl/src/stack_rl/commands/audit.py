@@ -65,13 +65,9 @@ def choices(objective: Any, data: Any) -> Iterator[Choice]:
 
 
 def warnings(objective: Any, data: Any) -> Iterator[str]:
-    """Settings of a policy gradient that do nothing, or that the paper has and the recipe has not."""
+    """Yields what a policy gradient of these settings does otherwise than its paper, without a key that says so."""
     if not isinstance(objective, PolicyConfig):
         return
-    given, expected = to_mapping(objective), _defaults(objective)
-    unread = [name for name in ("kl_estimator", "kl_corrected", "reference") if given[name] != expected[name]]
-    if unread and not objective.kl:
-        yield f"objective.{', objective.'.join(unread)}: not read, as objective.kl is 0. Set it, or leave these out."
     if objective.kl_estimator == "k3" and objective.kl and not objective.kl_corrected:
         yield (
             "objective.kl_estimator: k3 has the gradient of KL(p_ref || p). kl_corrected: true gives it that of "

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from stack_core.config import config
+from stack_core.config import changed_fields, config
 from stack_core.contracts.data import IGNORED_TARGET
 from stack_core.contracts.models import LanguageModel
 from stack_core.contracts.training import Objective
@@ -136,6 +136,12 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         estimator_in_loss(self.kl_estimator)  # refuses k1, and says why
+        of_kl = ("kl_estimator", "kl_corrected", "reference")
+        if not self.kl and (unread := changed_fields(self, of_kl)):
+            raise ConfigError(
+                f"objective.kl is 0, so objective.{' and objective.'.join(unread)} would not act. Set objective.kl, or "
+                "leave that out."
+            )
 
     def token_losses(self, tokens: PolicyTokens) -> Float[Array, "batch seq"]:
         """l: what to minimize for each token that was drawn."""

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
-from stack_core.config import config
+from stack_core.config import changed_fields, config
 from stack_core.errors import ConfigError
 
 __all__ = ["DynamicShift", "FlowConfig", "NoiseConfig", "Prediction", "Schedule", "Weights"]
@@ -39,6 +39,8 @@ class NoiseConfig:
     def __post_init__(self) -> None:
         if not self.beta_start <= self.beta_end < 1.0:
             raise ConfigError(f"beta_start={self.beta_start} and beta_end={self.beta_end} must grow and end below 1.")
+        if self.betas == "cosine" and (unused := changed_fields(self, ("beta_start", "beta_end"))):
+            raise ConfigError(f"betas is 'cosine', so {' and '.join(unused)} would not act. Leave that out.")
 
     def alphas_and_sigmas(self) -> tuple[Weights, Weights]:
         """alpha_t and sigma_t for t = 0 .. steps - 1, float64."""

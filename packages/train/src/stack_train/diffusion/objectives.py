@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from stack_core.config import config
+from stack_core.config import changed_fields, config
 from stack_core.contracts.training import Objective
+from stack_core.errors import ConfigError
 from stack_core.metrics import Metric, Metrics
 from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images, condition_of, image_tokens
 from stack_train.diffusion.noise import DynamicShift, FlowConfig, NoiseConfig, Prediction, Schedule
@@ -115,6 +116,13 @@ class FlowMatchingConfig(DenoisingConfig):
     logit_mean: float = 0.0
     logit_std: PositiveFloat = 1.0
     shift: PositiveFloat | DynamicShift = 1.0
+
+    def __post_init__(self) -> None:
+        if self.times == "uniform" and (unused := changed_fields(self, ("logit_mean", "logit_std"))):
+            raise ConfigError(
+                f"objective.times is 'uniform', so objective.{' and objective.'.join(unused)} would not act. Leave "
+                "that out, or choose times: logit_normal."
+            )
 
     @property
     def prediction(self) -> Prediction:

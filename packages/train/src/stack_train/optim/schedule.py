@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import optax
 from pydantic import Field, NonNegativeInt
 
-from stack_core.config import config
+from stack_core.config import changed_fields, config
 from stack_core.errors import ConfigError
 
 __all__ = ["Fraction", "ScheduleConfig"]
@@ -31,10 +31,7 @@ class ScheduleConfig:
     final_fraction: Fraction = 0.1
 
     def __post_init__(self) -> None:
-        unused = [
-            name for name in ("decay_fraction", "final_fraction") if getattr(self, name) != getattr(type(self), name)
-        ]
-        if self.decay == "constant" and unused:
+        if self.decay == "constant" and (unused := changed_fields(self, ("decay_fraction", "final_fraction"))):
             raise ConfigError(
                 f"optimizer.schedule.decay is 'constant', so {' and '.join(unused)} would not act. Leave that out, or "
                 "choose decay: cosine or linear."

@@ -1,0 +1,140 @@
+"""Every field of an objective changes the step that it trains, or is refused where it would not act."""
+
+import dataclasses
+import re
+import typing
+
+import jax
+import pytest
+
+from stack_core.config import parse
+from stack_core.errors import ConfigError
+from stack_core.plugins import registries
+from stack_train.run.config import RunConfig
+from stack_train.run.program import build_trainer
+
+DECODER = {
+    "family": "deepseek_v3",
+    "vocab_size": 61,
+    "embed": 24,
+    "heads": 4,
+    "mlp": 40,
+    "max_positions": 32,
+    "dtype": "float32",
+    "layers": 3,
+    "query_rank": 10,
+    "kv_rank": 7,
+    "nope_dim": 6,
+    "rope_dim": 4,
+    "value_dim": 5,
+    "further_layers": 1,
+    "experts": 4,
+    "active_experts": 2,
+    "expert_mlp": 16,
+    "expert_groups": 2,
+    "kept_groups": 1,
+}
+DENOISER = {"family": "dit", "image_size": 8, "channels": 1, "classes": 10, "patch": 2, "layers": 1, "heads": 2}
+AUTOENCODER = {"family": "autoencoder_kl", "channels": 1, "widths": (8, 8), "groups": 2}
+
+SIZES = {"batch_size": 2, "seq_tokens": 8}
+TEXT = {"kind": "text", "source": "text:none", "vocab_size": 61, **SIZES}
+PAIRS = {"kind": "preferences", "source": "none", **SIZES}
+JUDGED = {"kind": "judged", "source": "none", **SIZES}
+ROLLOUTS = {"kind": "rollouts", "environment": {"name": "cell"}, "groups": 2, "group_size": 2, "seq_tokens": 16}
+DIGITS = {"kind": "digits", "batch_size": 2}
+RUNS = {
+    **dict.fromkeys(("causal_lm",), (DECODER, TEXT)),
+    **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "reward_model"), (DECODER, PAIRS)),
+    "kto": (DECODER, JUDGED),
+    "ppo": (DECODER, {**ROLLOUTS, "advantage": "gae"}),
+    **dict.fromkeys(("epsilon", "v", "flow_matching"), (DENOISER, DIGITS)),
+    "reconstruction": (AUTOENCODER, DIGITS),
+}
+"""The model and the data of objectives; of the others, the decoder and rollouts."""
+
+NEEDED = {"kl": 0.1, "times": "logit_normal"}
+"""What other fields act beside, which are refused without it."""
+
+VALUES = {
+    "correction": {"kind": "mask", "level": "geometric", "low": 0.5},
+    "dual_clip": 2.0,
+    "label_smoothing": 0.1,
+    "noise": {"betas": "cosine"},
+    "reference": "data",
+    "shift": 3.0,
+}
+OF_RUNS = ("distill", "logit_distill")
+"""Objectives that begin with the run of a teacher (test_roles)."""
+
+
+def other_values(field, hint, value):
+    """Returns values of a field beside the one that it has."""
+    if field in VALUES:
+        return [VALUES[field]]
+    options = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return [option for option in options if option != value]
+    return [not value] if hint is bool else [0.5 * value if value else 0.1]
+
+
+def step(objective):
+    """Returns the jaxpr of a step; or the refusal of its config."""
+    model, data = RUNS.get(objective["name"], (DECODER, ROLLOUTS))
+    try:
+        config = parse(RunConfig, {"output": "none", "model": model, "data": data, "objective": objective})
+    except ConfigError as error:
+        return str(error)
+    trainer = build_trainer(config)
+    traced = jax.make_jaxpr(trainer.step)(trainer.abstract_state, config.data.spec(config.model))
+    return re.sub(r"0x[0-9a-f]+", "", str(traced)), [str(x) for x in traced.consts]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("causal_lm", "dpo", "grpo", "flow_matching") else pytest.mark.slow)
+        for name in registries.objectives.names()
+        if name not in OF_RUNS
+    ],
+)
+def test_every_field_of_an_objective_changes_its_step_or_is_refused(name):
+    config_class = registries.objectives[name]
+    fields = [field.name for field in dataclasses.fields(config_class)]
+    needed = {field: value for field, value in NEEDED.items() if field in fields}
+    base, hints = parse(config_class, {"name": name, **needed}), typing.get_type_hints(config_class)
+    expected = step({"name": name, **needed})
+    assert not isinstance(expected, str), expected
+    changes = [
+        {field: other}
+        for field in fields
+        if field != "name"  # the registry is chosen by it
+        for other in other_values(field, hints[field], getattr(base, field))
+    ]
+    assert not [change for change in changes if step({"name": name, **needed, **change}) == expected]
+
+
+@pytest.mark.parametrize(
+    ("objective", "problem"),
+    [
+        ({"name": "grpo", "kl_estimator": "k3"}, "objective.kl is 0, so objective.kl_estimator would not act"),
+        ({"name": "grpo", "reference": "data"}, "objective.kl is 0, so objective.reference would not act"),
+        ({"name": "flow_matching", "times": "uniform", "logit_std": 0.5}, "so objective.logit_std would not act"),
+        ({"name": "v", "noise": {"betas": "cosine", "beta_end": 0.01}}, "so beta_end would not act"),
+    ],
+)
+def test_a_field_that_another_turns_off_is_refused(objective, problem):
+    assert problem in step(objective)
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ({"decay": 0.9, "whiten": False}, "data.advantage is 'group', so data.decay and data.whiten would not act"),
+        ({"most_candidates": 8}, "data.most_candidates would not act, as every token is a candidate"),
+    ],
+)
+def test_a_setting_of_rollouts_that_another_turns_off_is_refused(setting, problem):
+    config = parse(RunConfig, {"output": "none", "model": DECODER, "data": {**ROLLOUTS, **setting}})
+    with pytest.raises(ConfigError, match=problem):
+        config.data.check(config.model)

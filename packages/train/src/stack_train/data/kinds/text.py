@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import numpy as np
 
-from stack_core.config import config
+from stack_core.config import changed_fields, config
 from stack_core.contracts.data import Shapes
 from stack_core.errors import ConfigError
 from stack_train.data.settings import TextSettings
@@ -53,6 +53,11 @@ class TextData(TextSettings):
 
     def check(self, model: Any) -> None:
         check_positions(self.seq_tokens, model)
+        if not self.trains_tokenizer and changed_fields(self, ("tokenizer_bytes",)):
+            raise ConfigError(
+                f"data.tokenizer is {self.tokenizer!r}, so data.tokenizer_bytes would not act. Leave that out, or set "
+                "data.tokenizer: bpe."
+            )
 
     def build(self, *, seed: int, model: Any, cache_dir: Path | None = None) -> "Pipeline":
         """Reads, tokenizes and splits the source; what the cache holds is not done again."""

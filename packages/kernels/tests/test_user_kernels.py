@@ -1,5 +1,8 @@
 """A function becomes an implementation, or the message says what does not fit."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import jax
@@ -65,6 +68,45 @@ def test_every_op_takes_what_its_reference_takes(op):
 
 def test_keywords_may_be_gathered():
     assert implementation("norm", name="mine")(lambda x, **others: x).default is None
+
+
+ONE_MODULE = """
+from stack_core import hookimpl, ops
+from stack_kernels import implementation
+
+STACK_ABI_MINOR = 0
+
+
+@implementation("norm", name="halved")
+def halved(x, **options):
+    return x / 2
+
+
+@hookimpl
+def stack_register_ops(registry):
+    registry.add("norm/halved", halved)
+
+
+if __name__ == "__main__":
+    import jax.numpy as jnp
+
+    print(ops.norm(jnp.full(4, 3.0), jnp.ones(4), implementation="halved"))
+"""
+
+
+def test_a_plugin_may_be_one_module(tmp_path):
+    (tmp_path / "one_module.py").write_text(ONE_MODULE)
+    (metadata := tmp_path / "one_module-1.0.dist-info").mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: one-module\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[stack.plugins.v1]\none-module = one_module\n")
+    run = subprocess.run(
+        [sys.executable, "-m", "one_module"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (run.stdout, run.returncode) == ("[1.5 1.5 1.5 1.5]\n", 0), run.stderr
 
 
 def test_an_unknown_op_is_named_with_its_neighbours():

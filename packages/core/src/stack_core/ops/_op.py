@@ -103,12 +103,20 @@ def function_of(op: str) -> Callable[..., Any]:
       UnknownName: no plugin defines the op.
       PluginError: it is registered without one.
     """
+    # Core's own are found without the registry, so that a plugin may implement an op in the module that registers it.
+    own = getattr(importlib.import_module("stack_core.ops"), op, None)
+    if inspect.isfunction(own) and _is_of_an_op(own):
+        return own
     function = _detail(op, "function")
-    if "implementation" not in inspect.signature(function).parameters:
+    if not _is_of_an_op(function):
         raise PluginError(
             f"op_definitions {op!r}: {function!r} does not take `implementation`, as a function of an op."
         )
     return function
+
+
+def _is_of_an_op(function: Callable[..., Any]) -> bool:
+    return "implementation" in inspect.signature(function).parameters
 
 
 def suite_of(op: str) -> Any:

@@ -253,7 +253,9 @@ def test_a_state_that_predicts_the_token_after_the_next(family, tokens, tmp_path
         embedded = base.embed_tokens(torch.roll(inputs, -1, dims=1))
         states = base(inputs).last_hidden_state
         angles = base.rotary_emb(embedded, positions)
-        expected = layer(embedded, states, angles, None, positions, None).numpy()
+        # The layer makes no mask: with None, attention that is written out sees later tokens, too.
+        causal = torch.full((1, 1, tokens.shape[1], tokens.shape[1]), -torch.inf).triu(1)
+        expected = layer(embedded, states, angles, causal, positions, None).numpy()
     (tmp_path / "hf").mkdir()
     config = json.loads((family.directory / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from stack_train.diffusion import clip, t5
 from stack_train.diffusion.components import load_component, save_component
+from stack_train.diffusion.denoiser import image_tokens
 from stack_train.diffusion.pipeline import open_pipeline, save_pipeline
 from stack_train.diffusion.prompts import load_prompt_tokenizer
 from stack_train.diffusion.samplers import SamplerConfig, levels_of, sample, table_of
@@ -202,7 +203,7 @@ def test_a_pipeline_makes_the_images_of_diffusers_and_is_opened_there_again(pipe
     opened = open_pipeline(directory, text_tokens=8)
     noise = np.random.default_rng(0).standard_normal((1, 8, 8, 4)).astype(np.float32)
     condition = {**opened.encoders.text(["a red circle"]), "guidance": jnp.array([2.0])}
-    levels = levels_of(opened.scheduled.schedule, 4)
+    levels = levels_of(opened.objective.schedule(image_tokens(opened.model, 8, 8)), 4)
     table = table_of(SamplerConfig(steps=4), levels, "flow")
     with jax.default_matmul_precision("highest"):
         latents = sample(
@@ -213,6 +214,6 @@ def test_a_pipeline_makes_the_images_of_diffusers_and_is_opened_there_again(pipe
     found = np.clip(np.asarray(images) / 2 + 0.5, 0, 1)
     assert wanted.std() > 0.01
     np.testing.assert_allclose(found, wanted, atol=1e-3)
-    save_pipeline(tmp_path / "ours", opened.config, opened.model, opened.encoders, opened.scheduled.schedule)
+    save_pipeline(tmp_path / "ours", opened.config, opened.model, opened.encoders, opened.objective.shift)
     again = diffusers.FluxPipeline.from_pretrained(tmp_path / "ours")
     np.testing.assert_allclose(images_of(again, noise), wanted, atol=1e-5)

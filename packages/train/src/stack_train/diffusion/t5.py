@@ -109,7 +109,7 @@ class T5Encoder(nnx.Module):
         """Returns hidden states in float32; every token attends to every other, padding included."""
         config, seq = self.config, tokens.shape[1]
         buckets = bucket_of(seq, config.buckets, config.max_distance)
-        bias = take_rows(self.biases[...], buckets).astype(config.dtype).transpose(2, 0, 1)[None]
+        bias = take_rows(self.biases[...], jnp.asarray(buckets)).astype(config.dtype).transpose(2, 0, 1)[None]
 
         def run(block: T5Block, x: Tokens, bias: Array, _: None) -> tuple[Tokens, None]:
             return block(x, bias), None

@@ -15,8 +15,9 @@ import pytest
 
 from stack_core import abi, contracts, generation, hookspecs
 from stack_core.abi import OpCall
-from stack_core.contracts.models import Head, Outputs
+from stack_core.contracts.models import Outputs
 from stack_core.hookspecs import DETAILS, HOOKS
+from stack_core.ops import Head
 from stack_core.registry import Registrar
 from stack_core.testing import op_checks
 

@@ -12,9 +12,10 @@ import pytest
 
 from stack_core import model_formats
 from stack_core.contracts.formats import TrainedModel
-from stack_core.contracts.models import Head, Outputs
+from stack_core.contracts.models import Outputs
 from stack_core.errors import ConversionError
 from stack_core.metrics import Metric, Metrics
+from stack_core.ops import Head
 from stack_core.ops.building import is_quantized
 from stack_quant.errors import QuantError
 from stack_quant.rules import Rule

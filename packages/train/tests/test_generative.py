@@ -14,9 +14,10 @@ from stack_core import ops
 from stack_core.abi import QView
 from stack_core.contracts.caches import KeysValues
 from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.contracts.models import Head, Outputs
+from stack_core.contracts.models import Outputs
 from stack_core.errors import GenerationError
 from stack_core.mesh import AXES
+from stack_core.ops import Head
 from stack_train.generative import generative_checkpoint
 from stack_train.models.llama import FAMILY, LlamaConfig
 

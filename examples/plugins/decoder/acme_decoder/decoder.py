@@ -10,7 +10,8 @@ from flax import nnx
 from stack_core import ops
 from stack_core.config import config
 from stack_core.contracts.caches import AttentionSpec, KeysValues
-from stack_core.contracts.models import Head, Outputs
+from stack_core.contracts.models import Outputs
+from stack_core.ops import Head
 
 
 @config

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from stack_core.config import config
-from stack_core.contracts.models import Head, Outputs
+from stack_core.contracts.models import Outputs
+from stack_core.ops import Head
 
 
 @config

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.contracts.models import Head, Outputs
+from stack_core.contracts.models import Outputs
 from stack_core.errors import ConversionError
+from stack_core.ops import Head
 
 
 class Bytes:

@@ -9,6 +9,7 @@ def test_public_names() -> None:
         "DynamicScaling",
         "ExplainedCall",
         "Explanation",
+        "Head",
         "Implementation",
         "LinearScaling",
         "Llama3Scaling",

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.contracts.models import Head
 from stack_core.contracts.training import NeedsCompanions
 from stack_core.errors import ConfigError
+from stack_core.ops import Head
 from stack_rl.math.distillation import forward_kl
 from stack_rl.objectives.distillation import LogitDistillConfig, token_divergences
 from stack_rl.objectives.entropy import token_entropies

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.contracts.models import Head, Outputs
+from stack_core.contracts.models import Outputs
 from stack_core.contracts.training import NeedsCompanions, ScoresTokens, TrainsModels
 from stack_core.errors import ConfigError
+from stack_core.ops import Head
 from stack_rl.math.advantages import distilled
 from stack_rl.math.weights import WEIGHTS, token_weights
 from stack_rl.objectives.policy import Correction, PolicyConfig

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.contracts.models import Head, Outputs
+from stack_core.contracts.models import Outputs
+from stack_core.ops import Head
 from stack_rl.objectives.preference import DPOConfig, IPOConfig, ORPOConfig, PairConfig, SimPOConfig
 
 VOCAB, EMBED, SEQ = 7, 3, 5

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from stack_core.contracts.caches import AttentionSpec, KeysValues
-from stack_core.contracts.models import Head, Outputs
+from stack_core.contracts.models import Outputs
+from stack_core.ops import Head
 
 VOCAB, EMBED, HEADS, LAYERS, POSITIONS = 31, 16, 2, 2, 48
 STATES = KeysValues(repeats=LAYERS, kv_heads=HEADS, key_dim=EMBED // HEADS, value_dim=EMBED // HEADS, dtype="float32")

@@ -10,10 +10,11 @@ from pydantic import NonNegativeFloat
 
 from stack_core.config import config
 from stack_core.contracts.data import IGNORED_TARGET, Shapes
-from stack_core.contracts.models import Head, LanguageModel, Outputs
+from stack_core.contracts.models import LanguageModel, Outputs
 from stack_core.contracts.training import Objective, ReadsInputs
 from stack_core.errors import ConfigError, nearest
 from stack_core.metrics import Metric, Metrics
+from stack_core.ops import Head
 
 __all__ = ["CausalLMConfig", "check_inputs"]
 

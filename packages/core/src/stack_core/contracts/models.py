@@ -1,4 +1,4 @@
-"""Models: what a language model returns, its head, and the family that builds it."""
+"""Models: what a language model returns, and the family that builds it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
-from stack_core import ops
 from stack_core.contracts.caches import KVCache
 
 if TYPE_CHECKING:
@@ -21,7 +18,6 @@ __all__ = [
     "ConfigReader",
     "ConvertibleFamily",
     "FitsTensors",
-    "Head",
     "IsPart",
     "LanguageModel",
     "LanguageModelConfig",
@@ -30,53 +26,6 @@ __all__ = [
     "RunsOnBatches",
     "ShardsItself",
 ]
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["weight", "bias"], meta_fields=["scale", "softcap"])
-@dataclass(frozen=True)
-class Head:
-    """The last layer of a language model: logits = cap(scale * h W + b), with cap(x) = softcap * tanh(x / softcap).
-
-    Attributes:
-      weight: W, [embed, vocab].
-      bias: b, [vocab], or None.
-      scale: what the products are multiplied by.
-      softcap: None leaves the logits as they are.
-    """
-
-    weight: Any
-    bias: Any = None
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """Returns float32 logits[..., vocab]."""
-        axes = {"x": (*_rows(hidden), "act_embed"), "weight": ("act_embed", "act_vocab")}
-        logits = ops.linear(self._scaled(hidden), self.weight, preferred_dtype=jnp.float32, axes=axes)
-        if self.bias is not None:
-            logits = logits + self.bias.astype(jnp.float32)
-        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
-
-    def cross_entropy(
-        self, hidden: Float[Array, "*batch embed"], labels: Int[Array, "*batch"], **options: Any
-    ) -> Float[Array, "..."]:
-        """Returns the loss of `ops.linear_cross_entropy`, which takes `options`; logits are formed in chunks."""
-        # An implementation without bias or soft cap must not hear of options that a head does not use.
-        own = {"bias": self.bias, "softcap": self.softcap}
-        used: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
-        if options.get("reduction") == "none":  # Of a mean or a sum each device would form all rows.
-            used["axes"] = {"hidden": (*_rows(hidden), "act_embed"), "labels": _rows(hidden)}
-        with jax.named_scope("cross_entropy"):  # the name of its layer in profiles
-            loss: Any = ops.linear_cross_entropy(self._scaled(hidden), self.weight, labels, **used, **options)
-        return loss
-
-    def _scaled(self, hidden: jax.Array) -> jax.Array:
-        return hidden if self.scale == 1.0 else hidden * jnp.asarray(self.scale, hidden.dtype)
-
-
-def _rows(hidden: jax.Array) -> tuple[str | None, ...]:
-    """The logical names of all axes but the last."""
-    return ("batch", "seq", *[None] * hidden.ndim)[: hidden.ndim - 1]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["hidden", "cache", "further", "facts"], meta_fields=[])
@@ -127,7 +76,9 @@ class LanguageModel(Protocol):
         """
         ...
 
-    def head(self) -> Head: ...
+    def head(self) -> Any:
+        """Returns the last layer, a `stack_core.ops.Head`."""
+        ...
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """`head().logits(hidden)`, as a method: a transform of the model's methods then sees the head's product."""

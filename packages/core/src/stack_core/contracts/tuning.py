@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from stack_core.abi import OpCall, OpImplementation, TunedChoice
-    from stack_core.hardware import Chip
+    from stack_core.contracts.chips import Chip
 
 __all__ = ["TunedTable"]
 

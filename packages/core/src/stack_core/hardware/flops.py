@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.hardware.chips import Chip
+from stack_core.contracts.chips import Chip
 
 __all__ = ["Flops", "count_flops", "inner_jaxprs", "model_flops_per_step", "valid_pairs"]
 

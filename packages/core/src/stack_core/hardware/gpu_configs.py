@@ -8,7 +8,7 @@ b200).
 from dataclasses import dataclass
 from typing import Final
 
-from stack_core.hardware.chips import Chip
+from stack_core.contracts.chips import Chip
 
 __all__ = ["GPU_CONFIGS", "GpuConfig"]
 

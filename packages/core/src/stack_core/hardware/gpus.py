@@ -10,7 +10,7 @@ Tensor cores take float32 operands by rounding them to TF32, which has 10 bits o
 
 import dataclasses
 
-from stack_core.hardware.chips import Chip
+from stack_core.contracts.chips import Chip
 
 __all__ = [
     "A100_40GB",

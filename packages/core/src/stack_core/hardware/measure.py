@@ -22,8 +22,8 @@ import ml_dtypes
 import numpy as np
 
 from stack_core import machine
+from stack_core.contracts.chips import Chip
 from stack_core.errors import HardwareError
-from stack_core.hardware.chips import Chip
 from stack_core.user_cache import user_cache_dir
 
 __all__ = ["ChipCacheWarning", "measured_cpu"]

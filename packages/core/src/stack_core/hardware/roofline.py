@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stack_core.contracts.chips import Chip
 from stack_core.errors import HardwareError
-from stack_core.hardware.chips import Chip, count_units
+from stack_core.hardware.chips import count_units
 from stack_core.hardware.flops import Flops
 from stack_core.hardware.hlo import parse_hlo
 from stack_core.hardware.hlo_costs import Collective, collectives, executed_flops, memory_traffic, uncounted_kernels

@@ -3,7 +3,8 @@
 import contextlib
 from typing import Final
 
-from stack_core.hardware.chips import Chip, current_chip
+from stack_core.contracts.chips import Chip
+from stack_core.hardware.chips import current_chip
 from stack_core.jit_context import JitContext
 
 __all__ = ["target", "target_chip", "use_chip"]

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from stack_core.contracts.chips import Chip
 from stack_core.errors import HardwareError, nearest
-from stack_core.hardware.chips import Chip
 from stack_core.hardware.gpu_configs import GPU_CONFIGS
 from stack_core.hardware.target_chip import use_chip
 from stack_core.installing import install_command

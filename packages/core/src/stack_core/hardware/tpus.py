@@ -9,7 +9,7 @@ The matrix unit multiplies bfloat16. It takes float32 operands at that rate by r
 except fp8 on v5p and v6e, whose pages name it. The common memory (CMEM) of v4 is not VMEM and is not counted.
 """
 
-from stack_core.hardware.chips import Chip
+from stack_core.contracts.chips import Chip
 
 __all__ = ["V4", "V5E", "V5P", "V6E", "V7X"]
 

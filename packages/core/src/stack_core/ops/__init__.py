@@ -32,11 +32,13 @@ from stack_core.ops._rope_scaling import RopeScaling as RopeScaling
 from stack_core.ops._rope_scaling import YarnScaling as YarnScaling
 from stack_core.ops._splitting import LogicalNames as LogicalNames
 from stack_core.ops._tuned import use_tuned_table as use_tuned_table
+from stack_core.ops.head import Head as Head
 
 __all__ = [
     "DynamicScaling",
     "ExplainedCall",
     "Explanation",
+    "Head",
     "Implementation",
     "LinearScaling",
     "Llama3Scaling",

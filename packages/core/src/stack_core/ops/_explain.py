@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from stack_core.abi import OpCall
+from stack_core.contracts.chips import Chip
 from stack_core.errors import StackError
-from stack_core.hardware.chips import Chip
 from stack_core.hardware.flops import inner_jaxprs
 from stack_core.hardware.target_chip import use_chip
 from stack_core.ops._choosing import Choice, Plan, described, plan

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from stack_core.contracts.models import Head
+from stack_core.ops import Head
 from stack_core.ops.building import accurate_dtype
 
 __all__ = ["among_candidates"]

@@ -12,10 +12,11 @@ from pydantic import Field, PositiveFloat
 
 from stack_core.config import LocalAddress, config
 from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.contracts.models import Head, LanguageModel
+from stack_core.contracts.models import LanguageModel
 from stack_core.contracts.training import Objective
 from stack_core.errors import ConfigError
 from stack_core.metrics import Metric, Metrics
+from stack_core.ops import Head
 from stack_rl.math.distillation import forward_kl, generalized_jsd, reverse_kl
 from stack_rl.objectives.parts import MOST_LOGITS, by_parts
 

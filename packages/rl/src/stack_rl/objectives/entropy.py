@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from stack_core.contracts.models import Head
+from stack_core.ops import Head
 from stack_rl.objectives.parts import MOST_LOGITS, by_parts
 
 __all__ = ["token_entropies"]

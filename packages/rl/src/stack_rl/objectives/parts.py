@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from stack_core.contracts.models import Head
+from stack_core.ops import Head
 from stack_core.ops.building import accurate_dtype
 
 __all__ = ["MOST_LOGITS", "by_parts"]

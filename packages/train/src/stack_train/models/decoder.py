@@ -14,9 +14,10 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from stack_core import ops
 from stack_core.config import config
 from stack_core.contracts.caches import KVCache, LayerState
-from stack_core.contracts.models import Head, Outputs
+from stack_core.contracts.models import Outputs
 from stack_core.errors import ArgumentError, ConfigError, ShapeError
 from stack_core.mesh import constrain
+from stack_core.ops import Head
 from stack_train.nn.attention import Attention, Mixer, Rope
 from stack_train.nn.build import Build, Parameter
 from stack_train.nn.context import ContextKeys, check_whole_sequence, from_zigzag, shared_rows, to_zigzag

@@ -22,8 +22,8 @@ import numpy as np
 from flax import nnx
 from report import RESULTS, circumstances, table, write
 
-from stack_core.config import load_yaml, parse
-from stack_core.metrics import combine_all
+from stack_core.abi.config import load_yaml, parse
+from stack_core.abi.metrics import combine_all
 from stack_quant.section import QuantConfig, Quantization
 from stack_train.data.pipeline import Pipeline
 from stack_train.run.config import RunConfig

@@ -30,7 +30,7 @@ MEASURED = ("noticed", "workers again", "training again")
 RUN = """
 import sys
 from pathlib import Path
-from stack_core.runs.signals import StopRequest
+from stack_core.runtime.signals import StopRequest
 from stack_core.runtime.config import ClusterConfig
 from stack_core.runtime.supervised import Job, supervise
 job = Job("recovery_job:worker", {"folder": sys.argv[1], "steps": int(sys.argv[2])}, ("recovery_job", "jax"))

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from report import RESULTS, circumstances, table, write
 
-from stack_core.config import apply_overrides, config, load_yaml, parse
-from stack_core.contracts.environments import Action, Environment, Observation, Outcome, Tasks
-from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.abi.config import apply_overrides, config, load_yaml, parse
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_rl.contracts import Action, Environment, Observation, Outcome, Tasks
 from stack_rl.environments.cell import CellConfig
 from stack_train import RunConfig, build, start
 

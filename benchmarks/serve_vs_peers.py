@@ -123,7 +123,7 @@ def _compare_tokens(answers: dict[Contender, dict[str, Any]], record: dict[str, 
 def _peaks() -> dict[str, Any]:
     """This CPU's measured bandwidth and products; measured by core in a process that ends before anything else runs."""
     program = (
-        "import dataclasses, json; from stack_core.hardware import current_chip;"
+        "import dataclasses, json; from stack_core.chips import current_chip;"
         "print(json.dumps(dataclasses.asdict(current_chip())))"
     )
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stack_core import ops
-from stack_core.abi import TunedChoice
+from stack_core.abi.ops import TunedChoice
 from stack_core.cli import main
 
 _RUN = Path(__file__).parents[1] / "examples" / "published" / "llama3_8b.yaml"

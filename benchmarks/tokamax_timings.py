@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from stack_core.abi import OpCall
+from stack_core.abi.ops import OpCall
 from stack_kernels.tuning.published import PATH
 from stack_kernels.tuning.shapes import shape_of
 

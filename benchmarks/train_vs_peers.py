@@ -28,7 +28,7 @@ from peers.measure import measure
 from peers.peer import Peer, Workload
 from report import RESULTS, circumstances, table, write
 
-from stack_core.hardware import current_chip
+from stack_core.chips import current_chip
 
 OURS = stack_train.PEER
 PEERS = {

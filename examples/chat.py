@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stack_core.contracts.data import Document
-from stack_core.plugins import registries
+from stack_core.abi.data import Document
+from stack_core.abi.plugins import registries
 
 DIRECTORY = "runs/chat-data"
 HELD_OUT_OF = 10  # one in so many modules is held out

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams
+from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
 
 __all__ = ["Continuation", "Reference", "complete", "greedy"]
 

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
+from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
 from stack_core.ops.building import is_quantized
 from stack_train.run.config import run_config
 from stack_train.trained_model import RUN_FORMAT

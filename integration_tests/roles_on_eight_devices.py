@@ -10,7 +10,7 @@ import numpy as np
 from test_learning import SMALL, run
 from test_rollouts import records
 
-from stack_core.config import apply_overrides, load_yaml, parse
+from stack_core.abi.config import apply_overrides, load_yaml, parse
 from stack_rl.reference import Reference
 from stack_rl.rewards.model import ModelReward
 from stack_train import RunConfig, build, start

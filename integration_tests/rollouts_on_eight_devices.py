@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from test_rollouts import cell, records
 
-from stack_core.contracts.environments import Trajectory
+from stack_rl.contracts import Trajectory
 from stack_rl.experience import batch_of, batch_shapes
 from stack_rl.math.weights import WEIGHTS
 from stack_rl.rollouts import RolloutBatches

@@ -12,12 +12,12 @@ from flax import nnx
 from jax.experimental import topologies
 
 from stack_core import ops
-from stack_core.abi import TunedChoice
-from stack_core.config import parse
-from stack_core.hardware import Target
-from stack_core.hardware.roofline import program_cost, program_memory
-from stack_core.hardware.targets import use_target
-from stack_core.plugins import registries
+from stack_core.abi.config import parse
+from stack_core.abi.ops import TunedChoice
+from stack_core.abi.plugins import registries
+from stack_core.chips import Target
+from stack_core.chips.targets import use_target
+from stack_core.programs.roofline import program_cost, program_memory
 from stack_kernels.from_tokamax import missing
 from stack_kernels.laboratory.programs import kernels_of
 from stack_kernels.laboratory.without_cudnn import cudnn_taken_for_granted

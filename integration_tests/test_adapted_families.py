@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from stack_core.contracts.models import LanguageModel, RunsOnBatches
-from stack_core.plugins import registries
+from stack_core.abi.models import LanguageModel, RunsOnBatches
+from stack_core.abi.plugins import registries
 from stack_quant.lora.planning import adapted_treatment, factors_of
 from stack_quant.lora.rules import AdapterRule
 from stack_quant.nnx_model import ModuleProgram, call_on_batches, plain_module

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from stack_core.config import apply_overrides, parse
+from stack_core.abi.config import apply_overrides, parse
 from stack_train.run.config import RunConfig
 from stack_train.run.train import train
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stack_core.abi import ABI_MINOR
+from stack_core.abi.ops import ABI_MINOR
 
 PYPROJECT = """
 [build-system]

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stack_core.abi.model_formats import open_for_generation
 from stack_core.cli import main
-from stack_core.model_formats import open_for_generation
 
 CONFIG = """
 model: {family: llama, vocab_size: 280, layers: 1, embed: 16, heads: 2, mlp: 32, max_positions: 64}

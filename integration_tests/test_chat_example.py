@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from stack_core.contracts.data import Document
+from stack_core.abi.data import Document
 
 ROOT = Path(__file__).parents[1]
 # A held-out module with a copy of a function of textwrap and a function that no other module has.

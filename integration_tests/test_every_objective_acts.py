@@ -7,9 +7,9 @@ import typing
 import jax
 import pytest
 
-from stack_core.config import parse
-from stack_core.errors import ConfigError
-from stack_core.plugins import registries
+from stack_core.abi.config import parse
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.plugins import registries
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_trainer
 

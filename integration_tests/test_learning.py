@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stack_core.abi.config import apply_overrides, load_yaml, parse
+from stack_core.abi.errors import ConfigError, ConversionError, DataError
+from stack_core.abi.mesh import MeshConfig
+from stack_core.abi.model_formats import open_for_generation, open_further
 from stack_core.cli import main
-from stack_core.config import apply_overrides, load_yaml, parse
-from stack_core.contracts.environments import Completion
-from stack_core.errors import ConfigError, ConversionError, DataError
-from stack_core.mesh import MeshConfig
-from stack_core.model_formats import open_for_generation, open_further
+from stack_rl.contracts import Completion
 from stack_rl.environments.prompts import PromptsConfig
 from stack_rl.objectives.heads import scalar_head
 from stack_rl.objectives.reward_model import answer_rewards

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import yaml
 
+from stack_core.abi.config import load_yaml, parse
+from stack_core.abi.errors import CheckpointError, StackError
 from stack_core.cli import main
-from stack_core.config import load_yaml, parse
-from stack_core.errors import CheckpointError, StackError
 from stack_core.ops.building import is_quantized
 from stack_quant.packing import stored_bytes
 from stack_train.checkpoint import CheckpointStore, named_leaves

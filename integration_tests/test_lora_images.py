@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.config import parse
+from stack_core.abi.config import parse
 from stack_core.ops.building import is_quantized
 from stack_quant.packing import stored_bytes
 from stack_train.checkpoint import named_leaves

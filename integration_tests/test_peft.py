@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from stack_core.abi.adapters import LowRankFactors
+from stack_core.abi.config import parse, to_yaml
+from stack_core.abi.errors import ConfigError, ConversionError, StackError
+from stack_core.abi.model_formats import open_for_generation
+from stack_core.abi.run_directory import RunDirectory
 from stack_core.cli import main
-from stack_core.config import parse, to_yaml
-from stack_core.contracts.adapters import LowRankFactors
-from stack_core.errors import ConfigError, ConversionError, StackError
-from stack_core.model_formats import open_for_generation
-from stack_core.runs.directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.peft.modules import modules_of
 from stack_train.peft.writing import write_peft
@@ -253,7 +253,7 @@ def test_a_run_goes_on_with_given_adapters(base, peft, tmp_path):
         mapping["optimizer"] = {"name": "sgd", "learning_rate": 1e-9}
         mapping |= {"lora": {"rules": lora}} if lora else {}
         (tmp_path / "run.yaml").write_text(json.dumps(mapping))
-        from stack_core.config import load_yaml
+        from stack_core.abi.config import load_yaml
         from stack_train.run.start import with_model_of_start
         from stack_train.run.train import train
 

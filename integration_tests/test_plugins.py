@@ -2,8 +2,8 @@
 
 import pytest
 
-from stack_core.hookspecs import REGISTRY_KINDS
-from stack_core.plugins import plugins, registries
+from stack_core.abi.hookspecs import REGISTRY_KINDS
+from stack_core.abi.plugins import plugins, registries
 
 PACKAGES = ("core", "kernels", "profile", "quant", "rl", "serve", "train")
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import stack_profile
-from stack_core.config import apply_overrides, load_yaml, parse
-from stack_core.hardware import Chip, count_flops
+from stack_core.abi.config import apply_overrides, load_yaml, parse
+from stack_core.chips import Chip
+from stack_core.programs.flops import count_flops
 from stack_profile.analyses.input_pipeline import input_pipeline
 from stack_profile.analyses.memory import memory
 from stack_profile.analyses.ops import ops

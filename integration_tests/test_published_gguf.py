@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stack_core.model_formats import open_for_generation
+from stack_core.abi.model_formats import open_for_generation
 from stack_core.text.chat_template import ChatTemplate
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.generate import TokenGenerator

@@ -19,8 +19,8 @@ import yaml
 from flax import nnx
 
 from stack_core import ops
+from stack_core.abi.metrics import combine_all
 from stack_core.cli import main
-from stack_core.metrics import combine_all
 from stack_core.ops.building import is_quantized
 from stack_quant.model import quantize_model
 from stack_quant.recipes import load_recipe

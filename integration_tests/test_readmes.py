@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from stack_core import cli
+from stack_core.abi.config import apply_overrides, load_yaml, parse
 from stack_core.cli import main
-from stack_core.config import apply_overrides, load_yaml, parse
 from stack_train.run.config import RunConfig
 
 ROOT = Path(__file__).parents[1]

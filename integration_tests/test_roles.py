@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stack_core.errors import ConfigError, DataError
+from stack_core.abi.errors import ConfigError, DataError
 from stack_train.run.train import train
 
 from .test_rollouts import cell, records

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import pytest
 from flax.nnx.traversals import flatten_mapping
 
-from stack_core.config import apply_overrides, load_yaml, parse
-from stack_core.contracts.data import PolicyBatches, Validates, WritesFiles
-from stack_core.contracts.generation import NeedsPolicy
-from stack_core.errors import ConfigError, DataError, UnknownName
+from stack_core.abi.config import apply_overrides, load_yaml, parse
+from stack_core.abi.data import PolicyBatches, Validates, WritesFiles
+from stack_core.abi.engines import NeedsPolicy
+from stack_core.abi.errors import ConfigError, DataError, UnknownName
 from stack_rl.environments.prompts import PromptsConfig
 from stack_rl.objectives.presets import GRPOConfig
 from stack_rl.rollouts import RolloutData

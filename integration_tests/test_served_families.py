@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.errors import ConfigError
-from stack_core.plugins import registries
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.plugins import registries
 from stack_quant.model import quantize_model
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.generation import SamplingParams
+from stack_core.abi.generation import SamplingParams
 from stack_quant.model import quantize_model
 from stack_quant.rules import Rule
 from stack_serve.llm.config import EngineConfig

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stack_core.abi.adapters import LowRankFactors, ServesAdapters
+from stack_core.abi.engines import Engine
+from stack_core.abi.errors import ConversionError, GenerationError
+from stack_core.abi.generation import SamplingParams
+from stack_core.abi.model_formats import open_for_generation
 from stack_core.cli import main
-from stack_core.contracts.adapters import LowRankFactors, ServesAdapters
-from stack_core.contracts.generation import Engine
-from stack_core.errors import ConversionError, GenerationError
-from stack_core.generation import SamplingParams
-from stack_core.model_formats import open_for_generation
 from stack_serve import LLM
 from stack_train.peft.writing import write_peft
 from stack_train.run.config import run_config

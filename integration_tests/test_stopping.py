@@ -53,7 +53,7 @@ if phase == "import":
     interrupt(0.3)
 else:
     from jax._src import compiler
-    from stack_core.runs.event_bus import EventBus
+    from stack_core.abi.event_bus import EventBus
     from stack_train.checkpoint import CheckpointStore
     from stack_train.data.kinds.text import TextData
     from stack_train.run import train

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from stack_core import ops
-from stack_core.abi import QView
+from stack_core.abi.ops import QView
 
 from .served import Served, write_checkpoint
 

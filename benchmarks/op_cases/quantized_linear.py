@@ -15,7 +15,7 @@ from jax import lax
 
 from op_cases import Case, normal
 from stack_core import ops
-from stack_core.abi import QView
+from stack_core.abi.ops import QView
 
 BLOCKS, D_IN, D_MLP = 2, 512, 2048
 NF4 = (

@@ -60,7 +60,7 @@ def worker(folder, steps):
     """The side of stack."""
     import jax
 
-    from stack_core.runs.processes import join
+    from stack_core.runtime.processes import join
     from stack_core.runtime.worker import current_worker
 
     keep_programs(jax, folder)

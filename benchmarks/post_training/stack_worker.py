@@ -33,10 +33,10 @@ from sizes import (
 )
 from tokenizers import Tokenizer, decoders, models
 
-from stack_core.config import parse
-from stack_core.generation import GenerationRequest, SamplingParams
-from stack_core.model_formats import open_for_generation
-from stack_core.plugins import registries
+from stack_core.abi.config import parse
+from stack_core.abi.generation import GenerationRequest, SamplingParams
+from stack_core.abi.model_formats import open_for_generation
+from stack_core.abi.plugins import registries
 from stack_train import RunConfig, build, start
 from stack_train.static_engine import StaticEngineConfig
 

@@ -8,10 +8,10 @@ import time
 
 from serving.worker import Arrivals, Stream, arguments, serve
 from serving.workload import Workload
-from stack_core.compile_cache import keep_compiled
-from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams
-from stack_core.huge_pages import restart_with_huge_pages
-from stack_core.model_formats import open_for_generation
+from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
+from stack_core.abi.model_formats import open_for_generation
+from stack_core.runtime.compile_cache import keep_compiled
+from stack_core.runtime.huge_pages import restart_with_huge_pages
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 

@@ -12,6 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+CORE = ROOT / "packages/core/src/stack_core"
+# A room imports from its own floor and from those below it; what is not listed stands above them all.
+FLOORS = {"abi": 0, "ops": 1, "programs": 1, "chips": 1, "runtime": 2}
+TOP = 3
+ABI_LINES = 5_000
+# Mentions of siblings on the lowest floor, by file: the numbers may only fall.
+MENTIONS = {"abi/hookspecs.py": 2, "abi/model_formats.py": 1, "abi/plugins.py": 32}
 PROGRAMS = ("benchmarks/**/*.py", "examples/**/*.py", "integration_tests/**/*.py", "packages/*/tests/**/*.py")
 
 
@@ -55,6 +62,32 @@ def test_no_files_import_each_other_in_a_circle(source: Path) -> None:
     graphlib.TopologicalSorter(graph).prepare()
 
 
+def test_no_floor_of_core_imports_from_a_higher_one() -> None:
+    modules = _modules(CORE)
+    for module, tree in modules.items():
+        for name in _imports(tree):
+            imported = name if name in modules else name.rpartition(".")[0]
+            higher = imported in modules and _floor(imported) > _floor(module)
+            assert not higher, f"{module} imports {imported}, which stands on a higher floor"
+    assert _floor("stack_core.abi.errors") < _floor("stack_core.ops") < _floor("stack_core.runtime.hosts") < TOP
+    assert _floor("stack_core.cli") == _floor("stack_core.text.detokenize") == TOP
+
+
+def _floor(module: str) -> int:
+    room = module.removeprefix("stack_core").lstrip(".").partition(".")[0]
+    return FLOORS.get(room, TOP)
+
+
+def test_the_lowest_floor_is_small_and_names_no_package_above_core() -> None:
+    files = sorted((CORE / "abi").rglob("*.py"))
+    lines = sum(len(path.read_text().splitlines()) for path in files)
+    assert lines <= ABI_LINES, f"stack_core/abi has {lines:,} lines; a module with one tenant belongs to that tenant"
+    siblings = "|".join(path.name.removeprefix("stack_") for path in ROOT.glob("packages/*/src/stack_*"))
+    pattern = re.compile(rf"\bstack[_-](?:{siblings.replace('core|', '').replace('|core', '')})\b")
+    found = {str(path.relative_to(CORE)): len(pattern.findall(path.read_text())) for path in files}
+    assert {path: count for path, count in found.items() if count} == MENTIONS
+
+
 def test_only_declared_dependencies_are_imported(source: Path) -> None:
     declared = _declared(source.parents[1]) | _declared(source.parents[2] / "core")
     distributions = importlib.metadata.packages_distributions()
@@ -86,7 +119,7 @@ def test_programs_beside_the_packages_import_what_there_is() -> None:
                 names = [alias.name for alias in node.names]
                 missing += [f"{program}: {node.module}.{name}" for name in names if not _is_there(node.module, name)]
     assert not missing, "\n".join(missing)
-    assert not _is_there("stack_core.errors", "NoSuchError") and not _is_there("stack_core.no_module", "x")
+    assert not _is_there("stack_core.abi.errors", "NoSuchError") and not _is_there("stack_core.no_module", "x")
 
 
 def _is_there(module: str, name: str) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from stack_core.config import parse
+from stack_core.abi.config import parse
 from stack_core.text.chat_template import ChatTemplate
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.huggingface import FORMAT

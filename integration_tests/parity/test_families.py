@@ -14,7 +14,7 @@ import transformers
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
 from stack_train.checkpoint import named_leaves
 from stack_train.generate import TokenGenerator
 from stack_train.huggingface import FORMAT

@@ -10,7 +10,7 @@ import tokenizers
 import torch
 import transformers
 
-from stack_core.config import parse
+from stack_core.abi.config import parse
 from stack_train.huggingface import FORMAT
 from stack_train.run.config import RunConfig
 from stack_train.run.start import with_model_of_start

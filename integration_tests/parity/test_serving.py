@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from stack_core.generation import SamplingParams
+from stack_core.abi.generation import SamplingParams
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 from stack_train.huggingface import FORMAT

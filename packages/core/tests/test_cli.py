@@ -11,11 +11,11 @@ import pytest
 from cyclopts import Parameter
 
 from stack_core import cli
-from stack_core.abi import ABI_MAJOR, ABI_MINOR
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.ops import ABI_MAJOR, ABI_MINOR
+from stack_core.abi.registry import Entry, Registry
 from stack_core.cli import overrides_from
 from stack_core.commands.plugins import plugins as list_plugins
-from stack_core.errors import ConfigError
-from stack_core.registry import Entry, Registry
 
 
 def stack(*arguments):

@@ -18,9 +18,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from stack_core import ops
-from stack_core.abi import QView
-from stack_core.errors import UnsupportedOp
-from stack_core.plugins import registries
+from stack_core.abi.errors import UnsupportedOp
+from stack_core.abi.ops import QView
+from stack_core.abi.plugins import registries
 from stack_core.testing import TOLERANCES, assert_close
 
 RNG = np.random.default_rng(0)

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core import ops
+from stack_core.abi.plugins import registries
 from stack_core.ops.building import answer, bounded_places
-from stack_core.plugins import registries
 from stack_core.testing import Quantized, first_call
 
 ANYWHERE = np.array([np.iinfo(np.int32).min, -7, -1, 0, 1, 2, 3, 5, 8, 100, np.iinfo(np.int32).max])

@@ -7,10 +7,10 @@ import pytest
 
 import stack_kernels
 from stack_core import ops
-from stack_core.abi import OpImplementation
-from stack_core.errors import ArgumentError, UnknownName
-from stack_core.hardware import Chip
-from stack_core.plugins import registries
+from stack_core.abi.errors import ArgumentError, UnknownName
+from stack_core.abi.ops import OpImplementation
+from stack_core.abi.plugins import registries
+from stack_core.chips import Chip
 from stack_kernels.expectations import expected
 from stack_kernels.tuning.shapes import shape_of
 from stack_kernels.tuning.sources import DamagedTableWarning
@@ -138,7 +138,7 @@ def test_directions_are_apart(measure, monkeypatch):
 
 
 def _entry(implementation):
-    from stack_core.registry import Entry
+    from stack_core.abi.registry import Entry
 
     return Entry(f"{implementation.op}/{implementation.name}", implementation, "test")
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.errors import UnsupportedOp
-from stack_core.plugins import registries
+from stack_core.abi.errors import UnsupportedOp
+from stack_core.abi.plugins import registries
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* was named and runs forward, but not backward:RuntimeWarning")
 

@@ -6,8 +6,8 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from stack_core import ops
-from stack_core.hardware import use_chip
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
+from stack_core.chips import use_chip
 from stack_kernels.mesh_types import untyped
 from stack_kernels.ragged_dot.megablox import megablox
 

@@ -1,14 +1,14 @@
 import subprocess
 import sys
 
-from stack_core.plugins import plugins
+from stack_core.abi.plugins import plugins
 
 WITHOUT_LLVM = """
 import sys
 sys.modules["llvmlite"] = None  # what importing it finds where it is not installed
 import jax, jax.numpy as jnp
 from stack_core import ops
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
 for entry in registries.ops.entries():
     if entry.provider == "kernels" and "/jit_" not in entry.name:
         registries.ops[entry.name]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.hardware import Chip
+from stack_core.chips import Chip
 from stack_core.testing import op_checks
 from stack_kernels.bench.cases import Int8
 from stack_kernels.roofline import Work, work_of

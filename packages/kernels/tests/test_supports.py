@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.abi import OWN, OpCall, OpImplementation
-from stack_core.hardware import use_chip, use_target
-from stack_core.plugins import registries
+from stack_core.abi.ops import OWN, OpCall, OpImplementation
+from stack_core.abi.plugins import registries
+from stack_core.chips import use_chip, use_target
 from stack_core.testing import Quantized, first_call
 from stack_kernels.from_tokamax import missing
 from stack_kernels.laboratory.programs import kernels_of

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.hardware.targets import Target, use_target
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
+from stack_core.chips.targets import Target, use_target
 from stack_core.testing import op_checks
 
 REGISTERED = [entry.name for entry in registries.ops.entries() if entry.provider == "kernels"]

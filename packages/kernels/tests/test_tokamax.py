@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import pytest
 
 from stack_core import ops
-from stack_core.abi import OpImplementation
-from stack_core.hardware import use_chip
-from stack_core.plugins import registries
+from stack_core.abi.ops import OpImplementation
+from stack_core.abi.plugins import registries
+from stack_core.chips import use_chip
 from stack_core.testing import OpCheck, first_call, op_checks
 from stack_kernels import from_tokamax
 from stack_kernels.attention.tokamax import TOKAMAX as ATTENTION

@@ -11,8 +11,8 @@ import pytest
 
 import stack_kernels
 from stack_core import ops
-from stack_core.abi import OpCall, OpImplementation
-from stack_core.errors import ArgumentError, UnknownName
+from stack_core.abi.errors import ArgumentError, UnknownName
+from stack_core.abi.ops import OpCall, OpImplementation
 from stack_kernels.user_kernels import implementation
 
 
@@ -60,7 +60,7 @@ def test_it_is_the_packages_own_name():
 
 @pytest.mark.parametrize("op", ["attention", "rope", "paged_attention", "linear_attention", "collective_matmul"])
 def test_every_op_takes_what_its_reference_takes(op):
-    from stack_core.plugins import registries
+    from stack_core.abi.plugins import registries
 
     reference = registries.ops[f"{op}/reference"]
     assert implementation(op, name="copy", residuals=["own"])(reference.forward).forward is reference.forward

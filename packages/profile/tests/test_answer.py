@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
-from stack_core.installing import install_command
+from stack_core.abi.installing import install_command
 from stack_profile.answer import Answer, present
 from stack_profile.errors import ProfileError
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import stack_profile
-from stack_core.errors import PluginError
-from stack_core.plugins import plugins, registries
-from stack_core.registry import Registrar
+from stack_core.abi.errors import PluginError
+from stack_core.abi.plugins import plugins, registries
+from stack_core.abi.registry import Registrar
 
 
 def test_core_loads_and_lists_the_plugin() -> None:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core import model_formats
-from stack_core.contracts.formats import TrainedModel
-from stack_core.contracts.models import Outputs
-from stack_core.errors import ConversionError
-from stack_core.metrics import Metric, Metrics
+from stack_core.abi import model_formats
+from stack_core.abi.errors import ConversionError
+from stack_core.abi.formats import TrainedModel
+from stack_core.abi.metrics import Metric, Metrics
+from stack_core.abi.models import Outputs
 from stack_core.ops import Head
 from stack_core.ops.building import is_quantized
 from stack_quant.errors import QuantError

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.errors import ArgumentError, UnknownName
+from stack_core.abi.errors import ArgumentError, UnknownName
 from stack_quant import ArraySpec, Range, dequantize, fake_quantize, quantize
 from stack_quant import blocks as blocks_module
 from stack_quant.qtypes import QTYPES

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.errors import ArgumentError, ShapeError, UnknownName
+from stack_core.abi.errors import ArgumentError, ShapeError, UnknownName
 from stack_quant.errors import QuantError
 from stack_quant.model import QuantizedModel, quantize_function, quantize_model, report
 from stack_quant.qarray import dequantize

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.abi import OpImplementation
-from stack_core.plugins import registries
+from stack_core.abi.ops import OpImplementation
+from stack_core.abi.plugins import registries
 from stack_core.testing import TOLERANCES, assert_close
 from stack_quant import ArraySpec, dequantize, quantize
 from stack_quant.qtypes import QTYPES

@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.errors import UnknownName
+from stack_core.abi.errors import UnknownName
 from stack_quant import qtype
 from stack_quant.qtypes import QTYPES
 

@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from stack_core.config import parse
-from stack_core.errors import ConfigError, ShapeError, UnknownName
-from stack_core.plugins import registries
+from stack_core.abi.config import parse
+from stack_core.abi.errors import ConfigError, ShapeError, UnknownName
+from stack_core.abi.plugins import registries
 from stack_quant.errors import RuleError
 from stack_quant.model import quantize_function, report
 from stack_quant.recipes import as_rules, load_recipe, recipe_names

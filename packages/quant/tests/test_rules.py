@@ -3,7 +3,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from stack_core.errors import ArgumentError, ShapeError, UnknownName
+from stack_core.abi.errors import ArgumentError, ShapeError, UnknownName
 from stack_quant.errors import RuleError
 from stack_quant.model import quantize_function, report
 from stack_quant.rules import Rule

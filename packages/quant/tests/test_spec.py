@@ -1,6 +1,6 @@
 import pytest
 
-from stack_core.errors import ArgumentError, ShapeError, UnknownName
+from stack_core.abi.errors import ArgumentError, ShapeError, UnknownName
 from stack_quant import ArraySpec
 
 

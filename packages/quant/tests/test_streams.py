@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.errors import ArgumentError, ShapeError
+from stack_core.abi.errors import ArgumentError, ShapeError
 from stack_quant import ArraySpec, dequantize, quantize
 from stack_quant.streams import empty_statistics, observe, observed_range
 

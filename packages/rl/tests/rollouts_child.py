@@ -20,10 +20,10 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.config import config
-from stack_core.contracts.environments import Observation, Outcome
-from stack_core.generation import GenerationUpdate, TokenLogprob
+from stack_core.abi.config import config
+from stack_core.abi.generation import GenerationUpdate, TokenLogprob
 from stack_rl import rollouts
+from stack_rl.contracts import Observation, Outcome
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.scripted import Policy, ScriptedEngine

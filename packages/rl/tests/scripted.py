@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stack_core.generation import GenerationRequest, GenerationUpdate, TokenLogprob
+from stack_core.abi.generation import GenerationRequest, GenerationUpdate, TokenLogprob
 
 __all__ = ["END", "Letters", "Policy", "ScriptedEngine"]
 

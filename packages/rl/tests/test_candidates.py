@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from stack_core.errors import DataError
-from stack_core.generation import GenerationUpdate, TokenLogprob
+from stack_core.abi.errors import DataError
+from stack_core.abi.generation import GenerationUpdate, TokenLogprob
 from stack_rl.environments.cell import CellConfig
 from stack_rl.episodes import Attempt, Drawing, Player
 from stack_rl.experience import batch_of, batch_shapes

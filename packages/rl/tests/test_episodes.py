@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from stack_core.contracts.environments import Action, EnvironmentKind, Observation, Outcome, Tasks
-from stack_core.errors import ConfigError, EngineBusy, EnvironmentFailed, StackError
-from stack_core.generation import GenerationUpdate
+from stack_core.abi.errors import ConfigError, EngineBusy, EnvironmentFailed, StackError
+from stack_core.abi.generation import GenerationUpdate
 from stack_rl import episodes
 from stack_rl.concurrent import ConcurrentPlayer
+from stack_rl.contracts import Action, EnvironmentKind, Observation, Outcome, Tasks
 from stack_rl.environments.cell import CellConfig
 from stack_rl.episodes import Attempt, Drawing, Player
 from stack_rl.groups import Group

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stack_core.contracts.environments import Trajectory
+from stack_rl.contracts import Trajectory
 from stack_rl.experience import batch_of, batch_shapes, credited_by_values
 
 

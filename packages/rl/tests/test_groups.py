@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stack_core.contracts.environments import Trajectory
-from stack_core.errors import DataError
+from stack_core.abi.errors import DataError
+from stack_rl.contracts import Trajectory
 from stack_rl.groups import Group, Ledger
 
 

@@ -24,9 +24,9 @@ MOMENTS = (
     "Training.learn:before:5",
     "Training.learn:after:7",
     "Training.save:before:2",
-    "stack_core.runs.journal:Journal.acknowledge:before:4",
-    "stack_core.runs.journal:Journal.acknowledge:after:3",
-    "stack_core.runs.journal:Journal.forget:after:1",
+    "stack_core.runtime.journal:Journal.acknowledge:before:4",
+    "stack_core.runtime.journal:Journal.acknowledge:after:3",
+    "stack_core.runtime.journal:Journal.forget:after:1",
 )
 
 

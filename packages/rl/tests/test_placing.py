@@ -5,9 +5,9 @@ import inspect
 import jax
 import pytest
 
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import ConfigError, ShardingError
-from stack_core.mesh import MeshConfig
+from stack_core.abi.errors import ConfigError, ShardingError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.mesh import MeshConfig
 from stack_rl.placing import PlacedModel
 
 from .scripted import Policy

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stack_core.contracts.environments import Trajectory
 from stack_rl.concurrent import ConcurrentPlayer
+from stack_rl.contracts import Trajectory
 from stack_rl.episodes import Player
 from stack_rl.groups import Group, Ledger, trained_on
 from stack_rl.pacing import Pacing

@@ -1,4 +1,4 @@
-from stack_core.plugins import plugins
+from stack_core.abi.plugins import plugins
 
 
 def test_core_loads_and_lists_the_plugin() -> None:

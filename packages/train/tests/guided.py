@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from stack_core.config import config
-from stack_core.metrics import Metric
+from stack_core.abi.config import config
+from stack_core.abi.metrics import Metric
 
 __all__ = ["Guide", "GuidedConfig"]
 

@@ -15,10 +15,10 @@ import jax
 import numpy as np
 import pytest
 
-from stack_core.config import apply_overrides, load_yaml, parse
-from stack_core.errors import ConfigError, ShardingError
-from stack_core.hardware import model_flops_per_step
-from stack_core.mesh import DEFAULT_RULES, MeshConfig
+from stack_core.abi.config import apply_overrides, load_yaml, parse
+from stack_core.abi.errors import ConfigError, ShardingError
+from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig
+from stack_core.programs.flops import model_flops_per_step
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.run import train as run
 from stack_train.run.config import RunConfig

@@ -11,10 +11,11 @@ import jax
 import numpy as np
 from guided import GuidedConfig
 
-from stack_core.hardware.hlo import Execution, parse_hlo
-from stack_core.hardware.hlo_costs import executed_flops
-from stack_core.mesh import MeshConfig, check_shardings, make_mesh
-from stack_core.ops import _attention_tiles, _linear_cross_entropy
+from stack_core.abi.mesh import MeshConfig, check_shardings, make_mesh
+from stack_core.ops.definitions import linear_cross_entropy
+from stack_core.ops.references import attention_tiles
+from stack_core.programs.hlo import Execution, parse_hlo
+from stack_core.programs.hlo_costs import executed_flops
 from stack_train.models.llama import FAMILY, LlamaConfig
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import AdamWConfig, ScheduleConfig
@@ -211,9 +212,9 @@ def _placed(trainer, start):
 
 if __name__ == "__main__":
     # Several chunks of the loss and tiles of attention, small as the model is.
-    _attention_tiles._TILE_BYTES = 1
-    _attention_tiles._FEWEST_ROWS = _attention_tiles._FEWEST_KEYS = SEQ // 2
-    _linear_cross_entropy._FEWEST_ROWS = _linear_cross_entropy._CHUNK_BYTES = 1
-    _linear_cross_entropy._MOST_CHUNKS = CHUNKS
+    attention_tiles._TILE_BYTES = 1
+    attention_tiles._FEWEST_ROWS = attention_tiles._FEWEST_KEYS = SEQ // 2
+    linear_cross_entropy._FEWEST_ROWS = linear_cross_entropy._CHUNK_BYTES = 1
+    linear_cross_entropy._MOST_CHUNKS = CHUNKS
     initial_values_do_not_depend_on_the_mesh(same_losses_on_meshes(every="all" in sys.argv))
     further_models_lie_by_their_rules_and_learn_as_on_one_device()

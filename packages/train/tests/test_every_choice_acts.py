@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from stack_core.config import parse
-from stack_core.errors import ConfigError
-from stack_core.plugins import registries
+from stack_core.abi.config import parse
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.plugins import registries
 
 ELSEWHERE = {
     "family": "the registry is chosen by it",

@@ -11,11 +11,11 @@ import pytest
 from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from stack_core.abi.config import to_yaml
+from stack_core.abi.errors import GenerationError
+from stack_core.abi.run_directory import RunDirectory
 from stack_core.cli import main
-from stack_core.config import to_yaml
-from stack_core.errors import GenerationError
-from stack_core.kv_cache import DenseKVCache
-from stack_core.runs.directory import RunDirectory
+from stack_core.ops.kv_cache import DenseKVCache
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.generate import TextGenerator, TokenGenerator

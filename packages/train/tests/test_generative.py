@@ -11,12 +11,12 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from tokenizers import Tokenizer, models
 
 from stack_core import ops
-from stack_core.abi import QView
-from stack_core.contracts.caches import KeysValues
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.contracts.models import Outputs
-from stack_core.errors import GenerationError
-from stack_core.mesh import AXES
+from stack_core.abi.caches import KeysValues
+from stack_core.abi.errors import GenerationError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.mesh import AXES
+from stack_core.abi.models import Outputs
+from stack_core.abi.ops import QView
 from stack_core.ops import Head
 from stack_train.generative import generative_checkpoint
 from stack_train.models.llama import FAMILY, LlamaConfig

@@ -1,7 +1,7 @@
 import json
 
+from stack_core.abi.plugins import registries
 from stack_core.cli import main
-from stack_core.plugins import registries
 
 
 def test_families_are_listed_with_lines_sizes_and_what_is_tested(capsys, monkeypatch):

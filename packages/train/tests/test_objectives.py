@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.errors import ConfigError
-from stack_core.plugins import registries
+from stack_core.abi.data import IGNORED_TARGET
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.plugins import registries
 from stack_train.objectives import CausalLMConfig
 
 SIZES = {"vocab_size": 17, "embed": 8, "layers": 1, "heads": 2, "mlp": 12, "max_positions": 8, "dtype": "float32"}

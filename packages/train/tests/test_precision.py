@@ -10,10 +10,10 @@ import optax
 import pytest
 from flax import nnx
 
-from stack_core.config import parse
-from stack_core.errors import ConfigError, TrainingError
-from stack_core.mesh import MeshConfig, make_mesh
-from stack_core.plugins import registries
+from stack_core.abi.config import parse
+from stack_core.abi.errors import ConfigError, TrainingError
+from stack_core.abi.mesh import MeshConfig, make_mesh
+from stack_core.abi.plugins import registries
 from stack_train.companions import INIT, Companion
 from stack_train.models.llama import FAMILY, LlamaConfig
 from stack_train.nn.linear import lookup, take_rows

@@ -1,7 +1,7 @@
 import pytest
 
-from stack_core.config import parse
-from stack_core.errors import ConfigError
+from stack_core.abi.config import parse
+from stack_core.abi.errors import ConfigError
 from stack_train.sampling import SamplingConfig
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from stack_core.contracts.generation import Engine, ExpectsRequests
-from stack_core.errors import ConversionError, EngineStopped, GenerationError
-from stack_core.generation import GenerationRequest, SamplingParams
+from stack_core.abi.engines import Engine, ExpectsRequests
+from stack_core.abi.errors import ConversionError, EngineStopped, GenerationError
+from stack_core.abi.generation import GenerationRequest, SamplingParams
 from stack_train.generate import TokenGenerator
 from stack_train.generative import generative_checkpoint
 from stack_train.models.llama import FAMILY, LlamaConfig

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.errors import TrainingError
-from stack_core.mesh import MeshConfig, make_mesh
+from stack_core.abi.errors import TrainingError
+from stack_core.abi.mesh import MeshConfig, make_mesh
 from stack_train.models.llama import FAMILY, LlamaConfig
 from stack_train.objectives import CausalLMConfig
 from stack_train.optim import AdamWConfig, ScheduleConfig

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from stack_core.errors import ConfigError, ShardingError, StackError, TrainingError
-from stack_core.mesh import MeshConfig, make_mesh
-from stack_core.metrics import Metric
+from stack_core.abi.errors import ConfigError, ShardingError, StackError, TrainingError
+from stack_core.abi.mesh import MeshConfig, make_mesh
+from stack_core.abi.metrics import Metric
 from stack_train.optim import AdamWConfig, GroupConfig, ScheduleConfig
 from stack_train.trainer import Trainer
 from stack_train.transform import Transforms

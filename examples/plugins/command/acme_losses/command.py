@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from stack_core.errors import RunDirectoryError
+from stack_core.abi.errors import RunDirectoryError
 
 BARS = "▁▂▃▄▅▆▇█"
 

@@ -5,8 +5,8 @@ from typing import Literal
 import jax
 import numpy as np
 
-from stack_core.config import config
-from stack_core.errors import ConfigError
+from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError
 
 
 @config

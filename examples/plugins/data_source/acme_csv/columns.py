@@ -4,8 +4,8 @@ import csv
 import hashlib
 from pathlib import Path
 
-from stack_core.contracts.data import Document
-from stack_core.errors import DataError
+from stack_core.abi.data import Document
+from stack_core.abi.errors import DataError
 
 
 class CsvSource:

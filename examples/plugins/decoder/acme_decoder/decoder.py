@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from stack_core import ops
-from stack_core.config import config
-from stack_core.contracts.caches import AttentionSpec, KeysValues
-from stack_core.contracts.models import Outputs
+from stack_core.abi.caches import AttentionSpec, KeysValues
+from stack_core.abi.config import config
+from stack_core.abi.models import Outputs
 from stack_core.ops import Head
 
 

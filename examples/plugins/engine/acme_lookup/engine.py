@@ -3,8 +3,8 @@
 import time
 from dataclasses import fields
 
-from stack_core.errors import GenerationError
-from stack_core.generation import EngineStats, GenerationUpdate, RequestTimes, SamplingParams
+from stack_core.abi.errors import GenerationError
+from stack_core.abi.generation import EngineStats, GenerationUpdate, RequestTimes, SamplingParams
 
 
 class Lookup:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from stack_core.hardware import target_chip
+from stack_core.chips import target_chip
 from stack_kernels import implementation, untyped
 
 

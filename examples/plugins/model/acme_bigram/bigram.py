@@ -6,8 +6,8 @@ from typing import Literal
 import jax.numpy as jnp
 from flax import nnx
 
-from stack_core.config import config
-from stack_core.contracts.models import Outputs
+from stack_core.abi.config import config
+from stack_core.abi.models import Outputs
 from stack_core.ops import Head
 
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.contracts.models import Outputs
-from stack_core.errors import ConversionError
+from stack_core.abi.errors import ConversionError
+from stack_core.abi.models import Outputs
 from stack_core.ops import Head
 
 

@@ -2,8 +2,8 @@
 
 from typing import ClassVar, Literal
 
-from stack_core.config import config
-from stack_core.metrics import Metric
+from stack_core.abi.config import config
+from stack_core.abi.metrics import Metric
 
 
 @config

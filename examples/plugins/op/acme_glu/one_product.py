@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from stack_core.abi import OWN, OpImplementation
+from stack_core.abi.ops import OWN, OpImplementation
 from stack_core.ops.building import differentiated, is_quantized
 
 

@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.abi import OpImplementation
+from stack_core.abi.ops import OpImplementation
 from stack_core.ops.building import differentiated
 
 

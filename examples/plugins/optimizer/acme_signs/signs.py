@@ -4,7 +4,7 @@ from typing import Literal
 
 import optax
 
-from stack_core.config import config
+from stack_core.abi.config import config
 from stack_train.optim import OptimizerConfig
 
 

@@ -12,10 +12,10 @@ from typing import Any, get_args
 
 import cyclopts
 
-from stack_core.errors import ConfigError, HardwareError, StackError
-from stack_core.huge_pages import restart_with_huge_pages
-from stack_core.local_paths import local_path, refuse_remote
-from stack_core.plugins import plugins, registries
+from stack_core.abi.errors import ConfigError, HardwareError, StackError
+from stack_core.abi.local_paths import local_path, refuse_remote
+from stack_core.abi.plugins import plugins, registries
+from stack_core.runtime.huge_pages import restart_with_huge_pages
 
 __all__ = ["main", "overrides_from"]
 

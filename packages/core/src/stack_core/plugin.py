@@ -1,7 +1,7 @@
 """What stack-core registers."""
 
-from stack_core.hookspecs import hookimpl
-from stack_core.registry import Registrar
+from stack_core.abi.hookspecs import hookimpl
+from stack_core.abi.registry import Registrar
 
 STACK_ABI_MINOR = 0
 
@@ -43,26 +43,26 @@ _OPS = (
 def stack_register_op_definitions(registry: Registrar) -> None:
     for op in _OPS:
         suite = f"stack_core.testing.op_suites.{op}:SUITE"
-        registry.add(op, f"stack_core.ops._{op}:OP", function=f"stack_core.ops:{op}", suite=suite)
+        registry.add(op, f"stack_core.ops.definitions.{op}:OP", function=f"stack_core.ops:{op}", suite=suite)
 
 
 @hookimpl
 def stack_register_ops(registry: Registrar) -> None:
     for op in _OPS:
-        registry.add(f"{op}/reference", f"stack_core.ops._{op}:REFERENCE")
+        registry.add(f"{op}/reference", f"stack_core.ops.definitions.{op}:REFERENCE")
 
 
 @hookimpl
 def stack_register_chips(registry: Registrar) -> None:
     for name, (target, *device_kinds) in _CHIPS.items():
-        registry.add(name, f"stack_core.hardware.{target}", device_kinds=tuple(device_kinds))
+        registry.add(name, f"stack_core.chips.{target}", device_kinds=tuple(device_kinds))
 
 
 @hookimpl
 def stack_register_launchers(registry: Registrar) -> None:
-    registry.add("joined", "stack_core.launchers.joined:JoinedLauncher")
-    registry.add("processes", "stack_core.launchers.processes:ProcessesLauncher")
-    registry.add("ray", "stack_core.launchers.ray:RayLauncher")
+    registry.add("joined", "stack_core.runtime.launchers.joined:JoinedLauncher")
+    registry.add("processes", "stack_core.runtime.launchers.processes:ProcessesLauncher")
+    registry.add("ray", "stack_core.runtime.launchers.ray:RayLauncher")
 
 
 @hookimpl

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import jax
 import pytest
 
+from stack_core.abi.plugins import registries
+from stack_core.abi.registry import Entry, Registry
+from stack_core.chips.gpus import H200
+from stack_core.chips.tpus import V5P
 from stack_core.commands.chips import chips
-from stack_core.hardware.gpus import H200
-from stack_core.hardware.tpus import V5P
-from stack_core.plugins import registries
-from stack_core.registry import Entry, Registry
 
 
 @dataclass(frozen=True)

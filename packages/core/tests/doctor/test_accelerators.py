@@ -2,9 +2,9 @@
 
 import pytest
 
+from stack_core.abi.installing import install_command
 from stack_core.doctor.accelerators import Gpu, Hardware, find_hardware, hardware_findings
 from stack_core.doctor.backend import Answer
-from stack_core.installing import install_command
 
 GIB = 2**30
 H100 = Gpu("NVIDIA H100 80GB HBM3", "580.65.06", 9.0, 80 * GIB, 0)

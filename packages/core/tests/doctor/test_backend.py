@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from stack_core.abi.installing import install_command
 from stack_core.doctor.backend import Answer, ask_jax, jax_findings
-from stack_core.installing import install_command
 
 FIND = {"stage": "find", "file": None}
 IMPORT = {"stage": "import", "jax": "0.12.0", "jaxlib": "0.12.0"}

@@ -4,6 +4,8 @@ import importlib.metadata
 
 import pytest
 
+from stack_core.abi.installing import install_command
+from stack_core.abi.plugins import Plugins, Registries
 from stack_core.doctor.packages import (
     accelerator_findings,
     dependency_findings,
@@ -11,8 +13,6 @@ from stack_core.doctor.packages import (
     plugin_findings,
     python_findings,
 )
-from stack_core.installing import install_command
-from stack_core.plugins import Plugins, Registries
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stack_core import machine
+from stack_core.chips import machine
 from stack_core.doctor import resources
 from stack_core.doctor.resources import (
     cache_findings,

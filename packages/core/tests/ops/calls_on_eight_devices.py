@@ -11,9 +11,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from stack_core import ops
-from stack_core.errors import UnsupportedOp
-from stack_core.mesh import ShardingRules, use_mesh
-from stack_core.ops._op import op_named
+from stack_core.abi.errors import UnsupportedOp
+from stack_core.abi.mesh import ShardingRules, use_mesh
+from stack_core.ops.dispatch.op import op_named
 
 RULES = ShardingRules({"batch": "data", "seq": None, "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"})
 HEADS = ("batch", "seq", "heads", None)

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from stack_core import ops
-from stack_core.ops._collective_matmul import REFERENCE
+from stack_core.ops.definitions.collective_matmul import REFERENCE
 from stack_core.testing import op_checks
 
 RNG = np.random.default_rng(0)

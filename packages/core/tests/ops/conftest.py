@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from stack_core.abi import OpCall, TunedChoice
-from stack_core.ops import _report
-from stack_core.ops._linear import REFERENCE
-from stack_core.plugins import registries
-from stack_core.registry import Entry, Registry
+from stack_core.abi.ops import OpCall, TunedChoice
+from stack_core.abi.plugins import registries
+from stack_core.abi.registry import Entry, Registry
+from stack_core.ops.definitions.linear import REFERENCE
+from stack_core.ops.dispatch import report
 
 
 class Table:
@@ -28,7 +28,7 @@ class Table:
 
 @pytest.fixture(autouse=True)
 def forget_what_was_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_report, "_reported", set())
+    monkeypatch.setattr(report, "_reported", set())
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from stack_core import ops
-from stack_core.ops._exchange import REFERENCE
+from stack_core.ops.definitions.exchange import REFERENCE
 from stack_core.testing import op_checks
 
 EXPERTS, ROWS, WIDTH = 8, 6, 4

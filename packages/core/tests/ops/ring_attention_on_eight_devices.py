@@ -10,9 +10,9 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from stack_core import ops
-from stack_core.hardware.hlo import parse_hlo
-from stack_core.ops import _attention_tiles
-from stack_core.ops._ring_attention import REFERENCE
+from stack_core.ops.definitions.ring_attention import REFERENCE
+from stack_core.ops.references import attention_tiles
+from stack_core.programs.hlo import parse_hlo
 from stack_core.testing import op_checks
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
@@ -66,8 +66,8 @@ def pairs_of_blocks_that_causality_hides_are_skipped():
     query, key, value = operands()
     whole = ops.attention(query, key, value, causal=True)
     visited = []
-    plain = _attention_tiles.attend
-    _attention_tiles.attend = lambda operands, **options: (
+    plain = attention_tiles.attend
+    attention_tiles.attend = lambda operands, **options: (
         jax.debug.callback(lambda: visited.append(1)) or plain(operands, **options)
     )
     jax.clear_caches()  # an equal call is not traced again
@@ -77,7 +77,7 @@ def pairs_of_blocks_that_causality_hides_are_skipped():
         found = jax.jit(on_four(check_vma=False))(*(x[:, order] for x in (query, key, value)))
         jax.effects_barrier()
     finally:
-        _attention_tiles.attend = plain
+        attention_tiles.attend = plain
         jax.clear_caches()
     np.testing.assert_allclose(found[:, np.argsort(order)], whole, rtol=1e-5, atol=1e-6)
     # Of 64 pairs of blocks, 36 are on or below the diagonal, in each of the two rows of devices.

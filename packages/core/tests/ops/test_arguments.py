@@ -10,12 +10,12 @@ import jaxtyping
 import pytest
 
 from stack_core import ops
-from stack_core.abi import QView
-from stack_core.errors import ArgumentError, ShapeError, StackError, UnknownName
+from stack_core.abi.errors import ArgumentError, ShapeError, StackError, UnknownName
+from stack_core.abi.ops import QView
+from stack_core.abi.plugins import registries
 from stack_core.ops.building import parameters_of
-from stack_core.plugins import registries
 from stack_core.testing import Quantized, op_checks
-from stack_core.testing._op_contract import draw
+from stack_core.testing.op_contract import draw
 
 
 @pytest.fixture(autouse=True)

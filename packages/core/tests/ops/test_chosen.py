@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import pytest
 
 from stack_core import ops
-from stack_core.ops import _chosen
+from stack_core.ops.dispatch import chosen
 
 
 @pytest.fixture(autouse=True)
 def _nothing_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_chosen, "_noted", {})
+    monkeypatch.setattr(chosen, "_noted", {})
 
 
 def test_every_kind_of_call_is_listed_once_with_what_it_got_and_why() -> None:

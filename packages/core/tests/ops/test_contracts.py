@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import pytest
 
-from stack_core.ops import _attention_tiles
-from stack_core.ops._attention import REFERENCE as ATTENTION
+from stack_core.ops.definitions.attention import REFERENCE as ATTENTION
+from stack_core.ops.references import attention_tiles
 from stack_core.testing import OpCheck, Quantized, op_checks
-from stack_core.testing._op_contract import draw
+from stack_core.testing.op_contract import draw
 
 OPS = (
     "attention",
@@ -28,7 +28,7 @@ OPS = (
 @pytest.mark.covering
 @pytest.mark.parametrize("check", [pytest.param(check, id=f"{op}-{check}") for op in OPS for check in op_checks(op)])
 def test_reference_keeps_its_contract(check: OpCheck) -> None:
-    check(importlib.import_module(f"stack_core.ops._{check.case.op}").REFERENCE)
+    check(importlib.import_module(f"stack_core.ops.definitions.{check.case.op}").REFERENCE)
 
 
 def _in_chunks(op: str, *names: str) -> list[OpCheck]:
@@ -58,9 +58,9 @@ def _in_chunks(op: str, *names: str) -> list[OpCheck]:
     ids=str,
 )
 def test_attention_in_many_tiles(check: OpCheck, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_attention_tiles, "_TILE_BYTES", 1)
-    monkeypatch.setattr(_attention_tiles, "_FEWEST_ROWS", 2)
-    monkeypatch.setattr(_attention_tiles, "_FEWEST_KEYS", 3)
+    monkeypatch.setattr(attention_tiles, "_TILE_BYTES", 1)
+    monkeypatch.setattr(attention_tiles, "_FEWEST_ROWS", 2)
+    monkeypatch.setattr(attention_tiles, "_FEWEST_KEYS", 3)
     check(ATTENTION)
 
 
@@ -72,7 +72,7 @@ def test_attention_in_many_tiles(check: OpCheck, monkeypatch: pytest.MonkeyPatch
 )
 @pytest.mark.parametrize("chunk_bytes", [1, 700])
 def test_linear_cross_entropy_in_many_chunks(check: OpCheck, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    cross_entropy = importlib.import_module("stack_core.ops._linear_cross_entropy")
+    cross_entropy = importlib.import_module("stack_core.ops.definitions.linear_cross_entropy")
     monkeypatch.setattr(cross_entropy, "_CHUNK_BYTES", chunk_bytes)
     check(cross_entropy.REFERENCE)
 
@@ -104,7 +104,7 @@ def test_a_wrong_implementation_is_noticed(functions: Any, case: str) -> None:
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_an_implementation_alone_is_held_to_the_gradient_of_a_scale(wrong: bool) -> None:
-    linear = importlib.import_module("stack_core.ops._linear").REFERENCE
+    linear = importlib.import_module("stack_core.ops.definitions.linear").REFERENCE
     (check, *_) = [
         check
         for check in op_checks("linear")

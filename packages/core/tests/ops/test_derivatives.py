@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.ops._op import suite_of
-from stack_core.testing._cases import OpCase
-from stack_core.testing._op_contract import draw
+from stack_core.ops.dispatch.op import suite_of
+from stack_core.testing.cases import OpCase
+from stack_core.testing.op_contract import draw
 
 OPS = (
     "attention",

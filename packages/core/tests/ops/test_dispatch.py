@@ -7,15 +7,16 @@ import jax.numpy as jnp
 import pytest
 
 from stack_core import ops
-from stack_core.abi import OWN, OpImplementation
-from stack_core.errors import PluginError, UnknownName, UnsupportedOp
-from stack_core.hardware import current_chip, use_chip
-from stack_core.ops import _choosing, _request, building
-from stack_core.ops._dispatch import requested
-from stack_core.ops._linear import OP as LINEAR_OP
-from stack_core.ops._linear import REFERENCE as LINEAR
-from stack_core.ops._rope import REFERENCE as ROPE
-from stack_core.registry import Entry, Registry
+from stack_core.abi.errors import PluginError, UnknownName, UnsupportedOp
+from stack_core.abi.ops import OWN, OpImplementation
+from stack_core.abi.registry import Entry, Registry
+from stack_core.chips import current_chip, use_chip
+from stack_core.ops import building
+from stack_core.ops.definitions.linear import OP as LINEAR_OP
+from stack_core.ops.definitions.linear import REFERENCE as LINEAR
+from stack_core.ops.definitions.rope import REFERENCE as ROPE
+from stack_core.ops.dispatch import choosing, request
+from stack_core.ops.dispatch.dispatch import requested
 
 X = jnp.ones((2, 3))
 WEIGHT = jnp.full((3, 4), 0.5)
@@ -41,7 +42,7 @@ def _only(direction: str) -> Any:
 
 
 def _chosen(implementation: Any = None) -> tuple[str, str]:
-    plan = _choosing.plan(*requested(LINEAR_OP, STRUCTS, OPTIONS, implementation))
+    plan = choosing.plan(*requested(LINEAR_OP, STRUCTS, OPTIONS, implementation))
     return plan.forward.implementation.name, plan.backward.implementation.name
 
 
@@ -92,7 +93,7 @@ def test_one_that_precedes_another_runs_whatever_their_priorities(register: Any)
     refuses = _returning(3.0, "refuses", before=("two",), supports=lambda call, chip, config: "too wide")
     register(_returning(1.0, "one", before=("two",)), _returning(2.0, "two", priority=9), refuses)
     assert float(ops.linear(X, WEIGHT)[0, 0]) == 1.0
-    assert _choosing.plan(*requested(LINEAR_OP, STRUCTS, OPTIONS, None)).forward.reason == "before two"
+    assert choosing.plan(*requested(LINEAR_OP, STRUCTS, OPTIONS, None)).forward.reason == "before two"
     register(_returning(1.0, "one", before=("two",), priority=-1), _returning(2.0, "two"))
     assert float(ops.linear(X, WEIGHT)[0, 0]) == 2.0  # a negative one runs where it is named
 
@@ -115,7 +116,7 @@ def test_a_call_without_elements_is_answered_by_core(register: Any) -> None:
             )(x)
             assert float(output) == 0.0
             assert gradient.shape == x.shape
-    assert _choosing.plan(*requested(LINEAR_OP, {**STRUCTS, "x": X[:0]}, OPTIONS, None)).forward.reason == (
+    assert choosing.plan(*requested(LINEAR_OP, {**STRUCTS, "x": X[:0]}, OPTIONS, None)).forward.reason == (
         "the call is empty: core answers it"
     )
     with pytest.raises(UnknownName):
@@ -138,7 +139,7 @@ def test_a_refused_name_lists_the_reason_of_every_implementation(register: Any) 
 def test_a_plugin_may_choose_each_direction(register: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     register(_returning(1.0, "low", priority=1, backward=_zeros), _returning(2.0, "high", priority=2, backward=_zeros))
     answers = {"forward": "low", "backward": None}
-    monkeypatch.setattr(_choosing.plugins, "select_op", lambda call, chip, candidates: answers[call.direction])
+    monkeypatch.setattr(choosing.plugins, "select_op", lambda call, chip, candidates: answers[call.direction])
     assert _chosen() == ("low", "high")
     answers["backward"] = "reference"
     assert _chosen() == ("low", "reference")
@@ -207,7 +208,7 @@ def test_what_is_no_implementation_under_its_own_name_is_reported_and_passed_ove
 ) -> None:
     targets = {"linear/odd": target, "linear/reference": LINEAR}
     entries = {name: Entry(name, target, "test") for name, target in targets.items()}
-    monkeypatch.setattr(_choosing.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
+    monkeypatch.setattr(choosing.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
     with pytest.warns(RuntimeWarning, match="ops 'linear/odd' is registered as .* Calls go to other implementations"):
         assert _chosen() == ("reference", "reference")
     with pytest.raises(PluginError, match="expected an OpImplementation of that op and that name"):
@@ -216,10 +217,10 @@ def test_what_is_no_implementation_under_its_own_name_is_reported_and_passed_ove
 
 def test_an_implementation_that_cannot_be_loaded_is_reported_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = {
-        "linear/broken": Entry("linear/broken", "stack_core.ops._linear:NO_SUCH", "test"),
+        "linear/broken": Entry("linear/broken", "stack_core.ops.definitions.linear:NO_SUCH", "test"),
         "linear/reference": Entry("linear/reference", LINEAR, "core"),
     }
-    monkeypatch.setattr(_choosing.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
+    monkeypatch.setattr(choosing.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
     with pytest.warns(RuntimeWarning, match="linear/broken"):
         assert _chosen() == ("reference", "reference")
 
@@ -241,7 +242,7 @@ def _config_backward(
 
 
 def _plan(implementation: Any = None) -> Any:
-    return _choosing.plan(*requested(LINEAR_OP, STRUCTS, OPTIONS, implementation))
+    return choosing.plan(*requested(LINEAR_OP, STRUCTS, OPTIONS, implementation))
 
 
 def test_a_tuned_table_chooses_implementation_and_config_in_each_direction(register: Any, register_tables: Any) -> None:
@@ -275,11 +276,11 @@ def test_order_is_named_then_tuned_then_hook_then_priority(
         )
     )
     tables = register_tables(mine={"forward": ("table", None, "measured")})
-    monkeypatch.setattr(_choosing.plugins, "select_op", lambda call, chip, candidates: "hook")
+    monkeypatch.setattr(choosing.plugins, "select_op", lambda call, chip, candidates: "hook")
     assert [_chosen("named")[0], _chosen()[0]] == ["named", "table"]
     tables["mine"].answers.clear()
     assert _chosen()[0] == "hook"
-    monkeypatch.setattr(_choosing.plugins, "select_op", lambda call, chip, candidates: None)
+    monkeypatch.setattr(choosing.plugins, "select_op", lambda call, chip, candidates: None)
     assert _chosen()[0] == "highest"
 
 
@@ -438,7 +439,7 @@ def test_choices_are_made_while_tracing_only(
     register(_returning(1.0, "one", priority=1))
     tables = register_tables(mine={})
     monkeypatch.setattr(
-        _choosing.plugins, "select_op", lambda call, chip, candidates: asked.append(call.direction) or "one"
+        choosing.plugins, "select_op", lambda call, chip, candidates: asked.append(call.direction) or "one"
     )
     step = jax.jit(lambda x: ops.linear(x, WEIGHT))
     step(X)
@@ -463,7 +464,7 @@ def test_a_function_is_traced_again_for_another_target(register: Any) -> None:
 def test_what_supports_a_call_is_found_by_direction(register: Any) -> None:
     refuses = _returning(1.0, "refuses", supports=lambda call, chip, config: "too wide")
     register(refuses, _returning(1.0, "forward"), _returning(1.0, "both", backward=_zeros))
-    call = _request.op_call("linear", STRUCTS, OPTIONS)
+    call = request.op_call("linear", STRUCTS, OPTIONS)
     assert set(building.supporting(call)) == {"forward", "both", "reference"}
     assert set(building.supporting(dataclasses.replace(call, direction="backward"))) == {"both", "reference"}
 
@@ -482,7 +483,7 @@ def test_a_backend_that_is_not_installed_is_a_refusal(monkeypatch: pytest.Monkey
         "linear/absent": Entry("linear/absent", "no_such_backend.kernels:LINEAR", "test"),
         "linear/reference": Entry("linear/reference", LINEAR, "core"),
     }
-    monkeypatch.setattr(_choosing.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
+    monkeypatch.setattr(choosing.registries, "ops", Registry("ops", lambda: (entries, {})), raising=False)
     plan = _plan()
     assert plan.forward.implementation.name == "reference"
     assert "its backend is not installed: No module named 'no_such_backend'" in dict(plan.forward.refused)["absent"]

@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from stack_core import ops
-from stack_core.abi import OpCall, OpImplementation
-from stack_core.errors import UnknownName, UnsupportedOp
-from stack_core.hardware import current_chip, use_chip
+from stack_core.abi.errors import UnknownName, UnsupportedOp
+from stack_core.abi.ops import OpCall, OpImplementation
+from stack_core.chips import current_chip, use_chip
 from stack_core.ops import Explanation, explain
-from stack_core.ops._linear import REFERENCE
+from stack_core.ops.definitions.linear import REFERENCE
 
 X = jnp.ones((4, 4))
 WEIGHTS = jnp.ones((3, 4, 4))

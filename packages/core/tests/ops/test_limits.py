@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.hardware.flops import count_flops
-from stack_core.ops import _attention_tiles
 from stack_core.ops.building import contract
+from stack_core.ops.references import attention_tiles
+from stack_core.programs.flops import count_flops
 
 MIB = 2**20
 
@@ -57,7 +57,7 @@ def test_attention_without_queries_or_keys(sizes: tuple[int, int]) -> None:
 
 def test_lengths_out_of_range_show_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in ("_TILE_BYTES", "_FEWEST_ROWS", "_FEWEST_KEYS"):
-        monkeypatch.setattr(_attention_tiles, limit, 4)
+        monkeypatch.setattr(attention_tiles, limit, 4)
     query, key = jnp.ones((2, 5, 2, 4)), jnp.ones((2, 10, 2, 4))
     call = functools.partial(ops.attention, query, key, key, implementation="reference")
     found = call(kv_lengths=jnp.array([100, -(2**31)]))

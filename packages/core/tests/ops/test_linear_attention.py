@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.ops._linear_attention import _chunks
+from stack_core.ops.definitions.linear_attention import _chunks
 
 
 def _drawn(seq: int, heads: int = 2, key_dim: int = 8, value_dim: int = 4) -> dict[str, Any]:

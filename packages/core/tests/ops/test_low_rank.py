@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.abi import LowRankView
-from stack_core.errors import ArgumentError, ShapeError
-from stack_core.ops._dispatch import recording, run
-from stack_core.ops._op import op_named
+from stack_core.abi.errors import ArgumentError, ShapeError
+from stack_core.abi.ops import LowRankView
+from stack_core.ops.dispatch.dispatch import recording, run
+from stack_core.ops.dispatch.op import op_named
 from stack_core.testing import Quantized
 
 RNG = np.random.default_rng(0)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from stack_core import ops
-from stack_core.ops._manual_axes import vary_alike
+from stack_core.ops.dispatch.manual_axes import vary_alike
 
 X = np.random.default_rng(0).normal(size=(2, 6, 4, 4))
 WEIGHT = np.random.default_rng(1).normal(size=(4, 4))

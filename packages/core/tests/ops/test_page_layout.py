@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 from stack_core import ops
-from stack_core.errors import ShapeError, UnknownName
-from stack_core.kv_cache import coded
-from stack_core.ops._paged_attention import REFERENCE
-from stack_core.ops._paged_pools import LAYOUTS
-from stack_core.plugins import registries
-from stack_core.registry import Entry, Registry
+from stack_core.abi.errors import ShapeError, UnknownName
+from stack_core.abi.plugins import registries
+from stack_core.abi.registry import Entry, Registry
+from stack_core.ops.definitions.paged_attention import REFERENCE
+from stack_core.ops.kv_cache import coded
+from stack_core.ops.references.paged_pools import LAYOUTS
 
 SIZES = {"p": 6, "h": 2, "s": 4, "2": 2, "d": 8}
 

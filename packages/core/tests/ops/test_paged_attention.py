@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.ops import _paged_attention
-from stack_core.ops._paged_attention import REFERENCE
+from stack_core.ops.definitions import paged_attention
+from stack_core.ops.definitions.paged_attention import REFERENCE
 from stack_core.testing import OpCheck, op_checks
 
 HEADS, KV_HEADS, SLOTS, HEAD_DIM = 4, 2, 4, 8
@@ -75,21 +75,21 @@ def test_it_agrees_with_jax_ragged_paged_attention() -> None:
     ids=str,
 )
 def test_a_page_a_step(check: OpCheck, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_paged_attention, "_STEP_SLOTS", 1)
+    monkeypatch.setattr(paged_attention, "_STEP_SLOTS", 1)
     check(REFERENCE)
 
 
 @pytest.mark.parametrize(("window", "visited"), [(None, 4), ((2, 0), 2)])
 def test_only_pages_that_a_query_sees_are_visited(window: Any, visited: int, monkeypatch: pytest.MonkeyPatch) -> None:
     visits = []
-    take = _paged_attention.take
+    take = paged_attention.take
 
     def counted(*arguments: Any) -> Any:
         jax.debug.callback(lambda: visits.append(1))
         return take(*arguments)
 
-    monkeypatch.setattr(_paged_attention, "take", counted)
-    monkeypatch.setattr(_paged_attention, "_STEP_SLOTS", SLOTS)
+    monkeypatch.setattr(paged_attention, "take", counted)
+    monkeypatch.setattr(paged_attention, "_STEP_SLOTS", SLOTS)
     pool = _normal(0, 9, KV_HEADS, SLOTS, HEAD_DIM)
     # 100 pages a sequence; the one with keys beyond its neighbours' has no query.
     places = {"kv_lengths": jnp.array([14, 12, 300]), "query_starts": jnp.array([0, 1, 2, 2])}

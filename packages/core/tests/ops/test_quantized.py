@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.abi import QView
+from stack_core.abi.ops import QView
 from stack_core.ops import building
-from stack_core.ops._gated_linear_unit import REFERENCE as GATED_LINEAR_UNIT
-from stack_core.ops._linear import REFERENCE as LINEAR
-from stack_core.ops._linear_cross_entropy import REFERENCE as LINEAR_CROSS_ENTROPY
+from stack_core.ops.definitions.gated_linear_unit import REFERENCE as GATED_LINEAR_UNIT
+from stack_core.ops.definitions.linear import REFERENCE as LINEAR
+from stack_core.ops.definitions.linear_cross_entropy import REFERENCE as LINEAR_CROSS_ENTROPY
 
 
 @jax.tree_util.register_pytree_node_class

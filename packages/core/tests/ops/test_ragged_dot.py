@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.ops._ragged_dot import REFERENCE, _cut_off
+from stack_core.ops.definitions.ragged_dot import REFERENCE, _cut_off
 from stack_core.testing import OpCheck, Quantized, op_checks
 
 RNG = np.random.default_rng(0)
 LHS = jnp.asarray(RNG.normal(size=(9, 4)), jnp.float32)
 RHS = jnp.asarray(RNG.normal(size=(3, 4, 5)), jnp.float32)
-TILES = importlib.import_module("stack_core.ops._ragged_tiles")
+TILES = importlib.import_module("stack_core.ops.references.ragged_tiles")
 
 
 def _gradients(lhs: Any, rhs: Any, group_sizes: Any) -> Any:

@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from stack_core import ops
-from stack_core.errors import ArgumentError, ShapeError, UnknownName
-from stack_core.ops._ring_attention import REFERENCE
+from stack_core.abi.errors import ArgumentError, ShapeError, UnknownName
+from stack_core.ops.definitions.ring_attention import REFERENCE
 from stack_core.testing import OpCheck, op_checks
 
 

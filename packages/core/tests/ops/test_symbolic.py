@@ -7,8 +7,8 @@ import pytest
 from jax import export
 
 from stack_core import ops
-from stack_core.abi import OpImplementation
-from stack_core.errors import UnsupportedOp
+from stack_core.abi.errors import UnsupportedOp
+from stack_core.abi.ops import OpImplementation
 
 
 def block(x, scale, up, gate, positions):

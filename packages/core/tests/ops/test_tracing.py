@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.abi import OpImplementation
-from stack_core.errors import ArgumentError, PluginError
-from stack_core.ops._dispatch import dispatch
-from stack_core.ops._linear import OP as LINEAR
-from stack_core.ops._op import Op, op_named
+from stack_core.abi.errors import ArgumentError, PluginError
+from stack_core.abi.ops import OpImplementation
+from stack_core.ops.definitions.linear import OP as LINEAR
+from stack_core.ops.dispatch.dispatch import dispatch
+from stack_core.ops.dispatch.op import Op, op_named
 from stack_core.testing import op_checks
-from stack_core.testing._op_contract import draw
+from stack_core.testing.op_contract import draw
 
 CALLS = 6
 OPTIONS = {"preferred_dtype": jnp.dtype("float32")}

@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from stack_core import ops
-from stack_core.abi import OpImplementation, QView
-from stack_core.hardware import use_chip
-from stack_core.mesh import MeshConfig, make_mesh, use_mesh
+from stack_core.abi.mesh import MeshConfig, make_mesh, use_mesh
+from stack_core.abi.ops import OpImplementation, QView
+from stack_core.abi.plugins import registries
+from stack_core.chips import use_chip
 from stack_core.ops.units import as_units, unit_of
-from stack_core.plugins import registries
 
 X = jnp.linspace(-1, 1, 12).reshape(3, 4)
 WEIGHT = jnp.linspace(0, 2, 20).reshape(4, 5)

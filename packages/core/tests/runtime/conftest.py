@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from stack_core.runs.signals import StopRequest
 from stack_core.runtime.config import ClusterConfig, parsed_address
 from stack_core.runtime.record import ClusterRecord
+from stack_core.runtime.signals import StopRequest
 from stack_core.runtime.supervised import Job, supervise
 
 HERE = Path(__file__).parent

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from stack_core.errors import Interrupted
-from stack_core.events import CheckpointSaved, RunStarted, StepFinished, StepStarted
-from stack_core.runs.processes import join
-from stack_core.runs.signals import StopRequest
+from stack_core.abi.errors import Interrupted
+from stack_core.abi.events import CheckpointSaved, RunStarted, StepFinished, StepStarted
+from stack_core.runtime.processes import join
+from stack_core.runtime.signals import StopRequest
 from stack_core.runtime.worker import current_worker
 
 SAVES_EVERY = 4

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from stack_core.errors import ClusterError
+from stack_core.abi.errors import ClusterError
 from stack_core.runtime.channel import ChannelClosed, Link, Peer, dial
 
 TOKEN = b"t" * 32

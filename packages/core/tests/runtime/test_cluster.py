@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import pytest
 
-from stack_core.errors import ArgumentError, ClusterError, FormationLost
+from stack_core.abi.errors import ArgumentError, ClusterError, FormationLost
 from stack_core.runtime.cluster import Cluster
 from stack_core.runtime.config import ClusterConfig
 from stack_core.runtime.remote import RemoteArray, get, remote

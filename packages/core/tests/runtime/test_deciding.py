@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from stack_core.errors import ClusterError
+from stack_core.abi.errors import ClusterError
 from stack_core.runtime.attribution import Failure, attributed
 from stack_core.runtime.formation import Formation, Member, formed
 from stack_core.runtime.supervisor import GiveUp, Restart, after

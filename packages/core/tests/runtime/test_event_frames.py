@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from stack_core.errors import ClusterError
-from stack_core.events import CheckpointSaved, FormationFormed, RunFailed, RunStarted, StepFinished
+from stack_core.abi.errors import ClusterError
+from stack_core.abi.events import CheckpointSaved, FormationFormed, RunFailed, RunStarted, StepFinished
 from stack_core.runtime.event_frames import from_frame, to_frame
 
 

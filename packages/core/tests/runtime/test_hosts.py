@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from stack_core.contracts.launching import Invitation
-from stack_core.errors import ClusterError
+from stack_core.abi.errors import ClusterError
+from stack_core.abi.launchers import Invitation
 from stack_core.runtime.channel import ChannelClosed, dial
 from stack_core.runtime.config import ClusterConfig, parsed_address
 from stack_core.runtime.hosts import Hosts

@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from stack_core.errors import ClusterError, ConfigError
-from stack_core.runs.journal import Journal
-from stack_core.runs.signals import StopRequest
+from stack_core.abi.errors import ClusterError, ConfigError
 from stack_core.runtime import supervised
 from stack_core.runtime.config import ClusterConfig
+from stack_core.runtime.journal import Journal
 from stack_core.runtime.record import ClusterRecord, read_token
+from stack_core.runtime.signals import StopRequest
 from stack_core.runtime.supervised import Job, supervise
 from stack_core.runtime.zygote import state_of
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import pytest
 
-from stack_core.config import to_mapping
-from stack_core.errors import ClusterError, Interrupted, RunGivenUp
-from stack_core.events import FormationFormed, StepFinished, WorkerDied
-from stack_core.runs.signals import StopRequest
+from stack_core.abi.config import to_mapping
+from stack_core.abi.errors import ClusterError, Interrupted, RunGivenUp
+from stack_core.abi.events import FormationFormed, StepFinished, WorkerDied
 from stack_core.runtime.record import ClusterRecord
+from stack_core.runtime.signals import StopRequest
 
 
 def pid_of(record, victim):
@@ -127,8 +127,8 @@ def test_random_blows_end_bitwise_equal_and_each_is_blamed_on_the_right_one(benc
 DRIVER = """
 import json, sys
 from pathlib import Path
-from stack_core.config import parse
-from stack_core.runs.signals import StopRequest
+from stack_core.abi.config import parse
+from stack_core.runtime.signals import StopRequest
 from stack_core.runtime.config import ClusterConfig
 from stack_core.runtime.supervised import Job, supervise
 settings, arguments = json.loads(sys.argv[1]), json.loads(sys.argv[2])

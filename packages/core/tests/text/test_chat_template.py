@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from stack_core.errors import ChatTemplateError
+from stack_core.abi.errors import ChatTemplateError
 from stack_core.text.chat_template import ChatTemplate
 
 USER = {"role": "user", "content": "Hi"}

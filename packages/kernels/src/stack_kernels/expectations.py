@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from stack_core import ops
-from stack_core.abi import OpCall, OpImplementation
-from stack_core.errors import ArgumentError, StackError, TuningError
-from stack_core.hardware import Chip, target_chip, use_chip
+from stack_core.abi.errors import ArgumentError, StackError, TuningError
+from stack_core.abi.ops import OpCall, OpImplementation
+from stack_core.abi.plugins import registries
+from stack_core.chips import Chip, target_chip, use_chip
 from stack_core.ops.building import answer, implementations_of, supporting
 from stack_core.ops.defining import function_of
-from stack_core.plugins import registries
 from stack_kernels.roofline import work_of
 from stack_kernels.tuning.costs import estimate_s
 from stack_kernels.tuning.lookup import duration

@@ -9,8 +9,8 @@ from jax._src.config import _check_vma  # the switch that `jax.shard_map(check_v
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
-from stack_core.jaxprs import consts_of
 from stack_core.ops.building import vary_alike, varying
+from stack_core.programs.jaxprs import consts_of
 
 __all__ = ["untyped"]
 

@@ -1,6 +1,6 @@
 """What a call of an op asks of a chip at least: FLOPs from the op's equation, bytes of its operands and results.
 
-The convention is that of `stack_core.hardware.flops`: products count, elementwise work does not. A backward pass counts
+The convention is that of `stack_core.programs.flops`: products count, elementwise work does not. A backward pass counts
 each product of the forward pass twice, and once more where no implementation can keep what it would reuse: the scores
 of attention and the logits of a loss. Every operand is read once and every result written once.
 """
@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.abi import OpCall
-from stack_core.hardware import Chip, count_flops
+from stack_core.abi.ops import OpCall
+from stack_core.chips import Chip
 from stack_core.ops.defining import op_named
+from stack_core.programs.flops import count_flops
 
 __all__ = ["Bound", "Work", "work_of"]
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from stack_core.abi import OpCall, QView
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OpCall, QView
+from stack_core.chips import Chip
 from stack_core.ops.building import QuantizedArray, is_quantized
 
 __all__ = ["abstract_view", "first_problem", "is_beyond", "takes_no", "unquantized", "weight_alone"]

@@ -5,8 +5,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stack_core.abi import OpCall, OpImplementation, supports_everything
-from stack_core.errors import ArgumentError
+from stack_core.abi.errors import ArgumentError
+from stack_core.abi.ops import OpCall, OpImplementation, supports_everything
 from stack_core.ops.building import check_parameters, check_takes, forward_only, parameters_of
 
 __all__ = ["implementation", "parameters_of"]

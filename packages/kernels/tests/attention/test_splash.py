@@ -2,8 +2,8 @@
 
 import pytest
 
-from stack_core.hardware import use_chip
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
+from stack_core.chips import use_chip
 from stack_core.testing import OpCheck, op_checks
 from stack_kernels.attention.splash import splash
 

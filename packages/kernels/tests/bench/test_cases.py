@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
 from stack_kernels.bench.cases import CASES, drawn
 from stack_kernels.bench.run import Task, tasks
 

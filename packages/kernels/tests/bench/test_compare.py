@@ -4,8 +4,8 @@ import itertools
 import numpy as np
 import pytest
 
-from stack_core.errors import BenchmarkError
-from stack_core.hardware import Chip
+from stack_core.abi.errors import BenchmarkError
+from stack_core.chips import Chip
 from stack_kernels.bench.compare import CONFIDENCE, _p_greater, check_comparable, compare
 
 from .fakes import results, row

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from stack_core.errors import BenchmarkError
+from stack_core.abi.errors import BenchmarkError
 from stack_kernels.bench.results import Results
 
 from .fakes import results, row

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stack_core.errors import BenchmarkError
+from stack_core.abi.errors import BenchmarkError
 from stack_kernels.bench import run
 from stack_kernels.burn_in import children, speeds
 from stack_kernels.burn_in.children import Ended

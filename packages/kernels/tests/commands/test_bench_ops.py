@@ -9,8 +9,8 @@ import jax
 import pytest
 
 from stack_core import cli
-from stack_core.hardware import current_chip
-from stack_core.installing import install_command
+from stack_core.abi.installing import install_command
+from stack_core.chips import current_chip
 from stack_kernels.bench import cases, run
 from stack_kernels.bench.cases import BenchCase
 from stack_kernels.tuning.measure import Measured, Timing

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stack_core import cli
-from stack_core.errors import BenchmarkError, UnknownName
+from stack_core.abi.errors import BenchmarkError, UnknownName
 from stack_kernels.commands.burn_in import burn_in
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from stack_core.abi.errors import TuningError
 from stack_core.cli import main
-from stack_core.errors import TuningError
 from stack_kernels.commands.tune import tune
 from stack_kernels.tuning.child import TRYING_VARIABLE, tune_in_child
 from stack_kernels.tuning.sources import MEASURED
@@ -103,7 +103,7 @@ def test_there_is_nothing_to_export_before_anything_was_measured(module: Path, m
 
 
 INTERRUPTED = """
-from stack_core.abi import OpImplementation
+from stack_core.abi.ops import OpImplementation
 
 traced = []
 
@@ -131,8 +131,8 @@ def test_ctrl_c_prints_what_there_is_and_exits_with_130(module: Path, capsys: py
 CRASHING = """
 import os, signal
 import jax.numpy as jnp
-from stack_core.hookspecs import hookimpl
-from stack_core.abi import OpImplementation
+from stack_core.abi.hookspecs import hookimpl
+from stack_core.abi.ops import OpImplementation
 
 def forward(x, weight, *, bias, preferred_dtype, wants):
     if os.environ.get("{variable}") and os.path.exists(os.environ["{variable}"]):  # tried, not traced

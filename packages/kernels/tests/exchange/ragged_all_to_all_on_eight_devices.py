@@ -5,8 +5,8 @@ python ragged_all_to_all_on_eight_devices.py covering | all
 
 import sys
 
-from stack_core.hardware import use_chip
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
+from stack_core.chips import use_chip
 from stack_core.testing import op_checks
 from stack_kernels.exchange.ragged_all_to_all import ragged_all_to_all
 

@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from stack_core import ops
-from stack_core.hardware import use_chip
-from stack_core.hardware.roofline import program_cost
-from stack_core.hardware.targets import Target, use_target
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
+from stack_core.chips import use_chip
+from stack_core.chips.targets import Target, use_target
+from stack_core.programs.roofline import program_cost
 from stack_core.testing import OpCheck, op_checks
 from stack_kernels.exchange.ragged_all_to_all import ragged_all_to_all
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from stack_core import ops
-from stack_core.errors import UnsupportedOp
+from stack_core.abi.errors import UnsupportedOp
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.linear.tiled_product import TiledProduct, tiled_module
 from stack_kernels.jit_cpu.paged_attention.call import PagedAttention

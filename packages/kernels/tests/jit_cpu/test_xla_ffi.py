@@ -7,7 +7,7 @@ import pytest
 from jax import ffi
 from llvmlite import ir
 
-from stack_core.errors import HardwareError
+from stack_core.abi.errors import HardwareError
 from stack_kernels.jit_cpu import host, xla_ffi
 from stack_kernels.jit_cpu.builder import INDEX, POINTER, TILE, Builder
 from stack_kernels.jit_cpu.xla_ffi import VERSION, ask_version, check_handler, interface_refusal

@@ -4,8 +4,8 @@ import jax
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from stack_core.hardware import use_chip
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
+from stack_core.chips import use_chip
 from stack_core.testing import OpCheck, op_checks
 from stack_kernels.laboratory.interpreted import INTERPRETABLE, interpreted
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stack_core.errors import BenchmarkError
-from stack_core.plugins import registries
+from stack_core.abi.errors import BenchmarkError
+from stack_core.abi.plugins import registries
 from stack_kernels.from_tokamax import missing
 from stack_kernels.jit_cpu import host
 from stack_kernels.laboratory.experiments import Row, compile_for

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.hardware import use_chip
-from stack_core.hardware.targets import Target, use_target
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
+from stack_core.chips import use_chip
+from stack_core.chips.targets import Target, use_target
 from stack_core.testing import Quantized, first_call
 from stack_kernels.linear.mosaic_gpu import MOSAIC_GPU, SplitTile, mosaic_gpu
 

@@ -7,9 +7,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from stack_core import ops
-from stack_core.hardware import use_chip
-from stack_core.hardware.targets import Target, use_target
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
+from stack_core.chips import use_chip
+from stack_core.chips.targets import Target, use_target
 from stack_core.testing import OpCheck, Quantized, op_checks
 from stack_kernels.linear.mosaic_tpu import MOSAIC_TPU, mosaic_tpu
 

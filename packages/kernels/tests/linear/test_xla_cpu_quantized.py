@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.errors import UnsupportedOp
+from stack_core.abi.errors import UnsupportedOp
 from stack_core.testing import OpCheck, Quantized, op_checks
 from stack_kernels.linear import float_dot
 from stack_kernels.linear.codes import columns, dequantized, interleaved

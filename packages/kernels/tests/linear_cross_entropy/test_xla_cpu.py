@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.abi import OpImplementation
+from stack_core.abi.ops import OpImplementation
 from stack_core.testing import OpCheck, op_checks
 from stack_kernels.linear_cross_entropy.chunks import Chunks
 from stack_kernels.linear_cross_entropy.xla_cpu import XLA_CPU

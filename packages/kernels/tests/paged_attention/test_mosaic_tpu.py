@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.hardware import use_chip
-from stack_core.hardware.targets import Target, use_target
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
+from stack_core.chips import use_chip
+from stack_core.chips.targets import Target, use_target
 from stack_core.testing import OpCheck, op_checks
 from stack_kernels.paged_attention.mosaic_tpu import mosaic_tpu
 

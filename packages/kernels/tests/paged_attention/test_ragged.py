@@ -14,8 +14,8 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention as library
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as of_library
 
 from stack_core import ops
-from stack_core.hardware.targets import Target, use_target
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
+from stack_core.chips.targets import Target, use_target
 from stack_core.testing import first_call
 from stack_kernels.paged_attention.ragged import RAGGED
 

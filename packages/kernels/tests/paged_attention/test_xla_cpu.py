@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.errors import UnsupportedOp
+from stack_core.abi.errors import UnsupportedOp
 from stack_core.testing import OpCheck, op_checks
 from stack_kernels.paged_attention.xla_cpu import XLA_CPU, StepConfig
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 from stack_core import ops
-from stack_core.abi import OpCall
-from stack_core.hardware import use_chip
-from stack_core.hardware.targets import Target, use_target
-from stack_core.plugins import registries
+from stack_core.abi.ops import OpCall
+from stack_core.abi.plugins import registries
+from stack_core.chips import use_chip
+from stack_core.chips.targets import Target, use_target
 from stack_core.testing import OpCheck, op_checks
 from stack_kernels.ragged_dot.megablox import MEGABLOX, GroupedTiles, megablox
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from stack_core.abi import OWN, OpImplementation
-from stack_core.hardware import current_chip
-from stack_core.ops import _report
+from stack_core.abi.ops import OWN, OpImplementation
+from stack_core.abi.plugins import registries
+from stack_core.abi.registry import Entry, Registry
+from stack_core.chips import current_chip
 from stack_core.ops.building import differentiated, forward_only
-from stack_core.plugins import registries
-from stack_core.registry import Entry, Registry
+from stack_core.ops.dispatch import report
 from stack_kernels.tuning.sources import MEASURED
 
 
@@ -23,7 +23,7 @@ def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("STACK_TUNED_TABLES", str(tmp_path / "stack" / "tuned"))
     (tmp_path / "stack" / "tuned").mkdir(parents=True)
-    monkeypatch.setattr(_report, "_reported", set())
+    monkeypatch.setattr(report, "_reported", set())
     monkeypatch.setattr(MEASURED, "_told", set())
     MEASURED.forget()
     yield

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from stack_core import ops
-from stack_core.abi import OWN, OpCall, OpImplementation, TunedChoice
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OWN, OpCall, OpImplementation, TunedChoice
+from stack_core.chips import Chip
 from stack_core.ops.building import differentiated
 from stack_kernels.tuning.lookup import OneTable, RelativeChipWarning, TunedTables, duration, nearest_chip
 from stack_kernels.tuning.shapes import shape_of

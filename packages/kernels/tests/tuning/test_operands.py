@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.abi import OpCall, QView
+from stack_core.abi.ops import OpCall, QView
 from stack_kernels.tuning.operands import draw_operands
 from stack_kernels.tuning.shapes import bucket_of, shape_of
 

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import pytest
 
-from stack_core.abi import OpCall, OpImplementation
-from stack_core.plugins import registries
+from stack_core.abi.ops import OpCall, OpImplementation
+from stack_core.abi.plugins import registries
 from stack_kernels.attention.tokamax import HeadTiles
 from stack_kernels.ragged_dot.tokamax import GroupTiles
 from stack_kernels.tuning.held_out import distance_of, outcomes, tokamaxs_order

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from stack_core import ops
-from stack_core.errors import TuningError
+from stack_core.abi.errors import TuningError
 from stack_kernels.tuning import sources
 from stack_kernels.tuning.shapes import CallShape
 from stack_kernels.tuning.sources import MEASURED, DamagedTableWarning, known_tables, table_files, tuned

@@ -13,8 +13,8 @@ import pytest
 
 import stack_kernels
 from stack_core import ops
-from stack_core.abi import QView
-from stack_core.errors import ArgumentError, TuningError
+from stack_core.abi.errors import ArgumentError, TuningError
+from stack_core.abi.ops import QView
 from stack_kernels.tuning import search
 from stack_kernels.tuning.measure import Measured, Timing
 from stack_kernels.tuning.search import TuneReport, tune

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from stack_core.installing import install_command
+from stack_core.abi.installing import install_command
 from stack_core.report.fields import number, title
 from stack_core.report.plots import Plot
 from stack_profile.errors import ProfileError

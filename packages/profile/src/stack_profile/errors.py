@@ -1,6 +1,6 @@
 """Every exception that a user of stack-profile can cause.
 
-stack_core.errors.StackError
+stack_core.abi.errors.StackError
 └── ProfileError
     ├── TraceError      a trace that is missing, damaged, or no trace
     └── CaptureError    a capture that cannot start, stop or be written
@@ -8,7 +8,7 @@ stack_core.errors.StackError
 The command line prints their messages without a traceback and exits with status 2.
 """
 
-from stack_core.errors import StackError
+from stack_core.abi.errors import StackError
 
 __all__ = ["CaptureError", "ProfileError", "TraceError"]
 

@@ -1,8 +1,8 @@
 """What stack-profile registers."""
 
-from stack_core.hookspecs import hookimpl
-from stack_core.plugins import registries
-from stack_core.registry import Registrar
+from stack_core.abi.hookspecs import hookimpl
+from stack_core.abi.plugins import registries
+from stack_core.abi.registry import Registrar
 
 STACK_ABI_MINOR = 0
 

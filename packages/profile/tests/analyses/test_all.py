@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
 from stack_core.report.fields import title
 from stack_profile.traces.trace import trace_of
 from stack_profile.traces.xplane import read_space

@@ -6,7 +6,7 @@ import sys
 import pytest
 from jax._src.lib import hlo
 
-from stack_core.errors import UnknownName
+from stack_core.abi.errors import UnknownName
 from stack_profile.analyses.communication import communication
 from stack_profile.errors import ProfileError
 from stack_profile.traces.trace import load_trace, trace_of

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from jax._src.lib import hlo
 
-from stack_core.errors import UnknownName
+from stack_core.abi.errors import UnknownName
 from stack_profile.analyses.graph import dot, graph
 from stack_profile.errors import ProfileError
 from stack_profile.traces.trace import trace_of

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from stack_core.errors import UnknownName
+from stack_core.abi.errors import UnknownName
 from stack_profile.analyses.memory import memory, memory_of, schedule_of
 from stack_profile.traces.buffers import read_buffers
 from stack_profile.traces.hlo import program_of, read_program

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stack_core.errors import UnknownName
+from stack_core.abi.errors import UnknownName
 from stack_profile.analyses.ops import ops
 from stack_profile.traces.trace import trace_of
 from stack_profile.traces.xplane import read_space

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import stack_profile
-from stack_core.hardware import Chip
+from stack_core.chips import Chip
 from stack_profile.analyses.roofline import roofline, roofline_of
 from stack_profile.traces.hlo import program_of
 from stack_profile.traces.trace import load_trace, trace_of

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import pytest
 
 import stack_profile
+from stack_core.abi.errors import ConfigError
 from stack_core.cli import main
-from stack_core.errors import ConfigError
 from stack_profile import CaptureError, load_trace
 from stack_profile.captures import addresses
 from stack_profile.captures.addresses import Address

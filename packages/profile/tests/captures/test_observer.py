@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from stack_core.config import parse
-from stack_core.errors import ConfigError
-from stack_core.events import RunFailed, RunStarted, StepFinished, StepStarted
-from stack_core.plugins import registries
-from stack_core.runs.event_bus import EventBus, ObserverContext, observers_from
+from stack_core.abi.config import parse
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.event_bus import EventBus, ObserverContext, observers_from
+from stack_core.abi.events import RunFailed, RunStarted, StepFinished, StepStarted
+from stack_core.abi.plugins import registries
 from stack_profile.captures.attach import address_of, attach, attachable
 from stack_profile.captures.capture import CaptureWarning
 from stack_profile.captures.observer import ProfileConfig

@@ -73,7 +73,7 @@ import jax
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), cluster_detection_method="deactivate")
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from stack_core.events import RunStarted, StepFinished, StepStarted
+from stack_core.abi.events import RunStarted, StepFinished, StepStarted
 from stack_profile.captures.observer import ProfileConfig, ProfileObserver
 
 observer = ProfileObserver(ProfileConfig(first_step=3, steps=4), Path(sys.argv[3]))

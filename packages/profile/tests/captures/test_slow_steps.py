@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stack_core.config import parse
-from stack_core.errors import ConfigError
+from stack_core.abi.config import parse
+from stack_core.abi.errors import ConfigError
 from stack_profile.captures.slow_steps import AnomalyConfig, SlowSteps
 
 EVERY = AnomalyConfig(captures=10**6, cooldown_steps=0)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from stack_core.abi.plugins import registries
+from stack_core.abi.registry import Entry, Registry
 from stack_core.cli import main
-from stack_core.plugins import registries
-from stack_core.registry import Entry, Registry
 from stack_profile.traces.trace import trace_files
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from stack_core.errors import ArgumentError
+from stack_core.abi.errors import ArgumentError
 from stack_profile.analyses.memory import memory_of
 from stack_profile.comparisons.costs import Costs, compiled_costs, costs_of
 from stack_profile.errors import ProfileError

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from stack_core.plugins import registries
-from stack_core.registry import Entry, Registry
+from stack_core.abi.plugins import registries
+from stack_core.abi.registry import Entry, Registry
 from stack_profile.answer import Answer
 from stack_profile.exports import write
 from stack_profile.report.page import page, sections

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from stack_core.errors import UnknownName
-from stack_core.plugins import registries
-from stack_core.registry import Entry, Registry
+from stack_core.abi.errors import UnknownName
+from stack_core.abi.plugins import registries
+from stack_core.abi.registry import Entry, Registry
 from stack_core.report.fields import title
 from stack_core.report.plots import Bars, Chart, Lanes, Series, Span
 from stack_profile.answer import Answer

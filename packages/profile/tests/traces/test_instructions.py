@@ -7,7 +7,7 @@ from stack_profile.traces.instructions import Frame, Instruction, called_by
 USER = "/home/me/model.py"
 OPTAX = "/venv/lib/python3.12/site-packages/optax/update.py"
 CYCLOPTS = "/venv/lib/python3.12/site-packages/cyclopts/core.py"
-CORE = "/venv/lib/python3.12/site-packages/stack_core/ops/_dispatch.py"
+CORE = "/venv/lib/python3.12/site-packages/stack_core/ops/dispatch/dispatch.py"
 TRAIN = "/home/me/stack/packages/train/src/stack_train/step.py"  # installed for development
 CALLERS = (
     Frame(TRAIN, 1, "train"),
@@ -26,7 +26,7 @@ def instruction(*frames, op_name="jit(step)/add", outer=OUTER):
 def test_a_user_s_line_is_the_innermost_outside_of_packages_and_the_package_s_own_is_known():
     op = (Frame(CORE, 10, "run"), Frame(CORE.replace("_dispatch", "_linear"), 76, "linear"))
     found = instruction(*op, Frame(USER, 20, "Mlp.__call__"), Frame(TRAIN, 30, "step"), *CALLERS)
-    assert (str(found.source()), str(found.package_source)) == (f"{USER}:20", "stack_core/ops/_linear.py:76")
+    assert (str(found.source()), str(found.package_source)) == (f"{USER}:20", "stack_core/ops/definitions/linear.py:76")
     own = instruction(Frame(USER, 20, "step"), *CALLERS)
     assert (str(own.source()), own.package_source) == (f"{USER}:20", None)
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from stack_core.errors import ArgumentError, UnknownName, nearest
+from stack_core.abi.errors import ArgumentError, UnknownName, nearest
 
 __all__ = ["CALIBRATIONS", "STREAM_BATCHES", "Calibration", "calibration"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stack_core.config import differences, to_mapping
-from stack_core.errors import ConversionError
-from stack_core.metrics import combine_all
-from stack_core.model_formats import open_model
+from stack_core.abi.config import differences, to_mapping
+from stack_core.abi.errors import ConversionError
+from stack_core.abi.metrics import combine_all
+from stack_core.abi.model_formats import open_model
 from stack_quant.calibration import STREAM_BATCHES
 from stack_quant.errors import QuantError
 from stack_quant.model import quantize_model, report

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, use_abstract_mesh
 
-from stack_core.errors import ArgumentError
+from stack_core.abi.errors import ArgumentError
 from stack_core.ops.building import with_automatic_axes
 from stack_quant.blocks import ONE_BLOCK, Blocks, blocks, over_blocks
 from stack_quant.calibrate import calibrate, half_step_tiles, shows_all

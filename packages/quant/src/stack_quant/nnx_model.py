@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from stack_core.contracts.models import LanguageModel, RunsOnBatches
+from stack_core.abi.models import LanguageModel, RunsOnBatches
 from stack_core.ops.building import is_quantized
 from stack_quant.errors import QuantError
 from stack_quant.measuring import Call

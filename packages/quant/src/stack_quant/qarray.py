@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from stack_core import ops
-from stack_core.abi import QView
+from stack_core.abi.ops import QView
 from stack_core.ops.building import take
 from stack_quant.packing import stored_bytes, unpack
 from stack_quant.qtypes import QType, qtype

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from stack_core.errors import UnknownName, nearest
+from stack_core.abi.errors import UnknownName, nearest
 
 __all__ = ["QTYPES", "QType", "qtype"]
 

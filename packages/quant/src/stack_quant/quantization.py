@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from stack_core import ops
-from stack_core.errors import ShapeError, UnknownName, nearest
+from stack_core.abi.errors import ShapeError, UnknownName, nearest
 from stack_core.ops.building import is_quantized
 from stack_quant.errors import RuleError
 from stack_quant.measuring import Call, static_ranges

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from pydantic import PositiveInt
 
-from stack_core.config import config
-from stack_core.errors import nearest
-from stack_core.paths import path_matches
+from stack_core.abi.config import config
+from stack_core.abi.errors import nearest
+from stack_core.abi.tree_paths import path_matches
 from stack_quant.calibration import calibration
 from stack_quant.errors import RuleError
 from stack_quant.qtypes import qtype

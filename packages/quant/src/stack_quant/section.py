@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from stack_core.config import config
+from stack_core.abi.config import config
 from stack_core.ops.building import is_quantized
 from stack_quant.methods import method
 from stack_quant.model import quantize_model

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from stack_core.errors import ArgumentError, UnknownName, nearest
+from stack_core.abi.errors import ArgumentError, UnknownName, nearest
 from stack_quant.calibration import Calibration, calibration
 from stack_quant.qtypes import QType, qtype
 from stack_quant.tiling import Tiling, tiling

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stack_core.errors import ShapeError
+from stack_core.abi.errors import ShapeError
 from stack_quant.calibrate import calibrate
 from stack_quant.scales import Range
 from stack_quant.spec import ArraySpec

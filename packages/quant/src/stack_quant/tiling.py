@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from stack_core.errors import ArgumentError, ShapeError
+from stack_core.abi.errors import ArgumentError, ShapeError
 
 __all__ = ["Tiling", "spread", "tile_sizes", "tiling"]
 

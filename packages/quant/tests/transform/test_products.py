@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from stack_core import ops
-from stack_core.errors import ShapeError
+from stack_core.abi.errors import ShapeError
 from stack_quant.errors import RuleError
 from stack_quant.model import quantize_function, report
 from stack_quant.rules import Rule

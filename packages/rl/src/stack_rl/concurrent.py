@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from stack_core.contracts.environments import Tasks, Trajectory
-from stack_core.contracts.generation import Engine
-from stack_core.errors import EngineBusy, EnvironmentFailed
-from stack_core.generation import GenerationRequest, GenerationUpdate
+from stack_core.abi.engines import Engine
+from stack_core.abi.errors import EngineBusy, EnvironmentFailed
+from stack_core.abi.generation import GenerationRequest, GenerationUpdate
+from stack_rl.contracts import Tasks, Trajectory
 from stack_rl.episodes import Attempt, Drawing, Episode, EventLoop, OnFailure, described, joined, sampling_for, within
 from stack_rl.rewards.unchecked import Unchecked
 

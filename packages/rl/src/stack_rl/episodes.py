@@ -13,10 +13,10 @@ from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 
-from stack_core.contracts.environments import Action, Environment, Observation, Outcome, Tasks, Trajectory, Verdict
-from stack_core.contracts.generation import Engine
-from stack_core.errors import EngineBusy, EnvironmentFailed, StackError
-from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams
+from stack_core.abi.engines import Engine
+from stack_core.abi.errors import EngineBusy, EnvironmentFailed, StackError
+from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
+from stack_rl.contracts import Action, Environment, Observation, Outcome, Tasks, Trajectory, Verdict
 from stack_rl.rewards.unchecked import Unchecked
 from stack_rl.rewards.weighted import plain_facts
 from stack_rl.threads import DaemonExecutor

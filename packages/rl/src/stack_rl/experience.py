@@ -6,9 +6,9 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from stack_core.contracts.data import IGNORED_TARGET, Shapes
-from stack_core.contracts.environments import Trajectory
-from stack_core.errors import DataError
+from stack_core.abi.data import IGNORED_TARGET, Shapes
+from stack_core.abi.errors import DataError
+from stack_rl.contracts import Trajectory
 from stack_rl.math.advantages import ADVANTAGES, equal_groups, gae, whitened_tokens
 from stack_rl.math.weights import token_weights
 

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from stack_core.contracts.environments import Trajectory
-from stack_core.errors import DataError
+from stack_core.abi.errors import DataError
+from stack_rl.contracts import Trajectory
 
 __all__ = ["Group", "Ledger", "trained_on"]
 

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import ConfigError, ShardingError
-from stack_core.mesh import MeshConfig, make_mesh
+from stack_core.abi.errors import ConfigError, ShardingError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.mesh import MeshConfig, make_mesh
 
 __all__ = ["PlacedModel"]
 

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from jaxtyping import Float32
 
-from stack_core.config import LocalAddress, config
-from stack_core.contracts.data import Batch
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import ConfigError, DataError
-from stack_core.mesh import MeshConfig
-from stack_core.model_formats import open_for_generation
+from stack_core.abi.config import LocalAddress, config
+from stack_core.abi.data import Batch
+from stack_core.abi.errors import ConfigError, DataError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.mesh import MeshConfig
+from stack_core.abi.model_formats import open_for_generation
 from stack_rl.objectives.policy import target_figures
 from stack_rl.placing import PlacedModel
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stack_core.runs.journal import Journal
+from stack_core.runtime.journal import Journal
 from stack_rl.groups import Group, Ledger
 
 __all__ = ["RolloutJournal"]

@@ -10,17 +10,17 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from stack_core.config import Selected, changed_fields, config, to_mapping
-from stack_core.contracts.data import Batch, Shapes
-from stack_core.contracts.environments import Tasks, Trajectory
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.contracts.generation import Engine, ExpectsRequests, KeepsMissing
-from stack_core.digest import tree_digest
-from stack_core.errors import ConfigError, DataError
-from stack_core.mesh import MeshConfig
-from stack_core.plugins import registries
-from stack_core.runs.directory import RunDirectory
+from stack_core.abi.config import Selected, changed_fields, config, to_mapping
+from stack_core.abi.data import Batch, Shapes
+from stack_core.abi.digest import tree_digest
+from stack_core.abi.engines import Engine, ExpectsRequests, KeepsMissing
+from stack_core.abi.errors import ConfigError, DataError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.mesh import MeshConfig
+from stack_core.abi.plugins import registries
+from stack_core.abi.run_directory import RunDirectory
 from stack_rl.concurrent import ConcurrentPlayer
+from stack_rl.contracts import Tasks, Trajectory
 from stack_rl.environments.records import files_digest
 from stack_rl.episodes import STEP_TIMEOUT_S, Attempt, Drawing, OnFailure, Player
 from stack_rl.experience import REFERENCE_LOGPROBS, batch_of, batch_shapes, credited_by_values

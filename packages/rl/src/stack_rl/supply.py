@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from stack_core.contracts.environments import Tasks, Trajectory
 from stack_rl.concurrent import ConcurrentPlayer
+from stack_rl.contracts import Tasks, Trajectory
 from stack_rl.episodes import Attempt, Player
 from stack_rl.groups import Group, Ledger
 from stack_rl.pacing import Pacing

@@ -9,9 +9,9 @@ import numpy as np
 import openai
 import pytest
 
-from stack_core.contracts.environments import EnvironmentKind, Score, Tasks
-from stack_core.errors import ConfigError, EnvironmentFailed
+from stack_core.abi.errors import ConfigError, EnvironmentFailed
 from stack_rl.concurrent import ConcurrentPlayer
+from stack_rl.contracts import EnvironmentKind, Score, Tasks
 from stack_rl.environments.agent import AgentConfig
 from stack_rl.episodes import Attempt, Drawing, Player
 

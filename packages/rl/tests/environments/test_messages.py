@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from stack_core.contracts.environments import EnvironmentKind, Tasks
-from stack_core.errors import ConfigError, DataError, EnvironmentFailed
+from stack_core.abi.errors import ConfigError, DataError, EnvironmentFailed
+from stack_rl.contracts import EnvironmentKind, Tasks
 from stack_rl.environments.gymnasium import GymnasiumConfig
 from stack_rl.environments.tools import ToolsConfig
 from stack_rl.episodes import Attempt, Player

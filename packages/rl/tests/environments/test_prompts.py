@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from stack_core.contracts.environments import Completion, Score, Tasks
-from stack_core.errors import ConfigError, DataError, EnvironmentFailed, UnknownName
+from stack_core.abi.errors import ConfigError, DataError, EnvironmentFailed, UnknownName
+from stack_rl.contracts import Completion, Score, Tasks
 from stack_rl.environments.prompts import PromptsConfig
 from stack_rl.environments.records import read_records
 from stack_rl.episodes import Attempt, Player

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.errors import ConfigError
+from stack_core.abi.errors import ConfigError
 from stack_rl.math import corrections, distillation, kl, policy, preference, sequences, value
 
 RNG = np.random.default_rng(0)

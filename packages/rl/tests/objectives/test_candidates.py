@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.generation import SamplingParams
+from stack_core.abi.data import IGNORED_TARGET
+from stack_core.abi.generation import SamplingParams
 from stack_core.ops import Head
-from stack_core.text.sampling import SamplingSettings, sample
+from stack_core.ops.sampling.sampling import SamplingSettings, sample
 from stack_rl.objectives.candidates import among_candidates
 from stack_rl.objectives.presets import GRPOConfig
 

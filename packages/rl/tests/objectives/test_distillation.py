@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.contracts.training import NeedsCompanions
-from stack_core.errors import ConfigError
+from stack_core.abi.data import IGNORED_TARGET
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.training import NeedsCompanions
 from stack_core.ops import Head
 from stack_rl.math.distillation import forward_kl
 from stack_rl.objectives.distillation import LogitDistillConfig, token_divergences

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.contracts.training import TrainsModels
+from stack_core.abi.data import IGNORED_TARGET
+from stack_core.abi.training import TrainsModels
 from stack_rl.objectives.kto import KTOConfig
 from stack_rl.objectives.reward_model import RewardModelConfig
 from stack_rl.objectives.scalar import ScalarHead

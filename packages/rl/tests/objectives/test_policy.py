@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.contracts.models import Outputs
-from stack_core.contracts.training import NeedsCompanions, ScoresTokens, TrainsModels
-from stack_core.errors import ConfigError
+from stack_core.abi.data import IGNORED_TARGET
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.models import Outputs
+from stack_core.abi.training import NeedsCompanions, ScoresTokens, TrainsModels
 from stack_core.ops import Head
 from stack_rl.math.advantages import distilled
 from stack_rl.math.weights import WEIGHTS, token_weights

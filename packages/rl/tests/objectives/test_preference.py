@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.contracts.models import Outputs
+from stack_core.abi.data import IGNORED_TARGET
+from stack_core.abi.models import Outputs
 from stack_core.ops import Head
 from stack_rl.objectives.preference import DPOConfig, IPOConfig, ORPOConfig, PairConfig, SimPOConfig
 

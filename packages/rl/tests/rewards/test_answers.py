@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stack_core.contracts.environments import Completion
+from stack_rl.contracts import Completion
 from stack_rl.rewards import math
 from stack_rl.rewards.answers import extract, is_same
 from stack_rl.rewards.expressions import plain

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.contracts.environments import Completion, Score
-from stack_core.errors import ConfigError, EnvironmentFailed, SandboxError, UnknownName
+from stack_core.abi.errors import ConfigError, EnvironmentFailed, SandboxError, UnknownName
+from stack_rl.contracts import Completion, Score
 from stack_rl.rewards import math
 from stack_rl.rewards.code import CodeConfig
 from stack_rl.rewards.judge import JudgeConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stack_core.errors import SandboxError
+from stack_core.abi.errors import SandboxError
 from stack_rl.rewards import sandbox as module
 from stack_rl.rewards.sandbox import Sandbox, SandboxConfig
 

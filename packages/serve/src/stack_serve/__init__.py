@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stack_core.generation import SamplingParams as SamplingParams
+    from stack_core.abi.generation import SamplingParams as SamplingParams
     from stack_serve.llm.language_model import LLM as LLM
 
 __all__ = ["LLM", "SamplingParams"]
 
-_PLACES = {"LLM": "stack_serve.llm.language_model", "SamplingParams": "stack_core.generation"}
+_PLACES = {"LLM": "stack_serve.llm.language_model", "SamplingParams": "stack_core.abi.generation"}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from stack_core.errors import BenchmarkError
+from stack_core.abi.errors import BenchmarkError
 from stack_serve.bench.lengths import Lengths
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stack_core.errors import BenchmarkError
+from stack_core.abi.errors import BenchmarkError
 from stack_serve.bench.call import Call
 from stack_serve.bench.load import Load, Outcome
 from stack_serve.bench.objective import Objective

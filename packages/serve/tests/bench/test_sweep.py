@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from stack_core.errors import BenchmarkError
+from stack_core.abi.errors import BenchmarkError
 from stack_serve.bench.lengths import Lengths
 from stack_serve.bench.load import Load, Outcome, run_load
 from stack_serve.bench.requests import Requests

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.errors import BundleError, ConversionError, InferenceError, UnknownName
+from stack_core.abi.errors import BundleError, ConversionError, InferenceError, UnknownName
 from stack_serve import bundle
 
 from .digits import export, images, params, predict

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from stack_core.errors import BundleDamaged, BundleError, InferenceError
+from stack_core.abi.errors import BundleDamaged, BundleError, InferenceError
 from stack_serve import bundle
 from stack_serve.bundle import stablehlo, weights
 from stack_serve.bundle.integrity import digest, digest_line

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from stack_core.errors import GenerationError, StackError
-from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams
+from stack_core.abi.errors import GenerationError, StackError
+from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
 from stack_serve.client import conversation as module
 from stack_serve.client.conversation import ChatPrompts, Conversation, LocalModel, Message, Write, local_model
 

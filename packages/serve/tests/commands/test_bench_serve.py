@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from stack_core.errors import BenchmarkError, StackError
+from stack_core.abi.errors import BenchmarkError, StackError
 from stack_serve.bench.results import Results
 from stack_serve.commands.bench_serve import bench_serve
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from stack_core.errors import StackError
+from stack_core.abi.errors import StackError
 from stack_serve.commands.chat import chat
 
 from ..openai_server import OpenAIServer, Server

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stack_core import model_formats
+from stack_core.abi import model_formats
 from stack_core.cli import main
 from stack_serve.http.server import HttpServer
 
@@ -112,7 +112,7 @@ def test_the_engine_is_made_of_its_options(
 ) -> None:
     made: list[Any] = []
     engines = {"llm": lambda *given, progress: made.extend((*given, progress))}
-    monkeypatch.setattr("stack_core.plugins.registries", SimpleNamespace(engines=engines))
+    monkeypatch.setattr("stack_core.abi.plugins.registries", SimpleNamespace(engines=engines))
     main(
         [
             "serve",

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stack_core.errors import DeadlineExceeded, EngineBusy, EngineStopped, InferenceError
+from stack_core.abi.errors import DeadlineExceeded, EngineBusy, EngineStopped, InferenceError
 from stack_serve import bundle
 from stack_serve.inference.lane import Answer, Job, Lane, Outcome
 

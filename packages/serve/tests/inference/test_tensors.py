@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.errors import InferenceError
+from stack_core.abi.errors import InferenceError
 from stack_serve.inference.tensors import datatype, from_bytes, from_values, to_values
 
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.contracts.caches import AttentionSpec, KeysValues, Latent, Recurrent
-from stack_core.ops._paged_pools import LAYOUTS
+from stack_core.abi.caches import AttentionSpec, KeysValues, Latent, Recurrent
 from stack_core.ops.building import is_quantized
+from stack_core.ops.references.paged_pools import LAYOUTS
 from stack_serve.llm import cache as cache_module
 from stack_serve.llm.cache import PagedKVCache, PagedLayer, Rows, empty_layers
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.contracts.generation import Engine, KeepsMissing
-from stack_core.errors import ConversionError, EngineBusy, EngineStopped, GenerationError
-from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams
+from stack_core.abi.engines import Engine, KeepsMissing
+from stack_core.abi.errors import ConversionError, EngineBusy, EngineStopped, GenerationError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine
 from stack_serve.llm.teller import Teller

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.errors import StackError
-from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams
-from stack_core.text.logprobs import MOST_LOGPROBS, TokenLogprobs
-from stack_core.text.sampling import Sampled
+from stack_core.abi.errors import StackError
+from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams
+from stack_core.ops.sampling.logprobs import MOST_LOGPROBS, TokenLogprobs
+from stack_core.ops.sampling.sampling import Sampled
 from stack_serve.llm import engine as engine_module
 from stack_serve.llm import loop, output, pages, scheduler, teller, work
 from stack_serve.llm.config import EngineConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import stack_serve
-from stack_core.errors import ChatTemplateError, ConfigError, EngineStopped, GenerationError
+from stack_core.abi.errors import ChatTemplateError, ConfigError, EngineStopped, GenerationError
 from stack_serve import LLM, SamplingParams
 
 from .test_engine import Words

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from stack_core.errors import ConfigError, GenerationError
-from stack_core.generation import GenerationRequest, SamplingParams
+from stack_core.abi.errors import ConfigError, GenerationError
+from stack_core.abi.generation import GenerationRequest, SamplingParams
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.limits import Limits
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stack_core.generation import GenerationRequest, SamplingParams, TokenLogprob
+from stack_core.abi.generation import GenerationRequest, SamplingParams, TokenLogprob
 from stack_serve.llm.output import Ending, Output
 
 

@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import pytest
 
-from stack_core.contracts.caches import Latent
-from stack_core.errors import ConfigError
-from stack_core.generation import GenerationRequest, SamplingParams
-from stack_core.ops._paged_attention import REFERENCE
-from stack_core.ops._paged_pools import LAYOUTS
-from stack_core.plugins import registries
-from stack_core.registry import Entry, Registry
+from stack_core.abi.caches import Latent
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.generation import GenerationRequest, SamplingParams
+from stack_core.abi.plugins import registries
+from stack_core.abi.registry import Entry, Registry
+from stack_core.ops.definitions.paged_attention import REFERENCE
+from stack_core.ops.references.paged_pools import LAYOUTS
 from stack_serve.llm.cache import WantedLayouts
 from stack_serve.llm.config import EngineConfig, PageLayout
 from stack_serve.llm.engine import LLMEngine

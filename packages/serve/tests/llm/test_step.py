@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.generation import SamplingParams
-from stack_core.text.sampling import SamplingSettings
+from stack_core.abi.generation import SamplingParams
+from stack_core.ops.sampling.sampling import SamplingSettings
 from stack_serve.llm.adapters import Weights
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.step import Step

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stack_core.contracts.caches import AttentionSpec, KeysValues
-from stack_core.contracts.models import Outputs
+from stack_core.abi.caches import AttentionSpec, KeysValues
+from stack_core.abi.models import Outputs
 from stack_core.ops import Head
 
 VOCAB, EMBED, HEADS, LAYERS, POSITIONS = 31, 16, 2, 2, 48

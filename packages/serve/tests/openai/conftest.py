@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from stack_core.contracts.generation import Engine
+from stack_core.abi.engines import Engine
 from stack_serve.http.server import HttpServer, listen
 from stack_serve.openai.config import OpenAIConfig
 from stack_serve.openai.served import OpenAIApp

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from stack_core.errors import EngineBusy, EngineStopped, GenerationError
-from stack_core.generation import EngineStats, GenerationRequest, GenerationUpdate, RequestTimes, TokenLogprob
+from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError
+from stack_core.abi.generation import EngineStats, GenerationRequest, GenerationUpdate, RequestTimes, TokenLogprob
 from stack_core.text.detokenize import IncrementalDetokenizer, StopTexts
 
 TEMPLATE = (

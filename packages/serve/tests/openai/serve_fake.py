@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from fake_engine import FakeEngine, checkpoint, letters
 
-from stack_core.errors import ConfigError
-from stack_core.generation import GenerationRequest
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.generation import GenerationRequest
 from stack_serve.http.server import HttpServer, listen
 from stack_serve.openai.config import OpenAIConfig
 from stack_serve.openai.served import OpenAIApp

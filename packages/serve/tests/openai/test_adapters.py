@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from stack_core.errors import ConfigError
+from stack_core.abi.errors import ConfigError
 from stack_serve.openai.config import OpenAIConfig
 from stack_serve.openai.service import Service
 

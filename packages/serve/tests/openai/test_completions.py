@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stack_core.generation import GenerationRequest, GenerationUpdate
+from stack_core.abi.generation import GenerationRequest, GenerationUpdate
 
 from .conftest import Served
 from .fake_engine import EOS, FakeEngine, checkpoint

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from stack_core.errors import ConfigError, GenerationError
+from stack_core.abi.errors import ConfigError, GenerationError
 from stack_serve.http.server import listen
 from stack_serve.openai.config import OpenAIConfig
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stack_core.contracts.adapters import Adapters
-from stack_core.errors import ConversionError
-from stack_core.local_paths import local_address
-from stack_core.runs.directory import RunDirectory
+from stack_core.abi.adapters import Adapters
+from stack_core.abi.errors import ConversionError
+from stack_core.abi.local_paths import local_address
+from stack_core.abi.run_directory import RunDirectory
 from stack_train.peft import FORMAT as PEFT
 from stack_train.trained_adapters import Digests, check_base, check_model, run_adapters
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from stack_core.errors import TrainingError
+from stack_core.abi.errors import TrainingError
 
 __all__ = ["batch_shapes", "check_batch"]
 

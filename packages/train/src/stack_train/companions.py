@@ -7,8 +7,8 @@ from typing import Any, Final
 import jax
 from flax import nnx
 
-from stack_core.contracts.models import ModelFamily
-from stack_core.contracts.training import ModelTransform
+from stack_core.abi.models import ModelFamily
+from stack_core.abi.training import ModelTransform
 from stack_train.transform import UNCHANGED
 from stack_train.variables import ModelVariables
 

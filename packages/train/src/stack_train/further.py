@@ -10,10 +10,10 @@ import optax
 from flax import nnx
 from flax.nnx.traversals import flatten_mapping
 
-from stack_core.contracts.training import Objective, TrainsModels
-from stack_core.errors import ConfigError, TrainingError
-from stack_core.metrics import Metric, Metrics
-from stack_core.paths import path_name
+from stack_core.abi.errors import ConfigError, TrainingError
+from stack_core.abi.metrics import Metric, Metrics
+from stack_core.abi.training import Objective, TrainsModels
+from stack_core.abi.tree_paths import path_name
 from stack_train.optim.optax_optimizer import Optimizer
 from stack_train.optim.placement import like_parameters
 from stack_train.precision import Precision, apply_updates, widen, widen_optimizer

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.contracts.caches import CacheStorage, LayerState, Recurrent
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import GenerationError
-from stack_core.kv_cache import DenseKVCache
+from stack_core.abi.caches import CacheStorage, LayerState, Recurrent
+from stack_core.abi.errors import GenerationError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.ops.kv_cache import DenseKVCache
+from stack_core.ops.sampling.sampling import SamplingSettings, sample
 from stack_core.text.detokenize import IncrementalDetokenizer, StopTexts
-from stack_core.text.sampling import SamplingSettings, sample
 from stack_train.sampling import SamplingConfig
 
 __all__ = ["FinishReason", "Generation", "TextGenerator", "TokenGenerator"]

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from stack_core.config import parse
-from stack_core.contracts.adapters import Adapters
-from stack_core.contracts.caches import KeysValues
-from stack_core.contracts.models import LanguageModel
-from stack_core.errors import ConfigError, GenerationError
-from stack_core.generation import SamplingParams
-from stack_core.mesh import DEFAULT_RULES, AnyMesh, LogicalAxes
+from stack_core.abi.adapters import Adapters
+from stack_core.abi.caches import KeysValues
+from stack_core.abi.config import parse
+from stack_core.abi.errors import ConfigError, GenerationError
+from stack_core.abi.generation import SamplingParams
+from stack_core.abi.mesh import DEFAULT_RULES, AnyMesh, LogicalAxes
+from stack_core.abi.models import LanguageModel
 from stack_core.ops.building import is_quantized
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 
@@ -96,7 +96,7 @@ class ModuleCheckpoint:
             raise GenerationError(
                 f"The model of {self.name} declares no `states`, but its output depends on earlier tokens: generating "
                 "would compute each token without them. Declare in `states` what each layer keeps of a sequence "
-                "(KeysValues, Latent or Recurrent of stack_core.contracts.caches) and read it through the cache."
+                "(KeysValues, Latent or Recurrent of stack_core.abi.caches) and read it through the cache."
             )
 
     def model(self, params: Any) -> LanguageModel:

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stack_core.errors import TrainingError
-from stack_core.mesh import constrain
-from stack_core.metrics import Metric, Metrics, combine
+from stack_core.abi.errors import TrainingError
+from stack_core.abi.mesh import constrain
+from stack_core.abi.metrics import Metric, Metrics, combine
 from stack_train.precision import add_gradients
 from stack_train.variables import Tree
 
@@ -49,7 +49,7 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
     if not isinstance(loss, Metric) or loss.combination != "mean":
         raise TrainingError(
             "The objective returns no metric 'loss' that is a mean. Return {'loss': Metric.mean(loss, weight), ...}, "
-            "whose weight is what the loss was averaged over (stack_core.metrics)."
+            "whose weight is what the loss was averaged over (stack_core.abi.metrics)."
         )
 
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from pydantic import NonNegativeFloat
 
-from stack_core.config import config
-from stack_core.contracts.data import IGNORED_TARGET, Shapes
-from stack_core.contracts.models import LanguageModel, Outputs
-from stack_core.contracts.training import Objective, ReadsInputs
-from stack_core.errors import ConfigError, nearest
-from stack_core.metrics import Metric, Metrics
+from stack_core.abi.config import config
+from stack_core.abi.data import IGNORED_TARGET, Shapes
+from stack_core.abi.errors import ConfigError, nearest
+from stack_core.abi.metrics import Metric, Metrics
+from stack_core.abi.models import LanguageModel, Outputs
+from stack_core.abi.training import Objective, ReadsInputs
 from stack_core.ops import Head
 
 __all__ = ["CausalLMConfig", "check_inputs"]

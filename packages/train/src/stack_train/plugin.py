@@ -1,7 +1,7 @@
 """What stack-train registers."""
 
-from stack_core.hookspecs import hookimpl
-from stack_core.registry import Registrar
+from stack_core.abi.hookspecs import hookimpl
+from stack_core.abi.registry import Registrar
 
 STACK_ABI_MINOR = 0
 

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stack_core.config import config
-from stack_core.errors import ConfigError, TrainingError
+from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError, TrainingError
+from stack_core.abi.tree_paths import path_name
 from stack_core.ops.building import accurate_dtype
-from stack_core.paths import path_name
 
 __all__ = [
     "Precision",

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from stack_core.errors import ConversionError
+from stack_core.abi.errors import ConversionError
 
 __all__ = ["StoredTensor", "TensorSpec", "plan_shards", "read_tensors", "write_shards"]
 

@@ -1,11 +1,11 @@
-"""What a user says of sampling; `stack_core.text.sampling` does it."""
+"""What a user says of sampling; `stack_core.ops.sampling.sampling` does it."""
 
 from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from stack_core.config import config
-from stack_core.generation import SamplingParams
+from stack_core.abi.config import config
+from stack_core.abi.generation import SamplingParams
 
 __all__ = ["SamplingConfig"]
 

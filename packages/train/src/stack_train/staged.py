@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from jax.sharding import PartitionSpec
 
-from stack_core.metrics import Metrics, combine
-from stack_core.paths import path_name
+from stack_core.abi.metrics import Metrics, combine
+from stack_core.abi.tree_paths import path_name
 from stack_train.microbatches import check_metrics, split_batch
 from stack_train.nn.pipeline import run_stages
 from stack_train.nn.schedules import Schedule

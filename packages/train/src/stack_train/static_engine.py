@@ -13,12 +13,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from pydantic import PositiveInt
 
-from stack_core.config import config
-from stack_core.contracts.caches import CacheStorage
-from stack_core.contracts.data import Tokenizer
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import ConversionError, EngineStopped, GenerationError
-from stack_core.generation import (
+from stack_core.abi.caches import CacheStorage
+from stack_core.abi.config import config
+from stack_core.abi.data import Tokenizer
+from stack_core.abi.errors import ConversionError, EngineStopped, GenerationError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.generation import (
     EngineStats,
     FinishReason,
     GenerationRequest,
@@ -27,10 +27,10 @@ from stack_core.generation import (
     SamplingParams,
     TokenLogprob,
 )
-from stack_core.kv_cache import DenseKVCache
-from stack_core.paths import path_name
+from stack_core.abi.tree_paths import path_name
+from stack_core.ops.kv_cache import DenseKVCache
+from stack_core.ops.sampling.sampling import MOST_BIASES, MOST_STOP_TOKENS, SamplingSettings, sample
 from stack_core.text.detokenize import IncrementalDetokenizer
-from stack_core.text.sampling import MOST_BIASES, MOST_STOP_TOKENS, SamplingSettings, sample
 
 __all__ = ["StaticEngine", "StaticEngineConfig"]
 
@@ -74,8 +74,8 @@ class StaticEngine:
     """An `Engine` for small models: a batch runs until its last row has ended, and only then the next begins.
 
     Prompts and caches are padded to powers of two, so that there are few programs: one for each pair of sizes. It has
-    no pages, no prefix cache and no streaming within a continuation; every continuation is one update. It samples as
-    `stack_core.text.sampling` does, but refuses stop texts, and log-probabilities of other tokens than the drawn ones.
+    no pages, no prefix cache and no streaming within a continuation; every continuation is one update. It samples by
+    `stack_core.ops.sampling.sampling`, but refuses stop texts and log-probabilities of tokens that were not drawn.
 
     A request without `receive` is computed on the thread that asks for its `stream`, together with all that was
     submitted before. So the batches of a single thread depend on the order of its calls alone, and so do its tokens,

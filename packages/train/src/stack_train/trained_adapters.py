@@ -9,12 +9,12 @@ import jax
 import numpy as np
 from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 
-from stack_core.contracts.adapters import Adapters, AdaptsModels
-from stack_core.contracts.models import ConvertibleFamily
-from stack_core.errors import ConversionError
-from stack_core.installing import install_command
-from stack_core.plugins import registries
-from stack_core.runs.directory import RunDirectory
+from stack_core.abi.adapters import Adapters, AdaptsModels
+from stack_core.abi.errors import ConversionError
+from stack_core.abi.installing import install_command
+from stack_core.abi.models import ConvertibleFamily
+from stack_core.abi.plugins import registries
+from stack_core.abi.run_directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore, FrozenRecord
 from stack_train.checkpoint.frozen import frozen_records
 from stack_train.checkpoint.leaves import LeafSpec

@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from stack_core.config import to_yaml
-from stack_core.contracts.data import Batches, Validates
-from stack_core.contracts.formats import Conversion, Progress
-from stack_core.contracts.training import NeedsCompanions, TrainsModels
-from stack_core.errors import ConversionError
-from stack_core.metrics import Metrics
-from stack_core.runs.atomic_directory import atomic_directory
-from stack_core.runs.directory import RunDirectory
+from stack_core.abi.atomic_directory import atomic_directory
+from stack_core.abi.config import to_yaml
+from stack_core.abi.data import Batches, Validates
+from stack_core.abi.errors import ConversionError
+from stack_core.abi.formats import Conversion, Progress
+from stack_core.abi.metrics import Metrics
+from stack_core.abi.run_directory import RunDirectory
+from stack_core.abi.training import NeedsCompanions, TrainsModels
 from stack_train.adapters import read_adapters
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.further import FurtherModel, FurtherState

@@ -12,12 +12,12 @@ from flax import nnx
 from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from stack_core.contracts.models import ModelFamily
-from stack_core.contracts.training import ModelTransform, Objective, ScoresTokens
-from stack_core.errors import ConfigError
-from stack_core.mesh import MeshAxes, ShardingRules, use_mesh
-from stack_core.metrics import Metric, Metrics
-from stack_core.paths import path_name
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.mesh import MeshAxes, ShardingRules, use_mesh
+from stack_core.abi.metrics import Metric, Metrics
+from stack_core.abi.models import ModelFamily
+from stack_core.abi.training import ModelTransform, Objective, ScoresTokens
+from stack_core.abi.tree_paths import path_name
 from stack_train.batches import batch_shapes, check_batch
 from stack_train.companions import INIT, Companion
 from stack_train.further import FurtherModel, FurtherState, further_models

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from stack_core.contracts.adapters import AdaptsModels
-from stack_core.contracts.training import MergesModel, ModelTransform
+from stack_core.abi.adapters import AdaptsModels
+from stack_core.abi.training import MergesModel, ModelTransform
 
 __all__ = ["UNCHANGED", "Transforms"]
 

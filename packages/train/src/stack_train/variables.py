@@ -12,11 +12,11 @@ from flax import nnx
 from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from stack_core.contracts.models import ModelFamily, ShardsItself
-from stack_core.errors import TrainingError
-from stack_core.mesh import DEFAULT_RULES, LogicalAxes, MeshAxes, ShardingRules
+from stack_core.abi.errors import TrainingError
+from stack_core.abi.mesh import DEFAULT_RULES, LogicalAxes, MeshAxes, ShardingRules
+from stack_core.abi.models import ModelFamily, ShardsItself
+from stack_core.abi.tree_paths import path_name
 from stack_core.ops.building import is_quantized
-from stack_core.paths import path_name
 
 __all__ = [
     "Kind",

@@ -10,12 +10,12 @@ from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from jax.sharding import NamedSharding
 
 from stack_core import ops
-from stack_core.config import differences, parse, parse_yaml, to_mapping
-from stack_core.errors import CheckpointError, ConfigError
-from stack_core.mesh import in_mesh
-from stack_core.paths import path_name
-from stack_core.plugins import registries
-from stack_core.runs.directory import RunDirectory
+from stack_core.abi.config import differences, parse, parse_yaml, to_mapping
+from stack_core.abi.errors import CheckpointError, ConfigError
+from stack_core.abi.mesh import in_mesh
+from stack_core.abi.plugins import registries
+from stack_core.abi.run_directory import RunDirectory
+from stack_core.abi.tree_paths import path_name
 from stack_train.checkpoint import CheckpointStore, FrozenRecord
 from stack_train.companions import INIT
 from stack_train.run.config import RunConfig, run_config

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.events import Event
+from stack_core.abi.events import Event
 from stack_train.checkpoint import CheckpointConfig, CheckpointStore
 
 CONFIG_YAML = "trainer:\n  steps: 30\n"

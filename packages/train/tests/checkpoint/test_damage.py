@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stack_core.errors import CheckpointDamaged
+from stack_core.abi.errors import CheckpointDamaged
 from stack_train.checkpoint import CheckpointStore
 
 from .conftest import CONFIG_YAML, abstract, bits, make_state

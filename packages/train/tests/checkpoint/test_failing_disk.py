@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import jax.numpy as jnp
 import pytest
 
-from stack_core.errors import CheckpointError
+from stack_core.abi.errors import CheckpointError
 from stack_train.checkpoint import CheckpointStore
 
 from .conftest import CONFIG_YAML

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.errors import CheckpointDamaged, CheckpointError
+from stack_core.abi.errors import CheckpointDamaged, CheckpointError
 from stack_train.checkpoint import CheckpointStore
 from stack_train.checkpoint.manifest import read_manifest
 from stack_train.checkpoint.narrow import is_narrow, packed, unpacked

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from stack_core.errors import CheckpointDamaged, CheckpointError, CheckpointIncomplete, ConversionError
-from stack_core.events import CheckpointRestored, CheckpointSaved, CheckpointSkipped, Event
+from stack_core.abi.errors import CheckpointDamaged, CheckpointError, CheckpointIncomplete, ConversionError
+from stack_core.abi.events import CheckpointRestored, CheckpointSaved, CheckpointSkipped, Event
 from stack_train.checkpoint import CheckpointStore, named_leaves
 
 from .conftest import CONFIG_YAML, abstract, bits, make_state

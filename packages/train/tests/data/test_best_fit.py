@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stack_core.contracts.data import IGNORED_TARGET
+from stack_core.abi.data import IGNORED_TARGET
 from stack_train.data.best_fit import BestFitPacking, best_fit
 
 LENGTHS = st.lists(st.integers(0, 25), min_size=1, max_size=30)

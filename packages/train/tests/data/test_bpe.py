@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stack_core.contracts.data import Document
-from stack_core.errors import ConfigError, DataError
+from stack_core.abi.data import Document
+from stack_core.abi.errors import ConfigError, DataError
 from stack_train.data.bpe import trained_bpe
 from stack_train.data.text import TextSource
 

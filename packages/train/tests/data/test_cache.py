@@ -7,7 +7,7 @@ from threading import Barrier
 
 import pytest
 
-from stack_core.errors import DataError
+from stack_core.abi.errors import DataError
 from stack_train.data.cache import cached
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stack_core.contracts.data import Document
-from stack_core.errors import DataError
+from stack_core.abi.data import Document
+from stack_core.abi.errors import DataError
 from stack_train.data import corpus as corpus_module
 from stack_train.data.corpus import Corpus, tokenize
 from stack_train.data.pipeline import Pipeline

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stack_core.contracts.data import IGNORED_TARGET
+from stack_core.abi.data import IGNORED_TARGET
 from stack_train.data.packing import Packing
 
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=20).filter(lambda lengths: max(lengths) > 1)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stack_core.contracts.data import IGNORED_TARGET, ReadsRows
-from stack_core.errors import ConfigError, DataError
+from stack_core.abi.data import IGNORED_TARGET, ReadsRows
+from stack_core.abi.errors import ConfigError, DataError
 from stack_train.data.kinds.text import TextData
 from stack_train.data.pipeline import Batch, Pipeline, build_pipeline
 

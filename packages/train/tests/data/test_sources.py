@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from stack_core.contracts.data import DataSource
-from stack_core.errors import ConfigError, DataError, UnknownName
-from stack_core.plugins import registries
+from stack_core.abi.data import DataSource
+from stack_core.abi.errors import ConfigError, DataError, UnknownName
+from stack_core.abi.plugins import registries
 from stack_train.data.hf_datasets import DatasetsSource
 from stack_train.data.jsonl import JsonlSource
 from stack_train.data.kinds.text import TextData

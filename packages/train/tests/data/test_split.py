@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stack_core.errors import DataError
+from stack_core.abi.errors import DataError
 from stack_train.data.split import split_documents, text_digest
 
 DIGESTS = st.lists(st.integers(0, 30), min_size=1, max_size=60).map(lambda values: np.array(values, np.uint64))

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from stack_core.contracts.data import Tokenizer as TokenizerProtocol
-from stack_core.errors import DataError
+from stack_core.abi.data import Tokenizer as TokenizerProtocol
+from stack_core.abi.errors import DataError
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

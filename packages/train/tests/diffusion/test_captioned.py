@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stack_core.config import parse
-from stack_core.errors import ConfigError, ConversionError, DataError, GenerationError
-from stack_core.runs.directory import RunDirectory
+from stack_core.abi.config import parse
+from stack_core.abi.errors import ConfigError, ConversionError, DataError, GenerationError
+from stack_core.abi.run_directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.commands.sample import sample
 from stack_train.data.captions import captions_of

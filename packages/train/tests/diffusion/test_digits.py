@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 from sklearn.svm import SVC
 
-from stack_core.config import apply_overrides, load_yaml, parse
-from stack_core.errors import ConfigError, DataError, GenerationError
-from stack_core.runs.directory import RunDirectory
+from stack_core.abi.config import apply_overrides, load_yaml, parse
+from stack_core.abi.errors import ConfigError, DataError, GenerationError
+from stack_core.abi.run_directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.commands.sample import sample
 from stack_train.data.kinds.digits import digits

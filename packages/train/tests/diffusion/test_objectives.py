@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.errors import ConfigError
+from stack_core.abi.errors import ConfigError
 from stack_train.diffusion.noise import NoiseConfig
 from stack_train.diffusion.objectives import EpsilonConfig, FlowMatchingConfig, VConfig
 

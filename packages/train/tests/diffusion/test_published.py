@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from stack_core.errors import ConversionError
+from stack_core.abi.errors import ConversionError
 from stack_train.diffusion import autoencoder_kl, clip, dit, exchange, flux, t5
 from stack_train.diffusion.components import load_component
 from stack_train.diffusion.noise import DynamicShift

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.errors import ConfigError
+from stack_core.abi.errors import ConfigError
 from stack_train.diffusion.noise import DynamicShift, FlowConfig, NoiseConfig
 from stack_train.diffusion.objectives import FlowMatchingConfig
 from stack_train.diffusion.samplers import SamplerConfig, guided, levels_of, sample, table_of

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from stack_core.errors import ConversionError
+from stack_core.abi.errors import ConversionError
 from stack_train.diffusion import autoencoder_kl, flux
 from stack_train.diffusion.noise import DynamicShift
 from stack_train.diffusion.pipeline import save_pipeline

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
-from stack_core.config import to_mapping
-from stack_core.errors import ConversionError
-from stack_core.plugins import registries
+from stack_core.abi.config import to_mapping
+from stack_core.abi.errors import ConversionError
+from stack_core.abi.plugins import registries
 from stack_train.checkpoint import named_leaves
 from stack_train.commands.convert import convert
 from stack_train.data.tokenizer import HuggingFaceTokenizer

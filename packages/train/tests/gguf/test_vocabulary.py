@@ -6,7 +6,7 @@ import warnings
 import pytest
 from tokenizers import Tokenizer, models
 
-from stack_core.errors import ConversionError
+from stack_core.abi.errors import ConversionError
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.gguf import FORMAT
 from stack_train.gguf.cuts import CUTS, pre_tokenizer_of

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from stack_core.config import parse, to_yaml
-from stack_core.plugins import registries
-from stack_core.runs.directory import RunDirectory
+from stack_core.abi.config import parse, to_yaml
+from stack_core.abi.plugins import registries
+from stack_core.abi.run_directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore
 from stack_train.run.config import RunConfig
 from stack_train.variables import values_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from stack_core.mesh import MeshConfig, make_mesh
+from stack_core.abi.mesh import MeshConfig, make_mesh
 from stack_train.huggingface import FORMAT
 from stack_train.trained_model import RUN_FORMAT
 

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from stack_core.errors import ConversionError
+from stack_core.abi.errors import ConversionError
 from stack_train.huggingface.blocks import with_blocks
 from stack_train.huggingface.format import FORMAT
 from stack_train.huggingface.source import open_source

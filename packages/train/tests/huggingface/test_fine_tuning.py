@@ -10,8 +10,8 @@ import pytest
 import safetensors
 from flax.nnx.traversals import flatten_mapping
 
-from stack_core.config import parse
-from stack_core.errors import CheckpointError, ConfigError, StackError
+from stack_core.abi.config import parse
+from stack_core.abi.errors import CheckpointError, ConfigError, StackError
 from stack_train.checkpoint import CheckpointStore
 from stack_train.checkpoint.manifest import read_manifest
 from stack_train.huggingface import FORMAT

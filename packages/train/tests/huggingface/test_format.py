@@ -15,7 +15,7 @@ import safetensors
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
-from stack_core.errors import CheckpointDamaged, ConversionError, RunDirectoryError
+from stack_core.abi.errors import CheckpointDamaged, ConversionError, RunDirectoryError
 from stack_train.huggingface import FORMAT
 from stack_train.run.config import run_config
 from stack_train.trained_model import RUN_FORMAT

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from stack_core.abi.errors import ConversionError
+from stack_core.abi.model_formats import open_for_generation
+from stack_core.abi.plugins import registries
 from stack_core.cli import main
-from stack_core.errors import ConversionError
-from stack_core.model_formats import open_for_generation
-from stack_core.plugins import registries
 from stack_train.checkpoint import named_leaves
 from stack_train.huggingface import FORMAT
 from stack_train.huggingface.blocks import QUANTIZATION

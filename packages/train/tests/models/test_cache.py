@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from stack_core.contracts.caches import KVCache
-from stack_core.kv_cache import DenseKVCache
+from stack_core.abi.caches import KVCache
+from stack_core.ops.kv_cache import DenseKVCache
 from stack_train.models.llama import FAMILY, LlamaConfig
 
 CONFIG = LlamaConfig(vocab_size=61, embed=24, layers=3, heads=4, kv_heads=2, mlp=40, max_positions=32, dtype="float32")

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from stack_core.config import parse, to_mapping
-from stack_core.errors import ConfigError, ConversionError
-from stack_core.kv_cache import DenseKVCache
-from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh
-from stack_core.plugins import registries
+from stack_core.abi.config import parse, to_mapping
+from stack_core.abi.errors import ConfigError, ConversionError
+from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig, make_mesh
+from stack_core.abi.plugins import registries
+from stack_core.ops.kv_cache import DenseKVCache
 from stack_train.checkpoint import named_leaves
 from stack_train.models.weight_map import joined_tensors, shared_tensors
 from stack_train.nn.delta import DeltaAttention

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 from stack_core import ops
-from stack_core.config import parse, to_mapping
-from stack_core.errors import ArgumentError, ConfigError, ShapeError
-from stack_core.kv_cache import DenseKVCache
+from stack_core.abi.config import parse, to_mapping
+from stack_core.abi.errors import ArgumentError, ConfigError, ShapeError
+from stack_core.ops.kv_cache import DenseKVCache
 from stack_train.models import decoder
 from stack_train.models.llama import FAMILY, LlamaConfig
 

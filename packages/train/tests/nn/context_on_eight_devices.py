@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.hardware.hlo import parse_hlo
-from stack_core.hardware.hlo_costs import executed_flops
-from stack_core.mesh import MeshConfig, make_mesh, use_mesh
-from stack_core.ops import _attention_tiles, _linear_cross_entropy
+from stack_core.abi.mesh import MeshConfig, make_mesh, use_mesh
+from stack_core.ops.definitions import linear_cross_entropy
+from stack_core.ops.references import attention_tiles
+from stack_core.programs.hlo import parse_hlo
+from stack_core.programs.hlo_costs import executed_flops
 from stack_train.models import deepseek_v3, gemma3, llama
 from stack_train.nn.context import from_zigzag, to_zigzag
 from stack_train.objectives import CausalLMConfig
@@ -118,9 +119,9 @@ def zigzag_order_is_undone_where_it_is():
 
 
 if __name__ == "__main__":
-    _attention_tiles._TILE_BYTES = 1
-    _attention_tiles._FEWEST_ROWS = _attention_tiles._FEWEST_KEYS = 8
-    _linear_cross_entropy._FEWEST_ROWS = _linear_cross_entropy._CHUNK_BYTES = 1
-    _linear_cross_entropy._MOST_CHUNKS = 2
+    attention_tiles._TILE_BYTES = 1
+    attention_tiles._FEWEST_ROWS = attention_tiles._FEWEST_KEYS = 8
+    linear_cross_entropy._FEWEST_ROWS = linear_cross_entropy._CHUNK_BYTES = 1
+    linear_cross_entropy._MOST_CHUNKS = 2
     zigzag_order_is_undone_where_it_is()
     shared_sequences_train_as_whole_ones_do(ALL if "all" in sys.argv else FEW)

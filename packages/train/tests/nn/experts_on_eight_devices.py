@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from stack_core.hardware.hlo import parse_hlo
-from stack_core.hardware.hlo_costs import instruction_flops
-from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
-from stack_core.plugins import registries
+from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
+from stack_core.abi.plugins import registries
+from stack_core.programs.hlo import parse_hlo
+from stack_core.programs.hlo_costs import instruction_flops
 from stack_train.models.qwen3_moe import Qwen3MoeConfig
 
 CONFIG = Qwen3MoeConfig(

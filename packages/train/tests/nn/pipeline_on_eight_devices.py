@@ -10,9 +10,9 @@ import sys
 import jax
 import numpy as np
 
-from stack_core.hardware.hlo import parse_hlo
-from stack_core.hardware.hlo_costs import executed_flops
-from stack_core.mesh import MeshConfig, make_mesh
+from stack_core.abi.mesh import MeshConfig, make_mesh
+from stack_core.programs.hlo import parse_hlo
+from stack_core.programs.hlo_costs import executed_flops
 from stack_train.models.llama import FAMILY, LlamaConfig
 from stack_train.nn.schedules import schedule
 from stack_train.objectives import CausalLMConfig

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stack_core.errors import ConfigError
+from stack_core.abi.errors import ConfigError
 from stack_train.nn.schedules import schedule
 
 NAMES = st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])

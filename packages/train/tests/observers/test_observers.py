@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from stack_core.errors import Interrupted
-from stack_core.events import (
+from stack_core.abi.errors import Interrupted
+from stack_core.abi.event_bus import EventBus, ObserverContext
+from stack_core.abi.events import (
     CheckpointSaved,
     EvaluationFinished,
     RunFailed,
@@ -19,8 +20,7 @@ from stack_core.events import (
     StepFinished,
     StepStarted,
 )
-from stack_core.plugins import registries
-from stack_core.runs.event_bus import EventBus, ObserverContext
+from stack_core.abi.plugins import registries
 from stack_train.observers.goodput import GoodputObserver
 from stack_train.observers.history import HistoryObserver
 from stack_train.observers.jsonl import JsonlObserver

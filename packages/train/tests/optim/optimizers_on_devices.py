@@ -16,8 +16,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from stack_core.digest import array_digests
-from stack_core.mesh import MeshConfig, check_shardings, make_mesh
+from stack_core.abi.digest import array_digests
+from stack_core.abi.mesh import MeshConfig, check_shardings, make_mesh
 from stack_train.checkpoint import CheckpointConfig, CheckpointStore, named_leaves
 from stack_train.models.llama import FAMILY, LlamaConfig
 from stack_train.objectives import CausalLMConfig

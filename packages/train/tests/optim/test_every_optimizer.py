@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
 
 SCRIPT = Path(__file__).parent / "optimizers_on_devices.py"
 

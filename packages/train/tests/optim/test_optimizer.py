@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from stack_core.config import parse
-from stack_core.errors import ConfigError
+from stack_core.abi.config import parse
+from stack_core.abi.errors import ConfigError
 from stack_train.optim import AdamWConfig, GroupConfig, MuonConfig, ScheduleConfig, ScheduleFreeConfig, SgdConfig
 from stack_train.optim.axes import is_hidden_matrix, is_matrix
 from stack_train.optim.optimizer import states_of

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stack_core.errors import ConfigError
+from stack_core.abi.errors import ConfigError
 from stack_train.optim import ScheduleConfig
 
 STEPS = 100

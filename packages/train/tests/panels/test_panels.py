@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from stack_core.runs.report import write_report
+from stack_core.report.run import write_report
 from stack_train.panels.curves import curves
 from stack_train.panels.summary import summary
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stack_core.config import config, parse
-from stack_core.errors import CheckpointError, ConfigError, TrainingError
-from stack_core.metrics import Metric
-from stack_core.plugins import registries
+from stack_core.abi.config import config, parse
+from stack_core.abi.errors import CheckpointError, ConfigError, TrainingError
+from stack_core.abi.metrics import Metric
+from stack_core.abi.plugins import registries
 from stack_train.checkpoint import CheckpointStore
 from stack_train.objectives import CausalLMConfig, check_inputs
 from stack_train.run.config import RunConfig

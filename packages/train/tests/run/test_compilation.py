@@ -9,10 +9,11 @@ from pathlib import Path
 import jax
 import pytest
 
+from stack_core.abi.config import apply_overrides, load_yaml, parse
+from stack_core.abi.errors import ConfigError, ShardingError
+from stack_core.chips import Chip, Target
 from stack_core.cli import main
-from stack_core.config import apply_overrides, load_yaml, parse
-from stack_core.errors import ConfigError, ShardingError
-from stack_core.hardware import Chip, Target, model_flops_per_step
+from stack_core.programs.flops import model_flops_per_step
 from stack_train.data.kinds.text import language_model_shapes
 from stack_train.run.compilation import compile_step
 from stack_train.run.config import RunConfig
@@ -107,7 +108,7 @@ def run_command(capsys, *arguments):
 
 
 def test_the_command_prints_a_list_for_programs(config_file, capsys, monkeypatch):
-    monkeypatch.setattr("stack_core.hardware.targets.Target", Here)
+    monkeypatch.setattr("stack_core.chips.targets.Target", Here)
     printed = run_command(capsys, config_file, "--target", "a:1", "--target", "b:1", "--json", "--model.layers", "2")
     first, second = json.loads(printed)
     assert (first["target"], second["target"]) == ("a:1", "b:1")
@@ -118,7 +119,7 @@ def test_the_command_prints_a_list_for_programs(config_file, capsys, monkeypatch
 
 
 def test_the_command_tells_people_whether_it_fits(config_file, capsys, monkeypatch):
-    monkeypatch.setattr("stack_core.hardware.targets.Target", Small)
+    monkeypatch.setattr("stack_core.chips.targets.Target", Small)
     with pytest.raises(SystemExit) as caught:
         run_command(capsys, config_file, "--target", "small:1", "--check")
     assert caught.value.code == 2

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from stack_core.config import parse
-from stack_core.errors import CheckpointError
+from stack_core.abi.config import parse
+from stack_core.abi.errors import CheckpointError
 from stack_train.checkpoint import CheckpointStore
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_trainer

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from stack_core.config import parse
-from stack_core.errors import ConfigError, TrainingError
-from stack_core.plugins import registries
+from stack_core.abi.config import parse
+from stack_core.abi.errors import ConfigError, TrainingError
+from stack_core.abi.plugins import registries
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_trainer

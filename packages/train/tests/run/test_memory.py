@@ -3,9 +3,9 @@
 import jax
 import pytest
 
-from stack_core.config import apply_overrides, parse
-from stack_core.errors import HardwareError
-from stack_core.runs.directory import RunDirectory
+from stack_core.abi.config import apply_overrides, parse
+from stack_core.abi.errors import HardwareError
+from stack_core.abi.run_directory import RunDirectory
 from stack_train.run import memory, train
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_trainer

@@ -5,8 +5,8 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from stack_core.config import config, parse
-from stack_core.contracts.data import PolicyBatches
+from stack_core.abi.config import config, parse
+from stack_core.abi.data import PolicyBatches
 from stack_train.data.kinds.arrays import ArraysIterator
 from stack_train.data.kinds.text import language_model_shapes
 from stack_train.run.config import RunConfig

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from stack_core.config import apply_overrides, load_yaml, parse
+from stack_core.abi.config import apply_overrides, load_yaml, parse
 from stack_train.checkpoint import CheckpointStore
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_trainer

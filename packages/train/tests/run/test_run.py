@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from stack_core.config import apply_overrides, load_yaml, parse
-from stack_core.errors import ConfigError, DataError, Interrupted, NonFiniteLoss, RunDirectoryError, ShardingError
-from stack_core.events import StepFinished
-from stack_core.runs.directory import RunDirectory
+from stack_core.abi.config import apply_overrides, load_yaml, parse
+from stack_core.abi.errors import ConfigError, DataError, Interrupted, NonFiniteLoss, RunDirectoryError, ShardingError
+from stack_core.abi.events import StepFinished
+from stack_core.abi.run_directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.run import train as run
 from stack_train.run.config import RunConfig
@@ -205,7 +205,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_resumes_from_the_star
 
 
 def _resolved(config):
-    from stack_core.config import to_yaml
+    from stack_core.abi.config import to_yaml
 
     return to_yaml(config)
 

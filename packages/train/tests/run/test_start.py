@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from stack_core.config import load_yaml, parse
-from stack_core.errors import ConfigError
+from stack_core.abi.config import load_yaml, parse
+from stack_core.abi.errors import ConfigError
 from stack_train.run.checks import check_start
 from stack_train.run.config import RunConfig
 from stack_train.run.run import build

@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from stack_core.errors import HardwareError
-from stack_core.hardware import Chip
-from stack_core.hardware.chips import row_name
-from stack_core.plugins import registries
-from stack_core.registry import Entry
-from stack_core.tables import print_table
+from stack_core.abi.errors import HardwareError
+from stack_core.abi.plugins import registries
+from stack_core.abi.registry import Entry
+from stack_core.chips import Chip
+from stack_core.chips.devices import row_name
+from stack_core.commands.tables import print_table
 
 __all__ = ["chips"]
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from stack_core.errors import ClusterError
-from stack_core.runs.goodput import share_of_training
+from stack_core.abi.errors import ClusterError
+from stack_core.runtime.goodput import share_of_training
 from stack_core.runtime.record import ClusterRecord
 
 __all__ = ["events", "join", "logs", "status"]
@@ -81,7 +81,7 @@ def join(address: str, /, *, token_file: Path, host: int | None = None, orphan_s
       host: the number of this host; by default SLURM_NODEID, JOB_COMPLETION_INDEX, TPU_WORKER_ID, or the lowest free.
       orphan_s: how long to wait for a driver, before the run and after it was lost.
     """
-    from stack_core.launchers.joined import join_cluster
+    from stack_core.runtime.launchers.joined import join_cluster
 
     refusal = join_cluster(address, token_file, host, orphan_s)
     if refusal:

@@ -7,9 +7,9 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
-from stack_core import plugins as loaded
-from stack_core.abi import ABI_MAJOR, ABI_MINOR
-from stack_core.hookspecs import REGISTRY_KINDS
+from stack_core.abi import plugins as loaded
+from stack_core.abi.hookspecs import REGISTRY_KINDS
+from stack_core.abi.ops import ABI_MAJOR, ABI_MINOR
 
 __all__ = ["plugins"]
 

@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-from stack_core.config import parse_yaml
-from stack_core.runs.directory import RunDirectory
-from stack_core.runs.report import write_report
+from stack_core.abi.config import parse_yaml
+from stack_core.abi.run_directory import RunDirectory
+from stack_core.report.run import write_report
 
 __all__ = ["report"]
 

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import Distribution
 
+from stack_core.abi.plugins import plugins, registries
 from stack_core.doctor import accelerators, backend, environment, network, packages, resources
 from stack_core.doctor.findings import STATUSES, Finding, Status, worst
-from stack_core.plugins import plugins, registries
 
 __all__ = ["STATUSES", "Finding", "Status", "diagnose", "worst"]
 

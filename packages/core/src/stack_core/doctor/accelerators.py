@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from stack_core.abi.installing import install_command
 from stack_core.doctor.backend import Answer
 from stack_core.doctor.findings import Finding
-from stack_core.installing import install_command
 
 __all__ = ["Gpu", "Hardware", "find_hardware", "hardware_findings"]
 

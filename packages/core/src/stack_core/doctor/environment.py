@@ -3,8 +3,8 @@
 import difflib
 from collections.abc import Iterator, Mapping
 
+from stack_core.abi.errors import nearest
 from stack_core.doctor.findings import Finding, Status
-from stack_core.errors import nearest
 
 __all__ = ["environment_findings"]
 

@@ -10,10 +10,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from stack_core.abi.hookspecs import REGISTRY_KINDS
+from stack_core.abi.installing import install_command
+from stack_core.abi.plugins import Plugins, Registries
 from stack_core.doctor.findings import Finding
-from stack_core.hookspecs import REGISTRY_KINDS
-from stack_core.installing import install_command
-from stack_core.plugins import Plugins, Registries
 
 __all__ = ["accelerator_findings", "dependency_findings", "plugin_findings", "python_findings"]
 

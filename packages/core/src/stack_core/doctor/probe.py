@@ -72,7 +72,7 @@ def _compute() -> dict[str, Any]:
 def _rows() -> dict[str, Any]:
     import jax
 
-    from stack_core.hardware.chips import row_name
+    from stack_core.chips.devices import row_name
 
     return {"chips": {kind: row_name(kind) for kind in {device.device_kind for device in jax.devices()}}}
 

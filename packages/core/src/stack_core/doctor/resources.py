@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from stack_core import huge_pages, machine
+from stack_core.abi.user_cache import user_cache_dir
+from stack_core.chips import machine
 from stack_core.doctor.findings import Finding
-from stack_core.user_cache import user_cache_dir
+from stack_core.runtime import huge_pages
 
 __all__ = ["cache_findings", "clock_findings", "core_findings", "memory_findings", "page_findings"]
 

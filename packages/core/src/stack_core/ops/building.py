@@ -1,19 +1,20 @@
 """What implementations of ops are built from, core's own references included."""
 
-from stack_core.ops._automatic_axes import with_automatic_axes
-from stack_core.ops._choosing import answer, implementations_of, is_installed, preferred, supporting
-from stack_core.ops._contract import accurate_dtype, contract
-from stack_core.ops._differentiated import differentiated, forward_only
-from stack_core.ops._gated_linear_unit import ACTIVATIONS, gate_product
-from stack_core.ops._linear_cross_entropy import RowParts
-from stack_core.ops._manual_axes import vary_alike, varying
-from stack_core.ops._paged_places import as_int32, bounded_places, padding_as_zero
-from stack_core.ops._paged_pools import beside, holds_values
-from stack_core.ops._picked import picked
-from stack_core.ops._plain import is_plain
-from stack_core.ops._quantized import QuantizedArray, dequantize, is_quantized, logical_array, take
-from stack_core.ops._rope import rope_angles, rotated
-from stack_core.ops._running_softmax import (
+from stack_core.ops.definitions.gated_linear_unit import ACTIVATIONS, gate_product
+from stack_core.ops.definitions.linear_cross_entropy import RowParts
+from stack_core.ops.definitions.rope import rope_angles, rotated
+from stack_core.ops.dispatch.automatic_axes import with_automatic_axes
+from stack_core.ops.dispatch.choosing import answer, implementations_of, is_installed, preferred, supporting
+from stack_core.ops.dispatch.contract import accurate_dtype, contract
+from stack_core.ops.dispatch.differentiated import differentiated, forward_only
+from stack_core.ops.dispatch.manual_axes import vary_alike, varying
+from stack_core.ops.dispatch.picked import picked
+from stack_core.ops.dispatch.plain import is_plain
+from stack_core.ops.dispatch.signature import check_parameters, check_takes, parameters_of
+from stack_core.ops.references.paged_places import as_int32, bounded_places, padding_as_zero
+from stack_core.ops.references.paged_pools import beside, holds_values
+from stack_core.ops.references.quantized import QuantizedArray, dequantize, is_quantized, logical_array, take
+from stack_core.ops.references.running_softmax import (
     RunningSoftmax,
     add_tile,
     by_group,
@@ -23,7 +24,6 @@ from stack_core.ops._running_softmax import (
     masked_logits,
     with_sinks,
 )
-from stack_core.ops._signature import check_parameters, check_takes, parameters_of
 
 __all__ = [
     "ACTIVATIONS",

@@ -1,6 +1,6 @@
 """The parts of an op that a plugin defines; `docs/hooks.md` has an example."""
 
-from stack_core.ops._check import (
+from stack_core.ops.dispatch.check import (
     Axes,
     check_floating,
     check_integer,
@@ -8,10 +8,10 @@ from stack_core.ops._check import (
     check_positive,
     check_same_dtype,
 )
-from stack_core.ops._dispatch import dispatch
-from stack_core.ops._op import Op, OpAxes, function_of, op_named, suite_of
-from stack_core.ops._request import Implementation
-from stack_core.ops._splitting import LogicalNames
+from stack_core.ops.dispatch.dispatch import dispatch
+from stack_core.ops.dispatch.op import Op, OpAxes, function_of, op_named, suite_of
+from stack_core.ops.dispatch.request import Implementation
+from stack_core.ops.dispatch.splitting import LogicalNames
 
 __all__ = [
     "Axes",

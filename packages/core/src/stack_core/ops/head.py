@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from stack_core.ops._linear import linear
-from stack_core.ops._linear_cross_entropy import linear_cross_entropy
+from stack_core.ops.definitions.linear import linear
+from stack_core.ops.definitions.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["Head"]
 

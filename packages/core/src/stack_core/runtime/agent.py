@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from stack_core.contracts.launching import Invitation
-from stack_core.errors import StackError
+from stack_core.abi.errors import StackError
+from stack_core.abi.launchers import Invitation
 from stack_core.runtime.channel import ChannelClosed, Link, Message, dial
 from stack_core.runtime.config import parsed_address
 from stack_core.runtime.versions import installed

@@ -18,7 +18,7 @@ import socket
 import struct
 from typing import Any
 
-from stack_core.errors import ClusterError
+from stack_core.abi.errors import ClusterError
 
 __all__ = ["ChannelClosed", "Link", "Message", "Peer", "dial"]
 

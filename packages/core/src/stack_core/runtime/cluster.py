@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from stack_core.contracts.launching import Launcher
-from stack_core.errors import ClusterError, FormationLost
-from stack_core.plugins import registries
+from stack_core.abi.errors import ClusterError, FormationLost
+from stack_core.abi.launchers import Launcher
+from stack_core.abi.plugins import registries
 from stack_core.runtime.attribution import attributed
 from stack_core.runtime.channel import ChannelClosed, Link
 from stack_core.runtime.config import ClusterConfig

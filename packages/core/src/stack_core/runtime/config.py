@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from stack_core.config import config
-from stack_core.errors import ConfigError
+from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError
 
 __all__ = ["ClusterConfig", "parsed_address"]
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stack_core import events
-from stack_core.errors import ClusterError, TrainingError
-from stack_core.events import Event, RunFailed
+from stack_core.abi import events
+from stack_core.abi.errors import ClusterError, TrainingError
+from stack_core.abi.events import Event, RunFailed
 
 __all__ = ["from_frame", "to_frame"]
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from stack_core.errors import ClusterError
+from stack_core.abi.errors import ClusterError
 
 __all__ = ["Formation", "Member", "formed", "updated"]
 

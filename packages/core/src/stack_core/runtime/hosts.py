@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stack_core.contracts.launching import Invitation, Launcher
-from stack_core.errors import ClusterError, ConfigError
+from stack_core.abi.errors import ClusterError, ConfigError
+from stack_core.abi.launchers import Invitation, Launcher
 from stack_core.runtime.channel import ChannelClosed, Link, Message
 from stack_core.runtime.config import ClusterConfig, parsed_address
 from stack_core.runtime.versions import differing, installed

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from stack_core.runs.processes import join
 from stack_core.runtime.channel import ChannelClosed, Link, dial
+from stack_core.runtime.processes import join
 from stack_core.runtime.transfer import Transfers
 from stack_core.runtime.worker import current_worker
 

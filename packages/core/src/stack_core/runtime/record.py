@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stack_core.errors import ClusterError, ConfigError
-from stack_core.runs.journal import Journal
+from stack_core.abi.errors import ClusterError, ConfigError
+from stack_core.runtime.journal import Journal
 from stack_core.runtime.zygote import state_of
 
 __all__ = ["ClusterRecord", "read_token"]

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import jax
 import numpy as np
 
-from stack_core.errors import ArgumentError, ClusterError, FormationLost
+from stack_core.abi.errors import ArgumentError, ClusterError, FormationLost
 
 __all__ = ["ArrayMesh", "RemoteArray", "get", "remote"]
 

@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stack_core import errors
-from stack_core.config import differences, to_mapping
-from stack_core.contracts.launching import Launcher
-from stack_core.errors import ClusterError, RunGivenUp, StackError
-from stack_core.events import CheckpointSaved, Event, FormationFormed, RunStarted, WorkerDied
-from stack_core.plugins import registries
-from stack_core.runs.goodput import Goodput, share_of_training
-from stack_core.runs.signals import StopRequest
+from stack_core.abi import errors
+from stack_core.abi.config import differences, to_mapping
+from stack_core.abi.errors import ClusterError, RunGivenUp, StackError
+from stack_core.abi.events import CheckpointSaved, Event, FormationFormed, RunStarted, WorkerDied
+from stack_core.abi.launchers import Launcher
+from stack_core.abi.plugins import registries
 from stack_core.runtime.attribution import Failure, attributed
 from stack_core.runtime.config import ClusterConfig
 from stack_core.runtime.event_frames import from_frame
 from stack_core.runtime.formation import Formation, Member, formed, updated
+from stack_core.runtime.goodput import Goodput, share_of_training
 from stack_core.runtime.hosts import Hosts
 from stack_core.runtime.record import ClusterRecord, read_token
+from stack_core.runtime.signals import StopRequest
 from stack_core.runtime.supervisor import GiveUp, after
 
 __all__ = ["Job", "supervise"]

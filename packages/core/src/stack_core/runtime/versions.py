@@ -12,7 +12,7 @@ _WATCHED = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
 
 def installed() -> dict[str, Any]:
     """{"versions": of Python and what computes, "plugins": name and version of each that loaded}."""
-    from stack_core.plugins import plugins
+    from stack_core.abi.plugins import plugins
 
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in _WATCHED:

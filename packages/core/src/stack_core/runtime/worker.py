@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TextIO
 
-from stack_core.errors import ClusterError, StackError
-from stack_core.events import Event, RunStarted, StepFinished, StepStarted
-from stack_core.runs.rendezvous import ProcessesConfig
+from stack_core.abi.errors import ClusterError, StackError
+from stack_core.abi.events import Event, RunStarted, StepFinished, StepStarted
 from stack_core.runtime.event_frames import to_frame
+from stack_core.runtime.rendezvous import ProcessesConfig
 
 __all__ = ["Order", "Worker", "current_worker", "work"]
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from stack_core.contracts.launching import Launcher
+from stack_core.abi.launchers import Launcher
 from stack_core.runtime.config import ClusterConfig
 from stack_core.runtime.formation import formed
 from stack_core.runtime.hosts import Hosts

@@ -14,7 +14,7 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 
-from stack_core.errors import ChatTemplateError, nearest
+from stack_core.abi.errors import ChatTemplateError, nearest
 
 __all__ = ["TEMPLATE_FIELDS", "ChatTemplate"]
 

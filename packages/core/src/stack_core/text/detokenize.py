@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Sequence
 from functools import lru_cache
 
-from stack_core.contracts.data import Tokenizer
+from stack_core.abi.data import Tokenizer
 
 __all__ = ["IncrementalDetokenizer", "StopTexts", "prompt_text"]
 

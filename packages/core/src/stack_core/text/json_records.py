@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from stack_core.errors import DataError
+from stack_core.abi.errors import DataError
 
 __all__ = ["parse_record"]
 

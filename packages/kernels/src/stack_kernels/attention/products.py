@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.mesh import parts_of
+from stack_core.abi.mesh import parts_of
 from stack_core.ops.building import accurate_dtype, contract
 
 __all__ = ["by_group", "contract_heads", "merged", "unmixed"]

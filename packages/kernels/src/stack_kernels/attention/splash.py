@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.abi import OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OpCall, OpImplementation
+from stack_core.chips import Chip
 from stack_kernels.attention.sinks import sinks_gradient
 from stack_kernels.mesh_types import untyped
 from stack_kernels.supports import first_problem, takes_no

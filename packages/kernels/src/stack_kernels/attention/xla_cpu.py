@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.abi import OWN, OpImplementation
-from stack_core.mesh import parts_of
+from stack_core.abi.mesh import parts_of
+from stack_core.abi.ops import OWN, OpImplementation
 from stack_core.ops.building import differentiated, joined_by_sinks, vary_alike
 from stack_kernels.attention.few_queries import are_few, attend_few
 from stack_kernels.attention.tiles import Operands, Tiles, attend, attend_one_tile, gradients

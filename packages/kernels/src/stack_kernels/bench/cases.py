@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.abi import QView
+from stack_core.abi.ops import QView
 
 __all__ = ["CASES", "BenchCase", "drawn"]
 

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from stack_core.errors import BenchmarkError
-from stack_core.hardware import Chip
+from stack_core.abi.errors import BenchmarkError
+from stack_core.chips import Chip
 from stack_kernels.bench.results import Results, Row
 
 __all__ = ["CONFIDENCE", "Comparison", "check_comparable", "compare"]

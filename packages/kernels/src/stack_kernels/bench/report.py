@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stack_core.errors import BenchmarkError
-from stack_core.installing import install_command
+from stack_core.abi.errors import BenchmarkError
+from stack_core.abi.installing import install_command
 
 if TYPE_CHECKING:
     from stack_kernels.bench.compare import Comparison

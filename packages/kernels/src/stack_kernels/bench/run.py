@@ -16,8 +16,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from stack_core import ops
-from stack_core.errors import BenchmarkError, StackError, UnsupportedOp
-from stack_core.hardware import current_chip
+from stack_core.abi.errors import BenchmarkError, StackError, UnsupportedOp
+from stack_core.chips import current_chip
 from stack_kernels.bench.cases import BenchCase, drawn
 from stack_kernels.bench.results import Results, Row
 from stack_kernels.roofline import Work, work_of

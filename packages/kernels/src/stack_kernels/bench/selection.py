@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stack_core.errors import BenchmarkError, UnknownName, nearest
-from stack_core.plugins import registries
+from stack_core.abi.errors import BenchmarkError, UnknownName, nearest
+from stack_core.abi.plugins import registries
 
 if TYPE_CHECKING:
     from stack_kernels.bench.run import Task
@@ -38,7 +38,7 @@ class Selection:
           UnknownName: an op, implementation, model or dtype is not known.
           BenchmarkError: an op has no cases.
         """
-        from stack_core.hardware import current_chip
+        from stack_core.chips import current_chip
         from stack_kernels.bench.cases import CASES
         from stack_kernels.bench.run import tasks
 

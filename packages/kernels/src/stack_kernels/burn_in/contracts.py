@@ -83,7 +83,7 @@ def _contracts(op: str, rows: Sequence[dict[str, Any]]) -> list[Contract]:
 def _outcomes(op: str, skip: int) -> Iterator[dict[str, Any]]:
     import jax
 
-    from stack_core.plugins import registries
+    from stack_core.abi.plugins import registries
     from stack_core.testing import op_checks
 
     # Else accelerators round fp32 operands to TF32 or bf16, and float64 is not what they can be held to.

@@ -19,7 +19,7 @@ def main() -> None:
     """Measures what the command line names."""
     import jax
 
-    from stack_core.errors import BenchmarkError
+    from stack_core.abi.errors import BenchmarkError
     from stack_kernels.bench.results import Row
     from stack_kernels.bench.run import measured, results, tasks
     from stack_kernels.burn_in.contracts import implementations_for

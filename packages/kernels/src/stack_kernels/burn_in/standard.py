@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from stack_core.hardware import current_chip
+from stack_core.chips import current_chip
 from stack_kernels.bench.cases import CASES, BenchCase, drawn
 from stack_kernels.bench.run import Task
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import rich.table
 from rich.console import Console
 
-from stack_core.errors import BenchmarkError, UnknownName, nearest
-from stack_core.plugins import registries
-from stack_core.tables import print_table
+from stack_core.abi.errors import BenchmarkError, UnknownName, nearest
+from stack_core.abi.plugins import registries
+from stack_core.commands.tables import print_table
 
 if TYPE_CHECKING:
     from stack_kernels.laboratory.experiments import Row

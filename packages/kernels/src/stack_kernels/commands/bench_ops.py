@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from stack_core.errors import BenchmarkError
+from stack_core.abi.errors import BenchmarkError
 from stack_kernels.bench.selection import Selection
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def bench_ops(
       html: write a report with plots there; needs stack-kernels[plots].
     """
     _check(rounds, budget_s, tolerance, writes=(json, html))
-    from stack_core.hardware import current_chip
+    from stack_core.chips import current_chip
     from stack_kernels.bench.compare import check_comparable
     from stack_kernels.bench.report import check_plots, write_report
     from stack_kernels.bench.results import Results

@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stack_core.errors import BenchmarkError, UnknownName, nearest
-from stack_core.plugins import registries
+from stack_core.abi.errors import BenchmarkError, UnknownName, nearest
+from stack_core.abi.plugins import registries
 
 if TYPE_CHECKING:
     from stack_kernels.burn_in.report import Findings
@@ -70,7 +70,7 @@ def _chosen(given: str) -> list[str]:
 
 
 def _file_name() -> str:
-    from stack_core.hardware import current_chip
+    from stack_core.chips import current_chip
     from stack_kernels.tuning.tables import ChipName
 
     return Path(ChipName.of(current_chip()).file_name).stem

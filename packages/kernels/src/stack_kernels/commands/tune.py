@@ -13,8 +13,8 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from stack_core.errors import TuningError
-from stack_core.named_function import named_function
+from stack_core.abi.errors import TuningError
+from stack_core.commands.named_function import named_function
 
 if TYPE_CHECKING:
     from stack_kernels.tuning.search import Job, TuneReport
@@ -81,7 +81,7 @@ def _tuned(target: str, budget_s: float, tables: Path | None, *, again: bool, js
         say = Console(stderr=True, highlight=False, soft_wrap=True, markup=False).print
         return tune_in_child([target, *options], budget_s=budget_s, again=again, folder=tables, say=say)
     fn, arguments = named_function(target)
-    from stack_core.hardware import current_chip
+    from stack_core.chips import current_chip
     from stack_kernels.tuning.search import tune as search
     from stack_kernels.tuning.tables import ChipName, own_table_path
 
@@ -135,7 +135,7 @@ def _merge(files: Sequence[Path], folder: Path | None) -> None:
 
 def _known_here(folder: Path | None) -> "Table":
     """All measurements of this chip: from a folder, or from the tables that every process reads."""
-    from stack_core.hardware import current_chip
+    from stack_core.chips import current_chip
     from stack_kernels.tuning.sources import known_tables
     from stack_kernels.tuning.tables import ChipName, Table, own_table_path
 

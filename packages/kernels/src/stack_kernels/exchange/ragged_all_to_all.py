@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.abi import OpImplementation
+from stack_core.abi.ops import OpImplementation
 from stack_core.ops.building import vary_alike
 
 __all__ = ["RAGGED_ALL_TO_ALL", "ragged_all_to_all"]

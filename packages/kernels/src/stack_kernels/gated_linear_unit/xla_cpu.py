@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from stack_core.abi import OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OpCall, OpImplementation
+from stack_core.chips import Chip
 from stack_core.ops.building import ACTIVATIONS, accurate_dtype
 from stack_kernels.linear.product import XLA, Products, row_gradient, transposed, weight_gradient
 from stack_kernels.supports import takes_no, unquantized

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from stack_core.abi import OWN, OpImplementation
+from stack_core.abi.ops import OWN, OpImplementation
 from stack_core.ops.building import accurate_dtype, differentiated, gate_product, is_quantized
 from stack_kernels.linear.product import product as plain_product
 from stack_kernels.linear.xla_cpu_quantized import CONFIGS, QuantizedConfig, quantized_product, supports_quantized

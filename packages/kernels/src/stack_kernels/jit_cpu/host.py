@@ -17,9 +17,9 @@ import numpy as np
 from jax import ffi
 from llvmlite import ir
 
-from stack_core.abi import OpCall
-from stack_core.hardware import Chip
-from stack_core.machine import cpu_model
+from stack_core.abi.ops import OpCall
+from stack_core.chips import Chip
+from stack_core.chips.machine import cpu_model
 from stack_core.ops.building import vary_alike
 from stack_kernels.jit_cpu import crash_note
 from stack_kernels.jit_cpu.builder import BYTE, INDEX, POINTER, Builder

@@ -1,7 +1,7 @@
 """Who takes the kernels that do little with each of many numbers."""
 
-from stack_core.abi import OpCall
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OpCall
+from stack_core.chips import Chip
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.numbers import WRITTEN
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax import ffi
 
-from stack_core.errors import HardwareError
+from stack_core.abi.errors import HardwareError
 
 __all__ = ["VERSION", "ask_version", "check_handler", "interface_refusal"]
 

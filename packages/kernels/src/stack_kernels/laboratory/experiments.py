@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stack_core.hardware.wheel_compilers import path_with_wheel_compilers
+from stack_core.chips.wheel_compilers import path_with_wheel_compilers
 
 __all__ = ["Row", "compile_for"]
 

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from stack_core.abi import OpImplementation
+from stack_core.abi.ops import OpImplementation
 
 __all__ = ["INTERPRETABLE", "interpreted"]
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from stack_core import ops
-from stack_core.abi import OpCall
-from stack_core.errors import BenchmarkError
-from stack_core.hardware import use_chip
-from stack_core.machine import cpu_flags, cpu_model
+from stack_core.abi.errors import BenchmarkError
+from stack_core.abi.ops import OpCall
+from stack_core.abi.plugins import registries
+from stack_core.chips import use_chip
+from stack_core.chips.machine import cpu_flags, cpu_model
 from stack_core.ops.building import answer, implementations_of
-from stack_core.plugins import registries
 from stack_core.testing import first_call, op_checks
 from stack_kernels.laboratory.calls import CALLS
 from stack_kernels.laboratory.experiments import Row

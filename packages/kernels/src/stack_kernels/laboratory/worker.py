@@ -24,9 +24,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from stack_core import ops
-from stack_core.errors import StackError
-from stack_core.hardware import Target, use_target
-from stack_core.plugins import registries
+from stack_core.abi.errors import StackError
+from stack_core.abi.plugins import registries
+from stack_core.chips import Target, use_target
 from stack_kernels.laboratory.calls import AXIS, DEVICES, LabCall, calls_for
 from stack_kernels.laboratory.experiments import Row
 from stack_kernels.laboratory.programs import usage_of

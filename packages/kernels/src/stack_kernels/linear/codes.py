@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from stack_core.abi import QView
+from stack_core.abi.ops import QView
 from stack_core.ops.building import QuantizedArray, dequantize
 
 __all__ = ["Columns", "columns", "decoded", "dequantized", "interleaved"]

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.abi import QView
-from stack_core.machine import cpu_flags
+from stack_core.abi.ops import QView
+from stack_core.chips.machine import cpu_flags
 from stack_core.ops.building import QuantizedArray
 from stack_kernels.linear.codes import columns, decoded, interleaved
 from stack_kernels.linear.integer_dot import by_row

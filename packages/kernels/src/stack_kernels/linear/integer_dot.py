@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stack_core.abi import QView
+from stack_core.abi.ops import QView
 from stack_core.ops.building import QuantizedArray
 from stack_kernels.linear.codes import columns, interleaved
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from stack_core.abi import OpImplementation
+from stack_core.abi.ops import OpImplementation
 from stack_core.ops.building import accurate_dtype
 from stack_kernels.linear.product import XLA, Products, row_gradient, transposed, weight_gradient
 from stack_kernels.supports import unquantized

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from stack_core.abi import OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OpCall, OpImplementation
+from stack_core.chips import Chip
 from stack_core.ops.building import differentiated, is_quantized, vary_alike
 from stack_kernels.linear.codes import Columns, columns, dequantized, interleaved
 from stack_kernels.linear.float_dot import float_dot, has_float_dot

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.abi import OWN, OpImplementation
+from stack_core.abi.ops import OWN, OpImplementation
 from stack_core.ops.building import accurate_dtype, differentiated, vary_alike
 
 __all__ = ["XLA_CPU", "Chunks"]

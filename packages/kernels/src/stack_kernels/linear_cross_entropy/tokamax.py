@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from stack_core.abi import OWN, OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OWN, OpCall, OpImplementation
+from stack_core.chips import Chip
 from stack_kernels import from_tokamax
 from stack_kernels.supports import first_problem, is_beyond, takes_no, unquantized
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.abi import OWN, OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OWN, OpCall, OpImplementation
+from stack_core.chips import Chip
 from stack_core.ops.building import RowParts, accurate_dtype, dequantize, differentiated, vary_alike
 from stack_kernels.cpu import as_bits
 from stack_kernels.linear.product import XLA, Products

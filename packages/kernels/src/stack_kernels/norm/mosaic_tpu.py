@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from stack_core.abi import OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OpCall, OpImplementation
+from stack_core.chips import Chip
 from stack_kernels.mesh_types import untyped
 from stack_kernels.supports import first_problem
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from stack_core.abi import OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OpCall, OpImplementation
+from stack_core.chips import Chip
 from stack_core.ops.building import bounded_places, forward_only
 from stack_kernels.mesh_types import untyped
 from stack_kernels.supports import first_problem, is_beyond, takes_no, unquantized

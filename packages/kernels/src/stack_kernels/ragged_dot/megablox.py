@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from stack_core.abi import OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OpCall, OpImplementation
+from stack_core.chips import Chip
 from stack_core.ops.building import is_quantized
 from stack_kernels.mesh_types import untyped
 from stack_kernels.ragged_dot.groups import cut, padded, zero_after

@@ -15,8 +15,8 @@ import jax.custom_batching
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.abi import OWN, OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OWN, OpCall, OpImplementation
+from stack_core.chips import Chip
 from stack_core.ops.building import accurate_dtype, contract, differentiated, vary_alike
 from stack_kernels.linear.product import transposed
 from stack_kernels.supports import takes_no, unquantized

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.abi import OpImplementation
+from stack_core.abi.ops import OpImplementation
 from stack_core.ops.building import differentiated, rope_angles, rotated
 
 __all__ = ["XLA_CPU"]

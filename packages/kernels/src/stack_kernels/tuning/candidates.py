@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stack_core.abi import OWN, OpCall, OpImplementation
-from stack_core.hardware import target_chip
+from stack_core.abi.ops import OWN, OpCall, OpImplementation
+from stack_core.chips import target_chip
 from stack_core.ops.building import is_quantized, supporting
 from stack_core.testing import TOLERANCES, assert_close
 from stack_kernels.tuning.operands import draw_operands

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from stack_core.errors import TuningError
+from stack_core.abi.errors import TuningError
 from stack_kernels.tuning.tables import Table, own_table_path
 
 __all__ = ["TRYING_VARIABLE", "tune_in_child"]

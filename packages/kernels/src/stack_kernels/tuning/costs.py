@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stack_core.hardware import Chip
+from stack_core.chips import Chip
 from stack_kernels.tuning.shapes import CallShape
 
 __all__ = ["CostModel", "Sample", "estimate_s", "roofline_s"]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stack_core.hardware import Chip
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
+from stack_core.chips import Chip
 from stack_kernels.tuning.published import Timed, estimates
 from stack_kernels.tuning.shapes import CallShape
 

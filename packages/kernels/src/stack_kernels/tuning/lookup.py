@@ -25,8 +25,8 @@ from typing import Any
 
 import jax
 
-from stack_core.abi import OpCall, OpImplementation, TunedChoice
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OpCall, OpImplementation, TunedChoice
+from stack_core.chips import Chip
 from stack_core.ops.building import preferred
 from stack_kernels.tuning.costs import estimate_s
 from stack_kernels.tuning.shapes import CallShape, shape_of
@@ -79,7 +79,7 @@ class TunedTables:
         candidates: Mapping[str, OpImplementation],
         forward: TunedChoice | None = None,
     ) -> TunedChoice | None:
-        """What to use for one direction of a call; see `stack_core.contracts.tuning.TunedTable`."""
+        """What to use for one direction of a call; see `stack_core.abi.tuning.TunedTable`."""
         name = ChipName(chip.kind, chip.model)
         if self._loaded is None:
             self._loaded = {table.chip: _Measurements(table) for table in self._load()}

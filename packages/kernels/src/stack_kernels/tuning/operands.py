@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.abi import OpCall
+from stack_core.abi.ops import OpCall
 from stack_core.ops.building import is_quantized
 
 __all__ = ["draw_operands"]

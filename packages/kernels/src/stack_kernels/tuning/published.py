@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stack_core.abi import OpCall, OpImplementation, TunedChoice
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OpCall, OpImplementation, TunedChoice
+from stack_core.abi.plugins import registries
+from stack_core.chips import Chip
 from stack_core.ops.building import preferred
-from stack_core.plugins import registries
 from stack_kernels.tuning.lookup import duration, nearest_chip
 from stack_kernels.tuning.shapes import CallShape, shape_of
 from stack_kernels.tuning.tables import ChipName, decoded_config
@@ -116,7 +116,7 @@ class Published:
         candidates: Mapping[str, OpImplementation],
         forward: TunedChoice | None = None,
     ) -> TunedChoice | None:
-        """What to use for one direction of a call; see `stack_core.contracts.tuning.TunedTable`."""
+        """What to use for one direction of a call; see `stack_core.abi.tuning.TunedTable`."""
         del forward  # gradients were timed alone
         known = self._by_chip
         near = nearest_chip(ChipName.of(chip), known) if _is_accelerator(chip) else None

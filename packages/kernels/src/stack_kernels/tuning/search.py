@@ -13,10 +13,10 @@ from typing import Any
 import jax
 
 from stack_core import ops
-from stack_core.abi import OpCall
-from stack_core.errors import StackError, TuningError
-from stack_core.hardware import Chip, current_chip, use_chip
-from stack_core.named_function import tracing
+from stack_core.abi.errors import StackError, TuningError
+from stack_core.abi.ops import OpCall
+from stack_core.chips import Chip, current_chip, use_chip
+from stack_core.commands.named_function import tracing
 from stack_core.ops import Explanation
 from stack_kernels.tuning.candidates import Candidate, Trial, WrongNumbers, candidates_of
 from stack_kernels.tuning.costs import estimate_s, roofline_s

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.abi import OpCall
+from stack_core.abi.ops import OpCall
 from stack_core.ops.defining import op_named
 from stack_kernels.roofline import work_of
 

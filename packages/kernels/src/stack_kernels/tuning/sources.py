@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stack_core import ops
-from stack_core.errors import TuningError
+from stack_core.abi.errors import TuningError
 from stack_kernels.tuning.lookup import OneTable, TunedTables
 from stack_kernels.tuning.tables import HERE, TABLES_VARIABLE, ChipName, Table
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stack_core.errors import TuningError
-from stack_core.hardware import Chip
+from stack_core.abi.errors import TuningError
+from stack_core.chips import Chip
 from stack_kernels.tuning.shapes import CallShape
 
 __all__ = [

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.errors import UnsupportedOp
-from stack_core.hardware import Flops, count_flops
+from stack_core.abi.errors import UnsupportedOp
+from stack_core.programs.flops import Flops, count_flops
 from stack_core.testing import OpCheck, op_checks
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.linear.jit_amx import JIT_AMX, TILED

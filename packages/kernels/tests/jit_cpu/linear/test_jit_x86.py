@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.errors import UnsupportedOp
-from stack_core.hardware import current_chip
+from stack_core.abi.errors import UnsupportedOp
+from stack_core.chips import current_chip
 from stack_core.testing import OpCheck, Quantized, op_checks
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.host import Processor

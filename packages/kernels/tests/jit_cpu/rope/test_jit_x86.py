@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stack_core import ops
-from stack_core.errors import UnsupportedOp
+from stack_core.abi.errors import UnsupportedOp
 from stack_core.testing import OpCheck, op_checks
 from stack_kernels.jit_cpu.host import Processor
 from stack_kernels.jit_cpu.rope.jit_x86 import JIT_X86

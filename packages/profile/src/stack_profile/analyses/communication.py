@@ -3,7 +3,7 @@
 A collective lasts from its start to its end, an asynchronous one from where its start begins to where its done ends.
 Other operations may run beside it; exposed is the time in which a device runs collectives and nothing else. A part of
 both is waiting for the device that comes last. With S bytes sent by a device, as the algorithm that sends least does
-(`stack_core.hardware.hlo_costs`),
+(`stack_core.programs.hlo_costs`),
 
     rate = S / (time - wait)
 """
@@ -24,7 +24,7 @@ from stack_profile.traces.operations import PICOSECOND, Operation
 from stack_profile.traces.trace import Trace
 
 if TYPE_CHECKING:
-    from stack_core.hardware import Chip
+    from stack_core.chips import Chip
 
 __all__ = ["CommunicationGrouping", "CommunicationRow", "communication"]
 
@@ -123,8 +123,8 @@ def _key(by: CommunicationGrouping, line: Callable[[Operation], str]) -> Callabl
 
 def _link_bytes_s(trace: Trace, name: str | None) -> float | None:
     """What a chip can send; None where it is not known, as for a CPU, which has no links."""
-    from stack_core.hardware.chips import row_name
-    from stack_core.plugins import registries
+    from stack_core.abi.plugins import registries
+    from stack_core.chips.devices import row_name
 
     if name is None and (kind := trace.about.get("device_kind")) is not None:
         name = row_name(str(kind))

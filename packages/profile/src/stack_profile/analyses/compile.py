@@ -18,7 +18,7 @@ from stack_profile.traces.operations import PICOSECOND, HostEvents
 from stack_profile.traces.trace import Trace
 
 if TYPE_CHECKING:
-    from stack_core.hardware.hlo import ArrayShape
+    from stack_core.programs.hlo import ArrayShape
 
 __all__ = ["CompileRow", "argument_differences", "compilations"]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from stack_core.errors import UnknownName, nearest
+from stack_core.abi.errors import UnknownName, nearest
 from stack_core.report.fields import number
 from stack_profile.analyses.ops import chosen_devices
 from stack_profile.answer import Answer
@@ -19,8 +19,8 @@ from stack_profile.traces.operations import Operation, Ops
 from stack_profile.traces.trace import Trace
 
 if TYPE_CHECKING:
-    from stack_core.hardware.hlo import ArrayShape, Computation, Instruction, Module
-    from stack_core.hardware.hlo_costs import InstructionCost
+    from stack_core.programs.hlo import ArrayShape, Computation, Instruction, Module
+    from stack_core.programs.hlo_costs import InstructionCost
 
 __all__ = ["GraphRow", "dot", "graph"]
 
@@ -221,7 +221,7 @@ class _Nodes:
 
     @classmethod
     def of(cls, program: Program, measured: Mapping[str, _Took], busy_s: float) -> "_Nodes":
-        from stack_core.hardware.hlo_costs import instruction_costs  # imports jax
+        from stack_core.programs.hlo_costs import instruction_costs  # imports jax
 
         module = program.module
         assert module is not None, "programs that cannot be read are not chosen"
@@ -308,7 +308,7 @@ class _Nodes:
 
     def _fused(self, name: str, distance: int) -> list[GraphRow]:
         """What a fusion fuses, in the order of the program; what only passes values on is left out."""
-        from stack_core.hardware.hlo_costs import instruction_flops  # imports jax
+        from stack_core.programs.hlo_costs import instruction_flops  # imports jax
 
         fusion = self.home[name].instructions[name]
         if fusion.operation != "fusion":

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from stack_core.errors import UnknownName, nearest
+from stack_core.abi.errors import UnknownName, nearest
 from stack_core.report.fields import number
 from stack_core.report.plots import Bars, Chart, Series, bars
 from stack_profile.answer import Answer

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from stack_core.errors import UnknownName, nearest
+from stack_core.abi.errors import UnknownName, nearest
 from stack_core.report.fields import number
 from stack_core.report.plots import bars
 from stack_profile.answer import Answer

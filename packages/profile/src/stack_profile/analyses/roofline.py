@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from stack_core import machine
+from stack_core.chips import machine
 from stack_core.report.fields import number
 from stack_core.report.plots import Chart, Series
 from stack_profile.analyses.ops import chosen_devices
@@ -23,8 +23,8 @@ from stack_profile.traces.operations import Operation
 from stack_profile.traces.trace import Trace
 
 if TYPE_CHECKING:
-    from stack_core.hardware import Chip
-    from stack_core.hardware.hlo_costs import InstructionCost
+    from stack_core.chips import Chip
+    from stack_core.programs.hlo_costs import InstructionCost
 
 __all__ = ["RooflineRow", "roofline", "roofline_of"]
 
@@ -86,7 +86,7 @@ def _registered_chip(name: str) -> "Chip":
     Raises:
       UnknownName: there is no such row.
     """
-    from stack_core.plugins import registries
+    from stack_core.abi.plugins import registries
 
     chip = registries.chips[name]
     return chip() if callable(chip) else chip
@@ -140,7 +140,7 @@ def _roofs(chip: "Chip", intensities: Sequence[float], sharing: int) -> list[Ser
 
 def _costs(program: Program) -> "Mapping[str, InstructionCost] | None":
     """By the instruction's name; None where this version of XLA cannot read the program."""
-    from stack_core.hardware.hlo_costs import instruction_costs  # imports jax
+    from stack_core.programs.hlo_costs import instruction_costs  # imports jax
 
     return instruction_costs(program.module) if program.module else None
 
@@ -152,8 +152,8 @@ def _sharing(chip: "Chip | None", devices: int) -> int:
 
 def _chip_of(trace: Trace) -> "tuple[Chip | None, str]":
     """The chip that the capture names, or None where its peaks are not known; and what has to be said of it."""
-    from stack_core.hardware.chips import row_name
-    from stack_core.plugins import registries
+    from stack_core.abi.plugins import registries
+    from stack_core.chips.devices import row_name
 
     is_cpu = bool(trace.devices) and all("CPU:" in each.device for each in trace.devices)
     kind = trace.about.get("device_kind", "cpu" if is_cpu else _noted_kind(trace))

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
-from stack_core.config import parse
+from stack_core.abi.config import parse
 from stack_profile.captures.addresses import Address, addresses, forget
 from stack_profile.captures.listener import LOOPBACK, CaptureRequest
 from stack_profile.errors import CaptureError

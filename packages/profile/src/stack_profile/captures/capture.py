@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from stack_core import machine
+from stack_core.chips import machine
 from stack_profile.captures.processes import SUFFIX, stem
 from stack_profile.captures.recording import Background, Recording, record
 from stack_profile.errors import CaptureError, ProfileError

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from stack_core.config import config, parse
-from stack_core.errors import ConfigError
+from stack_core.abi.config import config, parse
+from stack_core.abi.errors import ConfigError
 from stack_profile.captures.addresses import Address, forget, publish
 from stack_profile.captures.capture import Capture
 from stack_profile.captures.recording import backend_started

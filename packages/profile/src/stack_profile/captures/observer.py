@@ -6,9 +6,9 @@ from typing import Final
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from stack_core.config import config
-from stack_core.events import Event, RunFailed, RunFinished, RunStarted, StepFinished, StepStarted
-from stack_core.runs.event_bus import ObserverContext
+from stack_core.abi.config import config
+from stack_core.abi.event_bus import ObserverContext
+from stack_core.abi.events import Event, RunFailed, RunFinished, RunStarted, StepFinished, StepStarted
 from stack_profile.captures.capture import Capture, CaptureWarning, capture
 from stack_profile.captures.listener import listen
 from stack_profile.captures.slow_steps import AnomalyConfig

@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from stack_core.config import config
+from stack_core.abi.config import config
 
 __all__ = ["AnomalyConfig", "SlowSteps"]
 

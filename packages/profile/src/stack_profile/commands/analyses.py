@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
 from stack_profile.answer import Answer
 from stack_profile.commands.printing import Limit, PrintCsv, PrintJson, TracePath, show
 from stack_profile.errors import ProfileError

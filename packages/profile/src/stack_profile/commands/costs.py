@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from stack_core.named_function import named_function
+from stack_core.commands.named_function import named_function
 from stack_profile.commands.printing import Limit, PrintCsv, PrintJson, show
 from stack_profile.comparisons.costs import compiled_costs
 

@@ -8,8 +8,8 @@ from typing import Annotated, Final, Literal, get_args
 
 from cyclopts import Parameter
 
-from stack_core.errors import nearest
-from stack_core.named_function import named_function
+from stack_core.abi.errors import nearest
+from stack_core.commands.named_function import named_function
 from stack_core.report.fields import number
 from stack_profile.answer import Answer, share_of
 from stack_profile.commands.diff import More

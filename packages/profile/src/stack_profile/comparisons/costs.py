@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from stack_core.named_function import tracing
+from stack_core.commands.named_function import tracing
 from stack_profile.analyses.memory import memory_of
 from stack_profile.answer import Answer
 from stack_profile.errors import ProfileError
@@ -136,7 +136,7 @@ def compiled_costs(fn: Callable[..., Any], *args: Any, compilations: int = 3) ->
 
 def costs_of(program: Program, *, compile_s: Sequence[float] = (), about: Mapping[str, Any] | None = None) -> Costs:
     """The costs of a program that a trace holds, or of `stack_profile.traces.hlo.program_of`."""
-    from stack_core.hardware.hlo_costs import executed_flops, instruction_costs, memory_traffic  # imports jax
+    from stack_core.programs.hlo_costs import executed_flops, instruction_costs, memory_traffic  # imports jax
 
     module, memory = program.module, memory_of(program)
     groups: dict[tuple[str, str, str], dict[str, int]] = {}

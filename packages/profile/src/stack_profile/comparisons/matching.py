@@ -16,7 +16,7 @@ from stack_profile.traces.hlo import Program
 from stack_profile.traces.operations import Operation
 
 if TYPE_CHECKING:
-    from stack_core.hardware.hlo import ArrayShape
+    from stack_core.programs.hlo import ArrayShape
 
 __all__ = ["How", "Match", "Site", "match", "sites"]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Final
 
-from stack_core.errors import StackError
-from stack_core.plugins import registries
+from stack_core.abi.errors import StackError
+from stack_core.abi.plugins import registries
 from stack_core.report.document import document, facts
 from stack_core.report.fields import number, title
 from stack_core.report.markup import Markup, breakable, element

@@ -16,7 +16,7 @@ from stack_profile.traces.operations import PICOSECOND, Operation, Ops
 from stack_profile.traces.trace import Trace
 
 if TYPE_CHECKING:
-    from stack_core.hardware.hlo_costs import Collective
+    from stack_core.programs.hlo_costs import Collective
 
 __all__ = ["Axes", "Collectives", "Kind", "Wait", "collectives_of", "waits_of"]
 
@@ -64,7 +64,7 @@ class Kind:
     Attributes:
       name: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
       axis: see `Axes.spanned`; "" where only the name is known.
-      array_bytes, sent_bytes: of one execution on one device, see `stack_core.hardware.hlo_costs.Collective`.
+      array_bytes, sent_bytes: of one execution on one device, see `stack_core.programs.hlo_costs.Collective`.
       start: the operation whose collective this one ends; "" for a whole collective, and for a start.
     """
 
@@ -144,7 +144,7 @@ _NAME: Final = re.compile(rf"({_KINDS})(-start|-done)?(\.[\w.]+)?")
 
 def _kinds(program: Program, axes: Axes) -> Mapping[str, Kind] | None:
     """The collectives of a program by the names under which they run; None where it cannot be read."""
-    from stack_core.hardware.hlo_costs import collectives  # imports jax
+    from stack_core.programs.hlo_costs import collectives  # imports jax
 
     if program.module is None:
         return None

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from stack_core.errors import HardwareError
+from stack_core.abi.errors import HardwareError
 from stack_profile.errors import TraceError
 from stack_profile.traces.attribution import attributed
 from stack_profile.traces.hlo_module import module_head, read_module
@@ -20,7 +20,7 @@ from stack_profile.traces.wire import WireError, encode_bytes, fields
 if TYPE_CHECKING:
     import jax
 
-    from stack_core.hardware.hlo import Module
+    from stack_core.programs.hlo import Module
 
 __all__ = ["Program", "hlo_proto", "outline", "program_key", "program_of", "read_program"]
 
@@ -71,7 +71,7 @@ class Program:
         """The module as its costs are read from; None where this version of XLA cannot read it."""
         from jax._src.lib import hlo  # JAX has no public way from a serialized module to its text
 
-        from stack_core.hardware.hlo import parse_hlo  # imports jax, which reading a trace does without
+        from stack_core.programs.hlo import parse_hlo  # imports jax, which reading a trace does without
 
         place = dict(fields(self.proto)).get(_PROTO_MODULE)
         if not isinstance(place, tuple):

@@ -41,7 +41,7 @@ def quantize(
       evaluation_batches: of held-out data, at most; 0 measures nothing.
       json: print the results, and the report's rows, as JSON.
     """
-    from stack_core.compile_cache import keep_compiled
+    from stack_core.runtime.compile_cache import keep_compiled
     from stack_quant.checkpoint import quantize_checkpoint  # imports jax, which `stack --help` should not wait for
 
     keep_compiled()

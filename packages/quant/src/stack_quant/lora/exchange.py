@@ -6,7 +6,7 @@ from typing import Any
 
 from flax import nnx
 
-from stack_core.contracts.adapters import Adapters, LowRankFactors
+from stack_core.abi.adapters import Adapters, LowRankFactors
 from stack_quant.errors import QuantError, RuleError
 from stack_quant.lora.rules import AdapterRule
 from stack_quant.nnx_model import FACTORS

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, NonNegativeInt
 
-from stack_core.config import config
-from stack_core.contracts.adapters import Adapters
+from stack_core.abi.adapters import Adapters
+from stack_core.abi.config import config
 from stack_quant.lora.rules import AdapterRule, as_adapter_rules
 
 __all__ = ["LoRAConfig", "LowRankAdaptation"]

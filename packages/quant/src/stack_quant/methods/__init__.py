@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
 from stack_quant.rules import Rule
 
 __all__ = ["Method", "ProductTypes", "TrainedProducts", "method"]

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stack_core.config import config, load_yaml, parse
-from stack_core.errors import ConfigError, UnknownName, nearest
+from stack_core.abi.config import config, load_yaml, parse
+from stack_core.abi.errors import ConfigError, UnknownName, nearest
 from stack_quant.errors import RuleError
 from stack_quant.rules import Rule
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core import ops
-from stack_core.hardware.flops import inner_jaxprs
 from stack_core.ops.building import is_quantized
 from stack_core.ops.units import unit_of
+from stack_core.programs.flops import inner_jaxprs
 from stack_quant.methods import Method
 from stack_quant.rules import Rule
 from stack_quant.spec import ArraySpec

@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stack_core.errors import ArgumentError, ShapeError
+from stack_core.abi.errors import ArgumentError, ShapeError
 from stack_quant.errors import RuleError
 from stack_quant.qtypes import qtype
 from stack_quant.rules import Rule, unmatched

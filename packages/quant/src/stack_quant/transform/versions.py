@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from stack_core.jaxprs import bind, consts_of, equations_of, inner, scan_counts, traced_here
+from stack_core.programs.jaxprs import bind, consts_of, equations_of, inner, scan_counts, traced_here
 
 __all__ = ["bind", "consts_of", "equations_of", "inner", "scan_counts", "source_of", "traced_here"]
 

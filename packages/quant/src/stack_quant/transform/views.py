@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.abi import QView
+from stack_core.abi.ops import QView
 
 __all__ = [
     "View",

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from stack_core.config import load_yaml, parse, to_mapping
-from stack_core.errors import ConfigError
-from stack_core.plugins import registries
-from stack_core.registry import Registry
+from stack_core.abi.config import load_yaml, parse, to_mapping
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.plugins import registries
+from stack_core.abi.registry import Registry
 from stack_rl.objectives.policy import PolicyConfig
 
 __all__ = ["Choice", "audit", "choices", "warnings"]

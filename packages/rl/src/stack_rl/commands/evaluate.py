@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import numpy as np
 from cyclopts import Parameter
 
-from stack_core.config import load_yaml, parse
-from stack_core.contracts.environments import Tasks, Trajectory
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.contracts.generation import ExpectsRequests
-from stack_core.errors import ConfigError, EnvironmentFailed
-from stack_core.plugins import registries
+from stack_core.abi.config import load_yaml, parse
+from stack_core.abi.engines import ExpectsRequests
+from stack_core.abi.errors import ConfigError, EnvironmentFailed
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.plugins import registries
+from stack_rl.contracts import Tasks, Trajectory
 from stack_rl.episodes import Attempt, Player
 from stack_rl.rollouts import RolloutData
 
@@ -39,7 +39,9 @@ def evaluate(
       samples: print so many episodes, too.
       json: print the means as JSON.
     """
-    from stack_core.model_formats import open_for_generation  # imports jax, which `stack --help` should not wait for
+    from stack_core.abi.model_formats import (
+        open_for_generation,  # imports jax, which `stack --help` should not wait for
+    )
 
     data = _rollouts(load_yaml(file), file)
     policy = open_for_generation(run)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from stack_core.plugins import registries
+from stack_core.abi.plugins import registries
 
 __all__ = ["Algorithm", "algorithms", "list_objectives"]
 

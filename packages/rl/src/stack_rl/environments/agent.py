@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from pydantic import PositiveInt
 
-from stack_core.config import config
-from stack_core.contracts.environments import Action, Environment, Observation, Outcome, Score, Tasks
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import EnvironmentFailed
+from stack_core.abi.config import config
+from stack_core.abi.errors import EnvironmentFailed
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_rl.contracts import Action, Environment, Observation, Outcome, Score, Tasks
 from stack_rl.environments.endpoint import MODEL, Asked, ChatEndpoint, ChatSession
 from stack_rl.environments.functions import imported
 from stack_rl.environments.messages import History, Message, MessageEnvironment, Renderer, Reply, renderer_of

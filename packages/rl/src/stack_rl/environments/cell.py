@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, NonNegativeInt
 
-from stack_core.config import config
-from stack_core.contracts.environments import Action, Environment, Observation, Outcome, Tasks
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import ConfigError
+from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_rl.contracts import Action, Environment, Observation, Outcome, Tasks
 
 __all__ = ["CellConfig"]
 

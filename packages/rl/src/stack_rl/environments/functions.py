@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from stack_core.errors import ConfigError
+from stack_core.abi.errors import ConfigError
 
 __all__ = ["imported"]
 

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import NonNegativeInt, PositiveInt
 
-from stack_core.config import config
-from stack_core.contracts.environments import Environment, Tasks
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import ConfigError
-from stack_core.installing import install_command
+from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.installing import install_command
+from stack_rl.contracts import Environment, Tasks
 from stack_rl.environments.messages import History, Message, MessageEnvironment, Renderer, Reply, renderer_of
 
 __all__ = ["GymnasiumConfig"]

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, SupportsFloat, TypeAlias, runtime_checkable
 
-from stack_core.contracts.data import Tokenizer
-from stack_core.contracts.environments import Action, Observation, Outcome, Verdict
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import DataError
+from stack_core.abi.data import Tokenizer
+from stack_core.abi.errors import DataError
+from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.text.chat_template import ChatTemplate
+from stack_rl.contracts import Action, Observation, Outcome, Verdict
 
 __all__ = ["Conversation", "History", "Message", "MessageEnvironment", "Renderer", "Reply", "renderer_of"]
 

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from stack_core.config import config
-from stack_core.contracts.data import Tokenizer
-from stack_core.contracts.environments import Action, Completion, Environment, Observation, Outcome, Reward, Tasks
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import ChatTemplateError, ConfigError, DataError
+from stack_core.abi.config import config
+from stack_core.abi.data import Tokenizer
+from stack_core.abi.errors import ChatTemplateError, ConfigError, DataError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_rl.contracts import Action, Completion, Environment, Observation, Outcome, Reward, Tasks
 from stack_rl.environments.records import Record, read_records
 from stack_rl.math.advantages import overlong
 from stack_rl.rewards.weighted import ReadsTokens, WeightedReward, check_reward, resolved, total_score

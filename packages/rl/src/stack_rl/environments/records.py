@@ -5,7 +5,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from stack_core.errors import DataError
+from stack_core.abi.errors import DataError
 from stack_core.text.json_records import parse_record
 
 __all__ = ["Record", "files_digest", "read_records"]

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, TypeAdapter
 
-from stack_core.config import config
-from stack_core.contracts.environments import Completion, Environment, Reward, Tasks
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import ConfigError
+from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_rl.contracts import Completion, Environment, Reward, Tasks
 from stack_rl.environments.functions import imported
 from stack_rl.environments.messages import History, Message, MessageEnvironment, Renderer, Reply, renderer_of
 from stack_rl.environments.prompts import weighted

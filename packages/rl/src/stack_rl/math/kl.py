@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from stack_core.errors import ConfigError
+from stack_core.abi.errors import ConfigError
 
 __all__ = ["LOSS_ESTIMATORS", "corrected", "estimator_in_loss", "k1", "k2", "k3"]
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.contracts.models import LanguageModel
+from stack_core.abi.data import IGNORED_TARGET
+from stack_core.abi.models import LanguageModel
 
 __all__ = ["answer_logprobs"]
 

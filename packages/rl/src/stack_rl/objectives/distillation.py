@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from pydantic import Field, PositiveFloat
 
-from stack_core.config import LocalAddress, config
-from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.contracts.models import LanguageModel
-from stack_core.contracts.training import Objective
-from stack_core.errors import ConfigError
-from stack_core.metrics import Metric, Metrics
+from stack_core.abi.config import LocalAddress, config
+from stack_core.abi.data import IGNORED_TARGET
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.metrics import Metric, Metrics
+from stack_core.abi.models import LanguageModel
+from stack_core.abi.training import Objective
 from stack_core.ops import Head
 from stack_rl.math.distillation import forward_kl, generalized_jsd, reverse_kl
 from stack_rl.objectives.parts import MOST_LOGITS, by_parts

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from stack_core.config import changed_fields, config
-from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.contracts.models import LanguageModel
-from stack_core.contracts.training import Objective
-from stack_core.errors import ConfigError
-from stack_core.metrics import Metric, Metrics
+from stack_core.abi.config import changed_fields, config
+from stack_core.abi.data import IGNORED_TARGET
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.metrics import Metric, Metrics
+from stack_core.abi.models import LanguageModel
+from stack_core.abi.training import Objective
 from stack_rl.math import corrections
 from stack_rl.math.kl import corrected, estimator_in_loss
 from stack_rl.math.policy import log_ratio

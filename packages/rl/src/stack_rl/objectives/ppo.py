@@ -9,10 +9,10 @@ import jax
 from jaxtyping import Array, Float
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from stack_core.config import config
-from stack_core.contracts.models import LanguageModel, Outputs
-from stack_core.contracts.training import Objective
-from stack_core.metrics import Metrics
+from stack_core.abi.config import config
+from stack_core.abi.metrics import Metrics
+from stack_core.abi.models import LanguageModel, Outputs
+from stack_core.abi.training import Objective
 from stack_rl.math.value import value_loss
 from stack_rl.objectives.heads import scalar_head
 from stack_rl.objectives.policy import OF_DATA, PolicyConfig, PolicyObjective

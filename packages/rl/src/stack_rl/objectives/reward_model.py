@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from pydantic import NonNegativeFloat
 
-from stack_core.config import config
-from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.contracts.models import LanguageModel
-from stack_core.contracts.training import Objective
-from stack_core.metrics import Metric, Metrics
+from stack_core.abi.config import config
+from stack_core.abi.data import IGNORED_TARGET
+from stack_core.abi.metrics import Metric, Metrics
+from stack_core.abi.models import LanguageModel
+from stack_core.abi.training import Objective
 from stack_rl.math.preference import accuracy, reward_loss
 from stack_rl.objectives.heads import scalar_head
 

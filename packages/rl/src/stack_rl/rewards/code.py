@@ -7,9 +7,9 @@ from typing import Any, Final, Literal
 
 from markdown_it import MarkdownIt
 
-from stack_core.config import config
-from stack_core.contracts.environments import Completion, Reward, Score
-from stack_core.errors import EnvironmentFailed
+from stack_core.abi.config import config
+from stack_core.abi.errors import EnvironmentFailed
+from stack_rl.contracts import Completion, Reward, Score
 from stack_rl.rewards.sandbox import Ended, Sandbox, SandboxConfig
 from stack_rl.rewards.unchecked import UncheckedPolicy, unchecked
 

@@ -1,6 +1,6 @@
 """Rewards of answers that can be compared with a right one, which a task's record holds as `answer`."""
 
-from stack_core.contracts.environments import Completion, Score
+from stack_rl.contracts import Completion, Score
 
 __all__ = ["characters", "exact", "right_answer"]
 

@@ -13,9 +13,9 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from stack_core.config import config
-from stack_core.contracts.environments import Completion, Reward, Score
-from stack_core.errors import ConfigError, EnvironmentFailed
+from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError, EnvironmentFailed
+from stack_rl.contracts import Completion, Reward, Score
 from stack_rl.rewards.unchecked import UncheckedPolicy, unchecked
 from stack_rl.threads import Threads
 

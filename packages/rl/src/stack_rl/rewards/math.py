@@ -9,10 +9,10 @@ from typing import Final, Literal
 
 from pydantic import NonNegativeFloat
 
-from stack_core.config import config
-from stack_core.contracts.environments import Completion, Reward, Score, Verdict
-from stack_core.errors import ConfigError, SandboxError
-from stack_core.installing import install_command
+from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError, SandboxError
+from stack_core.abi.installing import install_command
+from stack_rl.contracts import Completion, Reward, Score, Verdict
 from stack_rl.rewards.answers import extract, is_same
 from stack_rl.rewards.expressions import plain
 from stack_rl.rewards.functions import right_answer

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from stack_core.config import LocalAddress, config
-from stack_core.contracts.data import Tokenizer
-from stack_core.contracts.environments import Completion, Reward
-from stack_core.errors import ConfigError, DataError
-from stack_core.mesh import MeshConfig
-from stack_core.model_formats import open_for_generation, open_further
+from stack_core.abi.config import LocalAddress, config
+from stack_core.abi.data import Tokenizer
+from stack_core.abi.errors import ConfigError, DataError
+from stack_core.abi.mesh import MeshConfig
+from stack_core.abi.model_formats import open_for_generation, open_further
+from stack_rl.contracts import Completion, Reward
 from stack_rl.placing import PlacedModel
 
 __all__ = ["ModelReward", "ModelRewardConfig"]

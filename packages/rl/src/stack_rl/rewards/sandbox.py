@@ -36,8 +36,8 @@ from typing import IO, Any, Final, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from stack_core.config import config
-from stack_core.errors import SandboxError
+from stack_core.abi.config import config
+from stack_core.abi.errors import SandboxError
 from stack_rl.rewards.sandbox_launcher import DEVICES, NOBODY, SHOWN
 from stack_rl.threads import Threads
 

@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from stack_core.contracts.environments import Score, Verdict
-from stack_core.errors import EnvironmentFailed
+from stack_core.abi.errors import EnvironmentFailed
+from stack_rl.contracts import Score, Verdict
 
 __all__ = ["Unchecked", "UncheckedPolicy", "unchecked"]
 

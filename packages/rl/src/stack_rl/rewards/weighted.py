@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from stack_core.config import config, parse
-from stack_core.contracts.data import Tokenizer
-from stack_core.contracts.environments import Completion, Reward, Score, Verdict
-from stack_core.errors import ConfigError, EnvironmentFailed
-from stack_core.local_paths import local_path
-from stack_core.plugins import registries
+from stack_core.abi.config import config, parse
+from stack_core.abi.data import Tokenizer
+from stack_core.abi.errors import ConfigError, EnvironmentFailed
+from stack_core.abi.local_paths import local_path
+from stack_core.abi.plugins import registries
+from stack_rl.contracts import Completion, Reward, Score, Verdict
 from stack_rl.rewards.unchecked import Unchecked
 
 __all__ = [

@@ -4,7 +4,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from stack_core.errors import BenchmarkError
+from stack_core.abi.errors import BenchmarkError
 
 __all__ = ["Lengths"]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from stack_core.errors import BenchmarkError
+from stack_core.abi.errors import BenchmarkError
 from stack_serve.bench.call import Call
 
 __all__ = ["Objective"]

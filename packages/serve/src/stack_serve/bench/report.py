@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from stack_core.errors import BenchmarkError
-from stack_core.installing import install_command
+from stack_core.abi.errors import BenchmarkError
+from stack_core.abi.installing import install_command
 from stack_serve.bench.results import TIMES, Point, Results
 
 __all__ = ["check_plots", "write_report"]

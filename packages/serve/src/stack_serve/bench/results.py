@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stack_core.errors import BenchmarkError
+from stack_core.abi.errors import BenchmarkError
 from stack_serve.bench.load import Outcome
 from stack_serve.bench.objective import Objective
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from stack_core.errors import BenchmarkError
+from stack_core.abi.errors import BenchmarkError
 from stack_serve.bench.call import Call, make_call
 from stack_serve.bench.lengths import Lengths
 from stack_serve.bench.load import Load, run_load

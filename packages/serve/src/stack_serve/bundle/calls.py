@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from stack_core.errors import InferenceError
+from stack_core.abi.errors import InferenceError
 from stack_serve.bundle.manifest import BATCH, Signature, TensorSpec
 
 __all__ = ["check", "cropped", "fitted", "size_for", "split"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.errors import BundleError
+from stack_core.abi.errors import BundleError
 from stack_serve.bundle import weights
 from stack_serve.bundle.manifest import Example, Signature
 

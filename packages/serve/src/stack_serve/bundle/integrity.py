@@ -5,7 +5,7 @@ import mmap
 import re
 from pathlib import Path
 
-from stack_core.errors import BundleDamaged, BundleError
+from stack_core.abi.errors import BundleDamaged, BundleError
 from stack_serve.bundle.manifest import Manifest, parse_manifest
 
 __all__ = [

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, StringConstraints
 
-from stack_core.config import config, parse, to_mapping
-from stack_core.errors import BundleError, ConfigError, UnknownName, nearest
+from stack_core.abi.config import config, parse, to_mapping
+from stack_core.abi.errors import BundleError, ConfigError, UnknownName, nearest
 
 __all__ = [
     "BATCH",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.errors import BundleError
+from stack_core.abi.errors import BundleError
 from stack_serve.bundle import calls, examples, weights
 from stack_serve.bundle.integrity import checked, mapped, read_manifest
 from stack_serve.bundle.manifest import BATCH, Manifest, Program, Signature

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import BundleError
+from stack_core.abi.errors import BundleError
+from stack_core.abi.formats import GenerativeCheckpoint
 from stack_serve.bundle.exporting import Function
 
 __all__ = ["scoring"]

@@ -15,7 +15,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from stack_core import ops
-from stack_core.errors import BundleError
+from stack_core.abi.errors import BundleError
 
 __all__ = ["PINNED", "Module", "Specs", "current_target", "lower", "open_module"]
 

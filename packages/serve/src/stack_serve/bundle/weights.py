@@ -12,7 +12,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.errors import BundleError
+from stack_core.abi.errors import BundleError
 from stack_serve.bundle.manifest import DTYPES, unique_keys
 
 __all__ = ["read", "write"]

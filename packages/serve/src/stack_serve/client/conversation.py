@@ -9,13 +9,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
-from stack_core.compile_cache import keep_compiled
-from stack_core.config import parse
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.contracts.generation import Engine
-from stack_core.errors import GenerationError, StackError
-from stack_core.generation import GenerationRequest, SamplingParams
-from stack_core.model_formats import open_for_generation
+from stack_core.abi.config import parse
+from stack_core.abi.engines import Engine
+from stack_core.abi.errors import GenerationError, StackError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.generation import GenerationRequest, SamplingParams
+from stack_core.abi.model_formats import open_for_generation
+from stack_core.runtime.compile_cache import keep_compiled
 from stack_core.text.chat_template import ChatTemplate
 from stack_serve.client.endpoint import Endpoint, RequestFailed
 

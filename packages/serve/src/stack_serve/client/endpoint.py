@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from stack_core.errors import StackError
+from stack_core.abi.errors import StackError
 from stack_serve.client.connection import Connection, ConnectionLost, Receive, Response
 
 __all__ = ["Endpoint", "ReceiveEvent", "RequestFailed"]

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from stack_core.errors import BenchmarkError
+from stack_core.abi.errors import BenchmarkError
 
 if TYPE_CHECKING:
     from stack_serve.bench.load import Load

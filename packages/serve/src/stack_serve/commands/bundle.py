@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from stack_core.config import to_mapping
-from stack_core.errors import StackError
+from stack_core.abi.config import to_mapping
+from stack_core.abi.errors import StackError
 
 __all__ = ["inspect", "ls", "verify"]
 

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stack_core.errors import GenerationError, StackError, nearest
-from stack_core.local_paths import refuse_remote
+from stack_core.abi.errors import GenerationError, StackError, nearest
+from stack_core.abi.local_paths import refuse_remote
 
 if TYPE_CHECKING:
     from stack_serve.client.conversation import ChatModel, Conversation

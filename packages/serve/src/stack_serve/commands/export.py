@@ -29,7 +29,7 @@ def export(
       seq: tokens of the longest text; may be given several times.
       name: what clients call the model (the directory's name).
     """
-    from stack_core.model_formats import open_for_generation
+    from stack_core.abi.model_formats import open_for_generation
     from stack_serve.bundle.exporting import export as write
     from stack_serve.bundle.scoring import scoring
 

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from stack_core.compile_cache import keep_compiled
-from stack_core.config import parse
-from stack_core.errors import ConfigError
+from stack_core.abi.config import parse
+from stack_core.abi.errors import ConfigError
+from stack_core.runtime.compile_cache import keep_compiled
 from stack_serve.commands.serve_repository import check_known, serve_repository
 
 __all__ = ["serve"]
@@ -136,8 +136,8 @@ def serve(  # noqa: PLR0913, each parameter is an option of the command
 
 
 def _serve(model: str, engine_name: str, config: Any, options: dict[str, Any], *, json: bool) -> None:
-    from stack_core.model_formats import open_for_generation
-    from stack_core.plugins import registries
+    from stack_core.abi.model_formats import open_for_generation
+    from stack_core.abi.plugins import registries
     from stack_serve.http.server import HttpServer, listen  # imports what `stack --help` should not wait for
     from stack_serve.llm.config import EngineConfig
     from stack_serve.openai.served import OpenAIApp

@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stack_core.config import parse
-from stack_core.errors import ConfigError
+from stack_core.abi.config import parse
+from stack_core.abi.errors import ConfigError
 
 if TYPE_CHECKING:
     from stack_serve.http.config import ServerConfig

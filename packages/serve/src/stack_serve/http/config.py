@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, PositiveInt
 
-from stack_core.config import config
+from stack_core.abi.config import config
 
 __all__ = ["MAX_SECONDS", "Seconds", "ServerConfig"]
 

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import uvicorn
 from starlette.types import ASGIApp
 
-from stack_core.errors import ConfigError
+from stack_core.abi.errors import ConfigError
 from stack_serve.http.config import ServerConfig
 from stack_serve.http.protocol import LimitedProtocol
 

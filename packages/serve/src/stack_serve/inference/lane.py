@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from stack_core.errors import DeadlineExceeded, EngineBusy, EngineStopped
+from stack_core.abi.errors import DeadlineExceeded, EngineBusy, EngineStopped
 from stack_serve.bundle import calls
 from stack_serve.bundle.manifest import BATCH, Signature
 from stack_serve.bundle.opened import Bundle

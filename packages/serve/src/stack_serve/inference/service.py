@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from stack_core.errors import EngineStopped, StackError, UnknownName, nearest
+from stack_core.abi.errors import EngineStopped, StackError, UnknownName, nearest
 from stack_serve.bundle.manifest import Manifest
 from stack_serve.bundle.opened import load
 from stack_serve.inference.config import InferenceConfig

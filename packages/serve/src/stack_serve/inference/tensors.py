@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.errors import InferenceError, nearest
+from stack_core.abi.errors import InferenceError, nearest
 
 __all__ = ["datatype", "dtype_of", "from_bytes", "from_values", "to_values"]
 

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from stack_core.errors import ConfigError
+from stack_core.abi.errors import ConfigError
 from stack_serve.bundle.integrity import MANIFEST_DIGEST
 from stack_serve.inference.repository import Key
 

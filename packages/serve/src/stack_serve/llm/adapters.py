@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.abi import LowRankView
-from stack_core.contracts.adapters import Adapters, ReadsAdapters
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import GenerationError
+from stack_core.abi.adapters import Adapters, ReadsAdapters
+from stack_core.abi.errors import GenerationError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.ops import LowRankView
 from stack_core.ops.building import is_quantized
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.unstacking import Layers

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from stack_core import ops
-from stack_core.contracts.caches import AttentionSpec, KeysValues, Latent, LayerState, Recurrent, Transition
-from stack_core.kv_cache import CODE_DTYPES, CodedVectors, coded
+from stack_core.abi.caches import AttentionSpec, KeysValues, Latent, LayerState, Recurrent, Transition
 from stack_core.ops.building import beside, holds_values
+from stack_core.ops.kv_cache import CODE_DTYPES, CodedVectors, coded
 from stack_serve.llm.config import ANY_LAYOUT, CacheType, PageLayout
 
 __all__ = ["PagedKVCache", "PagedLayer", "Rows", "SlotStates", "WantedLayouts", "empty_layers", "fits_beside"]

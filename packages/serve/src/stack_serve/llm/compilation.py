@@ -2,8 +2,8 @@
 
 import jax
 
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.hardware.targets import Target, use_target
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.chips.targets import Target, use_target
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.limits import Limits
 from stack_serve.llm.placement import AbstractPlacement
@@ -17,7 +17,7 @@ def compile_engine(
 ) -> dict[str, jax.stages.Compiled]:
     """Compiles what an engine needs the most memory for, "decode" and "prefill"; no parameters are read.
 
-    `stack_core.hardware.roofline.program_memory` says what one device holds while each runs.
+    `stack_core.programs.roofline.program_memory` says what one device holds while each runs.
 
     Args:
       config: with `pages`, or what fits in the memory of this machine is taken.

@@ -5,8 +5,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from stack_core.config import config
-from stack_core.errors import ConfigError
+from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError
 
 __all__ = ["ANY_LAYOUT", "CacheType", "EngineConfig", "PageLayout"]
 

@@ -14,11 +14,11 @@ from typing import Any, get_args
 import jax
 
 from stack_core import ops
-from stack_core.contracts.adapters import Adapters
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import EngineBusy, EngineStopped, GenerationError, nearest
-from stack_core.generation import EngineStats, GenerationRequest, GenerationUpdate
-from stack_core.machine import give_memory_back, resident_bytes
+from stack_core.abi.adapters import Adapters
+from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError, nearest
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.generation import EngineStats, GenerationRequest, GenerationUpdate
+from stack_core.chips.machine import give_memory_back, resident_bytes
 from stack_serve.llm.adapters import AdapterShapes, HostAdapter, read_all
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.limits import Limits

@@ -10,12 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stack_core.config import parse
-from stack_core.contracts.adapters import Adapters
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import EngineBusy, GenerationError
-from stack_core.generation import GenerationRequest, GenerationUpdate, SamplingParams, TokenLogprob
-from stack_core.model_formats import open_for_generation
+from stack_core.abi.adapters import Adapters
+from stack_core.abi.config import parse
+from stack_core.abi.errors import EngineBusy, GenerationError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.generation import GenerationRequest, GenerationUpdate, SamplingParams, TokenLogprob
+from stack_core.abi.model_formats import open_for_generation
 from stack_core.text.chat_template import ChatTemplate
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.engine import LLMEngine

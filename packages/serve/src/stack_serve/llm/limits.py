@@ -5,14 +5,14 @@ from typing import Any
 
 import jax
 
-from stack_core.contracts.caches import Recurrent
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import ConfigError, GenerationError
-from stack_core.generation import GenerationRequest, SamplingParams
-from stack_core.hardware.memory import free_bytes
+from stack_core.abi.caches import Recurrent
+from stack_core.abi.errors import ConfigError, GenerationError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.generation import GenerationRequest, SamplingParams
+from stack_core.chips.memory import free_bytes
 from stack_core.ops.building import holds_values
-from stack_core.text.logprobs import MOST_LOGPROBS
-from stack_core.text.sampling import MOST_BIASES, MOST_STOP_TOKENS
+from stack_core.ops.sampling.logprobs import MOST_LOGPROBS
+from stack_core.ops.sampling.sampling import MOST_BIASES, MOST_STOP_TOKENS
 from stack_serve.llm.cache import empty_layers, fits_beside
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig
 

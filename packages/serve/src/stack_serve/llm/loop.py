@@ -8,10 +8,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.generation import FinishReason, GenerationRequest, GenerationUpdate
-from stack_core.text.logprobs import TokenLogprobs
-from stack_core.text.sampling import Sampled, SamplingSettings
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.generation import FinishReason, GenerationRequest, GenerationUpdate
+from stack_core.ops.sampling.logprobs import TokenLogprobs
+from stack_core.ops.sampling.sampling import Sampled, SamplingSettings
 from stack_serve.llm.adapters import HostAdapter
 from stack_serve.llm.compilations import compilations_here
 from stack_serve.llm.config import EngineConfig

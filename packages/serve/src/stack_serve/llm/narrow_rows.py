@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from stack_core.hardware.target_chip import target
-from stack_core.jaxprs import bind, equations_of, inner
+from stack_core.chips.context import target
+from stack_core.programs.jaxprs import bind, equations_of, inner
 
 __all__ = ["rows", "takes_narrow_rows"]
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stack_core.errors import ConversionError
+from stack_core.abi.errors import ConversionError
 
 __all__ = ["check_params", "leaves_by_path"]
 

@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from typing import NamedTuple
 
-from stack_core.contracts.data import Tokenizer
-from stack_core.generation import FinishReason, GenerationRequest, GenerationUpdate, SamplingParams, TokenLogprob
+from stack_core.abi.data import Tokenizer
+from stack_core.abi.generation import FinishReason, GenerationRequest, GenerationUpdate, SamplingParams, TokenLogprob
 from stack_core.text.detokenize import IncrementalDetokenizer, StopTexts
 
 __all__ = ["GOES_ON", "EndOfTokens", "Ending", "Output"]

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from stack_core.contracts.caches import KeysValues
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.errors import HardwareError, ShardingError
-from stack_core.huge_pages import in_one_block
-from stack_core.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
+from stack_core.abi.caches import KeysValues
+from stack_core.abi.errors import HardwareError, ShardingError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.mesh import DEFAULT_RULES, MeshConfig, make_mesh, use_mesh
+from stack_core.runtime.huge_pages import in_one_block
 from stack_serve.llm.cache import SlotStates
 from stack_serve.llm.config import PageLayout
 from stack_serve.llm.new_weights import leaves_by_path

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.contracts.formats import GenerativeCheckpoint
+from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.ops.building import holds_values
-from stack_core.text.logprobs import TokenLogprobs
-from stack_core.text.sampling import Sampled, SamplingSettings
+from stack_core.ops.sampling.logprobs import TokenLogprobs
+from stack_core.ops.sampling.sampling import Sampled, SamplingSettings
 from stack_serve.llm.adapters import AdapterShapes, HostAdapter, Weights, put, unusable
 from stack_serve.llm.buckets import Buckets
 from stack_serve.llm.cache import WantedLayouts, empty_layers, fits_beside

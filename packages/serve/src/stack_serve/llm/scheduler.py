@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stack_core.generation import EngineStats
+from stack_core.abi.generation import EngineStats
 from stack_serve.llm.adapter_slots import AdapterSlots
 from stack_serve.llm.config import EngineConfig
 from stack_serve.llm.pages import PagePool, extend_digests

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.text.logprobs import TokenLogprobs, token_logprobs
-from stack_core.text.sampling import Sampled, SamplingSettings, sample
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.ops.sampling.logprobs import TokenLogprobs, token_logprobs
+from stack_core.ops.sampling.sampling import Sampled, SamplingSettings, sample
 from stack_serve.llm.adapters import Weights, with_rows
 from stack_serve.llm.cache import PagedKVCache, Rows, WantedLayouts
 from stack_serve.llm.config import ANY_LAYOUT, EngineConfig, PageLayout

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from stack_core.generation import FinishReason, GenerationUpdate
-from stack_core.text.logprobs import Index, TokenLogprobs, token_records
+from stack_core.abi.generation import FinishReason, GenerationUpdate
+from stack_core.ops.sampling.logprobs import Index, TokenLogprobs, token_records
 from stack_serve.llm.output import GOES_ON, EndOfTokens
 from stack_serve.llm.work import Continuation, Work
 

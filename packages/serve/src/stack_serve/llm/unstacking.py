@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from stack_core.jaxprs import bind, consts_of, equations_of, inner, scan_counts, traced_here
+from stack_core.programs.jaxprs import bind, consts_of, equations_of, inner, scan_counts, traced_here
 from stack_serve.llm.narrow_rows import rows, takes_narrow_rows
 
 __all__ = ["Layers", "layer_by_layer", "loops_over", "split_layers"]

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from stack_core.generation import GenerationRequest, GenerationUpdate, RequestTimes, TokenLogprob
-from stack_core.text.sampling import SamplingSettings
+from stack_core.abi.generation import GenerationRequest, GenerationUpdate, RequestTimes, TokenLogprob
+from stack_core.ops.sampling.sampling import SamplingSettings
 from stack_serve.llm.adapters import HostAdapter
 from stack_serve.llm.output import Ending, Output
 from stack_serve.llm.sequence import Sequence

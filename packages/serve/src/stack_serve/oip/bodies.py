@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from stack_core.errors import nearest
+from stack_core.abi.errors import nearest
 from stack_serve.http.slices import Each, Items, Members, json_pieces
 from stack_serve.inference.service import Answered
 from stack_serve.inference.tensors import datatype, from_bytes, from_values, to_values

@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 
-from stack_core.errors import DeadlineExceeded, EngineBusy, EngineStopped, InferenceError, StackError, UnknownName
+from stack_core.abi.errors import DeadlineExceeded, EngineBusy, EngineStopped, InferenceError, StackError, UnknownName
 from stack_serve.bundle.manifest import Manifest
 
 __all__ = ["ProtocolError", "expecting", "http_headers", "http_status", "message_of"]

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 import grpc
 import numpy as np
 
-from stack_core.errors import ConfigError, nearest
+from stack_core.abi.errors import ConfigError, nearest
 from stack_serve.http.config import ServerConfig
 from stack_serve.http.keys import NO_KEY
 from stack_serve.inference.repository import Key, latest

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from stack_core.errors import UnknownName
+from stack_core.abi.errors import UnknownName
 from stack_serve.http.config import ServerConfig
 from stack_serve.http.slices import aside
 from stack_serve.inference.repository import latest

@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from stack_core.errors import ConfigError
+from stack_core.abi.errors import ConfigError
 from stack_serve.http.access import AccessLog
 from stack_serve.http.config import ServerConfig
 from stack_serve.http.keys import NO_KEY, Keys

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stack_core.errors import EngineStopped, GenerationError
+from stack_core.abi.errors import EngineStopped, GenerationError
 from stack_serve.http.access import AccessLog
 from stack_serve.http.keys import NO_KEY, Keys
 from stack_serve.http.slices import Items, Members, aside, batches, json_pieces

@@ -9,7 +9,7 @@ import orjson
 import pydantic
 from starlette.requests import Request
 
-from stack_core.errors import nearest
+from stack_core.abi.errors import nearest
 from stack_serve.openai.config import OpenAIConfig
 from stack_serve.openai.errors import ApiError, bad_request
 from stack_serve.openai.schemas import Body

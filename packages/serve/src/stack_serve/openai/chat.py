@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from stack_core.generation import GenerationUpdate
+from stack_core.abi.generation import GenerationUpdate
 from stack_serve.http.slices import json_pieces
 from stack_serve.openai.writer import Writer
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from stack_core.generation import GenerationUpdate, TokenLogprob
+from stack_core.abi.generation import GenerationUpdate, TokenLogprob
 from stack_serve.http.slices import Members, batches, json_pieces
 from stack_serve.openai.offsets import TextOffsets
 from stack_serve.openai.writer import Choice, Writer

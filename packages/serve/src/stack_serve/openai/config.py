@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, PositiveInt
 
-from stack_core.config import config
+from stack_core.abi.config import config
 from stack_serve.http.config import Seconds, ServerConfig
 
 __all__ = ["OpenAIConfig"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import orjson
 
-from stack_core.errors import EngineBusy, EngineStopped, GenerationError
+from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError
 
 __all__ = ["INTERNAL", "ApiError", "as_api_error", "bad_request", "error_object"]
 

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from stack_core.contracts.generation import Engine
-from stack_core.errors import EngineBusy, EngineStopped, GenerationError
-from stack_core.generation import GenerationRequest, GenerationUpdate
+from stack_core.abi.engines import Engine
+from stack_core.abi.errors import EngineBusy, EngineStopped, GenerationError
+from stack_core.abi.generation import GenerationRequest, GenerationUpdate
 from stack_serve.http.slices import Turns
 from stack_serve.openai.errors import ApiError, as_api_error
 from stack_serve.openai.job import Job, failure_of, new_id

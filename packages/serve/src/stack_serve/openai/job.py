@@ -4,8 +4,8 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
-from stack_core.contracts.data import Tokenizer
-from stack_core.generation import GenerationUpdate, SamplingParams
+from stack_core.abi.data import Tokenizer
+from stack_core.abi.generation import GenerationUpdate, SamplingParams
 from stack_serve.openai.errors import ApiError
 from stack_serve.openai.logprobs import LogprobWriter
 from stack_serve.openai.prompts import Prompt

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from stack_core.contracts.data import Tokenizer
-from stack_core.generation import TokenLogprob
+from stack_core.abi.data import Tokenizer
+from stack_core.abi.generation import TokenLogprob
 from stack_serve.http.slices import Items, Members, batches
 
 __all__ = ["LogprobWriter", "TokenTexts"]

@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from stack_core.generation import GenerationUpdate
+from stack_core.abi.generation import GenerationUpdate
 
 __all__ = ["Mailbox", "PostOffice"]
 

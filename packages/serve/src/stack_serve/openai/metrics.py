@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from stack_core.errors import EngineStopped
-from stack_core.generation import EngineStats, GenerationUpdate, RequestTimes
+from stack_core.abi.errors import EngineStopped
+from stack_core.abi.generation import EngineStats, GenerationUpdate, RequestTimes
 from stack_serve.openai.job import Job
 
 __all__ = ["Metrics", "Progress"]

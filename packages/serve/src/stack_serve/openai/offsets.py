@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from stack_core.contracts.data import Tokenizer
+from stack_core.abi.data import Tokenizer
 from stack_core.text.detokenize import IncrementalDetokenizer
 
 __all__ = ["TextOffsets"]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stack_core.contracts.data import Tokenizer
+from stack_core.abi.data import Tokenizer
 from stack_serve.http.slices import aside
 from stack_serve.openai.errors import ApiError, bad_request
 

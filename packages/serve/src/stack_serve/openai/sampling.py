@@ -5,7 +5,7 @@ from typing import Any
 
 import pydantic
 
-from stack_core.generation import MOST_STOP_CHARACTERS, MOST_STOP_TEXTS, SamplingParams
+from stack_core.abi.generation import MOST_STOP_CHARACTERS, MOST_STOP_TEXTS, SamplingParams
 from stack_serve.openai.bodies import explain
 from stack_serve.openai.errors import bad_request
 from stack_serve.openai.schemas import GenerationBody

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp
 
-from stack_core.contracts.generation import Engine
+from stack_core.abi.engines import Engine
 from stack_serve.openai.app import make_app
 from stack_serve.openai.service import Service
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from stack_core.contracts.adapters import ServesAdapters
-from stack_core.contracts.formats import GenerativeCheckpoint
-from stack_core.contracts.generation import Engine
-from stack_core.errors import ConfigError, GenerationError
-from stack_core.generation import EngineStats, SamplingParams
+from stack_core.abi.adapters import ServesAdapters
+from stack_core.abi.engines import Engine
+from stack_core.abi.errors import ConfigError, GenerationError
+from stack_core.abi.formats import GenerativeCheckpoint
+from stack_core.abi.generation import EngineStats, SamplingParams
 from stack_core.text.chat_template import ChatTemplate
 from stack_core.text.detokenize import prompt_text
 from stack_serve.http.slices import aside

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import orjson
 
-from stack_core.generation import GenerationUpdate, TokenLogprob
+from stack_core.abi.generation import GenerationUpdate, TokenLogprob
 from stack_serve.http.slices import Each, Members, json_pieces
 from stack_serve.openai.errors import ApiError, error_object
 from stack_serve.openai.job import Job, Usage

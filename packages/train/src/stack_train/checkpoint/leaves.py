@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.errors import CheckpointError
+from stack_core.abi.errors import CheckpointError
 from stack_train.checkpoint.narrow import is_narrow, packed
 
 __all__ = ["LeafSpec", "differences", "named_leaves", "spec_of", "stored_array"]

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stack_core.errors import CheckpointDamaged, CheckpointError
+from stack_core.abi.errors import CheckpointDamaged, CheckpointError
 from stack_train.checkpoint.leaves import LeafSpec
 
 __all__ = ["LeafRecord", "Manifest", "read_documents", "read_manifest", "sealed_documents"]
@@ -28,7 +28,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class LeafRecord:
-    """A stored leaf: what it is, its digest (see `stack_core.digest`), and the folder of `arrays/` that it lies in."""
+    """A stored leaf: its spec, its digest (see `stack_core.abi.digest`), and the folder of `arrays/` that holds it."""
 
     spec: LeafSpec
     digest: str

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from stack_core.digest import array_digests
-from stack_core.errors import CheckpointDamaged, CheckpointError, CheckpointIncomplete
-from stack_core.runs.processes import ALONE, Processes
+from stack_core.abi.digest import array_digests
+from stack_core.abi.errors import CheckpointDamaged, CheckpointError, CheckpointIncomplete
+from stack_core.runtime.processes import ALONE, Processes
 from stack_train.checkpoint.frozen import frozen_records
 from stack_train.checkpoint.leaves import differences, named_leaves, spec_of, stored_array
 from stack_train.checkpoint.manifest import LeafRecord, Manifest, read_documents, read_manifest

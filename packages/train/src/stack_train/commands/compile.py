@@ -8,10 +8,10 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
+from stack_core.abi.config import apply_overrides, load_yaml, parse
+from stack_core.abi.errors import HardwareError
 from stack_core.cli import overrides_from
-from stack_core.config import apply_overrides, load_yaml, parse
-from stack_core.errors import HardwareError
-from stack_core.tables import print_table
+from stack_core.commands.tables import print_table
 
 if TYPE_CHECKING:
     from stack_train.run.compilation import StepReport
@@ -47,8 +47,8 @@ def compile_run(
     mapping = apply_overrides(load_yaml(config), overrides_from(overrides))
     import jax  # after what a mistyped file should not wait for
 
-    from stack_core.hardware.targets import Target
-    from stack_core.hardware.wheel_compilers import use_wheel_compilers
+    from stack_core.chips.targets import Target
+    from stack_core.chips.wheel_compilers import use_wheel_compilers
     from stack_train.run.compilation import compile_step
     from stack_train.run.config import RunConfig
     from stack_train.run.memory import ADVICE

@@ -10,7 +10,8 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stack_core.contracts.formats import (
+from stack_core.abi.errors import ConversionError, nearest
+from stack_core.abi.formats import (
     ExportsAdapters,
     ExportsRuns,
     ExportsStored,
@@ -18,9 +19,8 @@ from stack_core.contracts.formats import (
     ImportsAdapters,
     ImportsRuns,
 )
-from stack_core.errors import ConversionError, nearest
-from stack_core.local_paths import local_address
-from stack_core.plugins import registries
+from stack_core.abi.local_paths import local_address
+from stack_core.abi.plugins import registries
 
 __all__ = ["convert"]
 

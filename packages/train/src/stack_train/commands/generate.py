@@ -7,11 +7,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stack_core.compile_cache import keep_compiled
-from stack_core.config import parse
-from stack_core.contracts.caches import CacheStorage
-from stack_core.errors import GenerationError
-from stack_core.model_formats import open_for_generation
+from stack_core.abi.caches import CacheStorage
+from stack_core.abi.config import parse
+from stack_core.abi.errors import GenerationError
+from stack_core.abi.model_formats import open_for_generation
+from stack_core.runtime.compile_cache import keep_compiled
 
 __all__ = ["generate"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
-from stack_core.plugins import registries
-from stack_core.tables import print_table
+from stack_core.abi.plugins import registries
+from stack_core.commands.tables import print_table
 from stack_train.models.family import DecoderFamily
 
 __all__ = ["models"]

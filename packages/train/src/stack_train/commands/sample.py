@@ -5,12 +5,12 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from stack_core.compile_cache import keep_compiled
-from stack_core.config import parse, parse_yaml
-from stack_core.errors import ConfigError, GenerationError
-from stack_core.local_paths import local_address
-from stack_core.runs.directory import RunDirectory
-from stack_core.runs.report import write_report
+from stack_core.abi.config import parse, parse_yaml
+from stack_core.abi.errors import ConfigError, GenerationError
+from stack_core.abi.local_paths import local_address
+from stack_core.abi.run_directory import RunDirectory
+from stack_core.report.run import write_report
+from stack_core.runtime.compile_cache import keep_compiled
 
 __all__ = ["sample"]
 

@@ -8,9 +8,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from stack_core.abi.config import apply_overrides, load_yaml, parse
 from stack_core.cli import overrides_from
-from stack_core.compile_cache import keep_compiled
-from stack_core.config import apply_overrides, load_yaml, parse
+from stack_core.runtime.compile_cache import keep_compiled
 
 __all__ = ["train"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Int64, Shaped, UInt
 
-from stack_core.contracts.data import IGNORED_TARGET
+from stack_core.abi.data import IGNORED_TARGET
 from stack_train.data.packing import Piece
 
 __all__ = ["BestFitPacking", "best_fit"]

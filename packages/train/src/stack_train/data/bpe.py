@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from stack_core.contracts.data import DataSource
-from stack_core.errors import ConfigError, DataError
+from stack_core.abi.data import DataSource
+from stack_core.abi.errors import ConfigError, DataError
 from stack_train.data.cache import cached, digest_of
 from stack_train.data.source import check_unchanged, documents_with_text
 from stack_train.data.split import split_documents, text_digest

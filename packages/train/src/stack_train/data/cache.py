@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stack_core.errors import DataError
+from stack_core.abi.errors import DataError
 
 __all__ = ["cached", "digest_of"]
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from stack_core.errors import DataError
+from stack_core.abi.errors import DataError
 from stack_core.text.json_records import parse_record
 from stack_train.data.files import read_text
 

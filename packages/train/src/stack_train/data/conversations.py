@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
-from stack_core.errors import ChatTemplateError, DataError
+from stack_core.abi.errors import ChatTemplateError, DataError
 from stack_core.text.chat_template import TEMPLATE_FIELDS, ChatTemplate
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int64, UInt, UInt8, UInt64
 
-from stack_core.contracts.data import DataSource, Document
-from stack_core.errors import DataError
+from stack_core.abi.data import DataSource, Document
+from stack_core.abi.errors import DataError
 from stack_train.data.cache import cached, digest_of
 from stack_train.data.source import check_unchanged, documents_with_text
 from stack_train.data.split import text_digest

@@ -6,8 +6,8 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Int32, Int64, Shaped
 
-from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.errors import DataError
+from stack_core.abi.data import IGNORED_TARGET
+from stack_core.abi.errors import DataError
 from stack_train.data.conversations import Conversation
 
 __all__ = ["TooLong", "fitting", "laid_out", "plan_rows", "stacked"]

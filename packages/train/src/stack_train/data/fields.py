@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from stack_core.errors import DataError, nearest
+from stack_core.abi.errors import DataError, nearest
 
 __all__ = ["check_field", "text_of"]
 

@@ -6,7 +6,7 @@ import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from stack_core.errors import DataError
+from stack_core.abi.errors import DataError
 
 __all__ = ["expand_glob", "matching", "read_text", "stat_digest"]
 

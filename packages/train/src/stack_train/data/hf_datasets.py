@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stack_core.contracts.data import Document
-from stack_core.errors import DataError, nearest
-from stack_core.installing import install_command
+from stack_core.abi.data import Document
+from stack_core.abi.errors import DataError, nearest
+from stack_core.abi.installing import install_command
 from stack_train.data.fields import check_field, text_of
 from stack_train.data.files import stat_digest
 

@@ -9,9 +9,9 @@ import numpy as np
 from jaxtyping import Int32, Int64, UInt8, UInt64
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from stack_core.config import config
-from stack_core.contracts.data import Batch, Shapes
-from stack_core.errors import ConfigError
+from stack_core.abi.config import config
+from stack_core.abi.data import Batch, Shapes
+from stack_core.abi.errors import ConfigError
 from stack_train.data.cache import digest_of
 from stack_train.data.rows import TrainIterator, filled, iterate_rows
 from stack_train.data.split import split_documents

@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 from jaxtyping import UInt8
 
-from stack_core.errors import DataError
-from stack_core.user_cache import user_cache_dir
+from stack_core.abi.errors import DataError
+from stack_core.abi.user_cache import user_cache_dir
 from stack_train.data.cache import cached, digest_of
 from stack_train.data.files import stat_digest
 from stack_train.diffusion.grid import pillow

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stack_core.contracts.data import Document
-from stack_core.errors import DataError, nearest
+from stack_core.abi.data import Document
+from stack_core.abi.errors import DataError, nearest
 from stack_core.text.json_records import parse_record
 from stack_train.data.files import expand_glob, stat_digest, unreadable
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int32, Int64, Shaped, UInt
 
-from stack_core.contracts.data import IGNORED_TARGET
+from stack_core.abi.data import IGNORED_TARGET
 
 __all__ = ["Packing", "Piece"]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int64
 
-from stack_core.contracts.data import DataSource
-from stack_core.errors import ConfigError, DataError
-from stack_core.user_cache import user_cache_dir
+from stack_core.abi.data import DataSource
+from stack_core.abi.errors import ConfigError, DataError
+from stack_core.abi.user_cache import user_cache_dir
 from stack_train.data.best_fit import BestFitPacking
 from stack_train.data.bpe import BPE_VOCAB_SIZE, trained_bpe
 from stack_train.data.corpus import Corpus, tokenize

@@ -7,9 +7,9 @@ import grain
 import numpy as np
 from jaxtyping import Int64, Shaped
 
-from stack_core.config import differences
-from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.errors import DataError
+from stack_core.abi.config import differences
+from stack_core.abi.data import IGNORED_TARGET
+from stack_core.abi.errors import DataError
 
 __all__ = ["Batch", "TrainIterator", "filled", "iterate_rows"]
 

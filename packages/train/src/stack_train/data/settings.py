@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from stack_core.config import config
+from stack_core.abi.config import config
 
 __all__ = ["BPE", "TextSettings"]
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stack_core.contracts.data import DataSource, Document
-from stack_core.errors import ConfigError, DataError
-from stack_core.plugins import registries
+from stack_core.abi.data import DataSource, Document
+from stack_core.abi.errors import ConfigError, DataError
+from stack_core.abi.plugins import registries
 from stack_train.data.settings import TextSettings
 
 __all__ = ["check_unchanged", "documents_with_text", "open_source"]

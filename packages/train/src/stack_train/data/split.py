@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 from jaxtyping import Int64, UInt64
 
-from stack_core.errors import DataError
+from stack_core.abi.errors import DataError
 
 __all__ = ["split_documents", "text_digest"]
 

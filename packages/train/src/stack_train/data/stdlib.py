@@ -4,8 +4,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from stack_core.contracts.data import Document
-from stack_core.errors import DataError
+from stack_core.abi.data import Document
+from stack_core.abi.errors import DataError
 from stack_train.data.files import read_text, stat_digest
 
 __all__ = ["StdlibSource"]

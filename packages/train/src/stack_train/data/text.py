@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from stack_core.contracts.data import Document
+from stack_core.abi.data import Document
 from stack_train.data.files import expand_glob, read_text, stat_digest
 
 __all__ = ["TextSource"]

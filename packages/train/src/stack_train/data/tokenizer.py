@@ -9,8 +9,8 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int32, Int64
 
-from stack_core.errors import DataError
-from stack_core.local_paths import hub_advice
+from stack_core.abi.errors import DataError
+from stack_core.abi.local_paths import hub_advice
 from stack_train.data.cache import digest_of
 from stack_train.data.token_bytes import TokenBytes
 
@@ -113,7 +113,7 @@ class HuggingFaceTokenizer:
             (directory / name).write_bytes(content)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """See `stack_core.contracts.data.Tokenizer`."""
+        """See `stack_core.abi.data.Tokenizer`."""
         ids = self._encoded(text, add_special_tokens)
         return ids[: len(ids) - self._suffix_tokens] if add_special_tokens else ids
 
@@ -158,7 +158,7 @@ class HuggingFaceTokenizer:
         return self._for_prompts.decode([int(index) for index in ids], skip_special_tokens=True)
 
     def token_bytes(self, token: int) -> bytes:
-        """See `stack_core.contracts.data.Tokenizer`."""
+        """See `stack_core.abi.data.Tokenizer`."""
         return self._token_bytes(token)
 
     def _special_id(self, part: str) -> int | None:

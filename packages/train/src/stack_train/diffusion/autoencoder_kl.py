@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 from pydantic import PositiveFloat, PositiveInt
 
 from stack_core import ops
-from stack_core.config import config
-from stack_core.errors import ConfigError
+from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError
 from stack_train.diffusion.components import Component
 from stack_train.diffusion.convolution import Convolution, Features, GroupNorm
 from stack_train.diffusion.denoiser import Images

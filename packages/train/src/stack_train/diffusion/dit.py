@@ -15,9 +15,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from stack_core.config import config
-from stack_core.errors import ConfigError
-from stack_core.mesh import constrain
+from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.mesh import constrain
 from stack_train.diffusion.components import Component
 from stack_train.diffusion.denoiser import Condition, Images, Predicted, predicted_halfway
 from stack_train.diffusion.layers import (

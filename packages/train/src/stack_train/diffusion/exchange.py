@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from stack_core.config import to_yaml
-from stack_core.contracts.formats import Conversion, Progress
-from stack_core.errors import ConversionError
-from stack_core.runs.atomic_directory import atomic_directory
-from stack_core.runs.directory import RunDirectory
+from stack_core.abi.atomic_directory import atomic_directory
+from stack_core.abi.config import to_yaml
+from stack_core.abi.errors import ConversionError
+from stack_core.abi.formats import Conversion, Progress
+from stack_core.abi.run_directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore
 from stack_train.data.kinds.captioned import CaptionedData, EncoderFacts
 from stack_train.data.kinds.images import ImagesData

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from stack_core.errors import DataError
-from stack_core.installing import install_command
+from stack_core.abi.errors import DataError
+from stack_core.abi.installing import install_command
 
 __all__ = ["pillow", "tiled", "write_png"]
 

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from stack_core import ops
-from stack_core.mesh import LogicalAxes, constrain
+from stack_core.abi.mesh import LogicalAxes, constrain
 from stack_train.diffusion.denoiser import Images
 
 __all__ = [

@@ -6,8 +6,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
-from stack_core.config import changed_fields, config
-from stack_core.errors import ConfigError
+from stack_core.abi.config import changed_fields, config
+from stack_core.abi.errors import ConfigError
 
 __all__ = ["DynamicShift", "FlowConfig", "NoiseConfig", "Prediction", "Schedule", "Weights"]
 

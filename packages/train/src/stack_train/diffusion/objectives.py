@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from stack_core.config import changed_fields, config
-from stack_core.contracts.training import Objective
-from stack_core.errors import ConfigError
-from stack_core.metrics import Metric, Metrics
+from stack_core.abi.config import changed_fields, config
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.metrics import Metric, Metrics
+from stack_core.abi.training import Objective
 from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images, condition_of, image_tokens
 from stack_train.diffusion.noise import DynamicShift, FlowConfig, NoiseConfig, Prediction, Schedule
 

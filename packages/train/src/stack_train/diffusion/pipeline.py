@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stack_core.errors import ConversionError
-from stack_core.runs.atomic_directory import atomic_directory
+from stack_core.abi.atomic_directory import atomic_directory
+from stack_core.abi.errors import ConversionError
 from stack_train.diffusion import autoencoder_kl, clip, flux, t5
 from stack_train.diffusion.autoencoder_kl import AutoencoderKl
 from stack_train.diffusion.components import Component, load_component, save_component

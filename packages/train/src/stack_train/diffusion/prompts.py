@@ -15,7 +15,7 @@ import tokenizers
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from stack_core.errors import ConversionError
+from stack_core.abi.errors import ConversionError
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.diffusion.clip import ClipText
 from stack_train.diffusion.denoiser import Condition

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from pydantic import NonNegativeFloat
 
-from stack_core.config import config
-from stack_core.contracts.training import Objective
-from stack_core.errors import ConfigError
-from stack_core.metrics import Metric, Metrics
+from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.metrics import Metric, Metrics
+from stack_core.abi.training import Objective
 
 __all__ = ["ReconstructionConfig"]
 

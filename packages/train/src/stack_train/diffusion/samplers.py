@@ -26,8 +26,8 @@ import numpy as np
 from jaxtyping import Array, Float
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from stack_core.config import config
-from stack_core.errors import ConfigError
+from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError
 from stack_train.diffusion.denoiser import TIMESTEPS, Condition, Denoiser, Images, Predicted
 from stack_train.diffusion.noise import FlowConfig, NoiseConfig, Prediction, Schedule
 

@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import UInt8
 
-from stack_core.errors import ConfigError, ConversionError, GenerationError
-from stack_core.local_paths import hub_advice, local_path
+from stack_core.abi.errors import ConfigError, ConversionError, GenerationError
+from stack_core.abi.local_paths import hub_advice, local_path
 from stack_train.data.image_batches import as_pixels
 from stack_train.data.kinds.captioned import CaptionedData, EncoderFacts
 from stack_train.diffusion.denoiser import Condition, Denoiser, ImagesConfig, image_tokens

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stack_core.config import parse
-from stack_core.errors import ConfigError, ConversionError
+from stack_core.abi.config import parse
+from stack_core.abi.errors import ConfigError, ConversionError
 from stack_train.diffusion.denoiser import TIMESTEPS
 from stack_train.diffusion.noise import DynamicShift
 from stack_train.diffusion.objectives import FlowMatchingConfig

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 from pydantic import PositiveFloat, PositiveInt
 
 from stack_core import ops
-from stack_core.config import config
-from stack_core.errors import ConfigError
+from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError
 from stack_train.diffusion.components import Component
 from stack_train.diffusion.layers import ATTENTION, TOKENS, Tokens, split_heads
 from stack_train.models.reader import Setting

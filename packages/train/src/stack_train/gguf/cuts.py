@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stack_core.errors import ConversionError
+from stack_core.abi.errors import ConversionError
 
 __all__ = ["CUTS", "NOT_BYTE_LEVEL", "Cut", "candidates_of", "patterns_of", "pre_tokenizer_of"]
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core import ops
-from stack_core.config import parse, to_yaml
-from stack_core.contracts.formats import Conversion, Progress
-from stack_core.errors import ConfigError, ConversionError
-from stack_core.installing import install_command
-from stack_core.plugins import registries
-from stack_core.runs.atomic_directory import atomic_directory
-from stack_core.runs.directory import RunDirectory
+from stack_core.abi.atomic_directory import atomic_directory
+from stack_core.abi.config import parse, to_yaml
+from stack_core.abi.errors import ConfigError, ConversionError
+from stack_core.abi.formats import Conversion, Progress
+from stack_core.abi.installing import install_command
+from stack_core.abi.plugins import registries
+from stack_core.abi.run_directory import RunDirectory
 from stack_train.checkpoint import CheckpointStore, named_leaves
 from stack_train.data.kinds.text import TextData
 from stack_train.data.tokenizer import HuggingFaceTokenizer

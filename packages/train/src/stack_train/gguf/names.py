@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from stack_core import ops
-from stack_core.errors import ConversionError
-from stack_core.plugins import registries
+from stack_core.abi.errors import ConversionError
+from stack_core.abi.plugins import registries
 from stack_train.models.weight_map import WeightRule
 
 __all__ = ["ARCHITECTURES", "ROPE_FREQUENCIES", "ROUTER", "Architecture", "architecture_of", "settings_of"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import tokenizers
 
-from stack_core.errors import ConversionError
+from stack_core.abi.errors import ConversionError
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stack_core.errors import ConversionError
+from stack_core.abi.errors import ConversionError
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.gguf.cuts import CUTS, NOT_BYTE_LEVEL, candidates_of, patterns_of, pre_tokenizer_of
 from stack_train.gguf.representable import (

@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from stack_core.errors import ConversionError
+from stack_core.abi.errors import ConversionError
 from stack_train.safetensors_files import StoredTensor
 
 __all__ = ["QUANTIZATION", "BlockTensor", "MicroscaledTensor", "with_blocks"]

@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from stack_core import ops
-from stack_core.config import config
-from stack_core.contracts.caches import KVCache, LayerState
-from stack_core.contracts.models import Outputs
-from stack_core.errors import ArgumentError, ConfigError, ShapeError
-from stack_core.mesh import constrain
+from stack_core.abi.caches import KVCache, LayerState
+from stack_core.abi.config import config
+from stack_core.abi.errors import ArgumentError, ConfigError, ShapeError
+from stack_core.abi.mesh import constrain
+from stack_core.abi.models import Outputs
 from stack_core.ops import Head
 from stack_train.nn.attention import Attention, Mixer, Rope
 from stack_train.nn.build import Build, Parameter

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from stack_core.config import config
+from stack_core.abi.config import config
 from stack_train.models.decoder import DecoderSpec, Layer
 from stack_train.models.family import DecoderFamily
 from stack_train.models.mixtral import ExpertsConfig

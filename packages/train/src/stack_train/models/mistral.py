@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from stack_core.config import config
+from stack_core.abi.config import config
 from stack_train.models.decoder import DecoderConfig, DecoderSpec, Layer
 from stack_train.models.family import DecoderFamily
 from stack_train.models.reader import ConfigMap, Setting

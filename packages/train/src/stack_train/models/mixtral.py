@@ -10,8 +10,8 @@ from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from stack_core.config import config
-from stack_core.errors import ConfigError
+from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError
 from stack_train.models.decoder import DecoderConfig, DecoderSpec, Layer
 from stack_train.models.family import DecoderFamily
 from stack_train.models.reader import ConfigMap, Setting, read_rope

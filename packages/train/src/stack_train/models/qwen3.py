@@ -7,7 +7,7 @@ Source: Qwen Team, Qwen3 Technical Report, 2025 (arXiv:2505.09388).
 
 from typing import Literal
 
-from stack_core.config import config
+from stack_core.abi.config import config
 from stack_train.models.decoder import DecoderSpec, Layer
 from stack_train.models.family import DecoderFamily
 from stack_train.models.qwen2 import WindowedConfig, read_windows, write_windows

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from stack_core.config import config
+from stack_core.abi.config import config
 from stack_train.models.decoder import DecoderSpec, Layer
 from stack_train.models.family import DecoderFamily
 from stack_train.models.qwen3_moe import QWEN_EXPERTS, SparseConfig

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from stack_core import ops
-from stack_core.config import parse, to_mapping
-from stack_core.errors import ConfigError, ConversionError, nearest
+from stack_core.abi.config import parse, to_mapping
+from stack_core.abi.errors import ConfigError, ConversionError, nearest
 from stack_train.models.harmless_keys import HARMLESS_KEYS
 
 __all__ = ["COMMON", "ConfigMap", "Reader", "Setting", "alternating", "read_rope", "write_rope"]

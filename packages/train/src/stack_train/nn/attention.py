@@ -9,8 +9,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from stack_core import ops
-from stack_core.contracts.caches import AttentionSpec, KeysValues, KVCache, LayerState
-from stack_core.mesh import LogicalAxes, constrain
+from stack_core.abi.caches import AttentionSpec, KeysValues, KVCache, LayerState
+from stack_core.abi.mesh import LogicalAxes, constrain
 from stack_train.nn.build import Build, Parameter
 from stack_train.nn.context import ContextKeys, attend
 from stack_train.nn.residual import Hidden, Rows

@@ -17,8 +17,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from stack_core import ops
-from stack_core.errors import ShardingError
-from stack_core.mesh import LogicalAxes, axes_of, constrain, in_mesh, map_parts, parts_of
+from stack_core.abi.errors import ShardingError
+from stack_core.abi.mesh import LogicalAxes, axes_of, constrain, in_mesh, map_parts, parts_of
 
 __all__ = ["ContextKeys", "attend", "check_whole_sequence", "from_zigzag", "shared_rows", "to_zigzag"]
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from stack_core import ops
-from stack_core.contracts.caches import KVCache, Recurrent
+from stack_core.abi.caches import KVCache, Recurrent
 from stack_train.nn.build import Build
 from stack_train.nn.context import check_whole_sequence
 from stack_train.nn.residual import Hidden, Norm, Rows

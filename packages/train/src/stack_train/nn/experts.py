@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from stack_core import ops
-from stack_core.mesh import axes_of, map_parts
+from stack_core.abi.mesh import axes_of, map_parts
 from stack_core.ops.building import gate_product
 from stack_train.nn.build import Build
 from stack_train.nn.feed_forward import Activation, Facts, Gated

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from stack_core import ops
-from stack_core.mesh import constrain
+from stack_core.abi.mesh import constrain
 from stack_core.ops.building import ACTIVATIONS
 from stack_train.nn.build import Build
 from stack_train.nn.residual import Hidden, Rows

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from stack_core.contracts.caches import AttentionSpec, KVCache, Latent
-from stack_core.mesh import constrain
+from stack_core.abi.caches import AttentionSpec, KVCache, Latent
+from stack_core.abi.mesh import constrain
 from stack_train.nn.attention import Rope
 from stack_train.nn.build import Build
 from stack_train.nn.context import ContextKeys, attend

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from stack_core import ops
-from stack_core.mesh import constrain
+from stack_core.abi.mesh import constrain
 from stack_core.ops.building import accurate_dtype
 from stack_train.nn.residual import Hidden, shard_residual
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from stack_core.errors import ShardingError, TrainingError
+from stack_core.abi.errors import ShardingError, TrainingError
 from stack_train.nn.schedules import COLUMNS, Phase, Schedule
 from stack_train.precision import add_gradients, zero_sums
 

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from stack_core import ops
-from stack_core.mesh import LogicalAxes, constrain
+from stack_core.abi.mesh import LogicalAxes, constrain
 
 __all__ = ["STREAM", "Hidden", "Norm", "ResidualStream", "Rows", "gather_sequence", "shard_residual"]
 

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Int32
 
-from stack_core.errors import ConfigError
+from stack_core.abi.errors import ConfigError
 
 __all__ = ["COLUMNS", "Phase", "Schedule", "ScheduleName", "schedule"]
 

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Final
 
-from stack_core.events import Event, RunFailed, RunFinished, RunStarted
-from stack_core.runs.event_bus import ObserverContext
-from stack_core.runs.goodput import Goodput
+from stack_core.abi.event_bus import ObserverContext
+from stack_core.abi.events import Event, RunFailed, RunFinished, RunStarted
+from stack_core.runtime.goodput import Goodput
 
 __all__ = ["GoodputObserver", "goodput_observer"]
 

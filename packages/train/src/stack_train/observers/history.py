@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from stack_core.errors import Interrupted
-from stack_core.events import Event, RunFailed, RunFinished, RunStarted, StepFinished
-from stack_core.runs.event_bus import ObserverContext
+from stack_core.abi.errors import Interrupted
+from stack_core.abi.event_bus import ObserverContext
+from stack_core.abi.events import Event, RunFailed, RunFinished, RunStarted, StepFinished
 
 __all__ = ["HistoryObserver", "history_observer"]
 

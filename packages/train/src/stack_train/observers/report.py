@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stack_core.config import to_mapping
-from stack_core.events import EvaluationFinished, Event, RunFailed, RunFinished, RunStarted
-from stack_core.runs.event_bus import ObserverContext
-from stack_core.runs.report import write_report
+from stack_core.abi.config import to_mapping
+from stack_core.abi.event_bus import ObserverContext
+from stack_core.abi.events import EvaluationFinished, Event, RunFailed, RunFinished, RunStarted
+from stack_core.report.run import write_report
 
 __all__ = ["ReportObserver", "report_observer"]
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stack_core.events import EvaluationFinished, Event, RunStarted, StepFinished
-from stack_core.runs.event_bus import ObserverContext
+from stack_core.abi.event_bus import ObserverContext
+from stack_core.abi.events import EvaluationFinished, Event, RunStarted, StepFinished
 
 __all__ = ["TensorBoardObserver", "tensorboard_observer"]
 

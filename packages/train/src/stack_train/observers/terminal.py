@@ -7,7 +7,8 @@ from functools import singledispatchmethod
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from stack_core.events import (
+from stack_core.abi.event_bus import ObserverContext
+from stack_core.abi.events import (
     CheckpointRestored,
     CheckpointSaved,
     CheckpointSkipped,
@@ -19,7 +20,6 @@ from stack_core.events import (
     StepFinished,
     WorkerDied,
 )
-from stack_core.runs.event_bus import ObserverContext
 
 __all__ = ["TerminalObserver", "terminal_observer"]
 

@@ -5,7 +5,7 @@ from typing import Literal
 import optax
 from pydantic import PositiveFloat, PositiveInt
 
-from stack_core.config import config
+from stack_core.abi.config import config
 from stack_train.optim.axes import AxesTree, is_matrix, map_axes
 from stack_train.optim.optimizer import OptimizerConfig
 from stack_train.optim.schedule import Fraction

@@ -6,7 +6,7 @@ import optax
 from optax import contrib
 from pydantic import PositiveFloat, PositiveInt
 
-from stack_core.config import config
+from stack_core.abi.config import config
 from stack_train.optim.axes import AxesTree, is_hidden_matrix, is_matrix, map_axes, matrix_axes
 from stack_train.optim.optimizer import OptimizerConfig
 from stack_train.optim.schedule import Fraction

@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import optax
 
-from stack_core.errors import ConfigError
-from stack_core.metrics import Metric
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.metrics import Metric
 from stack_train.optim.axes import AxesTree
 
 __all__ = ["OptaxOptimizer", "Optimizer", "as_optimizer"]

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from stack_core.config import config
-from stack_core.metrics import Metric
+from stack_core.abi.config import config
+from stack_core.abi.metrics import Metric
 from stack_train.optim.averaging import AveragedState, average_weights
 from stack_train.optim.axes import AxesTree
 from stack_train.optim.groups import REST, GroupConfig, check_groups, group_names, group_of

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 import optax
 from pydantic import Field, NonNegativeInt
 
-from stack_core.config import changed_fields, config
-from stack_core.errors import ConfigError
+from stack_core.abi.config import changed_fields, config
+from stack_core.abi.errors import ConfigError
 
 __all__ = ["Fraction", "ScheduleConfig"]
 

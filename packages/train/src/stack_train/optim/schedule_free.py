@@ -7,8 +7,8 @@ import optax
 from optax import contrib
 from pydantic import PositiveFloat
 
-from stack_core.config import config
-from stack_core.errors import ConfigError
+from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError
 from stack_train.optim.axes import AxesTree, is_matrix, map_axes
 from stack_train.optim.optimizer import OptimizerConfig, states_of
 from stack_train.optim.schedule import Fraction, ScheduleConfig

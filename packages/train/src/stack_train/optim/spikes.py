@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from stack_core.config import config
+from stack_core.abi.config import config
 
 __all__ = ["SkippedState", "SpikeConfig", "skip_spikes"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from stack_core.contracts.reports import Fragment
+from stack_core.abi.reports import Fragment
 from stack_core.report.fields import title
 from stack_core.report.markup import element
 from stack_core.report.plots import Chart, Series

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stack_core.contracts.reports import Fragment
+from stack_core.abi.reports import Fragment
 from stack_core.report.document import facts
 from stack_core.report.markup import element
-from stack_core.runs.goodput import share_of_training, sum_of_sessions
+from stack_core.runtime.goodput import share_of_training, sum_of_sessions
 from stack_train.panels.records import records
 
 __all__ = ["goodput"]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from stack_core.contracts.reports import Fragment
+from stack_core.abi.reports import Fragment
 from stack_core.report.markup import Markup, element
 
 __all__ = ["samples"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from stack_core.contracts.reports import Fragment
+from stack_core.abi.reports import Fragment
 from stack_core.report.document import facts
 from stack_core.report.markup import Markup, element
 from stack_train.panels.records import number_in, records

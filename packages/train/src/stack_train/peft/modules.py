@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stack_core.contracts.models import ConvertibleFamily
-from stack_core.errors import ConversionError
-from stack_core.plugins import registries
+from stack_core.abi.errors import ConversionError
+from stack_core.abi.models import ConvertibleFamily
+from stack_core.abi.plugins import registries
 from stack_train.checkpoint import named_leaves
 from stack_train.models.weight_map import WeightRule
 from stack_train.run.model import abstract_params

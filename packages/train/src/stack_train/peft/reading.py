@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from stack_core.contracts.adapters import Adapters, LowRankFactors
-from stack_core.errors import ConversionError, nearest
+from stack_core.abi.adapters import Adapters, LowRankFactors
+from stack_core.abi.errors import ConversionError, nearest
 from stack_train.peft.modules import AdaptedModule, modules_of, outer_tensors
 from stack_train.peft.settings import PeftSettings, read_settings
 from stack_train.safetensors_files import StoredTensor, read_tensors

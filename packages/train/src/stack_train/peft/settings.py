@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stack_core.errors import ConversionError
+from stack_core.abi.errors import ConversionError
 
 __all__ = ["CONFIG", "PeftSettings", "read_settings"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from stack_core.contracts.adapters import Adapters
-from stack_core.errors import ConversionError
+from stack_core.abi.adapters import Adapters
+from stack_core.abi.errors import ConversionError
 from stack_train.peft.modules import AdaptedModule, modules_of
 from stack_train.peft.reading import BASE_DIGESTS, STEM
 from stack_train.peft.settings import CONFIG

@@ -3,8 +3,8 @@
 import warnings
 from pathlib import Path
 
-from stack_core.contracts.adapters import AdaptsModels
-from stack_core.errors import ConfigError
+from stack_core.abi.adapters import AdaptsModels
+from stack_core.abi.errors import ConfigError
 from stack_train.objectives import check_inputs
 from stack_train.run.config import RunConfig, run_config
 from stack_train.run.start import check_same_start, open_published

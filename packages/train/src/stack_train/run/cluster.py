@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stack_core.compile_cache import keep_compiled
-from stack_core.config import parse, to_mapping
-from stack_core.runs.directory import RunDirectory
-from stack_core.runs.event_bus import EventBus
-from stack_core.runs.processes import join
-from stack_core.runs.signals import stop_requests
+from stack_core.abi.config import parse, to_mapping
+from stack_core.abi.event_bus import EventBus
+from stack_core.abi.run_directory import RunDirectory
+from stack_core.runtime.compile_cache import keep_compiled
+from stack_core.runtime.processes import join
+from stack_core.runtime.signals import stop_requests
 from stack_core.runtime.supervised import Job, supervise
 from stack_core.runtime.worker import current_worker
 from stack_train.observers.terminal import TerminalObserver

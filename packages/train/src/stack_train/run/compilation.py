@@ -9,11 +9,12 @@ from typing import Any
 import jax
 from flax.nnx.traversals import flatten_mapping
 
-from stack_core.hardware import Flops, count_units
-from stack_core.hardware.program_lint import LintedParameter, ProgramLint, lint_program
-from stack_core.hardware.roofline import ProgramCost, program_cost
-from stack_core.hardware.targets import Target, use_target
-from stack_core.paths import path_name
+from stack_core.abi.tree_paths import path_name
+from stack_core.chips import count_units
+from stack_core.chips.targets import Target, use_target
+from stack_core.programs.flops import Flops
+from stack_core.programs.lint import LintedParameter, ProgramLint, lint_program
+from stack_core.programs.roofline import ProgramCost, program_cost
 from stack_train.run.checks import check_run
 from stack_train.run.config import RunConfig
 from stack_train.run.program import build_trainer, model_flops, traced_step

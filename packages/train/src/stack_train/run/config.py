@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
-from stack_core.config import LocalAddress, LocalPath, Sections, Selected, config, parse, parse_yaml
-from stack_core.mesh import MeshConfig
-from stack_core.plugins import registries
-from stack_core.runs.directory import RunDirectory
-from stack_core.runs.processes import ProcessesConfig
+from stack_core.abi.config import LocalAddress, LocalPath, Sections, Selected, config, parse, parse_yaml
+from stack_core.abi.mesh import MeshConfig
+from stack_core.abi.plugins import registries
+from stack_core.abi.run_directory import RunDirectory
 from stack_core.runtime.config import ClusterConfig
+from stack_core.runtime.processes import ProcessesConfig
 from stack_train.checkpoint import CheckpointConfig
 from stack_train.data.kinds.text import TextData
 from stack_train.nn.schedules import ScheduleName

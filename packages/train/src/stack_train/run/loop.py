@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from stack_core.config import to_yaml
-from stack_core.contracts.data import Describes, PolicyBatches, TakesTrained, Validates
-from stack_core.contracts.training import ShowsMetrics
-from stack_core.errors import Interrupted, NonFiniteLoss
-from stack_core.events import EvaluationFinished, RunFinished, StepFinished, StepStarted
-from stack_core.metrics import Metrics, combine_all
-from stack_core.runs.event_bus import EventBus
-from stack_core.runs.signals import StopRequest
+from stack_core.abi.config import to_yaml
+from stack_core.abi.data import Describes, PolicyBatches, TakesTrained, Validates
+from stack_core.abi.errors import Interrupted, NonFiniteLoss
+from stack_core.abi.event_bus import EventBus
+from stack_core.abi.events import EvaluationFinished, RunFinished, StepFinished, StepStarted
+from stack_core.abi.metrics import Metrics, combine_all
+from stack_core.abi.training import ShowsMetrics
+from stack_core.runtime.signals import StopRequest
 from stack_train.checkpoint import CheckpointStore, FrozenRecord
 from stack_train.panels.records import records
 from stack_train.run.placing import placed

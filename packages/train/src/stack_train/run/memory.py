@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from stack_core.errors import HardwareError
-from stack_core.hardware.memory import free_bytes
-from stack_core.hardware.roofline import program_memory
+from stack_core.abi.errors import HardwareError
+from stack_core.chips.memory import free_bytes
+from stack_core.programs.roofline import program_memory
 from stack_train.precision import wide_dtype
 from stack_train.trainer import Trainer
 

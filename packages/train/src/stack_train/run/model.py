@@ -5,8 +5,8 @@ from typing import Any
 import jax
 from flax import nnx
 
+from stack_core.abi.plugins import registries
 from stack_core.ops.building import is_quantized
-from stack_core.plugins import registries
 from stack_train.run.config import RunConfig
 from stack_train.run.transforms import transform_of
 from stack_train.variables import ModelVariables, Tree

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from jaxtyping import Int64
 
-from stack_core.contracts.data import Batch, Shapes
+from stack_core.abi.data import Batch, Shapes
 from stack_train.trainer import Trainer
 
 __all__ = ["own_rows", "placed"]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax.nnx.traversals import flatten_mapping
 
-from stack_core.errors import ConfigError
+from stack_core.abi.errors import ConfigError
 from stack_train.generative import ModuleCheckpoint, generative_checkpoint
 from stack_train.run.run import Run
 from stack_train.run.start import start_configs

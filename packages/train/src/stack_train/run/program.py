@@ -8,12 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from stack_core.contracts.training import NeedsCompanions, Objective, ReadsInputs
-from stack_core.errors import ConfigError, ShardingError, nearest
-from stack_core.hardware import Flops, model_flops_per_step
-from stack_core.local_paths import local_path
-from stack_core.mesh import MeshConfig, make_mesh
-from stack_core.plugins import registries
+from stack_core.abi.errors import ConfigError, ShardingError, nearest
+from stack_core.abi.local_paths import local_path
+from stack_core.abi.mesh import MeshConfig, make_mesh
+from stack_core.abi.plugins import registries
+from stack_core.abi.training import NeedsCompanions, Objective, ReadsInputs
+from stack_core.programs.flops import Flops, model_flops_per_step
 from stack_train.companions import INIT, Companion
 from stack_train.nn.schedules import Schedule, schedule
 from stack_train.run.config import RunConfig, run_config

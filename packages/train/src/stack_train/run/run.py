@@ -11,12 +11,12 @@ import numpy as np
 from jaxtyping import Int64
 
 from stack_core import ops
-from stack_core.config import differences, dotted_keys, is_under, parse_yaml, to_mapping
-from stack_core.contracts.data import Batches, ReadsRows
-from stack_core.errors import ConfigError, nearest
-from stack_core.plugins import registries
-from stack_core.runs.directory import RunDirectory
-from stack_core.runs.processes import ALONE, Processes, join
+from stack_core.abi.config import differences, dotted_keys, is_under, parse_yaml, to_mapping
+from stack_core.abi.data import Batches, ReadsRows
+from stack_core.abi.errors import ConfigError, nearest
+from stack_core.abi.plugins import registries
+from stack_core.abi.run_directory import RunDirectory
+from stack_core.runtime.processes import ALONE, Processes, join
 from stack_train.run.checks import check_run, check_start
 from stack_train.run.config import RunConfig
 from stack_train.run.memory import check_state

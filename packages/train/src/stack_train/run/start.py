@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stack_core.config import differences, is_under, parse_yaml, to_mapping
-from stack_core.contracts.formats import ImportsRuns, StartingPoint, StartsRuns
-from stack_core.errors import ConfigError
-from stack_core.local_paths import hub_advice, local_address
-from stack_core.plugins import registries
-from stack_core.runs.directory import RunDirectory
+from stack_core.abi.config import differences, is_under, parse_yaml, to_mapping
+from stack_core.abi.errors import ConfigError
+from stack_core.abi.formats import ImportsRuns, StartingPoint, StartsRuns
+from stack_core.abi.local_paths import hub_advice, local_address
+from stack_core.abi.plugins import registries
+from stack_core.abi.run_directory import RunDirectory
 from stack_train.data.settings import BPE
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 from stack_train.run.config import RunConfig

@@ -11,15 +11,15 @@ from typing import Any
 import jax
 
 from stack_core import ops
-from stack_core.config import is_under, parse_yaml, to_yaml
-from stack_core.contracts.data import Closes, FollowsCheckpoints, WritesFiles
-from stack_core.contracts.generation import NeedsPolicy
-from stack_core.events import CheckpointSaved, Event, RunFailed, RunStarted
-from stack_core.hardware import count_units, current_chip
-from stack_core.mesh import check_shardings
-from stack_core.plugins import registries
-from stack_core.runs.event_bus import EventBus, ObserverContext, observers_from
-from stack_core.runs.signals import StopRequest, stop_requests
+from stack_core.abi.config import is_under, parse_yaml, to_yaml
+from stack_core.abi.data import Closes, FollowsCheckpoints, WritesFiles
+from stack_core.abi.engines import NeedsPolicy
+from stack_core.abi.event_bus import EventBus, ObserverContext, observers_from
+from stack_core.abi.events import CheckpointSaved, Event, RunFailed, RunStarted
+from stack_core.abi.mesh import check_shardings
+from stack_core.abi.plugins import registries
+from stack_core.chips import count_units, current_chip
+from stack_core.runtime.signals import StopRequest, stop_requests
 from stack_core.runtime.worker import current_worker
 from stack_train.adapters import read_adapters
 from stack_train.checkpoint import CheckpointDirectory, CheckpointStore, FrozenRecord

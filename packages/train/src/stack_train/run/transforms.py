@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from stack_core.config import differences, to_mapping
-from stack_core.plugins import registries
+from stack_core.abi.config import differences, to_mapping
+from stack_core.abi.plugins import registries
 from stack_train.run.config import RunConfig
 from stack_train.transform import Transforms
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from stack_core.errors import ConfigError, DataError
+from stack_core.abi.errors import ConfigError, DataError
 from stack_train.data.kinds.arrays import ArraysData
 from stack_train.models.llama import LlamaConfig
 

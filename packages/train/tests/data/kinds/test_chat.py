@@ -3,9 +3,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from stack_core.config import parse
-from stack_core.contracts.data import IGNORED_TARGET, Batches, DataKind, Describes, Tokenizes, Validates, WritesFiles
-from stack_core.errors import ConfigError, DataError
+from stack_core.abi.config import parse
+from stack_core.abi.data import IGNORED_TARGET, Batches, DataKind, Describes, Tokenizes, Validates, WritesFiles
+from stack_core.abi.errors import ConfigError, DataError
 from stack_train.data.kinds.chat import ChatData
 from stack_train.data.tokenizer import HuggingFaceTokenizer
 

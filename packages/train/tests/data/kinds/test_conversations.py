@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.errors import ChatTemplateError, DataError
+from stack_core.abi.data import IGNORED_TARGET
+from stack_core.abi.errors import ChatTemplateError, DataError
 from stack_train.data.conversations import Tokenization
 from stack_train.data.kinds.chat import ChatData
 from stack_train.data.kinds.judged import JudgedData

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stack_core.errors import ConfigError, DataError
+from stack_core.abi.errors import ConfigError, DataError
 from stack_train.data.kinds.images import ImagesData
 from stack_train.diffusion.dit import DitConfig
 from stack_train.models.llama import LlamaConfig

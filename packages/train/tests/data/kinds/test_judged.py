@@ -3,8 +3,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from stack_core.contracts.data import IGNORED_TARGET
-from stack_core.errors import DataError
+from stack_core.abi.data import IGNORED_TARGET
+from stack_core.abi.errors import DataError
 from stack_train.data.kinds.judged import JudgedData
 
 MODEL = SimpleNamespace(vocab_size=300, max_positions=256)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from stack_core.testing._cases import OpCase, OpSuite
+from stack_core.testing.cases import OpCase, OpSuite
 
 __all__ = ["SUITE"]
 

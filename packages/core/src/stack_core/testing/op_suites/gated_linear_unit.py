@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stack_core.testing._cases import OpCase, OpSuite, Quantized, dense, spoiled
+from stack_core.testing.cases import OpCase, OpSuite, Quantized, dense, spoiled
 
 __all__ = ["SUITE"]
 

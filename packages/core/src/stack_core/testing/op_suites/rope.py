@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stack_core import ops
-from stack_core.testing._cases import OpCase, OpSuite, spoiled
+from stack_core.testing.cases import OpCase, OpSuite, spoiled
 
 __all__ = ["SUITE"]
 

@@ -4,8 +4,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from stack_core.abi import OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OpCall, OpImplementation
+from stack_core.chips import Chip
 from stack_kernels.gated_linear_unit.xla_cpu import GatedProducts, gated_gradients, gated_linear_unit, is_plain
 from stack_kernels.jit_cpu.activations import ACTIVATIONS
 from stack_kernels.jit_cpu.gated_linear_unit.gate import gate_gradients

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from stack_core.abi import OpImplementation
+from stack_core.abi.ops import OpImplementation
 from stack_core.ops.building import gate_product
 from stack_kernels.jit_cpu.linear.jit_x86 import few_rows_product, supports_few_rows
 

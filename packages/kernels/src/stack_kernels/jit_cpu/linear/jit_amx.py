@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from stack_core.abi import OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OpCall, OpImplementation
+from stack_core.chips import Chip
 from stack_core.ops.building import is_quantized
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.linear.tiled_product import GRAIN, TiledProduct, tiled_module

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stack_core.abi import OpCall, OpImplementation, QView
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OpCall, OpImplementation, QView
+from stack_core.chips import Chip
 from stack_core.ops.building import forward_only, is_quantized
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.linear.block import Product

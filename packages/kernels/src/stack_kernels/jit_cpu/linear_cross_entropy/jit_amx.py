@@ -3,8 +3,8 @@
 import functools
 from typing import Any
 
-from stack_core.abi import OWN, OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OWN, OpCall, OpImplementation
+from stack_core.chips import Chip
 from stack_core.ops.building import differentiated
 from stack_kernels.jit_cpu.linear.jit_amx import TILED, supports_tiles
 from stack_kernels.linear_cross_entropy.xla_cpu import CONFIGS, linear_cross_entropy

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from stack_core import ops
-from stack_core.abi import OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OpCall, OpImplementation
+from stack_core.chips import Chip
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.many_numbers import supports_many_rows
 from stack_kernels.jit_cpu.norm.gradient import gradient_module, gradient_name, parts, summed_over_rows

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stack_core.abi import OpCall, OpImplementation
-from stack_core.hardware import Chip
+from stack_core.abi.ops import OpCall, OpImplementation
+from stack_core.chips import Chip
 from stack_core.ops.building import rope_angles
 from stack_kernels.jit_cpu import host
 from stack_kernels.jit_cpu.many_numbers import supports_many_rows

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from pydantic import Field
 
-from stack_core.config import config
-from stack_core.contracts.data import IGNORED_TARGET, Batch, Shapes
-from stack_core.contracts.models import LanguageModelConfig
-from stack_core.errors import ConfigError, DataError
+from stack_core.abi.config import config
+from stack_core.abi.data import IGNORED_TARGET, Batch, Shapes
+from stack_core.abi.errors import ConfigError, DataError
+from stack_core.abi.models import LanguageModelConfig
 
 __all__ = ["ArraysBatches", "ArraysData"]
 

@@ -13,10 +13,10 @@ from flax import nnx
 from jaxtyping import Float, Int64, UInt64
 from pydantic import PositiveInt
 
-from stack_core.config import config
-from stack_core.contracts.data import Shapes
-from stack_core.errors import ConfigError, DataError
-from stack_core.user_cache import user_cache_dir
+from stack_core.abi.config import config
+from stack_core.abi.data import Shapes
+from stack_core.abi.errors import ConfigError, DataError
+from stack_core.abi.user_cache import user_cache_dir
 from stack_train.data.cache import cached, digest_of
 from stack_train.data.captions import captions_of
 from stack_train.data.files import expand_glob, stat_digest

@@ -9,9 +9,9 @@ import numpy as np
 from jaxtyping import Int64
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from stack_core.config import config
-from stack_core.contracts.data import Shapes
-from stack_core.errors import ConfigError, DataError
+from stack_core.abi.config import config
+from stack_core.abi.data import Shapes
+from stack_core.abi.errors import ConfigError, DataError
 from stack_train.data.cache import digest_of
 from stack_train.data.conversations import Conversation, Tokenization
 from stack_train.data.examples import TooLong, fitting, laid_out, plan_rows, stacked

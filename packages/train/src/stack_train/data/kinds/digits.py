@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from stack_core.config import config
-from stack_core.contracts.data import Shapes
-from stack_core.errors import DataError
-from stack_core.installing import install_command
+from stack_core.abi.config import config
+from stack_core.abi.data import Shapes
+from stack_core.abi.errors import DataError
+from stack_core.abi.installing import install_command
 from stack_train.data.image_batches import ImageBatches, ImageSettings, LabelledImages, check_images
 
 __all__ = ["DigitsData", "digits"]

@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from stack_core.config import config
-from stack_core.contracts.data import Shapes
-from stack_core.errors import ConfigError
+from stack_core.abi.config import config
+from stack_core.abi.data import Shapes
+from stack_core.abi.errors import ConfigError
 from stack_train.data.files import expand_glob
 from stack_train.data.image_batches import ImageBatches, ImageSettings, LabelledImages, check_images
 from stack_train.data.image_files import IMAGE_CHANNELS, OnUnreadable, read_images

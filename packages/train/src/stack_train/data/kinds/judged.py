@@ -7,9 +7,9 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from stack_core.config import config
-from stack_core.contracts.data import Shapes
-from stack_core.errors import DataError
+from stack_core.abi.config import config
+from stack_core.abi.data import Shapes
+from stack_core.abi.errors import DataError
 from stack_train.data.cache import digest_of
 from stack_train.data.conversations import Conversation, Tokenization
 from stack_train.data.files import expand_glob

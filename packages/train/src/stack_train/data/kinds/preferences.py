@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Float32, Int64, UInt64
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from stack_core.config import config
-from stack_core.contracts.data import Batch, Shapes
-from stack_core.errors import DataError
+from stack_core.abi.config import config
+from stack_core.abi.data import Batch, Shapes
+from stack_core.abi.errors import DataError
 from stack_core.text.chat_template import TEMPLATE_FIELDS
 from stack_train.data.cache import digest_of
 from stack_train.data.conversations import Conversation, Tokenization

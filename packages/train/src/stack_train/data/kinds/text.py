@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import numpy as np
 
-from stack_core.config import changed_fields, config
-from stack_core.contracts.data import Shapes
-from stack_core.errors import ConfigError
+from stack_core.abi.config import changed_fields, config
+from stack_core.abi.data import Shapes
+from stack_core.abi.errors import ConfigError
 from stack_train.data.settings import TextSettings
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""What crosses the borders of packages: contracts, the machinery of plugins, and what every package needs."""

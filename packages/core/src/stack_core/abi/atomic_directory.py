@@ -1,0 +1,31 @@
+"""Directories that appear whole or not at all."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from stack_core.abi.errors import ConversionError
+
+__all__ = ["atomic_directory"]
+
+
+@contextlib.contextmanager
+def atomic_directory(destination: Path) -> Iterator[Path]:
+    """Yields a directory that becomes `destination` if the block ends well, and is removed if it does not.
+
+    Raises:
+      ConversionError: there is something already, or the disk is full or not writable.
+    """
+    if destination.exists():
+        raise ConversionError(f"{destination} exists already; nothing is overwritten. Choose a new directory.")
+    partial = destination.with_name(f"{destination.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(destination)
+    except OSError as error:
+        raise ConversionError(f"{destination} could not be written: {error}. Nothing of it is left.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

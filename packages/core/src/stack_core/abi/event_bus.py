@@ -1,0 +1,171 @@
+"""Hands the events of a run to its observers, none of which can fail or block the run."""
+
+import contextlib
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from stack_core.abi.errors import PluginError, StackError
+from stack_core.abi.events import Event, StepFinished, StepStarted
+from stack_core.abi.registry import Registry
+from stack_core.abi.training import Observer, ObservesInLoop
+
+__all__ = ["EventBus", "ObserverContext", "observers_from"]
+
+_QUEUED_EVENTS = 1000
+
+
+@dataclass(frozen=True)
+class ObserverContext:
+    """What an observer may need when it is made.
+
+    Attributes:
+      directory: the run's directory.
+      config: the resolved config of the whole run.
+      terminal: whether progress may be drawn.
+    """
+
+    directory: Path
+    config: Any
+    terminal: bool
+
+
+@dataclass
+class EventBus:
+    """Hands each event to every observer; one that fails or hangs is named in a warning and left out from then on.
+
+    Each observer has a thread and a bounded queue of its own. Steps are queued. Every other event is handled before
+    `emit` returns, by one observer after the other, so that a report sees the metrics written before it. Observers of
+    the kind `ObservesInLoop` are called by the caller's thread instead.
+
+    Attributes:
+      limit_s: how long an observer may keep the run waiting before it is left out.
+    """
+
+    observers: list[Observer] = field(default_factory=list)
+    limit_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        self._lanes = [_Lane(observer, self.limit_s) for observer in self.observers]
+
+    def emit(self, event: Event) -> None:
+        wait = not isinstance(event, (StepStarted, StepFinished))
+        for lane in tuple(self._lanes):
+            lane.call(partial(lane.observer.observe, event), wait=wait)
+            self._drop_failed(lane)
+
+    def flush(self) -> None:
+        """Waits until all queued events are handled."""
+        for lane in tuple(self._lanes):
+            lane.call(_nothing, wait=True)
+            self._drop_failed(lane)
+
+    def close(self) -> None:
+        for lane in tuple(self._lanes):
+            lane.call(lane.observer.close, wait=True)
+            self._drop_failed(lane)
+            lane.end()
+        self._lanes.clear()
+        self.observers.clear()
+
+    def __enter__(self) -> "EventBus":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _drop_failed(self, lane: "_Lane") -> None:
+        if lane.problem is not None:
+            self._lanes.remove(lane)
+            self.observers.remove(lane.observer)
+            lane.end()
+            name = type(lane.observer).__name__
+            warnings.warn(f"Observer {name} failed and is left out: {lane.problem}", stacklevel=3)
+
+
+class _Lane:
+    """The calls of one observer, in order, in a thread that starts with the first of them.
+
+    Attributes:
+      problem: why the observer cannot go on; None while it can.
+    """
+
+    def __init__(self, observer: Observer, limit_s: float) -> None:
+        self.observer = observer
+        self.problem: str | None = None
+        self._limit_s = limit_s
+        self._calls: queue.Queue[tuple[Callable[[], None], threading.Event] | None] = queue.Queue(_QUEUED_EVENTS)
+        self._thread: threading.Thread | None = None
+
+    def call(self, function: Callable[[], None], *, wait: bool) -> None:
+        """Queues a call, or makes it at once for an observer that stays in the loop; waits for `limit_s` at most."""
+        if isinstance(self.observer, ObservesInLoop):
+            self._guarded(function)
+            return
+        if self._thread is None:
+            # A daemon: one that hangs must not keep the process alive.
+            self._thread = threading.Thread(target=self._work, name=type(self.observer).__name__, daemon=True)
+            self._thread.start()
+        until_s, done = time.monotonic() + self._limit_s, threading.Event()
+        try:
+            self._calls.put((function, done), timeout=self._limit_s)
+        except queue.Full:
+            self.problem = f"it is {_QUEUED_EVENTS:,} events behind and handled none of them in {self._limit_s:g} s."
+            return
+        if wait and not done.wait(max(0.0, until_s - time.monotonic())) and self.problem is None:
+            self.problem = f"it kept the run waiting for {self._limit_s:g} s."
+
+    def end(self) -> None:
+        """Lets the thread end after the calls that are queued; does not wait."""
+        if self._thread is not None:
+            with contextlib.suppress(queue.Full):  # it hangs, and ends with the process
+                self._calls.put_nowait(None)
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            function, done = item
+            if self.problem is None:
+                self._guarded(function)
+            done.set()
+
+    def _guarded(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except Exception as error:  # An observer, perhaps a stranger's, must never cost the run it watches.
+            self.problem = f"{type(error).__name__}: {error}"
+
+
+def _nothing() -> None:
+    """Takes its turn in a queue."""
+
+
+def observers_from(registry: Registry[Any], context: ObserverContext) -> list[Observer]:
+    """Builds the observers that have something to do in `context`; one that fails is named in a warning and left out.
+
+    Args:
+      registry: functions from the context to an observer or None, by name.
+
+    Raises:
+      StackError: an observer refuses the run as it is configured.
+    """
+    built = (_built(registry, name, context) for name in registry)
+    return [observer for observer in built if observer is not None]
+
+
+def _built(registry: Registry[Any], name: str, context: ObserverContext) -> Observer | None:
+    try:
+        return registry[name](context)
+    except PluginError as error:
+        problem = str(error)
+    except StackError:
+        raise
+    except Exception as error:  # An observer, perhaps a stranger's, must never cost the run it would watch.
+        problem = f"{type(error).__name__}: {error}"
+    warnings.warn(f"Observer {name!r} cannot be made and is left out: {problem}", stacklevel=4)
+    return None

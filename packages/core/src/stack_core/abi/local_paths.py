@@ -1,0 +1,68 @@
+"""Paths that users give, in commands and configs: `~` and `..` are resolved once, and remote storage is refused."""
+
+import re
+from pathlib import Path
+
+from stack_core.abi.errors import ConfigError
+
+__all__ = ["hub_advice", "local_address", "local_path", "refuse_remote"]
+
+_REMOTE = re.compile(r"(?:[a-z0-9_]+:)?(gs|gcs|s3|s3a|r2|hdfs|abfs|abfss|wasb|wasbs|az|adl|oss|cos|swift):/")
+_HUB = re.compile(r"(?:[a-z0-9_]+:)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)")
+
+
+class _PathError(ConfigError, ValueError):
+    """A ValueError too, so that a config's validation names the key."""
+
+
+def refuse_remote(text: str) -> str:
+    """Returns a text unless it is the address of remote storage, alone or after the name of a format.
+
+    Raises:
+      ConfigError: it is; `Path` would make a local folder named "gs:" of it.
+    """
+    if found := _REMOTE.match(text):
+        raise _PathError(
+            f"{text!r} is an address of remote storage ({found[1]}), which is not supported. Give a local path; mount "
+            "the bucket to reach it, or copy what is needed."
+        )
+    return text
+
+
+def local_path(path: str | Path) -> Path:
+    """Returns a path without `~` and `..`, which not every library resolves; symbolic links before `..` are followed.
+
+    Raises:
+      ConfigError: it is the address of remote storage.
+    """
+    found = Path(refuse_remote(str(path)))
+    if str(found).startswith("~"):
+        try:
+            found = found.expanduser()
+        except RuntimeError as error:
+            raise _PathError(f"{str(path)!r}: {error} Give the directory in full.") from error
+    return found.resolve() if ".." in found.parts else found
+
+
+def local_address(address: str) -> str:
+    """As `local_path` of the path in "DIR" or "FORMAT:DIR"; a name of nothing but letters before ":" is a format.
+
+    Raises:
+      ConfigError: it is the address of remote storage.
+    """
+    scheme, separator, path = address.partition(":")
+    if separator and re.fullmatch(r"\w+", scheme) and path:
+        return f"{scheme}:{local_path(refuse_remote(address)[len(scheme) + 1 :])}"
+    return str(local_path(address))
+
+
+def hub_advice(address: str) -> str:
+    """Returns how to fetch a model, if an address that is no local path could be a name on the Hugging Face hub."""
+    found = _HUB.fullmatch(address)
+    if found is None or Path(found[1]).exists():
+        return ""
+    name = found[1]
+    return (
+        f" If {name!r} is a model of the Hugging Face hub, fetch it first: `hf download {name} --local-dir "
+        f"{name.partition('/')[2]}`, then give the directory."
+    )

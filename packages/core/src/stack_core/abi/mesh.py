@@ -1,0 +1,492 @@
+"""Devices as a grid with named axes, and the rules that map the axes of arrays onto it.
+
+Arrays carry *logical* axis names, which say what an axis means ("embed", "mlp"); a `ShardingRules` maps each to axes of
+the mesh. A parameter or activation is split only where a rule says so, and a rule that cannot be kept is an error.
+"""
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from pydantic import AfterValidator, Field
+
+from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError, ShardingError, nearest
+
+__all__ = [
+    "AXES",
+    "DEFAULT_RULES",
+    "AnyMesh",
+    "LogicalAxes",
+    "MeshAxes",
+    "MeshConfig",
+    "ShardingRules",
+    "axes_of",
+    "check_shardings",
+    "constrain",
+    "in_mesh",
+    "make_mesh",
+    "map_parts",
+    "parts_of",
+    "use_mesh",
+]
+
+AXES: Final = ("data", "fsdp", "tensor", "expert", "context", "stage")
+"""The axes of every mesh: copies of the model, parameters split over copies, matrices, experts, sequence, layers."""
+
+LogicalAxes: TypeAlias = Sequence[str | None]
+"""One name per axis of an array; None is never split."""
+
+AnyMesh: TypeAlias = Mesh | AbstractMesh
+
+MeshAxes: TypeAlias = str | tuple[str, ...] | None
+"""Where a logical axis goes: to one mesh axis, to several, the major one first, or nowhere."""
+
+# From least to most traffic. On a torus the last axis gets the best links, elsewhere neighbouring device ids.
+_BY_TRAFFIC = ("stage", "data", "fsdp", "context", "expert", "tensor")
+
+# Axes that may span slices, by preference: a step exchanges gradients, then activations, then parameters over them.
+_ACROSS_SLICES = ("data", "stage", "fsdp")
+
+
+def _as_tuple(axes: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def _entry(mesh_axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    return mesh_axes if len(mesh_axes) > 1 else next(iter(mesh_axes), None)
+
+
+@dataclass(frozen=True, init=False)
+class ShardingRules:
+    """Logical axis name -> mesh axis, several mesh axes (major first), or None for never split.
+
+    Invariant: within one array every mesh axis is used at most once, and an axis' size is a multiple of the product of
+    the mesh axes that split it.
+
+    Attributes:
+      table: the rules, sorted by logical name.
+    """
+
+    table: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def __init__(self, rules: Mapping[str, str | Sequence[str] | None]) -> None:
+        table = tuple(sorted((name, _as_tuple(axes)) for name, axes in rules.items()))
+        object.__setattr__(self, "table", table)
+
+    def updated(self, rules: Mapping[str, str | Sequence[str] | None]) -> "ShardingRules":
+        """These rules with others added or put in their place."""
+        return ShardingRules({**dict(self.table), **rules})
+
+    def mesh_axes(self, logical_axis: str | None, *, name: str = "array") -> tuple[str, ...]:
+        """The mesh axes over which a logical axis is split.
+
+        Args:
+          name: the array's, for messages.
+
+        Raises:
+          ShardingError: there is no rule for it; names its neighbours.
+        """
+        rules = dict(self.table)
+        if logical_axis is None:
+            return ()
+        if logical_axis not in rules:
+            hint = f"{nearest(logical_axis, rules)} Known: {', '.join(rules)}."
+            remedy = f"Add mesh.rules.{logical_axis}, or `rules` to the model's family."
+            raise ShardingError(f"{name}: no rule for the logical axis {logical_axis!r}.{hint} {remedy}")
+        return rules[logical_axis]
+
+    def spec(self, logical_axes: LogicalAxes, mesh: AnyMesh, *, name: str = "array") -> PartitionSpec:
+        """Where the axes of an array go, one entry per axis; mesh axes of size 1 are kept.
+
+        Args:
+          name: the array's, for messages.
+
+        Raises:
+          ShardingError: two logical axes go to one mesh axis, a name has no rule, or the mesh lacks a rule's axis. It
+            does not depend on the sizes of the mesh, so that a mistake shows on a single device too.
+        """
+        entries = [self.mesh_axes(logical_axis, name=name) for logical_axis in logical_axes]
+        taken: dict[str, str | None] = {}
+        for logical_axis, mesh_axes in zip(logical_axes, entries, strict=True):
+            for mesh_axis in mesh_axes:
+                if mesh_axis in taken:
+                    raise ShardingError(self._collision(name, logical_axes, mesh_axis, taken[mesh_axis], logical_axis))
+                if mesh_axis not in mesh.axis_names:
+                    raise ShardingError(
+                        f"{name}: {logical_axis!r} goes to the mesh axis {mesh_axis!r}; this mesh has "
+                        f"{', '.join(mesh.axis_names)}.{nearest(mesh_axis, mesh.axis_names)} Change the rule or mesh."
+                    )
+                taken[mesh_axis] = logical_axis
+        return PartitionSpec(*(_entry(mesh_axes) for mesh_axes in entries))
+
+    def sharding(
+        self, mesh: AnyMesh, logical_axes: LogicalAxes, shape: Sequence[int], *, name: str = "array"
+    ) -> NamedSharding:
+        """The sharding of an array of `shape`.
+
+        Args:
+          name: the array's, for messages.
+
+        Raises:
+          ShardingError: as `spec` does, and when the number of axes is not that of `shape`, or a size does not divide;
+            names the array, the axis, both sizes and the nearest that would do.
+        """
+        if len(logical_axes) != len(shape):
+            raise ShardingError(
+                f"{name}: {len(logical_axes)} logical axes {tuple(logical_axes)} for an array of {len(shape)} axes, "
+                f"{tuple(shape)}. Name every axis; None is one that is never split."
+            )
+        spec = self.spec(logical_axes, mesh, name=name)
+        for index, (logical_axis, size) in enumerate(zip(logical_axes, shape, strict=True)):
+            mesh_axes = self.mesh_axes(logical_axis)
+            if size % math.prod(mesh.shape[axis] for axis in mesh_axes):
+                raise ShardingError(
+                    f"{name} {tuple(shape)}: axis {index}, {logical_axis!r}, has size {size}, "
+                    f"{_indivisible(size, mesh, mesh_axes)}; mesh.rules.{logical_axis}=null, which does not split it.",
+                    logical_axes=[logical_axis],
+                )
+        return NamedSharding(mesh, spec)
+
+    def tree_shardings(self, mesh: AnyMesh, values: Any, logical_axes: Any) -> Any:
+        """The sharding of every leaf of a pytree.
+
+        Args:
+          values: pytree of anything with a shape; a leaf's path is its name in messages.
+          logical_axes: the same pytree with the logical axes of each leaf, a tuple, in its place.
+
+        Raises:
+          ShardingError: names everything that `sharding` refuses, not only the first.
+        """
+        problems: list[ShardingError] = []
+
+        def sharding(path: Any, value: Any, axes: LogicalAxes) -> NamedSharding | None:
+            try:
+                return self.sharding(mesh, axes, value.shape, name=_name(path))
+            except ShardingError as error:
+                problems.append(error)
+                return None
+
+        shardings = jax.tree.map_with_path(sharding, values, logical_axes)
+        if problems:
+            axes = dict.fromkeys(axis for problem in problems for axis in problem.logical_axes)
+            raise ShardingError("\n".join(map(str, problems)), logical_axes=axes)
+        return shardings
+
+    def _collision(self, name: str, logical_axes: LogicalAxes, mesh_axis: str, *colliding: str | None) -> str:
+        first, second = (f"{axis!r} -> {_entry(self.mesh_axes(axis))!r}" for axis in colliding)
+        keys = " or ".join(f"mesh.rules.{axis}" for axis in dict.fromkeys(colliding))
+        return (
+            f"{name} with the logical axes {tuple(logical_axes)}: {first} and {second} both use the mesh axis "
+            f"{mesh_axis!r}, which can split one axis of an array only. Change {keys}; null does not split an axis."
+        )
+
+
+DEFAULT_RULES: Final = ShardingRules(
+    {
+        # Parameters: over `tensor` by the axis that a product keeps, over `fsdp` by the one that meets the residual.
+        "vocab": "tensor",
+        "embed": "fsdp",
+        "heads": "tensor",
+        "kv_heads": "tensor",
+        "head_dim": None,
+        "mlp": "tensor",
+        "experts": "expert",
+        # The second of two products through a narrow latent; the first has "embed" and no name for the latent.
+        "latent": "fsdp",
+        "layers": "stage",
+        "norm": None,
+        # Activations: `fsdp` splits the batch as `data` does, so that parameters are gathered layer by layer; so does
+        # `expert`, whose devices share the experts and have tokens of their own.
+        "batch": ("data", "fsdp", "expert"),
+        "seq": "context",
+        # The sequence where only norms and sums act on it; ("context", "tensor") is Megatron's sequence parallelism.
+        "norm_seq": "context",
+        # The batch while it reads rows of the embedding, which are split as `embed` is: the axes that leaves free.
+        "lookup_batch": ("data", "expert"),
+        "act_embed": None,
+        "act_heads": "tensor",
+        "act_kv_heads": "tensor",
+        "act_mlp": "tensor",
+        "act_vocab": "tensor",
+    }
+)
+"""Fully sharded data parallelism (ZeRO stage 3) with Megatron's tensor parallelism, for decoder models."""
+
+
+def _checked_rules(rules: Mapping[str, MeshAxes]) -> dict[str, MeshAxes]:
+    """The rules with a single mesh axis written as such; refuses names that no mesh axis has."""
+    for logical_axis, mesh_axes in rules.items():
+        for axis in _as_tuple(mesh_axes):
+            if axis not in AXES:
+                raise ConfigError(
+                    f"mesh.rules.{logical_axis} names the mesh axis {axis!r}.{nearest(axis, AXES)} "
+                    f"A mesh has: {', '.join(AXES)}; null does not split the axis."
+                )
+    return {name: _entry(_as_tuple(mesh_axes)) for name, mesh_axes in rules.items()}
+
+
+@config
+class MeshConfig:
+    """How many devices each axis spans, and by which rules arrays are split over the axes.
+
+    One axis at most may be -1: it takes the devices that the others leave.
+
+    Attributes:
+      rules: logical axis -> mesh axis, several mesh axes (major first), or None for never split. They precede the
+        rules of the model's family, which precede `DEFAULT_RULES`.
+    """
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+    expert: int = 1
+    context: int = 1
+    stage: int = 1
+    rules: Annotated[Mapping[str, MeshAxes], AfterValidator(_checked_rules)] = Field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for axis, size in self.sizes.items():
+            if size < 1 and size != -1:
+                raise ConfigError(f"mesh.{axis} is {size}; expected a number of devices, or -1 for all that are left.")
+        rest = [axis for axis, size in self.sizes.items() if size == -1]
+        if len(rest) > 1:
+            raise ConfigError(f"mesh.{' and mesh.'.join(rest)} are -1; only one axis can take what the others leave.")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every axis as it was given."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+
+def make_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns a mesh with all of `AXES`, over all `devices` (by default those of `jax.devices()`).
+
+    The axes are of type Auto: XLA propagates shardings between the constraints it is given. `tensor` gets the
+    fastest links. Several TPU slices are spread over `data`, then `stage`, then `fsdp`, whose traffic suits the slower
+    network between slices.
+
+    Raises:
+      ShardingError: the sizes do not multiply to the number of devices, or the number of slices does not divide those
+        three axes.
+    """
+    from jax.experimental import mesh_utils
+
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = _axis_sizes(mesh, len(devices), _by_process(devices))
+    # A single slice of a compile-only topology has no slice_index. That of CPUs and GPUs counts hosts.
+    indices = {getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}
+    slices = _across_slices(sizes, len(indices))
+    within = [sizes[axis] // slices[axis] for axis in _BY_TRAFFIC]
+    if max(slices.values()) > 1:
+        across = [slices[axis] for axis in _BY_TRAFFIC]
+        grid = mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
+    else:
+        grid = mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=True)
+    grid = grid.transpose([_BY_TRAFFIC.index(axis) for axis in AXES])
+    # Passed because the defaults differ: Explicit in `jax.make_mesh`, Auto in `Mesh`.
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _across_slices(sizes: Mapping[str, int], slices: int) -> dict[str, int]:
+    """Returns how many slices each axis spans."""
+    spans, left = dict.fromkeys(sizes, 1), max(slices, 1)
+    for axis in _ACROSS_SLICES:
+        spans[axis] = math.gcd(sizes[axis], left)
+        left //= spans[axis]
+    if left > 1:
+        given = ", ".join(f"{axis}={sizes[axis]}" for axis in _ACROSS_SLICES)
+        raise ShardingError(
+            f"The devices are {slices} slices, which must divide the mesh's axes {', '.join(_ACROSS_SLICES)} together, "
+            f"but these are {given}. Set mesh.data={slices}, or a multiple of it."
+        )
+    return spans
+
+
+def _axis_sizes(mesh: MeshConfig, device_count: int, by_process: str = "") -> dict[str, int]:
+    """The size of every axis, with -1 resolved."""
+    asked = mesh.sizes
+    rest = next((axis for axis, size in asked.items() if size == -1), None)
+    fixed = math.prod(size for size in asked.values() if size != -1)
+    if (rest is None and fixed != device_count) or device_count % fixed:
+        raise ShardingError(_misfit(asked, rest, fixed, device_count, by_process))
+    return {axis: device_count // fixed if axis == rest else size for axis, size in asked.items()}
+
+
+def _misfit(asked: Mapping[str, int], rest: str | None, fixed: int, device_count: int, by_process: str) -> str:
+    """The message of sizes that do not multiply to the number of devices, with the nearest that would."""
+    given = ", ".join(f"{axis}={size}" for axis, size in asked.items() if size != 1)
+    there = f"there are {device_count}{by_process}"
+    remedies = []
+    for axis, size in asked.items():
+        left, remainder = divmod(device_count, fixed // size)
+        if size > 1 and not remainder:
+            legal = _divisors(left) if rest else [left]
+            remedies.append(f"{axis}={' or '.join(map(str, _around(legal, size)))}")
+    if rest is None:
+        problem = f"The mesh {given or 'of one device'} takes {fixed} devices, but {there}."
+        remedies.append("-1 for one axis, which gives it all that the others leave")
+    else:
+        problem = f"The mesh {given} takes a multiple of {fixed} devices, but {there}."
+    return f"{problem} These would fit: {'; '.join(remedies) or 'several axes changed together'}."
+
+
+def _by_process(devices: Sequence[jax.Device]) -> str:
+    """How many of them each process has, where there are several."""
+    counts = Counter(device.process_index for device in devices)
+    if len(counts) < 2:
+        return ""
+    each = sorted(set(counts.values()))
+    return f" ({len(counts)} processes with {' or '.join(map(str, each))} each)"
+
+
+# A part of the key of JAX's caches. Made here because the first to enter it may be a step that is being traced: making
+# it outdates whatever JAX traced before, so that this step would be traced and compiled twice.
+in_mesh: Any = jax.make_user_context(None)
+"""(mesh, rules) of the surrounding `use_mesh`, or None."""
+
+
+@contextlib.contextmanager
+def use_mesh(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Iterator[None]:
+    """Makes `constrain` act on what is traced in this context; it nests, and may be entered inside `jax.jit`.
+
+    A function that `jax.jit` traced under another mesh, other rules, or none, is traced again.
+    """
+    with in_mesh((mesh, rules)), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        yield
+
+
+def constrain(x: jax.Array, *logical_axes: str | None, name: str = "constrain") -> jax.Array:
+    """Returns `x`, split as the rules of the surrounding `use_mesh` say; outside of one, or on one device, `x` itself.
+
+    Args:
+      logical_axes: one name, or None, per axis of `x`.
+      name: what the array is, for messages.
+
+    Raises:
+      ShardingError: as `ShardingRules.sharding` does, on one device too.
+    """
+    if in_mesh.value is None:
+        return x
+    mesh, rules = in_mesh.value
+    sharding = rules.sharding(mesh, logical_axes, x.shape, name=name)
+    if mesh.size == 1:
+        return x
+    inside = jax.sharding.get_abstract_mesh()
+    if inside.manual_axes:  # what a surrounding `jax.shard_map` has split is no axis of `x` any more
+        sharding = NamedSharding(inside, _without(sharding.spec, inside.manual_axes))
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def parts_of(logical_axis: str) -> int:
+    """Into how many parts the surrounding `use_mesh` splits a logical axis; 1 outside of one, or without a rule."""
+    return 1 if in_mesh.value is None else math.prod(in_mesh.value[0].shape[axis] for axis in axes_of(logical_axis))
+
+
+def axes_of(logical_axis: str) -> tuple[str, ...]:
+    """The axes, of more than one device, over which the surrounding `use_mesh` splits a logical axis."""
+    if in_mesh.value is None:
+        return ()
+    mesh, rules = in_mesh.value
+    return tuple(axis for axis in dict(rules.table).get(logical_axis, ()) if mesh.shape[axis] > 1)
+
+
+def map_parts(
+    function: Callable[..., Any],
+    arguments: Sequence[tuple[jax.Array, LogicalAxes]],
+    out_axes: Any,
+    *,
+    name: str,
+) -> Any:
+    """Calls a function once on every device of the surrounding `use_mesh`, with the parts of arrays that lie there.
+
+    Inside, collectives take the axes of `axes_of`. Outside of a mesh, or on one device, the parts are whole.
+
+    Args:
+      arguments: arrays with the logical axes by which they are split.
+      out_axes: of each array that the function returns, in its structure.
+      name: what the function is, for messages.
+
+    Raises:
+      ShardingError: the mesh does not divide an argument.
+    """
+    if in_mesh.value is None or in_mesh.value[0].size == 1:
+        return function(*(array for array, _ in arguments))
+    mesh, rules = in_mesh.value
+    for array, axes in arguments:
+        rules.sharding(mesh, axes, array.shape, name=name)  # raises where the mesh does not divide it
+    in_specs = tuple(_split_axes(axes) for _, axes in arguments)
+    out_specs = jax.tree.map(_split_axes, out_axes, is_leaf=_is_axes)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    around: dict[str, Any] = {"axis_names": set(mesh.axis_names) - set(manual)} if manual else {"mesh": mesh}
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, **around)(*(array for array, _ in arguments))
+
+
+def _without(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    return PartitionSpec(*(_entry(tuple(axis for axis in _as_tuple(entry) if axis not in axes)) for entry in spec))
+
+
+def _split_axes(axes: LogicalAxes) -> PartitionSpec:
+    """Axes of one device are left out: an array does not vary over them, whatever it is added to."""
+    return PartitionSpec(*(axes_of(axis) or None if axis else None for axis in axes))
+
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple) and all(axis is None or isinstance(axis, str) for axis in node)
+
+
+def check_shardings(values: Any, expected: Any) -> None:
+    """Compares where every leaf of a pytree lies with where it should.
+
+    Args:
+      values: pytree of arrays.
+      expected: the same pytree of shardings.
+
+    Raises:
+      ShardingError: names each leaf that lies elsewhere, and both places.
+    """
+    problems = []
+
+    def check(path: Any, value: jax.Array, wanted: jax.sharding.Sharding) -> None:
+        if not value.sharding.is_equivalent_to(wanted, value.ndim):
+            problems.append(f"{_name(path)} {value.shape} should lie as {wanted}, but lies as {value.sharding}.")
+
+    jax.tree.map_with_path(check, values, expected)
+    if problems:
+        raise ShardingError("\n".join([*problems, "Place each with jax.device_put, or jax.jit's out_shardings."]))
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _indivisible(size: int, mesh: AnyMesh, mesh_axes: Sequence[str]) -> str:
+    """Says why the mesh does not divide a size, and the nearest sizes and mesh sizes that would do."""
+    mesh_axes = [axis for axis in mesh_axes if mesh.shape[axis] > 1]
+    parts = math.prod(mesh.shape[axis] for axis in mesh_axes)
+    product = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in mesh_axes)
+    below = size - size % parts
+    remedies = [f"size {' or '.join(str(legal) for legal in (below, below + parts) if legal)}"]
+    for axis in mesh_axes:
+        others = parts // mesh.shape[axis]
+        if size % others == 0:
+            legal = _divisors(math.gcd(size, mesh.size) // others)
+            remedies.append(f"mesh.{axis}={' or '.join(map(str, _around(legal, mesh.shape[axis])))}")
+    return f"which is no multiple of {parts} ({product}). These would fit: {'; '.join(remedies)}"
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def _around(legal: Sequence[int], wanted: int) -> list[int]:
+    """The nearest legal values below and above."""
+    index = int(np.searchsorted(legal, wanted))
+    return list(legal[max(index - 1, 0) : index + 1])

@@ -1,0 +1,81 @@
+"""Models on disk by their address: "DIR", whose format is found, or "FORMAT:DIR"."""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from stack_core.abi.errors import ConversionError, nearest
+from stack_core.abi.formats import (
+    GenerativeCheckpoint,
+    ModelFormat,
+    OpensForGeneration,
+    OpensFurtherModels,
+    OpensModels,
+    TrainedModel,
+)
+from stack_core.abi.installing import install_command
+from stack_core.abi.local_paths import hub_advice, local_address
+from stack_core.abi.plugins import registries
+
+__all__ = ["open_for_generation", "open_further", "open_model"]
+
+Format = TypeVar("Format", bound=ModelFormat)
+
+
+def open_model(address: str, *, data: str | None = None) -> TrainedModel:
+    """Opens a trained model with the data that it is measured on.
+
+    Args:
+      data: address of other documents than the model's own.
+
+    Raises:
+      ConversionError: no format that opens models has this name or knows the directory, or several know it.
+      StackError: the checkpoint or the data cannot be used.
+    """
+    format_, directory = _found(address, OpensModels)
+    return format_.open_model(directory, data=data)
+
+
+def open_for_generation(address: str) -> GenerativeCheckpoint:
+    """Opens a language model to generate text.
+
+    Raises:
+      ConversionError: as `open_model`.
+      StackError: the checkpoint cannot be used.
+    """
+    format_, directory = _found(address, OpensForGeneration)
+    return format_.open_for_generation(directory)
+
+
+def open_further(address: str, name: str, abstract: Any) -> Any:
+    """Reads the parameters of a model that an objective trained beside a run's model; see `OpensFurtherModels`.
+
+    Raises:
+      ConversionError: as `open_model`.
+      StackError: no such model was trained, or its parameters are others.
+    """
+    format_, directory = _found(address, OpensFurtherModels)
+    return format_.open_further(directory, name, abstract)
+
+
+def _found(address: str, ability: type[Format]) -> tuple[Format, Path]:
+    """The format of an address, among those with an ability, and the directory."""
+    registered = {name: registries.model_formats[name] for name in registries.model_formats}
+    formats = {name: format_ for name, format_ in registered.items() if isinstance(format_, ability)}
+    known = ", ".join(formats) or f"none; `{install_command('stack-train')}` provides some"
+    address = local_address(address)
+    scheme, separator, path = address.partition(":")
+    if separator and "/" not in scheme:
+        if scheme not in formats:
+            advice = nearest(scheme, formats)
+            raise ConversionError(f"Unknown model format {scheme!r} in {address!r}.{advice} Known: {known}.")
+        return formats[scheme], Path(path)
+    directory = Path(address)
+    found = [name for name, format_ in formats.items() if format_.recognizes(directory)]
+    if len(found) > 1:
+        raise ConversionError(
+            f"{address} could be of the formats {' and '.join(found)}. Say which, as in {found[0]}:{address}."
+        )
+    if not found:
+        what = "holds no model of a known format" if directory.is_dir() else "is no directory"
+        raise ConversionError(f"{address} {what}. Formats: {known}.{hub_advice(address)}")
+    return formats[found[0]], directory

@@ -1,0 +1,197 @@
+"""Objects that plugins register by name, collected once by hooks and then read as a mapping."""
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from stack_core.abi.errors import PluginError, StackError, UnknownName, nearest
+
+__all__ = ["Entry", "Registrar", "Registry"]
+
+T = TypeVar("T")
+
+_NAME = re.compile(r"\w([\w .+/-]*[\w.+])?")
+_NAMES = {
+    "ops": re.compile(r"\w+/[\w.+-]+"),
+    "op_definitions": re.compile(r"\w+"),
+    "analyses": re.compile(r"\w+"),
+}
+_FORMS = {
+    "ops": "of the form op/implementation",
+    "op_definitions": "of letters, digits and _",
+    "analyses": "of letters, digits and _",
+}
+# Each analysis is a command `stack profile NAME`, and these are the others.
+_RESERVED = {"analyses": ("attach", "costs", "diff", "export", "gate", "report", "run")}
+_TARGET = re.compile(r"\w+(\.\w+)*:\w+")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registered name.
+
+    Attributes:
+      target: the object, or "module:attribute" naming it; resolved on first use.
+      provider: the plugin that registered it.
+      details: what can be shown without resolving the target, such as `help`.
+    """
+
+    name: str
+    target: Any
+    provider: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Registrar:
+    """What a hook is handed: collects one plugin's entries for one registry.
+
+    Attributes:
+      known_details: the details that this registry's entries may have, with their types.
+    """
+
+    kind: str
+    provider: str
+    known_details: Mapping[str, type] = field(default_factory=dict)
+    _entries: dict[str, Entry] = field(default_factory=dict)
+    _closed: bool = False
+
+    def add(self, name: str, target: Any, **details: Any) -> None:
+        """Registers `target`, an object or a "module:attribute" string, under `name`.
+
+        Raises:
+          PluginError: the name, the target or a detail is malformed, the name is registered twice, or the hook that
+            this was handed to has returned.
+        """
+        if self._closed:
+            raise PluginError(
+                f"{self.kind} {name!r} comes too late: register inside the hook stack_register_{self.kind}."
+            )
+        if not isinstance(name, str) or not _NAMES.get(self.kind, _NAME).fullmatch(name):
+            form = _FORMS.get(self.kind, "of letters, digits and _ . + - / within")
+            raise PluginError(f"{self.kind} {name!r}: expected a name {form}.")
+        if name in _RESERVED.get(self.kind, ()):
+            raise PluginError(
+                f"{self.kind} {name!r}: `stack profile {name}` is a command of its own; take another name."
+            )
+        if isinstance(target, str) and not _TARGET.fullmatch(target):
+            raise PluginError(f"{self.kind} {name!r}: target {target!r} is not of the form 'module:attribute'.")
+        if name in self._entries:
+            raise PluginError(f"{self.kind} {name!r} is registered twice by plugin {self.provider!r}.")
+        for detail, value in details.items():
+            self._check_detail(name, detail, value)
+        self._entries[name] = Entry(name, target, self.provider, details)
+
+    def close(self) -> tuple[Entry, ...]:
+        """The entries; none can be added any more."""
+        self._closed = True
+        return tuple(self._entries.values())
+
+    def _check_detail(self, name: str, detail: str, value: Any) -> None:
+        if detail not in self.known_details:
+            known = ", ".join(self.known_details) or "none"
+            raise PluginError(
+                f"{self.kind} {name!r}: unknown detail {detail!r}.{nearest(detail, self.known_details)} Known: {known}."
+            )
+        if not isinstance(value, self.known_details[detail]):
+            expected = self.known_details[detail].__name__
+            raise PluginError(f"{self.kind} {name!r}: {detail} is {value!r}; expected a {expected}.")
+
+
+class Registry(Mapping[str, T]):
+    """A read-only mapping from name to object, in the order of names, which runs its loader on first use.
+
+    `registry[name]` imports the object. `get` returns its default only for a name that no plugin registered: a name
+    that was refused, or whose object cannot be imported, raises as `registry[name]` does.
+
+    Args:
+      kind: what it holds, in the plural, for messages: "models".
+      load: returns all entries and, for names that were refused, the reason.
+      advise: says where a missing name may come from; empty, or a sentence after a space.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        load: Callable[[], tuple[Mapping[str, Entry], Mapping[str, str]]],
+        advise: Callable[[str, str], str] = lambda kind, name: "",
+    ) -> None:
+        self.kind = kind
+        self._load = load
+        self._advise = advise
+        self._entries: Mapping[str, Entry] | None = None
+        self._refused: Mapping[str, str] = {}
+        self._resolved: dict[str, T] = {}
+
+    def entries(self) -> tuple[Entry, ...]:
+        """All entries, sorted by name; no target is resolved."""
+        return tuple(self._frozen()[name] for name in self.names())
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(self._frozen()))
+
+    # Comparing by content, as mappings do, would import every object.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self._frozen() and name not in self._refused:
+            return default
+        return self[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._frozen()
+
+    def __len__(self) -> int:
+        return len(self._frozen())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __getitem__(self, name: str) -> T:
+        """The object registered as `name`.
+
+        Raises:
+          UnknownName: no plugin registered it; names its neighbours and the package that would provide it.
+          PluginError: two plugins claim it, or its target cannot be imported.
+        """
+        try:
+            return self._resolved[name]
+        except KeyError:
+            return self._resolved.setdefault(name, self._resolve(name))
+
+    def _frozen(self) -> Mapping[str, Entry]:
+        if self._entries is None:
+            self._entries, self._refused = self._load()
+        return self._entries
+
+    def _resolve(self, name: str) -> T:
+        entry = self._frozen().get(name)
+        if entry is None:
+            raise self.unknown(name)
+        if not isinstance(entry.target, str):
+            return entry.target
+        module, attribute = entry.target.split(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except Exception as error:  # Whatever a plugin's module does on import, the message must name the plugin.
+            raise PluginError(
+                f"{self.kind} {name!r} of plugin {entry.provider!r} cannot be loaded from {entry.target!r}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def unknown(self, name: str, *, beside: Sequence[str] = (), hint: str = "") -> StackError:
+        """The error for a name that is not registered.
+
+        Args:
+          beside: what else could stand in its place.
+          hint: what is meant rather than the nearest name; empty, or a sentence after a space.
+        """
+        if name in self._refused:
+            return PluginError(f"{self.kind} {name!r} is not available: {self._refused[name]}")
+        known = (*beside, *self.names())
+        remedy = (hint or nearest(name, known)) + self._advise(self.kind, name)
+        listing = ", ".join(known) or "none"
+        return UnknownName(f"Unknown name {name!r} among {self.kind}.{remedy} Registered: {listing}.")

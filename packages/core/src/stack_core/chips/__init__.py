@@ -1,0 +1,17 @@
+"""What hardware can do: rows of chips, the one that programs are compiled for, and targets that are not there."""
+
+from stack_core.abi.chips import Chip
+from stack_core.chips.context import target_chip, use_chip
+from stack_core.chips.devices import chip_of, count_units, current_chip
+from stack_core.chips.targets import Target, use_target
+
+__all__ = [
+    "Chip",
+    "Target",
+    "chip_of",
+    "count_units",
+    "current_chip",
+    "target_chip",
+    "use_chip",
+    "use_target",
+]

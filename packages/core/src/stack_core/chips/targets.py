@@ -1,0 +1,255 @@
+"""Targets: hardware to compile for, which need not be there.
+
+    target = Target("v5p:8x16x16")
+    mesh = make_mesh(MeshConfig(tensor=8), target.devices)
+    with use_target(target):
+        compiled = jax.jit(step, in_shardings=...).lower(*shapes).compile()
+
+TPUs are compiled for by the libtpu wheel, GPUs by JAX's CUDA plugin; neither needs a chip or a driver.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from stack_core.abi.chips import Chip
+from stack_core.abi.errors import HardwareError, nearest
+from stack_core.abi.installing import install_command
+from stack_core.abi.plugins import registries
+from stack_core.chips.context import use_chip
+from stack_core.chips.gpu_configs import GPU_CONFIGS
+
+if TYPE_CHECKING:
+    import jax
+
+__all__ = ["Target", "use_target"]
+
+_GPUS_A_HOST: Final = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TpuKind:
+    """A kind of TPU: libtpu's name for it, how many axes its torus has, and the chips of the largest slice."""
+
+    name: str
+    axes: int
+    largest_chips: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+# Largest slices: Cloud TPU documentation, "System architecture" of each version.
+_TPUS: Final = {
+    "v4": _TpuKind(name="v4", axes=3, largest_chips=4096, options={"chip_config_name": "megacore"}),
+    "v5e": _TpuKind(name="v5e", axes=2, largest_chips=256),
+    "v5p": _TpuKind(name="v5p", axes=3, largest_chips=8960),
+    "v6e": _TpuKind(name="v6e", axes=2, largest_chips=256),
+    "v7x": _TpuKind(name="tpu7x", axes=3, largest_chips=9216),
+}
+
+# Without a TPU libtpu would ask Google's metadata server what machine this is, complain that it gets no answer, and
+# keep other processes from compiling at the same time.
+_WITHOUT_TPU: Final = {
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A slice of TPUs or some GPUs, by name.
+
+    Attributes:
+      name: "CHIP:SIZES". The chip is a name of the registry `chips`. The sizes of a TPU are those of its torus,
+        "v5p:8x16x16" or "v6e:4x4"; those of a GPU are slices x hosts x GPUs of a host, "h100:1x1x8".
+
+    Raises:
+      HardwareError: the name is malformed, its chip is unknown, or no such topology exists.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        match = re.fullmatch(r"([\w.\-]+):(\d+(?:x\d+)*)", self.name)
+        if match is None:
+            raise HardwareError(
+                f"Target {self.name!r} is not of the form CHIP:SIZES, such as v5p:8x16x16 or v6e:4x4 (a TPU's torus), "
+                "or h100:1x1x8 (slices x hosts x GPUs of a host)."
+            )
+        known = sorted({**_TPUS, **GPU_CONFIGS})
+        if match[1] not in known:
+            raise HardwareError(
+                f"Target {self.name!r}: nothing is known about compiling for {match[1]!r}.{nearest(match[1], known)} "
+                f"Targets: {', '.join(known)}."
+            )
+        check = self._check_torus if match[1] in _TPUS else self._check_hosts
+        check()
+
+    @property
+    def chip_name(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(int(size) for size in self.name.partition(":")[2].split("x"))
+
+    @property
+    def chip(self) -> Chip:
+        """The row of the registry `chips`.
+
+        Raises:
+          UnknownName: the plugin that registers the row is blocked.
+        """
+        return registries.chips[self.chip_name]
+
+    @functools.cached_property
+    def devices(self) -> tuple["jax.Device", ...]:
+        """Devices to compile for; nothing can be put on them.
+
+        Raises:
+          HardwareError: the compiler is not installed, or does not load.
+        """
+        return _tpu_devices(self) if self.chip_name in _TPUS else _gpu_devices(self)
+
+    def link_share(self, devices: Sequence["jax.Device"]) -> float | None:
+        """The share of a chip's links that it can use to talk to all the given devices.
+
+        On a torus, every axis along which they differ brings the same share, as if each were a ring. Between the GPUs
+        of a host it is all of NVLink; of what connects hosts nothing is known, which is None.
+        """
+        if self.chip_name not in _TPUS:
+            return 1.0 if len({device.process_index for device in devices}) == 1 else None
+        coordinates = [tuple(getattr(device, "coords", ())) for device in devices]
+        spanned = sum(len(set(places)) > 1 for places in zip(*coordinates, strict=True))
+        return max(spanned, 1) / _TPUS[self.chip_name].axes
+
+    def _check_torus(self) -> None:
+        kind, sizes = _TPUS[self.chip_name], self.sizes
+        if len(sizes) != kind.axes:
+            example = "x".join(["2", "2", "1"][: kind.axes])
+            raise HardwareError(
+                f"Target {self.name!r} has {len(sizes)} sizes; the torus of a {self.chip_name} has {kind.axes} axes, "
+                f"as in {self.chip_name}:{example}."
+            )
+        chips = math.prod(sizes)
+        if chips > kind.largest_chips:
+            raise HardwareError(
+                f"Target {self.name!r} has {chips} chips; the largest slice of {self.chip_name} has "
+                f"{kind.largest_chips}. Take fewer."
+            )
+        if chips != 1 and (0 in sizes or any(size % 2 for size in sizes[:2])):
+            raise HardwareError(
+                f"Target {self.name!r} does not exist: a host of {self.chip_name} holds 2x2 chips, so that the first "
+                f"two sizes are even, unless it is a single chip. Nearest: {' or '.join(self._even_neighbours())}."
+            )
+
+    def _even_neighbours(self) -> list[str]:
+        rest = [max(size, 1) for size in self.sizes[2:]]
+        found = []
+        for up in (0, 1):
+            sizes = [*(max((size + up) // 2 * 2, 2) for size in self.sizes[:2]), *rest]
+            if math.prod(sizes) <= _TPUS[self.chip_name].largest_chips:
+                found.append(f"{self.chip_name}:{'x'.join(map(str, sizes))}")
+        return list(dict.fromkeys(found))
+
+    def _check_hosts(self) -> None:
+        sizes = self.sizes
+        if len(sizes) != 3 or 0 in sizes or sizes[2] > _GPUS_A_HOST:
+            raise HardwareError(
+                f"Target {self.name!r}: the sizes of GPUs are slices x hosts x GPUs of a host, at most {_GPUS_A_HOST} "
+                f"of those, as in {self.chip_name}:1x1x{_GPUS_A_HOST} or {self.chip_name}:1x4x{_GPUS_A_HOST}."
+            )
+
+
+@contextlib.contextmanager
+def use_target(target: Target) -> Iterator[None]:
+    """Traces and lowers for the target: ops choose implementations for its chip, and kernels see its devices.
+
+    JAX's default device is the target's first, which runs nothing: arrays are made before or after, or in a trace.
+
+    Raises:
+      HardwareError: as `Target.devices` does.
+    """
+    import jax
+
+    device = target.devices[0]
+    of_device = jax.sharding.Mesh([device], ("device",)).abstract_mesh.abstract_device
+    mesh = jax.sharding.get_abstract_mesh().update(abstract_device=of_device)
+    with use_chip(target.chip), jax.default_device(device), jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def _tpu_devices(target: Target) -> tuple["jax.Device", ...]:
+    from jax.experimental import topologies  # Importing jax sets TPU_SKIP_MDS_QUERY where there is no TPU.
+
+    _require(target, "tpu", "libtpu")
+    kind, sizes = _TPUS[target.chip_name], target.sizes
+    topology = f"{kind.name}:{'x'.join(map(str, sizes))}"
+    options = dict(kind.options)
+    if math.prod(sizes) == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    with _environment(_WITHOUT_TPU if "TPU_SKIP_MDS_QUERY" in os.environ else {}):
+        try:
+            description = topologies.get_topology_desc(topology, platform="tpu", **options)
+        except RuntimeError as error:
+            raise HardwareError(f"libtpu offers no topology for target {target.name!r}: {error}") from error
+    return tuple(description.devices)
+
+
+def _gpu_devices(target: Target) -> tuple["jax.Device", ...]:
+    from jax.experimental import topologies
+
+    _require(target, "cuda13", "jax_cuda13_plugin", "jax_cuda12_plugin")
+    (entry,) = (entry for entry in registries.chips.entries() if entry.name == target.chip_name)
+    config = GPU_CONFIGS[target.chip_name].text_proto(target.chip, entry.details["device_kinds"][0])
+
+    def describe() -> Any:
+        sizes = "x".join(map(str, target.sizes))
+        return topologies.get_topology_desc(target.chip_name, "cuda", topology=sizes, target_config=config)
+
+    # The plugin refuses to load where the CUDA libraries are missing, which only running on a GPU needs.
+    with _environment({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):
+        try:
+            try:
+                description = describe()
+            except NotImplementedError:  # JAX loads plugins once, and did so before the variable was set.
+                _load_cuda_plugin()
+                description = describe()
+        except RuntimeError as error:
+            raise HardwareError(
+                f"JAX's CUDA plugin offers no topology for target {target.name!r}: {error}. Check that its version is "
+                f"that of jax: {install_command('stack-core[cuda13]', upgrade=True)}"
+            ) from error
+    return tuple(description.devices)
+
+
+def _load_cuda_plugin() -> None:
+    installed = "xla_cuda13" if importlib.util.find_spec("jax_cuda13_plugin") else "xla_cuda12"
+    importlib.import_module(f"jax_plugins.{installed}").initialize()
+
+
+def _require(target: Target, extra: str, *modules: str) -> None:
+    if not any(importlib.util.find_spec(module) for module in modules):
+        raise HardwareError(
+            f"Compiling for {target.name!r} needs {modules[0]}, which is not installed. "
+            f"It needs no {target.chip_name}: {install_command(f'stack-core[{extra}]')}"
+        )
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets those variables that are not set, and removes them again."""
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

@@ -1,0 +1,287 @@
+"""Softmax attention."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from stack_core.abi.errors import ArgumentError, ShapeError
+from stack_core.abi.ops import OpCall
+from stack_core.ops.dispatch.check import (
+    Axes,
+    check_floating,
+    check_integer,
+    check_positive,
+    check_same_dtype,
+    check_window,
+)
+from stack_core.ops.dispatch.dispatch import dispatch
+from stack_core.ops.dispatch.op import Op, OpAxes
+from stack_core.ops.dispatch.request import Implementation
+from stack_core.ops.dispatch.splitting import LogicalNames
+from stack_core.ops.dispatch.symbolic import Size, is_symbolic
+from stack_core.ops.references import attention_tiles
+from stack_core.ops.references.running_softmax import with_sinks
+
+__all__ = [
+    "OP",
+    "REFERENCE",
+    "attention",
+    "attention_axes",
+    "bounded_lengths",
+    "bounded_offset",
+    "check_attention",
+    "paired_segments",
+]
+
+_MOST_OFFSET = 2**30
+
+
+def attention(
+    query: Float[Array, "batch q_seq heads key_dim"],
+    key: Float[Array, "batch kv_seq kv_heads key_dim"],
+    value: Float[Array, "batch kv_seq kv_heads value_dim"],
+    *,
+    causal: bool = False,
+    query_offset: int | Int[Array, " batch"] | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    bias: Float[Array, "#batch #heads #q_seq #kv_seq"] | None = None,
+    mask: Bool[Array, "#batch #heads #q_seq #kv_seq"] | None = None,
+    segment_ids: Int[Array, "batch seq"] | tuple[Int[Array, "batch q_seq"], Int[Array, "batch kv_seq"]] | None = None,
+    kv_lengths: Int[Array, " batch"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: Implementation = None,
+    axes: LogicalNames | None = None,
+) -> Float[Array, "batch q_seq heads value_dim"] | tuple[Array, Float[Array, "batch q_seq heads"]]:
+    """Each query's average of the values, weighted by the softmax of its products with the keys.
+
+        o_i = sum_j exp(z_ij) v_j / d_i        d_i = sum_j exp(z_ij) + exp(s)
+        z_ij = c tanh(scale q_i k_j / c) + b_ij    for the j that i may attend to
+
+    c is `softcap` (none: z_ij = scale q_i k_j + b_ij), b is `bias`, s is the head's sink (none: no such term). Query i
+    stands at key position p_i = i + `query_offset` and may attend to key j if all that is given allows it: j <= p_i
+    (`causal`), p_i - left <= j <= p_i + right (`window`), j < `kv_lengths`, equal segments, `mask`. A query with
+    nothing to attend to has output 0, lse -inf (its sink, if there are sinks) and no gradient.
+
+    Products run in the dtype of the operands with an fp32 accumulator, the softmax in fp32. No more than a tile of the
+    scores exists at a time, in the gradient neither, and tiles that `causal` and `window` hide cost nothing when
+    `query_offset` is an int.
+
+    Args:
+      query: q, [batch, q_seq, heads, key_dim].
+      key: k, [batch, kv_seq, kv_heads, key_dim]; heads is a multiple of kv_heads, neighbours share a key head.
+      value: v, [batch, kv_seq, kv_heads, value_dim]; value_dim may differ from key_dim.
+      causal: forbid keys after the query.
+      query_offset: the key position of query 0, one for all or one per batch row; by default kv_seq - q_seq.
+      window: (left, right), inclusive distances in keys; None leaves a side open.
+      bias: b, [batch, heads, q_seq, kv_seq], each axis its size or 1.
+      mask: True where attention is allowed, shaped as `bias`.
+      segment_ids: [batch, seq] when q_seq is kv_seq, or the pair ([batch, q_seq], [batch, kv_seq]).
+      kv_lengths: [batch], the number of leading keys that exist; outside 0 .. kv_seq the nearest of the two.
+      softcap: c, positive.
+      sinks: s, [heads], logits that join the denominator and have no value.
+      scale: by default key_dim ** -0.5.
+      return_lse: also return log d.
+      implementation: a name, several in order of preference, or None to let core choose.
+      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
+
+    Returns:
+      o, [batch, q_seq, heads, value_dim], of the dtype of `query`; with `return_lse` the pair
+      (o, fp32[batch, q_seq, heads]).
+
+    Raises:
+      ShapeError: sizes that do not fit, naming the argument and the axis.
+      ArgumentError: wrong dtypes, a negative window, a softcap that is not positive.
+      UnsupportedOp: no implementation, or not the one named, supports the call.
+
+    Source: Vaswani et al., Attention Is All You Need, 2017 (arXiv:1706.03762); Ainslie et al., GQA, 2023
+    (arXiv:2305.13245); sinks as in gpt-oss, 2025 (arXiv:2508.10925).
+    """
+    check_attention("attention", query, key, value, bias=bias, mask=mask, kv_lengths=kv_lengths, sinks=sinks)
+    check_window("attention", window)
+    check_positive("attention", softcap=softcap, scale=scale)
+    q_seq, kv_seq = query.shape[1], key.shape[1]
+    arrays = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "bias": bias,
+        "mask": mask,
+        "segment_ids": paired_segments("attention", query, key, segment_ids),
+        "kv_lengths": bounded_lengths(kv_lengths, kv_seq),
+        "sinks": sinks,
+    }
+    options = {
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "scale": query.shape[-1] ** -0.5 if scale is None else scale,
+        "return_lse": return_lse,
+    }
+    offset = kv_seq - q_seq if query_offset is None else query_offset
+    if is_symbolic(offset):
+        offset = jnp.full(query.shape[0], offset, jnp.int32)
+    placed = options if isinstance(offset, int) else arrays
+    placed["query_offset"] = bounded_offset("attention", query, offset, q_seq, kv_seq, window)
+    return dispatch(OP, arrays, options, implementation, axes)
+
+
+def check_attention(
+    op: str, query: Any, key: Any, value: Any, *, bias: Any = None, mask: Any = None, kv_lengths: Any, sinks: Any
+) -> None:
+    """Checks the operands of `attention` or `ring_attention`."""
+    sizes = Axes(op)
+    sizes.match("query", query, "batch q_seq heads key_dim")
+    sizes.match("key", key, "batch kv_seq kv_heads key_dim")
+    sizes.match("value", value, "batch kv_seq kv_heads value_dim")
+    sizes.match("bias", bias, "batch heads q_seq kv_seq", broadcast=True)
+    sizes.match("mask", mask, "batch heads q_seq kv_seq", broadcast=True)
+    sizes.match("kv_lengths", kv_lengths, "batch")
+    sizes.match("sinks", sinks, "heads")
+    if sizes["heads"] % sizes["kv_heads"]:
+        raise ShapeError(
+            f"{op}: query has {sizes['heads']} heads and key has {sizes['kv_heads']} kv_heads; "
+            "expected a multiple, so that each key head serves equally many query heads."
+        )
+    check_floating(op, query=query, bias=bias, sinks=sinks)
+    check_integer(op, kv_lengths=kv_lengths)
+    check_same_dtype(op, query=query, key=key, value=value)
+    if mask is not None and mask.dtype != jnp.bool_:
+        raise ArgumentError(f"{op}: mask has dtype {mask.dtype}; expected bool, True where attention is allowed.")
+
+
+def paired_segments(op: str, query: Any, key: Any, segment_ids: Any) -> Any:
+    """The segments of queries and of keys, or None."""
+    if segment_ids is None:
+        return None
+    if not isinstance(segment_ids, Sequence):
+        if query.shape[1] != key.shape[1]:
+            raise ShapeError(
+                f"{op}: segment_ids is one array, but q_seq is {query.shape[1]} and kv_seq {key.shape[1]}; "
+                "pass the pair (of queries, of keys)."
+            )
+        segment_ids = (segment_ids, segment_ids)
+    if len(segment_ids) != 2:
+        raise ArgumentError(
+            f"{op}: segment_ids has {len(segment_ids)} arrays; expected the pair (of queries, of keys)."
+        )
+    sizes = Axes(op)
+    sizes.match("query", query, "batch q_seq heads key_dim")
+    sizes.match("key", key, "batch kv_seq kv_heads key_dim")
+    sizes.match("segment_ids[0]", segment_ids[0], "batch q_seq")
+    sizes.match("segment_ids[1]", segment_ids[1], "batch kv_seq")
+    return tuple(segment_ids)
+
+
+def bounded_lengths(kv_lengths: Any, kv_seq: Size) -> Any:
+    """Lengths from 0 to `kv_seq`, as int32: keys that only fill up a tile are never visible."""
+    return None if kv_lengths is None else _clipped(kv_lengths, 0, kv_seq)
+
+
+def bounded_offset(op: str, query: Any, offset: Any, q_seq: Size, kv_seq: Size, window: Any) -> Any:
+    """An offset with which queries see the same keys, and which is so small that no position overflows int32.
+
+    Args:
+      q_seq: of the whole sequence, as `kv_seq`.
+    """
+    left, right = window or (None, None)
+    # At `low`, the last query stands just before all that it could see; at `high`, the first one just after.
+    low, high = -_MOST_OFFSET, _MOST_OFFSET
+    if not is_symbolic(q_seq, kv_seq):
+        low, high = max(-q_seq - (right or 0), low), min(kv_seq + (left or 0), high)
+    if isinstance(offset, int):
+        return min(max(offset, low), high)
+    sizes = Axes(op)
+    sizes.match("query", query, "batch q_seq heads key_dim")
+    sizes.match("query_offset", offset, "batch")
+    check_integer(op, query_offset=offset)
+    return _clipped(offset, low, high)
+
+
+def _clipped(x: Any, low: int, high: Size) -> Any:
+    if x.dtype.itemsize < 4:
+        x = x.astype(jnp.int32)
+    return jnp.clip(x, max(low, jnp.iinfo(x.dtype).min), high).astype(jnp.int32)
+
+
+def _reference(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    bias: Any,
+    mask: Any,
+    segment_ids: Any,
+    kv_lengths: Any,
+    sinks: Any,
+    causal: bool,
+    window: Any,
+    query_offset: Any,
+    return_lse: bool,
+    wants: Any,
+    **options: Any,
+) -> Any:
+    batch, q_seq, heads, key_dim = query.shape
+    kv_heads = key.shape[2]
+    grouped = query.reshape(batch, q_seq, kv_heads, heads // kv_heads, key_dim)
+    left, right = window or (None, None)
+    q_segments, kv_segments = segment_ids or (None, None)
+    operands = {
+        "query": grouped.transpose(0, 2, 3, 1, 4),
+        "key": key.swapaxes(1, 2),
+        "value": value.swapaxes(1, 2),
+        "bias": _by_group(bias, kv_heads),
+        "mask": _by_group(mask, kv_heads),
+        "query_positions": jnp.arange(q_seq)[None, :] + jnp.asarray(query_offset).reshape(-1, 1),
+        "q_segments": q_segments,
+        "kv_segments": kv_segments,
+        "kv_lengths": kv_lengths,
+    }
+    window = (left, 0 if causal else right)
+    output, lse = attention_tiles.attend(operands, window=window, query_offset=query_offset, **options)
+    if sinks is not None:
+        output, lse = with_sinks(output, lse, sinks)
+    output = output.transpose(0, 3, 1, 2, 4).reshape(batch, q_seq, heads, value.shape[3]).astype(query.dtype)
+    lse = lse.transpose(0, 3, 1, 2).reshape(batch, q_seq, heads)
+    return (output, lse) if return_lse else output, {"lse": lse}
+
+
+def _by_group(array: Any, kv_heads: int) -> Any:
+    """[batch, heads, q_seq, kv_seq] -> [batch, kv_heads, group, q_seq, kv_seq]; a head axis of 1 stays 1."""
+    if array is None or array.shape[1] == 1:
+        return None if array is None else array[:, :, None]
+    return array.reshape(array.shape[0], kv_heads, array.shape[1] // kv_heads, *array.shape[2:])
+
+
+def attention_axes(call: OpCall) -> OpAxes:
+    """The axes of a call of `attention` or `ring_attention`."""
+    scores = "batch heads q_seq kv_seq"
+    operands = {
+        "query": "batch q_seq heads key_dim",
+        "key": "batch kv_seq kv_heads key_dim",
+        "value": "batch kv_seq kv_heads value_dim",
+        "bias": scores,
+        "mask": scores,
+        "segment_ids": ("batch q_seq", "batch kv_seq"),
+        "kv_lengths": "batch",
+        "sinks": "heads",
+        "query_offset": "batch",
+    }
+    outputs = ("batch q_seq heads value_dim", "batch q_seq heads")
+    return OpAxes(
+        {name: axes for name, axes in operands.items() if name in call.arrays},
+        outputs if call.options["return_lse"] else outputs[:1],
+        {"lse": outputs[1]},
+        whole=frozenset({"q_seq", "kv_seq", "key_dim", "value_dim"}),
+        together=(("heads", "kv_heads"),),
+    )
+
+
+OP = Op("attention", _reference, attention_axes, folds="batch", residuals=("lse",), keeps=True, linear_in=("value",))
+"""`lse` is log d, what `return_lse` returns."""
+
+REFERENCE = OP.implementation()

@@ -1,0 +1,113 @@
+"""A matrix product and the collective that it needs when a mesh axis shards its operands."""
+
+from typing import Any
+
+import jax
+from jax import lax
+from jaxtyping import Array, Float
+
+from stack_core.abi.errors import ShapeError
+from stack_core.abi.ops import OpCall
+from stack_core.ops.dispatch.check import Axes, axis_size, check_floating, check_known, check_same_dtype
+from stack_core.ops.dispatch.contract import contract
+from stack_core.ops.dispatch.dispatch import dispatch
+from stack_core.ops.dispatch.op import Op, OpAxes
+from stack_core.ops.dispatch.request import Implementation
+from stack_core.ops.dispatch.splitting import LogicalNames
+from stack_core.ops.references.quantized import QuantizedArray, dequantize, is_quantized, logical_array
+
+__all__ = ["OP", "REFERENCE", "collective_matmul"]
+
+
+def collective_matmul(
+    x: Float[Array, "*batch rows d_in"],
+    weight: Float[Array, "d_in d_out"] | QuantizedArray,
+    *,
+    axis_name: str | tuple[str, ...],
+    kind: str = "all_gather",
+    implementation: Implementation = None,
+    axes: LogicalNames | None = None,
+) -> Float[Array, "*batch out_rows d_out"]:
+    """One half of a tensor-parallel block, inside `jax.shard_map`: each device gives its part and gets its part.
+
+        all_gather:      y_i = concatenate(x_0, ..., x_(n-1)) W_i       rows of all devices, columns of this one
+        reduce_scatter:  y_i = rows_i(sum_j x_j W_j)                    products of all devices, rows of this one
+
+    i and j are devices along `axis_name`, n there are; x_i and W_i are what device i passes. The rows are the last axis
+    but one of x and y. Gathered or scattered, device i has the i-th of n equal blocks of them.
+
+    Products are accumulated in fp32 and rounded to the dtype of `x` before devices add them up, as in Megatron-LM and
+    as XLA partitions such a product: fp32 sums would double what travels. The gradient of "all_gather" gathers again
+    instead of keeping the rows of all devices.
+
+    Args:
+      x: "all_gather": this device's block of the rows, [..., rows / n, d_in]. "reduce_scatter": all rows of this
+        device's share of the columns, [..., rows, d_in / n].
+      weight: W, of the dtype of `x`. "all_gather": usually this device's columns, [d_in, d_out / n], or all.
+        "reduce_scatter": the rows that meet this device's columns of `x`, [d_in / n, d_out]. It may be quantized, any
+        class with `__stack_qview__`.
+      axis_name: the mesh axis to gather or reduce over, or several.
+      kind: "all_gather" or "reduce_scatter".
+      implementation: a name, several in order of preference, or None to let core choose.
+      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
+
+    Returns:
+      y, of the dtype of `x`: [..., rows, d_out / n] for "all_gather", [..., rows / n, d_out] for "reduce_scatter".
+
+    Raises:
+      ShapeError: d_in differs between the arguments, or n does not divide the rows to scatter.
+      ArgumentError: wrong dtypes, or an `axis_name` that no surrounding `jax.shard_map` has.
+      UnknownName: the kind is neither of the two.
+      UnsupportedOp: no implementation, or not the one named, supports the call.
+
+    Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022 (arXiv:2205.05198),
+    section 4.2.2; Wang et al., Overlap Communication with Dependent Computation via Decomposition in Large Deep
+    Learning Models, ASPLOS 2023, for implementations that overlap the two.
+    """
+    sizes = Axes("collective_matmul")
+    sizes.match("x", x, "... rows d_in")
+    sizes.match("weight", logical_array(weight), "d_in d_out")
+    check_floating("collective_matmul", x=x)
+    if not is_quantized(weight):
+        check_same_dtype("collective_matmul", x=x, weight=weight)
+    check_known("collective_matmul", "kind", kind, ("all_gather", "reduce_scatter"))
+    devices = axis_size("collective_matmul", axis_name)
+    if kind == "reduce_scatter" and sizes["rows"] % devices:
+        fewer = sizes["rows"] // devices * devices
+        raise ShapeError(
+            f"collective_matmul: axis 'rows' is {sizes['rows']} in x, and {axis_name!r} spans {devices} devices; "
+            f"expected a multiple, to scatter equal blocks. Pad x to {fewer + devices} rows"
+            + (f" or cut it to {fewer}." if fewer else ".")
+        )
+    arrays = {"x": x, "weight": weight}
+    return dispatch(OP, arrays, {"axis_name": axis_name, "kind": kind}, implementation, axes)
+
+
+def _reference(x: Any, weight: Any, *, axis_name: Any, kind: str, wants: Any) -> tuple[Any, dict[str, Any]]:
+    weight = dequantize(weight, x.dtype)
+    rows = x.ndim - 2
+    if x.shape[rows] == 0:  # XLA has no collective along an empty axis.
+        return _product(x, weight), {}
+    if kind == "reduce_scatter":
+        return lax.psum_scatter(_product(x, weight), axis_name, scatter_dimension=rows, tiled=True), {}
+
+    @jax.checkpoint
+    def gathered_product(x: Any, weight: Any) -> Any:
+        return _product(lax.all_gather(x, axis_name, axis=rows, tiled=True), weight)
+
+    return gathered_product(x, weight), {}
+
+
+def _product(x: Any, weight: Any) -> Any:
+    product = contract("ni,io->no", x.reshape(-1, x.shape[-1]), weight, x.dtype)
+    return product.reshape(*x.shape[:-1], weight.shape[-1])
+
+
+def _axes(call: OpCall) -> OpAxes:
+    operands = {"x": "... rows d_in", "weight": "d_in d_out"}
+    return OpAxes(operands, ("... out_rows d_out",), whole=frozenset({"rows", "d_in", "out_rows"}))
+
+
+OP = Op("collective_matmul", _reference, _axes, folds="...", keeps=True, linear_in=("x", "weight"))
+REFERENCE = OP.implementation()
+"""Plain collectives before or after the product, nothing overlapped."""

@@ -1,0 +1,200 @@
+"""Rows that travel to the devices of their groups and back: the all-to-all of expert parallelism."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Integer
+
+from stack_core.abi.errors import ArgumentError, ShapeError
+from stack_core.abi.ops import OpCall
+from stack_core.ops.dispatch.check import Axes, axis_size, check_floating, check_integer, check_known
+from stack_core.ops.dispatch.dispatch import dispatch
+from stack_core.ops.dispatch.manual_axes import vary_alike
+from stack_core.ops.dispatch.op import Op, OpAxes
+from stack_core.ops.dispatch.plain import is_plain
+from stack_core.ops.dispatch.request import Implementation
+from stack_core.ops.dispatch.splitting import LogicalNames
+
+__all__ = ["OP", "REFERENCE", "exchange", "received_sizes"]
+
+_KINDS = ("send", "return")
+
+
+def exchange(
+    x: Float[Array, "rows d"],
+    group_sizes: Integer[Array, " groups"],
+    *,
+    axis_name: str | tuple[str, ...],
+    out_rows: int,
+    kind: str = "send",
+    implementation: Implementation = None,
+    axes: LogicalNames | None = None,
+) -> Float[Array, "out_rows d"]:
+    """Sends rows to the devices that keep their groups, or returns what was made of them, inside `jax.shard_map`.
+
+    Device i of the n along `axis_name` keeps the groups from i g / n to (i + 1) g / n. Each device has rows sorted by
+    group, `group_sizes` says how many of each of the g groups.
+
+        send:    y = the rows of all devices for this device's groups: group after group, in each the rows of device 0,
+                 of device 1, and so on; cut off after `out_rows`, filled up with zeros
+        return:  y = what the devices hold of this device's rows, each in the place where the row was before "send";
+                 0 for rows that were cut off or of no group
+
+    The two are each other's transpose and gradient, and, where nothing is cut off, inverse. Shapes are static, so that
+    `out_rows` is a buffer whose size the caller states: n * rows loses nothing whatever the groups are, and rows is
+    enough where they are balanced. `received_sizes` says what arrived, and counts what was cut off:
+
+        received = ops.exchange(rows, sizes, axis_name="expert", out_rows=buffer)
+        own_sizes, dropped = ops.received_sizes(sizes, axis_name="expert", out_rows=buffer)
+        products = ops.ragged_dot(received, weights_of_this_device, own_sizes)
+        returned = ops.exchange(products, sizes, axis_name="expert", out_rows=len(rows), kind="return")
+
+    The reference gathers the rows of all devices on each, n * rows * d numbers, for XLA's CPU backend has no ragged
+    all-to-all.
+
+    Args:
+      x: "send": this device's rows, [rows, d], sorted by group; those after all groups stay where they are. "return":
+        what "send" gave, or anything with a row for each of its rows, [buffer, d].
+      group_sizes: [groups], integers of at least 0, of this device's rows before "send", the same for both kinds.
+        Rows that it counts and that `x` does not have arrive as zeros.
+      axis_name: the mesh axis that divides the groups, or several.
+      out_rows: the rows of the result, at least 1: "send": of the buffer; "return": of `x` before "send".
+      kind: "send" or "return".
+      implementation: a name, several in order of preference, or None to let core choose.
+      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
+
+    Returns:
+      y, [out_rows, d], of the dtype of `x`.
+
+    Raises:
+      ShapeError: n does not divide the groups.
+      ArgumentError: wrong dtypes, `out_rows` below 1, or an `axis_name` that no surrounding `jax.shard_map` has.
+      UnknownName: the kind is neither of the two.
+      UnsupportedOp: no implementation, or not the one named, supports the call.
+
+    Source: Lepikhin et al., GShard, 2020 (arXiv:2006.16668), without its capacity of each expert; the ragged form as
+    `jax.lax.ragged_all_to_all`.
+    """
+    sizes = Axes("exchange")
+    sizes.match("x", x, "rows d")
+    check_floating("exchange", x=x)
+    check_known("exchange", "kind", kind, _KINDS)
+    _check_sizes("exchange", group_sizes, axis_name, out_rows)
+    options = {"axis_name": axis_name, "out_rows": out_rows, "kind": kind}
+    return dispatch(OP, {"x": x, "group_sizes": group_sizes}, options, implementation, axes)
+
+
+def received_sizes(
+    group_sizes: Integer[Array, " groups"], *, axis_name: str | tuple[str, ...], out_rows: int
+) -> tuple[Int[Array, " own_groups"], Int[Array, ""]]:
+    """What a device receives when all of them call `exchange` with the same arguments.
+
+    Returns:
+      The sizes of this device's groups in the order of the rows, int32[groups / n], together at most `out_rows`; and
+      how many rows for this device were cut off, int32[].
+
+    Raises:
+      ShapeError, ArgumentError: as `exchange`.
+    """
+    devices = _check_sizes("received_sizes", group_sizes, axis_name, out_rows)
+    own = group_sizes.shape[0] // devices
+    everyones = _everyones(group_sizes, axis_name)
+    mine = lax.dynamic_slice_in_dim(everyones, lax.axis_index(axis_name) * own, own, axis=1)
+    ends = jnp.cumsum(jnp.sum(mine, axis=0), dtype=jnp.int32)
+    return jnp.diff(jnp.minimum(ends, out_rows), prepend=0), jnp.maximum(ends[-1] - out_rows, 0)
+
+
+def _check_sizes(op: str, group_sizes: Any, axis_name: Any, out_rows: int) -> int:
+    """The number of devices."""
+    sizes = Axes(op)
+    sizes.match("group_sizes", group_sizes, "groups")
+    check_integer(op, group_sizes=group_sizes)
+    if out_rows < 1:
+        raise ArgumentError(f"{op}: out_rows is {out_rows}; expected at least 1, the rows of the result.")
+    devices = axis_size(op, axis_name)
+    if sizes["groups"] % devices or not sizes["groups"]:
+        raise ShapeError(
+            f"{op}: axis 'groups' is {sizes['groups']} in group_sizes, and {axis_name!r} spans {devices} devices; "
+            "expected a multiple, so that each keeps equally many groups."
+        )
+    return devices
+
+
+def _reference(
+    x: Any, group_sizes: Any, *, axis_name: Any, out_rows: int, kind: str, wants: Any
+) -> tuple[Any, dict[str, Any]]:
+    if x.size == 0:  # XLA has no collective along an empty axis.
+        return jnp.zeros_like(x, shape=(out_rows, x.shape[1])), {}
+    function = _plain_exchange if is_plain() else _exchange
+    return function(kind, axis_name, out_rows, *vary_alike(x, group_sizes, lax.axis_index(axis_name))[:2]), {}
+
+
+def _plain_exchange(kind: str, axis_name: Any, out_rows: int, x: Any, group_sizes: Any) -> Any:
+    everyones = _everyones(group_sizes, axis_name)
+    find = _arriving if kind == "send" else _returning
+    device, row, exists = find(everyones, lax.axis_index(axis_name), out_rows)
+    gathered = lax.all_gather(x, axis_name)
+    taken = gathered.at[device, row].get(mode="clip")
+    return jnp.where((exists & (row < x.shape[0]))[:, None], taken, 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _exchange(kind: str, axis_name: Any, out_rows: int, x: Any, group_sizes: Any) -> Any:
+    return _plain_exchange(kind, axis_name, out_rows, x, group_sizes)
+
+
+def _forward(kind: str, axis_name: Any, out_rows: int, x: Any, group_sizes: Any) -> Any:
+    return _exchange(kind, axis_name, out_rows, x, group_sizes), (group_sizes, x.shape[0])
+
+
+def _backward(kind: str, axis_name: Any, out_rows: int, residuals: Any, cotangent: Any) -> Any:
+    group_sizes, rows = residuals
+    opposite = _KINDS[1 - _KINDS.index(kind)]
+    return _exchange(opposite, axis_name, rows, cotangent, group_sizes), None
+
+
+_exchange.defvjp(_forward, _backward)
+
+
+def _everyones(group_sizes: Any, axis_name: Any) -> Any:
+    """int32[devices, groups]: the group sizes of every device."""
+    sizes = vary_alike(group_sizes.astype(jnp.int32), lax.axis_index(axis_name))[0]
+    return lax.all_gather(sizes, axis_name)
+
+
+def _arriving(everyones: Any, me: Any, out_rows: int) -> tuple[Any, Any, Any]:
+    """For each row of this device's buffer: the device that sends it, its row there, and whether there is one."""
+    devices, groups = everyones.shape
+    starts = jnp.cumsum(everyones, axis=1) - everyones
+    own = groups // devices
+    sizes, starts = (lax.dynamic_slice_in_dim(x, me * own, own, axis=1).T.reshape(-1) for x in (everyones, starts))
+    block, within, exists = _places(sizes, out_rows)
+    return block % devices, starts[block] + within, exists
+
+
+def _returning(everyones: Any, me: Any, out_rows: int) -> tuple[Any, Any, Any]:
+    """For each row of this device: the device that it was sent to, its row there, and whether it was sent."""
+    devices, groups = everyones.shape
+    group, within, exists = _places(everyones[me], out_rows)
+    by_receiver = everyones.T.reshape(devices, -1)  # [receiver, its groups * senders]
+    starts = (jnp.cumsum(by_receiver, axis=1) - by_receiver).reshape(groups, devices)[:, me]
+    return group // (groups // devices), starts[group] + within, exists
+
+
+def _places(sizes: Any, rows: int) -> tuple[Any, Any, Any]:
+    """The block of each row, where blocks of these sizes follow each other; its place in it; and whether it has one."""
+    ends, row = jnp.cumsum(sizes, dtype=jnp.int32), jnp.arange(rows, dtype=jnp.int32)
+    block = jnp.minimum(jnp.searchsorted(ends, row, side="right"), len(sizes) - 1)
+    return block, row - (ends - sizes)[block], row < ends[-1]
+
+
+def _axes(call: OpCall) -> OpAxes:
+    return OpAxes({"x": "rows d", "group_sizes": "groups"}, ("out_rows d",), whole=frozenset({"rows", "groups"}))
+
+
+OP = Op("exchange", _reference, _axes, keeps=True, linear_in=("x",))
+REFERENCE = OP.implementation()
+"""Gathers all rows and takes those that are wanted: more moves than need be, on any backend."""

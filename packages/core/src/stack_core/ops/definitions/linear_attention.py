@@ -1,0 +1,157 @@
+"""Linear attention with a state that is written by the gated delta rule."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from stack_core.abi.errors import ArgumentError
+from stack_core.abi.ops import OpCall
+from stack_core.ops.dispatch.check import Axes, check_floating, check_same_dtype
+from stack_core.ops.dispatch.contract import accurate_dtype
+from stack_core.ops.dispatch.dispatch import dispatch
+from stack_core.ops.dispatch.manual_axes import vary_alike
+from stack_core.ops.dispatch.op import Op, OpAxes
+from stack_core.ops.dispatch.request import Implementation
+from stack_core.ops.dispatch.splitting import LogicalNames
+from stack_core.ops.dispatch.symbolic import Size, is_symbolic
+
+__all__ = ["OP", "REFERENCE", "linear_attention"]
+
+# A TPU would round fp32 operands to bf16 by default, and with them the state, at every token.
+_product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+def linear_attention(
+    query: Float[Array, "batch seq heads key_dim"],
+    key: Float[Array, "batch seq heads key_dim"],
+    value: Float[Array, "batch seq heads value_dim"],
+    *,
+    decay: Float[Array, "batch seq heads"] | None,
+    beta: Float[Array, "batch seq heads"] | None,
+    initial_state: Float[Array, "batch heads key_dim value_dim"] | None = None,
+    implementation: Implementation = None,
+    axes: LogicalNames | None = None,
+) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch heads key_dim value_dim"]]:
+    """Reads from a state that forgets, and in which each token replaces what is stored under its key.
+
+        P_t = exp(g_t) S_(t-1)                                  what is left of the state
+        S_t = P_t + b_t k_t (v_t - P_t^T k_t)^T                 b_t of what k_t finds there gives way to v_t
+        o_t = S_t^T q_t
+
+    g is `decay`, b is `beta`, S_0 is `initial_state`. The state and all arithmetic are fp32, whatever the operands.
+
+    Nothing is scaled or normalized here. Gated DeltaNet and Qwen3-Next pass unit vectors for key and query, and divide
+    the query by sqrt(key_dim); models with more value than key heads repeat the latter.
+
+    Args:
+      query: q, [batch, seq, heads, key_dim].
+      key: k, like `query`. Its length should be at most 1: the rule diverges where b_t |k_t|^2 exceeds 2.
+      value: v, [batch, seq, heads, value_dim], of the dtype of `query`.
+      decay: g, [batch, seq, heads], the natural logarithm of the factor that the state shrinks by, so at most 0. 0
+        forgets nothing, -inf everything before the token. None is 0 throughout, the delta rule without a gate.
+      beta: b, [batch, seq, heads], how much of the stored value is replaced, from 0 to 1 (to 2 for negative
+        eigenvalues). None is 1 throughout. `decay` and `beta` are of any floating dtype.
+      initial_state: S_0, fp32[batch, heads, key_dim, value_dim]; None is 0.
+      implementation: a name, several in order of preference, or None to let core choose.
+      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
+
+    Returns:
+      (o, S_seq): [batch, seq, heads, value_dim] of the dtype of `value`, and the state after the last token in fp32,
+      the `initial_state` of the tokens that follow.
+
+    Raises:
+      ShapeError: sizes that do not fit, naming the argument and the axis.
+      ArgumentError: an array that is not floating, operands of different dtypes, or a state that is not fp32.
+      UnsupportedOp: no implementation, or not the one named, supports the call.
+
+    Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024 (arXiv:2412.06464), equation 10, with the state
+    transposed and its decay in log space, as in flash-linear-attention.
+    """
+    sizes = Axes("linear_attention")
+    sizes.match("query", query, "batch seq heads key_dim")
+    sizes.match("key", key, "batch seq heads key_dim")
+    sizes.match("value", value, "batch seq heads value_dim")
+    sizes.match("decay", decay, "batch seq heads")
+    sizes.match("beta", beta, "batch seq heads")
+    sizes.match("initial_state", initial_state, "batch heads key_dim value_dim")
+    check_floating("linear_attention", query=query, decay=decay, beta=beta)
+    check_same_dtype("linear_attention", query=query, key=key, value=value)
+    accurate = accurate_dtype(value.dtype)
+    if initial_state is not None and initial_state.dtype != accurate:
+        raise ArgumentError(
+            f"linear_attention: initial_state has dtype {initial_state.dtype}; expected {accurate}, in which the state "
+            "is carried and returned."
+        )
+    arrays = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "decay": jnp.zeros(query.shape[:3], accurate) if decay is None else decay,
+        "beta": jnp.ones(query.shape[:3], accurate) if beta is None else beta,
+        "initial_state": initial_state,
+    }
+    return dispatch(OP, arrays, {}, implementation, axes)
+
+
+def _reference(
+    query: Any, key: Any, value: Any, *, decay: Any, beta: Any, initial_state: Any, wants: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Goes token by token. A gradient keeps the states between chunks, and of one chunk at a time those within."""
+    batch, seq, heads, key_dim = query.shape
+    if initial_state is None:
+        initial_state = jnp.zeros((batch, heads, key_dim, value.shape[-1]), accurate_dtype(value.dtype))
+    chunks = _chunks(seq)
+
+    @jax.checkpoint
+    def read_chunk(state: Any, tokens: Any) -> Any:
+        return lax.scan(_read_token, state, tokens)
+
+    state, *tokens = vary_alike(initial_state, query, key, value, decay, beta)
+    state, output = lax.scan(read_chunk, state, [_split(x, chunks) for x in tokens])
+    output = output.reshape(output.shape[0] * output.shape[1], *output.shape[2:])
+    return (jnp.moveaxis(output[:seq], 0, 1), state), {}
+
+
+def _read_token(state: Any, token: Any) -> Any:
+    """The equation: the next state [batch, heads, key_dim, value_dim], and o [batch, heads, value_dim]."""
+    query, key, value, decay, beta = (x.astype(state.dtype) for x in token)
+    state = jnp.exp(decay)[..., None, None] * state
+    stored = _product("bhkv,bhk->bhv", state, key)
+    state = state + _product("bhk,bhv->bhkv", key, beta[..., None] * (value - stored))
+    return state, _product("bhkv,bhk->bhv", state, query).astype(token[2].dtype)
+
+
+def _chunks(seq: Size) -> int:
+    """About as many chunks as each has tokens; a divisor of `seq` if one is near."""
+    if is_symbolic(seq):
+        return 1
+    wanted = max(math.isqrt(seq), 1)
+    return next((count for count in range(wanted, 2 * wanted) if seq % count == 0), wanted)
+
+
+def _split(array: Any, chunks: int) -> Any:
+    """[batch, seq, ...] -> [chunks, tokens, batch, ...]; the zeros it may append leave the state as it is."""
+    padding = [(0, 0)] * array.ndim
+    padding[1] = (0, -array.shape[1] % chunks)
+    by_token = jnp.moveaxis(jnp.pad(array, padding), 1, 0)
+    return by_token.reshape(chunks, by_token.shape[0] // chunks, *by_token.shape[1:])
+
+
+def _axes(call: OpCall) -> OpAxes:
+    operands = {
+        **dict.fromkeys(("query", "key"), "batch seq heads key_dim"),
+        "value": "batch seq heads value_dim",
+        **dict.fromkeys(("decay", "beta"), "batch seq heads"),
+        "initial_state": "batch heads key_dim value_dim",
+    }
+    outputs = ("batch seq heads value_dim", "batch heads key_dim value_dim")
+    return OpAxes(operands, outputs, whole=frozenset({"seq", "key_dim"}))
+
+
+OP = Op("linear_attention", _reference, _axes, folds="batch", keeps=True)
+REFERENCE = OP.implementation()

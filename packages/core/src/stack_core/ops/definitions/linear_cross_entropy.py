@@ -1,0 +1,307 @@
+"""Cross-entropy of a linear head, without its logits ever being whole in memory."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from stack_core.abi.errors import ArgumentError
+from stack_core.abi.mesh import constrain, parts_of
+from stack_core.abi.ops import OpCall
+from stack_core.ops.dispatch.check import (
+    Axes,
+    check_floating,
+    check_integer,
+    check_known,
+    check_positive,
+    check_same_dtype,
+    check_static,
+)
+from stack_core.ops.dispatch.contract import accurate_dtype, contract
+from stack_core.ops.dispatch.dispatch import dispatch
+from stack_core.ops.dispatch.manual_axes import vary_alike
+from stack_core.ops.dispatch.op import Op, OpAxes
+from stack_core.ops.dispatch.picked import picked
+from stack_core.ops.dispatch.plain import is_plain
+from stack_core.ops.dispatch.request import Implementation
+from stack_core.ops.dispatch.splitting import LogicalNames
+from stack_core.ops.dispatch.symbolic import Size, is_symbolic
+from stack_core.ops.references.quantized import QuantizedArray, dequantize, is_quantized, logical_array
+
+__all__ = ["OP", "REFERENCE", "RowParts", "linear_cross_entropy"]
+
+_CHUNK_BYTES = 8 * 2**20
+_FEWEST_ROWS = 256
+_MOST_CHUNKS = 64
+
+
+def linear_cross_entropy(
+    hidden: Float[Array, "*batch embed"],
+    weight: Float[Array, "embed vocab"] | QuantizedArray,
+    labels: Int[Array, "*batch"],
+    *,
+    bias: Float[Array, " vocab"] | None = None,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    implementation: Implementation = None,
+    axes: LogicalNames | None = None,
+) -> Float[Array, ""] | Float[Array, "*batch"]:
+    """Cross-entropy in nats between labels and the softmax of a linear head.
+
+        l_r = log sum_v exp(z_rv) - (1 - s) z_r,y - s mean_v z_rv + c (log sum_v exp(z_rv))^2
+        z_rv = t tanh((h_r W_v + b_v) / t)
+
+    t is `softcap` (none: z_rv = h_r W_v + b_v).
+    Products run in the dtype of the operands with an fp32 accumulator, everything else in fp32. No more than a chunk
+    of rows meets the vocabulary at a time, forward and backward.
+
+    Args:
+      hidden: h, [..., embed].
+      weight: W, [embed, vocab], of the dtype of `hidden`, a tied head passes its embedding transposed; or quantized,
+        then the reference dequantizes it once, since every chunk of rows meets all of it.
+      labels: y, [...], integers in [0, vocab). Any other label but `ignore_index` makes its loss NaN.
+      bias: b, [vocab], of any floating dtype.
+      softcap: t, positive: logits stay between -t and t, as in Gemma 2.
+      ignore_index: rows with this label count as absent: no loss, no gradient, no share in the mean.
+      z_loss: c, the weight of the squared log-partition.
+      label_smoothing: s, the share of the target spread evenly over the vocabulary, in [0, 1].
+      reduction: "mean" over the rows that count, "sum", or "none".
+      implementation: a name, several in order of preference, or None to let core choose.
+      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
+
+    Returns:
+      The fp32 loss, a scalar; with "none" [...], 0 where ignored. The mean over no rows is 0.
+
+    Raises:
+      ShapeError: `embed` or `vocab` differ, or `labels` does not have the leading axes of `hidden`.
+      ArgumentError: wrong dtypes, a `label_smoothing` outside [0, 1], or a softcap that is not positive.
+      UnknownName: the reduction is none of the three.
+      UnsupportedOp: no implementation, or not the one named, supports the call.
+
+    Source: the cap as in Gemma 2, 2024 (arXiv:2408.00118), section 2.
+    """
+    sizes = Axes("linear_cross_entropy")
+    sizes.match("hidden", hidden, "... embed")
+    sizes.match("weight", logical_array(weight), "embed vocab")
+    sizes.match("labels", labels, "...")
+    sizes.match("bias", bias, "vocab")
+    check_floating("linear_cross_entropy", hidden=hidden, bias=bias)
+    check_positive("linear_cross_entropy", softcap=softcap)
+    check_static("linear_cross_entropy", label_smoothing=label_smoothing)
+    if not is_quantized(weight):
+        check_same_dtype("linear_cross_entropy", hidden=hidden, weight=weight)
+    check_known("linear_cross_entropy", "reduction", reduction, ("mean", "sum", "none"))
+    check_integer("linear_cross_entropy", labels=labels)
+    if not 0 <= label_smoothing <= 1:
+        raise ArgumentError(f"linear_cross_entropy: label_smoothing is {label_smoothing}; expected a number in [0, 1].")
+    options = {
+        "softcap": softcap,
+        "ignore_index": ignore_index,
+        "z_loss": z_loss,
+        "label_smoothing": label_smoothing,
+        "reduction": reduction,
+    }
+    arrays = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
+    return dispatch(OP, arrays, options, implementation, axes)
+
+
+def _reference(
+    hidden: Any, weight: Any, labels: Any, *, bias: Any, ignore_index: int, reduction: str, wants: Any, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    row_losses = functools.partial(_row_losses, ignore_index=ignore_index, **options)
+    head = _Head(dequantize(weight, hidden.dtype), bias)
+    vocab = head.weight.shape[1]
+    parts = RowParts.of(labels)
+    part_rows = labels.size // parts.total
+    chunks = _chunks(part_rows, vocab)
+    hidden_chunks = _split_rows(parts.split(hidden), chunks, fill=0)
+    label_chunks = _split_rows(parts.split(labels), chunks, fill=ignore_index)
+    hidden_chunks, head, label_chunks = vary_alike(hidden_chunks, head, label_chunks)
+    if reduction == "none":
+        losses = _map_rows(row_losses, hidden_chunks, head, label_chunks)
+        return parts.join(jnp.moveaxis(losses, 0, 2).reshape(parts.total, -1)[:, :part_rows]), {}
+    total = (_plain_total if is_plain() else _total)(row_losses, hidden_chunks, head, label_chunks)
+    if reduction == "sum":
+        return total, {}
+    return total / jnp.maximum(jnp.sum(labels != ignore_index), 1).astype(total.dtype), {}
+
+
+class _Head(NamedTuple):
+    """weight[embed, vocab], and bias[vocab] or None."""
+
+    weight: Any
+    bias: Any
+
+
+def _row_losses(
+    hidden: Any,
+    head: _Head,
+    labels: Any,
+    *,
+    softcap: float | None,
+    ignore_index: int,
+    z_loss: float,
+    label_smoothing: float,
+) -> Any:
+    """The losses of rows that are few enough for their logits to be formed."""
+    logits = contract("re,ev->rv", hidden, head.weight, accurate_dtype(hidden.dtype))
+    if head.bias is not None:
+        logits = logits + head.bias.astype(logits.dtype)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    log_partition = jax.nn.logsumexp(logits, axis=-1)
+    label_logits = picked(logits, labels)
+    losses = log_partition - (1 - label_smoothing) * label_logits
+    if label_smoothing:
+        losses = losses - label_smoothing * jnp.mean(logits, axis=-1)
+    if z_loss:
+        losses = losses + z_loss * jnp.square(log_partition)
+    losses = jnp.where(labels < 0, jnp.nan, losses)
+    return jnp.where(labels == ignore_index, 0.0, losses)
+
+
+def _map_rows(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
+    """The losses [chunks, parts, rows]."""
+    # A head for each part has a gradient for each part, and they are added after the loop.
+    heads = jax.tree.map(lambda x: jnp.broadcast_to(x, (hidden_chunks.shape[1], *x.shape)), head)
+
+    @jax.checkpoint
+    def chunk_losses(hidden: Any, labels: Any) -> Any:
+        return _over_parts(row_losses, 0)(hidden, heads, labels)
+
+    return lax.map(lambda chunk: chunk_losses(*chunk), (hidden_chunks, label_chunks))
+
+
+def _plain_total(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
+    """The sum of all losses."""
+    return jnp.sum(_map_rows(row_losses, hidden_chunks, head, label_chunks))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _total(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
+    """`_plain_total`. When differentiated, each chunk's gradients are formed while its logits are there."""
+    return _plain_total(row_losses, hidden_chunks, head, label_chunks)
+
+
+def _total_forward(row_losses: Any, hidden_chunks: Any, head: _Head, label_chunks: Any) -> Any:
+    chunk_total = jax.value_and_grad(lambda *chunk: jnp.sum(row_losses(*chunk)), argnums=(0, 1))
+    part_totals = _over_parts(chunk_total, None)
+    accumulator = accurate_dtype(head.weight.dtype)
+
+    def add_chunk(carry: Any, chunk: Any) -> Any:
+        total, of_heads = carry
+        hidden, labels = chunk
+        losses, (of_hidden, of_head) = part_totals(hidden, head, labels)
+        of_heads = jax.tree.map(lambda sum_so_far, x: sum_so_far + x.astype(accumulator), of_heads, of_head)
+        return (total + losses, of_heads), of_hidden
+
+    parts = hidden_chunks.shape[1]
+    zeros = jax.tree.map(lambda x: jnp.zeros((parts, *x.shape), accumulator), head)
+    start = vary_alike((jnp.zeros((parts,), accumulator), zeros), hidden_chunks)[0]
+    (totals, of_heads), of_hidden = lax.scan(add_chunk, start, (hidden_chunks, label_chunks))
+    of_head = jax.tree.map(lambda gradients, x: jnp.sum(gradients, axis=0).astype(x.dtype), of_heads, head)
+    return jnp.sum(totals), (of_hidden, of_head)
+
+
+def _total_backward(row_losses: Any, gradients: Any, cotangent: Any) -> Any:
+    def scaled(gradient: Any) -> Any:
+        return (gradient.astype(cotangent.dtype) * cotangent).astype(gradient.dtype)
+
+    return *jax.tree.map(scaled, gradients), None
+
+
+_total.defvjp(_total_forward, _total_backward)
+
+
+class RowParts(NamedTuple):
+    """How the mesh splits the rows: along the batch, and along the sequence where labels are [batch, seq].
+
+    Each part sums the gradient of the weight by itself; a sum over all rows would travel with every chunk.
+    """
+
+    shape: tuple[int, ...]
+    batch: int
+    seq: int
+
+    @classmethod
+    def of(cls, labels: Any) -> "RowParts":
+        batch, seq = parts_of("batch"), parts_of("seq")
+        if not labels.ndim or labels.shape[0] % batch:
+            return cls(labels.shape, 1, 1)
+        return cls(labels.shape, batch, seq if labels.ndim == 2 and labels.shape[1] % seq == 0 else 1)
+
+    @property
+    def total(self) -> int:
+        return self.batch * self.seq
+
+    def split(self, x: Any) -> Any:
+        """[..., *rest] -> [parts, rows of a part, *rest]."""
+        rest = x.shape[len(self.shape) :]
+        if self.total == 1:
+            return x.reshape(1, -1, *rest)
+        if self.seq == 1:
+            x = x.reshape(self.batch, -1, *rest)
+            return constrain(x, "batch", *[None] * (x.ndim - 1), name="linear_cross_entropy's rows")
+        x = x.reshape(self.batch, -1, self.seq, self.shape[1] // self.seq, *rest).swapaxes(1, 2)
+        x = constrain(x, "batch", "seq", *[None] * (x.ndim - 2), name="linear_cross_entropy's rows")
+        return x.reshape(self.total, -1, *rest)
+
+    def join(self, x: Any) -> Any:
+        """[parts, rows of a part] -> the shape of the labels."""
+        if self.seq == 1:
+            return x.reshape(self.shape)
+        parts = x.reshape(self.batch, self.seq, -1, self.shape[1] // self.seq)
+        return parts.swapaxes(1, 2).reshape(self.shape)
+
+
+def _over_parts(function: Any, head_axis: int | None) -> Any:
+    """Maps a function of (hidden, head, labels) over their parts; `head_axis` is that of `jax.vmap`.
+
+    A single part is not mapped: XLA would transpose the product that forms the weight's gradient.
+    """
+
+    def call(hidden: Any, head: _Head, labels: Any) -> Any:
+        if hidden.shape[0] > 1:
+            return jax.vmap(function, in_axes=(0, head_axis, 0))(hidden, head, labels)
+        of_part = head if head_axis is None else jax.tree.map(lambda x: x[0], head)
+        return jax.tree.map(lambda x: x[None], function(hidden[0], of_part, labels[0]))
+
+    return call
+
+
+def _chunks(rows: Size, vocab: int) -> int:
+    """The number of chunks: small enough to stay in a cache, but not too many of them."""
+    if is_symbolic(rows):
+        return 1
+    chunk_rows = max(_CHUNK_BYTES // (vocab * 4), _FEWEST_ROWS)
+    wanted = min(-(-rows // chunk_rows), _MOST_CHUNKS)
+    divisors = (count for count in range(wanted, 2 * wanted) if rows % count == 0)
+    return next(divisors, wanted) or 1
+
+
+def _split_rows(array: Any, chunks: int, fill: Any) -> Any:
+    """[parts, rows, ...] -> [chunks, parts, rows per chunk, ...].
+
+    Each chunk takes rows from all over, so that rows stay on their devices where no mesh says how they are split.
+    """
+    padding = -array.shape[1] % chunks
+    padded = jnp.pad(array, [(0, 0), (0, padding), *[(0, 0)] * (array.ndim - 2)], constant_values=fill)
+    return jnp.moveaxis(padded.reshape(array.shape[0], -1, chunks, *array.shape[2:]), 2, 0)
+
+
+def _axes(call: OpCall) -> OpAxes:
+    by_row = call.options["reduction"] == "none"
+    operands = {"hidden": "... embed", "weight": "embed vocab", "labels": "...", "bias": "vocab"}
+    # A mean or a sum over all rows is no sum of those of their parts.
+    leading = () if by_row else (f"...{number}" for number in range(len(call.arrays["labels"].shape)))
+    return OpAxes(operands, ("..." if by_row else "",), whole=frozenset({"embed", "vocab", *leading}))
+
+
+OP = Op("linear_cross_entropy", _reference, _axes, folds="...", keeps=True)
+REFERENCE = OP.implementation()

@@ -1,0 +1,417 @@
+"""Softmax attention whose sequence is split over devices: keys and values travel around a ring."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from stack_core.abi.errors import ShapeError
+from stack_core.ops.definitions.attention import (
+    attention_axes,
+    bounded_lengths,
+    bounded_offset,
+    check_attention,
+    paired_segments,
+)
+from stack_core.ops.dispatch.check import axis_size, check_known, check_positive, check_window
+from stack_core.ops.dispatch.contract import accurate_dtype
+from stack_core.ops.dispatch.dispatch import dispatch
+from stack_core.ops.dispatch.manual_axes import vary_alike
+from stack_core.ops.dispatch.op import Op
+from stack_core.ops.dispatch.request import Implementation
+from stack_core.ops.dispatch.splitting import LogicalNames
+from stack_core.ops.references import attention_tiles
+from stack_core.ops.references.running_softmax import with_sinks
+
+__all__ = ["OP", "REFERENCE", "ring_attention"]
+
+
+def ring_attention(
+    query: Float[Array, "batch q_seq heads key_dim"],
+    key: Float[Array, "batch kv_seq kv_heads key_dim"],
+    value: Float[Array, "batch kv_seq kv_heads value_dim"],
+    *,
+    axis_name: str | tuple[str, ...],
+    order: str = "zigzag",
+    causal: bool = False,
+    query_offset: int | Int[Array, " batch"] | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    segment_ids: Int[Array, "batch seq"] | tuple[Int[Array, "batch q_seq"], Int[Array, "batch kv_seq"]] | None = None,
+    kv_lengths: Int[Array, " batch"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: Implementation = None,
+    axes: LogicalNames | None = None,
+) -> Float[Array, "batch q_seq heads value_dim"] | tuple[Array, Float[Array, "batch q_seq heads"]]:
+    """`attention` inside `jax.shard_map`, of this device's queries to the keys of all n devices along `axis_name`.
+
+        o = attention(all queries, all keys, all values), of which device i returns the rows of its own queries
+
+    Each device passes 1/n of the queries and 1/n of the keys, by `order`:
+
+        contiguous:  device i has the i-th of n equal blocks of the sequence
+        zigzag:      of 2n equal blocks it has number i and number 2n - 1 - i, one after the other: with `causal` all
+                     devices have equally much to do
+
+    The keys of one device at a time are there: each device passes on what it has and receives its neighbour's, n - 1
+    times, while it attends; the gradient goes around once more and keeps no keys of others. Pairs of blocks that
+    `causal`, `window` and `kv_lengths` hide are skipped.
+
+    Differences from `attention`: positions, `query_offset`, `window` and `kv_lengths` count in the whole sequence, and
+    there is no `bias` and no `mask`, which would be as large as this device's queries times all keys.
+
+    Args:
+      query: q of this device, [batch, q_seq, heads, key_dim].
+      key: k of this device, [batch, kv_seq, kv_heads, key_dim].
+      value: v of this device, [batch, kv_seq, kv_heads, value_dim].
+      axis_name: the mesh axis that divides the sequence, or several.
+      order: "zigzag" or "contiguous", of queries and of keys.
+      query_offset: the key position of query 0 of the whole sequence; by default n (kv_seq - q_seq).
+      segment_ids: of this device's tokens, as for `attention`.
+      causal, window, kv_lengths, softcap, sinks, scale, return_lse: as for `attention`.
+      implementation: a name, several in order of preference, or None to let core choose.
+      axes: the logical names of arrays' axes, by which devices share what XLA cannot split, as `linear` takes them.
+
+    Returns:
+      o, [batch, q_seq, heads, value_dim], of the dtype of `query`; with `return_lse` the pair
+      (o, fp32[batch, q_seq, heads]).
+
+    Raises:
+      ShapeError: sizes that do not fit, or a sequence that zigzag cannot halve.
+      ArgumentError: wrong dtypes, or an `axis_name` that no surrounding `jax.shard_map` has.
+      UnknownName: the order is neither of the two.
+      UnsupportedOp: no implementation, or not the one named, supports the call.
+
+    Source: Liu et al., Ring Attention with Blockwise Transformers, 2023 (arXiv:2310.01889); the zigzag order as in
+    Llama 3, 2024 (arXiv:2407.21783), section 3.3.2.
+    """
+    check_attention("ring_attention", query, key, value, kv_lengths=kv_lengths, sinks=sinks)
+    check_known("ring_attention", "order", order, ("zigzag", "contiguous"))
+    check_window("ring_attention", window)
+    check_positive("ring_attention", softcap=softcap, scale=scale)
+    devices = axis_size("ring_attention", axis_name)
+    if order == "zigzag" and (query.shape[1] % 2 or key.shape[1] % 2):
+        raise ShapeError(
+            f"ring_attention: q_seq is {query.shape[1]} and kv_seq {key.shape[1]} on each device; zigzag order needs "
+            f"even ones. Make the whole sequence a multiple of {2 * devices}, or pass order='contiguous'."
+        )
+    q_seq, kv_seq = devices * query.shape[1], devices * key.shape[1]
+    arrays = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "segment_ids": paired_segments("ring_attention", query, key, segment_ids),
+        "kv_lengths": bounded_lengths(kv_lengths, kv_seq),
+        "sinks": sinks,
+    }
+    options = {
+        "axis_name": axis_name,
+        "order": order,
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "scale": query.shape[-1] ** -0.5 if scale is None else scale,
+        "return_lse": return_lse,
+    }
+    offset = kv_seq - q_seq if query_offset is None else query_offset
+    placed = options if isinstance(offset, int) else arrays
+    placed["query_offset"] = bounded_offset("ring_attention", query, offset, q_seq, kv_seq, window)
+    return dispatch(OP, arrays, options, implementation, axes)
+
+
+class _Block(NamedTuple):
+    """Tokens that follow each other: their places on the device, and the place of the first in the whole sequence."""
+
+    rows: slice
+    start: Any
+
+
+class _Keys(NamedTuple):
+    """What travels: key [batch, kv_heads, kv_seq, key_dim], value likewise, segments [batch, kv_seq] or None."""
+
+    key: Any
+    value: Any
+    segments: Any
+
+    def part(self, rows: slice) -> "_Keys":
+        return _Keys(
+            self.key[:, :, rows], self.value[:, :, rows], None if self.segments is None else self.segments[:, rows]
+        )
+
+
+class _Queries(NamedTuple):
+    """Queries [batch, kv_heads, group, q_seq, key_dim]; segments [batch, q_seq] or None; position of the first."""
+
+    query: Any
+    segments: Any
+    offset: Any
+    kv_lengths: Any
+
+
+class _Softmax(NamedTuple):
+    """The average of the values and the log of the softmax's denominator, 0 and -inf without keys."""
+
+    output: Any
+    lse: Any
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """The static side of a call; `window` has causality in it."""
+
+    axis_name: Any
+    order: str
+    window: tuple[int | None, int | None]
+    scale: float
+    softcap: float | None
+
+    @property
+    def devices(self) -> int:
+        return int(lax.axis_size(self.axis_name))
+
+    def pass_on(self, tree: Any) -> Any:
+        """What the neighbour has."""
+        pairs = [(device, (device + 1) % self.devices) for device in range(self.devices)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, pairs), tree)
+
+    def blocks(self, device: Any, seq: int) -> list[_Block]:
+        """The blocks of a device that has `seq` tokens."""
+        if self.order == "contiguous":
+            return [_Block(slice(0, seq), device * seq)]
+        half, last = seq // 2, 2 * self.devices - 1
+        return [_Block(slice(0, half), device * half), _Block(slice(half, seq), (last - device) * half)]
+
+    def attend(self, queries: _Queries, keys: _Keys) -> _Softmax:
+        """Attention to the keys of all devices."""
+
+        def step(carry: tuple[_Keys, _Softmax], distance: Any) -> tuple[tuple[_Keys, _Softmax], None]:
+            keys, softmax = carry
+            following = self.pass_on(keys)
+            return (following, self.with_keys(softmax, queries, keys, distance)), None
+
+        start = vary_alike(_no_keys(queries, keys), queries, keys, lax.axis_index(self.axis_name))[0]
+        travelling = vary_alike(keys, lax.axis_index(self.axis_name))[0]
+        (keys, softmax), _ = lax.scan(step, (travelling, start), jnp.arange(self.devices - 1))
+        return self.with_keys(softmax, queries, keys, self.devices - 1)
+
+    def with_keys(self, softmax: _Softmax, queries: _Queries, keys: _Keys, distance: Any) -> _Softmax:
+        """Takes in the keys that have come from the device `distance` before this one."""
+        for mine, theirs in self.pairs(queries, keys, distance):
+            part = _rows(queries, mine.rows)
+            place = _place(part, mine, theirs)
+            found = self.if_visible(
+                lambda part=part, theirs=theirs, place=place: self.pair(part, keys.part(theirs.rows), place, theirs),
+                lambda part=part: _no_keys(part, keys),
+                (part, keys, place),
+                self.visible(part, theirs, place),
+            )
+            so_far = _Softmax(*(x[:, :, :, mine.rows] for x in softmax))
+            merged = _merged(so_far, found)
+            softmax = _Softmax(*(_put(x, y, mine.rows, axis=3) for x, y in zip(softmax, merged, strict=True)))
+        return softmax
+
+    def pairs(self, queries: _Queries, keys: _Keys, distance: Any) -> list[tuple[_Block, _Block]]:
+        me = lax.axis_index(self.axis_name)
+        mine = self.blocks(me, queries.query.shape[3])
+        theirs = self.blocks(jnp.mod(me - distance, self.devices), keys.key.shape[2])
+        return [(one, other) for one in mine for other in theirs]
+
+    def pair(self, queries: _Queries, keys: _Keys, place: Any, theirs: _Block) -> _Softmax:
+        """Attention of one block of queries to one of keys; query 0 stands at the key `place` [batch or 1]."""
+        rows, length = queries.query.shape[3], keys.key.shape[2]
+        lengths = queries.kv_lengths
+        operands = {
+            "query": queries.query,
+            "key": keys.key,
+            "value": keys.value,
+            "bias": None,
+            "mask": None,
+            "query_positions": jnp.arange(rows)[None, :] + place[:, None],
+            "q_segments": queries.segments,
+            "kv_segments": keys.segments,
+            "kv_lengths": None if lengths is None else jnp.clip(lengths - theirs.start, 0, length),
+        }
+        options: dict[str, Any] = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
+        return _Softmax(*attention_tiles.attend(operands, query_offset=None, **options))
+
+    def visible(self, queries: _Queries, theirs: _Block, place: Any) -> Any:
+        """Whether a query may see a key of a block, segments left aside; None where nothing could hide it."""
+        left, right = self.window
+        rows, length = queries.query.shape[3], theirs.rows.stop - theirs.rows.start
+        conditions = [] if right is None else [jnp.max(place) + rows - 1 + right >= 0]
+        conditions += [] if left is None else [jnp.min(place) - left <= length - 1]
+        if queries.kv_lengths is not None:
+            conditions.append(jnp.any(queries.kv_lengths > theirs.start))
+        return jnp.all(jnp.stack(conditions)) if conditions else None
+
+    def if_visible(self, function: Callable[[], Any], otherwise: Callable[[], Any], operands: Any, seen: Any) -> Any:
+        if seen is None:
+            return function()
+        shapes = jax.eval_shape(function)
+        alike = lambda made: jax.tree.map(lambda x, like: x.astype(like.dtype), made, shapes)
+        both = lambda made: vary_alike(made, operands)[0]
+        return lax.cond(seen, lambda: both(function()), lambda: both(alike(otherwise())))
+
+    def gradients(self, queries: _Queries, keys: _Keys, total: _Softmax, cotangent: _Softmax) -> tuple[Any, Any, Any]:
+        """Of query, key and value, by those of the output and the lse, while the keys travel once more.
+
+            do_p = w do        dlse_p = w (do (o_p - o) + dlse)        w = exp(lse_p - lse)
+
+        o_p and lse_p are what one pair of blocks gives by itself.
+        """
+
+        def step(carry: Any, distance: Any) -> Any:
+            keys, of_keys, of_query = carry
+            following = self.pass_on(keys)
+            for mine, theirs in self.pairs(queries, keys, distance):
+                added = self._pair_gradients(queries, keys, total, cotangent, mine, theirs)
+                of_query = _put(of_query, of_query[:, :, :, mine.rows] + added[0], mine.rows, axis=3)
+                of_keys = tuple(
+                    _put(x, x[:, :, theirs.rows] + more, theirs.rows, axis=2)
+                    for x, more in zip(of_keys, added[1:], strict=True)
+                )
+            return (following, self.pass_on(of_keys), of_query), None
+
+        dtype = accurate_dtype(queries.query.dtype)
+        zeros = [jnp.zeros(x.shape, dtype) for x in (keys.key, keys.value, queries.query)]
+        everything = (queries, keys, total, cotangent, lax.axis_index(self.axis_name))
+        *of_keys, of_query = vary_alike(zeros, everything)[0]
+        start = (vary_alike(keys, everything)[0], tuple(of_keys), of_query)
+        (_, (of_key, of_value), of_query), _ = lax.scan(step, start, jnp.arange(self.devices))
+        return of_query, of_key, of_value
+
+    def _pair_gradients(
+        self, queries: _Queries, keys: _Keys, total: _Softmax, cotangent: _Softmax, mine: _Block, theirs: _Block
+    ) -> tuple[Any, Any, Any]:
+        part, other = _rows(queries, mine.rows), keys.part(theirs.rows)
+        whole, of_whole = (_Softmax(*(x[:, :, :, mine.rows] for x in each)) for each in (total, cotangent))
+        place = _place(part, mine, theirs)
+        dtype = accurate_dtype(part.query.dtype)
+
+        def gradients() -> tuple[Any, Any, Any]:
+            def attend(query: Any, key: Any, value: Any) -> _Softmax:
+                return self.pair(part._replace(query=query), _Keys(key, value, other.segments), place, theirs)
+
+            found, vjp = jax.vjp(attend, part.query, other.key, other.value)
+            finite = jnp.where(whole.lse == -jnp.inf, 0, whole.lse)
+            weight = jnp.where(found.lse == -jnp.inf, 0, jnp.exp(found.lse - finite))
+            inner = jnp.sum(of_whole.output * (found.output - whole.output), axis=-1)
+            cotangents = _Softmax(of_whole.output * weight[..., None], weight * (inner + of_whole.lse))
+            of_query, of_key, of_value = (x.astype(dtype) for x in vjp(cotangents))
+            return of_query, of_key, of_value
+
+        def nothing() -> tuple[Any, Any, Any]:
+            of_query, of_key, of_value = (jnp.zeros(x.shape, dtype) for x in (part.query, other.key, other.value))
+            return of_query, of_key, of_value
+
+        seen = self.visible(part, theirs, place)
+        return self.if_visible(gradients, nothing, (part, other, whole, of_whole, place), seen)
+
+
+def _put(whole: Any, part: Any, rows: slice, *, axis: int) -> Any:
+    """`whole` with some of its rows replaced.
+
+    `whole.at[...].set` scatters by an index of size 0 where they are all the rows that there are, and an index that a
+    `shard_map` does not use ends XLA's compiler (jax 0.11.2, CPU).
+    """
+    return lax.dynamic_update_slice_in_dim(whole, part, rows.start, axis)
+
+
+def _rows(queries: _Queries, rows: slice) -> _Queries:
+    segments = None if queries.segments is None else queries.segments[:, rows]
+    return queries._replace(query=queries.query[:, :, :, rows], segments=segments)
+
+
+def _place(queries: _Queries, mine: _Block, theirs: _Block) -> Any:
+    """The place of the first query among the keys of a block, [batch or 1]."""
+    return jnp.asarray(queries.offset).reshape(-1) + (mine.start - theirs.start)
+
+
+def _no_keys(queries: _Queries, keys: _Keys) -> _Softmax:
+    rows, dtype = queries.query.shape[:-1], accurate_dtype(queries.query.dtype)
+    return _Softmax(jnp.zeros((*rows, keys.value.shape[-1]), dtype), jnp.full(rows, -jnp.inf, dtype))
+
+
+def _merged(one: _Softmax, other: _Softmax) -> _Softmax:
+    """Attention to the keys of both."""
+    largest = lax.stop_gradient(jnp.maximum(one.lse, other.lse))
+    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    first, second = jnp.exp(one.lse - largest), jnp.exp(other.lse - largest)
+    total = first + second
+    safe = jnp.where(total == 0, 1, total)
+    output = (one.output * first[..., None] + other.output * second[..., None]) / safe[..., None]
+    return _Softmax(output, jnp.where(total == 0, -jnp.inf, jnp.log(safe) + largest))
+
+
+def _prepared(given: Mapping[str, Any]) -> tuple[_Ring, _Queries, _Keys]:
+    """What a call's arrays and options say, in the layout of tiles."""
+    query, key = given["query"], given["key"]
+    batch, q_seq, heads, key_dim = query.shape
+    grouped = query.reshape(batch, q_seq, key.shape[2], heads // key.shape[2], key_dim)
+    left, right = given["window"] or (None, None)
+    window = (left, 0 if given["causal"] else right)
+    q_segments, kv_segments = given["segment_ids"] or (None, None)
+    ring = _Ring(given["axis_name"], given["order"], window, given["scale"], given["softcap"])
+    queries = _Queries(grouped.transpose(0, 2, 3, 1, 4), q_segments, given["query_offset"], given["kv_lengths"])
+    return ring, queries, _Keys(key.swapaxes(1, 2), given["value"].swapaxes(1, 2), kv_segments)
+
+
+def _reference(*, wants: Any, **given: Any) -> Any:
+    query, sinks = given["query"], given["sinks"]
+    ring, queries, keys = _prepared(given)
+    output, lse = ring.attend(queries, keys)
+    if sinks is not None:
+        output, lse = with_sinks(output, lse, sinks)
+    output, lse = _ungrouped(output).astype(query.dtype), _ungrouped(lse)
+    return (output, lse) if given["return_lse"] else output, {"lse": lse}
+
+
+def _backward(
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    outputs: Any,
+    residuals: Mapping[str, Any],
+    cotangents: Any,
+    *,
+    wants: Any,
+) -> Mapping[str, Any]:
+    ring, queries, keys = _prepared({**arrays, **options})
+    dtype, kv_heads = accurate_dtype(queries.query.dtype), keys.key.shape[1]
+    output, of_output = outputs, cotangents
+    of_lse = jnp.zeros_like(residuals["lse"])
+    if options["return_lse"]:
+        (output, _), (of_output, of_lse) = outputs, cotangents
+    by_group = [_grouped(x.astype(dtype), kv_heads) for x in (output, residuals["lse"], of_output, of_lse)]
+    total, cotangent = _Softmax(*by_group[:2]), _Softmax(*by_group[2:])
+    of_query, of_key, of_value = ring.gradients(queries, keys, total, cotangent)
+    found = {"query": _ungrouped(of_query), "key": of_key.swapaxes(1, 2), "value": of_value.swapaxes(1, 2)}
+    if arrays["sinks"] is not None:
+        sinks = arrays["sinks"].astype(dtype)
+        lse, of_lse = residuals["lse"], of_lse - jnp.sum(of_output * output, axis=-1, dtype=dtype)
+        found["sinks"] = jnp.sum(jnp.exp(sinks - lse) * of_lse, axis=(0, 1))
+    return {name: found[name].astype(arrays[name].dtype) if name in found else None for name in wants}
+
+
+def _grouped(x: Any, kv_heads: int) -> Any:
+    """[batch, seq, heads, ...] -> [batch, kv_heads, group, seq, ...]."""
+    batch, seq, heads, *rest = x.shape
+    return jnp.moveaxis(x.reshape(batch, seq, kv_heads, heads // kv_heads, *rest), 1, 3)
+
+
+def _ungrouped(x: Any) -> Any:
+    """The inverse of `_grouped`."""
+    batch, kv_heads, group, seq, *rest = x.shape
+    return jnp.moveaxis(x, 3, 1).reshape(batch, seq, kv_heads * group, *rest)
+
+
+OP = Op("ring_attention", _reference, attention_axes, folds="batch", residuals=("lse",), backward=_backward)
+"""`lse` is log d, what `return_lse` returns."""
+
+REFERENCE = OP.implementation()
+"""Every pair of blocks tile by tile, in plain JAX."""

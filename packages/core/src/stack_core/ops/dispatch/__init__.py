@@ -1,0 +1,1 @@
+"""How a call finds its implementation: choosing, the forward and backward pass, mapping, splitting, explaining."""

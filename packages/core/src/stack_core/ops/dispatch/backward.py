@@ -1,0 +1,355 @@
+"""The derivatives of a call: one linear primitive, the tangent, whose transpose is the backward that was chosen.
+
+Evaluated, which is forward mode, the tangent is that of the op's reference. Transposed, which is reverse mode, it is
+the backward pass of an implementation, whose own derivative is again the reference's.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from stack_core.abi.errors import ArgumentError, PluginError, UnsupportedOp
+from stack_core.abi.ops import OWN
+from stack_core.ops.dispatch.call import Callee, call, in_axes, zero
+from stack_core.ops.dispatch.choosing import plan
+from stack_core.ops.dispatch.contexts import Contexts
+from stack_core.ops.dispatch.folding import Folding
+from stack_core.ops.dispatch.forward import Forward
+from stack_core.ops.dispatch.manual_axes import varying
+from stack_core.ops.dispatch.passes import backward_pass, program, pruned, read_by_tangent, reference_tangent
+from stack_core.ops.dispatch.request import Request
+
+__all__ = ["called"]
+
+
+def called(request: Request, operands: Sequence[Any]) -> Any:
+    """Runs a call as what is chosen for it, to be differentiated."""
+    forward = Forward.trace(request, operands, wants=False)
+    return jax.tree.unflatten(forward.structure, _run(forward, operands))
+
+
+def _run(forward: Forward, operands: Sequence[Any]) -> list[Any]:
+    """Returns the rest of the pool."""
+    return call(_Run(forward), forward.program, operands)
+
+
+@dataclass(frozen=True, repr=False)
+class _Run(Callee):
+    """A forward pass. Only its result has a derivative: every reader of the residuals has derivatives of its own."""
+
+    forward: Forward
+
+    def __repr__(self) -> str:
+        return f"{self.forward.request.op.name}/{self.forward.plan.forward.implementation.name}"
+
+    @property
+    def is_shared(self) -> bool:
+        return self.forward.request.is_shared
+
+    def derivative(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        forward, moving = self.forward, tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero))
+        if not forward.wants and forward.plan.residuals:
+            forward = Forward.trace(forward.request, primals, wants=True)
+        rest = _run(forward, primals)
+        pool = (*primals, *rest)
+        tangent = Tangent.trace(forward, pool, moving)
+        known = [pool[place] for place in tangent.used]
+        moved = _tangent_p.bind(*known, *(tangents[i] for i in moving), tangent=tangent)
+        results = rest if self.forward.wants else rest[: forward.outputs]
+        return results, [*moved, *map(zero, results[forward.outputs :])]
+
+    def mapped(self, size: int, mapped: Sequence[bool], arguments: Sequence[Any]) -> Sequence[Any]:
+        found = self.forward.folded(size, mapped, arguments, _run)
+        if found is None:
+            return jax.vmap(jaxpr_as_fun(self.forward.program), in_axes=in_axes(mapped))(*arguments)
+        return found
+
+    def transposed(self, cotangents: Sequence[Any], arguments: Sequence[Any]) -> Sequence[Any]:
+        """Transposes the reference: the arguments that the backward pass of another might read are not known."""
+        forward, op = self.forward, self.forward.request.op
+        moving = tuple(i for i, x in enumerate(arguments) if ad.is_undefined_primal(x))
+        names = [forward.names[i] for i in moving]
+        if len(moving) > 1 or names[0] not in op.linear_in:
+            linear = f"it is linear in one of {', '.join(op.linear_in)}" if op.linear_in else "it is linear in none"
+            raise ArgumentError(
+                f"{op.name}: jax.linear_transpose was asked to transpose it in {' and '.join(names)}, while {linear}. "
+                "Use jax.vjp, which linearizes it first."
+            )
+        types = tuple(arguments[i].aval for i in moving)
+        tangent = Tangent.of(forward, moving, UnsupportedOp(op.name), types, (), Contexts.current())
+        (found,) = tangent.plain_gradients([arguments[i] for i in tangent.used], cotangents)
+        return [found if i in moving else None for i in range(len(arguments))]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Tangent:
+    """The tangent of a call's result, linear in the tangents of some operands.
+
+    Forward mode and derivatives of derivatives evaluate the reference's tangent, which is traced when they first do:
+    reverse mode never needs it.
+
+    Attributes:
+      moving: those operands.
+      used: the places of the pool that are read: by the backward pass, and by the reference's tangent, which reads
+        operands.
+      gradients: the jaxpr from what is used and the cotangents of the result to those of the operands; or the error
+        that asking for them raises.
+      moving_types: of the tangents.
+      types: of the result's tangents.
+      contexts: the contexts of the call.
+      levels: one entry for each `jax.vmap` around it, the innermost first: its size, and which of its arguments have
+        that axis, as their first.
+    """
+
+    forward: Forward
+    moving: tuple[int, ...]
+    used: tuple[int, ...]
+    gradients: Any
+    moving_types: tuple[Any, ...]
+    types: tuple[Any, ...]
+    contexts: Contexts
+    levels: tuple[tuple[int, tuple[bool, ...]], ...] = ()
+
+    @classmethod
+    def trace(cls, forward: Forward, pool: Sequence[Any], moving: tuple[int, ...]) -> "Tangent":
+        """Traces the backward pass that was chosen."""
+        outputs = pool[forward.operands : forward.operands + forward.outputs]
+        found = forward.plan.backward
+        if not isinstance(found, UnsupportedOp):
+            found = program(backward_pass, forward, moving, pool, outputs)
+        types = tuple(jax.typeof(pool[i]) for i in moving), tuple(jax.typeof(x) for x in outputs)
+        make = _shared if forward.request.is_shared else cls.of
+        return make(forward, moving, found, *types, Contexts.current())
+
+    @classmethod
+    def of(
+        cls, forward: Forward, moving: tuple[int, ...], found: Any, moving_types: Any, types: Any, contexts: Contexts
+    ) -> "Tangent":
+        """Returns the tangent, from the jaxpr of the backward pass of (pool, cotangents) or the error in its place."""
+        reads = read_by_tangent(forward, moving)
+        if isinstance(found, UnsupportedOp):
+            return cls(forward, moving, tuple(sorted(reads)), found, moving_types, types, contexts)
+        gradients, used = pruned(found, len(forward.shapes), reads)
+        return cls(forward, moving, used, gradients, moving_types, types, contexts)
+
+    def __repr__(self) -> str:
+        chosen = self.forward.plan.backward
+        name = "none" if isinstance(chosen, UnsupportedOp) else chosen.implementation.name
+        return f"{self.forward.request.op.name}/{name} backward"
+
+    def move(self, *arguments: Any) -> Sequence[Any]:
+        """Returns the reference's tangents: of what is used, then the tangents of the operands."""
+        known, tangents = arguments[: len(self.used)], arguments[len(self.used) :]
+        operands = {place: x for place, x in zip(self.used, known, strict=True) if place < self.forward.operands}
+        # An operand that is not read has one of its type in its place: its own tangent.
+        missing = {place: x for place, x in zip(self.moving, tangents, strict=True) if place not in operands}
+        filled = [{**operands, **missing}[place] for place in range(self.forward.operands)]
+        with self.contexts.entered():  # JAX may lower this after the caller's contexts have ended
+            found = program(reference_tangent, self.forward, self.moving, filled, tangents)
+        run, used = pruned(found, len(filled), frozenset())
+        if wrong := [self.forward.names[place] for place in used if place in missing]:
+            op = self.forward.request.op.name
+            raise PluginError(f"{op}: `linear_in` names {wrong[0]!r}, but the reference is not linear in it.")
+        return jaxpr_as_fun(run)(*(filled[place] for place in used), *tangents)
+
+    def __call__(self, *arguments: Any) -> tuple[Any, ...]:
+        """The result's tangents: of what is used, then the operands' tangents."""
+        run = lambda *arguments: tuple(self.move(*arguments))
+        for _, mapped in self.levels:
+            run = jax.vmap(run, in_axes=in_axes(mapped))
+        return run(*arguments)
+
+    def transposed(self, known: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+        """The gradients of the operands."""
+        self.forward.plan.heeded_backward()
+        return self._over(self.levels, known, cotangents)
+
+    def _over(self, levels: Any, known: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+        if not levels:
+            return self._gradients(*known, *cotangents)
+        *inner, (size, mapped) = levels
+        of_known, of_moving = mapped[: len(self.used)], mapped[len(self.used) :]
+        if not inner:
+            folded = self.folded(size, of_known, known, cotangents, summed=of_moving)
+            if folded is not None:
+                return folded
+        run = jax.vmap(
+            lambda *arguments: tuple(self._over(inner, arguments[: len(known)], arguments[len(known) :])),
+            in_axes=in_axes((*of_known, *(True for _ in cotangents))),
+        )
+        found = run(*known, *cotangents)
+        return [
+            x if is_mapped else jnp.sum(x, axis=0).astype(x.dtype)
+            for x, is_mapped in zip(found, of_moving, strict=True)
+        ]
+
+    def _gradients(self, *arguments: Any) -> Sequence[Any]:
+        return call(_Gradients(self), self.gradients, arguments)
+
+    def plain_gradients(self, known: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the reference's gradients."""
+        transposed = jax.linear_transpose(lambda *moved: tuple(self.move(*known, *moved)), *self.moving_types)
+        return tuple(transposed(tuple(cotangents)))
+
+    def folded(
+        self,
+        size: int,
+        mapped: Sequence[bool],
+        known: Sequence[Any],
+        cotangents: Sequence[Any],
+        summed: Sequence[bool] | None = None,
+    ) -> list[Any] | None:
+        """The gradients with the mapped axis in the op's own, chosen for again; None where that cannot be.
+
+        Args:
+          summed: which operands have a gradient for each example; the others' are summed over them. None if all have.
+        """
+        forward = self.forward
+        axes, shapes = forward.pool_axes, forward.shapes
+        folding = Folding.of(
+            size, forward.request.op.folds, axes[: forward.operands], [x.shape for x in shapes[: forward.operands]]
+        )
+        of_moving = [axes[i] for i in self.moving]
+        of_outputs = axes[forward.operands : forward.operands + forward.outputs]
+        may_fold = OWN not in forward.wants and all(
+            folding is not None and folding.has(x) for x in axes[forward.operands :]
+        )
+        if folding is None or not may_fold or any(map(varying, (*known, *cotangents))):
+            return None
+        is_own = [
+            folding.has(x) and folding.own in (1, *_sizes(folding, x, shapes[i]))
+            for x, i in zip(of_moving, self.moving, strict=True)
+        ]
+        if not all(
+            own or (summed is not None and not each) for own, each in zip(is_own, summed or is_own, strict=True)
+        ):
+            return None
+        folded = folding.fold_all([axes[i] for i in self.used], known, mapped)
+        of_result = folding.fold_all(of_outputs, cotangents, [True] * len(cotangents))
+        again = self._again(folding)
+        if folded is None or of_result is None or again is None:
+            return None
+        by_place = dict(zip(self.used, folded, strict=True))
+        found = again._gradients(*(by_place[place] for place in again.used), *of_result)
+        gradients = [
+            folding.unfold(of_one or "", x) if own else x
+            for of_one, own, x in zip(of_moving, is_own, found, strict=True)
+        ]
+        if summed is None:
+            return gradients
+        adding = [own and not each for own, each in zip(is_own, summed, strict=True)]
+        return [
+            jnp.sum(x, axis=0).astype(x.dtype) if is_sum else x for is_sum, x in zip(adding, gradients, strict=True)
+        ]
+
+    def _again(self, folding: Folding) -> "Tangent | None":
+        """The tangent of the folded call; None if it reads what this one does not."""
+        forward = self.forward
+        shapes = [folding.struct(of_one, x) for of_one, x in zip(forward.pool_axes, forward.shapes, strict=True)]
+        request = forward.folded_request(folding)
+        try:
+            chosen = plan(request, shapes[: forward.operands], mapped=True)
+        except UnsupportedOp:
+            return None
+        if not set(forward.wants) <= set(chosen.residuals) or isinstance(chosen.backward, UnsupportedOp):
+            return None
+        folded = dataclasses.replace(forward, request=request, plan=chosen, shapes=tuple(shapes))
+        found = Tangent.trace(folded, shapes, self.moving)
+        return found if set(found.used) <= set(self.used) else None
+
+
+def _sizes(folding: Folding, axes: str | None, struct: Any) -> tuple[int, ...]:
+    """How many entries an example has along the axis that grows."""
+    if folding.into == "..." or not folding.has(axes):
+        return (folding.own,)
+    grown = folding.shape(axes, struct.shape)
+    return tuple(size for size, larger in zip(struct.shape, grown, strict=True) if size != larger)
+
+
+@dataclass(frozen=True, repr=False)
+class _Gradients(Callee):
+    """The backward pass that was chosen, whose own derivative is the reference's."""
+
+    tangent: Tangent
+
+    def __repr__(self) -> str:
+        return repr(self.tangent)
+
+    @property
+    def is_shared(self) -> bool:
+        return self.tangent.forward.request.is_shared
+
+    def derivative(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        count = len(self.tangent.used)
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+
+        def plain_gradients(*moved: Any) -> tuple[Any, ...]:
+            filled = list(primals)
+            for place, x in zip(moving, moved, strict=True):
+                filled[place] = x
+            return self.tangent.plain_gradients(filled[:count], filled[count:])
+
+        _, moved = jax.jvp(plain_gradients, [primals[i] for i in moving], [tangents[i] for i in moving])
+        return call(self, self.tangent.gradients, primals), moved
+
+    def mapped(self, size: int, mapped: Sequence[bool], arguments: Sequence[Any]) -> Sequence[Any]:
+        count, found = len(self.tangent.used), None
+        if all(mapped[count:]):
+            found = self.tangent.folded(size, mapped[:count], arguments[:count], arguments[count:])
+        if found is None:
+            return jax.vmap(jaxpr_as_fun(self.tangent.gradients), in_axes=in_axes(mapped))(*arguments)
+        return found
+
+    def transposed(self, cotangents: Sequence[Any], arguments: Sequence[Any]) -> Sequence[Any]:
+        """Transposes the gradients, which are linear in the cotangents: the reference's tangent."""
+        count = len(self.tangent.used)
+        if any(map(ad.is_undefined_primal, arguments[:count])) or not all(
+            map(ad.is_undefined_primal, arguments[count:])
+        ):
+            op = self.tangent.forward.request.op.name
+            raise ArgumentError(f"{op}: its gradient can be transposed in all cotangents at once. Use jax.vjp.")
+        return [*[None] * count, *self.tangent.move(*arguments[:count], *cotangents)]
+
+
+_shared = functools.lru_cache(maxsize=8192)(Tangent.of)
+
+
+def _transpose(cotangents: Sequence[Any], *arguments: Any, tangent: Tangent) -> list[Any]:
+    count = len(tangent.used)
+    filled = [ad.instantiate_zeros(x) for x in cotangents]
+    return [None] * count + list(tangent.transposed(arguments[:count], filled))
+
+
+def _batch(arguments: Sequence[Any], axes: Sequence[Any], *, tangent: Tangent) -> tuple[list[Any], list[int]]:
+    mapped = tuple(axis is not None for axis in axes)
+    moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(arguments, axes, strict=True)]
+    size = next(x.shape[0] for x, is_mapped in zip(moved, mapped, strict=True) if is_mapped)
+    levels = (*tangent.levels, (size, mapped))
+    batched = dataclasses.replace(tangent, levels=levels)
+    types = jax.make_jaxpr(batched)(*moved).out_avals
+    found = _tangent_p.bind(*moved, tangent=dataclasses.replace(batched, types=tuple(types)))
+    return list(found), [0] * len(found)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, tangent: Tangent) -> Any:
+    return jax.jvp(tangent, tuple(primals), tuple(ad.instantiate_zeros(t) for t in tangents))
+
+
+_tangent_p = Primitive("stack_tangent")
+_tangent_p.multiple_results = True
+_tangent_p.def_impl(lambda *arguments, tangent: jax.jit(tangent)(*arguments))
+_tangent_p.def_abstract_eval(lambda *arguments, tangent: list(tangent.types))
+ad.primitive_jvps[_tangent_p] = _jvp
+ad.primitive_transposes[_tangent_p] = _transpose
+batching.primitive_batchers[_tangent_p] = _batch
+mlir.register_lowering(
+    _tangent_p,
+    lambda context, *arguments, tangent: mlir.lower_fun(tangent, multiple_results=True)(context, *arguments),
+)

@@ -1,0 +1,141 @@
+"""A call as one equation of a jaxpr, which is differentiated and mapped by rules of its own.
+
+Calls that are alike share one jaxpr. JAX lowers equal equations once, however many there are.
+"""
+
+import abc
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from stack_core.ops.dispatch.traced import traced
+
+__all__ = ["Callee", "call", "in_axes", "zero"]
+
+Levels = tuple[tuple[int, tuple[bool, ...]], ...]
+
+
+class Callee(abc.ABC):
+    """The rules of a call. Equal callees, of equal hashes, follow equal rules."""
+
+    @property
+    @abc.abstractmethod
+    def is_shared(self) -> bool:
+        """Whether later calls of the same callee reuse the traced functions."""
+
+    @abc.abstractmethod
+    def derivative(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Returns the results and their tangents; `ad.Zero` stands for a tangent that is zero, in and out."""
+
+    @abc.abstractmethod
+    def mapped(self, size: int, mapped: Sequence[bool], arguments: Sequence[Any]) -> Sequence[Any]:
+        """Returns the results mapped along their first axis, from arguments that are mapped along theirs, or not."""
+
+    @abc.abstractmethod
+    def transposed(self, cotangents: Sequence[Any], arguments: Sequence[Any]) -> Sequence[Any]:
+        """Returns the cotangents of the arguments that are `ad.UndefinedPrimal`, and None for the others."""
+
+
+def call(callee: Callee, jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
+    """Runs a jaxpr on arguments as one equation that follows the callee's rules."""
+    return _call_p.bind(*arguments, call_jaxpr=jaxpr, callee=callee, levels=())
+
+
+def in_axes(mapped: Sequence[bool]) -> tuple[int | None, ...]:
+    """Returns `in_axes` of `jax.vmap` for arguments that are mapped along their first axis or not."""
+    return tuple(0 if is_mapped else None for is_mapped in mapped)
+
+
+def zero(x: Any) -> Any:
+    """Returns the tangent of a value that does not move."""
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: Any, callee: Callee, levels: Levels
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Differentiates first and maps then, so that the gradient's implementation is chosen for one example."""
+    if not levels:
+        return callee.derivative(primals, tangents)
+    moving = [place for place, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+    nonzero: list[int] = []
+
+    def derivative(primals: Sequence[Any], moved: Sequence[Any]) -> tuple[Any, Any]:
+        filled = [zero(x) for x in primals]
+        for place, tangent in zip(moving, moved, strict=True):
+            filled[place] = tangent
+        results, found = callee.derivative(primals, filled)
+        nonzero[:] = [place for place, t in enumerate(found) if not isinstance(t, ad.Zero)]
+        return tuple(results), tuple(found[place] for place in nonzero)
+
+    run: Any = derivative
+    for _, mapped in levels:
+        run = jax.vmap(run, in_axes=(in_axes(mapped), in_axes([mapped[place] for place in moving])))
+    results, moved = run(tuple(primals), tuple(tangents[place] for place in moving))
+    found = [zero(x) for x in results]
+    for place, tangent in zip(nonzero, moved, strict=True):
+        found[place] = tangent
+    return results, found
+
+
+def _batch(
+    arguments: Sequence[Any], axes: Sequence[Any], *, call_jaxpr: Any, callee: Callee, levels: Levels
+) -> tuple[list[Any], list[int]]:
+    mapped = tuple(axis is not None for axis in axes)
+    moved = [jnp.moveaxis(x, axis, 0) if on else x for x, axis, on in zip(arguments, axes, mapped, strict=True)]
+    size = next(x.shape[0] for x, on in zip(moved, mapped, strict=True) if on)
+    inner = call_jaxpr if levels else None
+    found = traced(_mapped, callee, inner, size, mapped, operands=moved, is_shared=callee.is_shared)
+    levels = (*levels, (size, mapped))
+    results = _call_p.bind(*moved, call_jaxpr=found.jaxpr, callee=callee, levels=levels)
+    return results, [0] * len(results)
+
+
+def _mapped(callee: Callee, inner: Any, size: int, mapped: tuple[bool, ...]) -> Any:
+    """Returns the function that a mapped call evaluates; `inner` is what it evaluated if it was mapped before."""
+    if inner is None:
+        return lambda *arguments: tuple(callee.mapped(size, mapped, arguments))
+    return jax.vmap(jaxpr_as_fun(inner), in_axes=in_axes(mapped))
+
+
+def _transpose(
+    cotangents: Sequence[Any], *arguments: Any, call_jaxpr: Any, callee: Callee, levels: Levels
+) -> Sequence[Any]:
+    cotangents = [ad.instantiate_zeros(x) for x in cotangents]
+    if not levels:
+        return callee.transposed(cotangents, arguments)
+    moving = [place for place, x in enumerate(arguments) if ad.is_undefined_primal(x)]
+
+    def run(*moved: Any) -> tuple[Any, ...]:
+        filled = list(arguments)
+        for place, x in zip(moving, moved, strict=True):
+            filled[place] = x
+        return tuple(jaxpr_as_fun(call_jaxpr)(*filled))
+
+    found = jax.linear_transpose(run, *(arguments[place].aval for place in moving))(tuple(cotangents))
+    by_place = dict(zip(moving, found, strict=True))
+    return [by_place.get(place) for place in range(len(arguments))]
+
+
+def _evaluated(*arguments: Any, call_jaxpr: Any, **_: Any) -> list[Any]:
+    return jaxpr_as_fun(call_jaxpr)(*arguments)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(call_jaxpr: Any) -> Any:
+    return jax.jit(jaxpr_as_fun(call_jaxpr))
+
+
+_call_p = Primitive("stack_call")
+_call_p.multiple_results = True
+_call_p.def_impl(lambda *arguments, call_jaxpr, **_: _compiled(call_jaxpr)(*arguments))
+_call_p.def_abstract_eval(lambda *arguments, call_jaxpr, **_: list(call_jaxpr.out_avals))
+ad.primitive_jvps[_call_p] = _jvp
+ad.primitive_transposes[_call_p] = _transpose
+batching.primitive_batchers[_call_p] = _batch
+mlir.register_lowering(_call_p, mlir.lower_fun(_evaluated, multiple_results=True))

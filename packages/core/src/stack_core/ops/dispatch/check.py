@@ -1,0 +1,146 @@
+"""Checks of the arguments of ops, with messages that name the argument, the axis and the sizes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stack_core.abi.errors import ArgumentError, ShapeError, UnknownName, nearest
+
+__all__ = [
+    "Axes",
+    "axis_size",
+    "check_arrays",
+    "check_floating",
+    "check_integer",
+    "check_known",
+    "check_positive",
+    "check_same_dtype",
+    "check_static",
+    "check_window",
+]
+
+
+class Axes:
+    """The sizes of an op's named axes, learnt from its arguments one after the other.
+
+    >>> axes = Axes("linear")
+    >>> axes.match("x", x, "... d_in")
+    >>> axes.match("weight", weight, "d_in d_out")   # raises ShapeError when the two sizes of d_in differ
+    """
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+        self._known: dict[str, tuple[Any, str]] = {}
+
+    def __getitem__(self, axis: str) -> Any:
+        return self._known[axis][0]
+
+    def match(self, name: str, array: Any, axes: str, *, broadcast: bool = False) -> None:
+        """Binds or compares the axes of one argument; None fits anything.
+
+        Args:
+          axes: axis names, or the size of an axis that has one size alone; a leading "..." stands for any number of
+            axes, equal wherever it occurs.
+          broadcast: also accept size 1.
+
+        Raises:
+          ShapeError: the number of axes or a size differs.
+        """
+        if array is None:
+            return
+        check_arrays(self._op, **{name: array})
+        names, shape = axes.split(), tuple(array.shape)
+        if names[0] == "...":
+            named = len(names) - 1
+            fits, sizes = len(shape) >= named, (shape[: len(shape) - named], *shape[len(shape) - named :])
+        else:
+            fits, sizes = len(shape) == len(names), shape
+        if not fits:
+            raise ShapeError(f"{self._op}: {name} has shape {shape}; expected the axes [{', '.join(names)}].")
+        for axis, size in zip(names, sizes, strict=True):
+            fixed = (int(axis), "its layout") if axis.isdecimal() else (size, name)
+            known, source = self._known.setdefault(axis, fixed)
+            if size != known and not (broadcast and size == 1):
+                raise ShapeError(
+                    f"{self._op}: axis {axis!r} is {size} in {name}, but {known} in {source}. "
+                    f"{name}[{', '.join(names)}] has shape {shape}; make the two sizes equal."
+                )
+
+
+def check_arrays(op: str, **arrays: Any) -> None:
+    """Raises ArgumentError when one of the arguments is neither an array nor None, such as a list of numbers."""
+    for name, array in arrays.items():
+        if array is not None and not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            raise ArgumentError(
+                f"{op}: {name} is of type {type(array).__name__}; expected an array. Convert it: jnp.asarray({name})."
+            )
+
+
+def check_floating(op: str, **arrays: Any) -> None:
+    """Raises ArgumentError when one of the arrays is not of a floating dtype."""
+    check_arrays(op, **arrays)
+    for name, array in arrays.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ArgumentError(f"{op}: {name} has dtype {array.dtype}; expected a floating dtype.")
+
+
+def check_integer(op: str, **arrays: Any) -> None:
+    """Raises ArgumentError when one of the arrays is not of an integer dtype."""
+    check_arrays(op, **arrays)
+    for name, array in arrays.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ArgumentError(f"{op}: {name} has dtype {array.dtype}; expected an integer dtype.")
+
+
+def check_same_dtype(op: str, **arrays: Any) -> None:
+    """Raises ArgumentError when the dtypes differ; no op promotes its operands."""
+    check_arrays(op, **arrays)
+    given = {name: jnp.dtype(array.dtype) for name, array in arrays.items() if array is not None}
+    if len(set(given.values())) > 1:
+        listing = ", ".join(f"{name} {dtype}" for name, dtype in given.items())
+        raise ArgumentError(f"{op}: the operands have different dtypes ({listing}); cast them to one dtype first.")
+
+
+def check_known(op: str, name: str, value: str, known: tuple[str, ...]) -> None:
+    """Raises UnknownName when `value` is none of `known`."""
+    if value not in known:
+        raise UnknownName(f"{op}: unknown {name} {value!r}.{nearest(str(value), known)} Known: {', '.join(known)}.")
+
+
+def check_static(op: str, **options: Any) -> None:
+    """Raises ArgumentError when an option is an array or holds one: options are fixed when JAX traces."""
+    for name, option in options.items():
+        if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(option)):
+            raise ArgumentError(f"{op}: {name} is an array; expected a Python number, which is fixed when tracing.")
+
+
+def check_positive(op: str, **values: float | None) -> None:
+    """Raises ArgumentError when a value is neither None nor a positive Python number."""
+    check_static(op, **values)
+    for name, value in values.items():
+        if value is not None and not value > 0:
+            raise ArgumentError(f"{op}: {name} is {value}; expected a positive number or None.")
+
+
+def check_window(op: str, window: Any) -> None:
+    """Raises ArgumentError when `window` is neither None nor a pair of distances."""
+    if window is None:
+        return
+    check_static(op, window=window)
+    sides = tuple(window)
+    if len(sides) != 2 or any(side is not None and side < 0 for side in sides):
+        raise ArgumentError(f"{op}: window is {window}; expected (left, right), each None or at least 0.")
+
+
+def axis_size(op: str, axis_name: str | tuple[str, ...]) -> int:
+    """The devices along axes of the surrounding `jax.shard_map`; raises ArgumentError where it has no such axis."""
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        bound = ", ".join(map(repr, jax.sharding.get_abstract_mesh().manual_axes)) or "none"
+        raise ArgumentError(
+            f"{op}: axis_name is {axis_name!r}, which is not bound here; bound by jax.shard_map: {bound}. "
+            "Call the op inside jax.shard_map over a mesh with that axis."
+        ) from error

@@ -1,0 +1,498 @@
+"""Chooses an implementation for each call of an op, forward and backward apart, while JAX traces.
+
+Order of choice: what the caller named > the tuned tables > the `stack_select_op` hooks > among the implementations that
+support the call those that no other precedes (`before`) > the highest priority > the one that was installed first. What
+was chosen is compiled in: nothing here runs in a compiled step.
+
+A call without elements, such as that of an empty batch, is the reference's, so that no kernel needs to run on nothing.
+
+A named implementation is named for the forward pass. It also gives the gradient where it can. Where it cannot, another
+is chosen as if none was named; a warning says so when the call is differentiated, unless that other was named as well.
+"""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+
+from stack_core.abi.errors import ArgumentError, PluginError, UnsupportedOp
+from stack_core.abi.jit_context import JitContext
+from stack_core.abi.ops import OWN, OpCall, OpImplementation, TunedChoice, supports_everything
+from stack_core.abi.plugins import plugins, registries
+from stack_core.chips.context import target, target_chip
+from stack_core.ops.dispatch.op import op_named
+from stack_core.ops.dispatch.report import warn_once
+from stack_core.ops.dispatch.request import Implementation, Request
+from stack_core.ops.dispatch.signature import check_signature
+from stack_core.ops.dispatch.splitting import Split, free_devices, split_of
+from stack_core.ops.dispatch.symbolic import has_symbolic_size, is_symbolic
+from stack_core.ops.dispatch.tuned import tuned_choices
+
+__all__ = [
+    "Choice",
+    "Plan",
+    "answer",
+    "described",
+    "for_export",
+    "highest_priority",
+    "implementations_of",
+    "is_installed",
+    "plan",
+    "preferred",
+    "supporting",
+]
+
+exporting: Final[JitContext[bool]] = JitContext()
+
+
+def for_export() -> contextlib.AbstractContextManager[None]:
+    """Chooses, for what is traced in this context, among implementations that `jax.export` can write."""
+    return exporting(True)
+
+
+_NO_BACKWARD = "has no backward pass of its own"
+_PLATFORMS = {"cpu": r"cpu", "tpu": r"tpu|v\d", "gpu": r".*"}
+_EMPTY = "the call is empty: core answers it"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One implementation and why it was chosen.
+
+    Attributes:
+      config: what it runs with; None if it takes none.
+      refused: the others that could not be chosen, each with its reason.
+      split: how the devices of a mesh share the call, if XLA cannot split the implementation.
+    """
+
+    implementation: OpImplementation
+    reason: str
+    config: Any = None
+    refused: tuple[tuple[str, str], ...] = ()
+    split: Split | None = None
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What the implementation takes besides the call."""
+        return {} if self.implementation.default is None else {"config": self.config}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one call of an op gets in each direction.
+
+    Attributes:
+      backward: or what differentiating the call raises.
+      residuals: the names of what the backward pass gets from the forward pass.
+      unheeded: the name of what runs forward, if the caller named it and another implementation, that the caller did
+        not name, gives the gradient though the named one has a backward pass too.
+    """
+
+    forward: Choice
+    backward: Choice | UnsupportedOp
+    residuals: tuple[str, ...]
+    unheeded: str | None = None
+
+    def heeded_backward(self) -> Choice:
+        """The backward of a call that is being differentiated.
+
+        Raises:
+          UnsupportedOp: nothing gives the gradient.
+        """
+        if isinstance(self.backward, UnsupportedOp):
+            raise UnsupportedOp(str(self.backward))
+        if self.unheeded is not None:
+            op, instead = self.forward.implementation.op, self.backward.implementation.name
+            reason = dict(self.backward.refused).get(self.unheeded)
+            warn_once(
+                op,
+                self.unheeded,
+                "backward",
+                message=f"{op}: {self.unheeded!r} was named and runs forward, but not backward: {reason}. {instead!r} "
+                f"gives the gradient. If that is wanted, name it too: implementation=[{self.unheeded!r}, {instead!r}].",
+            )
+        return self.backward
+
+
+def plan(request: Request, operands: Sequence[Any], *, mapped: bool = False) -> Plan:
+    """What runs for a call; reads shapes and dtypes only.
+
+    Args:
+      mapped: the call is one of a `jax.vmap`, folded, so that no implementation may keep residuals of its own.
+
+    Raises:
+      UnknownName: a named implementation is not registered.
+      UnsupportedOp: none of the named, or none at all, supports the call.
+    """
+    found, candidates, named = *_sides(request, operands), _named(request.op.name, request.implementation)
+    if _is_empty(operands):
+        return _noted(request, _of_reference(request, candidates), found)
+    candidates = candidates | {candidate.name: candidate for candidate in named}
+    forward = _choose(found, candidates, named)
+    kept = tuple(name for name in forward.implementation.residuals if name != OWN)
+    try:
+        backward: Choice | UnsupportedOp = _choose(found.backward(forward, kept), candidates, named, forward)
+    except UnsupportedOp as error:
+        backward = error
+    chosen = Plan(forward, backward, ())
+    if isinstance(backward, Choice):
+        own = (OWN,) if _keeps_own(forward, backward) and not mapped else ()
+        chosen = Plan(forward, backward, (*kept, *own), _unheeded(named, forward, backward))
+    return _noted(request, chosen, found)
+
+
+def _noted(request: Request, chosen: Plan, found: "_Sides") -> Plan:
+    if request.noted is None:
+        return chosen
+    return request.noted(chosen, found.local if chosen.forward.split is not None else found.call)
+
+
+def _is_empty(operands: Sequence[Any]) -> bool:
+    return any(not is_symbolic(size) and size == 0 for x in operands for size in x.shape)
+
+
+def _of_reference(request: Request, candidates: Mapping[str, OpImplementation]) -> Plan:
+    reference = candidates.get("reference") or request.op.implementation()
+    choice = Choice(reference, _EMPTY)
+    return Plan(choice, choice, tuple(name for name in reference.residuals if name != OWN))
+
+
+def _keeps_own(forward: Choice, backward: Choice) -> bool:
+    same = forward.implementation is backward.implementation
+    return same and OWN in forward.implementation.residuals and forward.split is None
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """A call as a whole, and as one device of a mesh sees it.
+
+    Attributes:
+      split: how devices share it, or why they cannot; None where there is one device.
+    """
+
+    call: OpCall
+    local: OpCall
+    split: Split | str | None
+
+    def backward(self, forward: Choice, kept: tuple[str, ...]) -> "_Sides":
+        fields = {"direction": "backward", "forward": forward.implementation.name, "residuals": kept}
+        call, local = (dataclasses.replace(each, **fields) for each in (self.call, self.local))
+        return _Sides(call, local, self.split)
+
+
+def _sides(request: Request, operands: Sequence[Any]) -> tuple[_Sides, dict[str, OpImplementation]]:
+    call, candidates = request.call(operands), implementations_of(request.op.name)
+    if free_devices() <= 1:
+        return _Sides(call, call, None), candidates
+    axes, arrays = request.op.axes(call), request.arrays(operands)
+    split = split_of(request.op.name, axes, arrays, operands, request.axes)
+    if isinstance(split, str):
+        return _Sides(call, call, split), candidates
+    of_leaves = axes.of_leaves(arrays)
+    parts = [split.part(of_one, x) for of_one, x in zip(of_leaves, operands, strict=True) if of_one is not None]
+    return _Sides(call, request.call(parts), split), candidates
+
+
+def _named(op: str, implementation: Implementation) -> list[OpImplementation]:
+    if implementation is None:
+        return []
+    names = [implementation] if isinstance(implementation, str | OpImplementation) else list(implementation)
+    for other in names:
+        if isinstance(other, OpImplementation) and other.op != op:
+            raise ArgumentError(f"{op}: {other.name!r} is an implementation of {other.op}; name one of {op}.")
+    return [name if isinstance(name, OpImplementation) else _registered(f"{op}/{name}") for name in names]
+
+
+def highest_priority(request: Request, operands: Sequence[Any]) -> int:
+    """The highest priority among the implementations that support the forward pass of a call on the target chip.
+
+    Raises:
+      UnsupportedOp: none does.
+    """
+    found, candidates = _sides(request, operands)
+    answers = {name: _answer(candidate, found) for name, candidate in candidates.items()}
+    able = [candidates[name].priority for name, answer in answers.items() if answer is True]
+    if not able:
+        raise UnsupportedOp(_refusals(found.call, answers, ()))
+    return max(able)
+
+
+def supporting(call: OpCall) -> dict[str, OpImplementation]:
+    """The registered implementations that support one direction of a call on the target chip, by name."""
+    return {name: found for name, found in implementations_of(call.op).items() if answer(found, call) is True}
+
+
+def answer(found: OpImplementation, call: OpCall) -> bool | str:
+    """Whether an implementation supports one direction of a call on the target chip: True, or the reason why not.
+
+    A backward pass that follows no forward pass in particular gets all residuals that the op names.
+    """
+    if found.name != "reference" and _is_empty(jax.tree.leaves(dict(call.arrays))):
+        return _EMPTY
+    if call.direction == "backward" and call.forward is None:
+        call = dataclasses.replace(call, residuals=op_named(call.op).residuals)
+    return _answer(found, _Sides(call, call, None))
+
+
+def implementations_of(op: str) -> dict[str, OpImplementation]:
+    """Returns the registered implementations by name, in order of installation; stack's own packages come first.
+
+    One whose backend is not installed refuses every call.
+    """
+    found: dict[str, OpImplementation] = {}
+    entries = [entry for entry in registries.ops.entries() if entry.name.startswith(f"{op}/")]
+    owners = {report.name: report.distribution for report in plugins.reports()}
+    of_stack = {entry.name for entry in entries if owners.get(entry.provider, "").startswith("stack-")}
+    for entry in sorted(entries, key=lambda entry: (entry.name not in of_stack, entry.provider, entry.name)):
+        own = entry.name.removeprefix(f"{op}/")
+        try:
+            found[own] = _registered(entry.name)
+        except PluginError as error:
+            if isinstance(error.__cause__, ModuleNotFoundError):
+                found[own] = _absent(entry.name, error.__cause__)
+            else:
+                warn_once(entry.name, message=f"{error} Calls go to other implementations.")
+    return found
+
+
+def preferred(candidates: Mapping[str, OpImplementation]) -> list[str]:
+    """Returns the names with the highest priority among the candidates that no other one precedes."""
+    precedes = {name: _preceded_by(name, candidates) for name in candidates}
+    leading = {
+        name: each
+        for name, each in candidates.items()  # in a circle nobody precedes
+        if not any(name in precedes[other] and other not in precedes[name] for other in candidates)
+    }
+    top = max(each.priority for each in leading.values())
+    return [name for name, each in leading.items() if each.priority == top]
+
+
+def _preceded_by(name: str, candidates: Mapping[str, OpImplementation]) -> set[str]:
+    """Returns the candidates that one precedes, directly or through others."""
+    found: set[str] = set()
+    reached = [name]
+    while reached:
+        each = candidates[reached.pop()]
+        if each.priority >= 0:
+            further = (set(each.before) & set(candidates)) - found
+            found |= further
+            reached += further
+    return found
+
+
+def _absent(name: str, error: ModuleNotFoundError) -> OpImplementation:
+    """Stands for an implementation whose backend is not installed: it refuses every call and says so."""
+    op, _, own = name.partition("/")
+    return OpImplementation(
+        op, own, _never, supports=lambda call, chip, config: f"its backend is not installed: {error}"
+    )
+
+
+def is_installed(found: OpImplementation) -> bool:
+    """Whether the backend of one of `implementations_of` is installed."""
+    return found.forward is not _never
+
+
+def _never(**_: Any) -> Any:
+    raise AssertionError("an implementation that refuses every call was run")
+
+
+def _registered(name: str) -> OpImplementation:
+    found = registries.ops[name]
+    if not isinstance(found, OpImplementation) or f"{found.op}/{found.name}" != name:
+        raise PluginError(
+            f"ops {name!r} is registered as {found!r}; expected an OpImplementation of that op and that name. "
+            "`stack plugins` says whose it is."
+        )
+    check_signature(found)
+    return found
+
+
+def _unheeded(named: Sequence[OpImplementation], forward: Choice, backward: Choice) -> str | None:
+    if not named or forward.implementation.backward is None or backward.implementation in named:
+        return None
+    return forward.implementation.name
+
+
+def _choose(
+    sides: _Sides,
+    candidates: Mapping[str, OpImplementation],
+    named: Sequence[OpImplementation],
+    forward: Choice | None = None,
+) -> Choice:
+    """Chooses for one direction.
+
+    Args:
+      forward: what the forward pass got, when this is the backward pass.
+    """
+    answers = {name: _answer(candidate, sides) for name, candidate in candidates.items()}
+    able = {name: candidates[name] for name, answer in answers.items() if answer is True}
+    wanted = next((candidate for candidate in named if candidate.name in able), None)
+    if not able or (named and wanted is None and forward is None):
+        raise UnsupportedOp(_refusals(sides.call, answers, named if forward is None else ()))
+    ran = None if forward is None else TunedChoice(forward.implementation.name, forward.config, forward.reason)
+    tuned = tuned_choices(sides.local, candidates, answers, wanted, ran)
+    if wanted is not None:
+        choice = _named_choice(wanted, sides, tuned)
+    else:
+        choice = _tuned_choice(able, sides, tuned) or _selected_by_hook(sides, able) or _by_order(sides, able, forward)
+    if forward is not None:
+        choice = _sharing_config(choice, forward)
+    refused = tuple((name, _reason(answer)) for name, answer in sorted(answers.items()) if answer is not True)
+    return dataclasses.replace(_shared(choice, sides), refused=refused)
+
+
+def _shared(choice: Choice, sides: _Sides) -> Choice:
+    """The choice with how devices share it, and in its reason which rules could not be followed."""
+    if not choice.implementation.is_opaque or not isinstance(sides.split, Split):
+        return choice
+    reason = "; ".join([choice.reason, *sides.split.dropped])
+    return dataclasses.replace(choice, split=sides.split, reason=reason)
+
+
+def _answer(candidate: OpImplementation, sides: _Sides) -> bool | str:
+    refusal = _refusal(candidate, sides)
+    # A CPU's chip is measured when it is first asked for: only what may look at it is worth that.
+    if refusal is not None or candidate.supports is supports_everything:
+        return refusal or True
+    try:
+        return _supports(candidate, sides, _default(candidate, sides))
+    except Exception as error:  # `supports` may fail in any way; that must stop no other implementation.
+        problem = f"its `supports` raised {type(error).__name__}: {error}"
+        warn_once(sides.call.op, candidate.name, message=f"{sides.call.op}/{candidate.name} is passed over: {problem}")
+        return problem
+
+
+def _refusal(candidate: OpImplementation, sides: _Sides) -> str | None:
+    """Why what is registered of an implementation rules it out, if it does."""
+    if sides.call.direction == "backward" and candidate.backward is None:
+        return _NO_BACKWARD
+    if candidate.platforms is not None and (platform := _platform()) not in candidate.platforms:
+        return f"it is for {' and '.join(candidate.platforms)}, and the target is {platform}"
+    if candidate.is_opaque and isinstance(sides.split, str):
+        return sides.split
+    if exporting.value and not candidate.exports:
+        return "jax.export cannot write it"
+    if candidate.name != "reference" and has_symbolic_size(sides.call.arrays):
+        return "sizes are symbolic, which the reference alone takes"
+    return None
+
+
+def _platform() -> str:
+    """That of the target, which is not measured to be named."""
+    if target.value is None:
+        return {"cuda": "gpu", "rocm": "gpu"}.get(jax.default_backend(), jax.default_backend())
+    return next(name for name, pattern in _PLATFORMS.items() if re.match(pattern, target.value.kind.lower()))
+
+
+def _seen(candidate: OpImplementation, sides: _Sides) -> OpCall:
+    return sides.local if candidate.is_opaque else sides.call
+
+
+def _default(candidate: OpImplementation, sides: _Sides) -> Any:
+    return None if candidate.default is None else candidate.default(_seen(candidate, sides), target_chip())
+
+
+def _supports(candidate: OpImplementation, sides: _Sides, config: Any) -> bool | str:
+    return candidate.supports(_seen(candidate, sides), target_chip(), config)
+
+
+def _named_choice(wanted: OpImplementation, sides: _Sides, tuned: Mapping[str, TunedChoice]) -> Choice:
+    for table, advice in tuned.items():
+        if advice.implementation == wanted.name:
+            reason = f"named by the caller; config of tuned table {table!r}: {advice.reason}"
+            return _choice(wanted, sides, reason, advice.config)
+    return _choice(wanted, sides, "named by the caller")
+
+
+def _tuned_choice(
+    able: Mapping[str, OpImplementation], sides: _Sides, tuned: Mapping[str, TunedChoice]
+) -> Choice | None:
+    for table, advice in tuned.items():
+        chosen = able[advice.implementation]
+        return _choice(chosen, sides, f"tuned table {table!r}: {advice.reason}", advice.config)
+    return None
+
+
+def _choice(implementation: OpImplementation, sides: _Sides, reason: str, config: Any = None) -> Choice:
+    """With the config if it supports the call, or else with its default."""
+    if implementation.default is None:
+        return Choice(implementation, reason)
+    if config is not None:
+        answer = _supports(implementation, sides, config)
+        if answer is True:
+            return Choice(implementation, reason, config)
+        reason = f"{reason}, but not with {config}: {_reason(answer)}"
+    return Choice(implementation, reason, _default(implementation, sides))
+
+
+def _sharing_config(backward: Choice, forward: Choice) -> Choice:
+    """What a backward pass reads of its own forward pass was written with one config."""
+    implementation = backward.implementation
+    if implementation is not forward.implementation or OWN not in implementation.residuals:
+        return backward
+    if backward.config == forward.config:
+        return backward
+    return Choice(implementation, f"{backward.reason}; with the config of its forward pass", forward.config)
+
+
+def _selected_by_hook(sides: _Sides, able: Mapping[str, OpImplementation]) -> Choice | None:
+    call = sides.local
+    if len(able) < 2:
+        return None
+    answer = plugins.select_op(call=call, chip=target_chip(), candidates=tuple(able))
+    if answer is None:
+        return None
+    if answer not in able:
+        raise PluginError(
+            f"stack_select_op chose {answer!r} for {call.op} {call.direction}; expected one of {tuple(able)}."
+        )
+    return _choice(able[answer], sides, "chosen by stack_select_op")
+
+
+def _by_order(sides: _Sides, able: Mapping[str, OpImplementation], forward: Choice | None) -> Choice:
+    if len(able) == 1:
+        return _choice(next(iter(able.values())), sides, "the only one that supports the call")
+    best = preferred(able)
+    first = able[best[0]]
+    preceded = [name for name in first.before if name in able and able[name].priority >= first.priority]
+    reason = f"before {' and '.join(preceded)}" if preceded else f"priority {first.priority}"
+    if forward is not None and forward.implementation.name in best:
+        return _choice(forward.implementation, sides, f"{reason}, the forward's own")
+    if len(best) > 1:
+        op, others = sides.call.op, " and ".join(map(repr, best[1:]))
+        warn_once(
+            op,
+            *best,
+            message=f"{op}: {first.name!r} runs, and so could {others}, of the same priority {first.priority}: it was "
+            f"installed first. Name one, implementation={best[1]!r}, or give it before=({first.name!r},) where it is "
+            "defined.",
+        )
+        reason = f"{reason}, installed before {others}"
+    return _choice(first, sides, reason)
+
+
+def _refusals(call: OpCall, answers: Mapping[str, bool | str], named: Sequence[OpImplementation]) -> str:
+    what = call.op if call.direction == "forward" else f"{call.op} {call.direction}"
+    wanted = " or ".join(repr(candidate.name) for candidate in named)
+    head = f"{what}: {wanted} cannot run this call." if named else f"{what}: no implementation supports this call."
+    shapes = ", ".join(f"{name} {described(struct)}" for name, struct in call.arrays.items() if struct is not None)
+    lines = [f"  {name}: {_reason(answer)}" for name, answer in sorted(answers.items())]
+    able = [name for name, answer in answers.items() if answer is True]
+    remedy = f"Name one that supports it ({', '.join(sorted(able))}) or none." if able else "Change the call."
+    return "\n".join([head, f"The call: {shapes}.", "Implementations:", *lines, remedy])
+
+
+def _reason(answer: bool | str) -> str:
+    if answer is True:
+        return "supports the call"
+    return answer if isinstance(answer, str) else "refused without a reason"
+
+
+def described(struct: Any) -> str:
+    """The dtype and shape of an argument, or those of each of its leaves: "float32[2, 3]"."""
+    return " ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(struct))

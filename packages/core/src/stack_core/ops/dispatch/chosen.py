@@ -1,0 +1,81 @@
+"""What this process chose for its ops, to be kept beside a run or in a log."""
+
+import dataclasses
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from stack_core.abi.ops import OpCall
+
+__all__ = ["changed_choices", "choice_entry", "choices", "note_choices"]
+
+_noted: dict[str, Mapping[str, Any]] = {}
+_lock = threading.Lock()
+
+
+def choices() -> list[dict[str, Any]]:
+    """What every kind of call that was traced in this process got so far, in the order in which they came.
+
+    An entry has the `op`, its `direction`, the `call` (the dtypes and shapes of its arrays by name, and its options as
+    text), the `implementation`, its `config` as text or None, and the `reason`. Entries are JSON, and those of the same
+    calls chosen alike are equal, so that a later process can compare. A call that was traced twice has its last choice.
+    The backward pass of a call is listed whether or not the call is differentiated.
+    """
+    with _lock:
+        return [json.loads(json.dumps(entry)) for entry in _noted.values()]
+
+
+def changed_choices(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What calls in both lists of `choices()` get otherwise now, one line for each."""
+    then = {_key(entry): entry for entry in before}
+    found = ((then[_key(entry)], entry) for entry in now if _key(entry) in then)
+    return [
+        f"ops.{new['op']} {new['direction']} {', '.join(f'{name} {x}' for name, x in new['call']['arrays'].items())}: "
+        f"{_got(new)}, was {_got(old)}"
+        for old, new in found
+        if _got(old) != _got(new)
+    ]
+
+
+def choice_entry(call: OpCall, implementation: str, config: Any, reason: str) -> tuple[str, Mapping[str, Any]]:
+    """Returns the entry of `choices` for one direction of a call, after its key."""
+    leaves, _ = jax.tree.flatten_with_path(dict(call.arrays))
+    arrays = {jax.tree_util.keystr(path, simple=True, separator="."): _described(leaf) for path, leaf in leaves}
+    described = {"arrays": arrays, "options": {name: str(option) for name, option in call.options.items()}}
+    entry = {
+        "op": call.op,
+        "direction": call.direction,
+        "call": described,
+        "implementation": implementation,
+        "config": None if config is None else _text(config),
+        "reason": reason,
+    }
+    return _key(entry), entry
+
+
+def note_choices(entries: Mapping[str, Mapping[str, Any]]) -> None:
+    """Records the choices of a call by the keys of `choice_entry`."""
+    with _lock:
+        _noted.update(entries)
+
+
+def _key(entry: Mapping[str, Any]) -> str:
+    return json.dumps([entry["op"], entry["direction"], entry["call"]])
+
+
+def _got(entry: Mapping[str, Any]) -> str:
+    return entry["implementation"] if entry["config"] is None else f"{entry['implementation']} ({entry['config']})"
+
+
+def _described(leaf: Any) -> str:
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _text(config: Any) -> str:
+    if not dataclasses.is_dataclass(config):
+        return str(config)
+    fields: Mapping[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return ", ".join(f"{name}={value}" for name, value in fields.items())

@@ -1,0 +1,100 @@
+"""The product of two arrays in their own dtype with an fp32 accumulator, forward and backward."""
+
+import functools
+import string
+from collections.abc import Callable
+
+import jax
+import jax.custom_batching
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from stack_core.ops.dispatch.automatic_axes import with_automatic_axes
+from stack_core.ops.dispatch.manual_axes import vary_alike
+from stack_core.ops.dispatch.plain import is_plain
+
+__all__ = ["accurate_dtype", "contract"]
+
+
+def accurate_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """The dtype of statistics and accumulators: fp32, or fp64 for fp64 operands."""
+    return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
+
+
+def contract(subscripts: str, left: jax.Array, right: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """An einsum of two arrays of one dtype, accumulated in fp32 and returned as `dtype`.
+
+    JAX differentiates a product that accumulates in fp32 by multiplying an fp32 cotangent with a narrow operand, which
+    runs at fp32 speed or slower. Here the cotangent is rounded to the operands' dtype first. Operands of fp32 or wider,
+    and whatever `is_plain`, take an einsum that forward mode differentiates.
+
+    Args:
+      subscripts: explicit einsum subscripts, each index in at least two of the three terms. Indices of all three terms
+        lead in each, in the same order: CPU backends cannot run every other form with bf16 operands and an fp32 result.
+    """
+    if jnp.finfo(left.dtype).bits >= 32:
+        return jnp.einsum(subscripts, left, right).astype(dtype)
+    if is_plain():
+        wide = (x.astype(jnp.float32) for x in (left, right))
+        return jnp.einsum(subscripts, *wide).astype(dtype)
+    return _narrow(subscripts, jnp.dtype(dtype), *vary_alike(left, right))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _narrow(subscripts: str, dtype: jnp.dtype, left: jax.Array, right: jax.Array) -> jax.Array:
+    return _accumulated(subscripts)(left, right).astype(dtype)
+
+
+def _forward(
+    subscripts: str, dtype: jnp.dtype, left: jax.Array, right: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _narrow(subscripts, dtype, left, right), (left, right)
+
+
+def _backward(
+    subscripts: str, dtype: jnp.dtype, operands: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    left, right = operands
+    left_axes, right_axes, result = _terms(subscripts)
+    cotangent = cotangent.astype(left.dtype)
+    of_left = functools.partial(_narrow, f"{result},{right_axes}->{left_axes}", left.dtype)
+    of_right = functools.partial(_narrow, f"{left_axes},{result}->{right_axes}", right.dtype)
+    # A mesh with Explicit axes may split the indices that these sum over; the results are sharded as the operands.
+    return (
+        with_automatic_axes(of_left, cotangent, right, like=left),
+        with_automatic_axes(of_right, left, cotangent, like=right),
+    )
+
+
+_narrow.defvjp(_forward, _backward)
+
+
+@functools.cache
+def _accumulated(subscripts: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The product in fp32, with a rule for vmap that keeps the indices of all three terms in front."""
+
+    @jax.custom_batching.custom_vmap
+    def product(left: jax.Array, right: jax.Array) -> jax.Array:
+        return jnp.einsum(subscripts, left, right, preferred_element_type=jnp.float32)
+
+    @product.def_vmap
+    def batched(axis_size: int, in_batched: list[bool], left: jax.Array, right: jax.Array) -> tuple[jax.Array, bool]:
+        left_axes, right_axes, result = _terms(subscripts)
+        new = next(letter for letter in string.ascii_lowercase if letter not in subscripts)
+        if not in_batched[0]:
+            left = jnp.broadcast_to(left, (axis_size, *left.shape))
+        elif not in_batched[1]:  # the new axis is one more of the rows of `left`, behind the indices of all terms
+            lead = len(set(left_axes).intersection(right_axes, result))
+            shared, rows, of_result = left_axes[:lead], left_axes[lead:], result[lead:]
+            rowwise = _accumulated(f"{shared}{new}{rows},{right_axes}->{shared}{new}{of_result}")
+            return jnp.moveaxis(rowwise(jnp.moveaxis(left, 0, lead), right), lead, 0), True
+        new_right = new if in_batched[1] else ""
+        return _accumulated(f"{new}{left_axes},{new_right}{right_axes}->{new}{result}")(left, right), True
+
+    return product
+
+
+def _terms(subscripts: str) -> tuple[str, str, str]:
+    operands, result = subscripts.split("->")
+    left, right = operands.split(",")
+    return left, right, result

@@ -1,0 +1,89 @@
+"""The backward pass of a function that JAX differentiates by itself."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stack_core.abi.ops import OWN
+
+__all__ = ["differentiated", "forward_only"]
+
+_Forward = Callable[..., tuple[Any, Mapping[str, Any]]]
+_Moving = dict[str, list[Any]]
+
+
+def forward_only(function: Callable[..., Any]) -> _Forward:
+    """A function that returns a result alone as an implementation's forward pass without residuals."""
+
+    def forward(*, wants: frozenset[str], **arguments: Any) -> tuple[Any, Mapping[str, Any]]:
+        return function(**arguments), {}
+
+    return forward
+
+
+def differentiated(forward: _Forward) -> tuple[_Forward, Callable[..., Mapping[str, Any]]]:
+    """The forward and backward pass of an implementation, from a forward pass that JAX differentiates.
+
+    What JAX saves for the gradient, the residuals of a `custom_vjp` too, is what the pair keeps for itself (`OWN`).
+    After the forward pass of another implementation the backward pass computes its own once more.
+    """
+
+    def with_own(*, wants: frozenset[str], **arguments: Any) -> tuple[Any, Mapping[str, Any]]:
+        others = wants - {OWN}
+        if OWN not in wants:
+            return forward(**arguments, wants=others)
+        moving = {name: found for name, argument in arguments.items() if (found := _floating(argument))}
+
+        def moved(moving: _Moving) -> tuple[Any, Mapping[str, Any]]:
+            return forward(**_replaced(arguments, moving), wants=others)
+
+        outputs, vjp, residuals = jax.vjp(moved, moving, has_aux=True)
+        return outputs, {**residuals, OWN: vjp}
+
+    def backward(
+        arrays: Mapping[str, Any],
+        options: Mapping[str, Any],
+        outputs: Any,
+        residuals: Mapping[str, Any],
+        cotangents: Any,
+        *,
+        wants: frozenset[str],
+        **config: Any,
+    ) -> Mapping[str, Any]:
+        vjp = residuals.get(OWN)
+        if vjp is None:
+            arguments = {**arrays, **options, **config}
+            moving = {name: _floating(arrays[name]) for name in wants}
+            _, vjp = jax.vjp(lambda moving: forward(**_replaced(arguments, moving), wants=frozenset())[0], moving)
+        (gradients,) = vjp(cotangents)
+        return {name: _at_floating(arrays[name], gradients[name]) for name in wants}
+
+    return with_own, backward
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _floating(argument: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(argument) if _is_floating(leaf)]
+
+
+def _replaced(arguments: Mapping[str, Any], moving: _Moving) -> dict[str, Any]:
+    """The arguments with other floating arrays."""
+    found = dict(arguments)
+    for name, leaves in moving.items():
+        remaining = iter(leaves)
+        found[name] = jax.tree.map(
+            lambda leaf, them=remaining: next(them) if _is_floating(leaf) else leaf, arguments[name]
+        )
+    return found
+
+
+def _at_floating(array: Any, gradients: list[Any]) -> Any:
+    """The gradients in the places of the floating leaves; None in the others."""
+    leaves, structure = jax.tree.flatten(array)
+    remaining = iter(gradients)
+    return jax.tree.unflatten(structure, [next(remaining) if _is_floating(leaf) else None for leaf in leaves])

@@ -1,0 +1,306 @@
+"""Says what every op call in a function would get, and why, by tracing the function and running nothing."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+
+from stack_core.abi.chips import Chip
+from stack_core.abi.errors import StackError
+from stack_core.abi.ops import OpCall
+from stack_core.chips.context import use_chip
+from stack_core.ops.dispatch.choosing import Choice, Plan, described, plan
+from stack_core.ops.dispatch.dispatch import recording, run
+from stack_core.ops.dispatch.request import Request
+from stack_core.programs.flops import inner_jaxprs
+
+__all__ = ["ExplainedCall", "Explanation", "explain"]
+
+# Between an op and the line that calls it there may be its own file, JAX's transformations and run-time type checks.
+_NOT_THE_CALLER = frozenset({"stack_core", "jax", "jaxtyping"})
+
+
+@dataclass(frozen=True)
+class ExplainedCall:
+    """Calls of an op that are alike: from one line, with the same shapes, dtypes and options, and the same choices.
+
+    Attributes:
+      op: the op's name.
+      arrays: dtype and shape by parameter name, as the op sees them: under `vmap` those of one element.
+      options: the other arguments that differ from the op's defaults.
+      forward: what runs, with which config, and why; or the error that the call raises.
+      backward: what would give the gradient if the call were differentiated; or the error that this raises.
+      calls: how often one call of the function computes the forward pass: a scan once a trip, what is computed again
+        under `jax.checkpoint` again, each branch of a `cond` as if it were taken, 0 where no result is used.
+      at_least: it is in a `while` loop, whose trips only the run decides; they count as one.
+      source: "path:line" of the caller, outside of stack_core.
+      call: the call as choosers see its forward pass.
+      differentiated: the array arguments that the function asks a gradient of, in forward or reverse mode.
+    """
+
+    op: str
+    arrays: Mapping[str, str]
+    options: Mapping[str, Any]
+    forward: Choice | StackError
+    backward: Choice | StackError
+    calls: int
+    at_least: bool
+    source: str
+    call: OpCall
+    differentiated: tuple[str, ...] = ()
+
+
+class Explanation(tuple[ExplainedCall, ...]):
+    """The calls, in the order in which they are traced; `str` of it is a table."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "No op of stack_core.ops is called."
+        rows = [("calls", "op", "pass", "implementation", "config", "why"), *_rows(self)]
+        widths = [max(len(row[column]) for row in rows if isinstance(row, tuple)) for column in range(5)]
+        return "\n".join(_line(row, widths) for row in rows)
+
+
+def explain(fn: Callable[..., Any], *args: Any, chip: Chip | None = None) -> Explanation:
+    """What each op call in `fn(*args)` would get, forward and backward, and why.
+
+    `fn` is traced, never compiled or run. Calls inside of jitted functions, loops, models and derivatives are seen,
+    those inside of programs that are already compiled or exported are not. A call that would raise because no
+    implementation supports it stands in the table with its error, and tracing goes on with the op's reference.
+
+    The first call of `explain` in a process makes JAX trace, and compile, anew whatever it compiled before.
+
+    Args:
+      args: pytrees. What has a shape and a dtype is traced, a `jax.ShapeDtypeStruct` too; all else is passed as it is.
+      chip: the chip to explain for, by default the target of the surrounding context.
+
+    Raises:
+      UnsupportedOp: no implementation supports a call, and not even the op's reference can stand in for one.
+    """
+    leaves, structure = jax.tree.flatten(args)
+    places = [place for place, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def traced(*arrays: Any) -> list[Any]:
+        filled = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            filled[place] = array
+        return [leaf for leaf in jax.tree.leaves(fn(*jax.tree.unflatten(structure, filled))) if _is_array(leaf)]
+
+    recorder = _Recorder()
+    with recording(recorder), contextlib.nullcontext() if chip is None else use_chip(chip):
+        jaxpr = jax.make_jaxpr(traced)(*(leaves[place] for place in places))
+    counts = _Counts()
+    counts.add(jaxpr, 1, at_least=False)
+    return Explanation(_merged(recorder.explained(counts)))
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+@dataclass(eq=False)
+class _Recorder:
+    """Stands in for `run`: notes each call, runs what it gets, and marks its arguments and its output."""
+
+    calls: list[ExplainedCall] = field(default_factory=list)
+    differentiated: dict[tuple[int, str], None] = field(default_factory=dict)
+
+    def __call__(self, request: Request, operands: Sequence[Any]) -> Any:
+        number = len(self.calls)
+        arrays, op = request.arrays(operands), request.op.name
+        shapes = {name: described(array) for name, array in arrays.items() if array is not None}
+        forward, backward, request = _planned(request, operands)
+        alone = request.call(operands)
+        self.calls.append(
+            ExplainedCall(op, shapes, _given(op, request.options), forward, backward, 0, False, _caller(), alone)
+        )
+        marked = [_marked(array, number, name) for name, array in arrays.items()]
+        if not isinstance(forward, StackError):
+            stand_in = dataclasses.replace(request, implementation=request.op.implementation())
+            request = dataclasses.replace(request, noted=functools.partial(self._note, number, stand_in, operands))
+        return _marked(run(request, jax.tree.leaves(marked)), number, None)
+
+    def _note(self, number: int, stand_in: Request, operands: Sequence[Any], chosen: Plan, call: OpCall) -> Plan:
+        """What a call gets as it runs, with the mapped axis of a `vmap` in its own: the last plan made is that.
+
+        Tracing goes on with the reference's gradient where there is none.
+        """
+        found = {"forward": chosen.forward, "backward": chosen.backward, "call": call}
+        self.calls[number] = dataclasses.replace(self.calls[number], **found)
+        if isinstance(chosen.backward, Choice):
+            return chosen
+        with contextlib.suppress(StackError):
+            return dataclasses.replace(chosen, backward=plan(stand_in, operands).backward)
+        return chosen
+
+    def explained(self, counts: "_Counts") -> Iterator[ExplainedCall]:
+        """The calls with what is known once all is traced."""
+        for number, call in enumerate(self.calls):
+            names = tuple(name for name in call.arrays if (number, name) in self.differentiated)
+            times, at_least = counts.calls[number], number in counts.at_least
+            yield dataclasses.replace(call, calls=times, at_least=at_least, differentiated=names)
+
+
+def _planned(request: Request, operands: Sequence[Any]) -> tuple[Choice | StackError, Choice | StackError, Request]:
+    """What a call gets forward and backward, or their errors; and a request that can be traced in any case."""
+    stand_in = dataclasses.replace(request, implementation="reference")
+    try:
+        chosen = plan(request, operands)
+    except StackError as error:
+        with contextlib.suppress(StackError):
+            plan(stand_in, operands)
+            return error, error, dataclasses.replace(stand_in, noted=lambda chosen, call: chosen)
+        raise
+    return chosen.forward, chosen.backward, request
+
+
+def _given(op: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that differ from the defaults of the op's public function, the innermost of its name on the stack."""
+    function = next((frame.f_globals.get(op) for frame in _frames() if frame.f_code.co_name == op), None)
+    if function is None:
+        return dict(options)
+    parameters = inspect.signature(function).parameters
+    return {
+        name: value for name, value in options.items() if name not in parameters or value != parameters[name].default
+    }
+
+
+def _caller() -> str:
+    for frame in _frames():
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_CALLER:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return ""
+
+
+def _frames() -> Iterator[FrameType]:
+    """The frames of the stack, the innermost first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _marked(arrays: Any, call: int, argument: str | None) -> Any:
+    """The arrays of an argument of a call, or of its output, through the marker."""
+    leaves, structure = jax.tree.flatten(arrays)
+    return jax.tree.unflatten(structure, _marker().bind(*leaves, call=call, argument=argument)) if leaves else arrays
+
+
+@functools.cache
+def _marker() -> Any:
+    """A primitive that returns its operands, and stays in a jaxpr wherever one of them is used.
+
+    Its parameters are the number of a call and the name of the argument that it marks, None for the output. It tells
+    the recorder of the context which arguments are differentiated, which a jaxpr does not show afterwards.
+    """
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+
+    marker = Primitive("stack_op_call")
+    marker.multiple_results = True
+
+    def jvp(primals: Any, tangents: Any, *, call: int, argument: str | None) -> Any:
+        if argument is not None and isinstance(recording.value, _Recorder):
+            recording.value.differentiated[call, argument] = None
+        return marker.bind(*primals, call=call, argument=argument), list(tangents)
+
+    marker.def_impl(lambda *arrays, **mark: list(arrays))
+    marker.def_abstract_eval(lambda *arrays, **mark: list(arrays))
+    ad.primitive_jvps[marker] = jvp
+    batching.primitive_batchers[marker] = lambda arrays, axes, **mark: (marker.bind(*arrays, **mark), axes)
+    mlir.register_lowering(marker, lambda context, *arrays, **mark: list(arrays))
+    return marker
+
+
+@dataclass
+class _Counts:
+    """How often a jaxpr computes each call, by its number, and which are in loops of unknown length."""
+
+    calls: Counter[int] = field(default_factory=Counter)
+    at_least: set[int] = field(default_factory=set)
+
+    def add(self, jaxpr: Any, times: int, *, at_least: bool) -> None:
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:  # closed or not: JAX 0.11 made them one class
+            if equation.primitive is _marker() and equation.params["argument"] is None:
+                self.calls[equation.params["call"]] += times
+                if at_least:
+                    self.at_least.add(equation.params["call"])
+            trips = equation.params["length"] if equation.primitive.name == "scan" else 1
+            for inner in inner_jaxprs(equation.params.values()):
+                self.add(inner, times * trips, at_least=at_least or equation.primitive.name == "while")
+
+
+def _merged(recorded: Iterable[ExplainedCall]) -> list[ExplainedCall]:
+    merged: list[ExplainedCall] = []
+    for call in recorded:
+        place = next((place for place, other in enumerate(merged) if _alike(call, other)), None)
+        if place is None:
+            merged.append(call)
+            continue
+        other = merged[place]
+        merged[place] = dataclasses.replace(
+            other,
+            calls=other.calls + call.calls,
+            at_least=other.at_least or call.at_least,
+            differentiated=tuple(name for name in call.arrays if name in other.differentiated + call.differentiated),
+        )
+    return merged
+
+
+def _alike(one: ExplainedCall, other: ExplainedCall) -> bool:
+    def compared(call: ExplainedCall) -> tuple[Any, ...]:
+        choices = (str(x) if isinstance(x, StackError) else x for x in (call.forward, call.backward))
+        return (call.op, call.source, call.arrays, call.options, *choices)
+
+    return compared(one) == compared(other)
+
+
+def _rows(explanation: Explanation) -> Iterator[tuple[str, ...] | str]:
+    """Six columns, or a line that spans them."""
+    for call in explanation:
+        passes = {"forward": call.forward, "backward": call.backward}
+        if isinstance(call.forward, StackError):
+            del passes["backward"]  # It is the same error.
+        titles = iter([f"{call.calls}{'+' if call.at_least else ''}", call.op])
+        for direction, choice in passes.items():
+            yield next(titles, ""), next(titles, ""), direction, *_columns(choice)
+        arguments = [f"{name} {array}" for name, array in call.arrays.items()]
+        yield ", ".join(arguments + [f"{name}={option}" for name, option in call.options.items()])
+        for direction, choice in passes.items():
+            yield from _details(direction, choice)
+        path, _, line = call.source.rpartition(":")
+        if path:
+            yield f"at {'/'.join(Path(path).parts[-2:])}:{line}"
+
+
+def _columns(choice: Choice | StackError) -> tuple[str, str, str]:
+    """Implementation, config and why."""
+    if isinstance(choice, StackError):
+        return "none", "", f"{type(choice).__name__}: {str(choice).splitlines()[0]}"
+    return choice.implementation.name, "" if choice.config is None else str(choice.config), choice.reason
+
+
+def _details(direction: str, choice: Choice | StackError) -> Iterator[str]:
+    """Why it was none of the others."""
+    if isinstance(choice, StackError):
+        yield from str(choice).splitlines()[1:]
+    else:
+        yield from (f"not {name} {direction}: {reason}" for name, reason in choice.refused)
+
+
+def _line(row: tuple[str, ...] | str, widths: Sequence[int]) -> str:
+    if isinstance(row, str):
+        return " " * (widths[0] + widths[1] + 4) + row
+    calls, *texts, why = row
+    padded = [text.ljust(width) for text, width in zip(texts, widths[1:], strict=True)]
+    return "  ".join([calls.rjust(widths[0]), *padded, why]).rstrip()

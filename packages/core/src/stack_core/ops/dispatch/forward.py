@@ -1,0 +1,234 @@
+"""The forward pass of a call, as what was chosen for it, under `jax.vmap` and on a mesh."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.interpreters import partial_eval
+
+from stack_core.abi.errors import UnsupportedOp
+from stack_core.abi.ops import OWN, OpCall
+from stack_core.ops.dispatch.choosing import Choice, Plan, plan
+from stack_core.ops.dispatch.chosen import choice_entry, note_choices
+from stack_core.ops.dispatch.folding import Folding
+from stack_core.ops.dispatch.op import OpAxes
+from stack_core.ops.dispatch.request import Request
+from stack_core.ops.dispatch.traced import Static, traced
+from stack_core.programs.jaxprs import equations_of
+
+__all__ = ["Forward"]
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """A forward pass that was traced.
+
+    All arrays of a call are its *pool*: the operands, the leaves of the result, and the residuals that are neither.
+
+    Attributes:
+      wants: the names of the residuals that it returns.
+      jaxpr: from the operands to the leaves of the result and of the residuals.
+      structure: of the result.
+      residuals: the structure of the mapping of residuals.
+      places: where in the pool each leaf of the residuals is.
+      returned: the leaves of the result and the residuals that are not in the pool yet, among those of the jaxpr.
+      shapes: of the pool.
+      pool_axes: of the pool; None for a part of a quantized array, and for what an implementation keeps for itself.
+      notes: entries of `ops.choices`, by their keys.
+    """
+
+    request: Request
+    plan: Plan
+    wants: tuple[str, ...]
+    jaxpr: Any
+    structure: Any
+    residuals: Any
+    places: tuple[int, ...]
+    returned: tuple[int, ...]
+    shapes: tuple[Any, ...]
+    pool_axes: tuple[str | None, ...]
+    notes: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def trace(cls, request: Request, operands: Sequence[Any], *, wants: bool, mapped: bool = False) -> "Forward":
+        """Chooses, and traces what was chosen.
+
+        Args:
+          wants: whether a gradient follows, which reads residuals.
+          mapped: see `plan`.
+
+        Raises:
+          UnsupportedOp: see `plan`.
+        """
+        found = traced(_chosen, request, wants, mapped, operands=operands, is_shared=request.is_shared)
+        make = _shared if request.is_shared else cls.of
+        forward = make(request, found.jaxpr, found.out_tree)
+        if request.noted is None:
+            note_choices(forward.notes)
+        return forward
+
+    @classmethod
+    def of(cls, request: Request, jaxpr: Any, structure: Any) -> "Forward":
+        """Reads a forward pass off the jaxpr and the structure of the results of `_chosen`."""
+        outvars = equations_of(jaxpr).outvars
+        outputs, residuals, static = jax.tree.unflatten(structure, outvars)
+        chosen, wanted, axes = static.value
+        leaves, structure = jax.tree.flatten(outputs)
+        inner = equations_of(jaxpr)
+        pool: list[Any] = [*inner.invars, *inner.outvars[: len(leaves)]]
+        places: list[int] = []
+        returned = list(range(len(leaves)))
+        for number, variable in enumerate(inner.outvars[len(leaves) :], len(leaves)):
+            at = next((place for place, other in enumerate(pool) if other is variable), None)
+            if at is None:
+                at = len(pool)
+                pool.append(variable)
+                returned.append(number)
+            places.append(at)
+        kept = _residual_axes(axes, residuals)
+        of_pool = [
+            *axes.of_leaves(request.arrays(inner.invars)),
+            *axes.outputs,
+            *(kept[at - len(leaves)] for at in returned[len(leaves) :]),
+        ]
+        return cls(
+            request=request,
+            plan=chosen,
+            wants=wanted,
+            jaxpr=jaxpr,
+            structure=structure,
+            residuals=jax.tree.structure(residuals),
+            places=tuple(places),
+            returned=tuple(returned),
+            shapes=tuple(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in pool),
+            pool_axes=tuple(of_pool),
+            notes=_notes(chosen, request.call([x.aval for x in inner.invars])),
+        )
+
+    @property
+    def operands(self) -> int:
+        """The number of operands."""
+        return len(equations_of(self.jaxpr).invars)
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The parameter of each operand, one of whose leaves it is."""
+        arrays = self.request.arrays(range(self.operands))
+        return tuple(name for name, array in arrays.items() for _ in jax.tree.leaves(array))
+
+    @property
+    def outputs(self) -> int:
+        """The number of leaves of the result."""
+        return self.structure.num_leaves
+
+    def read(self, pool: Sequence[Any]) -> tuple[dict[str, Any], Any, Mapping[str, Any]]:
+        """The arrays, the result and the residuals."""
+        outputs = pool[self.operands : self.operands + self.outputs]
+        residuals = jax.tree.unflatten(self.residuals, [pool[place] for place in self.places])
+        return self.request.arrays(pool[: self.operands]), jax.tree.unflatten(self.structure, outputs), residuals
+
+    @functools.cached_property
+    def program(self) -> Any:
+        """The jaxpr from the operands to the rest of the pool: the leaves of the result, then the residuals."""
+        inner = equations_of(self.jaxpr)
+        kept = [number in self.returned for number in range(len(inner.outvars))]
+        rest, _ = partial_eval.dce_jaxpr(inner, kept, instantiate=True)
+        return self.jaxpr.replace(jaxpr=rest) if inner is not self.jaxpr else rest
+
+    def folded_request(self, folding: Folding) -> Request:
+        """The request for the folded call: along the mapped axis nothing is split."""
+        request = self.request
+        if request.axes is None:
+            return request
+        of_operands = request.op.axes(request.call(self.shapes[: self.operands])).operands
+        axes = {name: folding.names(of_operands.get(name), names) for name, names in request.axes.items()}
+        return request.replaced(axes=axes)
+
+    def folded(
+        self,
+        size: int,
+        mapped: Sequence[bool],
+        operands: Sequence[Any],
+        run: Callable[["Forward", Sequence[Any]], Sequence[Any]],
+    ) -> list[Any] | None:
+        """Runs the call with the mapped axis in the op's own, chosen again; returns None if that is impossible."""
+        axes = self.pool_axes[: self.operands]
+        folding = Folding.of(size, self.request.op.folds, axes, [x.shape for x in self.shapes[: self.operands]])
+        if folding is None or OWN in self.wants or not all(map(folding.has, self.pool_axes[self.operands :])):
+            return None
+        folded = folding.fold_all(axes, operands, mapped)
+        if folded is None:
+            return None
+        try:
+            again = Forward.trace(self.folded_request(folding), folded, wants=bool(self.wants), mapped=True)
+        except UnsupportedOp:  # A named implementation may take one example, and not all at once.
+            return None
+        if not set(self.wants) <= set(again.wants):
+            return None
+        _, outputs, residuals = again.read((*folded, *run(again, folded)))
+        leaves = [*jax.tree.leaves(outputs), *jax.tree.leaves({name: residuals[name] for name in self.wants})]
+        returned = [leaves[number] for number in self.returned]
+        of_returned = self.pool_axes[self.operands :]
+        return [folding.unfold(of_one or "", x) for of_one, x in zip(of_returned, returned, strict=True)]
+
+
+_shared = functools.lru_cache(maxsize=8192)(Forward.of)
+
+
+def _notes(chosen: Plan, call: OpCall) -> dict[str, Mapping[str, Any]]:
+    found = {"forward": chosen.forward, "backward": chosen.backward}
+    entries = [
+        choice_entry(
+            dataclasses.replace(call, direction=direction), choice.implementation.name, choice.config, choice.reason
+        )
+        for direction, choice in found.items()
+        if isinstance(choice, Choice)
+    ]
+    return dict(entries)
+
+
+def _chosen(request: Request, wants: bool, mapped: bool) -> Any:
+    """Returns a function that chooses and runs: from the operands to the result, the residuals and what was chosen."""
+
+    def call(*operands: Any) -> tuple[Any, Any, Static]:
+        chosen = plan(request, operands, mapped=mapped)
+        wanted = tuple(sorted(chosen.residuals)) if wants else ()
+        axes = request.op.axes(request.call(operands))
+        return *_local(request, chosen, wanted, axes)(*operands), Static((chosen, wanted, axes))
+
+    return call
+
+
+def _local(request: Request, chosen: Plan, wants: tuple[str, ...], axes: OpAxes) -> Any:
+    """What was chosen, from the operands to (result, residuals), run by each device on its part if need be."""
+    forward = chosen.forward
+    structure: list[Any] = []
+
+    def call(*operands: Any) -> tuple[Any, Any]:
+        arguments = {**request.arrays(operands), **request.options, **forward.keywords}
+        outputs, residuals = forward.implementation.forward(**arguments, wants=frozenset(wants))
+        return outputs, {name: residuals[name] for name in wants}
+
+    def call_flat(*operands: Any) -> list[Any]:
+        leaves, found = jax.tree.flatten(call(*operands))
+        structure[:] = [found]
+        return leaves
+
+    def split(*operands: Any) -> tuple[Any, Any]:
+        assert forward.split is not None, "not split"
+        of_operands = [of_one or "" for of_one in axes.of_leaves(request.arrays(operands))]
+        results = [*axes.outputs, *(axes.residuals[name] for name in wants)]
+        leaves = forward.split.run(call_flat, operands, of_operands, [(of_one, None) for of_one in results])
+        return jax.tree.unflatten(structure[0], leaves)
+
+    return call if forward.split is None else split
+
+
+def _residual_axes(axes: OpAxes, residuals: Mapping[str, Any]) -> list[str | None]:
+    found: list[str | None] = []
+    for name in sorted(residuals):
+        found += [axes.residuals.get(name)] * len(jax.tree.leaves(residuals[name]))
+    return found

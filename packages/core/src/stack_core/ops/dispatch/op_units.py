@@ -1,0 +1,140 @@
+"""Calls of ops as single equations of a jaxpr, for programs that read jaxprs and rewrite them.
+
+Under `as_units` a call of an op is traced as one equation, whatever implementation runs. Evaluated, compiled, batched
+or differentiated, the equation is what the call would have been where it was traced: a jaxpr that holds units can be
+run as it is, and whoever rewrites it may call the op again, with other arrays.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from stack_core.ops.dispatch.contexts import Contexts
+from stack_core.ops.dispatch.dispatch import dispatch, recording, run
+from stack_core.ops.dispatch.op import op_named
+from stack_core.ops.dispatch.request import Implementation, Request
+from stack_core.ops.dispatch.splitting import LogicalNames
+
+__all__ = ["OpUnit", "as_units", "unit_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class OpUnit:
+    """A call of an op without its arrays: all else that the equation knows.
+
+    Attributes:
+      op: the op's name, "linear".
+      options: the other arguments by parameter name, all static.
+      implementation: what the caller named.
+      axes: the logical names of operands' axes, by parameter name.
+      names: the array parameters, in order.
+      structure: of their tuple; the equation's operands are its leaves.
+      jaxpr: what the call was when it was traced, from the operands to the leaves of its result.
+      contexts: the contexts that it was traced in.
+      batching: one entry for each `jax.vmap` around the call, the innermost first: the mapped axis of each operand, or
+        None. Results are mapped along their first axis.
+    """
+
+    op: str
+    options: Mapping[str, Any]
+    implementation: Implementation
+    axes: LogicalNames | None
+    names: tuple[str, ...]
+    structure: Any
+    jaxpr: Any
+    contexts: Contexts
+    batching: tuple[tuple[int | None, ...], ...] = ()
+
+    def arrays(self, operands: Sequence[Any]) -> dict[str, Any]:
+        """The arrays by parameter name; anything may stand for an operand, a quantized array too."""
+        return dict(zip(self.names, jax.tree.unflatten(self.structure, operands), strict=True))
+
+    def __call__(self, *operands: Any) -> Any:
+        """Calls the op again, under the mesh, for the chip and with the tuned table of the first call.
+
+        Args:
+          operands: one for each leaf of `structure`. A pytree in the place of a leaf, such as a quantized array, is
+            mapped along the same axis of each of its own leaves.
+        """
+
+        def call(*operands: Any) -> Any:
+            return dispatch(op_named(self.op), self.arrays(operands), self.options, self.implementation, self.axes)
+
+        for axes in self.batching:
+            call = jax.vmap(call, in_axes=axes)
+        with self.contexts.entered():
+            return call(*operands)
+
+
+@contextlib.contextmanager
+def as_units() -> Iterator[None]:
+    """Traces each call of an op in the block as one equation.
+
+    The context is a part of the key of `jax.jit`'s caches, so that nothing traced in it is used outside of it. The
+    first use in a process makes JAX trace, and compile, anew whatever it compiled before.
+    """
+    with recording(_bind):
+        yield
+
+
+def unit_of(equation: Any) -> OpUnit | None:
+    """The call of an op that an equation of a jaxpr is, or None if it is none."""
+    return equation.params["unit"] if equation.primitive is _primitive() else None
+
+
+def _bind(request: Request, operands: Sequence[Any]) -> Any:
+    with recording(None):
+        jaxpr, result = jax.make_jaxpr(lambda *operands: run(request, list(operands)), return_shape=True)(*operands)
+    unit = OpUnit(
+        op=request.op.name,
+        options=request.options,
+        implementation=request.implementation,
+        axes=request.axes,
+        names=request.names,
+        structure=request.structure,
+        jaxpr=jaxpr,
+        contexts=Contexts.current(),
+    )
+    return jax.tree.unflatten(jax.tree.structure(result), _primitive().bind(*operands, unit=unit))
+
+
+def _evaluated(*operands: Any, unit: OpUnit) -> list[Any]:
+    from jax.extend.core import jaxpr_as_fun
+
+    return jaxpr_as_fun(unit.jaxpr)(*operands)
+
+
+def _mapped(unit: OpUnit, operands: Sequence[Any], axes: tuple[int | None, ...]) -> OpUnit:
+    evaluated = functools.partial(_evaluated, unit=unit)
+    jaxpr = jax.make_jaxpr(jax.vmap(evaluated, in_axes=axes))(*operands)
+    return dataclasses.replace(unit, jaxpr=jaxpr, batching=(*unit.batching, axes))
+
+
+@functools.cache
+def _primitive() -> Any:
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+
+    primitive = Primitive("stack_op")
+    primitive.multiple_results = True
+
+    def jvp(primals: Any, tangents: Any, *, unit: OpUnit) -> Any:
+        tangents = [ad.instantiate_zeros(tangent) for tangent in tangents]
+        return jax.jvp(functools.partial(_evaluated, unit=unit), tuple(primals), tuple(tangents))
+
+    def batched(operands: Any, axes: Any, *, unit: OpUnit) -> Any:
+        mapped = _mapped(unit, operands, tuple(axis if isinstance(axis, int) else None for axis in axes))
+        results = primitive.bind(*operands, unit=mapped)
+        return results, [0] * len(results)
+
+    primitive.def_impl(_evaluated)
+    primitive.def_abstract_eval(lambda *operands, unit: unit.jaxpr.out_avals)
+    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = batched
+    mlir.register_lowering(primitive, mlir.lower_fun(_evaluated, multiple_results=True))
+    return primitive

@@ -1,0 +1,107 @@
+"""The programs that derivatives of a call consist of: the reference's tangent and the backward pass that was chosen."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import partial_eval
+
+from stack_core.abi.errors import UnsupportedOp
+from stack_core.ops.dispatch.forward import Forward
+from stack_core.ops.dispatch.plain import plain
+from stack_core.ops.dispatch.splitting import like
+from stack_core.ops.dispatch.traced import traced
+from stack_core.programs.jaxprs import equations_of
+
+__all__ = ["backward_pass", "program", "pruned", "read_by_tangent", "reference_tangent"]
+
+_Function = Callable[..., Sequence[Any]]
+
+
+def program(make: Any, forward: Forward, moving: tuple[int, ...], pool: Sequence[Any], more: Sequence[Any]) -> Any:
+    """Returns the jaxpr of the function of (pool, more) that `make(forward, moving)` is."""
+    operands = (list(pool), list(more))
+    return traced(make, forward, moving, operands=operands, is_shared=forward.request.is_shared).jaxpr
+
+
+@functools.lru_cache(maxsize=8192)
+def pruned(with_consts: Any, count: int, kept: frozenset[int]) -> tuple[Any, tuple[int, ...]]:
+    """Drops unused operands among the first ones of a jaxpr; returns the places of the remaining ones.
+
+    Args:
+      count: how many operands may be dropped.
+      kept: places that remain in any case.
+    """
+    inner = equations_of(with_consts)
+    needs = [place >= count or place in kept for place in range(len(inner.invars))]
+    pruned, is_used = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars), needs)
+    closed = with_consts.replace(jaxpr=pruned) if inner is not with_consts else pruned
+    return closed, tuple(place for place in range(count) if is_used[place])
+
+
+def read_by_tangent(forward: Forward, moving: tuple[int, ...]) -> frozenset[int]:
+    """Returns the operands that the reference's tangent may read, without tracing it."""
+    operands = set(range(forward.operands))
+    if len(moving) == 1 and forward.names[moving[0]] in forward.request.op.linear_in:
+        operands -= set(moving)
+    return frozenset(operands)
+
+
+def reference_tangent(forward: Forward, moving: Sequence[int]) -> _Function:
+    """Returns the tangent of the reference, linear in the tangents of the operands that move."""
+    request = forward.request
+
+    def reference(*operands: Any) -> list[Any]:
+        arguments = {**request.arrays(operands), **request.options}
+        return jax.tree.leaves(request.op.reference(**arguments, wants=frozenset())[0])
+
+    def tangent(operands: Sequence[Any], moved: Sequence[Any]) -> list[Any]:
+        def of_moving(*some: Any) -> list[Any]:
+            filled = list(operands)
+            for place, operand in zip(moving, some, strict=True):
+                filled[place] = operand
+            return reference(*filled)
+
+        with plain():
+            return jax.jvp(of_moving, tuple(operands[i] for i in moving), tuple(moved))[1]
+
+    return tangent
+
+
+def backward_pass(forward: Forward, moving: Sequence[int]) -> _Function:
+    """What was chosen backward, from the pool and the cotangents of the result to the gradients of some operands."""
+    request, chosen = forward.request, forward.plan.backward
+    assert not isinstance(chosen, UnsupportedOp) and chosen.implementation.backward is not None
+    run = chosen.implementation.backward
+    wants = frozenset(forward.names[i] for i in moving)
+
+    def gradients(pool: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        arrays, outputs, residuals = forward.read(pool)
+        of_result = jax.tree.unflatten(forward.structure, cotangents)
+        found = run(arrays, request.options, outputs, residuals, of_result, wants=wants, **chosen.keywords)
+        leaves: list[Any] = []
+        for name, array in arrays.items():
+            structure = jax.tree.structure(array)
+            given = found.get(name) if structure.num_leaves else None
+            leaves += [None] * structure.num_leaves if given is None else structure.flatten_up_to(given)
+        of_moving = [(leaves[i], pool[i]) for i in moving]
+        return [jnp.zeros_like(x) if gradient is None else gradient.astype(x.dtype) for gradient, x in of_moving]
+
+    if chosen.split is None:
+        return gradients
+    split = chosen.split
+
+    def split_gradients(pool: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+        of_outputs = forward.pool_axes[forward.operands : forward.operands + forward.outputs]
+        of_all = [of_one or "" for of_one in (*forward.pool_axes, *of_outputs)]
+        results = [(forward.pool_axes[i] or "", forward.shapes[i].shape) for i in moving]
+
+        def local(*arrays: Any) -> list[Any]:
+            return gradients(arrays[: len(pool)], arrays[len(pool) :])
+
+        found = split.run(local, (*pool, *cotangents), of_all, results)
+        return [like(x, pool[i]) for x, i in zip(found, moving, strict=True)]
+
+    return split_gradients

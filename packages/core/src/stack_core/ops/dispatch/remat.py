@@ -1,0 +1,43 @@
+"""What `jax.checkpoint` saves of calls of ops."""
+
+from collections.abc import Callable
+from typing import Any
+
+from stack_core.programs.flops import inner_jaxprs
+from stack_core.programs.jaxprs import equations_of
+
+__all__ = ["seen_into"]
+
+_Policy = Callable[..., Any]
+
+_CALLS = ("custom_jvp_call", "custom_vmap_call", "stack_call")
+
+
+def seen_into(policy: _Policy) -> _Policy:
+    """A policy for `jax.checkpoint` that saves what a call returns if `policy` saves anything inside of it.
+
+    Calls of ops are equations of their own, which policies by primitive, such as `dots_saveable`, do not look into. A
+    foreign function that says how many FLOPs it does is a product.
+    """
+
+    def sees(primitive: Any, *operands: Any, **params: Any) -> Any:
+        if primitive.name not in _CALLS:
+            return policy(primitive, *operands, **params)
+        return any(_saves(policy, each) for each in inner_jaxprs(params.values()))
+
+    return sees
+
+
+def _saves(policy: _Policy, jaxpr: Any) -> bool:
+    for equation in equations_of(jaxpr).eqns:
+        if any(_saves(policy, each) for each in inner_jaxprs(equation.params.values())):
+            return True
+        if _is_foreign_product(equation):
+            return True
+        if policy(equation.primitive, *(operand.aval for operand in equation.invars), **equation.params) is True:
+            return True
+    return False
+
+
+def _is_foreign_product(equation: Any) -> bool:
+    return equation.primitive.name == "ffi_call" and "flops" in dict(equation.params["attributes"])

@@ -1,0 +1,80 @@
+"""A call of an op without its arrays."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+
+from stack_core.abi.ops import OpCall, OpImplementation
+from stack_core.abi.plugins import registries
+from stack_core.ops.dispatch.op import Op
+from stack_core.ops.dispatch.splitting import LogicalNames
+
+__all__ = ["Implementation", "Request", "op_call"]
+
+Implementation: TypeAlias = str | OpImplementation | Sequence[str | OpImplementation] | None
+"""What a caller may name: nothing, one implementation, or several in order of preference."""
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A call of an op without its arrays: op, options, named implementation and axes.
+
+    Attributes:
+      names: the array parameters, in order.
+      structure: of their tuple; the operands are its leaves.
+      noted: receives each plan that is made for the call, and returns the one to follow.
+      is_shared: equal calls have this very object, so that what is traced for one serves all. Calls with options that
+        cannot be hashed are not shared.
+    """
+
+    op: Op
+    options: Mapping[str, Any]
+    implementation: Implementation
+    axes: LogicalNames | None
+    names: tuple[str, ...]
+    structure: Any
+    noted: Callable[[Any, OpCall], Any] | None = None
+    is_shared: bool = False
+
+    def shared(self) -> "Request":
+        """Returns the request that all equal ones share, or this one if it cannot be shared."""
+        if self.noted is not None:
+            return self
+        named, axes = self.implementation, self.axes
+        named = tuple(named) if isinstance(named, list) else named
+        of_operands = None if axes is None else tuple((name, tuple(names)) for name, names in axes.items())
+        key = (self.op, tuple(sorted(self.options.items())), named, of_operands, self.names, self.structure)
+        try:
+            # A table or an implementation that is registered later, as in tests, must be found.
+            return _shared(*key, registries.ops, registries.tuned_tables)
+        except TypeError:  # an option cannot be hashed
+            return self
+
+    def replaced(self, **changes: Any) -> "Request":
+        """Returns the request with other fields."""
+        return dataclasses.replace(self, is_shared=False, **changes).shared()
+
+    def arrays(self, operands: Sequence[Any]) -> dict[str, Any]:
+        """Returns the arrays by parameter name."""
+        return dict(zip(self.names, jax.tree.unflatten(self.structure, operands), strict=True))
+
+    def call(self, operands: Sequence[Any]) -> OpCall:
+        """Returns the forward pass of the call in the form that implementations receive."""
+        return op_call(self.op.name, self.arrays(operands), self.options)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shared(
+    op: Op, options: Any, implementation: Any, axes: Any, names: tuple[str, ...], structure: Any, *registered: Any
+) -> Request:
+    of_operands = None if axes is None else dict(axes)
+    return Request(op, dict(options), implementation, of_operands, names, structure, is_shared=True)
+
+
+def op_call(op: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> OpCall:
+    """Returns the forward pass of a call, without the values of its arrays."""
+    return OpCall(op, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(arrays)), options)

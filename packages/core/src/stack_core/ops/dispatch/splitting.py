@@ -1,0 +1,188 @@
+"""How the devices of a mesh share a call whose implementation XLA cannot split: each runs it on its part.
+
+The caller names the logical axes of operands (`axes=`), the rules of the surrounding `use_mesh` say where they go, and
+what comes out is put together by the op's own axes: the parts of a sum are added, a gradient is summed over the devices
+that hold parts of what it was formed from.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+from stack_core.abi.errors import ShapeError
+from stack_core.abi.mesh import in_mesh
+from stack_core.ops.dispatch.manual_axes import varying
+from stack_core.ops.dispatch.op import OpAxes, symbols
+
+__all__ = ["LogicalNames", "Split", "free_devices", "like", "split_of"]
+
+LogicalNames = Mapping[str, Sequence[str | None]]
+"""The logical names of an operand's axes, by parameter name; None for an axis that is never split."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The mesh axes that split each of an op's axes.
+
+    Attributes:
+      places: by the name of the op's axis.
+      free: the mesh axes that no surrounding `jax.shard_map` has taken.
+      leading: how many axes "..." stands for.
+      dropped: axes whose rule cannot be followed for this call, each with the reason.
+    """
+
+    places: Mapping[str, tuple[str, ...]]
+    free: frozenset[str]
+    leading: int
+    dropped: tuple[str, ...] = ()
+
+    def spec(self, axes: str, shape: Sequence[int] | None = None) -> PartitionSpec:
+        """Where an array with these axes lies; along an axis of size 1, which stands for all, it is whole."""
+        return PartitionSpec(*(entry or None for entry in self._entries(axes, shape)))
+
+    def part(self, axes: str, struct: Any) -> jax.ShapeDtypeStruct:
+        """One device's part of an array."""
+        mesh, entries = jax.sharding.get_abstract_mesh(), self._entries(axes, struct.shape)
+        parts = (math.prod(mesh.shape[name] for name in entry) for entry in entries)
+        sizes = tuple(size // of_one for size, of_one in zip(struct.shape, parts, strict=True))
+        return jax.ShapeDtypeStruct(sizes, struct.dtype)
+
+    def _entries(self, axes: str, shape: Sequence[int] | None) -> list[tuple[str, ...]]:
+        names = self._symbols(axes)
+        sizes = [0] * len(names) if shape is None else shape
+        return [() if size == 1 else self.places.get(name, ()) for name, size in zip(names, sizes, strict=True)]
+
+    def run(
+        self, function: Callable[..., Sequence[Any]], arrays: Sequence[Any], axes: Sequence[str], results: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Runs `function` on each device's part of the arrays.
+
+        Args:
+          axes: of the arrays.
+          results: the axes of each result, and the shape of the whole if an axis may have size 1.
+        """
+        specs = tuple(self.spec(of_one, x.shape) for of_one, x in zip(axes, arrays, strict=True))
+        outs = tuple(self.spec(of_one, shape) for of_one, shape in results)
+        used = [{name for entry in self._entries(*result) for name in entry} for result in results]
+        everywhere = {name for entry in self.places.values() for name in entry}
+
+        def local(*arrays: Any) -> tuple[Any, ...]:
+            found = []
+            for result, own in zip(function(*arrays), used, strict=True):
+                missing = tuple(sorted(everywhere - own))
+                found.append(lax.psum(result, missing) if missing else result)
+            return tuple(found)
+
+        mesh = jax.sharding.get_abstract_mesh()
+        if AxisType.Explicit in mesh.axis_types:
+            arrays = [jax.sharding.reshard(x, spec) for x, spec in zip(arrays, specs, strict=True)]
+        checked = any(map(varying, arrays))
+        mapped = jax.shard_map(local, axis_names=set(self.free), in_specs=specs, out_specs=outs, check_vma=checked)
+        return mapped(*arrays)
+
+    def _symbols(self, axes: str) -> tuple[str, ...]:
+        return symbols(axes, len(axes.split()) - 1 + self.leading if "..." in axes else 0)
+
+
+def like(array: Any, other: Any) -> Any:
+    """The array, split as another whose type says how: on a mesh with explicit axes."""
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return array
+    return jax.sharding.reshard(array, jax.typeof(other).sharding.spec)
+
+
+def free_devices() -> int:
+    """How many devices of the surrounding mesh a call is for, those that a `jax.shard_map` has taken apart."""
+    mesh = jax.sharding.get_abstract_mesh()
+    here = math.prod(mesh.shape[name] for name in _free(mesh))
+    return max(here, in_mesh.value[0].size) if in_mesh.value is not None and not mesh.manual_axes else here
+
+
+def _free(mesh: Any) -> frozenset[str]:
+    if mesh.empty:
+        return frozenset()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in types if kind != AxisType.Manual)
+
+
+def split_of(
+    op: str, found: OpAxes, operands: Mapping[str, Any], leaves: Sequence[Any], axes: LogicalNames | None
+) -> Split | str:
+    """How a call is split, or why it cannot be.
+
+    Raises:
+      ShapeError: `axes` names a parameter that there is not, or not every axis of one.
+    """
+    if axes is None:
+        return "it runs on one device's part of its operands, and the call does not name their axes: pass axes="
+    by_leaf = found.of_leaves(operands)
+    if in_mesh.value is None:
+        return "it runs on one device's part of its operands, and no use_mesh says how these are split"
+    if None in by_leaf:
+        return "it runs on one device's part of its operands, and a quantized one cannot be split"
+    mesh, (_, rules) = jax.sharding.get_abstract_mesh(), in_mesh.value
+    free, table = _free(mesh), dict(rules.table)
+    sizes, leading = _sizes(by_leaf, leaves)
+    places: dict[str, tuple[str, ...]] = {}
+    dropped: list[str] = []
+    for name, logical in _logical(op, found, operands, axes).items():
+        wanted = tuple(axis for axis in table.get(logical, ()) if axis in free and mesh.shape[axis] > 1)
+        parts = math.prod(mesh.shape[axis] for axis in wanted)
+        if name in found.whole or not wanted:
+            continue
+        if sizes[name] % parts:
+            dropped.append(f"{logical!r} is whole, for {parts} parts do not divide {sizes[name]}")
+        elif any(set(wanted) & set(others) for other, others in places.items() if not _may_share(found, name, other)):
+            dropped.append(f"{logical!r} is whole, for another axis is split over {' and '.join(wanted)}")
+        else:
+            places[name] = wanted
+    for one, other in found.together:
+        if places.get(one) != places.get(other):
+            dropped += [
+                f"{name!r} is whole, for {one} and {other} are split alike or not"
+                for name in (one, other)
+                if name in places
+            ]
+            places = {name: at for name, at in places.items() if name not in (one, other)}
+    return Split(places, free, leading, tuple(dropped))
+
+
+def _sizes(axes: Sequence[str | None], leaves: Sequence[Any]) -> tuple[dict[str, int], int]:
+    """The size of each axis, and how many "..." stands for."""
+    sizes: dict[str, int] = {}
+    leading = 0
+    for of_one, leaf in zip(axes, leaves, strict=True):
+        names = symbols(of_one or "", len(leaf.shape))
+        leading = max(leading, sum(name.startswith("...") for name in names))
+        for name, size in zip(names, leaf.shape, strict=True):
+            sizes[name] = max(size, sizes.get(name, 1))
+    return sizes, leading
+
+
+def _may_share(found: OpAxes, name: str, other: str) -> bool:
+    return any({name, other} == set(pair) for pair in found.together)
+
+
+def _logical(op: str, found: OpAxes, operands: Mapping[str, Any], axes: LogicalNames) -> dict[str, str]:
+    """The logical name of each of the op's axes that has one, by the first operand that gives it."""
+    logical: dict[str, str] = {}
+    for parameter, given in axes.items():
+        array = operands.get(parameter)
+        of_one = found.operands.get(parameter)
+        if array is None and of_one is not None:
+            continue
+        if array is None or not isinstance(of_one, str) or len(given) != len(array.shape):
+            arrays = ", ".join(name for name, x in found.operands.items() if isinstance(x, str))
+            raise ShapeError(
+                f"{op}: axes names {tuple(given)} for {parameter!r}; expected one name or None for each axis of a "
+                f"parameter that is an array: {arrays}."
+            )
+        for symbol, name in zip(symbols(of_one, len(array.shape)), given, strict=True):
+            if name is not None:
+                logical.setdefault(symbol, name)
+    return logical

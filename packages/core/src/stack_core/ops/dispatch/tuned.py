@@ -1,0 +1,119 @@
+"""What the tuned tables of plugins advise for a call. A table that is wrong is reported, and stops nothing."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from stack_core.abi.errors import nearest
+from stack_core.abi.jit_context import JitContext
+from stack_core.abi.ops import OpCall, OpImplementation, TunedChoice
+from stack_core.abi.plugins import registries
+from stack_core.abi.tuning import TunedTable
+from stack_core.chips.context import target_chip
+from stack_core.ops.dispatch.report import warn_once
+
+__all__ = ["in_use", "tuned_choices", "use_tuned_table"]
+
+in_use: Final[JitContext[TunedTable]] = JitContext()
+"""The table of the surrounding `use_tuned_table`, or None."""
+
+_IN_USE = "in use"
+
+
+def use_tuned_table(table: TunedTable) -> contextlib.AbstractContextManager[None]:
+    """Makes `table` the only one that is asked for what is traced in this context; it nests.
+
+    A function that `jax.jit` traced under another table, or under those of the plugins, is traced again. Tables are
+    compared by `==` and hashed.
+    """
+    return in_use(table)
+
+
+def tuned_choices(
+    call: OpCall,
+    candidates: Mapping[str, OpImplementation],
+    answers: Mapping[str, bool | str],
+    wanted: OpImplementation | None = None,
+    forward: TunedChoice | None = None,
+) -> dict[str, TunedChoice]:
+    """What can be followed of what the tables advise, by the table's name, in the order of the names.
+
+    Advice that cannot be followed is passed over with a warning: an implementation that is unknown or does not support
+    the call, or a config for what takes none.
+
+    Args:
+      candidates: the implementations of the op by name.
+      answers: whether each supports the call, True or the reason why not.
+      wanted: what the caller named and gets; the tables advise on its config.
+      forward: what runs forward, when this is the backward pass.
+    """
+    able = {name: candidate for name, candidate in candidates.items() if answers[name] is True}
+    among = able if wanted is None else {wanted.name: wanted}
+    choices: dict[str, TunedChoice] = {}
+    for table, load in _tables().items():
+        choice = _looked_up(table, load, call, among, forward)
+        if choice is None:
+            continue
+        problem = _problem(choice, candidates, answers)
+        if problem is None:
+            choices[table] = choice
+            continue
+        warn_once(
+            table,
+            call.op,
+            str(choice.implementation),
+            message=f"The tuned table {table!r} chooses {choice.implementation!r} for {call.op} {call.direction}, but "
+            f"{problem}. The choice is passed over; tune again, or block the plugin that registers the table.",
+        )
+    return choices
+
+
+def _tables() -> dict[str, Callable[[], Any]]:
+    """What loads each table to ask, by its name."""
+    table = in_use.value
+    if table is not None:
+        return {_IN_USE: lambda: table}
+    registered = registries.tuned_tables
+    return {name: functools.partial(registered.__getitem__, name) for name in registered.names()}
+
+
+def _looked_up(
+    table: str,
+    load: Callable[[], Any],
+    call: OpCall,
+    among: Mapping[str, OpImplementation],
+    forward: TunedChoice | None,
+) -> TunedChoice | None:
+    chip = target_chip()
+    try:
+        choice = load().lookup(call, chip, candidates=among, forward=forward)
+    except Exception as error:  # A table may fail in any way; that must cost its advice and nothing else.
+        warn_once(
+            table,
+            message=f"The tuned table {table!r} is ignored where it fails; asked about {call.op} {call.direction} it "
+            f"raised {type(error).__name__}: {error}",
+        )
+        return None
+    if choice is None or isinstance(choice, TunedChoice):
+        return choice
+    warn_once(
+        table,
+        message=f"The tuned table {table!r} is ignored where it answers with a {type(choice).__name__}; "
+        "expected a TunedChoice or None.",
+    )
+    return None
+
+
+def _problem(
+    choice: TunedChoice, candidates: Mapping[str, OpImplementation], answers: Mapping[str, bool | str]
+) -> str | None:
+    """Why a choice cannot be followed; None where it can."""
+    name = choice.implementation
+    if name not in candidates:
+        return f"there is no such implementation.{nearest(str(name), candidates)} Known: {', '.join(candidates)}"
+    if answers[name] is not True:
+        return f"that does not support the call: {answers[name] or 'no reason given'}"
+    if choice.config is not None and candidates[name].default is None:
+        return f"its config {choice.config!r} is of type {type(choice.config).__name__}; it takes none"
+    return None

@@ -1,0 +1,213 @@
+"""A cache that holds every row's keys, latents and recurrent states in dense buffers."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from stack_core import ops
+from stack_core.abi.caches import AttentionSpec, KeysValues, Latent, LayerState, Recurrent, Transition
+from stack_core.abi.errors import ArgumentError
+from stack_core.abi.ops import ABI_MAJOR, ABI_MINOR, QView
+
+__all__ = ["CODE_DTYPES", "CodedVectors", "DenseKVCache", "LatentCache", "LayerCache", "RecurrentCache", "coded"]
+
+_HELD = ("batch", None, "act_kv_heads", None)
+_AXES: Final = {"query": ("batch", "seq", "act_heads", None), "key": _HELD, "value": _HELD}
+
+CODE_DTYPES: Final = {"int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
+"""What codes are held in, by the `CacheStorage` that asks for them."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CodedVectors:
+    """Vectors of codes of 8 bits, each with a scale.
+
+    Invariant: codes[..., i] * scales[..., 0] is the value.
+
+    Attributes:
+      codes: [..., features], int8 or fp8.
+      scales: float32[..., 1].
+    """
+
+    codes: Any  # JAX builds it of shapes, axes and shardings too
+    scales: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    def __stack_qview__(self) -> QView:
+        return QView((ABI_MAJOR, ABI_MINOR), self.codes, self.scales, None, f"{self.codes.dtype}/vectors")
+
+
+def coded(vectors: Float[Array, "*batch features"], dtype: Any) -> CodedVectors:
+    """The nearest codes; the largest magnitude of a vector becomes the largest code, and zeros have the scale 1."""
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    most = np.float32(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
+    vectors = vectors.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(vectors), axis=-1, keepdims=True)
+    scales = jnp.where(largest > 0, jnp.maximum(largest / most, np.finfo(np.float32).tiny), np.float32(1))
+    values = jnp.clip(vectors / scales, -most, most)
+    return CodedVectors((jnp.round(values) if is_integer else values).astype(dtype), scales)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """Keys and values, [repeats, batch, kv_heads, capacity, features]; one layer's slice lacks the first axis.
+
+    The heads come before the positions, so that a decode step reads each head's keys in one run: 2-4x faster on CPU.
+    """
+
+    key: Any  # arrays, or `CodedVectors`
+    value: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LatentCache:
+    """Latents, [repeats, batch, 1, capacity, dim]: one head, which all query heads share."""
+
+    latent: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RecurrentCache:
+    """The state's arrays, each [repeats, batch, ...]."""
+
+    arrays: tuple[Any, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DenseKVCache:
+    """A `KVCache` with room for `capacity` tokens a row.
+
+    As codes a head of n features takes (n + 4) / 2n of its bytes in bfloat16. A token is rounded once, when it is
+    appended; attention reads the rounded keys and values, those of the call's own tokens included.
+
+    Invariant: row r holds the keys of its tokens 0 .. lengths[r] - 1; later ones are never attended to. Appending
+    past the capacity is the caller's mistake and overwrites the last tokens.
+
+    Attributes:
+      layers: caches in the structure of the model's `states`.
+      lengths: int32[batch], tokens held.
+      expected: int32[batch], how many tokens of each row count in the next call, the others being padding behind
+        them; None counts all.
+    """
+
+    layers: Any
+    lengths: Any  # JAX builds it of shapes, axes and shardings too
+    expected: Any = None
+
+    @classmethod
+    def empty(cls, states: Any, *, batch: int, capacity: int, storage: str = "model") -> "DenseKVCache":
+        """A cache without tokens.
+
+        Args:
+          states: a model's `states`.
+          storage: a `CacheStorage`, of keys, values and latents; recurrent states are always as the model has them.
+
+        Raises:
+          ArgumentError: no such storage.
+        """
+        if storage != "model" and storage not in CODE_DTYPES:
+            known = ", ".join(map(repr, ("model", *CODE_DTYPES)))
+            raise ArgumentError(f"A cache with storage {storage!r}: expected one of {known}.")
+
+        def zeros(state: KeysValues | Latent, heads: int, features: int) -> Any:
+            plain = jnp.zeros((state.repeats, batch, heads, capacity, features), state.dtype)
+            return plain if storage == "model" else coded(plain, CODE_DTYPES[storage])
+
+        def layer(state: LayerState) -> Any:
+            match state:
+                case KeysValues(kv_heads=heads, key_dim=key_dim, value_dim=value_dim):
+                    return LayerCache(zeros(state, heads, key_dim), zeros(state, heads, value_dim))
+                case Latent(dim=dim):
+                    return LatentCache(zeros(state, 1, dim))
+                case Recurrent(repeats=repeats, shapes=shapes, dtypes=dtypes):
+                    kinds = zip(shapes, dtypes, strict=True)
+                    return RecurrentCache(tuple(jnp.zeros((repeats, batch, *shape), dtype) for shape, dtype in kinds))
+
+        return cls(jax.tree.map(layer, states), jnp.zeros((batch,), jnp.int32))
+
+    def attend(
+        self,
+        layer: LayerCache,
+        query: Float[Array, "batch seq heads key_dim"],
+        key: Float[Array, "batch seq kv_heads key_dim"],
+        value: Float[Array, "batch seq kv_heads value_dim"],
+        spec: AttentionSpec,
+        *,
+        sinks: Float[Array, " heads"] | None = None,
+    ) -> tuple[Float[Array, "batch seq heads value_dim"], LayerCache]:
+        """Appends key and value to one layer and attends, causally, to all it holds.
+
+        Args:
+          query: row r's query i stands at position lengths[r] + i.
+
+        Returns:
+          Output, and the layer with the new keys; `lengths` is `advance`'s to change.
+        """
+        layer = LayerCache(self._append(layer.key, key), self._append(layer.value, value))
+        keys, values = (ops.dequantize(held, query.dtype) for held in (layer.key, layer.value))
+        return self._attention(query, keys, values, spec, sinks), layer
+
+    def attend_latent(
+        self,
+        layer: LatentCache,
+        query: Float[Array, "batch seq heads dim"],
+        latent: Float[Array, "batch seq dim"],
+        spec: AttentionSpec,
+        *,
+        value_dim: int,
+    ) -> tuple[Float[Array, "batch seq heads value_dim"], LatentCache]:
+        """Appends latents to one layer and attends, causally, to all it holds."""
+        layer = LatentCache(self._append(layer.latent, latent[:, :, None]))
+        keys = ops.dequantize(layer.latent, query.dtype)
+        return self._attention(query, keys, keys[..., :value_dim], spec, None), layer
+
+    def recur(self, layer: RecurrentCache, transition: Transition, *inputs: jax.Array) -> tuple[Any, RecurrentCache]:
+        """Runs a recurrence over the call's tokens; padding behind a row's `expected` tokens moves no state."""
+        batch, seq = inputs[0].shape[:2]
+        counted = jnp.full((batch,), seq) if self.expected is None else self.expected
+        output, arrays = transition(layer.arrays, jnp.arange(seq) < counted[:, None], *inputs)
+        kept = zip(arrays, layer.arrays, strict=True)
+        return output, RecurrentCache(tuple(new.astype(old.dtype) for new, old in kept))
+
+    def expecting(self, tokens: Int[Array, " batch"]) -> "DenseKVCache":
+        """For a call with padded rows, of which row r counts its first `tokens[r]` tokens."""
+        return replace(self, expected=tokens)
+
+    def advance(self, layers: Any, tokens: int) -> "DenseKVCache":
+        """The cache after all layers appended `tokens` tokens a row, or as many as were expected."""
+        return DenseKVCache(layers, self.lengths + (tokens if self.expected is None else self.expected))
+
+    def _attention(self, query: Any, keys: Any, values: Any, spec: AttentionSpec, sinks: Any) -> Any:
+        return ops.attention(
+            query,
+            keys.swapaxes(1, 2),
+            values.swapaxes(1, 2),
+            causal=True,
+            query_offset=self.lengths,
+            kv_lengths=self.lengths + query.shape[1],
+            window=spec.window,
+            softcap=spec.softcap,
+            scale=spec.scale,
+            sinks=sinks,
+            axes=_AXES,
+        )
+
+    def _append(self, held: Any, new: jax.Array) -> Any:
+        def write(row: jax.Array, update: jax.Array, start: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(row, update.astype(row.dtype), start, axis=1)
+
+        new = new.swapaxes(1, 2)
+        update = coded(new, held.codes.dtype) if isinstance(held, CodedVectors) else new
+        return jax.tree.map(lambda rows, part: jax.vmap(write)(rows, part, self.lengths), held, update)

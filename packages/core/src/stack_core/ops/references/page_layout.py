@@ -1,0 +1,59 @@
+"""Which layout of pages suits the target chip's implementations of `paged_attention`."""
+
+import inspect
+from typing import Any
+
+from stack_core.ops.definitions.paged_attention import OP, checked_call, paged_attention
+from stack_core.ops.dispatch.check import check_known
+from stack_core.ops.dispatch.choosing import highest_priority
+from stack_core.ops.dispatch.dispatch import requested
+from stack_core.ops.dispatch.splitting import LogicalNames
+from stack_core.ops.references.paged_pools import LAYOUTS, holds_values, in_layout
+
+__all__ = ["page_layout"]
+
+
+def page_layout(
+    query: Any, key_pages: Any, value_pages: Any, *, layout: str, axes: LogicalNames | None = None, **call: Any
+) -> str | None:
+    """The layout in which the best implementation for the target chip takes a call of `paged_attention`.
+
+    Implementations are compared by priority: a kernel that reads one layout alone stands before the reference, which
+    reads all. Shapes and dtypes alone are read, so the arguments may be traced or be `jax.ShapeDtypeStruct`s.
+
+    Args:
+      query, key_pages, value_pages, axes, call: as `paged_attention` takes them, without an `implementation`.
+      layout: that of the pages which are given.
+
+    Returns:
+      The name of the layout, or None where none is better than the one given.
+
+    Raises:
+      ShapeError, ArgumentError, UnknownName: as `paged_attention`.
+      UnsupportedOp: no implementation supports the call in some layout.
+    """
+    check_known("page_layout", "layout", layout, tuple(LAYOUTS))
+    ranks = {}
+    for name in LAYOUTS:
+        if (pools := in_layout((key_pages, value_pages), layout, name)) is None:
+            continue
+        given = inspect.signature(paged_attention).bind(query, *pools, layout=name, **call)
+        given.apply_defaults()
+        del given.arguments["implementation"], given.arguments["axes"]
+        arrays, options = checked_call(**given.arguments)
+        ranks[name] = highest_priority(*requested(OP, arrays, options, None, _renamed(axes, layout, name)))
+    best = max(ranks, key=ranks.__getitem__)
+    return None if ranks[layout] == ranks[best] else best
+
+
+def _renamed(axes: LogicalNames | None, given: str, wanted: str) -> LogicalNames | None:
+    """The logical names of the axes of pools in another layout."""
+    if axes is None:
+        return None
+    pools = {name: dict(zip(given, axes[name], strict=True)) for name in ("key_pages", "value_pages") if name in axes}
+    if holds_values(given) and "key_pages" in pools:
+        pools["value_pages"] = pools["key_pages"]
+    if holds_values(wanted):
+        pools.pop("value_pages", None)
+    others = {name: names for name, names in axes.items() if name not in ("key_pages", "value_pages")}
+    return others | {name: [of_one.get(axis) for axis in wanted] for name, of_one in pools.items()}

@@ -1,0 +1,50 @@
+"""Which numbers the index arrays of `paged_attention` stand for, whatever they hold."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from stack_core.ops.dispatch.symbolic import Size
+
+__all__ = ["as_int32", "bounded_places", "padding_as_zero"]
+
+_INT32 = np.iinfo(np.int32)
+
+
+def bounded_places(
+    block_tables: Any, kv_lengths: Any, query_starts: Any, *, pages: int, slots: int, tokens: Size
+) -> tuple[Any, Any, Any]:
+    """The three arrays as int32 within the arrays that they point into.
+
+    Page numbers become the nearest page, lengths the nearest that the sequence's row of the table holds, and each start
+    the nearest token that is not before the starts that precede it.
+
+    Args:
+      pages: of the pool, at least 1.
+      slots: of a page.
+    """
+    most_keys = min(block_tables.shape[1] * slots, _INT32.max)
+    return (
+        jnp.clip(as_int32(block_tables), 0, pages - 1),
+        jnp.clip(as_int32(kv_lengths), 0, most_keys),
+        lax.cummax(jnp.clip(as_int32(query_starts), 0, tokens)),
+    )
+
+
+def padding_as_zero(output: Any, query_starts: Any) -> Any:
+    """The output [tokens, ...], 0 for tokens of no sequence by the `query_starts` that `bounded_places` gives."""
+    token = jnp.arange(output.shape[0])
+    is_padding = (token < query_starts[0]) | (token >= query_starts[-1])
+    return jnp.where(is_padding.reshape(-1, *[1] * (output.ndim - 1)), 0, output)
+
+
+def as_int32(integers: Any) -> Any:
+    """The nearest int32 of integers of any dtype."""
+    info = jnp.iinfo(integers.dtype)
+    if info.max > _INT32.max:
+        integers = jnp.minimum(integers, integers.dtype.type(_INT32.max))
+    if info.min < _INT32.min:
+        integers = jnp.maximum(integers, integers.dtype.type(_INT32.min))
+    return integers.astype(jnp.int32)

@@ -1,0 +1,167 @@
+"""The reference of `ragged_dot`: tile after tile of rows that share a group."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stack_core.abi.ops import QView
+from stack_core.ops.dispatch.contract import accurate_dtype, contract
+from stack_core.ops.dispatch.manual_axes import vary_alike
+from stack_core.ops.dispatch.plain import is_plain
+from stack_core.ops.dispatch.symbolic import Size, is_symbolic
+from stack_core.ops.references.quantized import dequantize, is_quantized, logical_array
+
+__all__ = ["ragged_product"]
+
+_FEWEST_TILE_ROWS = 16
+_MOST_TILE_ROWS = 128
+
+
+def ragged_product(lhs: Any, rhs: Any, group_sizes: Any, *, bias: Any = None) -> Any:
+    """What `ragged_dot` computes; its FLOPs are those of the rows and of less than a tile per group."""
+    product = _plain_product if is_plain() else _product
+    return product(*vary_alike(lhs, rhs, group_sizes.astype(jnp.int32), bias))
+
+
+def _plain_product(lhs: Any, rhs: Any, group_sizes: Any, bias: Any) -> Any:
+    return _multiply("rk,kn->rn", lhs, rhs, group_sizes, bias)
+
+
+@jax.custom_vjp
+def _product(lhs: Any, rhs: Any, group_sizes: Any, bias: Any) -> Any:
+    return _plain_product(lhs, rhs, group_sizes, bias)
+
+
+def _forward(lhs: Any, rhs: Any, group_sizes: Any, bias: Any) -> Any:
+    return _product(lhs, rhs, group_sizes, bias), (lhs, rhs, group_sizes, bias)
+
+
+def _backward(operands: Any, cotangent: Any) -> Any:
+    lhs, rhs, group_sizes, bias = operands
+    of_lhs = _multiply("rn,kn->rk", cotangent, rhs, group_sizes, None)
+    of_matrices, of_bias = _sums_by_group(lhs, cotangent, group_sizes, bias is not None)
+    _, dequantize_vjp = jax.vjp(lambda rhs: dequantize(rhs, lhs.dtype), rhs)
+    return of_lhs, *dequantize_vjp(of_matrices), None, None if bias is None else of_bias.astype(bias.dtype)
+
+
+_product.defvjp(_forward, _backward)
+
+
+class _Tiles(NamedTuple):
+    """Blocks of rows that together cover every group, each within one: int32[tiles] each, in the order of the rows.
+
+    The rows of a tile are start, ..., start + tile_rows - 1; those from `end` on are not of its group.
+    """
+
+    group: Any
+    start: Any
+    end: Any
+
+
+def _tiles(group_sizes: Any, rows: Size, tile_rows: int) -> _Tiles:
+    """As many tiles as any sizes of groups may need; those in excess are of the last group and have no rows in it."""
+    groups = group_sizes.shape[0]
+    tile = jnp.arange(_most_tiles(rows, groups, tile_rows), dtype=jnp.int32)
+    tiles = -(-group_sizes // tile_rows)
+    tile_ends, row_ends = (jnp.cumsum(x, dtype=jnp.int32) for x in (tiles, group_sizes))
+    group = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right", method="compare_all"), groups - 1)
+    of_group = tile - (tile_ends - tiles)[group]
+    # Whatever starts beyond the rows is clamped to their padding when it is sliced.
+    return _Tiles(group, (row_ends - group_sizes)[group] + of_group * tile_rows, row_ends[group])
+
+
+def _most_tiles(rows: Size, groups: int, tile_rows: int) -> Size:
+    if is_symbolic(rows):
+        return groups + rows // tile_rows
+    begun = min(rows, groups)  # At most so many groups have rows, and each may leave one tile unfilled.
+    return begun + (rows - begun) // tile_rows
+
+
+def _tile_rows(rows: Size, groups: int) -> int:
+    """A power of two, small enough that what groups leave free in their tiles adds at most a quarter to the work.
+
+    Groups of few rows are an exception, since products of fewer than 16 rows are slower than their FLOPs say.
+    """
+    if is_symbolic(rows):
+        return _FEWEST_TILE_ROWS
+    quarter = max(rows // (4 * groups), 1)
+    return min(max(2 ** (quarter.bit_length() - 1), _FEWEST_TILE_ROWS), _MOST_TILE_ROWS)
+
+
+def _multiply(subscripts: str, lhs: Any, rhs: Any, group_sizes: Any, bias: Any) -> Any:
+    """Each row, from r, times the matrix kn of its group, and the group's bias."""
+    rows, groups = lhs.shape[0], group_sizes.shape[0]
+    tile_rows = _tile_rows(rows, groups)
+    padded = _padded(lhs, tile_rows)
+
+    def multiply_tile(output: Any, tile: _Tiles) -> Any:
+        block = lax.dynamic_slice_in_dim(padded, tile.start, tile_rows)
+        matrix = _matrix(rhs, tile.group, lhs.dtype)
+        if bias is None:
+            product = contract(subscripts, block, matrix, lhs.dtype)
+        else:
+            product = contract(subscripts, block, matrix, accurate_dtype(lhs.dtype))
+            product = (product + bias[tile.group].astype(product.dtype)).astype(lhs.dtype)
+        # What is not of this tile's group is overwritten by the tiles that follow.
+        return lax.dynamic_update_slice_in_dim(output, product, tile.start, axis=0), None
+
+    shape = logical_array(rhs).shape
+    width = shape[2] if subscripts.endswith("n") else shape[1]
+    output = jnp.zeros_like(lhs, shape=(rows + tile_rows, width))
+    output, _ = lax.scan(multiply_tile, output, _tiles(group_sizes, rows, tile_rows))
+    return jnp.where(jnp.arange(rows)[:, None] < jnp.sum(group_sizes), output[:rows], 0)
+
+
+def _padded(array: Any, tile_rows: int) -> Any:
+    """Lets a tile begin at any row, or after the last."""
+    return jnp.pad(array, ((0, tile_rows), (0, 0)))
+
+
+def _sums_by_group(lhs: Any, cotangent: Any, group_sizes: Any, has_bias: bool) -> tuple[Any, Any]:
+    """The gradients of each group's matrix [groups, d_in, d_out] and, if it has one, bias [groups, d_out] in fp32."""
+    rows, groups = lhs.shape[0], group_sizes.shape[0]
+    tile_rows = _tile_rows(rows, groups)
+    accumulator = accurate_dtype(lhs.dtype)
+    padded = [_padded(x, tile_rows) for x in (lhs, cotangent)]
+
+    def add_tile(totals: Any, tile: _Tiles) -> Any:
+        of_matrices, of_bias = totals
+        in_group = (tile.start + jnp.arange(tile_rows, dtype=jnp.int32) < tile.end)[:, None]
+        # Both are masked, since a row outside all groups may hold anything, infinities too.
+        mine, theirs = (jnp.where(in_group, lax.dynamic_slice_in_dim(x, tile.start, tile_rows), 0) for x in padded)
+        product = contract("rk,rn->kn", mine, theirs, accumulator)
+        if has_bias:
+            of_bias = of_bias.at[tile.group].add(jnp.sum(theirs.astype(accumulator), axis=0))
+        added = of_matrices[tile.group] + product
+        return (lax.dynamic_update_index_in_dim(of_matrices, added, tile.group, axis=0), of_bias), None
+
+    d_out = cotangent.shape[1]
+    of_matrices = jnp.zeros_like(lhs, shape=(groups, lhs.shape[1], d_out), dtype=accumulator)
+    of_bias = jnp.zeros_like(lhs, shape=(groups, d_out), dtype=accumulator) if has_bias else None
+    (of_matrices, of_bias), _ = lax.scan(add_tile, (of_matrices, of_bias), _tiles(group_sizes, rows, tile_rows))
+    return of_matrices.astype(lhs.dtype), of_bias
+
+
+def _matrix(rhs: Any, group: Any, dtype: Any) -> Any:
+    """[d_in, d_out]: the matrix of one group, dequantized."""
+    if not is_quantized(rhs):
+        return rhs[group]
+    view = rhs.__stack_qview__()
+    groups = view.qvalue.shape[0]
+
+    def of_group(x: Any) -> Any:
+        return None if x is None else x[group // (groups // x.shape[0])]
+
+    parts = {name: of_group(getattr(view, name)) for name in ("qvalue", "scale", "zero_point")}
+    return dequantize(_OneGroup(dataclasses.replace(view, **parts)), dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OneGroup:
+    view: QView
+
+    def __stack_qview__(self) -> QView:
+        return self.view

@@ -1,0 +1,217 @@
+"""FLOPs of a function, counted from its jaxpr: no compilation, no hardware, no formula per model.
+
+Matrix products and convolutions are counted, a multiplication and an addition as two FLOPs; elementwise work,
+reductions and decompositions are not, which is the convention of every published MFU. Multiplications with the zeros
+of a convolution's padding and dilation do not count either, as in XLA's cost analysis.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stack_core.abi.chips import Chip
+
+__all__ = ["Flops", "count_flops", "inner_jaxprs", "model_flops_per_step", "valid_pairs"]
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs by the dtype of the operands, the wider where they differ.
+
+    Attributes:
+      by_dtype: such as {"bfloat16": 1024}.
+      uncounted: loops whose number of trips only their run decides; their FLOPs are in no sum. One line each.
+    """
+
+    by_dtype: Mapping[str, int] = field(default_factory=dict)
+    uncounted: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_dtype.values())
+
+    def __add__(self, other: "Flops") -> "Flops":
+        dtypes = {**self.by_dtype, **other.by_dtype}
+        sums = {dtype: self.by_dtype.get(dtype, 0) + other.by_dtype.get(dtype, 0) for dtype in dtypes}
+        return Flops(sums, self.uncounted + other.uncounted)
+
+    def __mul__(self, times: int) -> "Flops":
+        if times == 0:
+            return Flops()
+        return Flops({dtype: flops * times for dtype, flops in self.by_dtype.items()}, self.uncounted)
+
+    def ideal_s(self, chip: Chip, *, units: int = 1) -> float | None:
+        """Seconds at the peak of `units` of the chip.
+
+        Returns:
+          None where that is not known: a dtype without a peak, or loops without a count.
+        """
+        if self.uncounted or not self.by_dtype.keys() <= chip.peak_flops.keys():
+            return None
+        return sum((flops / (chip.peak_flops[dtype] * units) for dtype, flops in self.by_dtype.items()), 0.0)
+
+
+def count_flops(function: Callable[..., Any], *args: Any) -> Flops:
+    """FLOPs that one call does, over all devices it runs on.
+
+    A scan counts its body once a trip, a `cond` its most expensive branch, a Pallas kernel its body once a grid cell;
+    what `jax.checkpoint` computes again in a backward pass counts again. A foreign function counts what it says in its
+    attributes `flops` and `flops_dtype`, a Pallas kernel over a grid that only its run knows what its `cost_estimate`
+    says. A `while` loop's trips are not guessed: it is reported in `Flops.uncounted`, unless it does no FLOPs.
+
+    Args:
+      args: arrays, or pytrees of anything with a shape and a dtype.
+    """
+    return _jaxpr_flops(jax.make_jaxpr(function)(*args))
+
+
+def model_flops_per_step(loss: Callable[..., Any], *args: Any) -> Flops:
+    """FLOPs that a training step needs, whatever it does: the numerator of MFU.
+
+    Three times those of the forward pass `loss(*args)`: a product has one derivative of the same cost by each of its
+    operands. What rematerialization computes again is left out, and attention counts every pair of positions that the
+    forward pass computes, masked or not (PaLM, https://arxiv.org/abs/2204.02311, appendix B).
+
+    Args:
+      args: as for `count_flops`; those of one whole batch.
+    """
+    return count_flops(loss, *args) * 3
+
+
+def _jaxpr_flops(jaxpr: Any) -> Flops:
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # closed or not: JAX 0.11 made them one class
+    return sum((_equation_flops(equation) for equation in jaxpr.eqns), Flops())
+
+
+def _equation_flops(equation: Any) -> Flops:
+    count = _COUNTS.get(equation.primitive.name)
+    if count is not None:
+        return count(equation)
+    return sum((_jaxpr_flops(inner) for inner in inner_jaxprs(equation.params.values())), Flops())
+
+
+def inner_jaxprs(values: Any) -> Iterator[Any]:
+    """The jaxprs among the parameters of an equation, which may hold them in lists."""
+    for value in values:
+        if hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns"):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from inner_jaxprs(value)
+
+
+def _product(flops: int, *operands: Any) -> Flops:
+    dtype = max((operand.aval.dtype for operand in operands), key=lambda dtype: dtype.itemsize)
+    return Flops({jnp.dtype(dtype).name: flops} if flops else {})
+
+
+def _dot_general(equation: Any) -> Flops:
+    """2 * the size of the result * the sizes of the contracted axes."""
+    left, right = equation.invars
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    summed = math.prod(left.aval.shape[axis] for axis in contracted)
+    return _product(2 * math.prod(equation.outvars[0].aval.shape) * summed, left, right)
+
+
+def _ragged_dot_general(equation: Any) -> Flops:
+    """2 * the size of the left operand * the sizes of the right operand's own axes: each row meets one group."""
+    left, right = equation.invars[:2]
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    shared = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    own = math.prod(size for axis, size in enumerate(right.aval.shape) if axis not in shared)
+    return _product(2 * math.prod(left.aval.shape) * own, left, right)
+
+
+def _convolution(equation: Any) -> Flops:
+    """2 * batch * features out * features in of a group * what `valid_pairs` counts along every other axis."""
+    left, right = equation.invars
+    params = equation.params
+    left_axes, right_axes, out_axes = params["dimension_numbers"]
+    left_shape, right_shape, out_shape = left.aval.shape, right.aval.shape, equation.outvars[0].aval.shape
+    pairs = [
+        valid_pairs(
+            left_shape[left_axes[2 + axis]],
+            right_shape[right_axes[2 + axis]],
+            out_shape[out_axes[2 + axis]],
+            stride=params["window_strides"][axis],
+            padding=params["padding"][axis][0],
+            dilations=(params["lhs_dilation"][axis], params["rhs_dilation"][axis]),
+        )
+        for axis in range(len(out_axes) - 2)
+    ]
+    channels = out_shape[out_axes[0]] * out_shape[out_axes[1]] * right_shape[right_axes[1]]
+    return _product(2 * channels * math.prod(pairs), left, right)
+
+
+def valid_pairs(size: int, kernel: int, out: int, *, stride: int, padding: int, dilations: tuple[int, int]) -> int:
+    """Along one axis, the pairs of a result and a kernel element that meet an input, not padding or a hole."""
+    input_dilation, kernel_dilation = dilations
+    place = np.arange(out)[:, None] * stride + np.arange(kernel)[None] * kernel_dilation - padding
+    return int(np.sum((place >= 0) & (place < (size - 1) * input_dilation + 1) & (place % input_dilation == 0)))
+
+
+def _foreign_call(equation: Any) -> Flops:
+    attributes = dict(equation.params["attributes"])
+    return Flops({attributes["flops_dtype"]: int(attributes["flops"])} if "flops" in attributes else {})
+
+
+def _scan(equation: Any) -> Flops:
+    return _jaxpr_flops(equation.params["jaxpr"]) * equation.params["length"]
+
+
+def _while(equation: Any) -> Flops:
+    trip = _jaxpr_flops(equation.params["cond_jaxpr"]) + _jaxpr_flops(equation.params["body_jaxpr"])
+    return Flops({}, _uncounted("while loop", trip))
+
+
+def _uncounted(what: str, trip: Flops) -> tuple[str, ...]:
+    line = (f"{what} of {trip.total} FLOPs a trip, trips not known",) if trip.total else ()
+    return line + trip.uncounted
+
+
+def _cond(equation: Any) -> Flops:
+    branches = [_jaxpr_flops(branch) for branch in equation.params["branches"]]
+    uncounted = tuple(line for branch in branches for line in branch.uncounted)
+    return Flops(max(branches, key=lambda branch: branch.total).by_dtype, uncounted)
+
+
+def _shard_map(equation: Any) -> Flops:
+    """The body's shapes are one device's; the axes it is manual over say how many run it."""
+    mesh = equation.params["mesh"]
+    devices = math.prod(mesh.shape[axis] for axis in equation.params["newly_manual_axes"])
+    return _jaxpr_flops(equation.params["jaxpr"]) * devices
+
+
+def _pallas_call(equation: Any) -> Flops:
+    cell = _jaxpr_flops(equation.params["jaxpr"])
+    grid = equation.params["grid_mapping"].grid
+    if all(isinstance(size, int) for size in grid):
+        return cell * math.prod(grid)
+    estimate = equation.params["cost_estimate"]
+    if estimate is not None and len(cell.by_dtype) == 1:
+        return Flops(dict.fromkeys(cell.by_dtype, estimate.flops), cell.uncounted)
+    return Flops({}, _uncounted("Pallas kernel with a dynamic grid", cell))
+
+
+def _linear_solve(equation: Any) -> Flops:
+    """The solver alone runs; the other functions are there for its derivatives."""
+    return _jaxpr_flops(equation.params["jaxprs"].solve)
+
+
+_COUNTS: Mapping[str, Callable[[Any], Flops]] = {
+    "dot_general": _dot_general,
+    "ragged_dot_general": _ragged_dot_general,
+    "conv_general_dilated": _convolution,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": _shard_map,
+    "pallas_call": _pallas_call,
+    "ffi_call": _foreign_call,
+    "custom_linear_solve": _linear_solve,
+}

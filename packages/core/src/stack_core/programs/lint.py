@@ -1,0 +1,229 @@
+"""What a compiled train step does with its parameters: what each has gathered and summed, and what costs too much.
+
+Collectives do not name parameters; they are found by their shapes. Parameters of one shape are told of together.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from stack_core.programs.hlo_costs import Collective
+
+__all__ = ["Fault", "LintedParameter", "ProgramLint", "lint_program"]
+
+FaultKind = Literal["replicated", "gradient summed whole", "more than a layer gathered", "moved in an inner loop"]
+
+_SMALL_SHARE = 1e-3
+_GRADIENTS = ("all-reduce",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LintedParameter:
+    """A parameter as devices hold it.
+
+    Attributes:
+      shape: of the whole.
+      part: of what one device holds.
+      layers: it is stacked over layers, along its first axis.
+      bytes: of one number.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    part: tuple[int, ...]
+    layers: bool
+    bytes: int
+
+    @property
+    def whole_bytes(self) -> int:
+        return math.prod(self.shape) * self.bytes
+
+    @property
+    def is_split(self) -> bool:
+        return self.shape != self.part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that costs more than it has to.
+
+    Attributes:
+      parameters: that it is about, the names of all that it may be.
+      bytes: of the array that moves each time, or of what is replicated.
+      times: in a step; 1 for what is replicated.
+      loops: around it, outermost first.
+    """
+
+    kind: FaultKind
+    parameters: tuple[str, ...]
+    bytes: int
+    times: int = 1
+    loops: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        names = ", ".join(self.parameters[:2]) + (f" and {len(self.parameters) - 2} more" * (len(self.parameters) > 2))
+        size = f"{self.bytes / 2**20:,.1f} MiB"
+        remedy = _REMEDIES[self.kind]
+        where = f" x {self.times:,} in {self.loops[-1]}" if self.loops else ""
+        return f"{self.kind}: {names}, {size}{where}. {remedy}"
+
+
+_REMEDIES: Mapping[str, str] = {
+    "replicated": "Split an axis of it by mesh.rules, or by the logical axes of its family.",
+    "gradient summed whole": "Each device keeps a part of it: constrain the gradient as the parameter is, so that the "
+    "sum becomes a reduce-scatter. If it is, the compiler sums whole over so many devices: let mesh.fsdp span fewer.",
+    "more than a layer gathered": "Gather inside the loop over layers, one layer at a time.",
+    "moved in an inner loop": "It is the same in every trip: gather it, and sum its gradient, outside of the loop.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramLint:
+    """What was found.
+
+    Attributes:
+      largest: of each parameter the collective that moves the largest array of its shape; None if there is none.
+      replicated_bytes: of parameters that every device holds whole.
+      faults: the costliest first.
+    """
+
+    largest: Mapping[str, Collective | None]
+    replicated_bytes: int
+    faults: tuple[Fault, ...]
+
+    def as_mapping(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            "replicated_bytes": self.replicated_bytes,
+            "faults": [
+                {
+                    "kind": fault.kind,
+                    "parameters": list(fault.parameters),
+                    "bytes": fault.bytes,
+                    "times": fault.times,
+                    "loops": list(fault.loops),
+                }
+                for fault in self.faults
+            ],
+            "largest_collectives": {
+                name: None
+                if found is None
+                else {
+                    "kind": found.kind,
+                    "bytes": max(array.bytes for array in found.arrays),
+                    "times": found.times,
+                    "loop": found.loops[-1] if found.loops else None,
+                }
+                for name, found in self.largest.items()
+            },
+        }
+
+
+def lint_program(
+    found: Sequence[Collective], parameters: Sequence[LintedParameter], *, outer_trips: int = 1
+) -> ProgramLint:
+    """Reads the collectives of a train step for its parameters.
+
+        replicated                  held whole by every device, and more than a thousandth of all parameters
+        gradient summed whole       an all-reduce of more than a device's part of a parameter that is split
+        more than a layer gathered  an all-gather of several layers of a parameter that is stacked over layers
+        moved in an inner loop      a collective of a parameter that has no layers, more often than microbatches are
+
+    Args:
+      found: by `stack_core.programs.hlo_costs.collectives`.
+      outer_trips: microbatches that follow each other in a step.
+    """
+    largest: dict[str, Collective | None] = {parameter.name: None for parameter in parameters}
+    faults: dict[tuple[str, tuple[str, ...]], Fault] = {}
+    by_shape = _by_shape(parameters)
+    for collective in found:
+        for array in collective.arrays:
+            for alike in _matching(array.dims, by_shape):
+                for parameter in alike:
+                    known = largest[parameter.name]
+                    if known is None or array.bytes > max(each.bytes for each in known.arrays):
+                        largest[parameter.name] = collective
+                for kind in _faults_of(collective, array.dims, alike[0], outer_trips):
+                    names = tuple(parameter.name for parameter in alike)
+                    fault = Fault(
+                        kind=kind,
+                        parameters=names,
+                        bytes=array.bytes,
+                        times=collective.times,
+                        loops=collective.loops,
+                    )
+                    before = faults.get((kind, names))
+                    if before is None or before.bytes * before.times < fault.bytes * fault.times:
+                        faults[kind, names] = fault
+    total = sum(parameter.whole_bytes for parameter in parameters)
+    whole = [parameter for parameter in parameters if not parameter.is_split]
+    large = [parameter for parameter in whole if parameter.whole_bytes > _SMALL_SHARE * total]
+    replicated = [
+        Fault(kind="replicated", parameters=(parameter.name,), bytes=parameter.whole_bytes) for parameter in large
+    ]
+    ordered = sorted([*replicated, *faults.values()], key=lambda fault: -fault.bytes * fault.times)
+    replicated_bytes = sum(parameter.whole_bytes for parameter in whole)
+    return ProgramLint(largest=largest, replicated_bytes=replicated_bytes, faults=tuple(ordered))
+
+
+def _by_shape(parameters: Iterable[LintedParameter]) -> list[tuple[LintedParameter, ...]]:
+    """Parameters that no shape tells apart."""
+    groups: dict[tuple[object, ...], list[LintedParameter]] = {}
+    for parameter in parameters:
+        if math.prod(parameter.shape[1:] if parameter.layers else parameter.shape) > 1:
+            groups.setdefault((parameter.shape, parameter.part, parameter.layers), []).append(parameter)
+    return [tuple(group) for group in groups.values()]
+
+
+def _matching(
+    dims: Sequence[int], by_shape: Sequence[tuple[LintedParameter, ...]]
+) -> Iterator[tuple[LintedParameter, ...]]:
+    """The parameters whose axes the array has in the same order, or, if there are none, those that it may transpose."""
+    in_order = [group for group in by_shape if _layers_in(dims, group[0], transposed=False) is not None]
+    yield from in_order or (group for group in by_shape if _layers_in(dims, group[0]) is not None)
+
+
+def _layers_in(dims: Sequence[int], parameter: LintedParameter, *, transposed: bool = True) -> int | None:
+    """How many layers of a parameter an array holds, more than a device's part of one; None if it holds none.
+
+    Args:
+      transposed: the array's axes may stand in another order than the parameter's.
+    """
+    layers = parameter.shape[0] if parameter.layers else 1
+    axes = list(zip(parameter.shape, parameter.part, strict=True))[1 if parameter.layers else 0 :]
+    if len(axes) < 2:  # vectors of any meaning have the same shape
+        return None
+    sizes = [size for size in dims if size > 1]
+    own = math.prod(part for _, part in axes)
+    for count in {1, layers}:
+        for kept in _ways_to_hold(axes):
+            wanted = [*([(count, count)] if count > 1 else []), *((size, part) for size, part in kept if size > 1)]
+            if len(wanted) == len(sizes) and any(
+                all(size % part == 0 and whole % size == 0 for size, (whole, part) in zip(order, wanted, strict=True))
+                for order in (itertools.permutations(sizes) if transposed else [sizes])
+            ):
+                return count if math.prod(sizes) > own * count or not parameter.is_split else None
+    return None
+
+
+def _ways_to_hold(axes: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
+    """The axes that an array may have of a parameter: all, or all but those of which a device holds one place."""
+    yield axes
+    longer = [(size, part) for size, part in axes if part > 1]
+    if 2 <= len(longer) < len(axes):
+        yield longer
+
+
+def _faults_of(
+    collective: Collective, dims: Sequence[int], parameter: LintedParameter, outer_trips: int
+) -> Iterator[FaultKind]:
+    layers = _layers_in(dims, parameter) or 0
+    gathers = collective.kind == "all-gather" or collective.is_gather
+    if collective.kind in _GRADIENTS and parameter.is_split and not gathers:
+        yield "gradient summed whole"
+    if gathers and layers > 1:
+        yield "more than a layer gathered"
+    if not parameter.layers and collective.loops and collective.times > outer_trips:
+        yield "moved in an inner loop"

@@ -1,1 +1,0 @@
-"""What every run needs, whatever it trains: its directory, stop signals, and the bus of its events."""

@@ -1,0 +1,43 @@
+"""Persistent cache of compiled programs, shared by the processes of one user."""
+
+import hashlib
+from pathlib import Path
+
+from stack_core.abi.user_cache import user_cache_dir
+
+__all__ = ["keep_compiled"]
+
+_MOST_BYTES = 2 << 30
+
+
+def keep_compiled() -> None:
+    """Caches programs that take a second or more to compile, up to 2 GiB, in `$XDG_CACHE_HOME/stack/compiled`.
+
+    Sets options of the whole process, so only commands call it. Changes nothing if `JAX_COMPILATION_CACHE_DIR` names
+    another cache, `JAX_ENABLE_COMPILATION_CACHE` is false, or the directory cannot be written.
+
+    Source lines are part of a program's key. A program compiled before an edit that only moved lines would otherwise
+    be reused with the old line numbers, which profiles then show.
+    """
+    import jax
+
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
+        return
+    try:
+        folder = user_cache_dir() / "compiled" / _machine_digest()
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home directory
+        return
+    jax.config.update("jax_compilation_cache_max_size", _MOST_BYTES)
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def _machine_digest() -> str:
+    """Hashes the CPU's model and features: machines may share a home, and JAX's key for CPU programs has neither."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = list[str]()
+    facts = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]

@@ -1,0 +1,72 @@
+"""Agents as processes of this machine: hosts for trying things out, and for one machine with several devices."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+from stack_core.abi.launchers import Invitation
+from stack_core.runtime.agent import invitation_json
+from stack_core.runtime.config import ClusterConfig
+
+__all__ = ["ProcessesLauncher"]
+
+_LAST_WORDS_BYTES = 2000
+
+
+class ProcessesLauncher:
+    """Starts each agent in a session of its own, so that neither Ctrl-C nor the driver's end reaches it."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._agents: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, host: int, invitation: Invitation) -> None:
+        self._reap(host)
+        command = [sys.executable, "-m", "stack_core.runtime.agent"]
+        agent = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._agents[host] = agent
+        assert agent.stdin is not None, "it is a pipe"
+        with contextlib.suppress(BrokenPipeError):  # it ended at once; `problem` says why
+            agent.stdin.write(invitation_json(invitation).encode())
+            agent.stdin.close()
+
+    def end(self, host: int, pid: int | None) -> None:
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._reap(host, kill=True)
+
+    def problem(self, host: int) -> str | None:
+        agent = self._agents.get(host)
+        if agent is None or agent.poll() is None:
+            return None
+        assert agent.stderr is not None, "it is a pipe"
+        said = agent.stderr.read().decode(errors="replace")[-_LAST_WORDS_BYTES:].strip() if agent.stderr else ""
+        return f"its agent exited with status {agent.returncode}: {said or 'it said nothing'}"
+
+    def close(self) -> None:
+        for host in tuple(self._agents):
+            self._reap(host)
+
+    def _reap(self, host: int, *, kill: bool = False) -> None:
+        agent = self._agents.get(host)
+        if agent is None:
+            return
+        if kill:
+            agent.kill()
+        elif agent.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                agent.wait(2)
+        if kill:
+            agent.wait()
+        if agent.stderr is not None:
+            agent.stderr.close()
+        agent.returncode = agent.returncode if agent.returncode is not None else 0  # it may outlive this process
+        del self._agents[host]

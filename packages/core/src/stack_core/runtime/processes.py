@@ -1,0 +1,303 @@
+"""Several processes that do one run together: how they find each other, agree, and end together.
+
+JAX joins the processes; what they tell each other beside arrays goes through the key-value store of its coordinator.
+A run in one process is `ALONE`, in which nothing here does anything.
+"""
+
+import atexit
+import contextlib
+import functools
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import jax
+
+from stack_core.abi.config import differences
+from stack_core.abi.errors import ConfigError, Interrupted, StackError, TrainingError
+from stack_core.runtime.rendezvous import ProcessesConfig, meet
+from stack_core.runtime.signals import StopRequest
+
+__all__ = ["ALONE", "Processes", "ProcessesConfig", "join"]
+
+T = TypeVar("T")
+
+_FAILED = "stack/failed"
+_READ_MS = 1000  # from one look for a failure of the others to the next
+_ARRAYS_S = 0.001  # from one look at arrays in the making to the next
+_FAREWELL_S = 10.0
+_STEPS_AHEAD = 2
+
+
+def join(config: ProcessesConfig) -> "Processes":
+    """Makes this process one of those that do a run, before JAX has used a device; one that has joined stays joined.
+
+    Raises:
+      ConfigError: the settings do not fit together, or those of the processes do not.
+      TrainingError: the others were not there in `start_timeout_s`, or JAX was used before.
+    """
+    if jax.distributed.is_initialized():
+        return _joined()
+    place = config.resolved(os.environ)
+    if place.count == 1:
+        return ALONE
+    meet(place)
+    bind = None if os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") else place.coordinator
+    # Its handler of SIGTERM would take the place of ours.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            place.coordinator,
+            place.count,
+            place.id,
+            coordinator_bind_address=bind,
+            initialization_timeout=place.start_timeout_s,
+            heartbeat_timeout_seconds=place.heartbeat_timeout_s,
+            cluster_detection_method="deactivate",
+        )
+    except RuntimeError as error:
+        raise TrainingError(f"Process {place.id} cannot join the {place.count} of this run: {error}") from error
+    jax.devices()  # made by all together, at a moment when none can have failed
+    return _joined()
+
+
+@functools.cache
+def _joined() -> "Processes":
+    from jax._src.distributed import global_state  # JAX has no public way to its key-value store
+
+    return Processes(global_state.process_id, global_state.num_processes, global_state.client)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a run, seen by one of them.
+
+    What they do together they do in the same order: methods that wait for the others are called by all.
+
+    Attributes:
+      id: of this process; the first, 0, owns what a run writes.
+      count: how many there are.
+    """
+
+    id: int = 0
+    count: int = 1
+    _store: Any = None
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def first(self) -> bool:
+        return self.id == 0
+
+    def name(self, what: str) -> str:
+        """A name that all processes have for what they do next, and that nothing before it had."""
+        return f"stack/{next(self._numbers)}/{what}"
+
+    def in_turn(self, what: str, function: Callable[[], T]) -> T:
+        """Calls a function in the first process, and when it is done there in the others, who find what it left."""
+        name = self.name(what)
+        if not self.first:
+            self._awaited(name)
+        result = function()
+        if self.first and self._store is not None:
+            self._store.key_value_set(name, "done")
+        return result
+
+    def on_first(self, what: str, function: Callable[[], T]) -> T:
+        """What a function returns in the first process, as JSON has it; the others wait for it."""
+        if self._store is None:
+            return function()
+        name = self.name(what)
+        if self.first:
+            self._store.key_value_set(name, json.dumps(function()))
+        return json.loads(self._awaited(name))
+
+    def from_each(self, what: str, value: T) -> list[T]:
+        """The values of all processes, in their order, as JSON has them."""
+        if self._store is None:
+            return [value]
+        name = self.name(what)
+        self._store.key_value_set(f"{name}/{self.id}", json.dumps(value))
+        return [json.loads(self._awaited(f"{name}/{each}")) for each in range(self.count)]
+
+    def check_alike(self, what: str, value: Mapping[str, Any]) -> None:
+        """Compares a mapping of plain values with that of the first process.
+
+        Raises:
+          ConfigError: it differs; names each key.
+        """
+        lines = differences(dict(value), self.on_first(what, lambda: dict(value))) if self._store else []
+        if lines:
+            listing = "\n  ".join(lines)
+            raise ConfigError(
+                f"The {what} of process {self.id} is not that of process 0; here is its own, not that one's:\n  "
+                f"{listing}\nStart all {self.count} processes with the same."
+            )
+
+    def agree_on_stop(self, name: str, step: int, stop: StopRequest) -> bool:
+        """Whether the run stops after `step` steps: in the same one everywhere, by the first signal to any process.
+
+        A process that has a signal after step k names step k + 2. No other can be past it: to dispatch step k + 3 it
+        has read the results of step k + 1, for which this one must have gone on.
+
+        Args:
+          name: of what is agreed on, by `name`.
+          step: the last that was dispatched; at most one of those before it is not finished.
+        """
+        if self._store is None:
+            return bool(stop)
+        said = self._read(name)
+        if said is None and stop.received is not None:
+            said = self._offer(name, f"{stop.received.name} {step + _STEPS_AHEAD}")
+        signal_name, _, last = (said or "").partition(" ")
+        if said is None or step < int(last):
+            return False
+        stop.received = signal.Signals[signal_name]
+        return True
+
+    def ready(self, arrays: Any) -> Any:
+        """Waits for arrays that all processes compute, and returns them.
+
+        Raises:
+          TrainingError: another process failed meanwhile.
+        """
+        if self._store is not None:
+            leaves: list[Any] = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
+            self.until(lambda: all(leaf.is_ready() for leaf in leaves))
+        return arrays
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Waits until `done()`.
+
+        Raises:
+          TrainingError: another process failed meanwhile.
+        """
+        look_s = time.monotonic() + _READ_MS / 1000
+        while not done():
+            time.sleep(_ARRAYS_S)
+            if time.monotonic() >= look_s:
+                self._raise_failure()
+                look_s = time.monotonic() + _READ_MS / 1000
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Calls a function that waits for the other processes in a way of its own.
+
+        Raises:
+          TrainingError: another process failed meanwhile.
+        """
+        if self._store is None:
+            return function()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # handed to the caller
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()  # a pool's threads would be waited for at the end
+        self.until(future.done)
+        return future.result()
+
+    @contextlib.contextmanager
+    def ending_together(self) -> Iterator[None]:
+        """Tells the others of an exception of the block; one that another's end caused becomes a `TrainingError`.
+
+        After a failure the interpreter ends without JAX's farewell, which would wait for all and then abort.
+        """
+        try:
+            yield
+        except Interrupted:  # in all processes at once
+            raise
+        except BaseException as error:  # Ctrl-C, too: whatever ends this process, the others must hear of it.
+            if self._store is None:
+                raise
+            caused = self._cause(error)
+            atexit.unregister(_leave)
+            atexit.register(_leave, self, 2 if isinstance(caused, StackError) else 1)
+            if caused is error:
+                raise
+            raise caused from error
+
+    def _cause(self, error: BaseException) -> BaseException:
+        """What is to be raised: the error itself, or that another process failed or is gone."""
+        lost = not isinstance(error, StackError) and any(sign in str(error) for sign in _LOST)
+        try:
+            if lost:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # it may be about to say why
+                    self._store.blocking_key_value_get(_FAILED, _READ_MS)
+            said = self._offer(_FAILED, f"{self.id} {type(error).__name__}: {error}")
+        except jax.errors.JaxRuntimeError:  # the coordinator is gone
+            said = f"{self.id} "
+        if not said.startswith(f"{self.id} ") and not isinstance(error, StackError):
+            return _failure(said)
+        if lost:
+            return TrainingError(
+                f"Process {self.id} has lost another process of this run, which ended without a word: {error}\n"
+                "Look at how the others ended, then start all of them again, with --resume if there is a checkpoint."
+            )
+        return error
+
+    def _awaited(self, name: str) -> str:
+        """What another process says under a name, when it does."""
+        while True:
+            try:
+                return self._store.blocking_key_value_get(name, _READ_MS)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if said := self._read(_FAILED):
+            raise _failure(said)
+
+    def _read(self, name: str) -> str | None:
+        try:
+            return self._store.key_value_try_get(name)
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" not in str(error):
+                raise
+            return None
+
+    def _offer(self, name: str, value: str) -> str:
+        """Says a value unless another process was first; returns what stands."""
+        try:
+            self._store.key_value_set(name, value)
+        except jax.errors.JaxRuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+        return self._store.blocking_key_value_get(name, _READ_MS)
+
+
+ALONE = Processes()
+"""The only process of a run."""
+
+_LOST = ("Gloo", "Connection closed by peer", "Connection reset", "Socket closed", "NCCL")
+
+
+def _failure(said: str) -> TrainingError:
+    process, _, reason = said.partition(" ")
+    return TrainingError(f"Process {process} of this run failed: {reason}")
+
+
+def _leave(processes: Processes, status: int) -> None:
+    """Ends this process after a failure; the first, with which the coordinator ends, waits until the others know."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    until_s = time.monotonic() + _FAREWELL_S
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        if not processes.first:
+            processes._store.key_value_set(f"{_FAILED}/{processes.id}", "read")
+        for other in range(1, processes.count) if processes.first else ():
+            left_ms = max(1, int(1000 * (until_s - time.monotonic())))
+            processes._store.blocking_key_value_get(f"{_FAILED}/{other}", left_ms)
+    os._exit(status)

@@ -1,0 +1,188 @@
+"""How the processes of a run find each other: by settings, by the environment, and at the address of the first.
+
+JAX's own coordinator ends a process by SIGABRT if another does not come. So they meet here first, where that is an
+error with a message, and only then does the coordinator take over the address.
+"""
+
+import contextlib
+import json
+import re
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from stack_core.abi.config import config
+from stack_core.abi.errors import ConfigError, TrainingError
+
+__all__ = ["Place", "ProcessesConfig", "meet"]
+
+_PORT = 8476
+_RETRY_S = 0.05
+_LINE_BYTES = 4096
+
+
+@config
+class ProcessesConfig:
+    """The processes that do a run together, and where they find each other. All are started with the same config.
+
+    Attributes:
+      count: how many there are; None takes `JAX_NUM_PROCESSES`, or is 1.
+      id: of this one, from 0, by which alone the configs of processes differ; None takes `JAX_PROCESS_ID`, or SLURM's
+        `SLURM_PROCID`.
+      coordinator: "host:port" where the first process listens; None takes `JAX_COORDINATOR_ADDRESS`, or SLURM's first
+        host, or this machine's loopback, 127.0.0.1:8476.
+      start_timeout_s: how long each waits for the others at the start.
+      heartbeat_timeout_s: after how long a process that went silent is taken for dead, which ends the others.
+    """
+
+    count: PositiveInt | None = None
+    id: NonNegativeInt | None = None
+    coordinator: str | None = None
+    start_timeout_s: PositiveInt = 300
+    heartbeat_timeout_s: PositiveInt = 100
+
+    def resolved(self, environ: Mapping[str, str]) -> "Place":
+        """These settings with what the environment says in place of None.
+
+        Raises:
+          ConfigError: there is no id, it is not below `count`, or the address is none.
+        """
+        count = self.count or _number(environ, "JAX_NUM_PROCESSES") or 1
+        if count == 1:
+            return Place(0, 1, "", self.start_timeout_s, self.heartbeat_timeout_s)
+        found = (self.id, _number(environ, "JAX_PROCESS_ID"), _number(environ, "SLURM_PROCID"))
+        process = next((each for each in found if each is not None), None)
+        if process is None:
+            raise ConfigError(
+                f"processes.count is {count}, but nothing says which of them this process is. Start each with "
+                f"--processes.id 0 to {count - 1}, or with JAX_PROCESS_ID, or all with srun."
+            )
+        if process >= count:
+            raise ConfigError(f"processes.id is {process}, but processes.count is {count}: ids are 0 to {count - 1}.")
+        address = self.coordinator or environ.get("JAX_COORDINATOR_ADDRESS") or _slurm_address(environ)
+        address = address or f"127.0.0.1:{_PORT}"
+        host, separator, port = address.rpartition(":")
+        if not separator or not host or not port.isdecimal():
+            raise ConfigError(f"processes.coordinator is {address!r}; expected 'host:port', such as 10.0.0.1:{_PORT}.")
+        return Place(process, count, address, self.start_timeout_s, self.heartbeat_timeout_s)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process stands among those of a run, its settings resolved."""
+
+    id: int
+    count: int
+    coordinator: str
+    start_timeout_s: int
+    heartbeat_timeout_s: int
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.coordinator.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+def meet(place: Place) -> None:
+    """Returns when all processes of a run are there.
+
+    Raises:
+      ConfigError: the first cannot listen at the address, or processes of other ids or counts came.
+      TrainingError: some were not there in time; names them.
+    """
+    until_s = time.monotonic() + place.start_timeout_s
+    if place.id == 0:
+        _gather(place, until_s)
+    else:
+        _report(place, until_s)
+
+
+def _gather(place: Place, until_s: float) -> None:
+    """Listens until all others came, and then lets them go on."""
+    with contextlib.ExitStack() as opened:
+        try:
+            family = socket.AF_INET6 if ":" in place.address[0] else socket.AF_INET
+            listener = opened.enter_context(socket.create_server(place.address, family=family, backlog=place.count))
+        except OSError as error:
+            raise ConfigError(
+                f"Process 0 cannot listen at processes.coordinator {place.coordinator}: {error}. Is it this machine's "
+                "address, and the port free? Another run on this machine needs another port."
+            ) from error
+        guests: dict[int, socket.socket] = {}
+        while len(guests) < place.count - 1:
+            missing = sorted({*range(1, place.count)}.difference(guests))
+            try:
+                listener.settimeout(max(until_s - time.monotonic(), 0.001))
+                guest = opened.enter_context(listener.accept()[0])
+                guest.settimeout(max(until_s - time.monotonic(), 0.001))
+                said = json.loads(guest.recv(_LINE_BYTES) or b"{}")
+            except TimeoutError as error:
+                raise TrainingError(
+                    f"Process 0 waited {place.start_timeout_s} s at {place.coordinator} for {place.count - 1} others; "
+                    f"missing: {', '.join(map(str, missing))}. Start them, with this address as processes.coordinator."
+                ) from error
+            except (OSError, ValueError):  # whoever came is no process of a run
+                continue
+            if not isinstance(said, dict) or "id" not in said:
+                continue
+            if said["id"] not in missing or said.get("count") != place.count:
+                problem = (
+                    f"Process {said['id']} of {said.get('count')} came to {place.coordinator}, where {place.count} "
+                    f"processes meet and of these {', '.join(map(str, missing))} are missing. "
+                    "Give each process an id of its own, and all the same processes.count."
+                )
+                for each in (*guests.values(), guest):
+                    _say(each, problem)
+                raise ConfigError(problem)
+            guests[said["id"]] = guest
+        listener.close()  # the coordinator listens here next
+        for guest in guests.values():
+            _say(guest, "")
+
+
+def _report(place: Place, until_s: float) -> None:
+    """Comes to the first process, and waits until it lets all go on."""
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(place.address, timeout=1.0) as host:
+            host.sendall(json.dumps({"id": place.id, "count": place.count}).encode())
+            host.settimeout(max(until_s - time.monotonic(), 0.001))
+            if answer := host.recv(_LINE_BYTES):
+                problem = json.loads(answer)["problem"]
+                break
+        if time.monotonic() > until_s:
+            raise TrainingError(
+                f"Process {place.id} waited {place.start_timeout_s} s for process 0 at processes.coordinator "
+                f"{place.coordinator}, where nobody lets it in. Start process 0 there, or correct the address."
+            )
+        time.sleep(_RETRY_S)
+    if problem:
+        raise ConfigError(problem)
+    while time.monotonic() < until_s:  # JAX would wait a second if the coordinator did not listen yet
+        with contextlib.suppress(OSError), socket.create_connection(place.address, timeout=1.0):
+            return
+        time.sleep(_RETRY_S)
+
+
+def _say(guest: socket.socket, problem: str) -> None:
+    with contextlib.suppress(OSError):
+        guest.sendall(json.dumps({"problem": problem}).encode())
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    value = environ.get(name)
+    if value is not None and not value.isdecimal():
+        raise ConfigError(f"The environment variable {name} is {value!r}; expected a number.")
+    return None if value is None else int(value)
+
+
+def _slurm_address(environ: Mapping[str, str]) -> str | None:
+    """The first host of a SLURM step, "node[003-007,9]" for several, with a port that depends on the job."""
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        return None
+    found = re.match(r"([^,\[]*)(?:\[([^,\-\]]*)[^\]]*\]([^,]*))?", nodes)
+    first = "".join(part or "" for part in found.groups()) if found else nodes
+    return f"{first}:{_PORT + int(environ.get('SLURM_JOB_ID', '0')) % 4096}"

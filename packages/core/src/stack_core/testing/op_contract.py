@@ -1,0 +1,265 @@
+"""The contract of an op: value and gradient in every dtype against float64, under jit, vmap, scan and shard_map."""
+
+import functools
+import operator
+import unittest
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+
+from stack_core.abi.errors import UnsupportedOp
+from stack_core.abi.ops import OpCall, OpImplementation
+from stack_core.ops.dispatch.manual_axes import vary_alike
+from stack_core.ops.dispatch.op import function_of, suite_of
+from stack_core.testing.alone import first_call, value_and_gradients_alone
+from stack_core.testing.cases import OpCase
+
+__all__ = ["TOLERANCES", "OpCheck", "assert_close", "draw", "op_checks"]
+
+TOLERANCES: Mapping[str, float] = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
+"""How far `assert_close` lets an op be off, by the dtype of its operands."""
+
+_TRANSFORMED = "transformed"
+_SHARD_MAP = "shard_map"
+_QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@dataclass(frozen=True)
+class OpCheck:
+    """One case of an op looked at in one way; call it with the implementation to be tried.
+
+    It raises AssertionError when the implementation is wrong and `unittest.SkipTest`, with the reason that `supports`
+    gave, when it does not take the case. Where `supports` refuses the backward pass alone, the gradient is another's.
+
+    Attributes:
+      is_covering: whether it is of the covering choice: each case is checked to the tolerance of fp32, one of three
+        transformed, one of four in bf16 or fp16 too, and one of eight inside `jax.shard_map`. A bug in one option or in
+        one dtype shows there.
+    """
+
+    case: OpCase
+    aspect: str
+    is_covering: bool
+
+    def __call__(self, implementation: OpImplementation) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* was named and runs forward, but not backward", RuntimeWarning)
+            try:
+                if self.aspect in TOLERANCES:
+                    _check_against_oracle(self.case, implementation, self.aspect)
+                elif self.aspect == _TRANSFORMED:
+                    _check_transformations(self.case, implementation)
+                else:
+                    _check_in_shard_map(self.case, implementation)
+            except UnsupportedOp as error:
+                raise unittest.SkipTest(str(error)) from error
+
+    def alone(self, implementation: OpImplementation) -> None:
+        """Calls the implementation's own functions, without core's choice and JAX's derivatives, in its dtype.
+
+        That is how a kernel is held to the contract in an interpreter that fills memory which nobody wrote with NaN.
+        """
+        if self.aspect not in TOLERANCES:
+            raise unittest.SkipTest("a transformed call is not one of its own functions")
+        op, arrays = function_of(self.case.op), draw(self.case, self.aspect)
+
+        def call(arrays: Mapping[str, Any]) -> Any:
+            return self.case.call(op, arrays, self.case.options)
+
+        output, gradients = value_and_gradients_alone(call, arrays, implementation, _cotangent)
+        expected, of_leaves = _expected(self.case, self.aspect)
+        if gradients is None:
+            assert_close((output, {}), (expected, {}), TOLERANCES[self.aspect])
+            return
+        given = _by_leaf(arrays, gradients)
+        found = {
+            path: np.zeros_like(exact) if given[path] is None else given[path] for path, exact in of_leaves.items()
+        }
+        assert_close((output, found), (expected, of_leaves), TOLERANCES[self.aspect])
+
+    def seen(self, dtype: str) -> OpCall:
+        """The call as `supports` sees it, with operands of a dtype; nothing is run.
+
+        Raises:
+          unittest.SkipTest: with what the call needs that is missing.
+        """
+        op = function_of(self.case.op)
+        return first_call(lambda arrays: self.case.call(op, arrays, self.case.options), draw(self.case, dtype))
+
+    def __str__(self) -> str:
+        return f"{self.case.name}-{self.aspect}"
+
+
+def op_checks(op: str) -> tuple[OpCheck, ...]:
+    """All checks of an op's contract.
+
+    @pytest.mark.parametrize("check", op_checks("attention"), ids=str)
+    def test_contract(check):
+        check(MY_IMPLEMENTATION)
+    """
+    return tuple(
+        OpCheck(case, aspect, aspect in _covering_aspects(place))
+        for place, case in enumerate(suite_of(op).cases)
+        for aspect in (*TOLERANCES, _TRANSFORMED, _SHARD_MAP)
+        # Ops with collectives run inside a shard_map of their own in every case.
+        if aspect != _SHARD_MAP or case.call is OpCase.call
+    )
+
+
+def _covering_aspects(place: int) -> tuple[str, ...]:
+    """The aspects that the case at a place of its suite is looked at in by the covering choice."""
+    return (
+        _TRANSFORMED if place % 3 == 1 else "float32",
+        *(["bfloat16"] if place % 8 == 0 else []),
+        *(["float16"] if place % 8 == 2 else []),
+        *([_SHARD_MAP] if place % 8 == 0 else []),
+    )
+
+
+def _check_against_oracle(case: OpCase, implementation: OpImplementation, dtype: str) -> None:
+    actual = jax.jit(_value_and_gradients(case, implementation))(draw(case, dtype))
+    assert_close(actual, _expected(case, dtype), TOLERANCES[dtype])
+
+
+def _check_transformations(case: OpCase, implementation: OpImplementation) -> None:
+    """A jitted scan over a vmap gives for every call what the call gives alone."""
+    seeds = np.array([[0, 1], [1, 0]])
+    stacked = jax.tree.map(lambda *calls: np.stack(calls)[seeds], *(draw(case, "float32", seed) for seed in (0, 1)))
+    vmapped = jax.vmap(_value_and_gradients(case, implementation))
+    scanned = jax.jit(lambda stacked: jax.lax.scan(lambda carry, arrays: (carry, vmapped(arrays)), (), stacked)[1])
+    actual = jax.tree.map(np.asarray, scanned(stacked))
+    for place, seed in np.ndenumerate(seeds):
+        one = jax.tree.map(operator.itemgetter(place), actual)
+        assert_close(one, _expected(case, "float32", int(seed)), TOLERANCES["float32"])
+
+
+def _check_in_shard_map(case: OpCase, implementation: OpImplementation) -> None:
+    """A call gives the same inside `jax.shard_map`, where every other array is the same on all devices."""
+    leaves, structure = jax.tree.flatten(draw(case, "float32"))
+    varies = [place % 2 == 0 for place in range(len(leaves))]
+    specs = tuple(PartitionSpec("part") if each else PartitionSpec() for each in varies)
+
+    def local(*leaves: Any) -> Any:
+        arrays = [x[0] if each else x for x, each in zip(leaves, varies, strict=True)]
+        found = _value_and_gradients(case, implementation)(jax.tree.unflatten(structure, arrays))
+        return jax.tree.map(lambda x: x[None], vary_alike(arrays[0], found)[1])
+
+    mesh = jax.make_mesh((1,), ("part",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("part"))
+    actual = jax.jit(mapped)(*(x[None] if each else x for x, each in zip(leaves, varies, strict=True)))
+    one = jax.tree.map(operator.itemgetter(0), actual)
+    assert_close(one, _expected(case, "float32"), TOLERANCES["float32"])
+
+
+@functools.cache
+def _expected(case: OpCase, dtype: str, seed: int = 0) -> Any:
+    """The oracle's (output, gradients) at the arrays of a case, rounded to a dtype."""
+    leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, draw(case, dtype, seed)))
+    floating = [place for place, leaf in enumerate(leaves) if _is_floating(leaf)]
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        exact = [leaves[place].astype(np.float64) for place in floating]
+        return jax.tree.map(np.asarray, _oracle(case, seed, structure)(exact))
+
+
+@functools.cache
+def _oracle(case: OpCase, seed: int, structure: Any) -> Callable[[list[Any]], Any]:
+    """The oracle as a function of the floating arrays: the others are constants to it."""
+    constants = jax.tree.leaves(jax.tree.map(np.asarray, draw(case, "float32", seed)))
+
+    def value_and_gradients(exact: list[Any]) -> Any:
+        floating = iter(exact)
+        leaves = [next(floating) if _is_floating(leaf) else leaf for leaf in constants]
+        return _value_and_gradients(case, None)(jax.tree.unflatten(structure, leaves))
+
+    return jax.jit(value_and_gradients, compiler_options=_QUICK_TO_COMPILE)
+
+
+def _value_and_gradients(case: OpCase, implementation: OpImplementation | None) -> Callable[[Mapping[str, Any]], Any]:
+    """A function from the arrays to (output, gradients by leaf); of the oracle if there is no implementation."""
+
+    def call(arrays: Mapping[str, Any]) -> Any:
+        if implementation is None:
+            return suite_of(case.op).oracle(**arrays, **case.options)
+        op = functools.partial(function_of(case.op), implementation=implementation)
+        return case.call(op, arrays, case.options)
+
+    def value_and_gradients(arrays: Mapping[str, Any]) -> Any:
+        leaves, structure = jax.tree.flatten_with_path(dict(arrays))
+        moving = {
+            place: leaf
+            for place, (path, leaf) in enumerate(leaves)
+            if path[0].key not in case.fixed and _is_floating(leaf)
+        }
+
+        def moved(moving: Mapping[int, Any]) -> Any:
+            rest = [moving.get(place, leaf) for place, (_, leaf) in enumerate(leaves)]
+            return call(jax.tree.unflatten(structure, rest))
+
+        output, vjp = jax.vjp(moved, moving)
+        like_output = jax.tree.map(lambda x, of_one: vary_alike(x, of_one)[0], _cotangent(output), output)
+        gradients = vjp(like_output)[0]
+        return output, {jax.tree_util.keystr(leaves[place][0]): x for place, x in gradients.items()}
+
+    return value_and_gradients
+
+
+def _by_leaf(arrays: Mapping[str, Any], gradients: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the gradient of each leaf of the arrays by its path; None for a leaf that a backward pass left out."""
+    found: dict[str, Any] = {}
+    for name, array in arrays.items():
+        leaves, structure = jax.tree.flatten_with_path({name: array})
+        given = gradients.get(name)
+        of_leaves = [None] * len(leaves) if given is None else structure.flatten_up_to({name: given})
+        found |= {jax.tree_util.keystr(path): x for (path, _), x in zip(leaves, of_leaves, strict=True)}
+    return found
+
+
+def _cotangent(output: Any) -> Any:
+    """A fixed irregular cotangent, the same for the implementation and the oracle: its entries are exact in bf16."""
+
+    def entries(x: Any) -> Any:
+        return jnp.asarray(np.round(64 * np.cos(np.arange(1, x.size + 1))).reshape(x.shape) / 64, x.dtype)
+
+    return jax.tree.map(entries, output)
+
+
+def draw(case: OpCase, dtype: str, seed: int = 0) -> dict[str, Any]:
+    """The arrays of a case, floating ones in a dtype."""
+    rng = np.random.default_rng([seed, zlib.crc32(f"{case.op}/{case.name}".encode())])
+    return jax.tree.map(
+        lambda x: jnp.asarray(x, dtype) if x.dtype == np.float64 else jnp.asarray(x), dict(case.arrays(rng))
+    )
+
+
+def _is_floating(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
+    """Compares two pairs (output, gradients), pytrees of arrays.
+
+    Each array's largest error may be `tolerance` times its largest finite entry; infinities and NaN must agree.
+
+    Raises:
+      AssertionError: naming the array that differs, and by how much.
+    """
+
+    def compare(path: Any, a: Any, e: Any) -> None:
+        what = ("output", "gradient")[path[0].idx] + jax.tree_util.keystr(path[1:])
+        a, e = (x if x.dtype.itemsize >= 4 else x.astype(np.float32) for x in map(np.asarray, (a, e)))
+        assert a.shape == e.shape, f"{what}: shape {a.shape}, expected {e.shape}"
+        finite = np.isfinite(e)
+        np.testing.assert_array_equal(np.isfinite(a), finite, err_msg=f"{what}: finite entries differ")
+        np.testing.assert_array_equal(a[~finite], e[~finite], err_msg=f"{what}: infinities differ")
+        if finite.any():
+            error, allowed = np.abs(a[finite] - e[finite]).max(), tolerance * max(np.abs(e[finite]).max(), 1e-3)
+            assert error <= allowed, f"{what}: off by {error:.3g}, {allowed:.3g} allowed"
+
+    jax.tree.map_with_path(compare, actual, expected)

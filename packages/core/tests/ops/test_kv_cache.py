@@ -1,0 +1,130 @@
+"""The dense cache, in float and as codes, beside attention to all tokens in float."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stack_core import ops
+from stack_core.abi.caches import AttentionSpec, KeysValues, KVCache, Latent, Recurrent
+from stack_core.abi.errors import ArgumentError
+from stack_core.ops.kv_cache import DenseKVCache
+
+SHAPE = KeysValues(repeats=2, kv_heads=2, key_dim=32, value_dim=32, dtype="float32")
+SEQ, HEADS = 12, 4
+DEFAULT = AttentionSpec()
+MOST = {"model": 1e-6, "int8": 0.01, "fp8_e4m3": 0.04, "fp8_e5m2": 0.08}
+"""The relative error of attention to random keys and values."""
+
+
+def empty(kind: Any = "int8", shape: KeysValues = SHAPE) -> DenseKVCache:
+    return DenseKVCache.empty(shape, batch=3, capacity=16, storage=kind)
+
+
+def tokens() -> tuple[Any, Any, Any]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    counts = (HEADS, SHAPE.kv_heads, SHAPE.kv_heads)
+    # Tokens of very different size, as those of real models are: each needs its own scale.
+    sizes = jnp.exp(jax.random.normal(jax.random.key(1), (3, SEQ, 1, 1)))
+    query, key, value = (jax.random.normal(key, (3, SEQ, n, 32)) for key, n in zip(keys, counts, strict=True))
+    return query, key, value * sizes
+
+
+def run(cache: Any, parts: list[int], spec: AttentionSpec = DEFAULT) -> tuple[Any, Any]:
+    """The outputs of a scan over the layers, all of which see the same tokens, appended part by part."""
+    query, key, value = tokens()
+    outputs = []
+
+    @jax.jit
+    def step(cache: Any, *arrays: Any) -> Any:
+        def layer(_: None, layer_cache: Any) -> Any:
+            output, layer_cache = cache.attend(layer_cache, *arrays, spec)
+            return None, (output, layer_cache)
+
+        _, (output, layers) = jax.lax.scan(layer, None, cache.layers)
+        return output, cache.advance(layers, arrays[0].shape[1])
+
+    start = 0
+    for part in parts:
+        output, cache = step(cache, *(array[:, start : start + part] for array in (query, key, value)))
+        outputs.append(output)
+        start += part
+    return jnp.concatenate(outputs, axis=2), cache
+
+
+def error(actual: Any, expected: Any) -> float:
+    return float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("kind", MOST)
+@pytest.mark.parametrize("spec", [DEFAULT, AttentionSpec(window=(3, 0), scale=0.3)])
+def test_it_is_near_attention_in_float(kind: str, spec: AttentionSpec) -> None:
+    query, key, value = tokens()
+    output, cache = run(empty(kind), [7, 1, 1, 3], spec)
+    expected = ops.attention(query, key, value, causal=True, window=spec.window, scale=spec.scale)
+    assert isinstance(cache, KVCache) and cache.lengths.tolist() == [SEQ] * 3
+    for layer in output:
+        assert (0 if kind == "model" else 1e-3) <= error(layer, expected) <= MOST[kind]
+
+
+def test_tokens_are_rounded_once_whatever_the_parts() -> None:
+    outputs = [run(empty(), parts)[0] for parts in ([12], [5, 7], [1] * 12)]
+    for output in outputs[1:]:
+        np.testing.assert_allclose(output, outputs[0], rtol=1e-5, atol=1e-5)
+
+
+def test_padding_behind_a_row_is_forgotten() -> None:
+    query, key, value = tokens()
+    cache = empty().expecting(jnp.array([4, 12, 2]))
+    layer = jax.tree.map(lambda leaf: leaf[0], cache.layers)
+    _, layer = cache.attend(layer, query, key, value, DEFAULT)
+    cache = cache.advance(layer, SEQ)
+    assert cache.lengths.tolist() == [4, 12, 2] and cache.expected is None
+    output, _ = cache.attend(layer, query[:, :1], key[:, 5:6], value[:, 5:6], DEFAULT)
+    expected = ops.attention(
+        query[2:, :1],
+        jnp.concatenate([key[2:, :2], key[2:, 5:6]], 1),
+        jnp.concatenate([value[2:, :2], value[2:, 5:6]], 1),
+    )
+    assert error(output[2:], expected) < 0.02
+
+
+def test_latents_are_keys_and_values_of_every_head() -> None:
+    dim, value_dim = 6, 4
+    cache = DenseKVCache.empty(Latent(repeats=1, dim=dim, value_dim=value_dim, dtype="float32"), batch=2, capacity=8)
+    query = jax.random.normal(jax.random.key(0), (2, 5, HEADS, dim))
+    latent = jax.random.normal(jax.random.key(1), (2, 5, dim))
+    layer = jax.tree.map(lambda leaf: leaf[0], cache.layers)
+    _, layer = cache.attend_latent(layer, query[:, :3], latent[:, :3], DEFAULT, value_dim=value_dim)
+    output, _ = cache.advance(layer, 3).attend_latent(layer, query[:, 3:], latent[:, 3:], DEFAULT, value_dim=value_dim)
+    shared = latent[:, :, None]
+    expected = ops.attention(query[:, 3:], shared, shared, causal=True)[..., :value_dim]
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_padding_moves_no_recurrent_state() -> None:
+    cache = DenseKVCache.empty(Recurrent(repeats=1, shapes=((3,),), dtypes=("float32",)), batch=2, capacity=8)
+    layer = jax.tree.map(lambda leaf: leaf[0], cache.layers)
+    x = jnp.arange(24.0).reshape(2, 4, 3)
+
+    def add_up(state: Any, valid: Any, x: Any) -> Any:
+        sums = state[0][:, None] + jnp.cumsum(jnp.where(valid[..., None], x, 0), axis=1)
+        return sums, (sums[:, -1],)
+
+    _, layer = cache.expecting(jnp.array([1, 4])).recur(layer, add_up, x)
+    np.testing.assert_array_equal(layer.arrays[0], [x[0, 0], x[1].sum(0)])
+
+
+def test_it_holds_half_the_bytes() -> None:
+    shape = KeysValues(repeats=2, kv_heads=2, key_dim=128, value_dim=128, dtype="bfloat16")
+    caches = [empty(kind, shape) for kind in ("model", "int8")]
+    floats, codes = (sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers)) for cache in caches)
+    assert codes == floats * (128 + 4) // (2 * 128)
+
+
+def test_other_types_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="'int4': expected one of 'model', 'int8', 'fp8_e4m3', 'fp8_e5m2'"):
+        empty("int4")

@@ -33,6 +33,7 @@ CONTRACTS = (
     "stack_core.abi.launchers",
     "stack_core.abi.models",
     "stack_core.abi.ops",
+    "stack_core.abi.policy",
     "stack_core.abi.reports",
     "stack_core.abi.training",
     "stack_core.abi.tuning",

@@ -16,9 +16,8 @@ import pytest
 from flax.nnx.traversals import flatten_mapping
 
 from stack_core.abi.config import apply_overrides, load_yaml, parse
-from stack_core.abi.data import PolicyBatches, Validates, WritesFiles
-from stack_core.abi.engines import NeedsPolicy
 from stack_core.abi.errors import ConfigError, DataError, UnknownName
+from stack_core.abi.policy import PolicyBatches
 from stack_rl.environments.prompts import PromptsConfig
 from stack_rl.objectives.presets import GRPOConfig
 from stack_rl.rollouts import RolloutData
@@ -51,7 +50,7 @@ def records(output: Path, kind: str) -> list[dict]:
 def summary(tmp_path_factory):
     """The summary of a run that nothing interrupted."""
     run = build(cell(tmp_path_factory.mktemp("runs") / "whole"))
-    assert all(isinstance(run.data, each) for each in (PolicyBatches, NeedsPolicy, Validates, WritesFiles))
+    assert isinstance(run.data, PolicyBatches)
     return start(run)
 
 

@@ -159,7 +159,7 @@ def main():
         saved = json.loads(found[-1].read_text())
         step, steps, weights = saved["step"], saved["steps"], np.asarray(saved["weights"], np.float32)
         iterator.set_state(saved["state"])
-    data.take_policy(Policy())
+    data.take_policy(Policy)
     training = Training()
     data.update_weights({"w": jnp.asarray(weights)}, step, lambda params, batch: {})
     while step < STEPS:

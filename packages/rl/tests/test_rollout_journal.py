@@ -166,7 +166,7 @@ def test_a_resumed_run_is_handed_no_groups_of_other_settings(tmp_path, monkeypat
         with closing(RolloutData(**settings).build(seed=0, model=None)) as data:
             data.write(tmp_path)
             (tmp_path / "config.yaml").touch()
-            data.take_policy(Policy())
+            data.take_policy(Policy)
             data.update_weights({"w": jnp.ones(2)}, version, lambda params, batch: {})
             return next(data.train_iterator())
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from stack_core.abi.config import config
+from stack_core.abi.data import Batches
 from stack_core.abi.errors import ConfigError
 
 
@@ -31,7 +32,7 @@ class ByteData:
         return Windows(self, seed)
 
 
-class Windows:
+class Windows(Batches):
     """Both the data and its only iterator: batch i is drawn from (seed, i)."""
 
     def __init__(self, settings, seed):

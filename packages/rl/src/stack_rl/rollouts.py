@@ -18,6 +18,7 @@ from stack_core.abi.errors import ConfigError, DataError
 from stack_core.abi.formats import GenerativeCheckpoint
 from stack_core.abi.mesh import MeshConfig
 from stack_core.abi.plugins import registries
+from stack_core.abi.policy import PolicyBatches
 from stack_core.abi.run_directory import RunDirectory
 from stack_rl.concurrent import ConcurrentPlayer
 from stack_rl.contracts import Tasks, Trajectory
@@ -164,8 +165,8 @@ class RolloutData:
         return RolloutBatches(self, model, seed=seed)
 
 
-class RolloutBatches:
-    """Batches that the policy makes; see `PolicyBatches`, `NeedsPolicy`, `Validates`, `WritesFiles`, `Closes`."""
+class RolloutBatches(PolicyBatches):
+    """Batches of episodes played by the policy; see `PolicyBatches`."""
 
     def __init__(self, config: RolloutData, model: Any, *, seed: int) -> None:
         self._config, self._seed, self._settings = config, seed, config.draw_digest
@@ -181,13 +182,13 @@ class RolloutBatches:
         self._scores: Callable[[Batch], Mapping[str, Any]] | None = None
         self._directory: Path | None = None
 
-    def take_policy(self, policy: GenerativeCheckpoint) -> None:
+    def take_policy(self, open_policy: Callable[[], GenerativeCheckpoint]) -> None:
         """Makes the tasks, and the engine that plays them.
 
         Raises:
           StackError: the tasks or the engine cannot be made.
         """
-        settings = self._config
+        settings, policy = self._config, open_policy()
         self._tasks = settings.environment.build(policy, seq_tokens=settings.seq_tokens, seed=self._seed)
         if self._tasks.training == 0:
             raise DataError(f"The environment {settings.environment.name!r} has no task to train on.")
@@ -238,7 +239,7 @@ class RolloutBatches:
         return RolloutIterator(self._next_batch, self._state, self._restore, fingerprint)
 
     def checkpoint_saved(self, step: int, kept: Sequence[int]) -> None:
-        """Acknowledges what a checkpoint has learned from; see `FollowsCheckpoints`."""
+        """Acknowledges what a checkpoint has learned from."""
         if self._journal is not None:
             self._journal.saved(step, kept)
 

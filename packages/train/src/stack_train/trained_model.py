@@ -12,7 +12,7 @@ import numpy as np
 
 from stack_core.abi.atomic_directory import atomic_directory
 from stack_core.abi.config import to_yaml
-from stack_core.abi.data import Batches, Validates
+from stack_core.abi.data import Batches
 from stack_core.abi.errors import ConversionError
 from stack_core.abi.formats import Conversion, Progress
 from stack_core.abi.metrics import Metrics
@@ -60,8 +60,7 @@ class TrainedLanguageModel:
         return map(_for_the_device, self._data.train_iterator())
 
     def validation_batches(self) -> Iterator[Batch]:
-        data = self._data
-        return map(_for_the_device, data.validation_batches() if isinstance(data, Validates) else ())
+        return map(_for_the_device, self._data.validation_batches())
 
     def metrics(self, model: Any, batch: Mapping[str, Any]) -> Metrics:
         objective = self._objective

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stack_core.abi.data import IGNORED_TARGET, ReadsRows
+from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.errors import ConfigError, DataError
 from stack_train.data.kinds.text import TextData
 from stack_train.data.pipeline import Batch, Pipeline, build_pipeline
@@ -50,7 +50,6 @@ def test_a_batch_has_the_shapes_that_a_trainer_expects(pipeline: Build) -> None:
 
 def test_the_rows_of_each_process_make_the_batch_of_one(pipeline: Build) -> None:
     whole, parts = pipeline(batch_size=3), [np.array([0, 2]), np.array([1])]
-    assert isinstance(whole, ReadsRows)
     for batch, *shares in zip(*(_take(each, 9) for each in (whole, *map(whole.with_rows, parts))), strict=True):
         for rows, share in zip(parts, shares, strict=True):
             assert all(np.array_equal(share[name], batch[name][rows]) for name in batch if name != "row_ids")

@@ -4,9 +4,11 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+import pytest
 
 from stack_core.abi.config import config, parse
-from stack_core.abi.data import PolicyBatches
+from stack_core.abi.errors import PluginError
+from stack_core.abi.policy import PolicyBatches
 from stack_train.data.kinds.arrays import ArraysIterator
 from stack_train.data.kinds.text import language_model_shapes
 from stack_train.run.config import RunConfig
@@ -14,7 +16,7 @@ from stack_train.run.run import build
 from stack_train.run.train import start
 
 
-class Echoes:
+class Echoes(PolicyBatches):
     """Rows that hold the version of the weights, and a score of the row before."""
 
     def __init__(self):
@@ -63,3 +65,12 @@ def test_the_loop_hands_over_the_weights_after_each_step(tmp_path):
     assert DATA.versions == [0, 1, 2, 3]
     assert len(set(DATA.norms)) == 4  # each time other weights
     assert all(found.shape == (2, 8) and (found < 0).all() for found in DATA.scores)
+
+
+def test_data_of_another_class_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(EchoData, "build", lambda self, *, seed, model: object())
+    model = {"family": "llama", "vocab_size": 8, "layers": 1, "embed": 8, "heads": 2, "mlp": 8}
+    base = parse(RunConfig, {"output": str(tmp_path / "run"), "model": model, "run": {"steps": 3}})
+    with pytest.raises(PluginError, match=r"data.kind 'echoes' built a object; expected a stack_core.abi.data.Batches"):
+        build(RunConfig(output=base.output, model=base.model, run=base.run, data=EchoData()))
+    assert not (tmp_path / "run").exists()

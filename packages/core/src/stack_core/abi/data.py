@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
 
@@ -23,20 +24,11 @@ __all__ = [
     "Batch",
     "BatchIterator",
     "Batches",
-    "Closes",
     "DataKind",
     "DataSource",
-    "Describes",
     "Document",
-    "FollowsCheckpoints",
-    "PolicyBatches",
-    "ReadsRows",
     "Shapes",
-    "TakesTrained",
     "Tokenizer",
-    "Tokenizes",
-    "Validates",
-    "WritesFiles",
 ]
 
 
@@ -104,117 +96,52 @@ class BatchIterator(Protocol):
         ...
 
 
-@runtime_checkable
-class Batches(Protocol):
-    """The data of a run.
+class Batches(ABC):
+    """The data of a run. Every method but `train_iterator` has a default that does nothing.
 
-    A batch may hold `row_ids`, int64[batch], besides what `DataKind.spec` says; they stay on the host, and `Describes`
-    names the examples of each. What else data can do are the small protocols below, asked by `isinstance`.
+    A batch may hold `row_ids`, int64[batch], besides the arrays of `DataKind.spec`; they stay on the host.
     """
 
-    def train_iterator(self) -> BatchIterator: ...
-
-
-@runtime_checkable
-class Validates(Protocol):
-    """Data of which some is held out."""
+    @abstractmethod
+    def train_iterator(self) -> BatchIterator:
+        """Returns an iterator over training batches, from the first one."""
 
     def validation_batches(self) -> Iterator[Batch]:
-        """All held-out batches, the same at each call; none where nothing is held out."""
-        ...
+        """Iterates over all held-out batches, the same at each call."""
+        return iter(())
 
-
-@runtime_checkable
-class Describes(Protocol):
-    """Data that can say where its rows come from."""
-
-    def describe_rows(self, row_ids: Any) -> list[str]:
-        """Names the examples of each row, for the message of an error."""
-        ...
-
-
-@runtime_checkable
-class Tokenizes(Protocol):
-    """Data that is made of text."""
-
-    tokenizer: Tokenizer
-
-
-@runtime_checkable
-class WritesFiles(Protocol):
-    """Data that leaves files beside the model, such as its tokenizer."""
-
-    def write(self, directory: Path) -> None:
-        """Writes files into the run's directory, each whole or not at all; what is there already stays."""
-        ...
-
-
-@runtime_checkable
-class PolicyBatches(Batches, Protocol):
-    """Data that the policy makes: the run's loop hands over the new weights after each step."""
-
-    def update_weights(self, params: Any, version: int, score: Callable[[Any, Batch], Any]) -> None:
-        """Takes the weights that later batches are to be drawn from.
+    def describe_rows(self, row_ids: np.ndarray) -> Sequence[str]:
+        """Names the examples of each row for an error message.
 
         Args:
-          params: all variables of the model; valid until the next step begins, which donates them.
-          version: steps done.
-          score: `score(params, batch)`, see `Trainer`.
+          row_ids: int64[rows], from one batch.
         """
-        ...
+        return ()
 
+    def with_rows(self, rows: np.ndarray) -> Batches | None:
+        """Returns data whose training batches hold these rows only, or None if it always makes whole batches.
 
-@runtime_checkable
-class Closes(Protocol):
-    """Data that works beside the run."""
-
-    def close(self) -> None:
-        """Ends what is under way; called once when the run ends, however it does."""
-        ...
-
-
-@runtime_checkable
-class FollowsCheckpoints(Protocol):
-    """Data that holds something until a checkpoint has used it."""
-
-    def checkpoint_saved(self, step: int, kept: Sequence[int]) -> None:
-        """Learns that a checkpoint is whole on disk, so that the iterator's state in it may be gone back to.
+        A run in several processes calls it once. `row_ids`, the state of the iterator and held-out batches still
+        describe whole batches, so that a run may resume with another number of processes.
 
         Args:
-          step: of the checkpoint.
-          kept: the steps of all checkpoints that there are, oldest first; nothing before the first can be gone back to.
+          rows: int64[own], ascending places in a batch.
         """
-        ...
+        return None
 
+    def write(self, directory: Path) -> None:  # noqa: B027  optional
+        """Writes files that belong to the run, such as the tokenizer, each atomically. Existing files stay."""
 
-@runtime_checkable
-class TakesTrained(PolicyBatches, Protocol):
-    """Data whose `update_weights` may take what the run trains alone, such as an adapter, and not the frozen rest.
-
-    Attributes:
-      takes_trained: whether it does; `score` takes the same parameters.
-    """
-
-    @property
-    def takes_trained(self) -> bool: ...
-
-
-@runtime_checkable
-class ReadsRows(Batches, Protocol):
-    """Data that can make some rows of each batch alone, those on the devices of one of several processes.
-
-    Of other data each process makes whole batches and leaves out what it does not hold.
-    """
-
-    def with_rows(self, rows: np.ndarray) -> Batches:
-        """The same data, whose training batches hold these rows alone; all else is as before.
-
-        `row_ids` are of the whole batch still, and so is the state of the iterator: it does not depend on the rows.
+    def checkpoint_saved(self, step: int, kept: Sequence[int]) -> None:  # noqa: B027
+        """Releases whatever was held for a resume from an earlier checkpoint.
 
         Args:
-          rows: int64[own], places in a batch, in rising order.
+          step: step of a checkpoint that is complete on disk, with the iterator's state.
+          kept: steps of all checkpoints, oldest first; a run resumes from none before the first.
         """
-        ...
+
+    def close(self) -> None:  # noqa: B027
+        """Stops background work. Called once when the run ends, also after an error."""
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from stack_core.abi.formats import GenerativeCheckpoint
     from stack_core.abi.generation import EngineStats, GenerationRequest, GenerationUpdate
 
-__all__ = ["Engine", "ExpectsRequests", "KeepsMissing", "NeedsPolicy"]
+__all__ = ["Engine", "ExpectsRequests", "KeepsMissing"]
 
 
 @runtime_checkable
@@ -96,21 +95,5 @@ class ExpectsRequests(Protocol):
         """Says how many continuations are asked for at once, at most; before `start`.
 
         More are served, too, but not together.
-        """
-        ...
-
-
-@runtime_checkable
-class NeedsPolicy(Protocol):
-    """Data that generates with the run's own model, which the run hands over once, before the first weights."""
-
-    def take_policy(self, policy: GenerativeCheckpoint) -> None:
-        """Takes the model that batches are drawn from.
-
-        Args:
-          policy: its `load_params` copies the weights that the run has at the time of the call.
-
-        Raises:
-          StackError: nothing can be generated with it.
         """
         ...

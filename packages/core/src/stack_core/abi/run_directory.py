@@ -123,7 +123,7 @@ class RunDirectory:
         """Writes the files that the run's data leaves, and the config; each appears whole or not at all.
 
         Args:
-          write_files: writes into the directory, as `WritesFiles.write` does.
+          write_files: writes into the directory, as `Batches.write` does.
 
         Raises:
           RunDirectoryError: the disk is full or the directory not writable.

@@ -10,7 +10,7 @@ from jaxtyping import Int32, Int64, UInt8, UInt64
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from stack_core.abi.config import config
-from stack_core.abi.data import Batch, Shapes
+from stack_core.abi.data import Batch, Batches, Shapes
 from stack_core.abi.errors import ConfigError
 from stack_train.data.cache import digest_of
 from stack_train.data.rows import TrainIterator, filled, iterate_rows
@@ -124,7 +124,7 @@ class LabelledImages:
         return {"images": self.pixels[places].astype(np.float32) / 127.5 - 1.0, **labels}
 
 
-class ImageBatches:
+class ImageBatches(Batches):
     """Rows of images; see `Batches`.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Data of which one process makes its own rows alone."""
+"""Data that reads only the rows of one process."""
 
 import copy
 from typing import TypeVar
@@ -6,22 +6,23 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Int64
 
+from stack_core.abi.data import Batches
+
 __all__ = ["OwnRows"]
 
 T = TypeVar("T", bound="OwnRows")
 
 
-class OwnRows:
-    """A base of `Batches` that are `ReadsRows`.
+class OwnRows(Batches):
+    """Base class of data that reads only the rows of one process.
 
     Attributes:
-      rows: places of a training batch that are made; None is all.
+      rows: places in a training batch that are read; None reads all.
     """
 
     rows: Int64[np.ndarray, " own"] | None = None
 
     def with_rows(self: T, rows: Int64[np.ndarray, " own"]) -> T:
-        """The same data, whose training batches hold these rows alone."""
         other = copy.copy(self)
         other.rows = rows
         return other

@@ -16,11 +16,11 @@ import jax
 import numpy as np
 
 from stack_core.abi.config import to_yaml
-from stack_core.abi.data import Describes, PolicyBatches, TakesTrained, Validates
 from stack_core.abi.errors import Interrupted, NonFiniteLoss
 from stack_core.abi.event_bus import EventBus
 from stack_core.abi.events import EvaluationFinished, RunFinished, StepFinished, StepStarted
 from stack_core.abi.metrics import Metrics, combine_all
+from stack_core.abi.policy import PolicyBatches
 from stack_core.abi.training import ShowsMetrics
 from stack_core.runtime.signals import StopRequest
 from stack_train.checkpoint import CheckpointStore, FrozenRecord
@@ -143,7 +143,7 @@ class TrainingLoop:
         variables, beside = trainer.evaluation_variables(state), trainer.evaluation_beside(state)
         found: list[Any] = []
         self._is_evaluation_cut = False
-        for batch in data.validation_batches() if isinstance(data, Validates) else ():
+        for batch in data.validation_batches():
             # Several processes evaluate to the end: a signal may have reached one of them alone.
             if self._stop and self.of.processes.count == 1:
                 self._is_evaluation_cut = True
@@ -175,7 +175,7 @@ class TrainingLoop:
         """Gives data that the policy makes the weights that the next batch may be drawn from."""
         if isinstance(self.of.data, PolicyBatches):
             further = {name: each.params for name, each in state.further.items()}
-            alone = isinstance(self.of.data, TakesTrained) and self.of.data.takes_trained
+            alone = self.of.data.takes_trained
             frozen = state.frozen if alone else {}
             given = join(state.params, state.moved) if alone else self.of.trainer.variables(state)
             self.of.data.update_weights(given, step, partial(self._score, further, frozen))
@@ -220,8 +220,8 @@ class TrainingLoop:
         self.store.wait()
         data, row_ids = self.of.data, dispatched.row_ids
         rows = ""
-        if isinstance(data, Describes) and row_ids is not None:
-            documents = "\n".join(f"  {line}" for line in data.describe_rows(row_ids))
+        if row_ids is not None and (described := data.describe_rows(row_ids)):
+            documents = "\n".join(f"  {line}" for line in described)
             rows = f" The batch holds rows {row_ids.tolist()}:\n{documents}"
         saved = self.store.latest()
         remedy = "no checkpoint was written yet" if saved is None else f"the last checkpoint is step {saved}"

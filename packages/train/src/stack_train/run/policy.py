@@ -17,7 +17,7 @@ __all__ = ["policy_of"]
 
 
 def policy_of(run: Run, variables: Tree) -> ModuleCheckpoint:
-    """The checkpoint that `NeedsPolicy.take_policy` is given.
+    """Opens the run's model for generation, for `PolicyBatches.take_policy`.
 
     Args:
       variables: those that the run has now, which `load_params` copies; they need not outlive the next step.

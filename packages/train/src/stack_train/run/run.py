@@ -12,8 +12,8 @@ from jaxtyping import Int64
 
 from stack_core import ops
 from stack_core.abi.config import differences, dotted_keys, is_under, parse_yaml, to_mapping
-from stack_core.abi.data import Batches, ReadsRows
-from stack_core.abi.errors import ConfigError, nearest
+from stack_core.abi.data import Batches
+from stack_core.abi.errors import ConfigError, PluginError, nearest
 from stack_core.abi.plugins import registries
 from stack_core.abi.run_directory import RunDirectory
 from stack_core.runtime.processes import ALONE, Processes, join
@@ -69,9 +69,14 @@ def _built(config: RunConfig, resume: bool, allowed: tuple[str, ...], processes:
     kind = data_of_resumed(config) if resume else config.data
     data = processes.in_turn("data", lambda: kind.build(seed=config.run.seed, model=config.model))
     rows = None
-    if processes.count > 1 and isinstance(data, ReadsRows):
-        rows = own_rows(trainer, config.data.spec(config.model))
-        data = data.with_rows(rows)
+    if not isinstance(data, Batches):
+        raise PluginError(
+            f"data.kind {config.data.kind!r} built a {type(data).__name__}; expected a stack_core.abi.data.Batches."
+        )
+    if processes.count > 1:
+        own = own_rows(trainer, config.data.spec(config.model))
+        if (of_process := data.with_rows(own)) is not None:
+            data, rows = of_process, own
     return Run(config, directory, trainer, step, data, resume, changes, processes, rows, ops.choices())
 
 

@@ -12,12 +12,11 @@ import jax
 
 from stack_core import ops
 from stack_core.abi.config import is_under, parse_yaml, to_yaml
-from stack_core.abi.data import Closes, FollowsCheckpoints, WritesFiles
-from stack_core.abi.engines import NeedsPolicy
 from stack_core.abi.event_bus import EventBus, ObserverContext, observers_from
 from stack_core.abi.events import CheckpointSaved, Event, RunFailed, RunStarted
 from stack_core.abi.mesh import check_shardings
 from stack_core.abi.plugins import registries
+from stack_core.abi.policy import PolicyBatches
 from stack_core.chips import count_units, current_chip
 from stack_core.runtime.signals import StopRequest, stop_requests
 from stack_core.runtime.worker import current_worker
@@ -89,13 +88,12 @@ def _closing(run: Run) -> Iterator[None]:
     try:
         yield
     finally:
-        if isinstance(run.data, Closes):
-            run.data.close()
+        run.data.close()
 
 
 def _tell(run: Run, bus: EventBus, event: Event) -> None:
     """Tells observers what became of a checkpoint, and the run's data that one is safe."""
-    if isinstance(event, CheckpointSaved) and isinstance(run.data, FollowsCheckpoints):
+    if isinstance(event, CheckpointSaved):
         run.data.checkpoint_saved(event.step, CheckpointDirectory(run.directory.checkpoints).steps())
     bus.emit(event)
 
@@ -106,14 +104,13 @@ def _opened(run: Run) -> contextlib.AbstractContextManager[None]:
 
 
 def _write_files(run: Run) -> None:
-    data = run.data
     if run.processes.first:
         run.directory.write(to_yaml(run.config), partial(_write_data_files, run))
         keep_files(run.config.data, run.directory)
         if changes := [*run.changes, *_kept_choices(run)]:
             run.directory.note_changes(changes)
-    elif isinstance(data, WritesFiles):
-        data.write(run.directory.path)  # what is there stays; the data learns where it is
+    else:
+        run.data.write(run.directory.path)  # existing files stay; the data learns where they are
 
 
 def _kept_choices(run: Run) -> list[str]:
@@ -134,9 +131,9 @@ def _train(
     batches = run.data.train_iterator()
     state, records, first_step = _first_state(run, store, batches)
     run.processes.check_alike("data", {"position": batches.get_state()} if run.processes.count > 1 else {})
-    if isinstance(run.data, NeedsPolicy):
-        policy: Any = policy_of(run, run.trainer.variables(state))  # frozen, where the protocol has plain attributes
-        run.data.take_policy(policy)
+    if isinstance(run.data, PolicyBatches):
+        open_policy: Any = partial(policy_of, run, run.trainer.variables(state))  # frozen, unlike the protocol
+        run.data.take_policy(open_policy)
     flops, ideal_step_s = _cost(run)
     step = run.trainer.runnable(compiled, run.config.data.spec(run.config.model))
     loop = TrainingLoop(run, step, store, bus, ideal_step_s, records)
@@ -161,8 +158,7 @@ def _train(
 def _write_data_files(run: Run, directory: Path) -> None:
     if not run.resume:
         _remove_leftovers(directory)
-    if isinstance(run.data, WritesFiles):
-        run.data.write(directory)
+    run.data.write(directory)
     copy_tokenizer_of_start(run.config, directory)
 
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from stack_core.abi.data import IGNORED_TARGET, PolicyBatches
+from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.errors import ConfigError, StackError
+from stack_core.abi.policy import PolicyBatches
 from stack_train.data.kinds.chat import ChatData
 from stack_train.data.kinds.judged import JudgedData
 from stack_train.data.kinds.preferences import PreferenceData

@@ -3,8 +3,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from stack_core.abi.data import IGNORED_TARGET, PolicyBatches
+from stack_core.abi.data import IGNORED_TARGET
 from stack_core.abi.errors import DataError
+from stack_core.abi.policy import PolicyBatches
 from stack_train.data.kinds.preferences import PreferenceData
 
 MODEL = SimpleNamespace(vocab_size=300, max_positions=256)

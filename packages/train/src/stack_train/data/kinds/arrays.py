@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from stack_core.abi.config import config
-from stack_core.abi.data import IGNORED_TARGET, Batch, Shapes
+from stack_core.abi.data import IGNORED_TARGET, Batch, Batches, Shapes
 from stack_core.abi.errors import ConfigError, DataError
 from stack_core.abi.models import LanguageModelConfig
 
@@ -72,7 +72,7 @@ class ArraysData:
         raise DataError(f"{self.source!r} gives no batch. It must return an iterable of mappings of arrays.")
 
 
-class ArraysBatches:
+class ArraysBatches(Batches):
     """Batches of a function; see `Batches`."""
 
     def __init__(

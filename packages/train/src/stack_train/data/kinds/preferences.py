@@ -14,6 +14,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from stack_core.abi.config import config
 from stack_core.abi.data import Batch, Shapes
 from stack_core.abi.errors import DataError
+from stack_core.abi.policy import PolicyBatches
 from stack_core.text.chat_template import TEMPLATE_FIELDS
 from stack_train.data.cache import digest_of
 from stack_train.data.conversations import Conversation, Tokenization
@@ -109,7 +110,7 @@ class Pair:
     rejected: Conversation
 
 
-class PreferenceBatches(OwnRows):
+class PreferenceBatches(OwnRows, PolicyBatches):
     """Rows of pairs; see `Batches`. Scores them by the first weights that it is given, if the section asks for it."""
 
     def __init__(

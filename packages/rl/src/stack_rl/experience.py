@@ -1,4 +1,4 @@
-"""Trajectories as batches: each token with its advantage, its weight in the loss, and who drew it."""
+"""Conversion of trajectories to training batches with advantages and token weights."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -26,7 +26,7 @@ _TOKENS: Final = {
     "old_logprobs": np.float32,
 }
 _VALUES: Final = ("old_values", "returns")
-# Objectives report the means of what an episode's row says besides whether it is real, dropped, and its share.
+# Objectives report the mean of each of these, as they do of every array[rows] except `real`, `dropped` and `share`.
 _OF_EPISODES: Final = ("reward", "correct", "unchecked", "unparsed", "action_tokens", "staleness", "truncated")
 _OF_GROUPS: Final = ("flat_groups", "drawn_groups")
 _ROWS: Final = ("real", "dropped", "share", *_OF_EPISODES, *_OF_GROUPS)
@@ -35,13 +35,15 @@ _ROWS: Final = ("real", "dropped", "share", *_OF_EPISODES, *_OF_GROUPS)
 def batch_shapes(
     rows: int, seq_tokens: int, *, values: bool = False, candidates: int = 0, reference: bool = False
 ) -> Shapes:
-    """The arrays of a batch: of tokens [rows, seq_tokens], and of rows [rows].
+    """Returns the arrays of a batch: token arrays are [rows, seq_tokens], row arrays [rows].
 
     Args:
-      values: those of `credited_by_values` are among them.
-      candidates: how many a target may have been drawn from; int32[rows, seq_tokens, candidates] holds them, and -1
-        behind them. 0 leaves the array out, as all tokens are candidates.
-      reference: the log-probabilities of the targets by a reference are among them.
+      rows: number of rows.
+      seq_tokens: number of tokens per row.
+      values: include the arrays that `credited_by_values` adds.
+      candidates: maximum number of candidates per target, stored as int32[rows, seq_tokens, candidates] and padded with
+        -1. 0 omits the array, because all tokens are candidates.
+      reference: include the reference's log-probabilities of the targets.
     """
     more = (*(_VALUES if values else ()), *((REFERENCE_LOGPROBS,) if reference else ()))
     dtypes = _TOKENS | dict.fromkeys(more, np.float32)
@@ -54,18 +56,20 @@ def batch_shapes(
 def batch_of(
     trajectories: Sequence[Trajectory | None], *, shapes: Shapes, advantage: str | None, weights: str, version: int
 ) -> dict[str, np.ndarray]:
-    """Lays trajectories out, one a row; rows that are left over, and those of dropped ones (None), are padding.
+    """Builds a batch with one trajectory per row; spare rows and dropped trajectories (None) become padding.
 
-    Padding has no target and segment 0, whatever its tokens are: a token that also pads still learns to end a text.
+    Padding is marked by ignored targets and segment 0, not by its token ids, so an end token that is also the padding
+    token is still learned.
 
     Args:
-      shapes: of the batch.
-      advantage: a name of `ADVANTAGES`; None credits nothing.
-      weights: a name that `token_weights` knows.
-      version: of the weights that are trained next.
+      trajectories: at most as many as the batch has rows.
+      shapes: shapes of the batch.
+      advantage: key of `ADVANTAGES`; None sets all advantages to 0.
+      weights: name of a weighting, see `token_weights`.
+      version: version of the weights that the batch will train.
 
     Raises:
-      DataError: a token has more candidates than a batch has room for.
+      DataError: a token has more candidates than the batch has room for.
     """
     batch = {name: np.zeros(each.shape, each.dtype) for name, each in shapes.items()}
     rows, seq_tokens = batch["targets"].shape
@@ -98,17 +102,20 @@ def credited_by_values(
     decay: float,
     whiten: bool,
 ) -> dict[str, np.ndarray]:
-    """A batch of `batch_of` whose tokens are credited by what a critic expected from before each on.
+    """Returns a batch of `batch_of` with advantages estimated from a critic's values.
 
     Args:
-      values: [rows, seq_tokens], of the critic, at each target.
+      batch: batch whose advantages are replaced.
+      trajectories: trajectories of the batch, which provide the rewards.
+      values: the critic's value at each target, [rows, seq_tokens].
       discount, decay: gamma and lambda of `gae`.
-      whiten: advantages over the batch; `returns` are those before.
+      whiten: whiten the advantages over the batch. `returns` use the advantages before whitening.
     """
     drawn = batch["targets"] != IGNORED_TARGET
     rewards, expected = np.zeros(drawn.shape), np.where(drawn, values, 0).astype(np.float64)
     for row, each in enumerate(trajectories):
         if each is not None:
+            # Targets are tokens 1, 2, ..., so rewards shift by one as well.
             rewards[row, : len(each.tokens) - 1] = each.rewards[1:]
     advantages = gae(rewards, expected, drawn, discount=discount, decay=decay)
     found = {
@@ -147,7 +154,7 @@ def _lay_out(batch: Mapping[str, np.ndarray], row: int, trajectory: Trajectory, 
 
 
 def _lay_out_candidates(into: np.ndarray, trajectory: Trajectory) -> None:
-    """Writes the candidates of each target; one without any was taken greedily, from itself alone."""
+    """Writes the candidates of each target. A greedily chosen token has only itself as candidate."""
     tokens, none = trajectory.tokens, np.zeros(0, np.int32)
     counts, candidates = trajectory.candidates or (np.zeros(len(tokens), np.int32), none)
     if (most := int(counts.max(initial=0))) > into.shape[1]:
@@ -163,6 +170,6 @@ def _lay_out_candidates(into: np.ndarray, trajectory: Trajectory) -> None:
 
 
 def _has_others(groups: Any) -> np.ndarray:
-    """Whether an episode is not the only one of its group."""
+    """Returns whether each episode shares its group with another one."""
     _, place, counts = np.unique(groups, return_inverse=True, return_counts=True)
     return counts[place] > 1

@@ -1,4 +1,4 @@
-"""`data.reference`: scores each batch by a reference model that has a separate mesh."""
+"""`data.reference`: a reference model on a separate mesh that scores each batch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,13 +24,13 @@ _READ: Final = ("tokens", "targets", "positions", "segment_ids", "old_logprobs",
 
 @config
 class ReferenceConfig:
-    """The reference of an objective with `reference: data`, which scores every batch before it is trained on.
+    """Reference model of an objective with `reference: data`; it scores every batch before the batch is trained on.
 
-    It lies on its own mesh, and the trainer's devices hold none of it.
+    It has its own mesh, so the trainer's devices hold no reference unless the meshes overlap.
 
     Attributes:
       source: "run:DIRECTORY", such as the run that this one starts from.
-      mesh: over the machine's last devices; by default over all.
+      mesh: mesh over the machine's last devices; by default over all devices.
     """
 
     source: LocalAddress
@@ -44,17 +44,17 @@ class ReferenceConfig:
             )
 
     def check(self) -> None:
-        """Raises a ConfigError where no such run is there."""
+        """Raises a ConfigError if the run's directory does not exist."""
         if not Path(self.source.removeprefix("run:")).is_dir():
             raise ConfigError(f"data.reference.source is {self.source!r}, which is no directory. Name that of a run.")
 
 
 class Reference:
-    """The model of a `ReferenceConfig`, with its parameters on its mesh.
+    """The model of a `ReferenceConfig`, with its parameters placed on its mesh.
 
     Raises:
-      DataError: its vocabulary is not the policy's.
-      ShardingError: there are fewer devices than its mesh has.
+      DataError: its vocabulary size differs from the policy's, or it has fewer positions.
+      ShardingError: its mesh has more devices than the machine.
       StackError: its checkpoint cannot be read.
     """
 
@@ -70,7 +70,10 @@ class Reference:
         self._scores = jax.jit(self._scored, out_shardings=self._model.whole)
 
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows seq"]:
-        """log p(target) by the reference, among its candidates where the batch has them; 0 where there is no target."""
+        """Computes log p(target) under the reference; 0 for positions without a target.
+
+        If the batch has candidates, the reference's distribution is normalized over them.
+        """
         read = {name: batch[name] for name in _READ if name in batch}
         return np.asarray(jax.device_get(self._scores(self._params, read)), np.float32)
 

@@ -1,4 +1,4 @@
-"""`data.kind: rollouts`: batches of what the policy itself did in an environment."""
+"""`data.kind: rollouts`: batches of episodes that the policy itself generates in an environment."""
 
 import hashlib
 import json
@@ -44,51 +44,61 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 @config
 class RolloutData:
-    """Episodes of an environment, a group of attempts at each task, drawn anew for every step from its weights.
+    """Episodes of an environment, sampled from the current weights as groups of attempts at each task.
 
-    A batch has a row for each episode: what the policy saw and drew, the log-probabilities by which it drew, and for
-    each token the advantage of its episode within the group and its weight in the loss. The policy draws at temperature
-    1 from all tokens, which is the distribution that an objective differentiates. With `top_p` or `top_k` it draws from
-    some, its candidates; every token keeps its own, and the objective differentiates the distribution over these.
+    A batch has one row per episode: the observed and sampled tokens, the log-probabilities at sampling time, and for
+    each token the advantage and its weight in the loss. The policy samples at temperature 1 from the whole vocabulary,
+    which is the distribution that the objective differentiates. With `top_p` or `top_k`, each token keeps the
+    candidates it was sampled from, and the objective differentiates the distribution over these candidates.
 
-    With `max_staleness` 0 a batch is drawn when it is asked for, by the weights that it trains: a function of its
-    number and of them. Otherwise groups are drawn while the policy trains, and tokens by the weights of their moment,
-    up to so many steps before their use; nothing that was dispatched is left out, and slow groups are waited for once
-    they are due.
+    With `max_staleness: 0`, a batch is sampled on request from the weights that it will train, and is a function of the
+    seed, the batch number and the weights. Otherwise groups are sampled while the policy trains, up to `max_staleness`
+    steps before their use, and each token comes from the weights current at that moment. Every dispatched group is
+    eventually used; a slow group is waited for once it is due.
 
-    What was drawn lies in the run's `rollouts.journal` until a checkpoint has learned from it: a run that goes on takes
-    it from there, draws again what had been under way, and skips nothing.
+    Groups stay in the run's `rollouts.journal` until a checkpoint includes the update trained on them. A resumed run
+    reads them from there, samples unfinished groups again, and skips none.
 
-    Evaluation plays every held-out task once, taking the most likely token each time, and keeps the first episodes for
-    the run's report.
+    Evaluation plays every held-out task once with greedy decoding, and saves the first 16 episodes for the run's
+    report.
 
     Attributes:
-      environment: an entry of the registry `environments`.
-      groups: tasks in a batch.
-      group_size: attempts at each.
-      seq_tokens: of an episode, prompts and observations included, at most.
-      advantage: what of its reward an episode is credited with, among those of its group: "group", the reward's
-        distance from the mean in standard deviations; "centred", the distance; "leave_one_out", that from the mean of
-        the others; "whitened", the distance in standard deviations of the whole batch; "gae", each token by what
-        the objective's critic expected from before it on, which "ppo" has.
-      discount, decay, whiten: of "gae": gamma and lambda, and whether advantages are whitened over the batch's tokens.
-      critic_warmup_steps: of "gae": the first steps, in which nothing is credited and the critic alone learns. While it
-        expects 0 and rewards are far from 0, tokens would be credited by how near they stand to an answer's end.
-      weights: what tokens weigh in the loss. "sequence": episodes weigh the same; "token": tokens do; "constant": a
-        token is 1 / (rows * seq_tokens); "prompt": tasks weigh the same, and within them tokens; "sum": a token is 1.
-      engine: an entry of the registry `engines`, which generates.
-      engine_mesh: the policy that it draws from lies on this mesh, over the machine's last devices; with None
-        "static" draws on the trainer's, `mesh`, which has all devices.
-      reference: a model on a separate mesh that scores every batch, for an objective with `reference: data`.
-      on_failure: an episode whose environment or reward fails stops the run ("stop"), or is left out ("drop").
-      step_timeout_s: of a step of an environment; one that takes longer has failed.
-      top_p, top_k: which tokens are candidates, as `SamplingParams` says; all by default.
-      most_candidates: of a token; more are refused. They take this room in every batch.
-      refill_rounds: draw other groups in place of those whose rewards are all equal, at most so many times as many as a
-        batch has (DAPO's dynamic sampling). Where that does not fill the batch, flat ones do, and a warning says why.
-      max_staleness: steps that may lie between the dispatch of a group and its use: 0 is synchronous, 1 one step off.
-      stale_keys: what becomes of the keys and values that older weights made when the engine gets new ones: they "keep"
-        their place, or the engine makes them again ("recompute").
+      environment: environment config, an entry of the registry `environments`.
+      kind: selects this data in the registry `batches`.
+      groups: number of tasks per batch.
+      group_size: number of attempts at each task.
+      seq_tokens: maximum number of tokens per episode, including prompts and observations.
+      advantage: advantage estimator. "group": reward minus the group's mean, divided by the group's standard deviation;
+        "centred": reward minus the group's mean; "leave_one_out": reward minus the mean of the group's other rewards;
+        "whitened": "centred" divided by its standard deviation over the batch; "gae": generalized advantage estimation
+        per token, which needs an objective with a critic, such as "ppo".
+      discount: gamma of "gae".
+      decay: lambda of "gae".
+      whiten: whether "gae" whitens advantages over the sampled tokens of the batch.
+      critic_warmup_steps: for "gae": number of initial steps with advantages of 0, which train the critic but not yet
+        the policy on rewards. A new critic predicts 0, so if rewards are far from 0, it would credit tokens by their
+        distance from the end of the answer.
+      weights: weight of each token in the loss. "sequence": equal weight per episode; "token": equal weight per token;
+        "constant": 1 / (rows * seq_tokens); "prompt": equal weight per task, and per token within a task; "sum": 1.
+      engine: name of the generation engine, an entry of the registry `engines`.
+      engine_mesh: mesh, over the machine's last devices, for the policy weights that generate. With None, the engine
+        "static" uses the trainer's mesh, `mesh`, which has all devices.
+      reference: reference model on a separate mesh that scores every batch, for an objective with `reference: data`.
+        None: the data has no reference.
+      on_failure: handling of an episode whose environment or reward fails: "stop" ends the run, "drop" leaves the
+        episode out and counts it.
+      step_timeout_s: time limit of one environment step in seconds; a longer step is a failure.
+      top_p: nucleus sampling threshold, as in `SamplingParams`; 1 samples from all tokens.
+      top_k: number of most likely tokens to sample from, as in `SamplingParams`; 0 samples from all tokens.
+      most_candidates: maximum number of candidates per token; every batch reserves this many entries per token. A token
+        with more candidates raises a DataError.
+      refill_rounds: replace groups whose rewards are all equal by newly sampled groups (DAPO's dynamic sampling), at
+        most `refill_rounds * groups` per batch. If that is not enough, groups with equal rewards fill the batch and a
+        warning reports the rewards found. 0 replaces none.
+      max_staleness: maximum number of steps between the dispatch of a group and its use: 0 is synchronous, 1 is one
+        step off-policy.
+      stale_keys: handling of the KV cache when the engine receives new weights: "keep" its entries, or "recompute" them
+        with the new weights.
     """
 
     environment: Annotated[Any, Selected(registries.environments, "name")]
@@ -116,12 +126,12 @@ class RolloutData:
 
     @property
     def batch_size(self) -> int:
-        """Rows of a batch."""
+        """Number of rows per batch."""
         return self.groups * self.group_size
 
     @property
     def draw_digest(self) -> str:
-        """Digest of the settings and the task files that groups and batches depend on, apart from the weights."""
+        """Digest of everything that sampled groups depend on except the weights: settings and task files."""
         names = ("environment", "groups", "group_size", "seq_tokens", "top_p", "top_k")
         settings = {name: to_mapping(getattr(self, name)) for name in names}
         source = getattr(self.environment, "source", None)
@@ -130,6 +140,7 @@ class RolloutData:
 
     @property
     def drawing(self) -> Drawing:
+        """Sampling restrictions of the policy."""
         return Drawing(self.top_p, self.top_k)
 
     def spec(self, model: Any) -> Shapes:
@@ -183,10 +194,10 @@ class RolloutBatches(PolicyBatches):
         self._directory: Path | None = None
 
     def take_policy(self, open_policy: Callable[[], GenerativeCheckpoint]) -> None:
-        """Makes the tasks, and the engine that plays them.
+        """Creates the tasks and the engine that plays them.
 
         Raises:
-          StackError: the tasks or the engine cannot be made.
+          StackError: the tasks or the engine cannot be created.
         """
         settings, policy = self._config, open_policy()
         self._tasks = settings.environment.build(policy, seq_tokens=settings.seq_tokens, seed=self._seed)
@@ -217,11 +228,11 @@ class RolloutBatches(PolicyBatches):
 
     @property
     def takes_trained(self) -> bool:
-        """Whether the engine takes an adapter alone and keeps its base."""
+        """Whether the engine accepts only the trained parameters, such as an adapter, and keeps its base."""
         return isinstance(self._engine, KeepsMissing)
 
     def update_weights(self, params: Any, version: int, score: Callable[[Any, Batch], Mapping[str, Any]]) -> None:
-        """Hands the engine a copy of the weights, which the next batch is drawn from; in flight if it draws ahead."""
+        """Sends the weights to the engine, for the next batch or, with `max_staleness`, for requests in flight."""
         if self._engine is None or self._supply is None:
             raise DataError("No policy was given yet to draw from: call take_policy first.")
         self._weights = Weights(version, tree_digest(params), self._settings)
@@ -239,12 +250,12 @@ class RolloutBatches(PolicyBatches):
         return RolloutIterator(self._next_batch, self._state, self._restore, fingerprint)
 
     def checkpoint_saved(self, step: int, kept: Sequence[int]) -> None:
-        """Acknowledges what a checkpoint has learned from."""
+        """Acknowledges the groups that the saved checkpoint was trained on."""
         if self._journal is not None:
             self._journal.saved(step, kept)
 
     def close(self) -> None:
-        """Ends what is under way; the journal keeps what was drawn."""
+        """Stops all running episodes. Sampled groups stay in the journal."""
         if self._supply is not None:
             self._supply.close()
         if self._engine is not None:
@@ -253,7 +264,7 @@ class RolloutBatches(PolicyBatches):
             self._journal.close()
 
     def validation_batches(self) -> Iterator[Batch]:
-        """Every held-out task, played greedily by the weights of now."""
+        """Yields batches of all held-out tasks, played greedily with the current weights."""
         tasks, player = self._playing()
         rows, shown = self._config.batch_size, _SHOWN
         for first in range(0, tasks.held_out, rows):
@@ -266,21 +277,21 @@ class RolloutBatches(PolicyBatches):
             yield {**batch, "advantages": np.zeros_like(batch["advantages"])}
 
     def write(self, directory: Path) -> None:
-        """Opens the journal in the run's directory, and remembers where samples of evaluations are to be written."""
+        """Opens the journal in the run's directory, and stores the directory for evaluation samples."""
         self._directory = directory
         if self._journal is None:
-            is_new = not RunDirectory(directory).config.exists()  # which is written last
+            is_new = not RunDirectory(directory).config.exists()  # the config is written last, so no run started here
             self._journal = RolloutJournal.open(directory / JOURNAL_FILE, new=is_new)
-            if is_new:  # a run that failed to start may have left some
+            if is_new:  # a run that failed to start may have left samples
                 (directory / SAMPLES_FILE).unlink(missing_ok=True)
 
     def _next_batch(self) -> Batch:
-        """The next batch: as the journal has it where the run was here before with the same weights, or a new one."""
+        """Returns the next batch, from the journal if it was recorded for the same weights, else newly sampled."""
         weights, supply, journal, number = self._weights, self._supply, self._journal, self._ledger.batches
         if weights is None or supply is None:
             raise DataError("No policy was given yet to play with: call take_policy and update_weights first.")
         if journal is not None and not journal.is_begun:
-            if weights.version:  # a checkpoint was resumed, and its position in the data was not
+            if weights.version:  # a checkpoint was resumed without its position in the data
                 journal.restart()
             else:
                 journal.begin(self._ledger, 0, self._settings)
@@ -302,7 +313,7 @@ class RolloutBatches(PolicyBatches):
         return batch
 
     def _state(self) -> dict[str, Any]:
-        """Where the run stands, in a checkpoint that is being saved."""
+        """Returns the position in the data, for a checkpoint that is being saved."""
         if self._journal is not None:
             self._journal.position(self._version, self._ledger.batches)
         return {"step": self._version, **self._ledger.state()}
@@ -328,12 +339,12 @@ class RolloutBatches(PolicyBatches):
         return {**credited, "advantages": np.zeros_like(credited["advantages"])}
 
     def _values(self, batch: Batch) -> np.ndarray:
-        """What the critic expects before each target of a batch.
+        """Computes the critic's values before each target of a batch.
 
         Raises:
           DataError: the objective has no critic.
         """
-        assert self._scores is not None, "no weights were given yet"
+        assert self._scores is not None, "update_weights has not been called"
         scores = self._scores({name: batch[name] for name in _SCORED})
         if "values" not in scores:
             raise DataError(
@@ -360,7 +371,7 @@ class RolloutBatches(PolicyBatches):
                     file.write(json.dumps(self._sample(tasks, each)) + "\n")
 
     def _sample(self, tasks: Tasks, each: Trajectory) -> dict[str, Any]:
-        """An episode for people: pieces of what the environment showed and what the policy wrote, in turn."""
+        """Converts an episode to a record for the report, with observations and actions as alternating turns."""
         turns = np.flatnonzero(np.diff(each.sampled)) + 1
         pieces = [tuple(map(int, piece)) for piece in np.split(each.tokens, turns)]
         return {
@@ -374,7 +385,7 @@ class RolloutBatches(PolicyBatches):
 
 
 class RolloutIterator:
-    """Batches of rollouts; its state is which groups were used, and of which step the weights are."""
+    """Iterator over batches of rollouts. Its state holds the used groups and the step of the weights."""
 
     def __init__(
         self,
@@ -395,10 +406,10 @@ class RolloutIterator:
         return {**self._state(), **self._fingerprint}
 
     def set_state(self, state: Any) -> None:
-        """Makes the next batch the one that followed when `state` was taken.
+        """Restores the position at which `state` was taken.
 
         Raises:
-          DataError: the state is of other rollouts.
+          DataError: the state belongs to different rollouts.
         """
         places = ("step", *Ledger().state())
         is_state = isinstance(state, Mapping) and all(name in state for name in places)

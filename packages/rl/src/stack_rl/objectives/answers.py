@@ -1,4 +1,4 @@
-"""Log-probabilities of answers, as objectives over pairs or groups of answers need them."""
+"""Log-probabilities of answers, for objectives on pairs or groups of answers."""
 
 from collections.abc import Mapping
 
@@ -13,9 +13,10 @@ __all__ = ["answer_logprobs"]
 
 
 def answer_logprobs(model: LanguageModel, batch: Mapping[str, jax.Array]) -> Float[Array, "batch answers"]:
-    """log p(answer) = sum over its targets of log p(target | tokens up to it), in float32.
+    """Computes log p(answer) = sum over its targets of log p(target | preceding tokens), in float32.
 
     Args:
+      model: language model.
       batch: tokens, targets, positions and segment_ids, int32[batch, answers, seq]; targets are -100 in prompts.
     """
     names = ("tokens", "targets", "positions", "segment_ids")

@@ -1,4 +1,4 @@
-"""Log-probabilities within the candidates that a sampler drew from, such as those of top-p."""
+"""Log-probabilities normalized over the candidates of a sampler with top-p or top-k."""
 
 from typing import Any
 
@@ -18,22 +18,28 @@ def among_candidates(
     targets: Int[Array, "batch seq"],
     candidates: Int[Array, "batch seq candidates"],
 ) -> tuple[Float[Array, "batch seq"], Float[Array, "batch seq"]]:
-    """log p_K(target) of the distribution over a token's candidates K alone, and that distribution's entropy.
+    """Computes log p_K(target) over each token's candidates K, and the entropy of that distribution.
 
         log p_K(t) = z_t - log sum_{k in K} exp z_k, with the logits z of the policy that is trained
 
-    K is what the sampler drew from, kept as it was. The trained policy's own top-p set is another one after a step, and
-    may lack the target; without K the ratio to the sampler has the mean of the mass that was kept, not 1. One candidate
-    of each token has its logit formed at a time, and again in the backward pass, so that no logits of the whole
-    vocabulary are in memory.
+    K is the sampler's candidate set, stored with the batch. It cannot be recomputed: after an update, the trained
+    policy's own top-p set differs and may lack the target. Without K, the mean ratio to the sampler would be the
+    retained probability mass instead of 1. The logits of one candidate per token are computed at a time, and again in
+    the backward pass, so logits of the whole vocabulary are never in memory.
 
     Args:
-      candidates: -1 where there are fewer; a token without any gives 0.
+      head: output head of the policy.
+      hidden: hidden states before the head.
+      targets: token ids, non-negative.
+      candidates: token ids, padded with -1. A token without candidates gets 0.
+
+    Returns:
+      Log-probabilities and entropies, both [batch, seq].
 
     Source: DeepSeek-V3.2, 2025 (arXiv:2512.02556), "keep sampling mask".
     """
     weight = jnp.asarray(head.weight)
-    # Cast out here, so that the gradients of a column taken many times are summed in float32.
+    # Widened before the gather, so that gradients of a column that is gathered many times are summed in float32.
     wide = weight.astype(accurate_dtype(weight.dtype))
 
     def logits(tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq"]:
@@ -47,7 +53,7 @@ def among_candidates(
     found = jax.lax.map(jax.checkpoint(logits), every)
     there = every[1:] >= 0
     some = jnp.any(there, axis=0)
-    # Masked before the exponential, so that no gradient is NaN where a token has no candidate.
+    # Masked before the exponential; otherwise the gradient of a token without candidates would be NaN.
     masked = jnp.where(there, found[1:], jnp.where(some, -jnp.inf, 0.0))
     norm = jax.nn.logsumexp(masked, axis=0)
     lower = jnp.where(there, found[1:] - norm, 0.0)

@@ -1,4 +1,4 @@
-"""Distillation on given text: the student's distribution at each token goes towards the teacher's."""
+"""Distillation on given text: matches the student's distribution at each token to the teacher's."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -27,19 +27,20 @@ Divergence = Callable[[Float[Array, "*tokens vocab"], Float[Array, "*tokens voca
 
 @config
 class LogitDistillConfig:
-    """Distillation by logits: at every target, the student's whole distribution goes towards the teacher's.
+    """Distillation by logits: matches the student's full distribution to the teacher's at every target.
 
         l = T^2 KL(p_teacher || p) ("forward"), T^2 KL(p || p_teacher) ("reverse"), or
         l = beta KL(p_teacher || m) + (1 - beta) KL(p || m), m = beta p_teacher + (1 - beta) p ("jsd")
 
-    Both distributions are at temperature T. It reads any data with targets, such as `data.kind: chat`, and `text`;
-    `distill` does it at what the student itself draws.
+    Both distributions are at temperature T. It works on any data with targets, such as `data.kind: chat` or `text`; the
+    objective `distill` distills on samples of the student.
 
     Attributes:
       teacher: "run:DIRECTORY", a model with the student's vocabulary.
-      divergence: which one.
+      name: selects this objective.
+      divergence: "forward" KL, "reverse" KL or the generalized Jensen-Shannon divergence "jsd".
       temperature: T.
-      beta: of "jsd".
+      beta: weight of the teacher in "jsd".
 
     Source: Hinton et al., Distilling the knowledge in a neural network, 2015 (arXiv:1503.02531), section 2; "jsd":
     Agarwal et al., On-policy distillation of language models (GKD), 2023 (arXiv:2306.13649), equation 1.
@@ -69,7 +70,7 @@ class LogitDistillConfig:
     def __call__(
         self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
     ) -> tuple[jax.Array, Metrics]:
-        del key  # nothing is drawn
+        del key  # the loss is not random
         inputs = batch["tokens"], batch["positions"], batch["segment_ids"]
         teacher: LanguageModel = companions["teacher"]
         hidden, of_teacher = model(*inputs).hidden, teacher(*inputs).hidden
@@ -95,7 +96,7 @@ def token_divergences(
     *,
     most_logits: int = MOST_LOGITS,
 ) -> Float[Array, "batch seq"]:
-    """The divergence at every token; logits are formed part by part, and the teacher gets no gradient."""
+    """Computes the divergence at every token, chunk by chunk. The teacher gets no gradient."""
 
     def of_part(head: Head, ours: jax.Array, theirs: jax.Array) -> jax.Array:
         return divergence(head.logits(ours), jax.lax.stop_gradient(teacher_head.logits(theirs)))

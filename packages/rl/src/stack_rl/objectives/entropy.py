@@ -1,4 +1,4 @@
-"""The entropy of a policy's tokens."""
+"""Entropy of a policy's next-token distributions."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ __all__ = ["token_entropies"]
 def token_entropies(
     head: Head, hidden: Float[Array, "batch seq embed"], *, most_logits: int = MOST_LOGITS
 ) -> Float[Array, "batch seq"]:
-    """H = -sum_v p_v log p_v of the distribution after each token, in float32; logits are formed part by part."""
+    """Computes H = -sum_v p_v log p_v of the distribution after each token in float32, chunk by chunk."""
 
     def of_part(head: Head, hidden: jax.Array) -> jax.Array:
         logprobs = jax.nn.log_softmax(head.logits(hidden), axis=-1)

@@ -1,4 +1,4 @@
-"""Makes the further models that objectives train."""
+"""Constructors of the auxiliary models that objectives train."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ __all__ = ["scalar_head"]
 
 
 def scalar_head(model: Any, *, key: jax.Array) -> Any:
-    """A `ScalarHead` for the hidden states of a model with this config."""
-    from stack_rl.objectives.scalar import ScalarHead  # loads Flax, which whoever trains has
+    """Creates a `ScalarHead` for the hidden states of a model with this config."""
+    from stack_rl.objectives.scalar import ScalarHead  # imports Flax, which configs do not need
 
     return ScalarHead(model, key=key)

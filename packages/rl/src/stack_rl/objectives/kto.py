@@ -1,4 +1,4 @@
-"""The objective on `data.kind: judged`: single answers, each good or bad."""
+"""Kahneman-Tversky optimization (KTO), on `data.kind: judged`: single answers labelled good or bad."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -21,17 +21,18 @@ __all__ = ["KTOConfig"]
 
 @config
 class KTOConfig:
-    """Kahneman-Tversky optimization: good answers become likelier than by the reference, bad ones less so, no pairs.
+    """Kahneman-Tversky optimization: makes good answers likelier than under the reference, bad ones less likely.
 
         l = d (1 - sigmoid(beta (h - z))) if desirable, else u (1 - sigmoid(beta (z - h))), h = log p - log p_ref
 
-    z = max(0, mean of (log p - log p_ref)(another prompt's answer)) over the batch, or over each microbatch, a constant
-    to the gradient. The reference is the model that the run starts from, which the data scores once.
+    z = max(0, mean of log p - log p_ref over answers to other prompts), over the batch or each microbatch, without a
+    gradient. The reference is the model that the run starts from; the data scores it once, before training.
 
     Attributes:
-      beta: how strongly the policy is held to the reference.
-      desirable_weight, undesirable_weight: d and u; the paper keeps d n_d / (u n_u) within 1 and 4/3, n being how many
-        answers of each kind there are.
+      name: selects this objective.
+      beta: strength of the penalty for leaving the reference.
+      desirable_weight, undesirable_weight: d and u. The paper keeps d n_d / (u n_u) between 1 and 4/3, with n_d and n_u
+        the numbers of good and bad answers.
 
     Source: Ethayarajh et al., KTO, 2024 (arXiv:2402.01306), section 4.1.
     """
@@ -56,10 +57,10 @@ class KTOConfig:
     def __call__(
         self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
     ) -> tuple[jax.Array, Metrics]:
-        del key  # nothing is drawn
+        del key  # the loss is not random
         logprobs = answer_logprobs(model, batch)
         ratios = logprobs - batch["reference_logprobs"].astype(logprobs.dtype)
-        # A row of padding, as the last held-out batch has, has no targets and weighs nothing.
+        # Padding rows, which fill the last held-out batch, have no targets and get weight 0.
         real = jnp.any(batch["targets"][:, 0] != IGNORED_TARGET, axis=-1).astype(ratios.dtype)
         desirable = batch["desirable"] > 0
         baseline = kto_baseline(ratios[:, 1], real)

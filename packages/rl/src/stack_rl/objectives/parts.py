@@ -1,4 +1,4 @@
-"""Functions of logits, part by part, so that logits of all tokens are never in memory together."""
+"""Chunked evaluation of functions of logits, so that the logits of all tokens are never in memory at once."""
 
 from collections.abc import Callable
 from typing import Final
@@ -13,7 +13,7 @@ from stack_core.ops.building import accurate_dtype
 __all__ = ["MOST_LOGITS", "by_parts"]
 
 MOST_LOGITS: Final = 1 << 24
-"""Entries of the logits that are formed at a time."""
+"""Default maximum number of logits in memory at a time."""
 
 
 def by_parts(
@@ -22,17 +22,20 @@ def by_parts(
     *hidden: Float[Array, "batch seq _"],
     most_logits: int = MOST_LOGITS,
 ) -> Float[Array, "batch seq"]:
-    """Maps `function(head, *part)` over parts of the sequence, and recomputes it in the backward pass.
+    """Maps `function(head, *part)` over chunks of the sequence, with recomputation in the backward pass.
 
     Args:
-      most_logits: maximum number of logits in memory, though never less than one token per row.
+      function: computes one number per token from the head and the chunks of `hidden`.
+      head: output head; its gradients are summed over chunks in float32 or wider.
+      hidden: arrays to split along the sequence.
+      most_logits: maximum number of logits in memory; a chunk has at least one token per row.
     """
     batch, seq, _ = hidden[0].shape
     most = max(most_logits // (batch * head.weight.shape[-1]), 1)
     tokens = max(size for size in range(1, seq + 1) if seq % size == 0 and size <= most)
     parts = tuple(each.reshape(batch, seq // tokens, tokens, -1).swapaxes(0, 1) for each in hidden)
-    # `lax.map` sums the gradients of its constants in their dtype.
-    # Codes of a quantized head have no gradients, and would take four times their memory.
+    # `lax.map` sums the gradients of its constants in their own dtype, so floating-point weights are widened first.
+    # Integer codes of a quantized head have no gradient, and widening would take four times their memory.
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
     wide = jax.tree.map(lambda x: x.astype(accurate_dtype(x.dtype)) if is_float(x) else x, head)
 

@@ -1,6 +1,6 @@
-"""What all policy-gradient objectives share: log-probabilities, corrections, the KL divergence, the weighted sum.
+"""Shared parts of all policy-gradient objectives: log-probabilities, corrections, KL divergence, weighted sum.
 
-An algorithm is a subclass of `PolicyConfig` with one method, the loss of each token; `presets` has those of papers.
+An algorithm is a subclass of `PolicyConfig` that implements `token_losses`; `presets` has the published ones.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 OF_DATA: Final = "data"
-"""The reference whose log-probabilities come with the batch."""
+"""Value of `reference` for log-probabilities that come with the batch."""
 
 _TOKENS: Final = ("tokens", "targets", "positions", "segment_ids", "advantages", "weights", "old_logprobs")
 _ROWS: Final = ("share", "real", "dropped")
@@ -46,15 +46,15 @@ _ROWS: Final = ("share", "real", "dropped")
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """What the loss of each token is made of; all [batch, seq].
+    """Inputs of a token loss, all [batch, seq].
 
     Attributes:
-      logprobs: log p(token) by the policy that is trained.
-      log_ratio: log p - log p_old, 0 where no token was drawn; p_old is the behaviour that drew them, or, with a
-        correction, the policy itself before the update.
-      advantages: A, constants.
-      drawn: the tokens that the policy drew; what the loss is elsewhere has no weight.
-      segment_ids: the sequence of each token within its row; 0 is padding.
+      logprobs: log p(token) under the policy that is trained.
+      log_ratio: log p - log p_old at sampled tokens, 0 elsewhere. p_old is the behaviour policy that sampled them; with
+        a correction, it is the current policy before the update.
+      advantages: A, without a gradient.
+      drawn: mask of sampled tokens; losses at other tokens are ignored.
+      segment_ids: sequence of each token within its row; 0 is padding.
     """
 
     logprobs: Float[Array, "batch seq"]
@@ -66,13 +66,14 @@ class PolicyTokens:
 
 @config
 class Correction:
-    """Weighs tokens by the ratio of the policy to the behaviour that drew them, a constant to the gradient.
+    """Importance weights: the ratio of the policy to the behaviour that sampled the tokens, without a gradient.
 
     Attributes:
-      kind: "truncate" caps ratios at `high`; "mask" leaves tokens out whose ratio is not within `low` and `high`.
-      level: whose ratio a token has: its own ("token"), the geometric mean or the product of its sequence's.
-      low: of "mask".
-      high: of both.
+      kind: "truncate" caps ratios at `high`; "mask" drops tokens whose ratio is outside `low` to `high`.
+      level: ratio of a token: its own ("token"), or its sequence's geometric mean ("sequence_mean") or product
+        ("sequence_product").
+      low: smallest ratio kept by "mask"; 0 sets no lower bound.
+      high: largest ratio, for both kinds.
 
     Source: see `stack_rl.math.corrections`.
     """
@@ -98,26 +99,26 @@ class Correction:
 
 @config
 class PolicyConfig:
-    """A policy gradient, on data with advantages, weights and the log-probabilities by which tokens were drawn.
+    """A policy gradient, on data with advantages, token weights and log-probabilities at sampling time.
 
         loss = sum_t w_t (c_t l_t + kl * k_t - entropy * H_t)
 
-    The weights w come with the batch, so that the sum is the same however a batch is laid out or cut up; l is the
-    algorithm's own loss of a token, c the correction, k an estimate of the divergence from the reference, H the entropy
-    of the distribution that the token was drawn from.
+    The weights w come with the batch, so the sum does not depend on how the batch is packed or split. l is the
+    algorithm's token loss, c the correction, k an estimate of the KL divergence from the reference, and H the entropy
+    of the distribution that the token was sampled from.
 
     Attributes:
-      name: of the algorithm in the registry `objectives`; subclasses give it a default.
-      correction: c, the ratio to the behaviour of the policy before the update, at most 2 by default. The algorithm's
-        own ratios are then those to that policy, 1 at its only step, so that none is clipped. With None they are those
-        to the behaviour, and c is 1.
-      kl: weight of the divergence from the reference; 0 needs no reference.
-      kl_estimator: "k2", whose gradient is that of the divergence while the policy draws its own tokens, or "k3".
-      kl_corrected: weigh k by the ratio, for tokens that another policy drew.
-      reference: "init", the model as it was at the start, or "run:DIRECTORY", which lie on the trainer's mesh; "data"
-        reads what `data.reference` computed on a separate mesh.
-      entropy: weight of the entropy, which keeps a policy from settling early.
-      advantage, weights: what the algorithm's paper asks of the data, `data.advantage` and `data.weights`.
+      name: key of the algorithm in the registry `objectives`; subclasses set a default.
+      correction: c, the ratio of the policy before the update to the behaviour, by default capped at 2. The algorithm's
+        own ratios are then relative to the policy before the update; with one update per batch they are 1 and never
+        clipped. With None, they are relative to the behaviour and c is 1.
+      kl: weight of the KL divergence from the reference; 0 needs no reference.
+      kl_estimator: "k2", whose gradient equals the divergence's gradient on policy, or "k3". "k1" is refused.
+      kl_corrected: multiply k by the ratio, for tokens sampled by another policy.
+      reference: reference model. "init" (the model at the start) and "run:DIRECTORY" are placed on the trainer's mesh;
+        "data" uses the log-probabilities computed by `data.reference` on a separate mesh.
+      entropy: weight of the entropy bonus, which prevents early collapse of the policy.
+      advantage, weights: the algorithm's choice of `data.advantage` and `data.weights`, which `stack rl audit` checks.
     """
 
     name: str
@@ -135,7 +136,7 @@ class PolicyConfig:
     )
 
     def __post_init__(self) -> None:
-        estimator_in_loss(self.kl_estimator)  # refuses k1, and says why
+        estimator_in_loss(self.kl_estimator)  # raises for k1
         of_kl = ("kl_estimator", "kl_corrected", "reference")
         if not self.kl and (unread := changed_fields(self, of_kl)):
             raise ConfigError(
@@ -144,11 +145,11 @@ class PolicyConfig:
             )
 
     def token_losses(self, tokens: PolicyTokens) -> Float[Array, "batch seq"]:
-        """l: what to minimize for each token that was drawn."""
+        """Computes l, the loss of each sampled token."""
         raise NotImplementedError
 
     def metrics(self, tokens: PolicyTokens) -> Mapping[str, Shaped[Array, "batch seq"]]:
-        """What else to report, each a mean over the tokens that were drawn."""
+        """Returns additional per-token metrics, each reported as its mean over sampled tokens."""
         del tokens
         return {}
 
@@ -158,7 +159,7 @@ class PolicyConfig:
         old_values: Float[Array, "batch seq"],
         returns: Float[Array, "batch seq"],
     ) -> Float[Array, "batch seq"]:
-        """What to minimize for the critic of an algorithm that has one."""
+        """Computes the critic's loss per token, for algorithms with a critic."""
         raise NotImplementedError
 
     def build(self) -> Objective:
@@ -169,7 +170,7 @@ class PolicyConfig:
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The objective of a `PolicyConfig` without a reference."""
+    """The objective of a `PolicyConfig` without a reference model."""
 
     config: PolicyConfig
     inputs: ClassVar[Mapping[str, str]] = PolicyConfig.inputs
@@ -178,7 +179,7 @@ class PolicyObjective:
     def __call__(
         self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
     ) -> tuple[jax.Array, Metrics]:
-        del key  # nothing is drawn
+        del key  # the loss is not random
         return self._loss(model, batch, None)
 
     def _loss(
@@ -192,6 +193,7 @@ class PolicyObjective:
         segment_ids, count = batch["segment_ids"], jnp.sum(drawn.astype(batch["weights"].dtype))
         hidden, logprobs, entropies = target_figures(model, batch, entropies=settings.entropy > 0)
         moved = log_ratio(logprobs, batch["old_logprobs"], drawn)
+        # With a correction, c is the ratio to the behaviour; the algorithm's own ratio is 1 and only has a gradient.
         moves = moved if settings.correction is None else log_ratio(logprobs, jax.lax.stop_gradient(logprobs), drawn)
         tokens = PolicyTokens(logprobs, moves, batch["advantages"], drawn, segment_ids)
         losses, report = settings.token_losses(tokens), dict(settings.metrics(tokens))
@@ -210,7 +212,8 @@ class PolicyObjective:
             of_values = settings.value_losses(values, batch["old_values"], batch["returns"])
             losses, report["value"], report["value_loss"] = losses + of_values, values, of_values
         report |= {"logprob": logprobs, "mismatch": jnp.abs(moved), "ratio": jnp.exp(moved)}
-        # The batch's rows share the loss, so that microbatches add up to the sum over all tokens.
+        # Each row's share is 1 / rows of the batch. Divided and then weighted by its share, each microbatch
+        # contributes its plain sum, and all of them add up to the sum over the batch.
         share = jnp.sum(batch["share"])
         loss = Metric.mean(jnp.sum(jnp.where(drawn, batch["weights"] * losses, 0.0)) / share, share)
         return loss.value, {
@@ -224,10 +227,10 @@ class PolicyObjective:
     def _of_reference(
         self, batch: Mapping[str, jax.Array], reference: LanguageModel | None
     ) -> Float[Array, "batch seq"] | None:
-        """The reference's log-probabilities of the targets, where there is a reference.
+        """Returns the reference's log-probabilities of the targets; None without a reference.
 
         Raises:
-          ConfigError: the data has those of another.
+          ConfigError: the data has a reference that the objective does not use.
         """
         there, settings = "reference_logprobs" in batch, self.config
         if there and not (settings.kl and settings.reference == OF_DATA):
@@ -243,7 +246,7 @@ class PolicyObjective:
 
 @dataclass(frozen=True)
 class ReferencedObjective(PolicyObjective):
-    """The objective of a `PolicyConfig` that holds the policy to a reference."""
+    """The objective of a `PolicyConfig` with a reference model on the trainer's mesh."""
 
     @property
     def companions(self) -> Mapping[str, str]:
@@ -258,13 +261,13 @@ class ReferencedObjective(PolicyObjective):
 
 @dataclass(frozen=True)
 class ScoredObjective(PolicyObjective):
-    """The objective of a `PolicyConfig` whose reference has scored the batch before."""
+    """The objective of a `PolicyConfig` with reference log-probabilities in the batch."""
 
     inputs: ClassVar[Mapping[str, str]] = MappingProxyType({**PolicyConfig.inputs, "reference_logprobs": "batch seq"})
 
 
 class TargetFigures(NamedTuple):
-    """Of the distribution that each target was drawn from; entropies only where they were asked for."""
+    """Hidden states, target log-probabilities and, if requested, entropies of the sampling distributions."""
 
     hidden: Float[Array, "batch seq embed"]
     logprobs: Float[Array, "batch seq"]
@@ -272,9 +275,9 @@ class TargetFigures(NamedTuple):
 
 
 def target_figures(model: LanguageModel, batch: Mapping[str, jax.Array], *, entropies: bool = False) -> TargetFigures:
-    """What a model makes of each target, among its candidates if the batch has them.
+    """Computes log-probabilities, and optionally entropies, of the targets, over their candidates if the batch has any.
 
-    Logits of a whole batch are never in memory.
+    The logits of a whole batch are never in memory.
     """
     hidden, dtype = model(batch["tokens"], batch["positions"], batch["segment_ids"]).hidden, batch["old_logprobs"].dtype
     head, targets = model.head(), batch["targets"]
@@ -294,7 +297,7 @@ def _mean(values: jax.Array, drawn: jax.Array, count: jax.Array) -> Metric:
 
 
 def _facts(batch: Mapping[str, jax.Array]) -> Metrics:
-    """Means over episodes of what else the data says of each, and how many were dropped."""
+    """Returns means over episodes of the batch's other row arrays, and the number of dropped episodes."""
     real = batch["real"]
     count = jnp.sum(real)
     facts = {name: value for name, value in batch.items() if value.ndim == 1 and name not in PolicyConfig.inputs}

@@ -1,4 +1,4 @@
-"""Proximal policy optimization: a critic credits each token."""
+"""Proximal policy optimization (PPO), with a critic for token-level advantages."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,17 +23,19 @@ __all__ = ["CriticObjective", "PPOConfig", "ScoredCriticObjective"]
 
 @config
 class PPOConfig(ClippedConfig):
-    """Proximal policy optimization: a critic says what was expected before each token, and is trained along.
+    """Proximal policy optimization with a critic that estimates the expected return before each token.
 
         l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + value_weight max((V - R)^2, (V_clipped - R)^2) / 2
 
-    Where A < 0, the first part is at most -dual_clip A. A is that of generalized advantage estimation over the tokens
-    that the policy drew (`data.discount`, `data.decay`), whitened; R = A + V_old before that. The critic is a head on
-    the policy's hidden states, the further trained model `critic`: `optimizer.groups: {critic: {rate_factor: 10}}`.
+    For A < 0, the first term is at most -dual_clip A. A is the generalized advantage estimate over the sampled tokens
+    (`data.discount`, `data.decay`), whitened; R = A + V_old uses A before whitening. The critic is a head on the
+    policy's hidden states, the auxiliary model `critic`: `optimizer.groups: {critic: {rate_factor: 10}}`.
 
     Attributes:
-      value_weight: of the critic's loss, whose gradient reaches the body, too.
-      value_clip: how far V may move from V_old before its token stops to learn; None does not clip.
+      name: selects this objective.
+      dual_clip: bound of the loss for tokens with A < 0, as a multiple of -A; None does not bound it.
+      value_weight: weight of the critic's loss, whose gradient also reaches the body.
+      value_clip: distance that V may move from V_old towards R before its token stops learning; None does not clip.
 
     Source: Schulman et al., Proximal policy optimization, 2017 (arXiv:1707.06347), equations 7 and 9. Departures: (1)
     the clipped value loss, as in OpenAI's baselines; (2) the dual clip of Ye et al., 2019 (arXiv:1912.09729); (3) one
@@ -65,7 +67,7 @@ class PPOConfig(ClippedConfig):
 
 @dataclass(frozen=True)
 class CriticObjective(PolicyObjective):
-    """The objective of a `PolicyConfig` with a critic, and with a reference where the config has a divergence."""
+    """The objective of a `PolicyConfig` with a critic, and with a reference model if the config has a KL term."""
 
     inputs: ClassVar[Mapping[str, str]] = PPOConfig.inputs
     trained_models: ClassVar[Mapping[str, Callable[..., Any]]] = MappingProxyType({"critic": scalar_head})
@@ -78,16 +80,16 @@ class CriticObjective(PolicyObjective):
     def __call__(
         self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
     ) -> tuple[jax.Array, Metrics]:
-        del key  # nothing is drawn
+        del key  # the loss is not random
         return self._loss(model, batch, companions.get("reference"), companions["critic"])
 
     def scores(self, outputs: Outputs, batch: Mapping[str, jax.Array], **models: Any) -> Mapping[str, jax.Array]:
-        """What the critic expects before each target."""
+        """Computes the critic's value before each target."""
         return {"values": models["critic"](outputs.hidden)}
 
 
 @dataclass(frozen=True)
 class ScoredCriticObjective(CriticObjective):
-    """That of a `PolicyConfig` with a critic whose reference has scored the batch before."""
+    """The objective of a `PolicyConfig` with a critic and reference log-probabilities in the batch."""
 
     inputs: ClassVar[Mapping[str, str]] = MappingProxyType({**PPOConfig.inputs, "reference_logprobs": "batch seq"})

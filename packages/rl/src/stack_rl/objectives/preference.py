@@ -1,4 +1,4 @@
-"""Objectives on `data.kind: preferences`: pairs of answers of which one was preferred."""
+"""Objectives on `data.kind: preferences`: pairs of a chosen and a rejected answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ _REFERENCE: Final = {"reference_logprobs": "batch answers"}
 
 @dataclass(frozen=True)
 class Answers:
-    """What the loss of a pair is made of, the chosen answer first.
+    """Inputs of a pair loss; the chosen answer comes first.
 
     Attributes:
       logprobs: log p(answer), summed over its tokens.
-      mean_logprobs: the mean over its tokens; -1 of padding.
-      reference_logprobs: sums, by the frozen reference; zeros for an objective that reads none.
+      mean_logprobs: log p(answer) divided by its number of tokens; -1 for padding.
+      reference_logprobs: log p_ref(answer) under the frozen reference, summed; 0 for objectives without a reference.
     """
 
     logprobs: Float[Array, "batch 2"]
@@ -41,7 +41,11 @@ class Answers:
 
 @config
 class PairConfig:
-    """A loss of pairs; the mean over them. A subclass with two methods is an algorithm."""
+    """The mean of a loss over pairs. An algorithm is a subclass that implements `rewards` and `losses`.
+
+    Attributes:
+      name: key of the algorithm in the registry `objectives`.
+    """
 
     name: str
 
@@ -49,7 +53,7 @@ class PairConfig:
     shown_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "margin")
 
     def rewards(self, answers: Answers) -> Float[Array, "batch 2"]:
-        """What the policy implicitly pays for each answer; the difference is the margin of the pair."""
+        """Computes the implicit reward of each answer; the difference is the pair's margin."""
         raise NotImplementedError
 
     def losses(self, answers: Answers) -> Float[Array, " batch"]:
@@ -61,13 +65,13 @@ class PairConfig:
     def __call__(
         self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **companions: Any
     ) -> tuple[jax.Array, Metrics]:
-        del key  # nothing is drawn
+        del key  # the loss is not random
         logprobs = answer_logprobs(model, batch)
         counts = jnp.sum(batch["targets"] != IGNORED_TARGET, axis=-1).astype(logprobs.dtype)
         means = jnp.where(counts > 0, logprobs / jnp.maximum(counts, 1), -1)
         reference = batch["reference_logprobs"] if "reference_logprobs" in self.inputs else jnp.zeros_like(logprobs)
         answers = Answers(logprobs, means, reference)
-        # A pair of padding, as the last held-out batch has, has no targets and weighs nothing.
+        # Padding pairs, which fill the last held-out batch, have no targets and get weight 0.
         real = jnp.any(counts > 0, axis=1).astype(logprobs.dtype)
         weight = jnp.sum(real)
 
@@ -88,15 +92,16 @@ class PairConfig:
 
 @config
 class DPOConfig(PairConfig):
-    """Direct preference optimization: chosen answers become likelier than by the reference, rejected ones less so.
+    """Direct preference optimization: raises the likelihood of chosen answers over the reference, lowers rejected ones.
 
         l = -log sigmoid(m), m = beta ((log p - log p_ref)(chosen) - (log p - log p_ref)(rejected))
 
-    The reference is the model that the run starts from, which the data scores once before the first step.
+    The reference is the model that the run starts from; the data scores it once, before the first step.
 
     Attributes:
-      beta: how strongly the policy is held to the reference.
-      label_smoothing: the share of pairs whose label is taken to be wrong.
+      name: selects this objective.
+      beta: strength of the penalty for leaving the reference.
+      label_smoothing: assumed fraction of pairs with a wrong label.
 
     Source: Rafailov et al., Direct Preference Optimization, 2023 (arXiv:2305.18290), equation 7.
     """
@@ -117,12 +122,13 @@ class DPOConfig(PairConfig):
 
 @config
 class IPOConfig(PairConfig):
-    """Identity preference optimization: DPO whose margin is held at a distance, which noise-free labels cannot overfit.
+    """Identity preference optimization: regresses DPO's margin to a constant, so noise-free labels do not overfit.
 
         l = (m - 1 / (2 beta))^2, m = (log p - log p_ref)(chosen) - (log p - log p_ref)(rejected)
 
     Attributes:
-      beta: the paper's tau; the margin that is aimed at is 1 / (2 beta).
+      name: selects this objective.
+      beta: the paper's tau; the target margin is 1 / (2 beta).
 
     Source: Azar et al., A general theoretical paradigm, 2023 (arXiv:2310.12036), equation 17.
     """
@@ -142,14 +148,15 @@ class IPOConfig(PairConfig):
 
 @config
 class ORPOConfig(PairConfig):
-    """Odds ratio preference optimization: supervised fine-tuning on chosen answers, and against rejected ones.
+    """Odds ratio preference optimization: supervised fine-tuning on chosen answers plus a penalty on rejected ones.
 
         l = -log p(chosen) - weight log sigmoid(log odds(chosen) - log odds(rejected)), log p a mean over tokens
 
-    There is no reference: `data.reference: false` saves scoring one.
+    It needs no reference; set `data.reference: false` to skip scoring one.
 
     Attributes:
-      weight: the paper's lambda.
+      name: selects this objective.
+      weight: weight of the odds-ratio term, the paper's lambda.
 
     Source: Hong et al., ORPO, 2024 (arXiv:2403.07691), equation 6.
     """
@@ -166,15 +173,16 @@ class ORPOConfig(PairConfig):
 
 @config
 class SimPOConfig(PairConfig):
-    """Simple preference optimization: the mean log-probability of a token is the reward; no reference.
+    """Simple preference optimization: uses the mean log-probability per token as the reward, without a reference.
 
         l = -log sigmoid(beta (log p(chosen) - log p(rejected)) - gamma), log p a mean over tokens
 
-    `data.reference: false` saves scoring a reference.
+    Set `data.reference: false` to skip scoring a reference.
 
     Attributes:
-      beta: scales the reward.
-      gamma: the margin that is aimed at.
+      name: selects this objective.
+      beta: scale of the reward.
+      gamma: target difference of the two rewards.
 
     Source: Meng et al., SimPO, 2024 (arXiv:2405.14734), equation 6.
     """

@@ -1,4 +1,4 @@
-"""The algorithms of papers, each a choice of token loss, bounds, advantage and weights."""
+"""Published algorithms, each defined by a token loss, clip bounds, an advantage estimator and token weights."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal
@@ -29,11 +29,12 @@ __all__ = [
 
 @config
 class ClippedConfig(PolicyConfig):
-    """A policy gradient whose ratios are clipped.
+    """A policy gradient with clipped ratios.
 
     Attributes:
-      clip_low, clip_high: how far a ratio may move before its token stops to learn.
-      dual_clip: the loss of a token with A < 0 is at most -dual_clip A; None does not bound it.
+      clip_low, clip_high: distance that a ratio may move below and above 1, in the direction of the advantage, before
+        its token stops learning.
+      dual_clip: bound of the loss for tokens with A < 0, as a multiple of -A; None does not bound it.
     """
 
     clip_low: PositiveFloat = 0.2
@@ -49,7 +50,7 @@ class ClippedConfig(PolicyConfig):
         return {"clipped": is_clipped(self.log_ratio(tokens), tokens.advantages, **bounds)}
 
     def log_ratio(self, tokens: PolicyTokens) -> Float[Array, "batch seq"]:
-        """The ratio that is clipped."""
+        """Returns the log of the ratio that is clipped."""
         return tokens.log_ratio
 
 
@@ -58,6 +59,9 @@ class GRPOConfig(ClippedConfig):
     """Group relative policy optimization.
 
         l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), A = (reward - mean of the group) / std of the group
+
+    Attributes:
+      name: selects this objective.
 
     Source: Shao et al., DeepSeekMath, 2024 (arXiv:2402.03300), equation 3. Departures: (1) no KL by default, where the
     paper has 0.04; (2) k2 rather than k3.
@@ -68,9 +72,12 @@ class GRPOConfig(ClippedConfig):
 
 @config
 class DrGRPOConfig(ClippedConfig):
-    """GRPO done right: neither the group's deviation nor an answer's length divides.
+    """GRPO done right: divides neither by the group's standard deviation nor by the answer's length.
 
         l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), A = reward - mean of the group, w = 1 / (B most_tokens)
+
+    Attributes:
+      name: selects this objective.
 
     Source: Liu et al., Understanding R1-Zero-like training, 2025 (arXiv:2503.20783), section 3.2.
     """
@@ -82,12 +89,17 @@ class DrGRPOConfig(ClippedConfig):
 
 @config
 class DAPOConfig(ClippedConfig):
-    """Decoupled clip and dynamic sampling: likely tokens may grow more than they may shrink; tokens weigh the same.
+    """Decoupled clip and dynamic sampling policy optimization: a higher upper clip bound and equal token weights.
 
         l = -min(r A, clip(r, 1 - 0.2, 1 + 0.28) A), A = (reward - mean of the group) / std of the group, w = 1 / N
 
-    Source: Yu et al., DAPO, 2025 (arXiv:2503.14476), equation 8. Drawing other groups in place of flat ones is the
-    data's part, `data.refill_rounds`, and so is charging long answers: `data.environment.overlong_tokens` of prompts.
+    Attributes:
+      name: selects this objective.
+      clip_high: distance that a ratio may move above 1 before its token stops learning. It exceeds `clip_low`, which
+        lets unlikely tokens gain probability.
+
+    Source: Yu et al., DAPO, 2025 (arXiv:2503.14476), equation 8. Dynamic sampling is a setting of the data,
+    `data.refill_rounds`, and so is the penalty on long answers, `data.environment.overlong_tokens` of `prompts`.
     """
 
     name: Literal["dapo"] = "dapo"
@@ -97,9 +109,14 @@ class DAPOConfig(ClippedConfig):
 
 @config
 class GSPOConfig(ClippedConfig):
-    """Group sequence policy optimization: the ratio of a whole answer is clipped.
+    """Group sequence policy optimization: clips one ratio per answer instead of per token.
 
         l = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean over the answer of log r)
+
+    Attributes:
+      name: selects this objective.
+      clip_low, clip_high: distance that s may move below and above 1 before its answer stops learning. They are small
+        because s, a geometric mean over an answer, varies less than the ratios of tokens.
 
     Source: Zheng et al., Group sequence policy optimization, 2025 (arXiv:2507.18071), equation 5 and section 5.1.
     """
@@ -114,15 +131,18 @@ class GSPOConfig(ClippedConfig):
 
 @config
 class RLOOConfig(PolicyConfig):
-    """REINFORCE with the mean of the other answers as its baseline.
+    """REINFORCE with the mean reward of the group's other answers as the baseline.
 
         l = -A log p, A = reward - mean of the rewards of the group's others
 
-    An answer is one action, so its log-probability is the sum over its tokens: `data.weights: sum` is that up to the
-    number of answers; the default divides by it with a constant.
+    An answer is one action, so its log-probability is the sum over its tokens. `data.weights: sum` is the paper's loss
+    times the number of answers; the default, "constant", also divides by a constant number of tokens.
 
-    Source: Ahmadian et al., Back to basics, 2024 (arXiv:2402.14740). Departures: (1) 1 / (B most_tokens) instead of
-    1 / B, which a learning rate takes up.
+    Attributes:
+      name: selects this objective.
+
+    Source: Ahmadian et al., Back to basics, 2024 (arXiv:2402.14740). Departures: (1) 1 / (B most_tokens) instead of 1 /
+    B, a constant factor of the learning rate.
     """
 
     name: Literal["rloo"] = "rloo"
@@ -135,9 +155,12 @@ class RLOOConfig(PolicyConfig):
 
 @config
 class ReinforceConfig(ClippedConfig):
-    """REINFORCE++ with the group's baseline: rewards less their group's mean, whitened over the whole batch.
+    """REINFORCE++ with a group baseline: rewards minus the group's mean, whitened over the whole batch.
 
         l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), A = (reward - mean of the group) / std of the batch
+
+    Attributes:
+      name: selects this objective.
 
     Source: Hu et al., REINFORCE++, 2025 (arXiv:2501.03262).
     """
@@ -149,11 +172,16 @@ class ReinforceConfig(ClippedConfig):
 
 @config
 class CISPOConfig(PolicyConfig):
-    """Clips the weight of a token instead of the token: rare ones that open a thought keep learning.
+    """REINFORCE with clipped importance weights: no token is left out, so rare but pivotal ones keep learning.
 
         l = -sg[clip(r, lowest, highest)] A log p
 
-    r is the ratio to the behaviour, and so the correction: there is no other one by default.
+    r is the ratio to the behaviour, so it already acts as the correction.
+
+    Attributes:
+      name: selects this objective.
+      correction: additional correction; None by default, because r is one.
+      lowest, highest: bounds of the ratio r.
 
     Source: MiniMax-M1, 2025 (arXiv:2506.13585), section 3.1. Departures: (1) the paper names no bounds; see
     `stack_rl.math.policy.cispo_loss`.
@@ -172,13 +200,15 @@ class CISPOConfig(PolicyConfig):
 
 @config
 class DistillConfig(PolicyConfig):
-    """On-policy distillation: at every token that the student drew, it goes towards the teacher; rewards count nothing.
+    """On-policy distillation: moves the student towards the teacher at every token it sampled, and ignores rewards.
 
         l = kl (log p - log p_teacher)^2 / 2, whose expected gradient is that of kl KL(p || p_teacher) at the token
 
-    It is the divergence of every policy gradient, with the teacher as the reference, alone.
+    It is the KL term of every policy gradient without the policy loss; the teacher is the reference.
 
     Attributes:
+      name: selects this objective.
+      kl: weight of the divergence from the teacher.
       reference: the teacher, "run:DIRECTORY".
 
     Source: Lu et al., On-policy distillation, Thinking Machines Lab, 2025; Gu et al., MiniLLM, 2023 (arXiv:2306.08543).

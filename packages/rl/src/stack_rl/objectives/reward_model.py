@@ -1,4 +1,4 @@
-"""A model of which answer people prefer, which gives each a number."""
+"""The objective of reward models: a scalar score per answer, trained on preference pairs."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -23,11 +23,14 @@ __all__ = ["RewardModelConfig", "answer_rewards"]
 def answer_rewards(
     model: LanguageModel, head: Callable[[jax.Array], jax.Array], batch: Mapping[str, jax.Array]
 ) -> Float[Array, "batch answers"]:
-    """r(answer): the head at the token before the answer's last target, which ends it; 0 without a target.
+    """Computes r(answer), the head's output at the token before the answer's last target; 0 without a target.
 
-    The token that ends an answer is none of the inputs, so whether it also pads makes no difference.
+    The last target is the end token. It is a target only, never an input, so it makes no difference whether it is also
+    the padding token.
 
     Args:
+      model: language model.
+      head: maps hidden states [..., embed] to scalars [...].
       batch: tokens, targets, positions and segment_ids, int32[batch, answers, seq]; targets are -100 in prompts.
     """
     names = ("tokens", "positions", "segment_ids")
@@ -42,16 +45,18 @@ def answer_rewards(
 
 @config
 class RewardModelConfig:
-    """A reward model: a head on the hidden state at an answer's end, by which chosen answers are worth more.
+    """A reward model: a head on the hidden state at the answer's end that scores chosen answers above rejected ones.
 
         l = -log sigmoid(r(chosen) - r(rejected) - margin) + centre (r(chosen) + r(rejected))^2
 
-    The head is a further trained model, `reward`; the body starts from the run's start and is trained along.
-    `data.reference: false` saves scoring a reference. A run is a reward of rollouts by its address, `run:DIRECTORY`.
+    The head is the auxiliary model `reward`; the body starts from `run.init_from` and is trained as well. Set
+    `data.reference: false` to skip scoring a reference. Rollouts use the trained run as a reward by its address,
+    `run:DIRECTORY`.
 
     Attributes:
-      margin: by which the chosen answer is to be better.
-      centre: keeps rewards around 0, which their differences alone leave open.
+      name: selects this objective.
+      margin: target difference of the two rewards.
+      centre: weight of the penalty that keeps rewards around 0; reward differences alone do not determine the mean.
 
     Source: Bradley and Terry, 1952, as Ouyang et al., InstructGPT, 2022 (arXiv:2203.02155), equation 1.
     """
@@ -72,9 +77,9 @@ class RewardModelConfig:
     def __call__(
         self, model: LanguageModel, batch: Mapping[str, jax.Array], *, key: jax.Array, **models: Any
     ) -> tuple[jax.Array, Metrics]:
-        del key  # nothing is drawn
+        del key  # the loss is not random
         rewards = answer_rewards(model, models["reward"], batch)
-        # A pair of padding, as the last held-out batch has, has no targets and weighs nothing.
+        # Padding pairs, which fill the last held-out batch, have no targets and get weight 0.
         real = jnp.any(batch["targets"] != IGNORED_TARGET, axis=(1, 2)).astype(rewards.dtype)
         weight = jnp.sum(real)
 

@@ -1,4 +1,4 @@
-"""A head that gives a number instead of logits: a value, a reward."""
+"""A head that maps hidden states to scalars, such as values or rewards."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ __all__ = ["ScalarHead"]
 
 
 class ScalarHead(nnx.Module):
-    """v = h w + b, in float32 or what h has beyond; 0 everywhere at the start."""
+    """v = h w + b, computed in float32 or in the dtype of h if that is wider. Initialized to 0."""
 
     def __init__(self, model: Any, *, key: jax.Array) -> None:
-        """Takes the config of the model whose hidden states it reads."""
-        del key  # nothing is drawn
+        """Creates the parameters for a model config with the hidden size `model.embed`."""
+        del key  # initialization is not random
         self.kernel = nnx.Param(jnp.zeros(model.embed, jnp.float32), logical_axes=("embed",))
         self.bias = nnx.Param(jnp.zeros((), jnp.float32), logical_axes=())
 

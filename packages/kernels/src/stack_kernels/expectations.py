@@ -1,4 +1,4 @@
-"""What hardware an op is supported on and how fast it is expected to be there, and how that is known."""
+"""Support and expected speed of an op's implementations on a chip, with the source of each figure."""
 
 import dataclasses
 import math
@@ -28,27 +28,28 @@ from stack_kernels.user_kernels import parameters_of
 
 __all__ = ["Expectation", "Expectations", "expected"]
 
-# The parameters of ops that are no floating arrays; shapes given for them get these dtypes.
+# Op parameters that are integer or boolean arrays; shapes passed for them get these dtypes.
 _INTEGERS = frozenset({
     "block_tables", "group_sizes", "kv_lengths", "labels", "positions", "query_offset", "query_starts", "rows",
     "segment_ids",
 })  # fmt: skip
 _BOOLEANS = frozenset({"mask"})
-_FARTHEST = 3.0  # of `CallShape.distance`, as in lookup
+_FARTHEST = 3.0  # largest `CallShape.distance` that counts, as in lookup
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """One implementation on one chip.
+    """Expected speed of one implementation on one chip.
 
     Attributes:
-      refusal: why it does not support the call; "" where it does.
-      chosen: core would choose it.
-      config: as a tuned table has it, of the fastest that is known.
-      seconds: of a call, None where nothing is known.
-      basis: "measured" at this size, "predicted" by the cost model from other sizes, "bound" by the chip's peaks, which
-        is the least and not the likely time, or "unknown".
-      provenance: the measurements or the peak, in words.
+      implementation: name of the implementation.
+      refusal: reason why it does not support the call; "" if it does.
+      chosen: True if core would choose it.
+      config: fastest known config, in the form of a tuned table.
+      seconds: time of one call; None if unknown.
+      basis: "measured" at this size, "predicted" by the cost model from other sizes, "bound" by the chip's peaks (a
+        lower limit, not the likely time), or "unknown".
+      provenance: measurements or peak behind `seconds`, in words.
     """
 
     implementation: str
@@ -71,7 +72,7 @@ class Expectation:
 
 
 class Expectations(tuple[Expectation, ...]):
-    """One row an implementation, the fastest first, then those that do not support the call."""
+    """One row per implementation: supported ones by increasing time, then the ones that do not support the call."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self))
@@ -86,20 +87,22 @@ def expected(
     direction: str = "forward",
     **options: Any,
 ) -> Expectations:
-    """What each implementation of an op takes for a call on a chip, which need not be there; nothing is run.
+    """Estimates the time of one call of an op with each implementation on a chip. Nothing runs; the chip may be absent.
 
         print(stack_kernels.expected("linear", {"x": (8, 4096), "weight": (4096, 14336)}, "h200"))
 
     Args:
-      shapes: the op's arrays by parameter name. A shape gets `dtype`, or int32 where the op takes integers; else
-        anything with a shape and a dtype, quantized arrays and other pytrees of them too.
-      chip: its name, "h200" or "v5p" (`stack chips` lists them), or a `Chip`; by default the target.
+      op: name of a function of `stack_core.ops`.
+      shapes: the op's arrays by parameter name: a shape, which gets `dtype` (int32 if the op takes integers, bool for
+        masks), or any object with a shape and a dtype, including quantized arrays and pytrees.
+      chip: name such as "h200" or "v5p" (`stack chips` lists them), or a `Chip`; defaults to the target chip.
+      dtype: dtype of floating arrays that are given as shapes.
       direction: "forward" or "backward".
       options: the op's other arguments, such as `causal=True`.
 
     Raises:
-      UnknownName: no op or no chip has that name.
-      ArgumentError: the op has no such parameter, the direction is neither of the two, or the op refuses the arguments.
+      UnknownName: the op or the chip is unknown.
+      ArgumentError: unknown parameter or direction, or arguments that the op rejects.
     """
     known = parameters_of(op)
     if unknown := [name for name in (*shapes, *options) if name not in known]:
@@ -160,7 +163,7 @@ def _tables_of(chip: ChipName) -> Iterator[tuple[Path, Table]]:
 def _expectation(
     name: str, call: OpCall, chip: Chip, tables: Sequence[tuple[Path, Table]], chosen: bool
 ) -> Expectation:
-    """From measurements at these sizes, else from those near them, else from the chip's peaks."""
+    """Estimates from measurements at these sizes, else from nearby sizes, else from the chip's peaks."""
     shape = shape_of(call)
     found = [(path, each) for path, table in tables for each in table.measurements if _is_near(each, name, call, shape)]
     here = [(path, each) for path, each in found if each.case.shape.bucket == shape.bucket]

@@ -1,7 +1,7 @@
-"""Kernels of Tokamax, an optional package (https://github.com/openxla/tokamax): what their adapters have in common.
+"""Shared parts of the adapters to Tokamax, an optional package (https://github.com/openxla/tokamax).
 
-Its public functions choose by the devices at hand and by a fixed order. The adapters run one forward or backward pass
-of it, with the config that the call got here.
+Tokamax's public functions choose a kernel by the local devices and a fixed order. The adapters instead run one forward
+or backward pass of one kernel, with the config that this package chose for the call.
 """
 
 import functools
@@ -15,20 +15,24 @@ from stack_kernels.mesh_types import untyped
 __all__ = ["GENERATIONS", "WRITTEN_FOR", "is_installed", "missing", "on_arrays", "run"]
 
 GENERATIONS = {"a100": "sm80", "h100": "sm90", "h200": "sm90", "gh200": "sm90", "b200": "sm100", "gb200": "sm100"}
-"""The instructions of a GPU by the first word of its kind; its kernels are written for each generation apart."""
+"""Instruction set by the first word of a GPU's kind; Tokamax has separate kernels per generation."""
 
 WRITTEN_FOR = "0.0.17"
 
 
 @functools.cache
 def is_installed(module: str = "tokamax") -> bool:
-    """Whether a module can be imported, without importing it."""
+    """Checks whether a module can be imported, without importing it."""
     return importlib.util.find_spec(module) is not None
 
 
 @functools.cache
 def missing(*others: str) -> str | None:
-    """Why Tokamax, or another module that its kernel needs, cannot be used here; None where it can."""
+    """Returns why Tokamax or another required module cannot be used; None if all of them can.
+
+    Args:
+      others: further modules that a kernel needs.
+    """
     if not is_installed("tokamax"):
         return "Tokamax is not installed: pip install 'stack-kernels[tokamax]', with Python 3.12 or newer"
     version = importlib.metadata.version("tokamax")
@@ -41,19 +45,24 @@ def missing(*others: str) -> str | None:
 
 
 def run(op: Any, config: Any, *arguments: Any, **options: Any) -> Any:
-    """One pass of one of its ops: result and residuals, without its derivative rule and its search for a config.
+    """Runs one pass of a Tokamax op, bypassing its derivative rule and its config search.
 
     Args:
-      config: of the op's `config_cls`.
+      op: the op.
+      config: object of the op's `config_cls`.
+
+    Returns:
+      Result and residuals.
     """
     bound = op.bind(*arguments, **options)
     return op._fwd(*bound.args, config=config, **bound.kwargs)
 
 
 def on_arrays(function: Callable[..., Any], *arrays: Any) -> Any:
-    """`function(*arrays)` as its kernels are written: dtypes promote as JAX has it, results name no mesh axes.
+    """Returns `function(*arrays)` under Tokamax's assumptions: standard dtype promotion, results without mesh axes.
 
-    It is one call to whoever traces it again: what is around its kernels names no mesh axes either.
+    The function is jitted, so an enclosing trace sees one call; the operations around its kernels name no mesh axes
+    either.
     """
     import jax
 

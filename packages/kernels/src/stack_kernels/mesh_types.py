@@ -1,4 +1,4 @@
-"""Kernels inside `jax.shard_map`, where JAX tracks over which mesh axes each array varies."""
+"""Kernels inside `jax.shard_map`, where JAX tracks the mesh axes over which each array varies."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,11 +16,12 @@ __all__ = ["untyped"]
 
 
 def untyped(kernel: Callable[..., Any], *arrays: Any) -> Any:
-    """Returns `kernel(*arrays)` of a kernel that is written for one device; its results vary over the arrays' axes.
+    """Returns `kernel(*arrays)` for a kernel written for one device; its results vary over the arrays' mesh axes.
 
-    A Pallas call inside `jax.shard_map` must give its results types, and Pallas's interpreter mixes arrays that vary
-    over mesh axes with constants that do not, which JAX refuses. The kernel is therefore traced and lowered with arrays
-    that vary over no axis. It must have no collectives, and its derivative is the backward pass of the implementation.
+    A Pallas call inside `jax.shard_map` must type its results, and Pallas's interpreter mixes arrays that vary over
+    mesh axes with constants that do not, which JAX rejects. Therefore the kernel is traced and lowered with arrays that
+    vary over no axis. It must contain no collectives, and its derivative must come from the implementation's backward
+    pass.
     """
     leaves, structure = jax.tree.flatten(arrays)
     if not any(map(varying, leaves)):
@@ -28,7 +29,7 @@ def untyped(kernel: Callable[..., Any], *arrays: Any) -> Any:
     with _check_vma(False):
         traced = jax.make_jaxpr(lambda *leaves: kernel(*jax.tree.unflatten(structure, leaves)), return_shape=True)
         closed, shapes = traced(*map(_plain, leaves))
-        # The kernel may close over arrays of the trace around it, as splash does over the blocks of its mask.
+        # The kernel may close over arrays of the enclosing trace, as splash does over the blocks of its mask.
         consts = consts_of(closed)
         count = len(consts)
 

@@ -1,11 +1,11 @@
-"""What stack-kernels registers."""
+"""The plugin of stack-kernels: op implementations, tuned tables and commands."""
 
 from stack_core.abi.hookspecs import hookimpl
 from stack_core.abi.registry import Registrar
 
 STACK_ABI_MINOR = 0
 
-# One line an implementation: "op/implementation", and the attribute of stack_kernels that holds it.
+# One line per implementation: "op/implementation" and the attribute of stack_kernels that it is loaded from.
 _OPS: dict[str, str] = {
     "attention/cudnn": "attention.cudnn:CUDNN",
     "attention/splash": "attention.splash:SPLASH",
@@ -80,5 +80,5 @@ def stack_register_commands(registry: Registrar) -> None:
     registry.add(
         "bench compile",
         "stack_kernels.commands.bench_compile:bench_compile",
-        help="Compile ops for chips that are not there.",
+        help="Compile ops for absent chips.",
     )

@@ -1,8 +1,8 @@
-"""What a call of an op asks of a chip at least: FLOPs from the op's equation, bytes of its operands and results.
+"""Minimal work of an op call: FLOPs by the op's equation, bytes of its operands and results.
 
-The convention is that of `stack_core.programs.flops`: products count, elementwise work does not. A backward pass counts
-each product of the forward pass twice, and once more where no implementation can keep what it would reuse: the scores
-of attention and the logits of a loss. Every operand is read once and every result written once.
+The convention follows `stack_core.programs.flops`: products count, elementwise work does not. A backward pass counts
+each product of the forward pass twice, plus once more for results that no implementation can store: the scores of
+attention and the logits of a loss. Every operand is read once and every result is written once.
 """
 
 import functools
@@ -25,11 +25,11 @@ __all__ = ["Bound", "Work", "work_of"]
 
 @dataclass(frozen=True)
 class Bound:
-    """The shortest time that a chip's peaks allow.
+    """Shortest time that a chip's peaks allow.
 
     Attributes:
       seconds: max(flops / peak, bytes / bandwidth).
-      denominator: the peak that decides, such as "390 GFLOP/s bfloat16".
+      denominator: the peak that limits the call, such as "390 GFLOP/s bfloat16".
     """
 
     seconds: float
@@ -38,7 +38,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of dense products, the dtype of their operands, and bytes to and from memory."""
+    """FLOPs of dense products, dtype of their operands, and bytes moved to and from memory."""
 
     flops: int
     dtype: str
@@ -48,7 +48,7 @@ class Work:
         return Work(self.flops + other.flops, self.dtype, self.traffic_bytes + other.traffic_bytes)
 
     def bound(self, chip: Chip) -> Bound | None:
-        """None where a peak that it needs is not known."""
+        """Returns the roofline bound on a chip, or None if a peak that it needs is unknown."""
         peak, bandwidth = chip.peak_flops.get(self.dtype), chip.hbm_bandwidth_bytes_s
         if bandwidth is None or (peak is None and self.flops):
             return None
@@ -60,24 +60,27 @@ class Work:
 
 
 def _rate(rate: float) -> str:
-    """Three digits and a prefix: "54.7 G"."""
+    """Formats a rate with three digits and a prefix: "54.7 G"."""
     prefix, unit = ("T", 1e12) if rate >= 1e12 else ("G", 1e9)
     return f"{rate / unit:.3g} {prefix}"
 
 
 def work_of(call: OpCall, values: Mapping[str, Any] | None = None) -> Work:
-    """The work of one direction of a call; of `collective_matmul` that which a mesh of one device would leave.
+    """Returns the minimal work of one direction of a call.
+
+    For `collective_matmul`, the work on a mesh of one device.
 
     Args:
-      values: integer arrays by parameter name that decide how much there is to do, such as `group_sizes` or
-        `kv_lengths`; without them, as much as their shapes allow.
+      call: the call, with arrays or `jax.ShapeDtypeStruct`.
+      values: integer arrays by parameter name that determine the amount of work, such as `group_sizes` or `kv_lengths`;
+        without them, the maximum that the shapes allow.
     """
     given = {name: array for name, array in call.arrays.items() if array is not None}
     backward = call.direction == "backward"
     if call.op in _FLOPS:
         flops = _FLOPS[call.op](given, call.options, values or {}, backward)
         result_bytes = _RESULT_BYTES[call.op](given, call.options)
-    else:  # an op that a plugin defines
+    else:  # an op defined by a plugin
         reference = functools.partial(_reference, call)
         flops = sum(count_flops(reference, dict(call.arrays)).by_dtype.values()) * (2 if backward else 1)
         result_bytes = _bytes(jax.eval_shape(reference, dict(call.arrays)))
@@ -108,14 +111,14 @@ def _is_floating(array: Any) -> bool:
 
 
 def _logical(array: Any) -> Any:
-    """What has the logical shape of an array, quantized or not."""
+    """Returns an array, or a shape struct, with the logical shape of an array that may be quantized."""
     if not hasattr(type(array), "__stack_qview__"):
         return array
     return jax.eval_shape(lambda array: array.__stack_qview__().qvalue, array)
 
 
 def _product_dtype(arrays: Mapping[str, Any]) -> str:
-    """The dtype that products run in: integers only where both operands are."""
+    """Returns the dtype of the products: an integer dtype only if both operands are integers."""
     dtypes = [jnp.dtype(_logical(array).dtype) for array in list(arrays.values())[:2]]
     floating = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
     if not floating:
@@ -124,7 +127,7 @@ def _product_dtype(arrays: Mapping[str, Any]) -> str:
 
 
 def _pairs(arrays: Mapping[str, Any], options: Mapping[str, Any], values: Mapping[str, Any]) -> int:
-    """Pairs of query and key that causality and the window leave, over batch rows and heads."""
+    """Counts the (query, key) pairs that causality and the window allow, over batch rows and heads."""
     batch, q_seq, heads, _ = arrays["query"].shape
     kv_seq = arrays["key"].shape[1]
     left, right = options["window"] or (None, None)
@@ -142,12 +145,12 @@ def _attention_flops(arrays: Any, options: Any, values: Any, backward: bool) -> 
 
 
 def _pair_flops(key_dim: int, value_dim: int, backward: bool) -> int:
-    """Of a query and a key: forward q k and w v; backward q k again, and the gradients of q, k, v and w."""
+    """FLOPs per (query, key) pair: forward q k and w v; backward q k again, and the gradients of q, k, v and w."""
     return 6 * key_dim + 4 * value_dim if backward else 2 * (key_dim + value_dim)
 
 
 def _keys_of_sequences(arrays: Any, options: Any, values: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The number of queries and of keys of each sequence."""
+    """Returns the number of queries and of keys of each sequence."""
     slots = _logical(arrays["key_pages"]).shape[options["layout"].index("s")]
     batch, pages_per_seq = arrays["block_tables"].shape
     starts = values.get("query_starts")
@@ -171,7 +174,7 @@ def _paged_value_dim(arrays: Any, options: Any) -> int:
 
 
 def _used_pages_bytes(arrays: Any, options: Any, values: Any) -> dict[str, int]:
-    """Of the pages, those of the sequences' keys are read, and none of a sequence without queries."""
+    """Bytes read from the page pools: pages with keys of sequences that have queries."""
     queries, lengths = _keys_of_sequences(arrays, options, values)
     used = int(lengths[queries > 0].sum())
 
@@ -219,7 +222,7 @@ def _loss_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
 def _low_rank_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
     del options
     rows = _rows(arrays["x"])
-    if "rows" in values:  # [...], the first of the leading axes of x
+    if "rows" in values:  # [...], shaped as the first of the leading axes of x
         rows = rows * int(np.sum(values["rows"] >= 0)) // max(values["rows"].size, 1)
     (_, d_in, rank), d_out = arrays["down"].shape, arrays["up"].shape[-1]
     return 2 * (2 if backward else 1) * rows * rank * (d_in + d_out)
@@ -236,7 +239,7 @@ def _no_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
 
 
 def _ring_flops(arrays: Any, options: Any, values: Any, backward: bool) -> int:
-    """Of one step of the ring: this device's queries and the keys of one device."""
+    """FLOPs of one ring step: the local queries against the keys of one device."""
     del options, values
     batch, q_seq, heads, key_dim = arrays["query"].shape
     pairs = batch * q_seq * heads * arrays["key"].shape[1]

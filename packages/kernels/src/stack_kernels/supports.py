@@ -1,4 +1,4 @@
-"""What implementations look at to say whether they support a call, and how they say it."""
+"""Predicates that implementations use in `supports`, and the reasons they return."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,30 +13,30 @@ __all__ = ["abstract_view", "first_problem", "is_beyond", "takes_no", "unquantiz
 
 
 def first_problem(problems: Mapping[str, bool]) -> bool | str:
-    """The answer of `supports`: the first reason that applies, True if none does."""
+    """Returns the first reason whose condition holds, or True if none does; the answer of a `supports`."""
     return next((reason for reason, applies in problems.items() if applies), True)
 
 
 def is_beyond(config: Any, space: Iterable[Any]) -> bool:
-    """Whether the space of a call lacks the config that a tuned table gave it."""
+    """Checks whether a config from a tuned table is outside the search space of the call."""
     return config is not None and config not in list(space)
 
 
 def unquantized(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
-    """The `supports` of what takes every call without a quantized operand."""
+    """Implements `supports` for implementations that take any call without quantized operands."""
     quantized = [name for name, array in call.arrays.items() if is_quantized(array)]
     return f"{' and '.join(quantized)} is quantized" if quantized else True
 
 
 def takes_no(call: OpCall, *names: str) -> bool | str:
-    """True unless one of these optional arguments is given; then the reason, which names them."""
+    """Returns True unless one of these optional arguments is set, else a reason that names them."""
     arguments = {**call.arrays, **call.options}
     given = [name for name in names if arguments[name] is not None]
     return f"it takes no {' and no '.join(given)}" if given else True
 
 
 def abstract_view(array: QuantizedArray) -> QView:
-    """What a quantized array of arrays, or of `jax.ShapeDtypeStruct`, shows, without values."""
+    """Returns the `QView` of a quantized array, or of a struct of one, with shapes instead of values."""
     known = {}
 
     def show(array: Any) -> tuple[Any, ...]:
@@ -49,7 +49,7 @@ def abstract_view(array: QuantizedArray) -> QView:
 
 
 def weight_alone(call: OpCall) -> bool | str:
-    """Whether the weight of a `linear` call is quantized, and x is not."""
+    """Checks that the weight of a `linear` call is quantized and x is not."""
     if not is_quantized(call.arrays["weight"]):
         return "the weight is not quantized"
     return "both operands are quantized" if is_quantized(call.arrays["x"]) else True

@@ -1,4 +1,4 @@
-"""A function as an implementation of an op, checked where it is defined."""
+"""Decorator that makes a function an op implementation and checks its definition."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ __all__ = ["implementation", "parameters_of"]
 
 
 Configs = Sequence[Any] | Callable[[OpCall, Any], Sequence[Any]]
-"""Tunable settings, best default first, for all calls or for a call and a chip."""
+"""Tunable settings, best default first: a sequence for all calls, or a function of a call and a chip."""
 
 
 def implementation(  # noqa: PLR0913  each is a field of OpImplementation
@@ -29,36 +29,38 @@ def implementation(  # noqa: PLR0913  each is a field of OpImplementation
     priority: int = 1,
     before: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], OpImplementation]:
-    """Makes a function an `OpImplementation`, which a plugin registers with one line.
+    """Makes a function an `OpImplementation` that a plugin registers with one line.
 
         @implementation("norm", name="acme", configs=(Rows(32), Rows(8)), supports=_supports)
         def acme(x, scale, *, offset, kind, epsilon, scale_offset, residual, axis, config): ...
 
         registry.add("norm/acme", "acme.kernel:acme")       # in the plugin's stack_register_ops
 
-    From then on calls of the op are dispatched to it, `stack tune` chooses among its configs, `stack bench ops`
-    measures it, and `stack_core.testing.op_checks(op)` are its contract.
+    Once registered, calls of the op are dispatched to it, `stack tune` chooses among its configs, `stack bench ops`
+    measures it, and `stack_core.testing.op_checks(op)` is its contract suite.
 
     Args:
-      op: a function of `stack_core.ops`. The decorated function takes the op's parameters by name, all but
-        `implementation` and `axes`, with every default filled in; and `config` where there are `configs`. It returns
-        the result; with `residuals` it takes `wants` too, and returns the result and a mapping of what is wanted.
-      name: what callers and tables name it by.
-      configs: tunable settings, best default first: objects of one frozen dataclass whose fields JSON can hold; or a
-        function of (call, chip) that returns them.
-      supports: answers True or the reason why not, from the call, the target chip and a config.
-      backward: None leaves the gradient to others, in the end the op's reference; or a function `(arrays, options,
-        outputs, residuals, cotangents, *, wants) -> gradients by parameter name`, which takes `config` too.
-      residuals: the names of what the function keeps for a backward pass, as `OpImplementation` has them.
-      platforms: where it runs, among "cpu", "gpu" and "tpu"; None is everywhere.
-      is_opaque: XLA cannot split it over devices, as it cannot split a Pallas kernel.
-      priority: the highest among those that support a call is chosen, and the references have 0; a negative one runs
-        where it is named or a tuned table says so. Of equal ones the first that was installed runs, with a warning.
-      before: names of the op's implementations that this one precedes, whatever their priorities: `("xla_cpu",)`.
+      op: name of a function of `stack_core.ops`. The decorated function takes the op's parameters by name, except
+        `implementation` and `axes`, with every default filled in, and `config` if there are `configs`. It returns the
+        result; with `residuals` it also takes `wants` and returns the result and a mapping of the requested residuals.
+      name: name of the implementation in calls and in tables.
+      configs: tunable settings, best default first: instances of one frozen dataclass with JSON-serializable fields, or
+        a function of (call, chip) that returns them.
+      supports: function of the call, the target chip and a config that returns True or the reason why not.
+      backward: function `(arrays, options, outputs, residuals, cotangents, *, wants) -> gradients by parameter name`,
+        which also takes `config` if there are `configs`. None leaves the gradient to other implementations, ultimately
+        to the op's reference.
+      residuals: names of the values that the function saves for a backward pass, as in `OpImplementation`.
+      platforms: platforms it runs on, among "cpu", "gpu" and "tpu"; None for all.
+      is_opaque: True if XLA cannot split it over devices, as is the case for a Pallas kernel.
+      priority: the implementation with the highest priority that supports a call is chosen; references have 0. A
+        negative priority runs only if it is named or a tuned table chooses it. Among equal priorities the first one
+        installed runs, with a warning.
+      before: names of the op's implementations that this one precedes regardless of priority: `("xla_cpu",)`.
 
     Raises:
-      UnknownName: there is no such op.
-      ArgumentError: the function's parameters are not the op's, or a setting is not what it is described as above.
+      UnknownName: the op is unknown.
+      ArgumentError: the function's parameters are not the op's, or a setting does not match its description above.
     """
     what = f"implementation {name!r} of {op!r}"
     parameters, is_tuned = parameters_of(op), callable(configs) or bool(configs)

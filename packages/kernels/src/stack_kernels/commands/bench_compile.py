@@ -1,4 +1,4 @@
-"""`stack bench compile`: what implementations take of chips that are not there."""
+"""`stack bench compile`: compiles implementations for chips that are not attached."""
 
 import dataclasses
 import json as json_format
@@ -22,17 +22,18 @@ __all__ = ["bench_compile"]
 def bench_compile(
     *, chips: str = "", implementations: str = "", json: Path | None = None, table: Path | None = None
 ) -> None:
-    """Compile ops for chips that are not there: stack bench compile --chips v6e,h100 --implementations attention/splash
+    """Compile ops for absent chips: stack bench compile --chips v6e,h100 --implementations attention/splash
 
-    Compiles calls of an 8B model with each implementation, forward and with gradient, a process for each chip: seconds,
-    memory, the kernels that the program calls, and of those registers, spills, shared and vector memory. Needs the
-    compilers, no chip: stack-core[tpu] and stack-core[cuda13]. The exit status is 1 if a compiler failed.
+    Compiles calls of an 8B model with each implementation, forward and with gradient, in one process per chip. Reports
+    compile seconds, memory and the kernels of the program with their registers, spills, shared memory and vector
+    memory. Needs the compilers (stack-core[tpu] and stack-core[cuda13]) but no chip. The exit status is 1 if a compiler
+    failed.
 
     Args:
-      chips: names with commas between, by default those of the table in docs/accelerators.md.
-      implementations: "op/name", with commas between; by default all of stack-core and stack-kernels.
-      json: write what came of each call there.
-      table: update this table of what runs where, and the page of the same name beside it.
+      chips: comma-separated names of chips; by default the chips of the table in docs/accelerators.md.
+      implementations: comma-separated "op/name"; by default all of stack-core and stack-kernels.
+      json: write the result of each call to this file.
+      table: update this support table, and the page of the same name next to it.
     """
     from stack_kernels.laboratory.experiments import compile_for
     from stack_kernels.laboratory.table import CHIPS
@@ -91,7 +92,7 @@ def _print(rows: Sequence["Row"]) -> None:
 
 
 def _update(path: Path, names: Sequence[str], chips: Sequence[str], rows: Sequence["Row"]) -> None:
-    """Puts the cells of these implementations and chips, and of the CPU, in their places; drops what is gone."""
+    """Replaces the cells of these implementations and chips and of the CPU; drops implementations that are gone."""
     import jax
 
     from stack_kernels import from_tokamax

@@ -1,4 +1,4 @@
-"""`stack bench ops`: the speed of ops on this device, and whether it fell since a baseline."""
+"""`stack bench ops`: measures the speed of ops on this device and checks it against a baseline."""
 
 import itertools
 import math
@@ -42,17 +42,18 @@ def bench_ops(
 ) -> None:
     """Measure ops at standard sizes, in turns with core's references: stack bench ops --compare baseline.json
 
-    A time is the median of the rounds, to the completion of the call; +- is their interquartile range over it. With
-    --compare the exit status is 1 if a call became slower than in the baseline, at 99% confidence and by more than the
-    tolerance, and two further measurements agree; what is compared is its time over the reference's.
+    A time is the median over the rounds, until the call has completed; +- is the interquartile range over the median.
+    With --compare the exit status is 1 if a call became slower than in the baseline, at 99% confidence and by more than
+    the tolerance, and two repeated measurements confirm it. The compared quantity is the call's time over the
+    reference's time.
 
     Args:
-      rounds: turns that each call takes, at most 50.
-      budget_s: about how long to measure; what it does not reach is left out.
+      rounds: turns per call, at most 50.
+      budget_s: approximate time limit in seconds; calls not reached are left out.
       compare: results of an earlier run on this chip.
-      tolerance: the share by which a call may be slower before it counts, 0.05 is 5%.
-      json: write the results there, as a baseline of later runs.
-      html: write a report with plots there; needs stack-kernels[plots].
+      tolerance: relative slowdown that is tolerated; 0.05 is 5%.
+      json: write the results to this file, as a baseline for later runs.
+      html: write a report with plots to this file; needs stack-kernels[plots].
     """
     _check(rounds, budget_s, tolerance, writes=(json, html))
     from stack_core.chips import current_chip
@@ -99,11 +100,13 @@ def _check(rounds: int, budget_s: float, tolerance: float, writes: Sequence[Path
 
 @dataclass
 class _Measuring:
-    """Measures tasks one after the other, and shows how far it is.
+    """Measures tasks one after the other and shows progress.
 
     Attributes:
-      left_out: what was not measured, and why.
-      failed: the errors of what was called and raised.
+      rounds: turns per call.
+      end_s: end of the budget on the monotonic clock.
+      left_out: tasks that were not measured, with the reason.
+      failed: errors of tasks that raised.
     """
 
     rounds: int
@@ -137,7 +140,7 @@ class _Measuring:
             return "the time budget did not reach it"
         try:
             return measured(task, rounds=self.rounds, budget_s=remaining_s)
-        except BenchmarkError as error:  # the others are measured nevertheless
+        except BenchmarkError as error:  # the remaining tasks are still measured
             self.failed.append(str(error))
             return "it failed"
 
@@ -145,7 +148,7 @@ class _Measuring:
 def _confirmed(
     baseline: "Results", found: "Results", tasks: Sequence["Task"], tolerance: float, measuring: _Measuring
 ) -> "tuple[Comparison, ...]":
-    """Compares; what seems slower is measured twice more, and is slower if it is so each time."""
+    """Compares with the baseline; a call counts as slower only if up to two repeated measurements agree."""
     from stack_kernels.bench.compare import compare
 
     comparisons = {comparison.now.key: comparison for comparison in compare(baseline, found.rows, tolerance=tolerance)}

@@ -1,4 +1,4 @@
-"""`stack bench burn-in`: contracts, tuning, speeds and a profile on a chip that nothing is known of yet."""
+"""`stack bench burn-in`: contracts, tuning, speeds and a profile on a new chip."""
 
 import sys
 import time
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 __all__ = ["burn_in"]
 
 _SHARES = {"contracts": 0.4, "tuning": 0.3, "speeds": 0.2, "profile": 0.1}
-_MARGIN = 0.8  # of its share a stage plans with; the rest is for starting, and for what runs when the time is over
+_MARGIN = 0.8  # part of its share that a stage plans for; the rest covers start-up and work in flight at the deadline
 
 
 def burn_in(*, out: Path = Path("burn-in"), budget_s: float = 600.0, ops: str = "") -> None:
     """Try every kernel on this device: stack bench burn-in --out h100
 
     Runs each op's contract against float64, tunes the standard calls, measures every implementation in turns with
-    core's reference, and captures a profile. Child processes do the work: a check that crashes costs its own row, and
-    one that hangs the rest of its op; in the other stages a crash costs the rest of the stage. Writes OUT/<chip>.md,
-    the tuned table, the results and the profile. Exits with status 1 if a contract is broken. Without an accelerator it
-    tries what runs on the CPU.
+    core's reference, and captures a profile. The work runs in child processes: a check that crashes costs only its own
+    row, a check that hangs costs the rest of its op, and in the other stages a crash costs the rest of the stage.
+    Writes OUT/<chip>.md, the tuned table, the results and the profile. Exits with status 1 if a contract is broken.
+    Without an accelerator it tries the CPU implementations.
 
     Args:
-      out: the directory to write; must not hold another burn-in.
-      budget_s: about how many seconds it takes, 60 or more.
-      ops: names with commas between, by default all that have standard calls.
+      out: output directory; must not contain another burn-in.
+      budget_s: approximate duration in seconds, at least 60.
+      ops: comma-separated names of ops; by default all that have standard calls.
     """
     chosen = _chosen(ops)
     if not budget_s >= 60:

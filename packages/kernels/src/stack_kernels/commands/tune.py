@@ -1,4 +1,4 @@
-"""`stack tune`: measures what could compute a function's ops, and keeps what is fastest."""
+"""`stack tune`: measures the candidates for a function's ops and stores the results in a tuned table."""
 
 import contextlib
 import json as json_format
@@ -38,22 +38,22 @@ def tune(
     export: Path | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Choose ops by measurement: stack tune FILE.py:fn measures all that could compute the ops of fn(*example_args())
+    """Choose ops by measurement: stack tune FILE.py:fn measures all candidates for the ops of fn(*example_args())
 
-    example_args is a function beside fn that returns the tuple of its arguments; jax.ShapeDtypeStruct do. A function
-    without parameters needs none. Results are kept in .stack/tuned, where processes that start in this directory find
-    them. Without a function, lists the tables that are read, or with --tables those of that folder. Ctrl-C keeps what
-    was measured and exits with status 130.
+    example_args is a function in the same file that returns the tuple of fn's arguments, as arrays or
+    jax.ShapeDtypeStruct; a function without parameters needs none. Results are stored in .stack/tuned and used by
+    processes that start in this directory. Without a function, lists the tables in use, or with --tables the tables of
+    that folder. Ctrl-C keeps the measurements made so far and exits with status 130.
 
     Args:
       target: the function to tune.
       budget_s: seconds to measure, compilations included.
-      tables: keep the results in this folder, by default the first one that STACK_TUNED_TABLES names or .stack/tuned;
-        set STACK_TUNED_TABLES to it where they are to be used.
-      again: measure also what was measured before.
-      clear: first delete the tables of the folder.
-      merge: first take over the measurements of these files.
-      export: then write all that is known of this chip there; in a folder, under the chip's name.
+      tables: folder for the results, by default the first one that STACK_TUNED_TABLES names or .stack/tuned; set
+        STACK_TUNED_TABLES to this folder in processes that should use them.
+      again: repeat measurements that the table already has.
+      clear: delete the tables of the folder first.
+      merge: merge the measurements of these files first.
+      export: finally write all measurements of this chip to this file; in a folder, under the chip's name.
       json: print machine-readable results.
     """
     if clear:
@@ -73,7 +73,7 @@ def tune(
 
 
 def _tuned(target: str, budget_s: float, tables: Path | None, *, again: bool, json: bool) -> int:
-    """Measures in a child; in the child, measures."""
+    """Runs the measurement in a child process; in the child, measures."""
     from stack_kernels.tuning.child import TRYING_VARIABLE, tune_in_child
 
     if TRYING_VARIABLE not in os.environ:
@@ -98,7 +98,7 @@ def _tuned(target: str, budget_s: float, tables: Path | None, *, again: bool, js
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on a terminal, a line a job elsewhere; on standard error."""
+    """Reports progress on standard error: a bar on a terminal, otherwise one line per job."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
         yield lambda done, total, what: console.print(f"{done}/{total}  {what}", markup=False)
@@ -134,7 +134,7 @@ def _merge(files: Sequence[Path], folder: Path | None) -> None:
 
 
 def _known_here(folder: Path | None) -> "Table":
-    """All measurements of this chip: from a folder, or from the tables that every process reads."""
+    """Returns all measurements of this chip: from a folder, or from the tables that every process reads."""
     from stack_core.chips import current_chip
     from stack_kernels.tuning.sources import known_tables
     from stack_kernels.tuning.tables import ChipName, Table, own_table_path

@@ -1,1 +1,1 @@
-"""Measures implementations of ops and keeps what was measured in tables that choose among them."""
+"""Measures op implementations and stores the results in tables that choose among them."""

@@ -1,7 +1,7 @@
-"""What can be measured of a call: each implementation with each of its configs, forward or with its gradient.
+"""Candidates for a call: each implementation with each of its configs, forward or with its gradient.
 
-A candidate is compiled, run once and compared with the reference before it is timed. The comparison is that of the
-contract suites: an implementation that is fast and wrong is no candidate.
+A candidate is compiled, run once and compared with the reference before it is timed. The comparison uses the tolerances
+of the contract suites, so a fast but wrong implementation is rejected.
 """
 
 import functools
@@ -26,12 +26,12 @@ _REFERENCE = "reference"
 
 
 class WrongNumbers(Exception):
-    """An output or a gradient leaves the contract's tolerance."""
+    """An output or a gradient that exceeds the contract's tolerance."""
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """An implementation with one of its configs, None if it has none; equal by what tables know them by."""
+    """An implementation with one of its configs, None if it has no configs; equal if the keys are equal."""
 
     implementation: OpImplementation
     config: Any = None
@@ -44,12 +44,12 @@ class Candidate:
 
     @property
     def key(self) -> tuple[str, str]:
-        """That of its measurements, `Measurement.candidate`."""
+        """The key that its measurements have as `Measurement.candidate`."""
         return self.implementation.name, json.dumps(encoded_config(self.config), sort_keys=True)
 
     @property
     def is_whole(self) -> bool:
-        """Whether its forward pass keeps what its backward pass reads, which is not timed alone then."""
+        """Whether the forward pass saves private residuals; its backward pass is then not timed separately."""
         return OWN in self.implementation.residuals
 
     @property
@@ -61,13 +61,13 @@ class Candidate:
 
 
 def candidates_of(call: OpCall) -> list[Candidate]:
-    """What supports one direction of a call on the target chip, with all its configs; the reference first."""
+    """Lists the candidates that support one direction of a call on the target chip; the reference comes first."""
     found = sorted(supporting(call).values(), key=lambda each: (each.name != _REFERENCE, -each.priority, each.name))
     return [Candidate(each, config) for each in found for config in _configs(each, call)]
 
 
 def _configs(implementation: OpImplementation, call: OpCall) -> list[Any]:
-    """The default first, then what else supports the call."""
+    """Lists the default config first, then the other supported configs."""
     if implementation.default is None:
         return [None]
     chip = target_chip()
@@ -77,10 +77,11 @@ def _configs(implementation: OpImplementation, call: OpCall) -> list[Any]:
 
 
 class Trial:
-    """One direction of a call, with operands to try candidates on.
+    """Operands and reference results for trying candidates on one direction of a call.
 
     Args:
-      gradients_of: the arguments to differentiate by, in the backward direction.
+      call: the call.
+      gradients_of: arguments to differentiate with respect to, in the backward direction.
     """
 
     def __init__(self, call: OpCall, gradients_of: tuple[str, ...]) -> None:
@@ -94,7 +95,7 @@ class Trial:
         self._expected: Any = None
 
     def prepare(self, reference: Candidate) -> None:
-        """Runs the reference, which says what is right."""
+        """Runs the reference, whose results are the expected ones."""
         kept = frozenset(reference.implementation.residuals) - {OWN}
         run = functools.partial(_forward, reference, self._call.options, kept)
         self._output, self._residuals = jax.jit(run)(self._arrays)
@@ -102,11 +103,11 @@ class Trial:
         self._expected = jax.block_until_ready(self._run(reference)())
 
     def accept(self, candidate: Candidate) -> Callable[[], Any]:
-        """What to time of a candidate, once it has run and was found right.
+        """Checks a candidate against the reference and returns the function to time.
 
         Raises:
-          WrongNumbers: its output or a gradient leaves the contract's tolerance.
-          Exception: whatever it raises.
+          WrongNumbers: its output or a gradient exceeds the contract's tolerance.
+          Exception: any error of the candidate.
         """
         run = self._run(candidate)
         actual, expected = run(), (self._output, self._expected[1])
@@ -119,7 +120,7 @@ class Trial:
         return run
 
     def _run(self, candidate: Candidate) -> Callable[[], Any]:
-        """A compiled call that gives (output, gradients)."""
+        """Returns a compiled call that gives (output, gradients)."""
         options = self._call.options
         if not self._names:
             forward = jax.jit(lambda arrays: (_forward(candidate, options, frozenset(), arrays)[0], {}))
@@ -151,7 +152,7 @@ def _gradients(
     residuals: Any,
     cotangent: Any,
 ) -> Any:
-    """(None, gradients) by a backward pass of its own; a missing one is zero, as the ABI has it."""
+    """Returns (None, gradients) of the candidate's own backward pass; missing gradients are zero, as in the ABI."""
     backward = candidate.implementation.backward
     assert backward is not None, f"{candidate} has no backward pass of its own"
     wants = frozenset(names)
@@ -172,7 +173,7 @@ def _normal_like(output: Any) -> Any:
 
 
 def _tolerance(call: OpCall) -> float:
-    """The contract's, of the narrowest dtype among the operands that are not quantized."""
+    """Returns the contract's tolerance for the narrowest dtype among the unquantized operands."""
     plain = [array for array in call.arrays.values() if not is_quantized(array)]
     dtypes = {jnp.dtype(leaf.dtype).name for leaf in jax.tree.leaves(plain)}
     return max((TOLERANCES[dtype] for dtype in dtypes & TOLERANCES.keys()), default=TOLERANCES["float32"])

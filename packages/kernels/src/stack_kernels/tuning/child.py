@@ -1,7 +1,7 @@
-"""`stack tune` in a child process, so that an implementation that crashes or hangs does not end the search.
+"""`stack tune` in a child process, so that a crash or a hang of an implementation does not end the search.
 
-The process writes down what it tries before it does. Where a signal or the time limit ends it, what it tried is
-recorded as failed, and another process goes on with the rest.
+The child records each candidate before it tries it. If a signal or the time limit ends the child, that candidate is
+recorded as failed and another child continues with the rest.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from stack_kernels.tuning.tables import Table, own_table_path
 __all__ = ["TRYING_VARIABLE", "tune_in_child"]
 
 TRYING_VARIABLE = "STACK_TUNE_TRYING"
-"""In the environment of a child: the file in which it writes down what it tries."""
-_GRACE_S = 300.0  # what runs when the budget ends is let finish, a long compilation too
+"""Environment variable of the child: the file in which it records the current candidate."""
+_GRACE_S = 300.0  # work in flight when the budget ends may finish, including a long compilation
 
 
 def tune_in_child(
@@ -33,17 +33,18 @@ def tune_in_child(
     say: Callable[[str], None],
     grace_s: float = _GRACE_S,
 ) -> int:
-    """Runs `stack tune ARGUMENTS` in children until one ends by itself; returns its exit status.
+    """Runs `stack tune ARGUMENTS` in child processes until one of them exits normally; returns its exit status.
 
     Args:
+      arguments: arguments of the command.
       budget_s: wall seconds of all children together.
-      again: the first one measures what is known, too.
-      folder: where the children keep the table.
-      say: is called with a line about each child that was ended.
-      grace_s: what a child may take beyond the budget.
+      again: the first child repeats known measurements.
+      folder: folder in which the children store the table.
+      say: called with one line about each child that was killed.
+      grace_s: extra seconds that a child may take beyond the budget.
 
     Raises:
-      TuningError: a child ended while it timed what it had tried before, so that nobody can say what ended it.
+      TuningError: a child died while timing candidates that had already run, so the cause is unknown.
     """
     end_s = time.monotonic() + budget_s
     with tempfile.TemporaryDirectory() as name:
@@ -61,7 +62,10 @@ def tune_in_child(
 
 
 def _status(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> int | None:
-    """How a process ended; None where it was killed at the limit. Ctrl-C reaches it, and is waited for."""
+    """Runs a process and returns its exit status; None if it was killed at the limit.
+
+    On Ctrl-C it waits for the child, which receives the signal too.
+    """
     end_s = time.monotonic() + limit_s
     with subprocess.Popen(command, env=environment) as child:
         while True:
@@ -75,7 +79,7 @@ def _status(command: Sequence[str], environment: Mapping[str, str], limit_s: flo
 
 
 def _record_failure(note: Path, how: str, folder: Path | None) -> str:
-    """Moves what was tried from the note to the table, as failed; returns its name."""
+    """Moves the candidate in the note to the table, as failed; returns its name."""
     if not note.exists():
         raise TuningError(
             f"The process that measured was ended by {how} while it timed what it had tried before. What it had "

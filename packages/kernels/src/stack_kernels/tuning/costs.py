@@ -18,7 +18,7 @@ Sample = tuple[CallShape, float]
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a kernel costs, in seconds. No term is negative."""
+    """Cost terms of a kernel, in seconds; none is negative."""
 
     overhead_s: float
     s_per_flop: float
@@ -26,13 +26,13 @@ class CostModel:
 
     @classmethod
     def fit(cls, samples: Sequence[Sample]) -> "CostModel":
-        """The terms with the least squared relative error; of equally good fits the one with the fewest terms.
+        """Fits the terms with the least squared relative error; among equally good fits, the one with the fewest terms.
 
-        With one sample it is in proportion to the FLOPs.
+        A single sample gives a cost proportional to the FLOPs.
         """
         rows = np.array([(shape.flops, shape.traffic_bytes, 1.0) for shape, _ in samples])
-        rows = rows / np.array([seconds for _, seconds in samples])[:, None]  # each is to give 1
-        units = np.maximum(rows.max(axis=0), 1e-300)  # columns of like size, or the solver drops the small ones
+        rows = rows / np.array([seconds for _, seconds in samples])[:, None]  # the target of each row is 1
+        units = np.maximum(rows.max(axis=0), 1e-300)  # scaled columns, else lstsq drops the small ones
         best, best_error = np.zeros(3), math.inf
         for count in (1, 2, 3):
             for terms in itertools.combinations(range(3), count):
@@ -45,15 +45,15 @@ class CostModel:
         return cls(overhead_s, s_per_flop, s_per_byte)
 
     def seconds(self, shape: CallShape) -> float:
-        """Never nothing: a nanosecond at least."""
+        """Predicts the seconds of a call, at least one nanosecond."""
         return max(self.overhead_s + self.s_per_flop * shape.flops + self.s_per_byte * shape.traffic_bytes, 1e-9)
 
 
 def estimate_s(samples: Sequence[Sample], target: CallShape) -> float:
-    """What a kernel that was measured at other sizes takes: its model, corrected by how far off it is at each sample.
+    """Estimates the seconds of a kernel at sizes where it was not measured.
 
-    Nearer samples count more, by the inverse square of their distance, so that at a measured size the estimate is what
-    was measured.
+    The model's value is corrected by its errors at the samples, weighted by the inverse square of their distance. At a
+    measured size the estimate is the measurement.
     """
     for shape, seconds in samples:
         if shape.bucket == target.bucket:
@@ -66,6 +66,9 @@ def estimate_s(samples: Sequence[Sample], target: CallShape) -> float:
 
 
 def roofline_s(shape: CallShape, chip: Chip) -> float:
-    """At the chip's peaks; where they are not known at 1 TFLOP/s and 100 GB/s, which is enough to order calls."""
+    """Returns the time at the chip's peaks.
+
+    Unknown peaks count as 1 TFLOP/s and 100 GB/s, which is enough to order calls.
+    """
     peak_flops = max(chip.peak_flops.values(), default=1e12)
     return max(shape.flops / peak_flops, shape.traffic_bytes / (chip.hbm_bandwidth_bytes_s or 1e11))

@@ -1,7 +1,7 @@
-"""How well published timings choose for models that they do not have: whole model shapes are held out in turn.
+"""Cross-validation of the choice by published timings: each model's shapes are held out in turn.
 
-Of each call that was timed with two implementations or more, the time of the one that is chosen from the timings of
-other models is compared with the fastest of them. Tokamax chooses by a fixed order, and so does what is compared with.
+For each call that was timed with two or more implementations, the one chosen from the timings of other models is
+compared with the fastest. The baseline is the fixed order by which Tokamax chooses.
 """
 
 import collections
@@ -24,17 +24,22 @@ _MODEL_SIZES: Mapping[str, tuple[str, ...]] = {
     "norm": ("features",),
     "ragged_dot": ("groups", "d_in", "d_out"),
 }
-"""What a model fixes; it decides neither the batch nor the length. A gradient swaps d_in and d_out: both are sorted."""
+"""Sizes that a model fixes, unlike batch and length. A gradient swaps d_in and d_out, so both are sorted."""
 
 _ORDER = ("pallas_mosaic", "triton", "pallas_triton", "", "xla_chunked", "chunked_xla", "jax_nn")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one held-out call: the times of what two ways chose, over the fastest.
+    """Result of one held-out call: time of each choice over the time of the fastest implementation.
 
     Attributes:
-      estimated: what each implementation was estimated to take, over what it took.
+      chip: name of the chip.
+      op: name of the op.
+      direction: direction of the call.
+      chosen: ratio for the implementation chosen by the estimates.
+      in_order: ratio for the first implementation in Tokamax's order.
+      estimated: estimated time over measured time, by implementation.
     """
 
     chip: str
@@ -47,11 +52,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Distance:
-    """Of several calls, how far the chosen is from the fastest.
+    """Distance of a choice from the fastest implementation, over several calls.
 
     Attributes:
-      within: the share of calls where it takes at most 5% longer.
-      mean: of its time over the fastest's.
+      calls: number of calls.
+      within: share of calls in which the choice takes at most 5% longer.
+      mean: mean ratio of its time to the fastest time.
+      worst: largest ratio.
     """
 
     calls: int
@@ -61,7 +68,7 @@ class Distance:
 
 
 def outcomes(timed: Sequence[Timed]) -> Iterator[Outcome]:
-    """Each call with at least two implementations, chosen from the timings of all other models on its chip."""
+    """Yields an outcome per call with two or more implementations, chosen from timings of other models on its chip."""
     kinds: dict[tuple[str, str, str], dict[CallShape, Mapping[str, tuple[float, Any]]]] = collections.defaultdict(dict)
     for case in timed:
         kinds[case.chip, case.shape.op, case.direction][case.shape] = case.times
@@ -92,7 +99,7 @@ def _model(shape: CallShape) -> tuple[Any, ...]:
 
 
 def tokamaxs_order(names: Mapping[str, Any]) -> str:
-    """What Tokamax tries first: Mosaic, of which the older on TPUs, then Triton, then XLA."""
+    """Returns the name that Tokamax tries first: Mosaic (on TPUs the older version first), then Triton, then XLA."""
 
     def place(name: str) -> tuple[int, int]:
         known = (number for number, word in enumerate(_ORDER) if word and name.startswith(word))
@@ -102,13 +109,13 @@ def tokamaxs_order(names: Mapping[str, Any]) -> str:
 
 
 def distance_of(found: Sequence[Outcome], of: Callable[[Outcome], float]) -> Distance:
-    """How far one way of choosing is from the fastest."""
+    """Summarizes the distance of one kind of choice from the fastest implementation."""
     ratios = [of(each) for each in found]
     within = sum(ratio <= 1.05 for ratio in ratios) / len(ratios)
     return Distance(len(ratios), within, sum(ratios) / len(ratios), max(ratios))
 
 
 def seconds_off(found: Sequence[Outcome]) -> tuple[float, float]:
-    """By what factor estimated seconds are off: the median, and what nine in ten are within."""
+    """Returns the factors by which estimated seconds are off: the median and the 90th percentile."""
     off = sorted(abs(math.log(ratio)) for each in found for ratio in each.estimated.values())
     return math.exp(off[len(off) // 2]), math.exp(off[int(0.9 * len(off))])

@@ -1,17 +1,16 @@
-"""Chooses from measurements, for calls that were measured and for those near them.
+"""Chooses from measurements, for calls that were measured and for nearby sizes.
 
-The nearest measured sizes decide which implementations and configs are compared; how they compare at the sizes of the
-call is interpolated from all that is near. Sizes that are together more than eight times those of the call, or less
-than an eighth, are no advice.
+The nearest measured sizes decide which implementations and configs are compared; their times at the sizes of the call
+are interpolated from all nearby measurements. Measurements are ignored if the size ratios multiply to more than eight.
 
-What runs forward is chosen before it is known whether the call will be differentiated. Where gradients were measured,
-the pair of forward and backward with the least time for value and gradient decides both:
+The forward pass is chosen before it is known whether the call will be differentiated. If gradients were measured, the
+pair of forward and backward with the least time for value and gradient decides both:
 
-    T(f, b) = G(b)           b is f, whose forward pass keeps what its backward pass reads
-    T(f, b) = F(f) + G(b)    otherwise: b computes its own forward pass again if it is of that kind
+    T(f, b) = G(b)           b is f, and its forward pass saves residuals for its own backward pass
+    T(f, b) = F(f) + G(b)    otherwise; such a b computes its own forward pass again
 
-F and G are the measured times of the forward pass and of the gradient, G of value and gradient for that kind.
-Where no gradient was measured, the fastest forward pass decides.
+F and G are the measured times of the forward pass and of the gradient; for an implementation with its own residuals, G
+is the time of value and gradient. If no gradient was measured, the fastest forward pass decides.
 """
 
 import contextlib
@@ -34,17 +33,17 @@ from stack_kernels.tuning.tables import ChipName, Measurement, Table, decoded_co
 
 __all__ = ["OneTable", "RelativeChipWarning", "TunedTables", "duration", "nearest_chip"]
 
-_FARTHEST = 3.0  # of the sum of |log2| of the ratios of sizes
+_FARTHEST = 3.0  # upper limit of the sum of |log2| of the size ratios
 _KNOWN_CALLS = 4096
 
 
 class RelativeChipWarning(UserWarning):
-    """No measurements of this chip are there, and those of another are used."""
+    """This chip has no measurements, so the measurements of another chip are used."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Estimate:
-    """What an implementation with a config takes for a call, in seconds, by a measurement at or near its sizes."""
+    """Estimated seconds of a call with an implementation and a config, from a measurement at or near its sizes."""
 
     measurement: Measurement
     config: Any
@@ -53,17 +52,17 @@ class _Estimate:
 
 @dataclass(frozen=True)
 class _Candidates:
-    """What may be chosen, by name, and the config of each where no table knows a better one."""
+    """Allowed implementations by name, and the default config of each."""
 
     implementations: Mapping[str, OpImplementation]
     defaults: Mapping[str, Any]
 
 
 class TunedTables:
-    """A `TunedTable` of the measurements in several tables, at most one a chip.
+    """A `TunedTable` over the measurements in several tables, at most one per chip.
 
     Args:
-      load: gives the tables when the first call is looked up.
+      load: returns the tables; called when the first call is looked up.
     """
 
     def __init__(self, load: Callable[[], Sequence[Table]]) -> None:
@@ -79,7 +78,7 @@ class TunedTables:
         candidates: Mapping[str, OpImplementation],
         forward: TunedChoice | None = None,
     ) -> TunedChoice | None:
-        """What to use for one direction of a call; see `stack_core.abi.tuning.TunedTable`."""
+        """Chooses an implementation for one direction of a call; see `stack_core.abi.tuning.TunedTable`."""
         name = ChipName(chip.kind, chip.model)
         if self._loaded is None:
             self._loaded = {table.chip: _Measurements(table) for table in self._load()}
@@ -93,7 +92,7 @@ class TunedTables:
         return choice
 
     def forget(self) -> None:
-        """Loads the tables again when the next call is looked up."""
+        """Discards the tables, so that the next lookup loads them again."""
         self._loaded = None
 
     def _say_relative(self, name: ChipName, near: ChipName) -> None:
@@ -108,7 +107,7 @@ class TunedTables:
 
 
 class OneTable(TunedTables):
-    """A `TunedTable` of one table. Those of equal tables are equal, so that `jax.jit` traces nothing again for them."""
+    """A `TunedTable` of one table. Equal tables compare equal, which keeps the cache of `jax.jit` valid."""
 
     def __init__(self, table: Table) -> None:
         super().__init__(lambda: (table,))
@@ -122,7 +121,7 @@ class OneTable(TunedTables):
 
 
 class _Measurements:
-    """A table, arranged to be asked."""
+    """A table indexed for lookups."""
 
     def __init__(self, table: Table) -> None:
         self._by_kind: dict[tuple[Any, ...], dict[tuple[str, ...], list[Measurement]]] = {}
@@ -132,7 +131,7 @@ class _Measurements:
         self._rankings: dict[tuple[Any, ...], tuple[_Near, ...]] = {}
 
     def near(self, shape: CallShape, direction: str) -> tuple["_Near", ...]:
-        """What was measured near a call, the nearest sizes first; of gradients, those of the most arguments."""
+        """Returns the measurements near a call by increasing distance; gradients of the most arguments come first."""
         key = (shape.op, shape.traits, shape.sizes, direction)
         if key not in self._rankings:
             if len(self._rankings) >= _KNOWN_CALLS:
@@ -146,10 +145,11 @@ class _Measurements:
 
 @dataclass(frozen=True)
 class _Near:
-    """What was measured at one shape.
+    """Measurements at one shape.
 
     Attributes:
-      seconds: what each implementation and config takes at the sizes of the call, estimated from all shapes near it.
+      measurements: the measurements.
+      seconds: time of each (implementation, config) at the sizes of the call, estimated from all nearby shapes.
     """
 
     measurements: tuple[Measurement, ...]
@@ -171,7 +171,10 @@ def _by_distance(found: Sequence[Measurement], shape: CallShape) -> Iterator[_Ne
 
 
 def _of_one_jax(group: Sequence[Measurement]) -> list[Measurement]:
-    """Times under different versions of JAX cannot be compared: those of this one, or else of the newest."""
+    """Keeps the measurements of the running JAX version, or else of the newest.
+
+    Times of different versions do not compare.
+    """
     minors = {measurement.jax for measurement in group}
     here = ".".join(jax.__version__.split(".")[:2])
     used = here if here in minors else max(minors, key=lambda minor: [int(part) for part in minor.split(".") if part])
@@ -204,13 +207,16 @@ def _estimates(
     whole: bool = False,
     tried_before: bool = False,
 ) -> list[_Estimate]:
-    """Of the candidates, at the nearest sizes where any was measured and those that are chosen first were tried.
+    """Returns estimates at the nearest sizes where a candidate was measured and all preferred candidates were tried.
 
-    What was never tried may be faster than all that was: it stays the choice until it is measured too.
+    A preferred implementation that was never tried may be faster than the measured ones, so it stays the choice until
+    it is measured too.
 
     Args:
-      whole: only those whose forward and backward pass are one function.
-      tried_before: those that are chosen first were, in the other direction.
+      nearby: measurements by increasing distance.
+      candidates: the implementations to choose from.
+      whole: only implementations whose forward and backward pass are measured together.
+      tried_before: the preferred candidates were already tried in the other direction.
     """
     needed = set(preferred(candidates.implementations))
     for near in nearby:
@@ -222,7 +228,7 @@ def _estimates(
 
 
 def _decoded(near: _Near, candidates: _Candidates) -> Iterator[_Estimate]:
-    """The measurements of candidates whose configs are still of the type that the implementation takes."""
+    """Yields the measurements of candidates whose stored config still fits the config type of the implementation."""
     for measurement in near.measurements:
         if measurement.outcome == "measured" and measurement.implementation in candidates.defaults:
             with contextlib.suppress(ValueError):
@@ -231,7 +237,7 @@ def _decoded(near: _Near, candidates: _Candidates) -> Iterator[_Estimate]:
 
 
 def _fastest_foreign_s(nearby: Sequence[_Near], candidates: _Candidates) -> float:
-    """The fastest gradient for another's forward pass; infinite where none was measured."""
+    """Returns the fastest gradient that works after any forward pass; infinite if none was measured."""
     for near in nearby:
         found = [
             near.seconds[measurement.candidate]
@@ -247,7 +253,7 @@ def _fastest_foreign_s(nearby: Sequence[_Near], candidates: _Candidates) -> floa
 def _seconds_after(
     forward: TunedChoice, nearby: Sequence[_Near], estimates: Sequence[_Estimate]
 ) -> dict[_Estimate, float]:
-    """Value and gradient with each backward pass, after a forward pass that is given."""
+    """Returns the seconds of value and gradient with each backward pass, after the given forward pass."""
     config = json.dumps(encoded_config(forward.config), sort_keys=True)
     forward_s = next((near.seconds.get((forward.implementation, config)) for near in nearby), None)
     seconds: dict[_Estimate, float] = {}
@@ -255,14 +261,14 @@ def _seconds_after(
         if not estimate.measurement.whole or estimate.measurement.implementation != forward.implementation:
             seconds[estimate] = estimate.seconds + (forward_s or 0.0)
         elif estimate.config == forward.config:
-            if forward_s is None:  # then no other pair is known to be better
+            if forward_s is None:  # no other pair is known to be better
                 return {estimate: estimate.seconds}
             seconds[estimate] = estimate.seconds
     return seconds
 
 
 def _advice(seconds: Mapping[_Estimate, float], shape: CallShape, *, beside: bool = True) -> TunedChoice | None:
-    """The fastest of what is known, and in words how fast it is beside the fastest other implementation."""
+    """Chooses the fastest estimate and describes it, with its speedup over the fastest other implementation."""
     if not seconds:
         return None
     best = min(seconds, key=lambda estimate: seconds[estimate])
@@ -282,7 +288,7 @@ def _advice(seconds: Mapping[_Estimate, float], shape: CallShape, *, beside: boo
 
 
 def duration(seconds: float) -> str:
-    """Three digits and a unit."""
+    """Formats seconds with three digits and a unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -290,14 +296,17 @@ def duration(seconds: float) -> str:
 
 
 def _nearest(chip: Chip, known: Iterable[ChipName]) -> ChipName | None:
-    """As `nearest_chip`; the chip's peaks, which may have to be measured, are read only where several are like it."""
+    """Wraps `nearest_chip`.
+
+    The chip's peaks, which may need a measurement, are read only if several chips are similar.
+    """
     name = ChipName(chip.kind, chip.model)
     relatives = [other for other in known if _platform(other.kind) == _platform(name.kind)]
     return nearest_chip(name if name in relatives or len(relatives) < 2 else ChipName.of(chip), relatives)
 
 
 def nearest_chip(name: ChipName, known: Iterable[ChipName]) -> ChipName | None:
-    """The chip itself, or the one of the same platform whose peaks are nearest in ratio; None where there is none."""
+    """Returns the chip itself, or the chip of its platform with the nearest peaks; None if there is no such chip."""
     relatives = [other for other in known if _platform(other.kind) == _platform(name.kind)]
     if name in relatives:
         return name
@@ -305,13 +314,13 @@ def nearest_chip(name: ChipName, known: Iterable[ChipName]) -> ChipName | None:
 
 
 def _apart(rates: Mapping[str, float], others: Mapping[str, float]) -> float:
-    """The mean |log| of the ratios of the rates that both have; infinite where they have none in common."""
+    """Returns the mean |log| of the ratios of the rates that both have; infinite if they share no rate."""
     shared = rates.keys() & others.keys()
     return sum(abs(math.log(rates[rate] / others[rate])) for rate in shared) / len(shared) if shared else math.inf
 
 
 def _platform(kind: str) -> str:
-    """Chips of different platforms have no implementations in common."""
+    """Returns the platform of a kind of chip; different platforms share no implementations."""
     for platform, pattern in _PLATFORMS.items():
         if re.match(pattern, kind.lower()):
             return platform

@@ -1,10 +1,10 @@
-"""Times several computations side by side, each to its completion and not to its dispatch.
+"""Times several computations side by side, each until its result is ready rather than until its dispatch.
 
-On a GPU or TPU, which computes in the order of the calls, a turn waits for its last call alone: the host hands over the
-next call while the device computes, so that what is timed is the device.
+The computations take turns, so a temporary slowdown of the machine affects all of them alike. A round calls each once,
+in an order that changes from round to round; a call too short for the clock is repeated within its turn.
 
-They take turns, so that whatever slows the machine down for a while slows all of them alike. A round calls each once,
-in an order that changes from round to round; a call that is too short for the clock is repeated within its turn.
+A GPU or TPU executes calls in order, so a turn waits only for its last call: the host dispatches the next call while
+the device computes, and the time is the device's.
 """
 
 import math
@@ -24,17 +24,18 @@ _SHORTEST_TURN_S = 1e-3
 _MOST_CALLS_A_TURN = 1000
 _FEWEST_CALLS_IN_ORDER = 10
 FEWEST_ROUNDS = 5
-"""Fewer decide nothing: one that was disturbed could reverse a choice."""
+"""Minimum number of rounds for a decision; with fewer, a single disturbed round could reverse it."""
+# Before FEWEST_ROUNDS, a candidate is dropped only if its best round takes this many times the leader's worst.
 _HOPELESS = 3.0
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds that one call took, round by round.
+    """Seconds of one call, by round.
 
     Attributes:
-      wall_s: until the result was there.
-      cpu_s: of all threads of this process meanwhile.
+      wall_s: wall time until the result was ready.
+      cpu_s: CPU time of all threads of this process during the call.
     """
 
     wall_s: tuple[float, ...]
@@ -54,26 +55,28 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """The interquartile range as a share of the median; with two rounds their whole range, with one 0."""
+        """The interquartile range over the median; with two rounds their full range, with one round 0."""
         if self.rounds < 3:
             return (max(self.wall_s) - min(self.wall_s)) / self.median_s
         low, _, high = statistics.quantiles(self.wall_s, n=4, method="inclusive")
         return (high - low) / self.median_s
 
     def ratio_to(self, other: "Timing", *, confidence: float = 0.95) -> "Ratio":
-        """How many times as long this one took, by the rounds that both have, which ran next to each other."""
+        """Returns the ratio of this timing to another over the rounds that both have, which ran next to each other."""
         return Ratio.of([one / two for one, two in zip(self.wall_s, other.wall_s, strict=False)], confidence)
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of paired ratios, and the interval that holds the true median with the stated confidence.
+    """Median of paired ratios, with a confidence interval for the true median.
 
-    The interval is that of the sign test, from order statistics: nothing is assumed of how times are distributed.
+    The interval comes from the sign test (order statistics), which makes no assumption about the distribution of times.
 
     Attributes:
-      low: 0 where there are too few rounds for the confidence, 6 for 95%.
-      high: likewise infinite.
+      median: median of the ratios.
+      low: lower end; 0 if there are too few rounds for the confidence (95% needs 6).
+      high: upper end; infinite if there are too few rounds.
+      confidence: confidence level of the interval.
     """
 
     median: float
@@ -83,9 +86,9 @@ class Ratio:
 
     @classmethod
     def of(cls, ratios: Sequence[float], confidence: float) -> "Ratio":
-        """Of at least one ratio."""
+        """Computes the ratio and its interval from at least one paired ratio."""
         ordered, total = sorted(ratios), len(ratios)
-        outside, below = -1, 0.0  # how many may be left out at either end
+        outside, below = -1, 0.0  # number of order statistics dropped at either end
         while outside + 1 < total / 2:
             below += math.comb(total, outside + 1) / 2**total
             if 2 * below > 1 - confidence:
@@ -97,13 +100,13 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Measured(Generic[K]):
-    """What `measure` found.
+    """Result of `measure`.
 
     Attributes:
-      timings: of what ran, at least one round each.
-      errors: of what raised when it was first called.
-      interrupted: Ctrl-C ended it; the timings are those of the rounds until then.
-      out_of_time: the budget ended it before it was decided.
+      timings: timings of the computations that ran, at least one round each.
+      errors: exceptions of the computations that failed in their first call.
+      interrupted: Ctrl-C ended the measurement; the timings cover the rounds completed until then.
+      out_of_time: the budget ended before a decision.
     """
 
     timings: Mapping[K, Timing]
@@ -114,7 +117,13 @@ class Measured(Generic[K]):
 
 @dataclass
 class _Candidate:
-    """One computation; `in_order` says that its device computes calls one after another."""
+    """One computation.
+
+    Attributes:
+      call: the function to time.
+      in_order: the device executes calls one after another.
+      calls_a_turn: number of calls per turn.
+    """
 
     call: Callable[[], Any]
     in_order: bool = False
@@ -123,7 +132,7 @@ class _Candidate:
     cpu_s: list[float] = field(default_factory=list)
 
     def warm_up(self, *, compiled: bool) -> None:
-        """Compiles, and then sees how long a call takes."""
+        """Compiles the call, then times one call to set the number of calls per turn."""
         if not compiled:
             jax.block_until_ready(self.call())
         started_s = time.perf_counter()
@@ -158,17 +167,18 @@ def measure(
 ) -> Measured[K]:
     """Times the candidates in turns.
 
-    Each is first called twice, for its compilation and for its length; what raises then is left out. Ctrl-C ends the
-    measurement and keeps what there is. The first round is whole, whatever the budget.
+    Each candidate is first called twice, to compile it and to estimate its duration; candidates that raise are left
+    out. Ctrl-C ends the measurement and keeps the results so far. The first round always completes, regardless of the
+    budget.
 
     Args:
-      candidates: functions without arguments, by any key; their results are waited for.
-      budget_s: wall seconds after which no turn begins, compilation included. A candidate that was not reached has no
-        timing.
-      rounds: the most turns that one gets.
-      stop_early: leave out in later rounds what is clearly slower than the fastest, and end when nothing else is left.
-        Without, all candidates have equally many rounds.
-      compiled: they were called before, so that once is enough.
+      candidates: functions without arguments, by any key; the measurement waits for their results.
+      budget_s: wall seconds, compilation included, after which no further turn begins. A candidate that was not reached
+        has no timing.
+      rounds: maximum number of turns per candidate.
+      stop_early: drop candidates that are clearly slower than the fastest from later rounds, and stop when only one is
+        left. If False, all candidates have the same number of rounds.
+      compiled: the candidates have been called before, so one warm-up call is enough.
       on_round: called after each round, for progress.
     """
     end_s = time.perf_counter() + budget_s
@@ -184,7 +194,7 @@ def measure(
             candidate = _Candidate(call, in_order)
             try:
                 candidate.warm_up(compiled=compiled)
-            except Exception as error:  # What is measured may fail in any way, and costs only itself.
+            except Exception as error:  # A candidate may fail in any way; the others go on.
                 errors[key] = error
                 continue
             warm[key] = candidate
@@ -204,7 +214,7 @@ def _take_turns(
     stop_early: bool,
     on_round: Callable[[], None] | None,
 ) -> bool:
-    """Runs the rounds; whether the budget was enough for them. Each candidate has its turn in the first one."""
+    """Runs the rounds; returns whether the budget was enough for them. Each candidate has a turn in the first round."""
     for number in range(rounds if running else 0):
         start = number % len(running)
         for candidate in running[start:] + running[:start]:
@@ -222,7 +232,11 @@ def _take_turns(
 
 
 def _is_beaten(candidate: _Candidate, best: _Candidate) -> bool:
-    """Whether it is clearly slower: always, or in all but few rounds; from the second to the fifth by a multiple."""
+    """Checks whether a candidate is clearly slower than the best.
+
+    It is if its fastest round is slower than every round of the best (times `_HOPELESS` before the fifth round), or if
+    the ratio's interval lies above 1.
+    """
     count = len(candidate.wall_s)
     margin = 1.0 if count >= FEWEST_ROUNDS else _HOPELESS
     if count >= 2 and min(candidate.wall_s) > margin * max(best.wall_s):

@@ -1,4 +1,4 @@
-"""What else a machine computes while something is measured on it."""
+"""CPU use of other programs during a measurement."""
 
 import os
 import time
@@ -10,14 +10,14 @@ _STAT = Path("/proc/stat")
 
 
 class Neighbours:
-    """Counts the processors that other programs use from its making on; unknown where there is no `/proc`."""
+    """Measures the CPU time of other programs since its construction; unknown on systems without `/proc`."""
 
     def __init__(self) -> None:
         self._since_s = time.monotonic()
         self._theirs_s = _others_s()
 
     def cpus(self) -> float | None:
-        """The average number of processors that other programs used, or None without `/proc`."""
+        """Returns the average number of CPUs that other programs used, or None without `/proc`."""
         now = _others_s()
         if now is None or self._theirs_s is None:
             return None
@@ -25,7 +25,7 @@ class Neighbours:
 
 
 def _others_s() -> float | None:
-    """Processor seconds of all programs but this one and its children, since the machine started."""
+    """Returns the CPU seconds of all programs since boot, except this one and its children."""
     try:
         user, nice, system, _, _, interrupts, soft_interrupts, *_ = map(
             int, _STAT.read_text().split("\n")[0].split()[1:]

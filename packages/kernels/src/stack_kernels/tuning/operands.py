@@ -1,8 +1,8 @@
-"""Draws operands for a call of which only shapes and dtypes are known, such as a real one might have.
+"""Realistic random operands for a call of which only shapes and dtypes are known.
 
-Labels are in the vocabulary, group sizes add up to the rows, block tables name pages that exist, segments follow each
-other. Lengths are between half of what there is room for and all of it, so that kernels that skip what is not there
-have something to skip.
+Labels are within the vocabulary, group sizes add up to the rows, block tables name existing pages, and segments are
+contiguous. Lengths are between half the capacity and all of it, so that kernels that skip padding have something to
+skip.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ __all__ = ["draw_operands"]
 _SEGMENTS = 4
 _ALLOWED_SHARE = 0.9
 _IGNORED_SHARE = 0.05
-_LOGICAL_SCALE = 0.02  # of what codes stand for: of the size of weights
+_LOGICAL_SCALE = 0.02  # standard size of dequantized values, like that of weights
 
 _WITHOUT_ADAPTER_SHARE = 0.25
 
@@ -28,7 +28,7 @@ _Maker = Callable[[Any, OpCall, np.random.Generator], Any]
 
 
 def draw_operands(call: OpCall, seed: int = 0) -> dict[str, Any]:
-    """Arrays for the array arguments of a call, by name; the same for the same seed."""
+    """Samples arrays for the array arguments of a call, by name; deterministic in the seed."""
     rng = np.random.default_rng(seed)
     makers = _MAKERS.get(call.op, {})
     return {
@@ -38,7 +38,7 @@ def draw_operands(call: OpCall, seed: int = 0) -> dict[str, Any]:
 
 
 def _plain(struct: Any, call: OpCall, rng: np.random.Generator) -> Any:
-    """Any argument without rules of its own: standard normal, small random codes with positive scales, or bits."""
+    """Samples an argument without rules of its own: standard normal, or random codes with positive scales, or bits."""
     draw = _code_or_scale if is_quantized(struct) else _leaf
     return jax.tree.map(lambda leaf: draw(leaf, rng), struct)
 
@@ -50,7 +50,7 @@ def _leaf(struct: Any, rng: np.random.Generator) -> jax.Array:
 
 
 def _code_or_scale(struct: Any, rng: np.random.Generator) -> jax.Array:
-    """A leaf of a quantized array: integers over all their range, floats positive, as scales and codebooks are."""
+    """Samples a leaf of a quantized array: integers over the full range, or positive scales and codebooks."""
     if jnp.issubdtype(struct.dtype, jnp.floating):
         drawn = rng.uniform(0.5, 1.5, struct.shape) * (_LOGICAL_SCALE if struct.dtype.itemsize > 1 else 1.0)
         return jnp.asarray(drawn.astype(np.float32), struct.dtype)
@@ -84,7 +84,7 @@ def _adapters(struct: Any, call: OpCall, rng: np.random.Generator) -> jax.Array:
 
 
 def _segments(struct: Any, call: OpCall, rng: np.random.Generator) -> Any:
-    """Of queries and of keys: equal parts, in order, so that each segment has queries and keys."""
+    """Returns segment ids of queries and keys: equal parts, in order, so that each segment has queries and keys."""
 
     def ids(one: Any) -> jax.Array:
         row = 1 + np.arange(one.shape[1]) * _SEGMENTS // max(one.shape[1], 1)
@@ -115,14 +115,14 @@ def _paged_lengths(struct: Any, call: OpCall, rng: np.random.Generator) -> jax.A
 
 
 def _block_tables(struct: Any, call: OpCall, rng: np.random.Generator) -> jax.Array:
-    """Pages in no order; where the pool has fewer than the tables could name, sequences share some."""
+    """Assigns pages in random order; if the pool has fewer pages than the tables have entries, sequences share some."""
     pages = _logical_shape(call.arrays["key_pages"])[call.options["layout"].index("p")]
     numbers = np.resize(rng.permutation(max(pages, 1)), struct.shape)
     return jnp.asarray(numbers).astype(struct.dtype)
 
 
 def _query_starts(struct: Any, call: OpCall, rng: np.random.Generator) -> jax.Array:
-    """Equally many queries a sequence, as far as its shortest length allows; the rest is padding."""
+    """Gives each sequence equally many queries, at most its shortest possible length; remaining rows are padding."""
     batch, tokens = struct.shape[0] - 1, call.arrays["query"].shape[0]
     fewest_keys = (call.arrays["block_tables"].shape[1] * _slots(call) + 1) // 2
     queries = min(tokens // max(batch, 1), fewest_keys)
@@ -165,4 +165,4 @@ _MAKERS: Mapping[str, Mapping[str, _Maker]] = {
     "ragged_dot": {"group_sizes": _group_sizes},
     "rope": {"positions": _positions},
 }
-"""The arguments that any numbers would not do for."""
+"""Arguments that need more than arbitrary numbers."""

@@ -1,11 +1,11 @@
-"""Chooses implementations by published timings, on chips that this machine has no measurements of.
+"""Choice of implementations by published timings, for chips without local measurements.
 
-What an implementation takes for a call is what the chip's peaks allow, times how far it fell short of them where it was
-timed: the geometric mean over the timings of the same kind of call whose sizes are nearest, near ones counting more. An
-implementation with fewer than three timings of a kind is no candidate. `benchmarks/chooser_vs_tokamax.py` measures how
-well that chooses and how far off its seconds are; the figures stand in docs/accelerators.md.
+The estimate for a call is the time at the chip's peaks, times the shortfall of the implementation where it was timed:
+the geometric mean over the nearest timings of the same kind of call, weighted by proximity. An implementation with
+fewer than three timings of a kind is not a candidate. `benchmarks/chooser_vs_tokamax.py` measures the quality of this
+choice and the error of its seconds; docs/accelerators.md has the figures.
 
-Measurements of `stack tune` go before: their table is asked first.
+Measurements of `stack tune` take precedence: their table is consulted first.
 """
 
 import functools
@@ -30,17 +30,20 @@ __all__ = ["PUBLISHED", "Estimate", "Published", "Timed", "estimates", "read"]
 PATH = Path(__file__).parents[1] / "published" / "tokamax.json.gz"
 _NEAREST = 8
 _FEWEST = 3
-_SPREAD = 0.3  # a timing at this distance counts a quarter of one at the very sizes
+_SPREAD = 0.3  # a timing at this distance has a quarter of the weight of one at distance 0
 _LEAST_S = 1e-6
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A call that was timed.
+    """A call with published timings.
 
     Attributes:
-      direction: "forward", "backward", or of ragged products "of lhs" and "of rhs", whose gradients are apart.
-      times: the implementations as their publisher names them, with seconds and the config as JSON has it.
+      chip: name of the chip.
+      shape: the call's kind and sizes.
+      direction: "forward", "backward", or "of lhs" and "of rhs" for ragged products, whose gradients are timed
+        separately.
+      times: seconds and config (in JSON form) by the publisher's name of the implementation.
     """
 
     chip: str
@@ -51,7 +54,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of an implementation, and the nearest timing of it."""
+    """Estimated seconds of an implementation, with its nearest timing."""
 
     seconds: float
     timed_s: float
@@ -60,7 +63,7 @@ class Estimate:
 
 
 def read(path: Path = PATH) -> tuple[Timed, ...]:
-    """The timings of a file that `benchmarks/tokamax_timings.py` wrote."""
+    """Reads the timings from a file written by `benchmarks/tokamax_timings.py`."""
     content = json.loads(gzip.decompress(path.read_bytes()))
     return tuple(_timed(case) for case in content["cases"])
 
@@ -74,7 +77,7 @@ def _timed(case: Mapping[str, Any]) -> Timed:
 def estimates(
     shape: CallShape, timed: Mapping[CallShape, Mapping[str, tuple[float, Any]]], chip: Chip
 ) -> dict[str, Estimate]:
-    """What each implementation takes for a call, from timings on one chip of calls in one direction."""
+    """Estimates the time of a call with each implementation from timings on one chip in one direction."""
     distances = [(other.distance(shape), other) for other in timed]
     near = sorted(((far, other) for far, other in distances if far < math.inf), key=lambda pair: pair[0])
     found: dict[str, Estimate] = {}
@@ -92,7 +95,7 @@ def estimates(
 
 
 def _bound_s(shape: CallShape, chip: Chip) -> float:
-    """What the chip's peaks allow, of bfloat16 products; at least a microsecond."""
+    """Returns the time at the chip's peaks for bfloat16 products, at least one microsecond."""
     peak, bandwidth = chip.peak_flops["bfloat16"], chip.hbm_bandwidth_bytes_s
     assert bandwidth is not None, f"the bandwidth of {chip.kind} is known"
     return max(shape.flops / peak, shape.traffic_bytes / bandwidth, _LEAST_S)
@@ -102,7 +105,9 @@ class Published:
     """A `TunedTable` of published timings.
 
     Args:
-      ours: by op and the publisher's name, our implementation, and what gives its config from the publisher's.
+      source: name of the publisher.
+      path: file with the timings.
+      ours: our implementation and a converter of configs, by op and the publisher's name.
     """
 
     def __init__(self, source: str, path: Path, ours: Mapping[tuple[str, str], tuple[str, Any]]) -> None:
@@ -116,15 +121,15 @@ class Published:
         candidates: Mapping[str, OpImplementation],
         forward: TunedChoice | None = None,
     ) -> TunedChoice | None:
-        """What to use for one direction of a call; see `stack_core.abi.tuning.TunedTable`."""
-        del forward  # gradients were timed alone
+        """Chooses an implementation for one direction of a call; see `stack_core.abi.tuning.TunedTable`."""
+        del forward  # gradients were timed separately
         known = self._by_chip
         near = nearest_chip(ChipName.of(chip), known) if _is_accelerator(chip) else None
         if near is None or not candidates:
             return None
         found = {name: each for name, each in self._estimates(call, near).items() if name in candidates}
         if not found or any(name not in found for name in preferred(candidates)):
-            return None  # what was never timed may be faster than all that was
+            return None  # an untimed implementation may be faster than all timed ones
         best = min(found, key=lambda name: found[name].seconds)
         default = candidates[best].default
         return TunedChoice(
@@ -169,7 +174,7 @@ def _is_accelerator(chip: Chip) -> bool:
 
 
 def _plain(shape: CallShape) -> CallShape:
-    """With float16 as bfloat16, whose products take as long."""
+    """Treats float16 as bfloat16, whose products take as long."""
     traits = tuple(
         (name, value.replace("bfloat16", "float16").replace("float16", "bfloat16")) for name, value in shape.traits
     )
@@ -177,7 +182,7 @@ def _plain(shape: CallShape) -> CallShape:
 
 
 def _heads(config: Mapping[str, Any]) -> Any:
-    """Of Tokamax's attention; a tuned share of keys a block has is none of ours."""
+    """Converts a config of Tokamax's attention; None for split keys and folded heads, which ours does not have."""
     if config.get("split_k", 1) != 1 or config.get("fold_q_sequence_heads", False) or "block_q" not in config:
         return None
     return {
@@ -213,7 +218,8 @@ def _none(config: Any) -> None:
     return None
 
 
-# Not the gated unit, whose weights lay in one array where it was timed: ours are copied into one for each call.
+# Without the gated unit: its weights were one array when it was timed, whereas our adapter copies two into one per
+# call.
 _TOKAMAX: Mapping[tuple[str, str], tuple[str, Any]] = {
     ("attention", "pallas_mosaic_gpu_flash_attention"): ("tokamax", _heads),
     ("attention", "jax_nn_dot_product_attention"): ("cudnn", _none),
@@ -225,4 +231,4 @@ _TOKAMAX: Mapping[tuple[str, str], tuple[str, Any]] = {
     ("ragged_dot", "pallas_mosaic_tpu_v2_ragged_dot"): ("tokamax_v2", _groups),
 }
 PUBLISHED = Published("Tokamax 0.0.17", PATH, _TOKAMAX)
-"""The timings in Tokamax's wheel (Apache-2.0, see published/NOTICE), which this package registers."""
+"""Timings in Tokamax's wheel (Apache-2.0, see published/NOTICE), registered by this package."""

@@ -1,4 +1,4 @@
-"""Measures every implementation and config of the op calls in a function, on the device that is there."""
+"""Measures every implementation and config of the op calls in a function on the local device."""
 
 import contextlib
 import datetime
@@ -30,7 +30,7 @@ from stack_kernels.tuning.tables import Case, ChipName, Measurement, Table, enco
 __all__ = ["Job", "Progress", "TuneReport", "tune"]
 
 Progress = Callable[[int, int, str], None]
-"""Called with (jobs done, jobs, what is measured)."""
+"""Called with (jobs done, total jobs, current job)."""
 
 _FEWEST_S = 3.0
 _TRYING_SHARE = 0.6
@@ -38,23 +38,26 @@ _MESH_OPS = (
     "collective_matmul",
     "exchange",
     "ring_attention",
-)  # their devices are those of the program, inside shard_map
+)  # these need the program's mesh, inside shard_map
 _PACKAGES = ("jax", "jaxlib", "stack-core", "stack-kernels")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One direction of calls that are alike, and what was found.
+    """One direction of a group of identical calls, and its result.
 
     Attributes:
-      calls: how often one call of the function computes it.
-      sources: the lines that call it.
-      before: what it got.
-      after: what it gets now.
-      reason: why.
-      cached: everything was known already.
-      skipped: why it was not measured, or not to the end.
-      decides: the choice depends on it; not on a forward pass all of whose candidates were timed with their gradients.
+      case: kind and direction of the call, as in tables.
+      call: one of the calls.
+      calls: number of executions in one call of the function.
+      sources: source lines of the calls.
+      before: candidate chosen before tuning.
+      after: candidate chosen now.
+      reason: reason for the current choice.
+      cached: True if every measurement was already known.
+      skipped: reason why it was not measured, or not completely.
+      decides: True if the choice depends on this job; False for a forward pass if all its candidates were timed
+        together with their gradients.
     """
 
     case: Case
@@ -74,14 +77,16 @@ class Job:
 
 @dataclass(frozen=True)
 class TuneReport:
-    """What `tune` did.
+    """Result of `tune`.
 
     Attributes:
-      table: all that is known of the chip, for `stack_kernels.tuned`.
-      path: the file that holds it.
-      interrupted: Ctrl-C ended it.
-      out_of_time: the budget ended it.
-      others_cpus: processors that other programs used meanwhile, None where that cannot be known.
+      table: all measurements of the chip, for `stack_kernels.tuned`.
+      path: file of the table.
+      jobs: the tuned calls.
+      duration_s: wall seconds of the search.
+      interrupted: True if Ctrl-C ended it.
+      out_of_time: True if the budget ended it.
+      others_cpus: average number of CPUs that other programs used during the search; None if unknown.
     """
 
     table: Table
@@ -93,7 +98,7 @@ class TuneReport:
     others_cpus: float | None = None
 
     def measured(self, job: Job) -> list[Measurement]:
-        """All that is known of a job."""
+        """Returns all measurements of a job."""
         return [found for found in self.table.measurements if found.case.key == job.case.key]
 
 
@@ -106,31 +111,32 @@ def tune(
     progress: Progress | None = None,
     trying: Path | None = None,
 ) -> TuneReport:
-    """Measures what could compute the ops in `fn(*args)`, so that later calls get the fastest.
+    """Measures the candidates for each op call in `fn(*args)`, so that later calls use the fastest.
 
-    `fn` is traced and not run. For each distinct call in it, inside `jit`, `scan`, `vmap`, `grad` and `checkpoint`
-    alike, every implementation that supports it on the device is tried with every config, on operands that are drawn,
-    forward and, where the call is differentiated, with the gradient by the arguments that are. What leaves the
-    tolerance of the op's contract is rejected, what raises is recorded. The rest is timed in turns, to completion.
+    `fn` is traced, not run. For each distinct op call in it, including calls inside `jit`, `scan`, `vmap`, `grad` and
+    `checkpoint`, every supported implementation is tried with every config on random operands: forward, and if the call
+    is differentiated, with the gradient with respect to the same arguments. Candidates outside the tolerance of the
+    op's contract are rejected, and errors are recorded. The rest are timed in turns, to completion.
 
-    The calls that cost the most come first, and of each what it gets now and the reference, so that the table is right
-    as far as it goes when the budget or Ctrl-C ends the search. What was measured before under the same minor version
-    of JAX is not measured again.
+    The most expensive calls come first, and within a call its current choice and the reference, so the table is usable
+    at any point where the budget or Ctrl-C ends the search. Existing measurements under the same minor version of JAX
+    are reused.
 
-    What JAX has compiled stays as it is. What is traced later is chosen by the table, in this process and in those that
-    start in the same working directory; one in a file of another name is for `tuned`.
+    Functions that JAX has already compiled do not change. Later traces use the table, in this process and in processes
+    that start in the same working directory; a table under another file name is for `tuned`.
 
     Args:
-      args: what `fn` takes; `jax.ShapeDtypeStruct`s do.
-      budget_s: wall seconds, compilations included. What runs when they end is let finish.
-      out: the table's file, by default one for the chip in `.stack/tuned` of the working directory, or in the folder
+      fn: the function to tune.
+      args: arguments of `fn`, as arrays or `jax.ShapeDtypeStruct`.
+      budget_s: wall seconds, compilations included. Work in flight at the end may finish.
+      out: file of the table; by default one file per chip in `.stack/tuned` of the working directory, or in the folder
         that `STACK_TUNED_TABLES` names.
-      again: measure also what was measured before.
-      progress: is told of each job.
-      trying: a file that holds what is being tried while it is, for whoever finds this process dead.
+      again: repeat known measurements.
+      progress: called for each job.
+      trying: file that records the current candidate, in case this process dies.
 
     Raises:
-      ArgumentError: `fn` cannot be traced for the arguments.
+      ArgumentError: `fn` cannot be traced with these arguments.
       TuningError: `fn` calls no op, or the table cannot be read or written.
     """
     started_s = time.perf_counter()
@@ -170,7 +176,7 @@ def _with_choice(job: Job, chosen: Job) -> Job:
 
 
 def _jobs(explanation: Explanation) -> list[Job]:
-    """The directions that run of all calls; those that share their measurements as one."""
+    """Lists the executed directions of all calls, merging calls that share their measurements."""
     jobs: dict[tuple[Any, ...], Job] = {}
     for explained in explanation:
         for direction in ("forward", "backward") if explained.differentiated else ("forward",):
@@ -208,12 +214,12 @@ def _untunable(call: OpCall) -> str:
 
 
 def _is_without_choice(call: OpCall) -> bool:
-    """Whether one candidate alone supports the call in both directions."""
+    """Checks whether only one candidate supports the call in both directions."""
     return all(len(candidates_of(replace(call, direction=direction))) < 2 for direction in ("forward", "backward"))
 
 
 def _weight_s(job: Job, table: Table, chip: Chip) -> float:
-    """What a job costs in one call of the function: as it was measured, or at the chip's peaks."""
+    """Returns the cost of a job in one call of the function: its measured time, or its time at the chip's peaks."""
     known = [
         found.median_s
         for found in table.measurements
@@ -223,7 +229,7 @@ def _weight_s(job: Job, table: Table, chip: Chip) -> float:
 
 
 class _Search:
-    """Measures job after job, and writes the table after each."""
+    """Measures one job after another and writes the table after each."""
 
     def __init__(
         self, table: Table, path: Path, chip: Chip, end_s: float, *, again: bool, trying: Path | None = None
@@ -235,7 +241,7 @@ class _Search:
         self._versions = _versions()
 
     def run(self, job: Job, later: Sequence[Job]) -> Job:
-        """The job, measured as far as its share of the remaining time goes."""
+        """Measures a job within its share of the remaining time and returns the updated job."""
         if job.skipped:
             return job
         if _is_without_choice(job.call):
@@ -247,7 +253,7 @@ class _Search:
         self.out_of_time = self.out_of_time or left_s <= 0
         if self.interrupted or self.out_of_time:
             return replace(job, skipped="interrupted" if self.interrupted else "out of time")
-        # The square root, because much of the time goes into compilations, which cost alike.
+        # The square root, because much of the time is compilation, which costs about the same for each job.
         alike = [each for each in (job, *later) if each.decides == job.decides]
         weights = [math.sqrt(_weight_s(each, self.table, self._chip)) for each in alike]
         share_s = max(left_s * weights[0] / sum(weights), min(_FEWEST_S, left_s))
@@ -256,16 +262,16 @@ class _Search:
             skipped = self._measure(job, wanted, share_s, found)
         except KeyboardInterrupt:
             self.interrupted, skipped = True, "interrupted"
-        if self._path.exists():  # Another process may have written meanwhile.
+        if self._path.exists():  # another process may have written to it
             self.table = Table.read(self._path).merge(self.table)
         self.table = self.table.merge(found)
         self.table.write(self._path)
         return replace(job, skipped=skipped)
 
     def _wanted(self, job: Job) -> list[Candidate]:
-        """What to measure: what is not known, beside what runs now, the reference and the best that is known.
+        """Lists the candidates to measure: unknown ones, the current choice, the reference and the fastest known one.
 
-        What was rejected or failed before, perhaps with the whole process, is not tried once more.
+        Candidates that were rejected or that failed before, perhaps crashing the process, are not tried again.
         """
         candidates = candidates_of(job.call)
         known = {found.key: found for found in self.table.measurements}
@@ -283,7 +289,7 @@ class _Search:
         return [each for each, record in outcomes.items() if record is None or record.outcome == "measured"]
 
     def _expected_s(self, job: Job, candidate: Candidate) -> float:
-        """From what is known of it at other sizes; infinite where that is nothing."""
+        """Estimates a candidate's seconds from its measurements at other sizes; infinite without any."""
         kind = (job.case.shape.op, job.case.shape.traits, job.case.direction, candidate.key, "measured")
         samples = [
             (found.case.shape, found.median_s)
@@ -294,12 +300,12 @@ class _Search:
         return estimate_s(samples, job.case.shape) if samples else float("inf")
 
     def _measure(self, job: Job, wanted: Sequence[Candidate], share_s: float, found: list[Measurement]) -> str:
-        """Adds to `found`; returns what is missing in it."""
+        """Appends measurements to `found`; returns what is missing, in words."""
         end_s = time.perf_counter() + share_s
         trial = Trial(job.call, job.case.gradients_of)
         try:
             trial.prepare(candidates_of(job.call)[0])
-        except Exception as error:  # Operands may not fit, or the reference fail: then nothing can be compared.
+        except Exception as error:  # Unfit operands or a failing reference: nothing to compare.
             return f"the reference failed: {_first_line(error)}"
         accepted: dict[Candidate, Callable[[], Any]] = {}
         for candidate in wanted:
@@ -310,7 +316,7 @@ class _Search:
                     accepted[candidate] = trial.accept(candidate)
             except WrongNumbers as error:
                 found.append(self._record(job, candidate, outcome="rejected", reason=_first_line(error)))
-            except Exception as error:  # A candidate may fail in any way, which is a result like others.
+            except Exception as error:  # A failure of any kind is a result to record.
                 reason = f"{type(error).__name__}: {_first_line(error)}"
                 found.append(self._record(job, candidate, outcome="failed", reason=reason))
         budget_s = max(end_s - time.perf_counter(), (1 - _TRYING_SHARE) * share_s)
@@ -330,7 +336,7 @@ class _Search:
 
     @contextlib.contextmanager
     def _noted(self, job: Job, candidate: Candidate) -> Iterator[None]:
-        """Writes down what is tried, for a process that finds this one dead."""
+        """Records the current candidate in a file, for the process that finds this one dead."""
         if self._trying is None:
             yield
             return

@@ -1,8 +1,8 @@
-"""What the speed of a call depends on: its sizes, by which measurements are near or far, and traits, which must agree.
+"""Features of a call that its speed depends on: sizes, compared by distance, and traits, which must be equal.
 
-Traits are dtypes, which arrays are given, how operands are quantized and which options are on; their values are left
-out where no kernel cares, as with `scale` or `theta`. Sizes are the op's axes under their own names, and the integers
-among the options, such as the sides of a window.
+Traits are dtypes, the set of arrays present, quantization and enabled options; option values that no kernel depends on
+are left out, such as `scale` or `theta`. Sizes are the op's axes under their own names, and integer options such as the
+sides of a window.
 """
 
 import functools
@@ -21,7 +21,7 @@ from stack_kernels.roofline import work_of
 
 __all__ = ["CallShape", "bucket_of", "shape_of"]
 
-# The arrays that an op's sizes are read from, with their axes; "*rows" is the product of all leading axes.
+# Arrays that determine an op's sizes, with their axes; "*rows" is the product of all leading axes.
 _AXES: Mapping[str, Mapping[str, str]] = {
     "attention": {
         "query": "batch q_seq heads head_dim",
@@ -47,7 +47,7 @@ _AXES: Mapping[str, Mapping[str, str]] = {
 }
 _PAGE_AXES = {"p": "pages", "h": "kv_heads", "s": "slots", "2": "pools", "d": "head_dim"}
 
-# Products with one row take other paths than those with several, on every kind of hardware.
+# Products with a single row take other code paths than larger ones, on every kind of hardware.
 _ROWS = ("rows", "q_seq")
 _BROADCAST = ("bias", "mask")
 _WITHOUT_EFFECT = ("ignore_index",)
@@ -56,13 +56,14 @@ _EXACT_UP_TO = 16
 
 @dataclass(frozen=True)
 class CallShape:
-    """One kind of call of an op.
+    """One kind of op call.
 
     Attributes:
-      traits: names and values of what must agree, sorted.
-      sizes: names and values of what may be near, sorted.
-      flops: of its products.
-      traffic_bytes: of its operands and results.
+      op: name of the op.
+      traits: (name, value) pairs that must be equal, sorted.
+      sizes: (name, value) pairs that may differ, sorted.
+      flops: FLOPs of its products.
+      traffic_bytes: bytes of its operands and results.
     """
 
     op: str
@@ -77,9 +78,9 @@ class CallShape:
         return tuple((name, bucket_of(size)) for name, size in self.sizes)
 
     def distance(self, other: "CallShape") -> float:
-        """How far apart the sizes are: the sum of |log2| of their ratios, 3 where one is eight times the other's.
+        """Returns the sum of |log2| of the size ratios: 3 if one size is eight times the other.
 
-        Infinite where the calls differ in anything but their sizes.
+        Infinite if the calls differ in anything but their sizes.
         """
         mine, others = dict(self.sizes), dict(other.sizes)
         if (self.op, self.traits, mine.keys()) != (other.op, other.traits, others.keys()):
@@ -91,14 +92,17 @@ class CallShape:
 
 
 def _octaves(size: int, other: int) -> float:
-    """|log2| of the ratio; from a negative number, as a query offset may be, to others the way leads through zero."""
+    """Returns |log2| of the ratio.
+
+    Between sizes of opposite sign, as for query offsets, the path leads through zero.
+    """
     if (size < 0) != (other < 0):
         return _octaves(abs(size), 0) + _octaves(abs(other), 0)
     return abs(math.log2((abs(size) + 1) / (abs(other) + 1)))
 
 
 def bucket_of(size: int) -> int:
-    """The nearest number of three significant bits; sizes up to 16 are told apart."""
+    """Rounds to the nearest number of three significant bits; sizes up to 16 stay exact."""
     if size <= _EXACT_UP_TO:
         return size
     unit = 1 << (size.bit_length() - 3)
@@ -106,7 +110,7 @@ def bucket_of(size: int) -> int:
 
 
 def shape_of(call: OpCall) -> CallShape:
-    """The kind of a call of an op, from shapes, dtypes and options alone, which must be hashable."""
+    """Returns the shape of a call from its shapes, dtypes and options, which must be hashable."""
     leaves, structure = jax.tree.flatten(dict(call.arrays))
     return _shape_of(call.op, structure, tuple(leaves), tuple(call.options.items()), call.direction)
 
@@ -151,7 +155,7 @@ def _array_sizes(call: OpCall) -> dict[str, int]:
 
 
 def _defined_axes(call: OpCall) -> Mapping[str, str]:
-    """The axes of an op that a plugin defines."""
+    """Returns the axes of an op defined by a plugin."""
     operands = op_named(call.op).axes(call).operands
     return {
         name: axes.replace("...", "*rows")
@@ -161,7 +165,7 @@ def _defined_axes(call: OpCall) -> Mapping[str, str]:
 
 
 def _view(array: Any) -> tuple[Any, Any, Any, Any]:
-    """(value, scale, zero point, codebook) of an array; all but the first are None where it is not quantized."""
+    """Returns (value, scale, zero point, codebook) of an array; all but the first are None if it is not quantized."""
     if not hasattr(type(array), "__stack_qview__"):
         return array, None, None, None
 
@@ -173,7 +177,7 @@ def _view(array: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _described(name: str, array: Any) -> str:
-    """The dtype of an argument; how it is quantized; which axes of a bias or a mask are there."""
+    """Describes an argument: its dtype, its quantization, and the non-trivial axes of a bias or a mask."""
     if isinstance(array, tuple):
         return " ".join(_described(name, part) for part in array)
     value, scale, zero_point, codebook = _view(array)
@@ -188,7 +192,7 @@ def _described(name: str, array: Any) -> str:
 
 
 def _options(call: OpCall, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """The options that may matter; tuples as their parts, integers that follow from the sizes as traits."""
+    """Returns the options that may matter: tuples element by element; integers implied by the sizes become words."""
     options: dict[str, Any] = {}
     for name, value in call.options.items():
         if name in _WITHOUT_EFFECT:
@@ -207,7 +211,7 @@ def _options(call: OpCall, sizes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _trait(value: Any) -> str:
-    """A word for an option, "" for one that is off."""
+    """Returns a word for an option, "" if it is off."""
     if isinstance(value, str):
         return value
     if isinstance(value, np.dtype):

@@ -1,8 +1,8 @@
-"""Where tuned tables come from: those that this package ships, what `tune` measured in this directory, a user's files.
+"""Sources of tuned tables: tables shipped with this package, measurements of this directory, and a user's files.
 
-Measurements steer the processes that start in the directory in which they were made, and no others.
-`STACK_TUNED_TABLES` names files and folders of tables that are read instead of the shipped ones and the directory's
-own, separated as in `PATH`; set and empty, there are none.
+Measurements affect only processes that start in the directory in which they were made. `STACK_TUNED_TABLES` names files
+and folders of tables, separated as in `PATH`, that replace the shipped tables and the directory's own; set but empty,
+it disables tables.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _SHIPPED = Path(__file__).parents[1] / "tuned"
 
 
 class DamagedTableWarning(UserWarning):
-    """A tuned table cannot be read, and nothing that it holds is used."""
+    """A tuned table cannot be read and is ignored."""
 
 
 def table_files() -> list[Path]:
@@ -39,7 +39,7 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def known_tables() -> dict[ChipName, Table]:
-    """What all files hold, by chip; one that cannot be read is reported and passed over."""
+    """Returns the merged tables of all files, by chip; warns about unreadable files and skips them."""
     tables: dict[ChipName, Table] = {}
     for table in _readable():
         tables[table.chip] = tables[table.chip].merge(table) if table.chip in tables else table
@@ -55,20 +55,20 @@ def _readable() -> Iterator[Table]:
 
 
 MEASURED = TunedTables(lambda: list(known_tables().values()))
-"""The table that this package registers."""
+"""The tuned table that this package registers."""
 
 
 def tuned(table: Table | Path | str) -> contextlib.AbstractContextManager[None]:
-    """Chooses ops by one table, and by no other, in what is traced within a `with` block.
+    """Chooses ops by one table only, in functions traced within a `with` block.
 
     with stack_kernels.tuned("h200.json"):
         step = jax.jit(train_step).lower(state, batch).compile()
 
-    What `jax.jit` traced under other tables is traced again. An empty table, `Table(chip)`, is the choice without
-    measurements.
+    Functions that `jax.jit` traced under other tables are traced again. An empty table, `Table(chip)`, gives the choice
+    without measurements.
 
     Args:
-      table: what `tune` returned, or the file of one.
+      table: a table, such as `TuneReport.table`, or a table's file.
 
     Raises:
       TuningError: the file cannot be read.

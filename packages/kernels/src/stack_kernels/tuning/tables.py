@@ -1,7 +1,7 @@
-"""Tables of measurements: what was measured of which implementation and config, for which call, on which chip.
+"""Tables of measurements: results by implementation, config, call and chip.
 
-A table is one JSON file a chip. It keeps everything, also what was rejected or failed, and can be merged, committed and
-shared. Nothing here chooses; `lookup` does.
+A table is one JSON file per chip. It keeps every result, including rejected and failed candidates, and can be merged,
+committed and shared. `lookup` chooses from tables; this module does not.
 """
 
 import dataclasses
@@ -34,18 +34,18 @@ __all__ = [
 
 FORMAT = "stack tuned table 1"
 HERE = Path(".stack", "tuned")
-"""The folder of a working directory that keeps what was measured there, for processes that start there."""
+"""Folder in the working directory for its measurements, read by processes that start there."""
 TABLES_VARIABLE = "STACK_TUNED_TABLES"
 _FIELDS = {"format", "chip", "cases"}
 
 
 @dataclass(frozen=True)
 class ChipName:
-    """What a table's measurements are valid for, and how to tell which other chips are like it.
+    """Identity of the chip that a table is valid for, with the peaks that determine which other chips are similar.
 
     Attributes:
-      kind: the row's name, "h200"; of CPUs it is "cpu".
-      model: what tells chips of one kind apart: a CPU's name and cores.
+      kind: name of the chip's row, such as "h200"; "cpu" for CPUs.
+      model: distinguishes chips of one kind: a CPU's name and cores.
       rates: peaks by dtype and "memory", in FLOP/s and bytes/s.
     """
 
@@ -72,8 +72,9 @@ class Case:
     """One direction of one kind of call.
 
     Attributes:
+      shape: kind and sizes of the call.
       direction: "forward" or "backward".
-      gradients_of: the arguments that the backward pass was asked gradients of.
+      gradients_of: arguments with respect to which the backward pass computes gradients.
     """
 
     shape: CallShape
@@ -82,23 +83,27 @@ class Case:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for calls that share their measurements."""
+        """Key shared by calls that share their measurements."""
         return self.shape.op, self.shape.traits, self.shape.bucket, self.direction, self.gradients_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What is known of one implementation with one config in one case.
+    """Result of one implementation with one config in one case.
 
     Attributes:
-      config: as JSON has it, None for an implementation without configs.
-      outcome: "measured", "rejected" (its numbers were wrong) or "failed" (it raised).
-      reason: why it was rejected or failed.
-      median_s: wall seconds of a call.
-      spread: the interquartile range as a share of the median.
-      whole: in a backward case, the seconds are those of value and gradient together, which the two passes share;
-        else of the gradient alone.
-      versions: of jax and of the packages that were measured.
+      case: the case.
+      implementation: name of the implementation.
+      config: config in JSON form; None for an implementation without configs.
+      outcome: "measured", "rejected" (wrong numbers) or "failed" (it raised).
+      reason: reason of a rejection or failure.
+      median_s: median wall seconds of a call.
+      spread: interquartile range over the median.
+      cpu_s: median CPU seconds of a call, over all threads of the process.
+      rounds: number of rounds.
+      whole: True in a backward case if the seconds are those of value and gradient together, because the passes share
+        private residuals; False if they are those of the gradient.
+      versions: versions of jax and of the measured packages.
       date: ISO 8601, UTC.
     """
 
@@ -117,23 +122,23 @@ class Measurement:
 
     @property
     def jax(self) -> str:
-        """The minor version of JAX, which decides what its compilers do: "0.12"."""
+        """The minor version of JAX, such as "0.12", which determines the behavior of its compilers."""
         return ".".join(self.versions.get("jax", "").split(".")[:2])
 
     @property
     def candidate(self) -> tuple[str, str]:
-        """Implementation and config."""
+        """The implementation and its config, as a hashable key."""
         return self.implementation, json.dumps(self.config, sort_keys=True)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Of two measurements with one key, a table keeps the newer."""
+        """Key of the measurement; a table keeps only the newest measurement per key."""
         return (*self.case.key, *self.candidate, self.jax)
 
 
 @dataclass(frozen=True)
 class Table:
-    """The measurements of one chip. Tables are equal when their contents are."""
+    """Measurements of one chip. Tables with equal contents are equal."""
 
     chip: ChipName
     measurements: tuple[Measurement, ...] = ()
@@ -142,10 +147,12 @@ class Table:
         return hash((self.chip, len(self.measurements), *(found.date for found in self.measurements[-1:])))
 
     def merge(self, *others: "Table | Iterable[Measurement]") -> "Table":
-        """With the measurements of others; of the same thing the newer wins, of equal age the one of more rounds.
+        """Returns a table with the measurements of others added.
+
+        Per key the newer wins, on equal age the one of more rounds.
 
         Raises:
-          TuningError: another table is of another chip.
+          TuningError: another table is for another chip.
         """
         merged = {found.key: found for found in self.measurements}
         for other in others:
@@ -159,7 +166,7 @@ class Table:
 
     @classmethod
     def read(cls, path: Path) -> "Table":
-        """A table that `write` wrote.
+        """Reads a table that `write` wrote.
 
         Raises:
           TuningError: the file is missing, damaged, or of another format.
@@ -168,7 +175,7 @@ class Table:
             content = json.loads(Path(path).read_bytes())
         except OSError as error:
             raise TuningError(f"The tuned table {str(path)!r} cannot be read: {error}.") from error
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are among them
+        except ValueError as error:  # includes JSONDecodeError and UnicodeDecodeError
             raise TuningError(
                 f"The tuned table {str(path)!r} is damaged: {error}. Delete it, and tune again."
             ) from error
@@ -188,10 +195,10 @@ class Table:
             ) from error
 
     def write(self, path: Path) -> None:
-        """Writes or replaces a file, wholly or not at all.
+        """Writes or replaces a file atomically.
 
         Raises:
-          TuningError: it cannot be written.
+          TuningError: the file cannot be written.
         """
         path = Path(path)
         content = {"format": FORMAT, "chip": dataclasses.asdict(self.chip), "cases": _cases(self.measurements)}
@@ -211,12 +218,12 @@ class Table:
 
 
 def own_table_path(chip: ChipName, folder: Path | None = None) -> Path:
-    """Where `tune` keeps what it measures on a chip, in a folder or in `own_folder`."""
+    """Returns the file in which `tune` stores the measurements of a chip, in `folder` or in `own_folder()`."""
     return (folder or own_folder()) / chip.file_name
 
 
 def own_folder() -> Path:
-    """The first folder that `STACK_TUNED_TABLES` names, else `.stack/tuned` of the working directory."""
+    """Returns the first folder that `STACK_TUNED_TABLES` names, else `.stack/tuned` of the working directory."""
     named = [Path(place) for place in os.environ.get(TABLES_VARIABLE, "").split(os.pathsep) if place]
     return next((place for place in named if place.suffix != ".json"), HERE)
 
@@ -258,15 +265,16 @@ def _measurements(cases: Sequence[Mapping[str, Any]]) -> Iterable[Measurement]:
 
 
 def encoded_config(config: Any) -> Any:
-    """A config as JSON has it."""
+    """Converts a config to JSON form."""
     return dataclasses.asdict(config) if dataclasses.is_dataclass(config) else config
 
 
 def decoded_config(value: Any, default: Any) -> Any:
-    """The config of the type of `default`, None for no config, that a table's value stands for.
+    """Converts a table's value to a config of the type of `default`; None stands for no config.
 
     Raises:
-      ValueError: it does not fit that type, as when an implementation has changed since it was measured.
+      ValueError: the value does not fit that type, for example because the implementation changed since the
+        measurement.
     """
     if default is None:
         if value is not None:

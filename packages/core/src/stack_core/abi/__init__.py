@@ -1,1 +1,1 @@
-"""What crosses the borders of packages: contracts, the machinery of plugins, and what every package needs."""
+"""The contracts between packages, the plugin machinery, and utilities that every package needs."""

@@ -1,4 +1,4 @@
-"""Adapters of low rank as packages exchange them: the factors of each parameter, apart from the model."""
+"""Low-rank adapters in the form that packages exchange: factors of each parameter, separate from the model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ __all__ = ["Adapters", "AdaptsModels", "LowRankFactors", "ReadsAdapters", "Serve
 
 @dataclass(frozen=True)
 class LowRankFactors:
-    """The adapter of one parameter W: its products become x W + scale (x down) up.
+    """The adapter of one parameter W: products become x W + scale (x down) up.
 
     Attributes:
-      down: [*lead, d_in, rank], where the axes lead are those of layers and experts, each with an adapter of its own.
+      down: [*lead, d_in, rank]; the leading axes are layers and experts, each with its own adapter.
       up: [*lead, rank, d_out].
-      magnitude: DoRA's, [*lead, d_out], the norms of the outputs' weights; or None.
+      scale: factor of the low-rank product.
+      magnitude: norms of the output weights for DoRA, [*lead, d_out], or None.
     """
 
     down: Any
@@ -30,67 +31,67 @@ class LowRankFactors:
 
 
 Adapters = Mapping[str, LowRankFactors]
-"""The adapter of a model: factors by the path of the parameter, such as "blocks/0/0/attention/query/kernel"."""
+"""The adapters of a model: factors by parameter path, such as "blocks/0/0/attention/query/kernel"."""
 
 
 @runtime_checkable
 class AdaptsModels(Protocol):
-    """A transform that puts adapters on a model, and what its registered class can do besides."""
+    """A transform that adds adapters to a model."""
 
     def adapters(self, model: Any) -> Adapters:
-        """The factors of a model that `apply` gave; only these need values."""
+        """Returns the factors of a model that `apply` returned; only the factors need values."""
         ...
 
     def with_adapters(self, model: Any, adapters: Adapters) -> Any:
-        """A model that `apply` gave, with other factors; it stays as it is.
+        """Returns a copy of a model that `apply` returned, with its factors replaced.
 
         Raises:
-          StackError: they are of other parameters, ranks, shapes or scales; names each.
+          StackError: the adapters have other parameters, ranks, shapes or scales; names each.
         """
         ...
 
     @staticmethod
     def section_of(adapters: Adapters) -> Any:
-        """The section of a run's config whose transform puts adapters like these on a model."""
+        """Returns the run config section whose transform creates adapters like these."""
         ...
 
 
 @runtime_checkable
 class ReadsAdapters(Protocol):
-    """A `GenerativeCheckpoint` whose model takes adapters that are kept apart from it."""
+    """A `GenerativeCheckpoint` whose model accepts adapters that are stored separately."""
 
     def read_adapters(self, address: str) -> Adapters:
-        """Reads the adapters that a run trained, or that another program wrote, for this model; arrays on the host.
+        """Reads adapters for this model, as host arrays, from a run or another program's files.
 
-        Paths are those of `parameters`.
+        The keys are paths as in `parameters`.
 
         Raises:
-          StackError: there are none, or they are those of another model; names the digests or the tensors that differ.
+          StackError: there are no adapters, or they belong to another model; names the digests or tensors that differ.
         """
         ...
 
 
 @runtime_checkable
 class ServesAdapters(Protocol):
-    """An `Engine` whose requests may name adapters, each its own."""
+    """An `Engine` whose requests may each select an adapter."""
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names that requests may have."""
+        """The names that requests may select."""
         ...
 
     def load_adapter(self, name: str, adapters: str | Adapters) -> None:
-        """Takes up an adapter by its address or its factors; one of the same name is replaced for later requests.
+        """Loads an adapter from its address or factors. It replaces an adapter of the same name for later requests.
 
         Raises:
-          StackError: it cannot be read, is of another model, or of a kind that the engine does not serve.
+          StackError: the adapter cannot be read, belongs to another model, or is of an unsupported kind.
         """
         ...
 
     def unload_adapter(self, name: str) -> None:
-        """Lets go of an adapter; requests that were submitted with it end as they would have.
+        """Removes an adapter; requests already submitted with it finish normally.
 
         Raises:
-          GenerationError: there is none of this name.
+          GenerationError: no adapter has this name.
         """
         ...

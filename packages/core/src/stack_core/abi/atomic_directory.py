@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all."""
+"""Atomic creation of directories."""
 
 import contextlib
 import os
@@ -13,10 +13,10 @@ __all__ = ["atomic_directory"]
 
 @contextlib.contextmanager
 def atomic_directory(destination: Path) -> Iterator[Path]:
-    """Yields a directory that becomes `destination` if the block ends well, and is removed if it does not.
+    """Yields a temporary directory that is renamed to `destination` on success and removed on failure.
 
     Raises:
-      ConversionError: there is something already, or the disk is full or not writable.
+      ConversionError: the destination exists, or the disk is full or not writable.
     """
     if destination.exists():
         raise ConversionError(f"{destination} exists already; nothing is overwritten. Choose a new directory.")

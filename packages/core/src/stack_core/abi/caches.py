@@ -1,4 +1,4 @@
-"""What a model keeps of the tokens that it has seen: the kinds of state, and the caches that hold them."""
+"""The state that models keep of earlier tokens: kinds of state, and protocols of the caches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The static attributes of one attention layer, as a cache needs them; see `ops.attention`."""
+    """The static attributes of one attention layer that caches need; see `ops.attention`.
+
+    Attributes:
+      window: (left, right) window of visible tokens, or None.
+      softcap: soft cap of the attention logits, or None.
+      scale: factor of the attention logits; None is the default of `ops.attention`.
+    """
 
     window: tuple[int | None, int | None] | None = None
     softcap: float | None = None
@@ -32,11 +38,15 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class KeysValues:
-    """Attention that keeps keys and values: of each token, arrays [kv_heads, key_dim] and [kv_heads, value_dim].
+    """State of attention with keys and values: per token, arrays [kv_heads, key_dim] and [kv_heads, value_dim].
 
     Attributes:
-      repeats: layers stacked in the leading axis.
-      window: tokens that a query sees, itself included; older ones need not be kept. None sees all.
+      repeats: number of layers stacked in the leading axis.
+      kv_heads: number of key/value heads.
+      key_dim: features per key.
+      value_dim: features per value.
+      dtype: dtype of both arrays.
+      window: number of tokens visible to a query, itself included; older ones may be dropped. None means all.
     """
 
     repeats: int
@@ -49,7 +59,7 @@ class KeysValues:
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Attention over one vector [dim] of each token; values are its first `value_dim` features.
+    """State of attention with one vector [dim] per token; its first `value_dim` features are the value.
 
     Source: DeepSeek-AI, DeepSeek-V2, 2024 (arXiv:2405.04434).
     """
@@ -62,11 +72,12 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class Recurrent:
-    """A layer whose state has one size however many tokens it has seen.
+    """State of a recurrent layer, whose size does not depend on the number of tokens.
 
     Attributes:
-      shapes: of the state's arrays, one sequence's: the caches add [repeats, batch].
-      dtypes: of each.
+      repeats: number of layers stacked in the leading axis.
+      shapes: shapes of the state's arrays for one sequence; caches prepend [repeats, batch].
+      dtypes: dtype of each array.
     """
 
     repeats: int
@@ -77,20 +88,20 @@ class Recurrent:
 LayerState: TypeAlias = KeysValues | Latent | Recurrent
 
 CacheStorage = Literal["model", "int8", "fp8_e4m3", "fp8_e5m2"]
-"""How a cache holds keys and values: in the model's dtype, or as codes with a scale for each token and head."""
+"""Storage of keys and values in a cache: the model's dtype, or 8-bit codes with one scale per token and head."""
 
 Transition: TypeAlias = Callable[..., tuple[Any, Any]]
-"""`(state, valid, *inputs) -> (output, state)`; valid is bool[batch, seq], and what is not valid moves no state."""
+"""`(state, valid, *inputs) -> (output, state)`; tokens outside of the mask valid, bool[batch, seq], leave the state."""
 
 
 @runtime_checkable
 class KVCache(Protocol):
-    """What layers keep of earlier tokens, a pytree; stands in for `ops.attention` inside a model.
+    """The state of all layers for earlier tokens, a pytree; it replaces `ops.attention` inside a model.
 
-    A model calls the method of its layer's kind with that layer's slice of `layers`, and `advance` once at the end.
+    A model calls the method for its layer's kind with that layer's slice of `layers`, and `advance` once at the end.
 
     Attributes:
-      layers: a pytree whose leaves lead with a [repeats, ...] axis, which the model scans over.
+      layers: pytree whose leaves have a leading [repeats, ...] axis, which the model scans over.
     """
 
     layers: Any
@@ -105,10 +116,12 @@ class KVCache(Protocol):
         *,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Appends key[batch, seq, kv_heads, key_dim] and value[batch, seq, kv_heads, value_dim], and attends to all.
+        """Appends the call's keys and values to the layer, then attends to all tokens of the layer.
 
         Args:
           query: [batch, seq, heads, key_dim].
+          key: [batch, seq, kv_heads, key_dim].
+          value: [batch, seq, kv_heads, value_dim].
           sinks: [heads], see `ops.attention`.
 
         Returns:
@@ -119,7 +132,7 @@ class KVCache(Protocol):
     def attend_latent(
         self, layer: Any, query: jax.Array, latent: jax.Array, spec: AttentionSpec, *, value_dim: int
     ) -> tuple[jax.Array, Any]:
-        """Appends latent[batch, seq, dim] and attends to all latents, which are keys and values of every head.
+        """Appends latent[batch, seq, dim], then attends to all latents, the keys and values of every head.
 
         Args:
           query: [batch, seq, heads, dim].
@@ -130,16 +143,16 @@ class KVCache(Protocol):
         ...
 
     def recur(self, layer: Any, transition: Transition, *inputs: jax.Array) -> tuple[Any, Any]:
-        """Runs a recurrence over the call's tokens from the layer's state.
+        """Runs a recurrence over the call's tokens, starting from the layer's state.
 
         Args:
-          inputs: arrays [batch, seq, ...] that `transition` takes.
+          inputs: arrays [batch, seq, ...] for `transition`.
 
         Returns:
-          The transition's output, and the layer with the state behind the last valid token.
+          The transition's output, and the layer with the state after the last valid token.
         """
         ...
 
     def advance(self, layers: Any, tokens: int) -> KVCache:
-        """The cache after all layers appended `tokens` tokens a row."""
+        """Returns the cache after all layers have appended `tokens` tokens per row."""
         ...

@@ -1,8 +1,8 @@
-"""Frozen configs: read from YAML and dotted overrides, checked whole, written back as they were resolved.
+"""Frozen configs: parsed from YAML and dotted overrides, validated, and written back in resolved form.
 
-A config is a class decorated with `@config`; parents hold their children whole. A field may be *selected*: its mapping
-names an entry of a registry, which brings the class of the rest. A class with a `Sections` field takes the top-level
-sections that installed packages register.
+A config is a class decorated with `@config`; parents contain their children. A field may be *selected*: one key of its
+mapping names a registry entry, which provides the class for the other keys. A class with a `Sections` field accepts
+the top-level sections that installed packages register.
 """
 
 import dataclasses
@@ -55,8 +55,8 @@ LocalAddress = Annotated[str, pydantic.AfterValidator(local_address)]
 def config(cls: type[C]) -> type[C]:
     """Makes a frozen keyword-only config class; unknown keys and wrong types are errors.
 
-    Numbers and booleans are strict: `true` is not the number 1, and "300" is not 300. An integer is a valid float. No
-    text may be the address of remote storage.
+    Numbers and booleans are strict: `true` is not the number 1, and "300" is not 300. An integer is a valid float. A
+    string must not be the address of remote storage.
     """
     cls.__annotations__ = {name: _strict(_evaluated(hint, cls)) for name, hint in cls.__annotations__.items()}
     settings = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -65,17 +65,17 @@ def config(cls: type[C]) -> type[C]:
 
 @dataclass(frozen=True)
 class Selected:
-    """Marks a field whose mapping names, under `key`, an entry of `registry`: `Annotated[Any, Selected(...)]`.
+    """Marks a field whose mapping names an entry of `registry` under `key`: `Annotated[Any, Selected(...)]`.
 
-    The entry is a config class, or an object whose `config_class` is one; that class has a field `key` as well. A
-    mapping without `key` is of the class that the field's default has.
+    The entry is a config class, or an object whose `config_class` is one. That class has a field `key` as well. A
+    mapping without `key` is parsed as the class of the field's default.
     """
 
     registry: Registry[Any]
     key: str
 
     def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> Any:
-        """Lets a class that is called in Python take a name or a mapping too, and refuses what has no `key`."""
+        """Accepts a name or a mapping when the class is constructed in Python, and rejects objects without `key`."""
         return pydantic.PlainValidator(self._validated).__get_pydantic_core_schema__(source, handler)
 
     def _validated(self, value: Any, info: Any) -> Any:
@@ -97,7 +97,7 @@ class Sections:
     registry: Registry[Any]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> Any:
-        """Lets a class that is called in Python take sections as mappings too."""
+        """Accepts sections as mappings when the class is constructed in Python."""
         return pydantic.PlainValidator(self._validated).__get_pydantic_core_schema__(source, handler)
 
     def _validated(self, value: Any) -> Mapping[str, Any]:
@@ -111,9 +111,9 @@ class Sections:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Reads scalars as YAML 1.2 does, and refuses a key written twice, which YAML resolves silently to the last.
+    """A loader that reads scalars as YAML 1.2 does and rejects duplicate keys, of which YAML silently keeps the last.
 
-    YAML 1.1, PyYAML's, reads 010 as 8, 1:30 as 90, no as false and 1e-3 as text.
+    PyYAML implements YAML 1.1, which reads 010 as 8, 1:30 as 90, no as false and 1e-3 as text.
     """
 
     yaml_implicit_resolvers = dict[str, Any]()  # noqa: RUF012, PyYAML's way to have resolvers of one's own
@@ -127,7 +127,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the texts that `_StrictLoader` would read as something else."""
+    """A dumper that quotes strings which `_StrictLoader` would read as another type."""
 
     yaml_implicit_resolvers = dict[str, Any]()  # noqa: RUF012, PyYAML's way to have resolvers of one's own
 
@@ -164,7 +164,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     """Reads a mapping from a YAML file.
 
     Raises:
-      ConfigError: the file is missing or unreadable, is not YAML, or holds something else than a mapping.
+      ConfigError: the file is missing or unreadable, is not YAML, or does not contain a mapping.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -174,7 +174,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, name: str) -> dict[str, Any]:
-    """Reads a mapping from YAML text; `name` is where it came from, for messages."""
+    """Reads a mapping from YAML text; `name` is its origin, for error messages."""
     try:
         mapping = yaml.load(text, _StrictLoader)
     except yaml.YAMLError as error:
@@ -187,10 +187,10 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
 
 
 def apply_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Returns `mapping` with each "section.key=value" set; the value is read as YAML.
+    """Returns a copy of `mapping` with each "section.key=value" applied; values are parsed as YAML.
 
     Raises:
-      ConfigError: an override has no "=", or its path leads through something that is no section.
+      ConfigError: an override has no "=", or its path leads through a value that is not a section.
     """
     result = _copy(mapping)
     for override in overrides:
@@ -211,10 +211,10 @@ def parse(cls: type[C], mapping: Any, *, path: str = "") -> C:
     """Builds `cls` from a mapping.
 
     Args:
-      path: dotted prefix of the mapping in the whole config, for messages.
+      path: dotted prefix of the mapping in the full config, for messages.
 
     Raises:
-      ConfigError: an unknown key, a value of the wrong type, or a missing one; names the dotted path.
+      ConfigError: an unknown key, a value of the wrong type, or a missing value; names the dotted path.
       UnknownName: a selected name or a section that no plugin registers.
     """
     if not isinstance(mapping, Mapping):
@@ -253,13 +253,13 @@ def parse(cls: type[C], mapping: Any, *, path: str = "") -> C:
 
 
 def changed_fields(value: Any, names: Sequence[str]) -> list[str]:
-    """Returns those of a config's fields, among `names`, that have another value than their default."""
+    """Returns the fields among `names` whose value differs from their default."""
     fields = type(value).__dataclass_fields__
     return [name for name in names if getattr(value, name) != fields[name].default]
 
 
 def to_mapping(value: Any) -> Any:
-    """Returns plain dicts, lists and scalars, all fields with their defaults. A function is "module:name"."""
+    """Converts a config to plain dicts, lists and scalars, defaults included. A function becomes "module:name"."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hints = typing.get_type_hints(type(value), include_extras=True)
         result: dict[str, Any] = {}
@@ -277,7 +277,7 @@ def to_mapping(value: Any) -> Any:
 
 
 def to_yaml(value: Any) -> str:
-    """Returns the resolved config as YAML that `parse` reads back to an equal config."""
+    """Returns the resolved config as YAML; `parse` reads it back to an equal config."""
     return yaml.dump(to_mapping(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -292,7 +292,7 @@ def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
 
 
 def dotted_keys(mapping: Any, path: str = "") -> set[str]:
-    """Returns every key of nested plain mappings, in lists too: "run", "run.seed", "quant.rules.0.weights"."""
+    """Returns the dotted path of every key in nested mappings and lists: "run", "run.seed", "quant.rules.0.weights"."""
     mapping = _by_place(mapping)
     if not isinstance(mapping, Mapping):
         return set()
@@ -301,23 +301,26 @@ def dotted_keys(mapping: Any, path: str = "") -> set[str]:
 
 
 def is_under(line: str, keys: Iterable[str]) -> bool:
-    """Whether a line of `differences` is of one of `keys` or of a key inside it: "run.seed: 1, not 2" of "run"."""
+    """Returns whether a line of `differences` concerns one of `keys` or a key inside it.
+
+    "run.seed: 1, not 2" is under "run".
+    """
     key = line.partition(":")[0]
     return any(key == each or key.startswith(f"{each}.") for each in keys)
 
 
 def _evaluated(hint: Any, cls: type) -> Any:
-    """Returns the type that a text stands for, as `from __future__ import annotations` makes of every hint."""
+    """Evaluates a type hint that `from __future__ import annotations` turned into a string."""
     if not isinstance(hint, str):
         return hint
     try:
         return eval(hint, vars(sys.modules[cls.__module__]), dict(vars(cls)))
-    except NameError:  # a class that is defined later, which Pydantic resolves
+    except NameError:  # a class defined later; Pydantic resolves it
         return hint
 
 
 def _strict(hint: Any) -> Any:
-    """The type with strict numbers and booleans, and texts that are no remote path; also in containers and unions."""
+    """Makes numbers and booleans strict and rejects remote paths in strings, also inside containers and unions."""
     if hint in (int, float, bool):
         return Annotated[hint, pydantic.Strict()]
     if hint is str:
@@ -340,7 +343,7 @@ def _copy(value: Any) -> Any:
 
 
 def _by_place(value: Any) -> Any:
-    """A list of mappings as a mapping from place to entry."""
+    """Converts a list of mappings to a mapping from index to entry; returns other values unchanged."""
     if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
         return {str(place): entry for place, entry in enumerate(value)}
     return value
@@ -365,7 +368,7 @@ def _parse_field(hint: Any, value: Any, path: str, default: Any) -> Any:
     if nested is None or isinstance(value, nested) or (value is None and type(None) in options):
         return value
     if not isinstance(value, Mapping) and set(options) - {nested, type(None)}:
-        return value  # of `float | Settings`: pydantic checks it against the other types
+        return value  # a union such as `float | Settings`: pydantic checks the other types
     return parse(nested, value, path=path)
 
 
@@ -373,7 +376,7 @@ def _parse_selected(selection: Selected, value: Any, path: str, default: Any) ->
     if not isinstance(value, Mapping) and not isinstance(value, str):
         return value
     mapping = {selection.key: value} if isinstance(value, str) else value
-    if hasattr(default, selection.key):  # settings without a name are those of the default
+    if hasattr(default, selection.key):  # a mapping without a name selects the default's entry
         mapping = {selection.key: getattr(default, selection.key), **mapping}
     known = ", ".join(selection.registry.names()) or "none is registered"
     if selection.key not in mapping:
@@ -383,7 +386,7 @@ def _parse_selected(selection: Selected, value: Any, path: str, default: Any) ->
 
 
 def _keys(hint: Any, value: Any, default: Any) -> tuple[str, ...]:
-    """The keys that a section has as it is given; none where it is no section."""
+    """Returns the keys that a section accepts with its current value, or () if the field is not a section."""
     holder = default if dataclasses.is_dataclass(default) else hint
     if (selection := _mark(hint, Selected)) and value is not None:
         name = value.get(selection.key) if isinstance(value, Mapping) else value

@@ -33,12 +33,12 @@ __all__ = [
 
 
 IGNORED_TARGET: Final = -100
-"""The target of a token that a loss leaves out; the default of `ops.linear_cross_entropy`."""
+"""The target of tokens that the loss ignores; the default of `ops.linear_cross_entropy`."""
 
 
 @runtime_checkable
 class DataKind(Protocol):
-    """A config class of the registry `batches`: what the section `data` of a run says, by its field `kind`.
+    """A config class of the registry `batches`, selected by the field `kind` of a run's section `data`.
 
     Attributes:
       kind: the name that `data.kind` selects.
@@ -47,7 +47,7 @@ class DataKind(Protocol):
     kind: str
 
     def spec(self, model: Any) -> Shapes:
-        """The arrays of a batch, over all processes; each leads with [batch, ...]. Known before any data is read.
+        """Returns the shapes and dtypes of a batch over all processes, each [batch, ...]; needs no data.
 
         Args:
           model: the run's model config.
@@ -55,40 +55,40 @@ class DataKind(Protocol):
         ...
 
     def work(self) -> tuple[str, int]:
-        """What a batch holds at most, for rates: a unit, such as "tokens", and how many of them."""
+        """Returns the maximum content of a batch, for throughput rates: a unit, such as "tokens", and their number."""
         ...
 
     def check(self, model: Any) -> None:
-        """Raises a ConfigError where the section and the model's config contradict each other."""
+        """Raises a ConfigError if the section contradicts the model's config."""
         ...
 
     def build(self, *, seed: int, model: Any) -> Batches:
-        """Reads what there is to read.
+        """Loads the data.
 
         Args:
-          seed: of the order of examples.
+          seed: seed of the order of examples.
           model: the run's model config.
 
         Raises:
-          StackError: the data cannot be used; names it, and what to do.
+          StackError: the data cannot be used; names it and a remedy.
         """
         ...
 
 
 @runtime_checkable
 class BatchIterator(Protocol):
-    """Batches whose order is a pure function of the data, the seed and the number of batches taken."""
+    """An iterator whose order is a pure function of the data, the seed and the number of batches consumed."""
 
     def __iter__(self) -> Iterator[Batch]: ...
 
     def __next__(self) -> Batch: ...
 
     def get_state(self) -> dict[str, Any]:
-        """Where the iterator stands, as JSON."""
+        """Returns the position of the iterator, as JSON."""
         ...
 
     def set_state(self, state: Any) -> None:
-        """Makes the next batch the one that followed when `state` was taken.
+        """Restores a position from `get_state`; the next batch is the same as after the original call.
 
         Raises:
           DataError: the state belongs to other data.
@@ -146,7 +146,7 @@ class Batches(ABC):
 
 @dataclass(frozen=True)
 class Document:
-    """One text of a corpus; `name` tells a person where it came from: a path, or "path:line"."""
+    """One text of a corpus; `name` is its origin for people: a path, or "path:line"."""
 
     name: str
     text: str
@@ -154,29 +154,35 @@ class Document:
 
 @runtime_checkable
 class DataSource(Protocol):
-    """A corpus that can be read again and again in the same order."""
+    """A corpus that can be read repeatedly in the same order."""
 
     def documents(self) -> Iterator[Document]: ...
 
     def fingerprint(self) -> str:
-        """Changes whenever the documents do; cheap beside reading them all."""
+        """Returns a value that changes whenever the documents change; much cheaper than reading them all."""
         ...
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """A bidirectional mapping between text and token ids.
+
+    Attributes:
+      vocab_size: number of tokens.
+      eos_id: id of the token that ends a text, or None.
+      bos_id: id of the token that begins a text, or None.
+    """
 
     vocab_size: int
     eos_id: int | None
     bos_id: int | None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
-        """Encodes a prompt; the names of special tokens in `text` become those tokens.
+        """Encodes a prompt; names of special tokens in `text` become those tokens.
 
         Args:
-          add_special_tokens: also add the tokens that the tokenizer puts before a text, such as one for its beginning.
-            None that ends a text is added, because an answer is to follow.
+          add_special_tokens: whether to add the tokens that the tokenizer puts before a text, such as BOS. EOS is
+            never added, since an answer follows the prompt.
         """
         ...
 
@@ -185,9 +191,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 that one token stands for within a text, which may be a part of a character.
+        """Returns the UTF-8 bytes of one token within a text, possibly only a part of a character.
 
-        Of a special token it is the name, and b"" of an id that is no token.
+        Returns the name of a special token, and b"" for an id without a token.
         """
         ...
 

@@ -38,17 +38,18 @@ def array_digests(arrays: Mapping[str, Any]) -> dict[str, str]:
     Args:
       arrays: JAX arrays (of any sharding, without typed keys), NumPy arrays or scalars, by name.
     """
-    # One program at a time: with several in flight, the devices of a CPU backend (met on jax 0.10.2) may start them in
-    # different orders, and then wait in one's collective for those that wait in another's.
+    # One program at a time: with several in flight, the devices of a CPU backend may start them in different orders
+    # and deadlock in their collectives (observed with jax 0.10.2).
     sums = {name: jax.device_get(_digest_sums(_host_words(array))) for name, array in arrays.items()}
     return {name: f"{int(first):08x}{int(second):08x}" for name, (first, second) in sums.items()}
 
 
 @jax.jit
 def tree_digest(tree: Any) -> jax.Array:
-    """One digest of all arrays of a pytree, uint32[2], as one program; for values narrower than a byte, their numbers.
+    """Computes one digest of all arrays of a pytree, uint32[2], in one program.
 
-    It tells weights from other weights, as `array_digests` tells arrays, without waiting for them.
+    It identifies weights, as `array_digests` identifies arrays, without blocking on them. Arrays of 8-bit or narrower
+    numbers are hashed by value instead of by bits.
     """
     sums = [jnp.stack(_digest_sums(_plain(leaf))) for leaf in jax.tree.leaves(tree)]
     first, second = _digest_sums(jnp.stack(sums)) if sums else (jnp.uint32(0), jnp.uint32(0))
@@ -56,7 +57,7 @@ def tree_digest(tree: Any) -> jax.Array:
 
 
 def _plain(leaf: jax.Array) -> jax.Array:
-    """The array, or in the place of one of four-bit or eight-bit numbers, the same numbers as 32-bit ones."""
+    """Converts PRNG keys to their key data and 8-bit or narrower numbers to 32 bits; returns other arrays unchanged."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf)
     if leaf.dtype.itemsize > 1 or leaf.dtype == jnp.bool_:

@@ -1,4 +1,4 @@
-"""Finds what installed distributions offer as plugins, and imports none of it."""
+"""Discovery of plugins in installed distributions, without imports."""
 
 import importlib.metadata
 import re
@@ -11,21 +11,24 @@ from stack_core.abi.ops import ABI_MAJOR, ENTRY_POINT_GROUP
 
 __all__ = ["Offer", "PluginReport", "discover"]
 
-_ANY_GROUP = "stack.plugin"  # short of the real ones, so that misspelled groups are found and reported
+_ANY_GROUP = "stack.plugin"  # a prefix of the real names, to find and report misspelled groups
 _VERSIONED_GROUP = re.compile(r"stack\.plugins\.v(\w+)")
 _UNKNOWN = "unknown"
 
 
 @dataclass
 class PluginReport:
-    """What became of one plugin.
+    """The state of one plugin after discovery and loading.
 
     Attributes:
-      abi: "major.minor"; the major alone where the plugin was not imported.
-      status: "loaded"; "incomplete", when a hook failed or a name clashed and the rest works; "failed", when nothing of
-        it is registered; or "blocked" by an environment variable.
-      problems: why it, or a part of it, was left out.
-      registered: names by registry, as far as registries have been read.
+      name: the plugin's name, from its entry point.
+      distribution: the installed distribution that offers it.
+      version: the distribution's version.
+      abi: "major.minor", or only the major if the plugin was not imported.
+      status: "loaded"; "incomplete" if a hook failed or a name clashed but the rest works; "failed" if nothing is
+        registered; "blocked" if an environment variable excludes it.
+      problems: reasons why the plugin, or a part of it, was left out.
+      registered: names by registry, for the registries that have been read so far.
     """
 
     name: str
@@ -51,17 +54,17 @@ class PluginReport:
 
 @dataclass(frozen=True)
 class Offer:
-    """A plugin before it is loaded; the entry point is None where it could not be read."""
+    """A plugin before it is loaded; `entry_point` is None if its metadata cannot be read."""
 
     report: PluginReport
     entry_point: EntryPoint | None
 
 
 def discover(path: Sequence[str] | None = None) -> list[Offer]:
-    """Every plugin on the path, by name; what cannot be meant for this core is reported as failed.
+    """Finds every plugin on the path, sorted by name; plugins that this core cannot load are reported as failed.
 
-    A distribution may offer plugins for several majors of the ABI: those for others count only where it has none for
-    this one.
+    A distribution may offer plugins for several majors of the ABI. Plugins for other majors count only if it has none
+    for this one.
 
     Args:
       path: folders to search, by default `sys.path`.
@@ -72,7 +75,7 @@ def discover(path: Sequence[str] | None = None) -> list[Offer]:
 
 
 def _offering(where: dict[str, Any]) -> Iterator[Distribution]:
-    """Distributions that offer plugins; the first on the path of each name, which is the one that is imported."""
+    """Yields distributions that offer plugins. Of equal names only the first on the path counts, as in an import."""
     seen: set[str] = set()
     for distribution in importlib.metadata.distributions(**where):
         if _ANY_GROUP not in _entry_points_text(distribution):
@@ -88,12 +91,12 @@ def _offering(where: dict[str, Any]) -> Iterator[Distribution]:
 def _entry_points_text(distribution: Distribution) -> str:
     try:
         return distribution.read_text("entry_points.txt") or ""
-    except UnicodeDecodeError:  # whatever it is, it is no list of plugins
+    except UnicodeDecodeError:  # not text, hence not a list of plugins
         return ""
 
 
 def _identity(distribution: Distribution) -> tuple[str, str]:
-    """The distribution's name and version, as far as its metadata can be read."""
+    """Returns the distribution's name and version, or "unknown" if its metadata cannot be read."""
     try:
         metadata = distribution.metadata  # parsed anew at every access
     except UnicodeDecodeError:
@@ -106,7 +109,7 @@ def _offers(distribution: Distribution) -> list[Offer]:
     name, version = _identity(distribution)
     try:
         points = [point for point in distribution.entry_points if point.group.startswith(_ANY_GROUP)]
-    except Exception as error:  # The file is a stranger's text; however malformed, it must hide no other plugin.
+    except Exception as error:  # Third-party text: a malformed file must not hide other plugins.
         report = PluginReport(name, name, version, _UNKNOWN)
         report.fail(f"its entry_points.txt cannot be read ({type(error).__name__}: {error}); reinstall {name}.")
         return [Offer(report, None)]
@@ -118,7 +121,7 @@ def _report(point: EntryPoint, distribution: str, version: str) -> PluginReport:
     group = _VERSIONED_GROUP.fullmatch(point.group)
     report = PluginReport(point.name, distribution, version, group[1] if group else _UNKNOWN)
     if group is None:
-        report.fail(f"its entry-point group {point.group!r} is none that a core reads; expected {ENTRY_POINT_GROUP!r}.")
+        report.fail(f"its entry-point group {point.group!r} is unknown to core; expected {ENTRY_POINT_GROUP!r}.")
     elif point.group != ENTRY_POINT_GROUP:
         report.fail(
             f"built for plugin ABI {report.abi}, and this core offers ABI {ABI_MAJOR}; install a matching release of "

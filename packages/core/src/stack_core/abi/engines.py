@@ -1,4 +1,4 @@
-"""Generation: the engine that continues prompts, for HTTP servers and rollouts alike, and data that needs one."""
+"""Generation engines, which serve HTTP servers and rollouts alike."""
 
 from __future__ import annotations
 
@@ -13,38 +13,42 @@ __all__ = ["Engine", "ExpectsRequests", "KeepsMissing"]
 
 @runtime_checkable
 class Engine(Protocol):
-    """Continues many prompts at once; made of a `GenerativeCheckpoint`. Its methods may be called from any thread."""
+    """An engine that continues many prompts concurrently, constructed from a `GenerativeCheckpoint`.
+
+    Its methods may be called from any thread.
+    """
 
     def warm_up(self) -> None:
-        """Compiles all that a request can need, so that none waits for it; before `start`, or not at all."""
+        """Compiles all programs that requests may need; call it before `start`, or not at all."""
         ...
 
     def start(self) -> None:
-        """Begins to work on requests; what was submitted before waits for it."""
+        """Starts processing requests, including those submitted earlier."""
         ...
 
     def close(self, *, drain_s: float = 0.0) -> None:
-        """Waits up to `drain_s` for requests to end, ends the others with "abort", and stops for good."""
+        """Waits up to `drain_s` seconds for requests to finish, aborts the remaining ones, and stops permanently."""
         ...
 
     def submit(self, request: GenerationRequest, receive: Callable[[GenerationUpdate], None] | None = None) -> None:
         """Queues a request.
 
         Args:
-          receive: gets each update on a thread of the engine's, and must not wait; None leaves them to `stream`.
+          receive: callback that gets each update on a thread of the engine, and must not block. None buffers the
+            updates for `stream`.
 
         Raises:
-          GenerationError: the model cannot serve it; names the parameter, what was given and what is possible.
+          GenerationError: the model cannot serve the request; names the parameter, its value and the allowed values.
           EngineBusy: the queue is full.
         """
         ...
 
     def stream(self, request_id: str) -> Iterator[GenerationUpdate]:
-        """Yields the updates of a request that was submitted without `receive`, until all continuations ended."""
+        """Yields the updates of a request submitted without `receive` until all continuations have finished."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """Ends a request before its next step; one that has ended is left alone."""
+        """Aborts a request before its next step; has no effect on a finished request."""
         ...
 
     def update_weights(
@@ -55,20 +59,23 @@ class Engine(Protocol):
         kv: Literal["keep", "recompute", "abort"] = "keep",
         donate: bool = False,
     ) -> None:
-        """Replaces the parameters between two steps, and forgets what was kept of other requests.
+        """Replaces the parameters between two steps and clears the prefix cache.
 
-        They are checked and placed on the caller's thread; if that fails, the engine keeps the weights that it has.
+        The parameters are checked and placed on the caller's thread. If that fails, the engine keeps its current
+        weights.
 
         Args:
-          params: pytree in the structure of the checkpoint's; each array is cast to the dtype of the one it replaces.
-          version: what tokens that they draw are told with; None is one more than the last. The first is 0.
-          kv: what becomes of requests that run: they "keep" the keys that older weights made, or "recompute" them, or
-            end ("abort").
-          donate: `params` are the engine's from now on and cannot be used any more, so that memory holds each of them
-            once; otherwise it holds them twice, and they stay the caller's.
+          params: pytree in the structure of the checkpoint's parameters; each array is cast to the dtype that it
+            replaces.
+          version: version reported with tokens sampled from these weights. The first is 0; None increments the last
+            one.
+          kv: policy for running requests: "keep" their keys and values, which older weights computed, "recompute"
+            them, or "abort" the requests.
+          donate: whether the engine takes over the buffers of `params`. Then memory holds each array once, and the
+            caller must not use them any more. Otherwise memory holds each twice.
 
         Raises:
-          ConversionError: it has another structure, other shapes, or arrays that were deleted; names each parameter.
+          ConversionError: another structure, other shapes, or deleted arrays; names each parameter.
           EngineStopped: the engine was closed or failed.
         """
         ...
@@ -78,7 +85,9 @@ class Engine(Protocol):
 
 @runtime_checkable
 class KeepsMissing(Protocol):
-    """An engine whose `update_weights` takes some parameters in nested mappings, an adapter's say, and keeps the rest.
+    """An engine whose `update_weights` accepts a subset of the parameters and keeps the rest.
+
+    The subset is a nested mapping, for instance of an adapter's parameters.
 
     Attributes:
       keeps_missing: True.
@@ -89,11 +98,11 @@ class KeepsMissing(Protocol):
 
 @runtime_checkable
 class ExpectsRequests(Protocol):
-    """An engine that sizes its batches by how much it is going to have."""
+    """An engine that sizes its batches by the expected number of continuations."""
 
     def expect(self, continuations: int) -> None:
-        """Says how many continuations are asked for at once, at most; before `start`.
+        """Sets the maximum number of concurrent continuations; call it before `start`.
 
-        More are served, too, but not together.
+        The engine serves more continuations too, but not all of them concurrently.
         """
         ...

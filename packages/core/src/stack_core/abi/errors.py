@@ -1,37 +1,37 @@
-"""Every exception a user can cause.
+"""The exceptions that a user can cause.
 
     StackError
-    ├── ConfigError            a config file, an override or a section that does not fit
+    ├── ConfigError            an invalid config file, override or section
     ├── PluginError            a plugin that cannot be loaded, or that clashes with another
-    ├── UnknownName            a name that no registry entry has
+    ├── UnknownName            a name that is not registered
     ├── UnsupportedOp          no implementation of an op accepts a call
-    ├── ArgumentError          a value that an op cannot take
-    │   └── ShapeError             arrays that do not fit together
+    ├── ArgumentError          an invalid argument of an op
+    │   └── ShapeError             arrays whose shapes do not fit together
     ├── ShardingError          logical axes that collide or do not divide
     ├── HardwareError          a device that is missing or unknown
     ├── BenchmarkError         a measurement that cannot be taken, read or compared
-    ├── ClusterError           hosts that cannot be joined, do not fit together, or are gone
+    ├── ClusterError           hosts that cannot be joined, are incompatible, or are lost
     │   ├── FormationLost          an array or a call of processes that have ended
-    │   └── RunGivenUp             a run that fails again and again; says where and by what
+    │   └── RunGivenUp             a run that fails repeatedly; names the step and the cause
     ├── DataError              a data source that is empty, unreadable or malformed
-    ├── ConversionError        weights that do not match the model they are meant for
-    ├── RunDirectoryError      a run directory that is busy, taken or missing
+    ├── ConversionError        weights that do not match the target model
+    ├── RunDirectoryError      a run directory that is locked, occupied or missing
     ├── JournalError           a journal that cannot be opened, read or written
     ├── CheckpointError        a checkpoint that cannot be written or read
     │   ├── CheckpointDamaged      its contents differ from their digests
-    │   └── CheckpointIncomplete   a part of the unit is missing
+    │   └── CheckpointIncomplete   a part of the checkpoint is missing
     ├── BundleError            a model that cannot be exported, or a bundle that cannot be opened
-    │   └── BundleDamaged          a file of it differs from its digest
-    ├── InferenceError         inputs that a model's signature does not take
+    │   └── BundleDamaged          a file of the bundle differs from its digest
+    ├── InferenceError         inputs that do not match a model's signature
     ├── GenerationError        a prompt or a sampling setting that the model cannot serve
-    │   └── ChatTemplateError      messages that the model's chat template does not take, or no template at all
-    ├── DeadlineExceeded       a request whose time is over before it was computed
+    │   └── ChatTemplateError      messages that the model's chat template rejects, or a missing template
+    ├── DeadlineExceeded       a request whose deadline passed before it was computed
     ├── EngineBusy             an engine whose queue is full
     ├── EngineStopped          an engine that was closed, or that failed
-    ├── TuningError            what cannot be tuned, or a tuned table that cannot be read or merged
-    ├── SandboxError           a sandbox that cannot keep a program in, and does not start
-    ├── EnvironmentFailed      an environment, or a reward, that raised or gave no finite number
-    └── TrainingError          training that cannot go on
+    ├── TuningError            a call that cannot be tuned, or a tuned table that cannot be read or merged
+    ├── SandboxError           a sandbox that cannot isolate programs and does not start
+    ├── EnvironmentFailed      an environment or reward that raised or returned a non-finite number
+    └── TrainingError          training that cannot continue
         ├── NonFiniteLoss          the loss became NaN or infinite
         └── Interrupted            the user stopped the run; its state is saved
 
@@ -81,7 +81,10 @@ __all__ = [
 
 
 class StackError(Exception):
-    """A mistake the user can mend: the message says what was wrong, what was given, what was expected, what to do."""
+    """A mistake that the user can fix.
+
+    The message says what is wrong, what was given, what was expected and what to do.
+    """
 
 
 class ConfigError(StackError): ...
@@ -103,7 +106,11 @@ class ShapeError(ArgumentError): ...
 
 
 class ShardingError(StackError):
-    """`logical_axes` are those whose sizes the mesh does not divide, if that is the mistake."""
+    """A sharding that is impossible on the mesh.
+
+    Attributes:
+      logical_axes: logical axes whose sizes the mesh does not divide; empty for any other mistake.
+    """
 
     def __init__(self, message: str, *, logical_axes: Iterable[str | None] = ()) -> None:
         super().__init__(message)
@@ -153,7 +160,11 @@ class BundleDamaged(BundleError): ...
 
 
 class InferenceError(StackError):
-    """`parameter` is the tensor or axis that is at fault, if one is."""
+    """Inputs that do not match a model's signature.
+
+    Attributes:
+      parameter: the tensor or axis at fault, or None.
+    """
 
     def __init__(self, message: str, *, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -161,7 +172,11 @@ class InferenceError(StackError):
 
 
 class GenerationError(StackError):
-    """`parameter` is the field of the request that is at fault, if one is."""
+    """A request that the model cannot serve.
+
+    Attributes:
+      parameter: the field of the request at fault, or None.
+    """
 
     def __init__(self, message: str, *, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -175,7 +190,11 @@ class DeadlineExceeded(StackError): ...
 
 
 class EngineBusy(StackError):
-    """`retry_after_s` is when there may be room again."""
+    """A request rejected because the engine's queue is full.
+
+    Attributes:
+      retry_after_s: seconds until the queue may have room again.
+    """
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
@@ -204,6 +223,6 @@ class Interrupted(TrainingError): ...
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns " Did you mean 'x'?" for the known names closest to `name`, or "" when none is close."""
+    """Returns " Did you mean 'x'?" for the known names closest to `name`, or "" if none is close."""
     matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""

@@ -1,4 +1,4 @@
-"""Hands the events of a run to its observers, none of which can fail or block the run."""
+"""Delivery of a run's events to its observers, which can neither fail nor block the run."""
 
 import contextlib
 import queue
@@ -23,12 +23,12 @@ _QUEUED_EVENTS = 1000
 
 @dataclass(frozen=True)
 class ObserverContext:
-    """What an observer may need when it is made.
+    """Information for the construction of an observer.
 
     Attributes:
       directory: the run's directory.
-      config: the resolved config of the whole run.
-      terminal: whether progress may be drawn.
+      config: the resolved config of the run.
+      terminal: whether the observer may draw progress on a terminal.
     """
 
     directory: Path
@@ -38,14 +38,15 @@ class ObserverContext:
 
 @dataclass
 class EventBus:
-    """Hands each event to every observer; one that fails or hangs is named in a warning and left out from then on.
+    """A bus that delivers each event to every observer; one that fails or hangs is dropped with a warning.
 
-    Each observer has a thread and a bounded queue of its own. Steps are queued. Every other event is handled before
-    `emit` returns, by one observer after the other, so that a report sees the metrics written before it. Observers of
-    the kind `ObservesInLoop` are called by the caller's thread instead.
+    Each observer has its own thread and bounded queue. Step events are queued. Every other event is handled before
+    `emit` returns, by one observer after the other: a report thus sees the metrics written before it. `ObservesInLoop`
+    observers are called in the caller's thread instead.
 
     Attributes:
-      limit_s: how long an observer may keep the run waiting before it is left out.
+      observers: observers that have not been dropped.
+      limit_s: maximum time that an observer may block the run before it is dropped.
     """
 
     observers: list[Observer] = field(default_factory=list)
@@ -90,10 +91,10 @@ class EventBus:
 
 
 class _Lane:
-    """The calls of one observer, in order, in a thread that starts with the first of them.
+    """The calls of one observer, in order, executed by a thread that starts with the first call.
 
     Attributes:
-      problem: why the observer cannot go on; None while it can.
+      problem: why the observer was dropped; None while it works.
     """
 
     def __init__(self, observer: Observer, limit_s: float) -> None:
@@ -104,12 +105,12 @@ class _Lane:
         self._thread: threading.Thread | None = None
 
     def call(self, function: Callable[[], None], *, wait: bool) -> None:
-        """Queues a call, or makes it at once for an observer that stays in the loop; waits for `limit_s` at most."""
+        """Queues a call, or executes it immediately for an `ObservesInLoop`; blocks for at most `limit_s`."""
         if isinstance(self.observer, ObservesInLoop):
             self._guarded(function)
             return
         if self._thread is None:
-            # A daemon: one that hangs must not keep the process alive.
+            # A daemon thread, since a hanging observer must not keep the process alive.
             self._thread = threading.Thread(target=self._work, name=type(self.observer).__name__, daemon=True)
             self._thread.start()
         until_s, done = time.monotonic() + self._limit_s, threading.Event()
@@ -122,9 +123,9 @@ class _Lane:
             self.problem = f"it kept the run waiting for {self._limit_s:g} s."
 
     def end(self) -> None:
-        """Lets the thread end after the calls that are queued; does not wait."""
+        """Lets the thread finish after the queued calls; does not wait."""
         if self._thread is not None:
-            with contextlib.suppress(queue.Full):  # it hangs, and ends with the process
+            with contextlib.suppress(queue.Full):  # the thread hangs, and ends with the process
                 self._calls.put_nowait(None)
 
     def _work(self) -> None:
@@ -137,22 +138,22 @@ class _Lane:
     def _guarded(self, function: Callable[[], None]) -> None:
         try:
             function()
-        except Exception as error:  # An observer, perhaps a stranger's, must never cost the run it watches.
+        except Exception as error:  # An observer, possibly third-party, must never fail the run.
             self.problem = f"{type(error).__name__}: {error}"
 
 
 def _nothing() -> None:
-    """Takes its turn in a queue."""
+    """Does nothing; marks a position in a queue."""
 
 
 def observers_from(registry: Registry[Any], context: ObserverContext) -> list[Observer]:
-    """Builds the observers that have something to do in `context`; one that fails is named in a warning and left out.
+    """Builds the observers for `context`; one that cannot be built is dropped with a warning.
 
     Args:
       registry: functions from the context to an observer or None, by name.
 
     Raises:
-      StackError: an observer refuses the run as it is configured.
+      StackError: an observer rejects the run's config.
     """
     built = (_built(registry, name, context) for name in registry)
     return [observer for observer in built if observer is not None]
@@ -165,7 +166,7 @@ def _built(registry: Registry[Any], name: str, context: ObserverContext) -> Obse
         problem = str(error)
     except StackError:
         raise
-    except Exception as error:  # An observer, perhaps a stranger's, must never cost the run it would watch.
+    except Exception as error:  # An observer, possibly third-party, must never fail the run.
         problem = f"{type(error).__name__}: {error}"
     warnings.warn(f"Observer {name!r} cannot be made and is left out: {problem}", stacklevel=4)
     return None

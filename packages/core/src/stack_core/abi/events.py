@@ -1,4 +1,4 @@
-"""What happens during a run, as typed values that `event_bus` hands to observers on the host."""
+"""Events of a run, as typed values that `event_bus` delivers to observers on the host."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,18 +27,19 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """The step is compiled and the first one is about to run.
+    """The training step is compiled, and the first step is about to run.
 
     Attributes:
-      first_step: steps done before, 0 for a new run.
-      steps: steps that the whole run has.
-      parameters: numbers that are trained.
-      work: what a step does at most: a unit, such as "tokens", and how many.
-      flops_per_step: the model's FLOPs, rematerialization left out.
-      ideal_step_s: those FLOPs at the peak of all chips together, or None where a peak is not known.
-      compile_s: wall time that tracing and compiling the step took.
-      setup_s: wall time since the run was asked for, `compile_s` in it.
-      shown_metrics: names of the metrics to show beside the loss, see `ShowsMetrics`.
+      first_step: number of steps completed before, 0 for a new run.
+      steps: total number of steps of the run.
+      parameters: number of trained parameters.
+      work: maximum work of a step: a unit, such as "tokens", and their number.
+      flops_per_step: the model's FLOPs per step, without rematerialization.
+      ideal_step_s: time of those FLOPs at the combined peak of all chips, or None if a peak is unknown.
+      compile_s: wall time of tracing and compiling the step.
+      directory: the run's directory.
+      setup_s: wall time since the run was requested, including `compile_s`.
+      shown_metrics: names of the metrics to display next to the loss, see `ShowsMetrics`.
     """
 
     first_step: int
@@ -62,14 +63,16 @@ class StepStarted(Event):
 
 @dataclass(frozen=True)
 class StepFinished(Event):
-    """Step `step` was completed by the device.
+    """The devices completed step `step`.
 
     Attributes:
-      metrics: host floats, "loss" among them.
-      duration_s: from the completion of the step before, or from its own dispatch where the loop paused in between.
-      work_per_s: of the unit that `RunStarted.work` names.
-      mfu: the model's FLOPs over the chips' peak, or None where that is not known.
-      data_wait_s: how long the next batch was waited for, where the devices had nothing left to do by then.
+      step: number of the step, from 1.
+      metrics: host floats, including "loss".
+      duration_s: time since the completion of the previous step, or since its own dispatch if the loop paused in
+        between.
+      work_per_s: throughput in the unit of `RunStarted.work`.
+      mfu: the model's FLOP/s over the chips' peak, or None if the peak is unknown.
+      data_wait_s: time spent waiting for the next batch while the devices were idle.
     """
 
     step: int
@@ -82,6 +85,14 @@ class StepFinished(Event):
 
 @dataclass(frozen=True)
 class EvaluationFinished(Event):
+    """The evaluation after step `step` finished.
+
+    Attributes:
+      step: number of completed steps.
+      metrics: host floats.
+      duration_s: wall time of the evaluation.
+    """
+
     step: int
     metrics: Mapping[str, float]
     duration_s: float
@@ -89,7 +100,7 @@ class EvaluationFinished(Event):
 
 @dataclass(frozen=True)
 class CheckpointSaved(Event):
-    """A checkpoint is whole on disk; training was blocked for `blocked_s` of its making."""
+    """A checkpoint is complete on disk; saving it blocked training for `blocked_s` seconds."""
 
     step: int
     path: Path
@@ -98,13 +109,15 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True)
 class CheckpointRestored(Event):
+    """The run was restored from the checkpoint of step `step`."""
+
     step: int
     path: Path
 
 
 @dataclass(frozen=True)
 class CheckpointSkipped(Event):
-    """A damaged or partial checkpoint was passed over in favour of an older one."""
+    """A damaged or incomplete checkpoint was skipped in favour of an older one."""
 
     path: Path
     reason: str
@@ -112,7 +125,7 @@ class CheckpointSkipped(Event):
 
 @dataclass(frozen=True)
 class RunFinished(Event):
-    """All steps are done and saved."""
+    """All steps are complete and saved."""
 
     step: int
     metrics: Mapping[str, float]
@@ -120,14 +133,14 @@ class RunFinished(Event):
 
 @dataclass(frozen=True)
 class RunFailed(Event):
-    """The run ends before its last step, by an error or by Ctrl-C."""
+    """The run ended before its last step, by an error or Ctrl-C."""
 
     error: BaseException
 
 
 @dataclass(frozen=True)
 class FormationFormed(Event):
-    """The workers of a run over several hosts were forked; `hosts` is where each rank is."""
+    """The workers of a run over several hosts were forked; `hosts` is the host of each rank."""
 
     number: int
     hosts: tuple[int, ...]
@@ -135,12 +148,13 @@ class FormationFormed(Event):
 
 @dataclass(frozen=True)
 class WorkerDied(Event):
-    """A formation ends, and the next one goes on from the last checkpoint.
+    """A formation ended; the next one resumes from the last checkpoint.
 
     Attributes:
-      rank: of the worker that caused it; None where nobody can be blamed.
-      step: that was being done; None before the first.
-      reason: a sentence that names the culprit and its evidence.
+      rank: rank of the worker that caused the failure; None if no worker can be blamed.
+      host: host of that worker, or None.
+      step: last step that the formation began; None before the first.
+      reason: sentence that names the culprit and the evidence.
     """
 
     rank: int | None

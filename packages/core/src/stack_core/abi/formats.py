@@ -1,4 +1,4 @@
-"""Formats of models on disk: what opens a directory, and what it opens it as."""
+"""Formats of models on disk: protocols of their abilities, and the results of opening a directory."""
 
 from __future__ import annotations
 
@@ -37,15 +37,19 @@ __all__ = [
 
 
 Progress = Callable[[str, int, int], None]
-"""Receives the parameter that was just converted, how many bytes are done, and how many there are."""
+"""Callback with the path of the parameter just converted, the bytes done so far, and the total bytes."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion wrote.
+    """Summary of a finished conversion.
 
     Attributes:
-      kept: the names of the files that were copied as they were, a tokenizer's among them.
+      destination: path of the result.
+      parameters: number of parameters.
+      size_bytes: size of the parameters.
+      dtype: dtype of the parameters.
+      kept: names of files copied unchanged, such as a tokenizer's.
       left_out: parts of the source that were not converted, for people: "vision_tower (437 tensors)".
     """
 
@@ -59,10 +63,10 @@ class Conversion:
 
 @runtime_checkable
 class ModelFormat(Protocol):
-    """A format of models on disk; what it can do with a directory are protocols of their own, below."""
+    """A format of models on disk; its abilities are the separate protocols below."""
 
     def recognizes(self, directory: Path) -> bool:
-        """Whether a directory looks like one of this format; reads little, and raises nothing."""
+        """Returns whether a directory looks like this format; reads little and never raises."""
         ...
 
 
@@ -71,7 +75,7 @@ class OpensForGeneration(ModelFormat, Protocol):
     """A format whose language models generate text."""
 
     def open_for_generation(self, directory: Path) -> GenerativeCheckpoint:
-        """Opens a language model to generate text.
+        """Opens a language model for text generation.
 
         Raises:
           StackError: the checkpoint cannot be used.
@@ -81,30 +85,30 @@ class OpensForGeneration(ModelFormat, Protocol):
 
 @runtime_checkable
 class OpensFurtherModels(ModelFormat, Protocol):
-    """A format that keeps what an objective trained beside the model, such as the head of a reward model."""
+    """A format that stores an objective's auxiliary models, such as the head of a reward model."""
 
     def open_further(self, directory: Path, name: str, abstract: Any) -> Any:
-        """Reads the parameters of a further model.
+        """Reads the parameters of an auxiliary model.
 
         Args:
-          name: of `TrainsModels.trained_models`.
+          name: its name in `TrainsModels.trained_models`.
           abstract: shapes and dtypes of its parameters, nested dicts of `jax.ShapeDtypeStruct`.
 
         Returns:
           Arrays in the structure of `abstract`, on the default device.
 
         Raises:
-          StackError: no such model was trained, or its parameters are others.
+          StackError: no such model was trained, or its parameters differ from `abstract`.
         """
         ...
 
 
 @runtime_checkable
 class OpensModels(ModelFormat, Protocol):
-    """A format whose models other packages may change, measure and save."""
+    """A format whose models other packages may modify, evaluate and save."""
 
     def open_model(self, directory: Path, *, data: str | None) -> TrainedModel:
-        """Opens a trained model with the data that it is measured on.
+        """Opens a trained model with its evaluation data.
 
         Args:
           data: address of other documents than the model's own.
@@ -120,7 +124,7 @@ class ImportsRuns(ModelFormat, Protocol):
     """A format that `stack convert FORMAT:DIR RUN` reads."""
 
     def import_run(self, directory: Path, run: Path, *, progress: Progress | None = None) -> Conversion:
-        """Makes a run directory of a checkpoint, which training and generation start from; whole or not at all."""
+        """Converts a checkpoint to a run directory for training and generation; nothing is left if it fails."""
         ...
 
 
@@ -129,10 +133,10 @@ class StartingPoint:
     """A checkpoint that a run starts from.
 
     Attributes:
-      config: of the model.
-      leaves: reads the parameters one by one, each with its path; its parts are joined by "/".
-      tokenizer: directory of the tokenizer, if the checkpoint has one.
-      configs: directory of the `config.json` and `generation_config.json` that it came with.
+      config: config of the model.
+      leaves: returns an iterator over (path, parameter), where the path's segments are joined by "/".
+      tokenizer: directory of the tokenizer, or None.
+      configs: directory of the checkpoint's `config.json` and `generation_config.json`.
     """
 
     config: Any
@@ -149,17 +153,17 @@ class StartsRuns(ModelFormat, Protocol):
         """Opens a checkpoint without reading its values.
 
         Raises:
-          StackError: it cannot be used.
+          StackError: the checkpoint cannot be used.
         """
         ...
 
 
 @runtime_checkable
 class IgnoresKeys(ModelFormat, Protocol):
-    """A format whose checkpoints have a config, of which an unknown key stops an import unless it is ignored.
+    """A format with a config file whose unknown keys fail an import unless they are ignored.
 
     Attributes:
-      config_file: the config's name.
+      config_file: name of the config file.
     """
 
     config_file: str
@@ -167,26 +171,26 @@ class IgnoresKeys(ModelFormat, Protocol):
     def import_run(
         self, directory: Path, run: Path, *, ignore: Collection[str] = (), progress: Progress | None = None
     ) -> Conversion:
-        """As `ImportsRuns.import_run`; the config is read as if it did not have the keys of `ignore`."""
+        """Imports as `ImportsRuns.import_run` does, reading the config without the keys in `ignore`."""
         ...
 
 
 @runtime_checkable
 class ImportsAdapters(ModelFormat, Protocol):
-    """A format of adapters, whose `import_run` takes the base that they are for."""
+    """A format of adapters, whose `import_run` also takes their base model."""
 
     def read_adapters(self, directory: Path, config: Any, digests: Callable[[], Any]) -> Adapters:
-        """Reads the adapters for a model of this config.
+        """Reads the adapters for a model with this config.
 
         Args:
-          digests: gives the shapes, dtypes and digests of the model's leaves, by path.
+          digests: returns the shapes, dtypes and digests of the model's leaves, by path.
         """
         ...
 
     def import_run(
         self, directory: Path, run: Path, *, progress: Progress | None = None, base: Path | None = None
     ) -> Conversion:
-        """As `ImportsRuns.import_run`, of adapters and their base; None is the base that the adapters name."""
+        """Imports adapters and their base, as `ImportsRuns.import_run`; None is the base that the adapters name."""
         ...
 
 
@@ -195,16 +199,16 @@ class ExportsRuns(ModelFormat, Protocol):
     """A format that `stack convert RUN FORMAT:DIR` writes."""
 
     def export_run(self, run: Path, directory: Path, *, progress: Progress | None = None) -> Conversion:
-        """Makes a checkpoint of a run's newest one; whole or not at all, and overwrites nothing."""
+        """Converts a run's newest checkpoint; nothing is left if it fails, and existing files are not overwritten."""
         ...
 
 
 @runtime_checkable
 class ExportsAdapters(ModelFormat, Protocol):
-    """A format of adapters that names their base.
+    """A format of adapters that records the name of their base.
 
     Attributes:
-      base_key: where it is written.
+      base_key: key of the base's name in the adapter's config.
     """
 
     base_key: str
@@ -212,7 +216,7 @@ class ExportsAdapters(ModelFormat, Protocol):
     def export_run(
         self, run: Path, directory: Path, *, base_model: str | None = None, progress: Progress | None = None
     ) -> Conversion:
-        """As `ExportsRuns.export_run`, of a run's adapters; None names the run that holds their base."""
+        """Exports a run's adapters, as `ExportsRuns.export_run`; None names the run that holds their base."""
         ...
 
 
@@ -221,7 +225,7 @@ class ExportsStored(ModelFormat, Protocol):
     """A format that stores matrices in one of several types.
 
     Attributes:
-      stored_types: their names; the first is the default.
+      stored_types: names of the types; the first is the default.
     """
 
     stored_types: tuple[str, ...]
@@ -229,25 +233,26 @@ class ExportsStored(ModelFormat, Protocol):
     def export_run(
         self, run: Path, directory: Path, *, stored: str | None = None, progress: Progress | None = None
     ) -> Conversion:
-        """As `ExportsRuns.export_run`, with matrices stored as one of `stored_types`."""
+        """Exports as `ExportsRuns.export_run` does, with matrices stored as one of `stored_types`."""
         ...
 
 
 @runtime_checkable
 class GenerativeCheckpoint(Protocol):
-    """A language model as a checkpoint format opens it to generate text.
+    """A language model opened by a checkpoint format for text generation.
 
     Attributes:
-      name: for people, and for clients that ask which model they talk to.
-      parameters: shapes and dtypes of its parameters, a pytree of `jax.ShapeDtypeStruct`; none are read for it.
-      states: what its layers keep of a sequence, as `LanguageModel.states`.
-      vocab_size: tokens that it has logits for.
-      max_positions: tokens of the longest sequence.
-      tokenizer: its own, or None.
-      end_tokens: tokens that end a text.
-      chat_template: Jinja source that turns messages into a prompt, or None.
-      special_tokens: texts that the template may name, such as `bos_token`.
-      sampling_defaults: fields of `SamplingParams` that the model's makers recommend.
+      name: name for people, and for clients that query the served model.
+      parameters: shapes and dtypes of its parameters, a pytree of `jax.ShapeDtypeStruct`, available without reading
+        them.
+      states: state of its layers per sequence, as in `LanguageModel.states`.
+      vocab_size: number of tokens with logits.
+      max_positions: maximum sequence length in tokens.
+      tokenizer: tokenizer of the model, or None.
+      end_tokens: token ids that end a text.
+      chat_template: Jinja source that converts messages to a prompt, or None.
+      special_tokens: texts available to the template, such as `bos_token`.
+      sampling_defaults: fields of `SamplingParams` recommended by the model's authors.
     """
 
     name: str
@@ -264,33 +269,36 @@ class GenerativeCheckpoint(Protocol):
     def load_params(self, shardings: Any = None) -> Any:
         """Reads the parameters, in the structure, shapes and dtypes of `parameters`; some may be quantized arrays.
 
-        They are the caller's alone, so that memory holds them once; another call reads them again.
+        The caller owns the arrays, and memory holds them once; another call reads them again.
 
         Args:
-          shardings: where each is to lie, as `shardings` has them, each device getting its own part alone; None puts
-            all on the default device.
+          shardings: target sharding of each parameter, as returned by `shardings`; each device reads only its own
+            shards. None places all on the default device.
 
         Raises:
-          StackError: they cannot be read.
+          StackError: the parameters cannot be read.
         """
         ...
 
     def model(self, params: Any) -> LanguageModel:
-        """The model with these parameters, in the structure of `parameters`; called while JAX traces."""
+        """Returns the model with these parameters, in the structure of `parameters`; called while JAX traces."""
         ...
 
     def shardings(self, mesh: Any) -> Any:
-        """How the parameters lie on a mesh, in their structure; a quantized array's sharding is a tree, too."""
+        """Returns the shardings of the parameters on a mesh, in the structure of the parameters.
+
+        For a quantized array it is a pytree of shardings.
+        """
         ...
 
 
 @runtime_checkable
 class TrainedModel(Protocol):
-    """A trained model and the data that it is measured on, as a checkpoint format opens them in a directory.
+    """A trained model and its evaluation data, opened by a checkpoint format.
 
     Attributes:
-      model: with its parameters, in float.
-      sections: registered configs by name, of the run that it is from.
+      model: the model with its parameters, in floating point.
+      sections: registered configs of the model's run, by section name.
     """
 
     model: Any
@@ -299,21 +307,25 @@ class TrainedModel(Protocol):
     def sections(self) -> Mapping[str, Any]: ...
 
     def training_batches(self) -> Iterator[Mapping[str, np.ndarray]]:
-        """Batches of the data that it was trained on, without end."""
+        """Yields batches of its training data, endlessly."""
         ...
 
     def validation_batches(self) -> Iterator[Mapping[str, np.ndarray]]:
-        """Batches that were held out, the same at each call; none where nothing was."""
+        """Yields the validation batches, identical at each call; an empty iterator if there is no validation split."""
         ...
 
     def metrics(self, model: Any, batch: Mapping[str, Any]) -> Metrics:
-        """Pure: the metrics of its objective, "loss" among them, for this or another such model."""
+        """Computes the metrics of its objective, including "loss" (pure).
+
+        Args:
+          model: this model, or another one with the same interface.
+        """
         ...
 
     def save(self, directory: Path, model: Any, sections: Mapping[str, Any]) -> None:
-        """Writes a run directory with `model` in the place of this one, whole or not at all; overwrites nothing.
+        """Writes a run directory that contains `model` instead of this one, atomically; never overwrites.
 
         Args:
-          sections: what the run's config has besides, a registered config by the section's name.
+          sections: additional sections of the run's config, registered configs by section name.
         """
         ...

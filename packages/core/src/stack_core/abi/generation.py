@@ -1,4 +1,4 @@
-"""Requests to a generation engine and what it answers: plain values, which HTTP servers and rollouts use alike."""
+"""Requests to a generation engine and its responses: plain values shared by HTTP servers and rollouts."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -20,10 +20,10 @@ __all__ = [
 ]
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
-"""Why a continuation ended: a stop token or text; a limit of tokens; its client; its deadline; a fault of its own."""
+"""Why a continuation finished: stop token or text, token limit, abort by the client, deadline, or an internal error."""
 
 MOST_STOP_TEXTS, MOST_STOP_CHARACTERS = 16, 256
-"""What a request may give of stop texts, and of characters in each: every token costs its share of them."""
+"""Maximum number of stop texts and of characters in each; checking them costs time at every token."""
 
 _Penalty = Annotated[FiniteFloat, Field(ge=-2.0, le=2.0)]
 _StopText = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
@@ -31,39 +31,41 @@ _StopText = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 
 @config
 class SamplingParams:
-    """How continuations of a prompt are chosen and where they end.
+    """Sampling and stopping settings of the continuations of a prompt.
 
-    A token's logit is changed in this order: bias, repetition penalty, frequency and presence penalty, temperature;
-    then `top_k`, `min_p` and `top_p` leave candidates, of which one is drawn.
+    Logits are processed in this order: bias, repetition penalty, frequency and presence penalty, temperature. Then
+    `top_k`, `min_p` and `top_p` filter the candidates, and one of them is sampled.
 
     Attributes:
-      max_tokens: tokens to generate, at most; None is as many as there are positions.
-      min_tokens: no stop token or stop text ends a continuation of fewer tokens. Stop tokens and the model's own end
-        tokens are not sampled until then, even with `ignore_eos`.
-      temperature: what logits are divided by; 0 takes the most likely token each time.
-      top_k: how many of the most likely tokens are candidates, those as likely as the last among them; 0 is all.
-      top_p: the most likely tokens whose probabilities first reach this sum are candidates, and those as likely as the
-        last among them.
-      min_p: so are tokens at least this share as likely as the most likely one.
-      presence_penalty: what a token's logit loses if it was generated before.
-      frequency_penalty: what it loses for each time.
-      repetition_penalty: a positive logit of a token of the prompt or the continuation is divided by it, a negative
-        one multiplied (Keskar et al., CTRL, 2019, arXiv:1909.05858).
-      logit_bias: what is added to the logits of tokens.
-      seed: of the draws, which depend on it and on the place in the continuation alone; None is a new one. The same
-        seed gives the same text as long as logits are the same to the last bit, which they are not in every batch: now
-        and then a token is drawn that is as likely within rounding, in bf16 more often than in fp32.
-      stop: texts that end a continuation, and are no part of it unless `include_stop`; 16 of 256 characters at most.
-      stop_tokens: tokens that do so besides the model's own end tokens.
-      ignore_eos: the model's own end tokens do not end a continuation.
-      skip_special_tokens: leave special tokens out of the text; otherwise the text has their names.
-      n: continuations of the prompt, each with a seed of its own.
-      logprobs: how many of the most likely tokens are reported with each token that is generated; None reports
-        nothing, 0 the log-probability of the token itself.
-      logprobs_of: whose those are: the "model", before any of the changes above, or the "processed" distribution that
-        the token was drawn from, after all of them, in which the tokens that are no candidates have -inf.
-      candidates: report the tokens that each token was drawn from, for who is to know the distribution later.
-      prompt_logprobs: the model's for the tokens of the prompt, the first of which has none.
+      max_tokens: maximum number of generated tokens; None means as many as there are positions.
+      min_tokens: minimum number of generated tokens. Until then stop tokens and the model's own end tokens are not
+        sampled, even with `ignore_eos`, and stop texts do not end the continuation.
+      temperature: divisor of the logits; 0 selects the most likely token at each step (greedy decoding).
+      top_k: number of most likely tokens that remain candidates, plus ties with the last of them; 0 keeps all.
+      top_p: cumulative probability of the most likely tokens that remain candidates, plus ties with the last of them.
+      min_p: minimum probability of a candidate relative to the most likely token.
+      presence_penalty: subtracted from the logit of each token that was generated before.
+      frequency_penalty: subtracted from a token's logit once for each time that it was generated.
+      repetition_penalty: divisor of the positive logits, and factor of the negative logits, of tokens in the prompt or
+        the continuation (Keskar et al., CTRL, 2019, arXiv:1909.05858).
+      logit_bias: values added to the logits, by token id.
+      seed: seed of the sampling, which otherwise depends only on the position in the continuation; None picks a new
+        seed. The same seed gives the same text as long as the logits are bitwise equal. Logits may differ between batch
+        compositions by rounding, and then a different token is sampled now and then, in bf16 more often than in fp32.
+      stop: texts that end a continuation, at most 16 of at most 256 characters; excluded from the output unless
+        `include_stop` is set.
+      include_stop: whether the output includes the stop text.
+      stop_tokens: token ids that end a continuation, in addition to the model's own end tokens.
+      ignore_eos: whether generation continues past the model's own end tokens.
+      skip_special_tokens: whether special tokens are omitted from the text; otherwise the text shows their names.
+      n: number of continuations of the prompt, each with its own seed.
+      logprobs: number of most likely tokens reported with each generated token; 0 reports only the token's own
+        log-probability, None reports nothing.
+      logprobs_of: distribution that `logprobs` describes: "model", before all changes above, or "processed", after all
+        of them. The latter is the distribution that tokens are sampled from; tokens that are not candidates have -inf.
+      candidates: whether to report the candidates of each sampled token, for callers that recompute the distribution.
+      prompt_logprobs: number of most likely tokens reported with each prompt token, under the model's distribution; the
+        first prompt token has no log-probability. None reports nothing.
     """
 
     max_tokens: PositiveInt | None = None
@@ -94,12 +96,14 @@ class GenerationRequest:
     """A prompt to continue.
 
     Attributes:
-      request_id: unique among those that the engine works on.
-      prompt: its token ids, at least one.
-      priority: of two requests that wait, the one with the lower number goes first; equal ones as they came. An engine
-        may bound it, and lets what waits rise, so that every request begins; or it takes none but 0.
-      adapter: the name of the adapter that continues it; None is the model without. An engine may have none.
-      timeout_s: after so long, counted from `submit`, it ends with "deadline"; None never.
+      request_id: identifier, unique among the engine's current requests.
+      prompt: token ids, at least one.
+      sampling: sampling and stopping settings.
+      priority: scheduling priority. Of two waiting requests the one with the lower number goes first, equal ones in
+        order of arrival. An engine may clamp the value, and raises waiting requests over time to avoid starvation; or
+        it accepts only 0.
+      timeout_s: seconds from `submit` until the request finishes with "deadline"; None means no deadline.
+      adapter: name of the adapter to apply; None is the base model. An engine may support no adapters.
     """
 
     request_id: str
@@ -112,11 +116,13 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of one token where it stands.
+    """The log-probability of one token at its position.
 
     Attributes:
-      rank: 1 for the most likely token.
-      top: the most likely tokens with theirs, most likely first.
+      token: token id.
+      logprob: its log-probability.
+      rank: rank of the token, 1 for the most likely.
+      top: most likely (token, log-probability) pairs, most likely first.
     """
 
     token: int
@@ -127,7 +133,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """When things happened to a request, in seconds of `time.monotonic()`; None where they did not."""
+    """Timestamps of a request in seconds of `time.monotonic()`; None for stages that it did not reach."""
 
     submitted_s: float
     started_s: float | None = None
@@ -137,23 +143,25 @@ class RequestTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationUpdate:
-    """What became known of one continuation since the update before; the last one has `finish_reason`.
+    """New output of one continuation since its previous update; the last update has a `finish_reason`.
 
     Attributes:
+      request_id: the request.
       index: which of the `n` continuations.
-      tokens: new ones.
-      text: the text that became final with them; it may lag behind the tokens, as a character may need several.
-      weights_versions: of the weights that drew each of `tokens`.
-      logprobs: one for each of `tokens`, if they were asked for.
-      candidates: the tokens that each of `tokens` was drawn from, in rising order, if they were asked for.
-      prompt_logprobs: with the first update of continuation 0, which then comes before those of the others, if they
-        were asked for: one for each token of the prompt, None for the first.
-      stop_reason: the stop text or the token that ended it; None for the model's own end tokens.
-      cached_tokens: tokens of the prompt whose keys and values had been kept from other requests.
-      dropped_tokens: with the last update, how many tokens were generated besides, whose text is that of the stop text
-        or behind it.
-      times: with the last update.
-      error: what went wrong, for people, if it ended with "error".
+      tokens: new token ids.
+      text: text that became final with the tokens. It may lag behind them, since one character may need several tokens.
+      weights_versions: version of the weights that sampled each of `tokens`.
+      logprobs: one entry for each of `tokens`, if requested.
+      candidates: candidates of each of `tokens` in ascending order, if requested.
+      prompt_logprobs: one entry for each prompt token, None for the first, if requested. They come with the first
+        update of continuation 0, which then precedes the updates of the other continuations.
+      finish_reason: why the continuation finished; None before its last update.
+      stop_reason: stop text or token that ended the continuation; None for the model's own end tokens.
+      cached_tokens: number of prompt tokens found in the prefix cache.
+      dropped_tokens: in the last update, the number of additional generated tokens, whose text is or follows the stop
+        text.
+      times: timestamps, in the last update.
+      error: human-readable cause, if the finish reason is "error".
     """
 
     request_id: str
@@ -174,14 +182,20 @@ class GenerationUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Counts since the engine was made, and what it holds now.
+    """Counters since the engine was created, and its current load.
 
     Attributes:
-      running, waiting: continuations that have pages, and that have none.
-      used_pages: pages of the cache that continuations hold; kept ones that none holds are free.
-      prefix_queries_tokens, prefix_hits_tokens: tokens of prompts that were looked up among kept pages, and found.
-      preemptions: continuations that lost their pages to others and were computed again.
-      compilations: programs that were compiled after the engine was ready.
+      running: number of continuations that hold pages.
+      waiting: number of continuations without pages.
+      used_pages: number of cache pages held by continuations; pages that only the prefix cache holds count as free.
+      pages: total number of pages.
+      steps: number of engine steps.
+      prompt_tokens: number of prompt tokens.
+      generated_tokens: number of generated tokens.
+      prefix_queries_tokens: number of prompt tokens looked up in the prefix cache.
+      prefix_hits_tokens: number of prompt tokens found in the prefix cache.
+      preemptions: number of times a continuation lost its pages to another and was recomputed.
+      compilations: number of programs compiled after the engine was ready.
     """
 
     running: int

@@ -1,4 +1,4 @@
-"""The command that installs what is missing, as this environment was made: by pip or uv, from index or source."""
+"""The shell command that installs a missing package with this environment's installer and source."""
 
 import json
 import os
@@ -17,14 +17,14 @@ _CORE = "stack-core"
 
 
 def install_command(requirement: str, *, upgrade: bool = False, reinstall: bool = False) -> str:
-    """The shell command that installs a requirement, such as "stack-core[tpu]", beside this stack-core.
+    """Returns the shell command that installs a requirement, such as "stack-core[tpu]", to match this stack-core.
 
-    The package comes from where stack-core came from: an index, the folder of its wheel, or its source. The installer
-    is the one that installed stack-core, for the Python that runs.
+    The package comes from the origin of stack-core: an index, a folder of wheels, or a source tree. The installer is
+    the one that installed stack-core, for the running Python.
 
     Args:
-      upgrade: take a newer version than the one that is there.
-      reinstall: install it again whatever is there.
+      upgrade: whether to install a newer version than the present one.
+      reinstall: whether to install again regardless of the present version.
     """
     try:
         core = distribution(_CORE)
@@ -57,7 +57,7 @@ def _command(
 
 
 def _source(requirement: str, core: Distribution | None) -> list[str]:
-    """The arguments that name a package: by its name, or by its place beside stack-core's."""
+    """Returns the arguments that specify a package: its name, or its location next to stack-core's."""
     record = core.read_text("direct_url.json") if core is not None else None
     own = re.fullmatch(r"(stack-\w+)(\[.*\])?", requirement)
     if record is None or own is None:

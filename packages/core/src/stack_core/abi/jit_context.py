@@ -1,4 +1,4 @@
-"""A value for what is traced in a `with` block that JAX's caches know of."""
+"""A context value that is part of the key of JAX's jit caches."""
 
 import contextlib
 import threading
@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 class JitContext(Generic[T]):
-    """A value of the thread, None outside of any `with` block, and a part of the key of `jax.jit`'s caches.
+    """A thread-local value, None outside of any `with` block, that is part of the key of `jax.jit`'s caches.
 
-    A function that was traced under one value is traced again under another. JAX learns of the context when it is first
-    entered, and from then on holds nothing that it traced before for current: a program that never enters one pays
-    nothing, and whoever enters one while tracing should create it earlier, with `jax.make_user_context`.
+    A function traced under one value is traced again under another. Entering a context for the first time registers it
+    with JAX, which invalidates everything traced before. A program that never enters one pays nothing. Code that
+    enters a context while tracing should create it earlier, with `jax.make_user_context`.
 
-    The values are compared by `==` and hashed.
+    Values must be hashable; they are compared by `==`.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class JitContext(Generic[T]):
 
     @contextlib.contextmanager
     def __call__(self, value: T | None) -> Iterator[None]:
-        """Sets the value for the block; it nests."""
+        """Sets the value inside the `with` block; blocks nest."""
         with self._creating:
             if self._context is None:
                 import jax

@@ -1,4 +1,4 @@
-"""Launchers: how the agents of a cluster come to its hosts."""
+"""Launchers, which start a cluster's agents on its hosts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["Invitation", "Launcher"]
 
 @dataclass(frozen=True)
 class Invitation:
-    """What an agent is started with, and needs to find its driver.
+    """The parameters with which an agent starts and finds its driver.
 
     Attributes:
       address: "host:port" where the driver listens.
-      token: the secret that they share, hexadecimal.
-      host: the agent's number in the cluster; None lets the driver give it the lowest that is free.
-      orphan_s: how long the agent goes on without a driver.
-      preload: modules that it imports before it forks workers.
-      follows_parent: end with the process that started it.
+      token: shared secret, hexadecimal.
+      host: the agent's number in the cluster; None lets the driver assign the lowest free number.
+      orphan_s: seconds that the agent keeps running without a driver.
+      preload: modules that the agent imports before it forks workers.
+      follows_parent: whether the agent ends with the process that started it.
     """
 
     address: str
@@ -31,24 +31,24 @@ class Invitation:
 
 @runtime_checkable
 class Launcher(Protocol):
-    """Starts agents on hosts, and no workers: an agent forks those. Made of the run's `ClusterConfig`.
+    """An interface that starts agents on hosts; agents fork the workers. Constructed from the run's `ClusterConfig`.
 
-    A launcher is used from one thread. Its agents outlive the process that it runs in, so that another driver can
-    attach; `end` takes the pid that the agent itself told, as the launcher may not have started it.
+    A launcher is used from one thread. Its agents outlive the process of the launcher, and another driver can attach to
+    them. Hence `end` takes the pid that the agent reported, since this launcher may not have started it.
     """
 
     def start(self, host: int, invitation: Invitation) -> None:
-        """Starts the agent of a host, or sees to it that one will come; returns before it is there."""
+        """Starts the agent of a host, or arranges its start; returns before the agent is up."""
         ...
 
     def end(self, host: int, pid: int | None) -> None:
-        """Ends the agent of a host by force, if this launcher can reach it; one that is gone already is no error."""
+        """Kills the agent of a host if this launcher can reach it; an agent that has already ended is not an error."""
         ...
 
     def problem(self, host: int) -> str | None:
-        """Why the agent of a host will not come, as far as the launcher knows."""
+        """Returns the reason why the agent of a host will not start, or None if the launcher knows of no reason."""
         ...
 
     def close(self) -> None:
-        """Frees what the launcher holds; agents are not its concern any more."""
+        """Frees the launcher's resources; agents keep running."""
         ...

@@ -1,4 +1,4 @@
-"""Paths that users give, in commands and configs: `~` and `..` are resolved once, and remote storage is refused."""
+"""Paths that users pass in commands and configs: `~` and `..` are resolved, and remote storage is rejected."""
 
 import re
 from pathlib import Path
@@ -12,14 +12,16 @@ _HUB = re.compile(r"(?:[a-z0-9_]+:)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)")
 
 
 class _PathError(ConfigError, ValueError):
-    """A ValueError too, so that a config's validation names the key."""
+    """A ConfigError that is also a ValueError, which pydantic attributes to the config key."""
 
 
 def refuse_remote(text: str) -> str:
-    """Returns a text unless it is the address of remote storage, alone or after the name of a format.
+    """Returns the text unchanged if it is not an address of remote storage, with or without a format prefix.
+
+    `Path` would turn such an address into a local folder named "gs:".
 
     Raises:
-      ConfigError: it is; `Path` would make a local folder named "gs:" of it.
+      ConfigError: the text is an address of remote storage.
     """
     if found := _REMOTE.match(text):
         raise _PathError(
@@ -30,10 +32,10 @@ def refuse_remote(text: str) -> str:
 
 
 def local_path(path: str | Path) -> Path:
-    """Returns a path without `~` and `..`, which not every library resolves; symbolic links before `..` are followed.
+    """Resolves `~` and `..`, which not every library does; symbolic links before `..` are followed.
 
     Raises:
-      ConfigError: it is the address of remote storage.
+      ConfigError: the path is an address of remote storage.
     """
     found = Path(refuse_remote(str(path)))
     if str(found).startswith("~"):
@@ -45,10 +47,10 @@ def local_path(path: str | Path) -> Path:
 
 
 def local_address(address: str) -> str:
-    """As `local_path` of the path in "DIR" or "FORMAT:DIR"; a name of nothing but letters before ":" is a format.
+    """Applies `local_path` to the path in "DIR" or "FORMAT:DIR"; a format is one word (letters, digits, _).
 
     Raises:
-      ConfigError: it is the address of remote storage.
+      ConfigError: the address names remote storage.
     """
     scheme, separator, path = address.partition(":")
     if separator and re.fullmatch(r"\w+", scheme) and path:
@@ -57,7 +59,7 @@ def local_address(address: str) -> str:
 
 
 def hub_advice(address: str) -> str:
-    """Returns how to fetch a model, if an address that is no local path could be a name on the Hugging Face hub."""
+    """Returns instructions to download a model if the address looks like a Hugging Face hub name, else ""."""
     found = _HUB.fullmatch(address)
     if found is None or Path(found[1]).exists():
         return ""

@@ -1,7 +1,8 @@
-"""Devices as a grid with named axes, and the rules that map the axes of arrays onto it.
+"""Device meshes with named axes, and the rules that map logical axes of arrays to mesh axes.
 
-Arrays carry *logical* axis names, which say what an axis means ("embed", "mlp"); a `ShardingRules` maps each to axes of
-the mesh. A parameter or activation is split only where a rule says so, and a rule that cannot be kept is an error.
+Arrays carry *logical* axis names, which describe the meaning of an axis ("embed", "mlp"). A `ShardingRules` maps each
+to mesh axes. An axis of a parameter or activation is split only if a rule maps it; a rule that cannot be satisfied is
+an error.
 """
 
 import contextlib
@@ -38,20 +39,20 @@ __all__ = [
 ]
 
 AXES: Final = ("data", "fsdp", "tensor", "expert", "context", "stage")
-"""The axes of every mesh: copies of the model, parameters split over copies, matrices, experts, sequence, layers."""
+"""The axes of every mesh: data parallelism, FSDP, tensor, expert, context and pipeline parallelism."""
 
 LogicalAxes: TypeAlias = Sequence[str | None]
-"""One name per axis of an array; None is never split."""
+"""One name per axis of an array; an axis named None is never split."""
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 MeshAxes: TypeAlias = str | tuple[str, ...] | None
-"""Where a logical axis goes: to one mesh axis, to several, the major one first, or nowhere."""
+"""The mesh axes that split a logical axis: one, several (major first), or None for no split."""
 
-# From least to most traffic. On a torus the last axis gets the best links, elsewhere neighbouring device ids.
+# From least to most traffic. The last axis gets the best links of a torus, elsewhere neighbouring device ids.
 _BY_TRAFFIC = ("stage", "data", "fsdp", "context", "expert", "tensor")
 
-# Axes that may span slices, by preference: a step exchanges gradients, then activations, then parameters over them.
+# Axes that may span slices, in order of preference; their traffic is gradients, activations and parameters.
 _ACROSS_SLICES = ("data", "stage", "fsdp")
 
 
@@ -65,10 +66,10 @@ def _entry(mesh_axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
 
 @dataclass(frozen=True, init=False)
 class ShardingRules:
-    """Logical axis name -> mesh axis, several mesh axes (major first), or None for never split.
+    """Mapping from each logical axis name to one mesh axis, several mesh axes (major first), or None for no split.
 
-    Invariant: within one array every mesh axis is used at most once, and an axis' size is a multiple of the product of
-    the mesh axes that split it.
+    Invariant: within one array every mesh axis is used at most once, and the size of an axis is a multiple of the
+    product of the mesh axes that split it.
 
     Attributes:
       table: the rules, sorted by logical name.
@@ -81,17 +82,17 @@ class ShardingRules:
         object.__setattr__(self, "table", table)
 
     def updated(self, rules: Mapping[str, str | Sequence[str] | None]) -> "ShardingRules":
-        """These rules with others added or put in their place."""
+        """Returns these rules with some added or replaced."""
         return ShardingRules({**dict(self.table), **rules})
 
     def mesh_axes(self, logical_axis: str | None, *, name: str = "array") -> tuple[str, ...]:
-        """The mesh axes over which a logical axis is split.
+        """Returns the mesh axes that split a logical axis.
 
         Args:
-          name: the array's, for messages.
+          name: name of the array, for messages.
 
         Raises:
-          ShardingError: there is no rule for it; names its neighbours.
+          ShardingError: the axis has no rule; suggests similar names.
         """
         rules = dict(self.table)
         if logical_axis is None:
@@ -103,14 +104,15 @@ class ShardingRules:
         return rules[logical_axis]
 
     def spec(self, logical_axes: LogicalAxes, mesh: AnyMesh, *, name: str = "array") -> PartitionSpec:
-        """Where the axes of an array go, one entry per axis; mesh axes of size 1 are kept.
+        """Returns the partition spec of an array, one entry per axis; mesh axes of size 1 are included.
+
+        The result does not depend on the sizes of the mesh, which exposes mistakes on a single device too.
 
         Args:
-          name: the array's, for messages.
+          name: name of the array, for messages.
 
         Raises:
-          ShardingError: two logical axes go to one mesh axis, a name has no rule, or the mesh lacks a rule's axis. It
-            does not depend on the sizes of the mesh, so that a mistake shows on a single device too.
+          ShardingError: two logical axes map to one mesh axis, a name has no rule, or the mesh lacks a rule's axis.
         """
         entries = [self.mesh_axes(logical_axis, name=name) for logical_axis in logical_axes]
         taken: dict[str, str | None] = {}
@@ -129,14 +131,14 @@ class ShardingRules:
     def sharding(
         self, mesh: AnyMesh, logical_axes: LogicalAxes, shape: Sequence[int], *, name: str = "array"
     ) -> NamedSharding:
-        """The sharding of an array of `shape`.
+        """Returns the sharding of an array of `shape`.
 
         Args:
-          name: the array's, for messages.
+          name: name of the array, for messages.
 
         Raises:
-          ShardingError: as `spec` does, and when the number of axes is not that of `shape`, or a size does not divide;
-            names the array, the axis, both sizes and the nearest that would do.
+          ShardingError: as `spec`, or the number of logical axes differs from the rank of `shape`, or a size is not
+            divisible. The message names the array, the axis, both sizes and the nearest sizes that fit.
         """
         if len(logical_axes) != len(shape):
             raise ShardingError(
@@ -155,14 +157,14 @@ class ShardingRules:
         return NamedSharding(mesh, spec)
 
     def tree_shardings(self, mesh: AnyMesh, values: Any, logical_axes: Any) -> Any:
-        """The sharding of every leaf of a pytree.
+        """Returns the sharding of every leaf of a pytree.
 
         Args:
-          values: pytree of anything with a shape; a leaf's path is its name in messages.
-          logical_axes: the same pytree with the logical axes of each leaf, a tuple, in its place.
+          values: pytree of objects with a shape; messages name leaves by their paths.
+          logical_axes: pytree of the same structure whose leaves are tuples of logical axes.
 
         Raises:
-          ShardingError: names everything that `sharding` refuses, not only the first.
+          ShardingError: `sharding` fails for some leaves; the message lists all of them.
         """
         problems: list[ShardingError] = []
 
@@ -190,7 +192,7 @@ class ShardingRules:
 
 DEFAULT_RULES: Final = ShardingRules(
     {
-        # Parameters: over `tensor` by the axis that a product keeps, over `fsdp` by the one that meets the residual.
+        # Parameters: `tensor` splits the axis inside a block, `fsdp` the axis of the residual stream.
         "vocab": "tensor",
         "embed": "fsdp",
         "heads": "tensor",
@@ -198,17 +200,17 @@ DEFAULT_RULES: Final = ShardingRules(
         "head_dim": None,
         "mlp": "tensor",
         "experts": "expert",
-        # The second of two products through a narrow latent; the first has "embed" and no name for the latent.
+        # The latent axis of an up-projection; the down-projection names "embed", and its latent axis None.
         "latent": "fsdp",
         "layers": "stage",
         "norm": None,
-        # Activations: `fsdp` splits the batch as `data` does, so that parameters are gathered layer by layer; so does
-        # `expert`, whose devices share the experts and have tokens of their own.
+        # Activations: `fsdp` splits the batch as `data` does, and parameters are gathered layer by layer. `expert`
+        # splits it too: its devices hold different experts and different tokens.
         "batch": ("data", "fsdp", "expert"),
         "seq": "context",
-        # The sequence where only norms and sums act on it; ("context", "tensor") is Megatron's sequence parallelism.
+        # The sequence between blocks (norms, residual sums); ("context", "tensor") is Megatron's sequence parallelism.
         "norm_seq": "context",
-        # The batch while it reads rows of the embedding, which are split as `embed` is: the axes that leaves free.
+        # The batch of an embedding lookup. The rows are split as `embed` is, over `fsdp`, hence without that axis.
         "lookup_batch": ("data", "expert"),
         "act_embed": None,
         "act_heads": "tensor",
@@ -221,7 +223,7 @@ DEFAULT_RULES: Final = ShardingRules(
 
 
 def _checked_rules(rules: Mapping[str, MeshAxes]) -> dict[str, MeshAxes]:
-    """The rules with a single mesh axis written as such; refuses names that no mesh axis has."""
+    """Normalizes single mesh axes to strings and rejects unknown mesh axes."""
     for logical_axis, mesh_axes in rules.items():
         for axis in _as_tuple(mesh_axes):
             if axis not in AXES:
@@ -234,13 +236,20 @@ def _checked_rules(rules: Mapping[str, MeshAxes]) -> dict[str, MeshAxes]:
 
 @config
 class MeshConfig:
-    """How many devices each axis spans, and by which rules arrays are split over the axes.
+    """The number of devices along each mesh axis, and the sharding rules.
 
-    One axis at most may be -1: it takes the devices that the others leave.
+    At most one axis may be -1: it takes all remaining devices.
 
     Attributes:
-      rules: logical axis -> mesh axis, several mesh axes (major first), or None for never split. They precede the
-        rules of the model's family, which precede `DEFAULT_RULES`.
+      data: size of the data-parallel axis, whose devices hold copies of the model.
+      fsdp: size of the axis that splits the batch, and parameters as well (ZeRO stage 3); -1 takes the remaining
+        devices.
+      tensor: size of the axis of tensor parallelism.
+      expert: size of the axis of expert parallelism.
+      context: size of the axis that splits the sequence.
+      stage: size of the axis of pipeline stages, which splits the layers.
+      rules: logical axis -> mesh axis, several mesh axes (major first), or None for no split. They override the rules
+        of the model's family, which override `DEFAULT_RULES`.
     """
 
     data: int = 1
@@ -261,26 +270,25 @@ class MeshConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of every axis as it was given."""
+        """The configured size of every axis, with -1 unresolved."""
         return {axis: getattr(self, axis) for axis in AXES}
 
 
 def make_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns a mesh with all of `AXES`, over all `devices` (by default those of `jax.devices()`).
+    """Returns a mesh with all of `AXES`, over all `devices` (default: `jax.devices()`).
 
-    The axes are of type Auto: XLA propagates shardings between the constraints it is given. `tensor` gets the
-    fastest links. Several TPU slices are spread over `data`, then `stage`, then `fsdp`, whose traffic suits the slower
-    network between slices.
+    The axes are of type Auto: XLA propagates shardings between constraints. `tensor` gets the fastest links. Several
+    TPU slices are spread over `data`, then `stage`, then `fsdp`, whose traffic suits the slower network between slices.
 
     Raises:
-      ShardingError: the sizes do not multiply to the number of devices, or the number of slices does not divide those
-        three axes.
+      ShardingError: the product of the sizes differs from the number of devices, or the number of slices does not
+        divide the product of those three axes.
     """
     from jax.experimental import mesh_utils
 
     devices = jax.devices() if devices is None else list(devices)
     sizes = _axis_sizes(mesh, len(devices), _by_process(devices))
-    # A single slice of a compile-only topology has no slice_index. That of CPUs and GPUs counts hosts.
+    # A single slice of a compile-only topology has no slice_index; on CPUs and GPUs slice_index counts hosts.
     indices = {getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}
     slices = _across_slices(sizes, len(indices))
     within = [sizes[axis] // slices[axis] for axis in _BY_TRAFFIC]
@@ -295,7 +303,7 @@ def make_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None) -> 
 
 
 def _across_slices(sizes: Mapping[str, int], slices: int) -> dict[str, int]:
-    """Returns how many slices each axis spans."""
+    """Returns the number of slices that each axis spans."""
     spans, left = dict.fromkeys(sizes, 1), max(slices, 1)
     for axis in _ACROSS_SLICES:
         spans[axis] = math.gcd(sizes[axis], left)
@@ -310,7 +318,7 @@ def _across_slices(sizes: Mapping[str, int], slices: int) -> dict[str, int]:
 
 
 def _axis_sizes(mesh: MeshConfig, device_count: int, by_process: str = "") -> dict[str, int]:
-    """The size of every axis, with -1 resolved."""
+    """Returns the size of every axis, with -1 resolved."""
     asked = mesh.sizes
     rest = next((axis for axis, size in asked.items() if size == -1), None)
     fixed = math.prod(size for size in asked.values() if size != -1)
@@ -320,7 +328,7 @@ def _axis_sizes(mesh: MeshConfig, device_count: int, by_process: str = "") -> di
 
 
 def _misfit(asked: Mapping[str, int], rest: str | None, fixed: int, device_count: int, by_process: str) -> str:
-    """The message of sizes that do not multiply to the number of devices, with the nearest that would."""
+    """Builds the message for sizes whose product is not the number of devices, with the nearest sizes that fit."""
     given = ", ".join(f"{axis}={size}" for axis, size in asked.items() if size != 1)
     there = f"there are {device_count}{by_process}"
     remedies = []
@@ -338,7 +346,7 @@ def _misfit(asked: Mapping[str, int], rest: str | None, fixed: int, device_count
 
 
 def _by_process(devices: Sequence[jax.Device]) -> str:
-    """How many of them each process has, where there are several."""
+    """Describes the number of devices per process, or returns "" for a single process."""
     counts = Counter(device.process_index for device in devices)
     if len(counts) < 2:
         return ""
@@ -346,15 +354,15 @@ def _by_process(devices: Sequence[jax.Device]) -> str:
     return f" ({len(counts)} processes with {' or '.join(map(str, each))} each)"
 
 
-# A part of the key of JAX's caches. Made here because the first to enter it may be a step that is being traced: making
-# it outdates whatever JAX traced before, so that this step would be traced and compiled twice.
+# Part of the key of JAX's caches. Creating a user context invalidates everything that JAX traced before. If a step
+# created it while being traced, the step would be traced and compiled twice; hence it is created at import.
 in_mesh: Any = jax.make_user_context(None)
 """(mesh, rules) of the surrounding `use_mesh`, or None."""
 
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Iterator[None]:
-    """Makes `constrain` act on what is traced in this context; it nests, and may be entered inside `jax.jit`.
+    """Makes `constrain` act on code traced in this context; it nests, and may be entered inside `jax.jit`.
 
     A function that `jax.jit` traced under another mesh, other rules, or none, is traced again.
     """
@@ -363,14 +371,16 @@ def use_mesh(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Iterator[None]
 
 
 def constrain(x: jax.Array, *logical_axes: str | None, name: str = "constrain") -> jax.Array:
-    """Returns `x`, split as the rules of the surrounding `use_mesh` say; outside of one, or on one device, `x` itself.
+    """Constrains the sharding of `x` by the rules of the surrounding `use_mesh`.
+
+    Returns `x` unchanged outside of `use_mesh` or on one device.
 
     Args:
       logical_axes: one name, or None, per axis of `x`.
-      name: what the array is, for messages.
+      name: name of the array, for messages.
 
     Raises:
-      ShardingError: as `ShardingRules.sharding` does, on one device too.
+      ShardingError: as `ShardingRules.sharding`, on one device too.
     """
     if in_mesh.value is None:
         return x
@@ -379,18 +389,18 @@ def constrain(x: jax.Array, *logical_axes: str | None, name: str = "constrain") 
     if mesh.size == 1:
         return x
     inside = jax.sharding.get_abstract_mesh()
-    if inside.manual_axes:  # what a surrounding `jax.shard_map` has split is no axis of `x` any more
+    if inside.manual_axes:  # axes that a surrounding `jax.shard_map` has split already
         sharding = NamedSharding(inside, _without(sharding.spec, inside.manual_axes))
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def parts_of(logical_axis: str) -> int:
-    """Into how many parts the surrounding `use_mesh` splits a logical axis; 1 outside of one, or without a rule."""
+    """Returns the number of shards of a logical axis in the surrounding `use_mesh`; 1 outside, or without a rule."""
     return 1 if in_mesh.value is None else math.prod(in_mesh.value[0].shape[axis] for axis in axes_of(logical_axis))
 
 
 def axes_of(logical_axis: str) -> tuple[str, ...]:
-    """The axes, of more than one device, over which the surrounding `use_mesh` splits a logical axis."""
+    """Returns the mesh axes of size > 1 that split a logical axis in the surrounding `use_mesh`."""
     if in_mesh.value is None:
         return ()
     mesh, rules = in_mesh.value
@@ -404,14 +414,15 @@ def map_parts(
     *,
     name: str,
 ) -> Any:
-    """Calls a function once on every device of the surrounding `use_mesh`, with the parts of arrays that lie there.
+    """Calls a function on each device of the surrounding `use_mesh` with the device's shards of the arrays.
 
-    Inside, collectives take the axes of `axes_of`. Outside of a mesh, or on one device, the parts are whole.
+    Inside, collectives take the axes of `axes_of`. Outside of a mesh, or on one device, the function gets the full
+    arrays.
 
     Args:
       arguments: arrays with the logical axes by which they are split.
-      out_axes: of each array that the function returns, in its structure.
-      name: what the function is, for messages.
+      out_axes: logical axes of each returned array, in the structure of the result.
+      name: name of the function, for messages.
 
     Raises:
       ShardingError: the mesh does not divide an argument.
@@ -420,7 +431,7 @@ def map_parts(
         return function(*(array for array, _ in arguments))
     mesh, rules = in_mesh.value
     for array, axes in arguments:
-        rules.sharding(mesh, axes, array.shape, name=name)  # raises where the mesh does not divide it
+        rules.sharding(mesh, axes, array.shape, name=name)  # raises if the mesh does not divide it
     in_specs = tuple(_split_axes(axes) for _, axes in arguments)
     out_specs = jax.tree.map(_split_axes, out_axes, is_leaf=_is_axes)
     manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -433,7 +444,7 @@ def _without(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
 
 
 def _split_axes(axes: LogicalAxes) -> PartitionSpec:
-    """Axes of one device are left out: an array does not vary over them, whatever it is added to."""
+    """Returns a spec without axes of size 1: naming one would make the array vary over it."""
     return PartitionSpec(*(axes_of(axis) or None if axis else None for axis in axes))
 
 
@@ -442,14 +453,14 @@ def _is_axes(node: Any) -> bool:
 
 
 def check_shardings(values: Any, expected: Any) -> None:
-    """Compares where every leaf of a pytree lies with where it should.
+    """Checks that every leaf of a pytree has the expected sharding.
 
     Args:
       values: pytree of arrays.
-      expected: the same pytree of shardings.
+      expected: pytree of shardings with the same structure.
 
     Raises:
-      ShardingError: names each leaf that lies elsewhere, and both places.
+      ShardingError: some leaves have another sharding; names each with both shardings.
     """
     problems = []
 
@@ -467,7 +478,7 @@ def _name(path: Any) -> str:
 
 
 def _indivisible(size: int, mesh: AnyMesh, mesh_axes: Sequence[str]) -> str:
-    """Says why the mesh does not divide a size, and the nearest sizes and mesh sizes that would do."""
+    """Explains why the mesh does not divide a size, with the nearest sizes and mesh sizes that fit."""
     mesh_axes = [axis for axis in mesh_axes if mesh.shape[axis] > 1]
     parts = math.prod(mesh.shape[axis] for axis in mesh_axes)
     product = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in mesh_axes)
@@ -487,6 +498,6 @@ def _divisors(number: int) -> list[int]:
 
 
 def _around(legal: Sequence[int], wanted: int) -> list[int]:
-    """The nearest legal values below and above."""
+    """Returns the nearest legal values below and above."""
     index = int(np.searchsorted(legal, wanted))
     return list(legal[max(index - 1, 0) : index + 1])

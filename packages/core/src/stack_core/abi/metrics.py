@@ -1,4 +1,4 @@
-"""Metrics that know how they combine: over microbatches of a step, batches of an evaluation, steps of a log."""
+"""Metrics with a rule to combine them over microbatches of a step, batches of an evaluation and steps of a log."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +16,15 @@ Combination = Literal["mean", "sum", "max", "min"]
 @partial(jax.tree_util.register_dataclass, data_fields=["value", "weight"], meta_fields=["combination"])
 @dataclass(frozen=True)
 class Metric:
-    """A scalar, and how several of it become one.
+    """A scalar with the rule that combines several of its kind.
 
-        mean: sum_i weight_i value_i / sum_i weight_i, or 0 where all weights are 0
+        mean: sum_i weight_i value_i / sum_i weight_i, or 0 if all weights are 0
         sum, max, min: of the values
 
     Attributes:
-      weight: what a mean was taken over, such as a number of tokens; None of other combinations.
+      value: the scalar.
+      weight: the denominator of a mean, such as a number of tokens; None for other combinations.
+      combination: the rule, "mean", "sum", "max" or "min".
     """
 
     value: Any
@@ -53,20 +55,20 @@ Metrics = Mapping[str, Metric]
 
 
 def combine(stacked: Metric) -> Metric:
-    """Combines metrics whose values, and weights, are stacked along a leading axis: NumPy arrays or JAX's."""
+    """Combines metrics whose values and weights are stacked along a leading axis, as NumPy or JAX arrays."""
     value, weight = stacked.value, stacked.weight
     if stacked.combination != "mean":
         return Metric(getattr(value, stacked.combination)(0), combination=stacked.combination)
     total = weight.sum(0)
-    shares = (total + (total == 0).astype(total.dtype)).astype(value.dtype)  # 1 where there is nothing to share
+    shares = (total + (total == 0).astype(total.dtype)).astype(value.dtype)  # 1 instead of 0, to avoid 0 / 0
     return Metric.mean((value * weight.astype(value.dtype)).sum(0) / shares, total)
 
 
 def combine_all(metrics: Sequence[Metrics]) -> dict[str, Metric]:
-    """Combines what several batches gave, on the host and in double precision.
+    """Combines the metrics of several batches, on the host and in float64.
 
     Args:
-      metrics: by name, the same names in each; none gives none.
+      metrics: metrics of each batch by name, with the same names in each; an empty sequence gives an empty dict.
     """
     if not metrics:
         return {}

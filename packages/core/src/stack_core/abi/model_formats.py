@@ -1,4 +1,4 @@
-"""Models on disk by their address: "DIR", whose format is found, or "FORMAT:DIR"."""
+"""Models on disk by address: "DIR", whose format is detected, or "FORMAT:DIR"."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,13 +22,13 @@ Format = TypeVar("Format", bound=ModelFormat)
 
 
 def open_model(address: str, *, data: str | None = None) -> TrainedModel:
-    """Opens a trained model with the data that it is measured on.
+    """Opens a trained model with its evaluation data.
 
     Args:
       data: address of other documents than the model's own.
 
     Raises:
-      ConversionError: no format that opens models has this name or knows the directory, or several know it.
+      ConversionError: no format that opens models has this name or recognizes the directory, or several recognize it.
       StackError: the checkpoint or the data cannot be used.
     """
     format_, directory = _found(address, OpensModels)
@@ -36,7 +36,7 @@ def open_model(address: str, *, data: str | None = None) -> TrainedModel:
 
 
 def open_for_generation(address: str) -> GenerativeCheckpoint:
-    """Opens a language model to generate text.
+    """Opens a language model for text generation.
 
     Raises:
       ConversionError: as `open_model`.
@@ -47,18 +47,18 @@ def open_for_generation(address: str) -> GenerativeCheckpoint:
 
 
 def open_further(address: str, name: str, abstract: Any) -> Any:
-    """Reads the parameters of a model that an objective trained beside a run's model; see `OpensFurtherModels`.
+    """Reads the parameters of an auxiliary model that an objective trained; see `OpensFurtherModels`.
 
     Raises:
       ConversionError: as `open_model`.
-      StackError: no such model was trained, or its parameters are others.
+      StackError: no such model was trained, or its parameters differ from `abstract`.
     """
     format_, directory = _found(address, OpensFurtherModels)
     return format_.open_further(directory, name, abstract)
 
 
 def _found(address: str, ability: type[Format]) -> tuple[Format, Path]:
-    """The format of an address, among those with an ability, and the directory."""
+    """Resolves an address to a directory and the format that opens it, among formats with an ability."""
     registered = {name: registries.model_formats[name] for name in registries.model_formats}
     formats = {name: format_ for name, format_ in registered.items() if isinstance(format_, ability)}
     known = ", ".join(formats) or f"none; `{install_command('stack-train')}` provides some"

@@ -1,4 +1,4 @@
-"""Models: what a language model returns, and the family that builds it."""
+"""Models: outputs of a language model, and the family that builds the model."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ __all__ = [
 @partial(jax.tree_util.register_dataclass, data_fields=["hidden", "cache", "further", "facts"], meta_fields=[])
 @dataclass(frozen=True)
 class Outputs:
-    """What a `LanguageModel` returns, always.
+    """The result of a `LanguageModel` call.
 
     Attributes:
-      hidden: [batch, seq, embed], what the head takes.
-      cache: the cache that the call was given, with the call's tokens appended; None without one.
-      further: hidden states like `hidden` that predict later tokens (multi-token prediction), nearest first.
-      facts: measurements that objectives and reports may use, by name: "expert_load"[layers, experts], the share of
-        each expert; "balance_loss" and "router_z", scalars.
+      hidden: [batch, seq, embed], input of the head.
+      cache: the cache passed to the call, with the call's tokens appended; None if there was none.
+      further: hidden states for multi-token prediction, in the shape of `hidden`, nearest token first.
+      facts: measurements for objectives and reports, by name: "expert_load"[layers, experts], each expert's share;
+        "balance_loss" and "router_z", scalars.
     """
 
     hidden: Any
@@ -49,11 +49,11 @@ class Outputs:
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """A causal language model; the head is apart from the body, so that loss and sampler choose what to form.
+    """A causal language model whose head is separate from the body: loss and sampler choose which logits to compute.
 
     Attributes:
-      states: what each group of layers keeps of a sequence, in the structure of `cache.layers`: a pytree whose leaves
-        are `KeysValues`, `Latent` or `Recurrent` (`stack_core.abi.caches`).
+      states: state that each group of layers keeps per sequence, in the structure of `cache.layers`: a pytree whose
+        leaves are `KeysValues`, `Latent` or `Recurrent` (`stack_core.abi.caches`).
     """
 
     @property
@@ -70,8 +70,8 @@ class LanguageModel(Protocol):
 
         Args:
           tokens: int32[batch, seq].
-          positions: int32[batch, seq], each token's place in its document.
-          segment_ids: int32[batch, seq], 0 for padding; tokens attend within their segment only.
+          positions: int32[batch, seq], position of each token in its document.
+          segment_ids: int32[batch, seq], 0 for padding; tokens attend only within their segment.
           cache: earlier tokens of the rows, which the call's tokens follow.
         """
         ...
@@ -81,25 +81,28 @@ class LanguageModel(Protocol):
         ...
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """`head().logits(hidden)`, as a method: a transform of the model's methods then sees the head's product."""
+        """Computes `head().logits(hidden)`.
+
+        It is a method of the model to be visible to transforms of the model's methods.
+        """
         ...
 
 
 @runtime_checkable
 class RunsOnBatches(Protocol):
-    """A model of other data than tokens that says what a batch of its data goes through.
+    """A model of data other than tokens, which defines its computation on a batch.
 
-    Sections that transform a run's model trace this to find the products of its parameters.
+    Sections that transform a run's model trace it to find the matrix products of the parameters.
     """
 
     def on_batch(self, batch: Mapping[str, jax.Array]) -> Any:
-        """Computes what a step of training does with the model, by all parameters that training moves."""
+        """Computes the model's part of a training step, using all parameters that training updates."""
         ...
 
 
 @runtime_checkable
 class LanguageModelConfig(Protocol):
-    """What the config of a language model says besides `family`."""
+    """The config of a language model; these properties are required in addition to `family`."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -110,12 +113,12 @@ class LanguageModelConfig(Protocol):
 
 @runtime_checkable
 class ModelFamily(Protocol):
-    """An architecture: how to build it from a config. Its FLOPs are counted from its jaxpr.
+    """An architecture that builds models from a config. Its FLOPs are counted from the model's jaxpr.
 
     Attributes:
       name: the name that `model.family` selects.
-      config_class: a `@config` class with the field `family`; that of a language model is a
-        `LanguageModelConfig` and has `dtype` and `param_dtype` too.
+      config_class: a `@config` class with the field `family`. For language models it is a `LanguageModelConfig` and
+        also has `dtype` and `param_dtype`.
     """
 
     name: str
@@ -124,21 +127,21 @@ class ModelFamily(Protocol):
     def build(self, config: Any, *, key: jax.Array) -> Any:
         """Returns the model, an `nnx.Module` with random weights; abstract under `jax.eval_shape`.
 
-        Each parameter is an `nnx.Param` with the metadata `logical_axes`, a name for each of its axes.
+        Each parameter is an `nnx.Param` with the metadata `logical_axes`, one name per axis.
         """
         ...
 
 
 class ConfigReader(Protocol):
-    """How a family's config and a Hugging Face `config.json` say the same."""
+    """A converter between a family's config and a Hugging Face `config.json`."""
 
     architecture: str
 
     def read(self, mapping: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of our config that a `config.json` gives.
+        """Returns the fields of our config for a `config.json`.
 
         Raises:
-          ConversionError: it asks for what the model cannot do; names each key and value.
+          ConversionError: it requires unsupported features; names each key and value.
         """
         ...
 
@@ -152,29 +155,32 @@ class ConvertibleFamily(ModelFamily, Protocol):
     config_map: ConfigReader
 
     def weight_rules(self, config: Any) -> Sequence[Any]:
-        """Where each parameter lies: its path, the tensors that make it up, and how they are laid out."""
+        """Returns one rule per parameter: its path, its tensors in the checkpoint, and their layout."""
         ...
 
     def redundant_tensors(self, config: Any) -> Mapping[str, str | None]:
-        """Tensors that may stand beside, each with the one that it repeats, or None if nothing reads it."""
+        """Returns other tensors that a checkpoint may contain.
+
+        Each maps to the tensor that it duplicates, or to None if the model does not use it.
+        """
         ...
 
 
 @runtime_checkable
 class FitsTensors(Protocol):
-    """A family some of whose layers a checkpoint may lack, although its `config.json` names them."""
+    """A family with optional layers, which a checkpoint may lack although its `config.json` names them."""
 
     def fitting(self, config: Any, tensors: Container[str]) -> Any:
-        """Returns the config of the model that a checkpoint with these tensors holds."""
+        """Returns the config of the model in a checkpoint with these tensors."""
         ...
 
 
 @runtime_checkable
 class IsPart(Protocol):
-    """A family whose models are published on their own and as the language model of larger ones.
+    """A family whose models are published both separately and as the language model of larger models.
 
     Attributes:
-      published_in: the architectures of the larger models, whose `config.json` has a `text_config`.
+      published_in: architectures of the larger models, whose `config.json` has a `text_config`.
     """
 
     published_in: Sequence[str]
@@ -182,7 +188,11 @@ class IsPart(Protocol):
 
 @runtime_checkable
 class ShardsItself(Protocol):
-    """A family whose parameters have logical axes of their own."""
+    """A family whose parameters have logical axes of their own.
+
+    Attributes:
+      rules: mesh axes by logical axis. A run's `mesh.rules` override them, and they override the default rules.
+    """
 
     rules: Mapping[str, MeshAxes]
-    """Mesh axes by logical axis; a run's `mesh.rules` go before them, and they before the default rules."""
+    """Mesh axes by logical axis."""

@@ -1,8 +1,7 @@
-"""The plain data that crosses package borders, versioned as one ABI.
+"""The data types that cross package boundaries in calls of ops, versioned as one ABI.
 
-The major version is part of the entry-point group, so that a plugin built for another major is found but never
-imported. The minor version is `STACK_ABI_MINOR` in the plugin's module: a plugin may ask for at most the minor that
-this core offers.
+The major version is part of the entry-point group: a plugin built for another major is found but never imported. The
+minor version is `STACK_ABI_MINOR` in the plugin's module: a plugin may require at most the minor that this core offers.
 """
 
 from __future__ import annotations
@@ -32,24 +31,27 @@ ABI_MINOR: Final = 0
 ENTRY_POINT_GROUP: Final = f"stack.plugins.v{ABI_MAJOR}"
 
 OWN: Final = "own"
-"""The name of the residuals that an implementation keeps for its own backward pass alone, any pytree of arrays."""
+"""The name of private residuals, any pytree of arrays, which only the implementation's own backward pass reads."""
 
 
 @dataclass(frozen=True)
 class QView:
-    """What any quantized array shows of itself, through `__stack_qview__()`.
+    """The canonical view of a quantized array, returned by its method `__stack_qview__()`.
 
-    The logical array is `(value - zero_point) * scale`, each scale repeated over the tile it covers, where value is
-    `codebook[qvalue]`, or `qvalue` itself without a codebook.
+    The logical array is `(value - zero_point) * scale`, where each scale is repeated over the tile it covers and value
+    is `codebook[qvalue]`, or `qvalue` itself without a codebook.
 
     Invariants: `qvalue.shape` is the logical shape; `scale.ndim == qvalue.ndim` and
     `qvalue.shape[i] % scale.shape[i] == 0`; `zero_point` is None or has the shape of `scale`; `codebook` is None, or
-    float32[levels] and `qvalue` integers, `0 <= qvalue < levels`.
+    float32[levels] with integers `0 <= qvalue < levels`.
 
     Attributes:
       abi: (major, minor) that the view was written for.
-      scheme: a name for messages, such as "int4/t128".
-      codebook: the values that codes stand for where they are not evenly spaced, as in nf4.
+      qvalue: quantized values, or codes if there is a codebook.
+      scale: one scale per tile.
+      zero_point: one zero point per tile, or None for symmetric quantization.
+      scheme: name for messages, such as "int4/t128".
+      codebook: values of the codes if they are not evenly spaced, as in nf4.
     """
 
     abi: tuple[int, int]
@@ -62,9 +64,9 @@ class QView:
 
 @dataclass(frozen=True)
 class LowRankView:
-    """What any weight with adapters shows of itself, through `__stack_low_rank__()`.
+    """The canonical view of a weight with adapters, returned by its method `__stack_low_rank__()`.
 
-    A row x whose adapter is a meets `base + scale[a] * down[a] @ up[a]`, which is never formed:
+    A row x with adapter a is multiplied by `base + scale[a] * down[a] @ up[a]`, which is never materialized:
     y = x base + scale[a] (x down[a]) up[a].
 
     Invariants, for a base of logical shape [..., d_in, d_out]: `down.shape == (adapters, ..., d_in, rank)`,
@@ -73,9 +75,11 @@ class LowRankView:
 
     Attributes:
       abi: (major, minor) that the view was written for.
-      base: the weight that the adapters share, an array or a quantized array.
-      down: of the dtype of the activations, like `up`.
-      rows: as `ops.low_rank` takes them: the adapter of each row of the activations, -1 for none; None for adapter 0.
+      base: weight shared by the adapters, an array or a quantized array.
+      down: down-projections, in the dtype of the activations.
+      up: up-projections, in the dtype of the activations.
+      scale: factor of each adapter's product.
+      rows: adapter of each row of the activations, -1 for no adapter, as in `ops.low_rank`; None selects adapter 0.
     """
 
     abi: tuple[int, int]
@@ -88,17 +92,18 @@ class LowRankView:
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call of an op, as implementations see it before it runs: shapes, dtypes and options, no values.
+    """One call of an op before it runs: shapes, dtypes and options, without values.
 
-    Shapes are the ones an implementation receives: under `jax.vmap` with the mapped axis folded into the op's own,
-    and on a mesh those of one device, if XLA cannot split the implementation.
+    Shapes are the ones an implementation receives. Under `jax.vmap` the mapped axis is folded into the op's own axes.
+    On a mesh the shapes are those of one device if XLA cannot split the implementation.
 
     Attributes:
+      op: name of the op.
       arrays: `jax.ShapeDtypeStruct`, a quantized array of them, or None, by parameter name.
-      options: the other arguments, by parameter name.
+      options: other arguments, by parameter name.
       direction: "forward" or "backward".
-      forward: of a backward pass, the name of the implementation that ran forward.
-      residuals: of a backward pass, the names of what it gets from that.
+      forward: in a backward call, the name of the forward implementation.
+      residuals: in a backward call, the names of the residuals that the forward implementation provides.
     """
 
     op: str
@@ -110,7 +115,7 @@ class OpCall:
 
 
 def supports_everything(call: OpCall, chip: Any, config: Any) -> bool | str:
-    """The `supports` of an implementation without limits."""
+    """Accepts every call; the `supports` of implementations without limits."""
     return True
 
 
@@ -120,27 +125,29 @@ def _no_space(call: OpCall, chip: Any) -> Iterable[Any]:
 
 @dataclass(frozen=True)
 class OpImplementation:
-    """One way to compute an op.
+    """One implementation of an op.
 
     Attributes:
-      op: the op's name, "attention".
-      name: the implementation's name, "reference".
-      forward: takes the op's arguments by name except `implementation` and `axes`, `wants`, the names of the residuals
-        that the backward pass reads, and `config` if there is a `default`. Returns the result and a mapping of those
+      op: name of the op, "attention".
+      name: name of the implementation, "reference".
+      forward: takes the op's arguments by name except `implementation` and `axes`; `wants`, the names of the residuals
+        that the backward pass reads; and `config` if there is a `default`. Returns the result and a mapping of those
         residuals.
-      backward: `(arrays, options, outputs, residuals, cotangents, *, wants)`, and `config` if there is a `default`,
-        returns gradients by parameter name, at least of the parameters in `wants`. It may follow any forward pass whose
-        residuals its `supports` accepts. None leaves the backward pass to others, in the end the op's reference.
-      platforms: where it runs, among "cpu", "gpu" and "tpu"; None is everywhere.
-      supports: answers True or the reason why not, from the call, the target chip and the config alone.
-      default: the config to run a call with, where no tuned table knows a better one; None if it takes no config.
-      space: the configs that are worth measuring for a call, of the type of the default.
-      residuals: the names of what its forward pass can return: of the op's residuals, and `OWN`.
-      is_opaque: XLA cannot split it over devices: it runs on one device's part of the arrays.
-      exports: it can be a part of a program that `jax.export` writes.
-      priority: among those that support a call the highest wins. The references have 0, so that a negative one runs
-        only where it is named. Of equal ones the one that was installed first runs, and a warning names the others.
-      before: names of implementations that this one precedes wherever both support a call, whatever their priorities.
+      backward: `(arrays, options, outputs, residuals, cotangents, *, wants)`, and `config` if there is a `default`.
+        Returns gradients by parameter name, at least for the parameters in `wants`. It may follow any forward pass
+        whose residuals its `supports` accepts. None leaves the backward pass to another implementation, in the end to
+        the op's reference.
+      platforms: supported platforms, among "cpu", "gpu" and "tpu"; None means all.
+      supports: returns True or the reason why not, from the call, the target chip and the config only.
+      default: returns the config of a call for which no tuned table has a better one; None if there is no config.
+      space: returns the configs worth measuring for a call, of the type of the default.
+      residuals: names of the residuals that the forward pass can return, among the op's residuals and `OWN`.
+      is_opaque: whether XLA cannot split it over devices; it then runs on one device's shards of the arrays.
+      exports: whether it can be part of a program that `jax.export` writes.
+      priority: the implementation with the highest priority that supports a call is chosen. References have 0; an
+        implementation with a negative priority runs only if it is named. Among equals the first installed one runs,
+        and a warning names the others.
+      before: names of implementations that this one precedes if both support a call, regardless of priority.
     """
 
     op: str
@@ -160,12 +167,12 @@ class OpImplementation:
 
 @dataclass(frozen=True)
 class TunedChoice:
-    """What a tuned table advises for one direction of a call.
+    """A tuned table's recommendation for one direction of a call.
 
     Attributes:
-      implementation: its name, "reference".
-      config: of the type of `OpImplementation.default`; None leaves the implementation its default.
-      reason: for people: what was measured, and where, "1.31 ms at batch=8, seq=4096".
+      implementation: name of the implementation, "reference".
+      config: config of the type of `OpImplementation.default`; None selects the implementation's default.
+      reason: the measurement behind the choice, for people: "1.31 ms at batch=8, seq=4096".
     """
 
     implementation: str

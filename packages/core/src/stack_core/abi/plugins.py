@@ -1,8 +1,8 @@
-"""Loads each plugin in its own guard, and fills the registries from their hooks.
+"""Plugin loading and the registries that the plugins' hooks fill.
 
-A plugin is a module that a distribution names in the entry-point group `stack.plugins.v1`. One that fails is reported
-and left out; it stops no other. `STACK_DISABLE_PLUGINS=a,b` blocks plugins, `STACK_LOAD_PLUGINS=a,b` loads only those
-named, each by its own name or its distribution's. Core is always loaded.
+A plugin is a module that a distribution names in the entry-point group `stack.plugins.v1`. A plugin that fails is
+reported and left out; the others still load. `STACK_DISABLE_PLUGINS=a,b` blocks plugins, `STACK_LOAD_PLUGINS=a,b`
+loads only the named ones. Both accept the name of a plugin or of its distribution. Core is always loaded.
 """
 
 import functools
@@ -73,7 +73,7 @@ class Plugins:
 
     Args:
       path: folders to search for distributions, by default `sys.path`.
-      environ: where the block and select variables are read.
+      environ: source of the variables `STACK_DISABLE_PLUGINS` and `STACK_LOAD_PLUGINS`, by default `os.environ`.
     """
 
     def __init__(self, path: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> None:
@@ -85,11 +85,11 @@ class Plugins:
         self._silenced: set[str] = set()
 
     def reports(self) -> tuple[PluginReport, ...]:
-        """One report per plugin, by name."""
+        """Returns one report per plugin, sorted by name."""
         return self._loaded().reports
 
     def problems(self) -> tuple[str, ...]:
-        """What is wrong with the environment variables that block and select plugins."""
+        """Lists mistakes in the environment variables that block and select plugins."""
         known = sorted({name for report in self.reports() for name in (report.name, report.distribution)})
         found = [
             f"{variable} names {name!r}, which no installed distribution offers.{nearest(name, known)}"
@@ -102,14 +102,14 @@ class Plugins:
         return tuple(found)
 
     def select_op(self, **call: Any) -> str | None:
-        """The first answer of the `stack_select_op` hooks; one that raises is reported, and not asked again."""
+        """Returns the first answer of the `stack_select_op` hooks; a hook that raises is reported and disabled."""
         loaded = self._loaded()
         for provider in [impl.plugin_name for impl in reversed(loaded.manager.hook.stack_select_op.get_hookimpls())]:
             if provider in self._silenced:
                 continue
             try:
                 answer = loaded.hook(provider, "stack_select_op")(**call)
-            except Exception as error:  # A hook may fail in any way; the op can be chosen without it.
+            except Exception as error:  # A hook may raise anything; the choice does not depend on this plugin.
                 self._silenced.add(provider)
                 problem = f"stack_select_op failed, so it is not asked again: {_described(error)}"
                 loaded.by_name[provider].lose(problem)
@@ -120,7 +120,7 @@ class Plugins:
         return None
 
     def collect(self, kind: str) -> tuple[Mapping[str, Entry], Mapping[str, str]]:
-        """The entries of one registry, and the names refused with the reason; its hooks are called once."""
+        """Returns the entries of one registry, and the rejected names with reasons; the hooks are called only once."""
         return self._once(f"the registry of {kind}", functools.partial(self._collect, kind))
 
     def _collect(self, kind: str) -> tuple[Mapping[str, Entry], Mapping[str, str]]:
@@ -150,7 +150,7 @@ class Plugins:
         for offer in offers:
             self._block(offer.report)
         _refuse_shared_names([offer.report for offer in offers])
-        for offer in reversed(offers):  # pluggy asks the last one first, so that selectors answer in the order of names
+        for offer in reversed(offers):  # pluggy calls the last one first: selectors answer in order of names
             if offer.entry_point is not None and offer.report.status == "loaded":
                 _load_one(manager, offer.entry_point, offer.report)
         return _Loaded(manager, tuple(offer.report for offer in offers))
@@ -169,7 +169,7 @@ class Plugins:
         return [name.strip() for name in self._environ.get(variable, "").split(",") if name.strip()]
 
     def _once(self, what: str, compute: Callable[[], T]) -> T:
-        """Computes a result when it is first asked for, while other threads wait."""
+        """Computes a result on first use, while other threads wait."""
         with self._lock:
             if what in self._running:
                 raise PluginError(
@@ -185,7 +185,7 @@ class Plugins:
 
 
 class _Loaded:
-    """The outcome of loading: the manager, all reports, and by name the reports of the plugins that it holds."""
+    """The result of loading: the plugin manager, all reports, and the reports of loaded plugins by name."""
 
     def __init__(self, manager: pluggy.PluginManager, reports: tuple[PluginReport, ...]) -> None:
         self.manager = manager
@@ -193,13 +193,13 @@ class _Loaded:
         self.by_name = {report.name: report for report in reports if report.status == "loaded"}
 
     def hook(self, provider: str, name: str) -> Callable[..., Any]:
-        """A hook as one plugin alone implements it."""
+        """Returns a caller of the hook as implemented by a single plugin."""
         others = [plugin for other, plugin in self.manager.list_name_plugin() if other != provider]
         return self.manager.subset_hook_caller(name, others)
 
 
 def _refuse_shared_names(reports: Sequence[PluginReport]) -> None:
-    """Two plugins of one name are both refused, unless one of them is core."""
+    """Rejects plugins that share a name, except core."""
     claims: dict[str, list[PluginReport]] = {}
     for report in reports:
         if report.status == "loaded":
@@ -220,7 +220,7 @@ def _load_one(manager: pluggy.PluginManager, entry_point: EntryPoint, report: Pl
         problem = _register(manager, plugin, report)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # A plugin may fail in any way, by SystemExit or a compiled module's panic too.
+    except BaseException as error:  # Plugins may raise anything, also SystemExit or a compiled module's panic.
         problem = f"importing {entry_point.value} raised {_described(error)}"
     if problem is not None:
         report.fail(problem)
@@ -228,7 +228,7 @@ def _load_one(manager: pluggy.PluginManager, entry_point: EntryPoint, report: Pl
 
 
 def _register(manager: pluggy.PluginManager, plugin: Any, report: PluginReport) -> str | None:
-    """Hands the plugin to the manager, or says what is wrong with it."""
+    """Registers the plugin with the manager; returns an error message, or None on success."""
     minor = getattr(plugin, "STACK_ABI_MINOR", None)
     if type(minor) is not int:
         return f"{plugin!r} does not define the integer STACK_ABI_MINOR."
@@ -245,7 +245,7 @@ def _register(manager: pluggy.PluginManager, plugin: Any, report: PluginReport) 
 
 
 def _misspelled(manager: pluggy.PluginManager, plugin: Any) -> list[str]:
-    """Hooks that no core would ever call."""
+    """Describes hooks that core would never call."""
     callers = {caller.name: caller for caller in manager.get_hookcallers(plugin) or ()}
     unknown = [
         f"implements the unknown hook {name!r}.{nearest(name, HOOKS)}"
@@ -267,7 +267,7 @@ def _registered(loaded: _Loaded, provider: str, kind: str) -> Sequence[Entry]:
         loaded.hook(provider, f"stack_register_{kind}")(registry=registrar)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # A hook may fail in any way; that must cost its own plugin's names and no others.
+    except BaseException as error:  # Hooks may raise anything; only their own plugin loses its names.
         loaded.by_name[provider].lose(f"stack_register_{kind} failed, so its {kind} are left out: {_described(error)}")
         return ()
     return registrar.close()
@@ -282,7 +282,7 @@ def _refuse(loaded: _Loaded, kind: str, name: str, found: Sequence[Entry]) -> st
 
 
 def _keep_cores(loaded: _Loaded, kind: str, claims: dict[str, list[Entry]]) -> None:
-    """What core registers is core's: another plugin that claims its name loses it, and is named."""
+    """Reserves core's names: another plugin that registers one loses it, with a warning."""
     for name, found in claims.items():
         cores = [entry for entry in found if entry.provider == _CORE]
         for entry in found if cores and len(found) > 1 else ():
@@ -294,7 +294,7 @@ def _keep_cores(loaded: _Loaded, kind: str, claims: dict[str, list[Entry]]) -> N
 
 
 def _check_ops(loaded: _Loaded, claims: dict[str, list[Entry]], defined: Mapping[str, Entry]) -> None:
-    """Refuses implementations of ops that nobody defines, and reports ops whose reference nobody registers."""
+    """Rejects implementations of undefined ops, and reports ops without a reference."""
     for name in [name for name in claims if name.partition("/")[0] not in defined]:
         for entry in claims.pop(name):
             op = name.partition("/")[0]
@@ -325,7 +325,7 @@ class Registries:
         return self._by_kind[kind]
 
     def _advice(self, kind: str, name: str) -> str:
-        """Where a missing name may come from: a package that is not installed, or a plugin that was left out."""
+        """Suggests the origin of a missing name: a package that is not installed, or a plugin that was left out."""
         package = _PACKAGE_OF_NAME.get(kind, {}).get(name) or _PACKAGE_OF_KIND.get(kind)
         reports = self._source.reports()
         absent = package is not None and package not in {report.distribution for report in reports}

@@ -1,4 +1,4 @@
-"""Objects that plugins register by name, collected once by hooks and then read as a mapping."""
+"""Registries of named objects, which hooks fill once and which are then read as mappings."""
 
 import importlib
 import re
@@ -23,7 +23,7 @@ _FORMS = {
     "op_definitions": "of letters, digits and _",
     "analyses": "of letters, digits and _",
 }
-# Each analysis is a command `stack profile NAME`, and these are the others.
+# Each analysis is a command `stack profile NAME`; these names belong to its built-in commands.
 _RESERVED = {"analyses": ("attach", "costs", "diff", "export", "gate", "report", "run")}
 _TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 
@@ -33,9 +33,10 @@ class Entry:
     """One registered name.
 
     Attributes:
-      target: the object, or "module:attribute" naming it; resolved on first use.
-      provider: the plugin that registered it.
-      details: what can be shown without resolving the target, such as `help`.
+      name: the registered name.
+      target: the object, or a "module:attribute" string, resolved on first use.
+      provider: name of the plugin that registered it.
+      details: metadata that is available without resolving the target, such as `help`.
     """
 
     name: str
@@ -46,10 +47,12 @@ class Entry:
 
 @dataclass
 class Registrar:
-    """What a hook is handed: collects one plugin's entries for one registry.
+    """The collector of one plugin's entries for one registry; hooks receive it as `registry`.
 
     Attributes:
-      known_details: the details that this registry's entries may have, with their types.
+      kind: name of the registry, such as "models".
+      provider: name of the plugin whose hook is running.
+      known_details: details that entries of this registry may have, with their types.
     """
 
     kind: str
@@ -62,8 +65,8 @@ class Registrar:
         """Registers `target`, an object or a "module:attribute" string, under `name`.
 
         Raises:
-          PluginError: the name, the target or a detail is malformed, the name is registered twice, or the hook that
-            this was handed to has returned.
+          PluginError: the name, the target or a detail is malformed, the name is registered twice, or the hook has
+            returned already.
         """
         if self._closed:
             raise PluginError(
@@ -85,7 +88,7 @@ class Registrar:
         self._entries[name] = Entry(name, target, self.provider, details)
 
     def close(self) -> tuple[Entry, ...]:
-        """The entries; none can be added any more."""
+        """Returns the entries; later calls of `add` raise."""
         self._closed = True
         return tuple(self._entries.values())
 
@@ -101,15 +104,15 @@ class Registrar:
 
 
 class Registry(Mapping[str, T]):
-    """A read-only mapping from name to object, in the order of names, which runs its loader on first use.
+    """A read-only mapping from name to object, sorted by name, which calls its loader on first use.
 
-    `registry[name]` imports the object. `get` returns its default only for a name that no plugin registered: a name
-    that was refused, or whose object cannot be imported, raises as `registry[name]` does.
+    `registry[name]` imports the object. `get` returns its default only for a name that no plugin registered. A name
+    that was rejected, or whose object cannot be imported, raises as `registry[name]` does.
 
     Args:
-      kind: what it holds, in the plural, for messages: "models".
-      load: returns all entries and, for names that were refused, the reason.
-      advise: says where a missing name may come from; empty, or a sentence after a space.
+      kind: plural of the contents, for messages: "models".
+      load: returns all entries, and the rejected names with reasons.
+      advise: suggests the origin of a missing name; returns "" or a sentence with a leading space.
     """
 
     def __init__(
@@ -126,13 +129,13 @@ class Registry(Mapping[str, T]):
         self._resolved: dict[str, T] = {}
 
     def entries(self) -> tuple[Entry, ...]:
-        """All entries, sorted by name; no target is resolved."""
+        """Returns all entries sorted by name, without resolving targets."""
         return tuple(self._frozen()[name] for name in self.names())
 
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(self._frozen()))
 
-    # Comparing by content, as mappings do, would import every object.
+    # Mapping compares by content, which would import every object.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -151,7 +154,7 @@ class Registry(Mapping[str, T]):
         return iter(self.names())
 
     def __getitem__(self, name: str) -> T:
-        """The object registered as `name`.
+        """Returns the object registered as `name`.
 
         Raises:
           UnknownName: no plugin registered it; names its neighbours and the package that would provide it.
@@ -176,18 +179,18 @@ class Registry(Mapping[str, T]):
         module, attribute = entry.target.split(":")
         try:
             return getattr(importlib.import_module(module), attribute)
-        except Exception as error:  # Whatever a plugin's module does on import, the message must name the plugin.
+        except Exception as error:  # Imports may raise anything; the message must name the plugin.
             raise PluginError(
                 f"{self.kind} {name!r} of plugin {entry.provider!r} cannot be loaded from {entry.target!r}: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
     def unknown(self, name: str, *, beside: Sequence[str] = (), hint: str = "") -> StackError:
-        """The error for a name that is not registered.
+        """Builds the error for a name that is not registered.
 
         Args:
-          beside: what else could stand in its place.
-          hint: what is meant rather than the nearest name; empty, or a sentence after a space.
+          beside: other valid names at this place in the config.
+          hint: suggestion that replaces the nearest name; empty, or a sentence with a leading space.
         """
         if name in self._refused:
             return PluginError(f"{self.kind} {name!r} is not available: {self._refused[name]}")

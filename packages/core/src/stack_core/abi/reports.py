@@ -1,4 +1,4 @@
-"""A run's report: the panels that packages show in it."""
+"""Panels that packages add to a run's report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Fragment:
     """A titled part of a page.
 
     Attributes:
-      body: `stack_core.report.markup.Markup`, made by `element`; any other text is escaped, so that it shows as it is.
+      title: heading.
+      body: `stack_core.report.markup.Markup`, made by `element`; any other text is escaped and shown literally.
     """
 
     title: str
@@ -26,13 +27,13 @@ class Fragment:
 
 @runtime_checkable
 class Panel(Protocol):
-    """Reads what a run has left in its directory, and shows one thing of it."""
+    """A function that displays one aspect of a run from the files in its directory."""
 
     def __call__(self, directory: Path, config: Mapping[str, Any]) -> Fragment | None:
-        """Returns what to show, or None where the run has nothing of it; may be called while the run goes on.
+        """Returns the panel's content, or None if the run has no data for it; may be called during the run.
 
         Args:
-          directory: the run's.
-          config: the run's resolved config, as its `config.yaml` has it.
+          directory: the run's directory.
+          config: the run's resolved config, as in its `config.yaml`.
         """
         ...

@@ -1,21 +1,21 @@
-"""The directory that a run owns, and the lock that lets one process at a time write to it.
+"""The directory that a run owns, and the lock that admits one writing process at a time.
 
 A run called small:
 
     runs/small/
-    ├── config.yaml     the resolved config; written last, so that a directory with one holds a run
-    ├── failed.yaml     the config of a run that failed without a checkpoint; another may start here
+    ├── config.yaml     the resolved config; written last, hence its presence marks a run
+    ├── failed.yaml     the config of a run that failed without a checkpoint; another run may start here
     ├── tokenizer/
     ├── checkpoints/
     ├── metrics.jsonl
-    ├── history.jsonl   when it began, went on and ended, and how
-    ├── goodput.jsonl   where the wall time of each session went
+    ├── history.jsonl   when and how the run started, resumed and ended
+    ├── goodput.jsonl   wall time of each session by activity
     ├── report.html     curves and a summary, written at evaluations and at the end
-    ├── changes.jsonl   what was changed when it was resumed, if anything was
-    ├── ops.json        the implementation that each call of an op got, and why
-    ├── files.json      the files that its data lies in, with their sizes
-    ├── cluster/        of a run over several hosts: its journal, and what its workers printed
-    └── run.lock        held by flock(2), which the kernel releases however its holder ends
+    ├── changes.jsonl   config changes at resumption, if any
+    ├── ops.json        the implementation chosen for each call of an op, with the reason
+    ├── files.json      the files that contain its data, with their sizes
+    ├── cluster/        only for a run over several hosts: its journal and its workers' output
+    └── run.lock        locked by flock(2), which the kernel releases however the holder ends
 """
 
 import contextlib
@@ -36,7 +36,11 @@ __all__ = ["RunDirectory"]
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths of a run, and who may write to them; making one touches nothing."""
+    """The paths of a run and its write lock; constructing one touches no file.
+
+    Attributes:
+      path: the directory.
+    """
 
     path: Path
 
@@ -72,7 +76,7 @@ class RunDirectory:
         """Returns the resolved config of the run in this directory.
 
         Raises:
-          RunDirectoryError: there is no run here.
+          RunDirectoryError: the directory holds no run, or its config cannot be read.
         """
         try:
             return self.config.read_text(encoding="utf-8")
@@ -82,13 +86,13 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.config} cannot be read: {error}") from error
 
     def check(self, *, resume: bool) -> None:
-        """Refuses a directory that cannot be used, without writing to it.
+        """Checks that the directory can be used, without writing to it.
 
         Args:
-          resume: whether the run in it is to go on; otherwise it must hold none.
+          resume: whether to resume the run in it; otherwise it must not contain one.
 
         Raises:
-          RunDirectoryError: it is in use, holds another run or foreign files, or there is nothing to resume.
+          RunDirectoryError: it is locked, holds another run or foreign files, or there is nothing to resume.
         """
         if self.path.exists() and not self.path.is_dir():
             raise RunDirectoryError(f"The run directory {self.path} is a file. Choose another output.")
@@ -99,7 +103,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def open(self, *, resume: bool) -> Iterator[None]:
-        """Makes the directory and holds its lock.
+        """Creates the directory and holds its lock inside the block.
 
         Raises:
           RunDirectoryError: as `check`, or the directory cannot be written.
@@ -116,17 +120,17 @@ class RunDirectory:
                 os.write(descriptor, f"{os.getpid()}\n".encode())
             except OSError as error:
                 raise RunDirectoryError(f"The run directory {self.path} cannot be written: {error}") from error
-            self._check_content(resume=resume)  # again: another process may have come and gone before the lock
+            self._check_content(resume=resume)  # again: the content may have changed before the lock was acquired
             yield
 
     def write(self, config_yaml: str, write_files: Callable[[Path], None] | None = None) -> None:
-        """Writes the files that the run's data leaves, and the config; each appears whole or not at all.
+        """Writes the data's files and then the config, each atomically.
 
         Args:
           write_files: writes into the directory, as `Batches.write` does.
 
         Raises:
-          RunDirectoryError: the disk is full or the directory not writable.
+          RunDirectoryError: the disk is full or the directory is not writable.
         """
         try:
             if write_files is not None:
@@ -138,10 +142,10 @@ class RunDirectory:
             raise RunDirectoryError(f"The run directory {self.path} cannot be written: {error}") from error
 
     def write_json(self, path: Path, value: Any) -> None:
-        """Writes one of the run's files, such as `ops`; it appears whole or not at all.
+        """Writes one of the run's files, such as `ops`, atomically.
 
         Raises:
-          RunDirectoryError: the disk is full or the directory not writable.
+          RunDirectoryError: the disk is full or the directory is not writable.
         """
         partial = path.with_name(f"{path.name}.partial")
         try:
@@ -151,7 +155,7 @@ class RunDirectory:
             raise RunDirectoryError(f"{path} cannot be written: {error}") from error
 
     def read_json(self, path: Path) -> Any:
-        """Reads one of the run's files; None if it is missing, or damaged, of which it warns."""
+        """Reads one of the run's files; returns None if it is missing, or with a warning if it is damaged."""
         if not path.is_file():
             return None
         try:
@@ -163,12 +167,12 @@ class RunDirectory:
             return None
 
     def release(self) -> None:
-        """Leaves the directory to another run: the config becomes failed.yaml."""
+        """Frees the directory for another run by renaming the config to failed.yaml."""
         if self.config.exists():
             self.config.replace(self.path / "failed.yaml")
 
     def note_changes(self, changes: Sequence[str]) -> None:
-        """Appends to `changes.jsonl` how a resumed run differs from what it was: {"time": ..., "changes": [...]}."""
+        """Appends the config changes of a resumed run to `changes.jsonl`: {"time": ..., "changes": [...]}."""
         record = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "changes": list(changes)}
         with (self.path / "changes.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
@@ -182,8 +186,8 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{self.path} holds another run. Go on with it by --resume, or give this run an output of its own."
             )
-        # A lock without a config is what a failed start leaves; anything else is not ours to fill.
-        # Nor is the record of the cluster that is about to do the run.
+        # Files next to a lock without a config are leftovers of a failed start. Any other content is foreign, except
+        # the record of the cluster that is about to execute the run.
         foreign = self.path.exists() and any(each.name != "cluster" for each in self.path.iterdir())
         if not resume and foreign and not self._lock.exists():
             raise RunDirectoryError(f"{self.path} is not empty and holds no run. Choose a new or empty output.")
@@ -200,7 +204,7 @@ class RunDirectory:
             os.close(descriptor)
 
     def _acquire(self, descriptor: int) -> None:
-        """Takes the lock until the descriptor is closed."""
+        """Holds the lock until the descriptor is closed."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -1,4 +1,4 @@
-"""Training: objectives, trainers, transforms of models, and the observers of a run."""
+"""Training: objectives, trainers, model transforms, and observers of a run."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ __all__ = [
 
 @runtime_checkable
 class Objective(Protocol):
-    """A pure loss; host-side batch entries that the device does not need are gone by then.
+    """A pure loss function of a model and a batch.
 
-    What else objectives can say are the small protocols below, asked by `isinstance`.
+    Batch entries that only the host needs are removed before the call. The small protocols below describe optional
+    capabilities, checked by `isinstance`.
     """
 
     def __call__(
@@ -40,18 +41,18 @@ class Objective(Protocol):
     ) -> tuple[jax.Array, Metrics]:
         """Returns (scalar loss, metrics).
 
-        Among the metrics is "loss", a `Metric.mean` whose weight is what the loss was averaged over: losses and
-        gradients of microbatches are added up by it.
+        The metrics include "loss", a `Metric.mean` whose weight is the denominator of the loss. Losses and gradients of
+        microbatches are combined by this weight.
         """
         ...
 
 
 @runtime_checkable
 class ReadsInputs(Protocol):
-    """An objective that says what it reads of a batch, which is compared with the data before anything is traced.
+    """An objective that declares the batch arrays it reads; the data is checked against them before anything is traced.
 
     Attributes:
-      inputs: the names of the axes of each array, such as "batch seq"; axes of one name have one size.
+      inputs: axis names of each array, such as "batch seq"; axes with equal names have equal sizes.
     """
 
     @property
@@ -60,10 +61,10 @@ class ReadsInputs(Protocol):
 
 @runtime_checkable
 class NeedsCompanions(Protocol):
-    """An objective that asks frozen models beside the trained one, which it is called with by their names.
+    """An objective that uses frozen models in addition to the trained one, passed as keyword arguments by name.
 
     Attributes:
-      companions: where each comes from: "init", the trained model as it was at the start, or "run:DIRECTORY".
+      companions: source of each model: "init", the trained model before the first step, or "run:DIRECTORY".
     """
 
     @property
@@ -72,11 +73,11 @@ class NeedsCompanions(Protocol):
 
 @runtime_checkable
 class TrainsModels(Protocol):
-    """An objective that trains further models beside the run's, which it is called with by their names: a critic.
+    """An objective that trains auxiliary models such as a critic, passed as keyword arguments by name.
 
     Attributes:
-      trained_models: what makes each, `build(model_config, *, key)`: an `nnx.Module` of which every variable is an
-        `nnx.Param`, with the metadata `logical_axes` where it is to be split over a mesh.
+      trained_models: constructor of each, `build(model_config, *, key)`, which returns an `nnx.Module` whose variables
+        are all `nnx.Param`. Parameters to be split over a mesh have the metadata `logical_axes`.
     """
 
     @property
@@ -85,25 +86,27 @@ class TrainsModels(Protocol):
 
 @runtime_checkable
 class ScoresTokens(Protocol):
-    """An objective that says more of a batch's tokens than their log-probabilities, such as a critic's values."""
+    """An objective that computes other values per token than log-probabilities, such as a critic's values."""
 
     def scores(self, outputs: Outputs, batch: Mapping[str, jax.Array], **models: Any) -> Mapping[str, jax.Array]:
-        """Pure: float32[batch, seq] arrays by name, which `Trainer.score` gives along with its own.
+        """Computes float32[batch, seq] arrays by name, which `Trainer.score` returns along with its own (pure).
 
         Args:
-          outputs: of the model that is trained, for the batch.
-          models: the further models that the objective trains, by their names.
+          outputs: outputs of the trained model for the batch.
+          models: the objective's auxiliary models, by name.
         """
         ...
 
 
 @runtime_checkable
 class ShowsMetrics(Protocol):
-    """An objective that selects metrics to follow a run by, for losses that say little, such as a policy gradient's.
+    """An objective that selects the metrics to display.
+
+    It is useful when the loss is hard to interpret, as a policy gradient's.
 
     Attributes:
-      shown_metrics: names of its metrics in the order of display, after the loss. Names that a batch gives no metric of
-        are left out.
+      shown_metrics: names of its metrics in the order of display, after the loss. Names without a metric in a batch are
+        skipped.
     """
 
     @property
@@ -112,62 +115,63 @@ class ShowsMetrics(Protocol):
 
 @runtime_checkable
 class Trainer(Protocol):
-    """A state machine over a pytree; the loop around it and the checkpoints of its state belong to others."""
+    """A state machine over a pytree; its owner runs the loop and writes the checkpoints."""
 
     def init(self, *, key: jax.Array) -> Any:
         """Returns the state before the first step."""
         ...
 
     def step(self, state: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, Metrics]:
-        """Pure: the next state and metrics, those of `update` after `gradients`, bit for bit.
+        """Computes the next state and the metrics (pure); bitwise equal to `update` after `gradients`.
 
-        Its owner compiles it with the state donated.
+        The owner compiles it with the state donated.
         """
         ...
 
     def gradients(self, state: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, Metrics, Any]:
-        """Pure: the gradients of one batch, metrics, and the variables that the forward pass moved."""
+        """Computes the gradients of one batch, the metrics, and the variables that the forward pass updated (pure)."""
         ...
 
     def update(self, state: Any, gradients: Any, moved: Any) -> tuple[Any, Metrics]:
-        """Pure: the next state by gradients and moved variables, and metrics of the update."""
+        """Applies gradients and updated variables; returns the next state and the metrics of the update (pure)."""
         ...
 
     def score(self, variables: Any, batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        """Pure: what a language model gives the targets of a batch, without gradients.
+        """Scores the targets of a batch with a language model, without gradients (pure).
 
         Args:
-          batch: tokens, targets, positions and segment_ids, int32[batch, seq]; -100 is no target.
+          batch: tokens, targets, positions and segment_ids, int32[batch, seq]; -100 marks positions without a target.
 
         Returns:
-          float32[batch, seq]: "logprobs", log p(target), 0 where there is none; "entropy" of the distribution that the
-          target was to be drawn from; "values", where the model's outputs have that fact; and what an objective that
-          `ScoresTokens` gives.
+          float32[batch, seq] arrays: "logprobs", log p(target), 0 at positions without a target; "entropy" of the
+          predicted distribution; "values", if the model's outputs have that entry; and the arrays of an objective that
+          `ScoresTokens`.
         """
         ...
 
 
 @runtime_checkable
 class ModelTransform(Protocol):
-    """Puts another model in the place of a model: quantized, or with adapters; several apply in order."""
+    """A transform that replaces a model by another, quantized or with adapters; several apply in order."""
 
     def apply(self, model: Any) -> Any:
-        """Returns the other model; `model` stays as it is.
+        """Returns the transformed model; `model` stays unchanged.
 
         Args:
-          model: with values, or abstract as `jax.eval_shape` gives it; the result is abstract, too, then.
+          model: a model with values, or an abstract one from `jax.eval_shape`, which gives an abstract result.
         """
         ...
 
     def call(self, function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        """`function(model, *args, **kwargs)` of a model that `apply` gave, as one program.
+        """Computes `function(model, *args, **kwargs)` for a model that `apply` returned, as one program.
 
-        What the function computes from several of the model's methods, as a loss does, is transformed, too.
+        The transform also covers computations that the function composes from several methods of the model, as a loss
+        does.
         """
         ...
 
     def trained(self, path: tuple[Any, ...], variable: Any) -> bool:
-        """Whether a run trains a variable of the other model.
+        """Returns whether a run trains a variable of the transformed model.
 
         Args:
           path: keys from the model to the variable.
@@ -178,24 +182,24 @@ class ModelTransform(Protocol):
 
 @runtime_checkable
 class MergesModel(Protocol):
-    """A transform whose models can be turned back into ones that it would apply to, as adapters are merged."""
+    """A transform that can fold its changes back into the original model structure, as adapters are merged."""
 
     def merged(self, model: Any) -> Any:
-        """Returns a model without what `apply` added, that computes what the given one computes up to rounding.
+        """Returns a model without the parts that `apply` added; it computes the same function up to rounding.
 
         Args:
-          model: one with values, that `apply` gave; it stays as it is.
+          model: a model with values that `apply` returned; it stays unchanged.
         """
         ...
 
 
 TransformFactory = Callable[[Any, Mapping[str, Any]], ModelTransform]
-"""What the registry `transforms` holds: makes one of a section's config and a sample batch, arrays or their shapes."""
+"""Entry of the registry `transforms`: builds a transform from a section's config and a sample batch (or its shapes)."""
 
 
 @runtime_checkable
 class Observer(Protocol):
-    """Receives every event of a run on the host, in order."""
+    """A receiver of all events of a run, on the host and in order."""
 
     def observe(self, event: Event) -> None: ...
 
@@ -204,9 +208,9 @@ class Observer(Protocol):
 
 @runtime_checkable
 class ObservesInLoop(Observer, Protocol):
-    """An observer that the training loop calls between its steps, such as one that starts a trace or reads a clock.
+    """An observer that the training loop calls between its steps, for instance to start a trace or read a clock.
 
-    Nothing limits how long such a call takes: it must not wait for a disk, a network or a terminal.
+    Its calls have no time limit: they must not wait for a disk, a network or a terminal.
     """
 
     @property

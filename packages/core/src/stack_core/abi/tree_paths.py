@@ -1,4 +1,4 @@
-"""Paths of leaves in a tree, and the patterns by which configs name them."""
+"""Paths of leaves in a pytree, and the patterns by which configs name them."""
 
 import re
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ __all__ = ["path_matches", "path_name"]
 
 
 def path_name(path: Iterable[Any]) -> str:
-    """Writes the path of a leaf with "/" between its segments: "blocks/attention/query/kernel".
+    """Joins the path of a leaf with "/": "blocks/attention/query/kernel".
 
     Args:
       path: keys of `jax.tree_util`, or plain names and numbers.
@@ -19,7 +19,7 @@ def path_name(path: Iterable[Any]) -> str:
 
 
 def path_matches(pattern: str, path: str) -> bool:
-    """Whether a regular expression covers one whole segment of a path, or several in a row.
+    """Returns whether a regular expression matches one full segment of a path, or several consecutive segments.
 
     "query" and "attention/query" match "blocks/attention/query/kernel"; "quer" does not.
     """

@@ -1,4 +1,4 @@
-"""Measurements that choose among the implementations of ops."""
+"""Tuned tables: measurements that choose among the implementations of ops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["TunedTable"]
 
 @runtime_checkable
 class TunedTable(Protocol):
-    """Measurements that choose among the implementations of ops, and their configs."""
+    """A table of measurements that chooses implementations of ops and their configs."""
 
     def lookup(
         self,
@@ -24,12 +24,13 @@ class TunedTable(Protocol):
         candidates: Mapping[str, OpImplementation],
         forward: TunedChoice | None = None,
     ) -> TunedChoice | None:
-        """What to use for one direction of a call on a chip, or None where nothing near enough was measured.
+        """Returns the choice for one direction of a call on a chip, or None if no similar call was measured.
 
-        It is asked while JAX traces, for the forward and then for the backward pass, and reads no arrays.
+        Called while JAX traces, for the forward and then for the backward pass; it reads no arrays.
 
         Args:
-          candidates: what it may choose from, by name: all that support the call, or the one that the caller named.
-          forward: what runs forward, when this is the backward pass.
+          candidates: implementations to choose from, by name: all that support the call, or the one that the caller
+            named.
+          forward: the choice for the forward pass, if this is the backward pass.
         """
         ...

@@ -1,4 +1,4 @@
-"""Where results that are expensive to compute are kept between processes."""
+"""The user's cache directory, for results that are expensive to compute."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,9 @@ __all__ = ["user_cache_dir"]
 
 
 def user_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/stack`, or `~/.cache/stack` where that is not set to an absolute path; it may not exist yet.
+    """Returns `$XDG_CACHE_HOME/stack`, or `~/.cache/stack` if that variable is not an absolute path.
+
+    The directory may not exist yet.
 
     Raises:
       RuntimeError: the user has no home directory.

@@ -95,7 +95,7 @@ def test_rules_are_one_or_several_and_may_be_mappings(rules: Any) -> None:
 
 
 def test_what_are_no_rules_is_refused() -> None:
-    with pytest.raises(RuleError, match=r"7 is no rule and no list of rules\. Give Rule"):
+    with pytest.raises(RuleError, match=r"7 is neither a rule nor a list of rules\. Give Rule"):
         as_rules(7)
     with pytest.raises(ConfigError, match=r"rules\.0 is 7; a mapping with keys of Rule"):
         as_rules([7])

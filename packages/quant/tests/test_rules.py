@@ -77,14 +77,14 @@ def test_a_rule_with_path_and_op_is_for_that_operation() -> None:
     [
         ({"weights": "int8"}, RuleError, "neither path nor op"),
         ({"op": "dot", "weights": "int8"}, RuleError, "weights without a path"),
-        ({"path": "(", "weights": "int8"}, RuleError, "is no regular expression"),
+        ({"path": "(", "weights": "int8"}, RuleError, "is not a regular expression"),
         ({"path": "a", "weights": "int9"}, UnknownName, "int8"),
         ({"path": "a", "weights": "int8", "weight_calibration": "abs_max"}, UnknownName, "absmax"),
         ({"path": "a", "weights": "int8", "activation_calibration": "rms"}, ArgumentError, "rms"),
-        ({"path": "a", "weights": "int8", "weight_calibration": "moving"}, RuleError, "does not come in a stream"),
+        ({"path": "a", "weights": "int8", "weight_calibration": "moving"}, RuleError, "averages over a stream"),
         ({"path": "a", "weights": "int8", "static_ranges": True}, RuleError, "activations that stay in float"),
         ({"path": "a", "weights": "int8", "activation_calibration": "moving"}, RuleError, "that stay in float"),
-        ({"path": "a", "weights": "int8", "smaller_tiles": True}, RuleError, "smaller tiles than none"),
+        ({"path": "a", "weights": "int8", "smaller_tiles": True}, RuleError, "smaller_tiles needs a tile_size"),
     ],
 )
 def test_a_rule_that_makes_no_sense_is_refused(given: Any, error: Any, message: str) -> None:

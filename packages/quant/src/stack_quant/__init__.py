@@ -1,4 +1,4 @@
-"""Quantizes Flax models: a program transform over exact parameter paths, with a coverage report."""
+"""Quantization of JAX models: a program transform driven by rules on parameter paths, with a coverage report."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ __all__ = [
     "report",
 ]
 
-# Imported on first use: importing this package imports no jax.
+# Imported on first use, so that importing this package does not import JAX.
 _MODULES = {
     "ArraySpec": "spec",
     "QArray": "qarray",

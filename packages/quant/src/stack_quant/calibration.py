@@ -1,4 +1,4 @@
-"""The names of calibrations and their arguments, as written in a recipe: "rms,7"."""
+"""Names and arguments of calibrations, as written in a recipe: "rms,7"."""
 
 import math
 from dataclasses import dataclass
@@ -11,14 +11,19 @@ __all__ = ["CALIBRATIONS", "STREAM_BATCHES", "Calibration", "calibration"]
 
 @dataclass(frozen=True)
 class Calibration:
-    """A named way to find the range of an array, with its arguments."""
+    """A method of finding the range of an array, with its arguments.
+
+    Attributes:
+      name: a key of `CALIBRATIONS`.
+      arguments: numbers after the name, or their defaults.
+    """
 
     name: str
     arguments: tuple[float, ...] = ()
 
     @property
     def asymmetric(self) -> bool:
-        """Whether its range need not be centred on zero."""
+        """Whether the range may be off-centre, which requires a zero point."""
         if self.name == "fixed":
             low, high = self.fixed
             return low != -high
@@ -33,27 +38,27 @@ class Calibration:
 
 CALIBRATIONS: Final = {
     "absmax": "absmax[,factor]: the largest magnitude, times factor",
-    "minmax": "minmax[,factor]: from the least to the greatest, times factor, with a zero point",
-    "rms": "rms,factor: factor times the root of the mean square",
-    "percentile": "percentile,p: the least magnitude that p percent of the entries do not exceed",
-    "mse": "mse: the range, of shrunken ones of absmax, whose rounding has the least squared error",
-    "fixed": "fixed,high or fixed,low,high: given, around zero or not",
-    "moving": "moving,decay: over a stream of batches, an average of each one's largest magnitude that forgets",
+    "minmax": "minmax[,factor]: the minimum and the maximum, times factor, with a zero point",
+    "rms": "rms,factor: factor times the root mean square",
+    "percentile": "percentile,p: the p-th percentile of the magnitudes",
+    "mse": "mse: the absmax range, shrunk to the factor with the smallest squared rounding error",
+    "fixed": "fixed,high or fixed,low,high: the given range, centred on zero or not",
+    "moving": "moving,decay: the exponential moving average of the largest magnitudes of a stream of batches",
 }
-"""What each takes and finds."""
+"""Syntax and meaning of each calibration."""
 
 STREAM_BATCHES: Final = 16
-"""Over so many batches of a stream a range is measured, unless it is said otherwise."""
+"""Default number of batches over which static ranges are measured."""
 
 _DEFAULTS = {"absmax": (1.0,), "minmax": (1.0,), "percentile": (99.9,), "moving": (0.99,)}
 
 
 def calibration(text: str) -> Calibration:
-    """Reads "name" or "name,argument,...".
+    """Parses "name" or "name,argument,...".
 
     Raises:
-      UnknownName: no calibration has that name; names the nearest and all.
-      ArgumentError: its arguments are none that it takes; says which it does.
+      UnknownName: no calibration has that name; the message lists the nearest and all of them.
+      ArgumentError: the arguments are not valid; the message describes the expected ones.
     """
     name, *rest = (part.strip() for part in text.split(","))
     if name not in CALIBRATIONS:

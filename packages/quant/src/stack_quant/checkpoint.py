@@ -1,4 +1,4 @@
-"""Trained models of any registered model format, quantized and measured."""
+"""Quantization of checkpoints in any registered model format, with the loss before and after."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,16 +31,18 @@ Progress = Callable[[str, int, int], None]
 
 
 def _untold(stage: str, done: int, total: int) -> None:
-    """A `Progress` that nobody follows."""
+    """Ignores progress (the default `Progress`)."""
 
 
 @dataclass(frozen=True)
 class QuantizedCheckpoint:
-    """What was made.
+    """Result of `quantize_checkpoint`.
 
     Attributes:
-      loss_before, loss_after: means over the same held-out targets; None where there are none.
-      targets: how many these are.
+      destination: run directory that was written.
+      report: coverage report of the quantization.
+      loss_before, loss_after: mean losses over the same held-out targets; None if there are none.
+      targets: number of these targets.
     """
 
     destination: Path
@@ -64,19 +66,22 @@ def quantize_checkpoint(
 
     Args:
       source: "DIR" or "FORMAT:DIR".
-      recipe: a name of `stack_quant.recipes`, or the path of a YAML file; None for that which the model was trained by.
-      data: address of the documents to calibrate and to measure on; None for the model's own.
-      calibration_batches: of the training data, over which the recipe's static ranges are measured.
-      evaluation_batches: of held-out data, at most.
-      progress: receives what is done now, and how many of how many parts of it are.
+      recipe: a name of `stack_quant.recipes` or the path of a YAML file; None: the recipe that the model was trained
+        by.
+      destination: run directory to write, which must not exist.
+      data: address of the documents for calibration and evaluation; None: the model's own data.
+      calibration_batches: number of training batches over which the recipe's static ranges are measured.
+      evaluation_batches: maximum number of held-out batches for the loss; 0 skips the measurement.
+      progress: callback with the name of the current stage, its completed steps and its total steps.
 
     Raises:
-      ConversionError: no format knows the directory, or `destination` exists.
-      QuantError: parameters hold NaN or infinities; names each.
+      ConversionError: no format recognizes the directory, or `destination` exists.
+      QuantError: parameters contain NaN or infinities (the message lists them), or the recipe does not fit the one
+        that the model was trained by.
       StackError: the recipe, the checkpoint or the data cannot be used.
     """
     if destination.exists():
-        raise ConversionError(f"{destination} exists already; nothing is overwritten. Choose a new directory.")
+        raise ConversionError(f"{destination} exists already and is not overwritten. Choose a new directory.")
     given = None if recipe is None else load_recipe(recipe)
     progress("reading the model", 0, 1)
     trained = open_model(source, data=data)
@@ -105,26 +110,26 @@ def _followed(batches: Iterable[Batch], count: int, progress: Progress) -> Itera
 
 
 def _rules(source: str, trained_by: QuantConfig | None, given: tuple[Rule, ...] | None) -> tuple[Rule, ...]:
-    """Those that are given, which must be those that the model was trained by, if it was."""
+    """Returns the requested rules or, for a model trained by rules, these; the two must not differ."""
     if trained_by is None and given is not None:
         return given
     if trained_by is None:
         raise QuantError(
-            f"{source} was not trained by a recipe, so that one has to be given: --recipe FILE.yaml, or one of "
+            f"{source} was not trained by a recipe, so a recipe is required: --recipe FILE.yaml, or one of "
             f"{', '.join(recipe_names())}."
         )
     own = tuple(replace(rule, gradients=None) for rule in trained_by.rules)
     if given is not None and (lines := differences({"rules": to_mapping(given)}, {"rules": to_mapping(own)})):
         listing = "\n  ".join(lines)
         raise QuantError(
-            f"The model of {source} was trained by another recipe; here is the one that is given, not that one:\n  "
-            f"{listing}\nLeave --recipe out to quantize by that one, or train without it."
+            f"The model of {source} was trained by a different recipe. Requested, rather than trained by:\n  "
+            f"{listing}\nLeave --recipe out to quantize by the recipe of the training, or train without a recipe."
         )
     return own
 
 
 def _check_finite(source: str, model: Any) -> None:
-    from flax import nnx  # here, where there is a module, whose maker has flax; stack-quant itself does without
+    from flax import nnx  # an optional dependency, installed if there is an nnx.Module
 
     flat = nnx.traversals.flatten_mapping(nnx.to_pure_dict(nnx.state(model)))
     named = {"/".join(map(str, keys)): array for keys, array in flat.items()}
@@ -132,8 +137,8 @@ def _check_finite(source: str, model: Any) -> None:
     if lines:
         listing = "\n".join(lines)
         raise QuantError(
-            f"The model of {source} has parameters with entries that are NaN or infinite:\n{listing}\n"
-            "No rounding mends them. Take an earlier checkpoint, or train it again from one."
+            f"The model of {source} has parameters with NaN or infinite entries:\n{listing}\n"
+            "They cannot be quantized. Use an earlier checkpoint, or train the model again from one."
         )
 
 
@@ -147,8 +152,8 @@ def _mean_loss(
     batches: Sequence[Mapping[str, Any]],
     progress: Callable[[int, int], None],
 ) -> tuple[float | None, int]:
-    """The mean over all targets, and how many they are."""
-    from flax import nnx  # as above
+    """Computes the mean loss over all targets. Returns it with the number of targets; (None, 0) without any."""
+    from flax import nnx  # an optional dependency, as above
 
     graph, state = nnx.split(model)
     compiled = jax.jit(lambda state, batch: metrics(nnx.merge(graph, state), batch))

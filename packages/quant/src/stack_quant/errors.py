@@ -1,8 +1,8 @@
-"""Every exception that a user of stack-quant can cause, beside those of core's that its arguments raise.
+"""The exceptions of stack-quant. Invalid arguments raise the exceptions of stack-core.
 
 stack_core.abi.errors.StackError
 └── QuantError
-    └── RuleError    a rule that contradicts itself, or that nothing matches
+    └── RuleError    a rule that contradicts itself or matches nothing
 
 The command line prints their messages without a traceback and exits with status 2.
 """
@@ -13,8 +13,8 @@ __all__ = ["QuantError", "RuleError"]
 
 
 class QuantError(StackError):
-    """What cannot be quantized, or was not."""
+    """A model or checkpoint that cannot be quantized, or that is not quantized as expected."""
 
 
 class RuleError(QuantError):
-    """A rule that contradicts itself, or that nothing matches."""
+    """A rule that contradicts itself, matches nothing or quantizes nothing."""

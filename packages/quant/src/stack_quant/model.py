@@ -1,6 +1,7 @@
-"""Quantizes models, and functions of parameters.
+"""Quantization of models and of functions of parameters.
 
-Methods that round gradients at random do so with a key that the caller hands over, and without one not at random:
+Methods with stochastic rounding of gradients draw from a key that the caller passes. Without a key they round to the
+nearest value:
 
     loss, gradients = jax.value_and_grad(lambda model: loss_of(model.with_key(key), batch))(model)
 """
@@ -43,24 +44,27 @@ def quantize_function(
 ) -> "QuantizedModel":
     """Quantizes the parameters of `fn(params, *args)` by rules on their paths.
 
-    The result's `quantized(*args)` calls `fn` on its quantized parameters; `quantized.apply(params, *args)` calls it
-    on given ones of the same structure, such as those after a training step. Parameters that are quantized already are
-    dequantized first, and by the new rules quantized or left in float.
+    `quantized(*args)` of the result calls `fn` on the quantized parameters. `quantized.apply(params, *args)` calls it
+    on other parameters of the same structure, such as the parameters after a training step. Parameters that are
+    already quantized are dequantized first; the new rules then quantize them or leave them in float.
 
     Args:
-      fn: traced, never patched; a linen module's `apply` with its variables as `params` is one.
-      params: a pytree; a parameter's path is made of its keys, indices and attributes, with "/" between.
-      rules: in order, or one alone, as `Rule`s or mappings; or a recipe's name, such as "w4a8", or its file.
-      sample_args: arguments of a call: arrays, or shapes where no rule needs values. Other calls may have other shapes.
+      fn: function to quantize, which is traced and never patched. For a linen module pass `module.apply`, with its
+        variables as `params`.
+      params: pytree of parameters. The keys, indices and attributes of a leaf, joined by "/", are its path.
+      rules: one `Rule` or mapping, or a sequence of them in order of precedence; or a recipe, as a name such as "w4a8"
+        or as the path of a YAML file.
+      sample_args: arguments of one call, as arrays or as shapes. Later calls may have other shapes.
       method: a name of the registry `methods`, such as "qat".
-      stream: arguments of calls over which static ranges are measured, where rules ask for these.
-      stream_batches: of the stream, at most.
+      stream: arguments of the calls over which static ranges are measured. Method "ptq" needs it for rules with static
+        ranges.
+      stream_batches: maximum number of calls taken from the stream.
 
     Raises:
-      RuleError: a rule matches nothing, or asks for what the method does not do.
-      ShapeError: a tile does not divide the axis that it lies along.
-      ArgumentError: a parameter that is to be quantized holds NaN or infinities.
-      UnknownName: no such method.
+      RuleError: a rule matches nothing, or the method does not support it.
+      ShapeError: a tile size does not divide its axis.
+      ArgumentError: a parameter to be quantized contains NaN or infinities.
+      UnknownName: the method is not registered.
     """
     parameters = Parameters.of(params)
     calls = None if stream is None else ((args, {}) for args in islice(stream, stream_batches))
@@ -81,22 +85,23 @@ def quantize_model(
 ) -> M:
     """Quantizes a model by rules on the paths of its parameters.
 
-    An `nnx.Module` gives one of a subclass of its own class: with the same attributes and variables, of which some hold
-    quantized arrays, and with methods that run as programs on these. The module that was given stays as it is. Any
-    other callable pytree, such as an Equinox module, gives a `QuantizedModel`. Of a model that was trained by a method
-    the parameters are those that were trained; those of a quantized model are dequantized first.
+    For an `nnx.Module` the result is an instance of a subclass of its class. It has the same attributes and variables,
+    some of which store quantized arrays, and its methods run as programs on them. The original module is not changed.
+    For any other callable pytree, such as an Equinox module, the result is a `QuantizedModel`. A model in training by
+    "qat" or "qt" is quantized from its float parameters; a quantized model is dequantized first.
 
     Args:
-      rules: as of `quantize_function`.
-      sample_batch: arguments of a call, arrays or shapes: a tuple of them in order, a mapping by name, else the only
-        one. Of a language model's batch what the model takes is used.
+      model: an `nnx.Module` or a callable pytree.
+      rules: as for `quantize_function`.
+      sample_batch: arguments of one call, as arrays or shapes: a tuple of positional arguments, a mapping of keyword
+        arguments, or a single argument. A language model uses only the entries that are its inputs.
       method: a name of the registry `methods`, such as "qat".
-      call: `call(model, *args)` or `call(model, **kwargs)` uses the model as it will be used, so that all its products
-        are seen; by default it is called, and a language model is asked for logits.
-      stream: batches like `sample_batch` but of any sizes, such as a Grain iterator, over which static ranges are
-        measured, where rules ask for these. The ranges are kept with the parameters: as a variable `static_ranges` of a
-        module.
-      stream_batches: of the stream, at most.
+      call: `call(model, *args)` or `call(model, **kwargs)`, a function that runs every product the model will be used
+        for. By default the model is called, and a language model also computes logits.
+      stream: batches in the form of `sample_batch`, of any sizes, over which static ranges are measured; for example a
+        Grain iterator. Method "ptq" needs it for rules with static ranges. A module stores the ranges in its attribute
+        `static_ranges`.
+      stream_batches: maximum number of batches taken from the stream.
 
     Raises:
       As `quantize_function`, and QuantError: the model is neither an `nnx.Module` nor a callable pytree.
@@ -120,7 +125,7 @@ def quantize_model(
 
 
 def report(model: Any) -> Report:
-    """What `quantize_model` or `quantize_function` did.
+    """Returns the report of `quantize_model` or `quantize_function`.
 
     Raises:
       QuantError: the model is not quantized.
@@ -141,18 +146,19 @@ def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
     data_fields=["params", "ranges", "key"],
     meta_fields=["quantization", "function"],
 )
-@dataclass(frozen=True, eq=False)  # `jax.jit` hashes the functions that it compiles
+@dataclass(frozen=True, eq=False)  # hashed by identity: `jax.jit` hashes the functions that it compiles
 class QuantizedModel:
     """A callable pytree with quantized leaves: a model, or a function with its parameters.
 
-    Methods and properties of a model are its own, run as programs. Its submodules, read as attributes, have dequantized
-    parameters, and are called as any.
+    Methods and properties of the wrapped model are available and run as programs. Submodules, read as attributes, have
+    dequantized parameters and can be called as usual.
 
     Attributes:
-      params: the model, or the function's parameters, with quantized leaves.
-      ranges: the static ranges of activations, by site.
-      key: what its gradients are rounded at random with, or None.
-      function: `function(params, *args)` is what is computed; of a model, its call.
+      params: the model, or the parameters of the function, with quantized leaves.
+      quantization: the plan by which programs run, and the report.
+      ranges: static ranges of activations, by site.
+      key: PRNG key of the stochastic rounding of gradients; None rounds to the nearest.
+      function: the computation, `function(params, *args)`. For a model, its `__call__`.
     """
 
     params: Any
@@ -165,17 +171,17 @@ class QuantizedModel:
         return self.apply(self.params, *args, **kwargs)
 
     def apply(self, params: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function on `params`, which replace its own: those after a training step, for instance."""
+        """Calls the function on `params` instead of its own parameters, for instance after a training step."""
         return self.quantization.call(self.function, params, State(self.ranges, self.key), *args, **kwargs)
 
     def with_key(self, key: jax.Array | None) -> "QuantizedModel":
-        """The model whose gradients are rounded at random, drawn from a key: a new one for each step."""
+        """Returns the model with a key for stochastic rounding of gradients. Pass a new key at each step."""
         return dataclasses.replace(self, key=key)
 
     def __getattr__(self, name: str) -> Any:
-        """A method or property of the model, run as a program; or what it holds, parameters dequantized."""
+        """Returns a method or property of the model as a program, or another attribute with dequantized parameters."""
         if name.startswith("__") or name in ("params", "quantization", "ranges", "key"):
-            raise AttributeError(name)  # not there yet, as while it is unpickled
+            raise AttributeError(name)  # unpickling reads attributes before it has set these, which would recurse
         found, state = inspect.getattr_static(type(self.params), name, None), State(self.ranges, self.key)
         if inspect.isfunction(found):
             return functools.partial(self.quantization.call, found, self.params, state)
@@ -197,5 +203,5 @@ def _arguments(sample_batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _is_nnx_module(model: Any) -> bool:
-    flax = sys.modules.get("flax.nnx")  # who has a module has imported it
+    flax = sys.modules.get("flax.nnx")  # Flax is optional: if it is not imported, no nnx.Module can exist
     return flax is not None and isinstance(model, flax.Module)

@@ -1,4 +1,4 @@
-"""What stack-quant registers."""
+"""The plugin of stack-quant: its transforms, methods, config sections and commands."""
 
 from stack_core.abi.hookspecs import hookimpl
 from stack_core.abi.registry import Registrar

@@ -1,4 +1,4 @@
-"""Arrays that are stored quantized."""
+"""Quantized arrays."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ __all__ = ["QArray", "dequantize"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QArray:
-    """A quantized array: a pytree whose leaves lead with the array's own leading axes, so that it stacks and slices.
+    """A quantized array: a pytree whose leaves share the leading axes of the array, so that it stacks and slices.
 
-    It stands for `(value - zero_point) * scale * scale_unit`, each repeated over what it covers; value is the code, or
-    the entry of the type's codebook that the code indexes.
+    Its dequantized value is `(value - zero_point) * scale * scale_unit`, with each factor repeated over its tile. Here
+    value is the code, or the entry of the type's codebook at the code.
 
     Invariants, for the logical shape `shape`:
 
@@ -36,15 +36,15 @@ class QArray:
         zero_point.shape == scale.shape
 
     Attributes:
-      planes: the codes; several arrays where `stack_quant.packing` cuts them.
-      scale: float32; float8_e8m0fnu in mx types; float8_e4m3fn in nvfp4 and uint8 if double quantized.
-      scale_unit: float32, what a scale of e4m3 or uint8 is a multiple of; else None.
-      zero_point: int8, the code that stands for 0; None if that is 0.
+      planes: the codes; several arrays if `stack_quant.packing` splits them.
+      scale: float32; float8_e8m0fnu in mx types, float8_e4m3fn in nvfp4, uint8 if double quantized.
+      scale_unit: float32 unit of float8_e4m3fn and uint8 scales; else None.
+      zero_point: int8, the code of 0; None if this code is 0.
       type: a name of `stack_quant.qtypes`.
-      dtype: the name of the dtype that it stands for.
+      dtype: name of the dtype of the dequantized array.
     """
 
-    planes: tuple[Any, ...]  # JAX builds it of shapes, axes and shardings too
+    planes: tuple[Any, ...]  # Any, as JAX also builds this pytree from shapes, axes and shardings
     scale: Any
     scale_unit: Any
     zero_point: Any
@@ -71,17 +71,17 @@ class QArray:
 
     @property
     def nbytes(self) -> int:
-        """What all its leaves occupy, codes of less than a byte as they are stored."""
+        """Size of all leaves in bytes, with codes of less than a byte in packed form."""
         return sum(stored_bytes(leaf) for leaf in jax.tree.leaves(self))
 
     @property
     def codes(self) -> jax.Array:
-        """The codes, unpacked, of dtype `qtype.code_dtype` and the logical shape."""
+        """The unpacked codes, of dtype `qtype.code_dtype` and the logical shape."""
         return unpack(self.planes, self.qtype)
 
     @property
     def full_scale(self) -> jax.Array:
-        """float32, of the shape of `scale`: the scale times its unit."""
+        """The scale times its unit: float32, of the shape of `scale`."""
         if self.scale.dtype == jnp.float32:
             return self.scale
         scale = lax.stop_gradient(self.scale).astype(jnp.float32)
@@ -89,7 +89,7 @@ class QArray:
 
     @property
     def scheme(self) -> str:
-        """For messages: "int4/t128", the type and the tiles along axes that are cut."""
+        """Description for messages, such as "int4/t128": the type and the tile sizes."""
         pairs = zip(self.shape, self.scale.shape, strict=True)
         tiles = [f"{size // count}" for size, count in pairs if 1 < count < size]
         return "/t".join([self.type, "x".join(tiles)]) if tiles else self.type
@@ -97,23 +97,24 @@ class QArray:
     def __getitem__(self, index: Any) -> jax.Array:
         """Returns dequantized entries, so that a layer that reads its parameter as `kernel[...]` gets floats.
 
-        An integer, or an array of integers, takes entries along the first axis and dequantizes no others.
+        An integer, or an array of integers, selects entries along the first axis and dequantizes only these.
         """
         if not _is_integer(index) or self.ndim == 0:
             return dequantize(self)[index]
         index = jnp.asarray(index)
-        if jnp.iinfo(index.dtype).bits < 32:  # the number of rows may not fit
+        if jnp.iinfo(index.dtype).bits < 32:  # the number of rows, which is added below, may exceed a small dtype
             index = index.astype(jnp.int32)
         index = jnp.where(index < 0, index + np.asarray(self.shape[0], index.dtype), index)
         return take(self, index, 0, self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Returns the dequantized array for NumPy, always a copy."""
-        if copy is False:  # NumPy's protocol asks for a ValueError
+        if copy is False:  # NumPy's protocol requires a ValueError
             raise ValueError("A quantized array is dequantized for NumPy, which makes a copy. Leave out copy=False.")
         return np.asarray(dequantize(self), dtype)
 
-    __iter__: ClassVar[None] = None  # with `__getitem__` alone Python would count up for ever, as indices are clamped
+    # Without `__iter__` Python would iterate by `__getitem__` and never stop, as indices out of range are clamped.
+    __iter__: ClassVar[None] = None
 
     def __jax_array__(self) -> jax.Array:
         return dequantize(self)
@@ -132,5 +133,5 @@ def _is_integer(index: Any) -> bool:
 
 
 def dequantize(array: QArray, dtype: DTypeLike | None = None) -> jax.Array:
-    """What `array` stands for, as `dtype`, by default its own."""
+    """Dequantizes `array` to `dtype`, by default to `array.dtype`."""
     return ops.dequantize(array, array.dtype if dtype is None else dtype)

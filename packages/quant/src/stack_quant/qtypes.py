@@ -1,4 +1,4 @@
-"""What a code can stand for: integers, small floats, or the levels of a codebook."""
+"""Quantized types: integers, small floats and codebooks."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -13,13 +13,13 @@ class QType:
     """A quantized type.
 
     Attributes:
-      bits: of one code, as it is stored.
-      code_dtype: the JAX dtype of the codes, once they are unpacked.
-      smallest, largest: the least and the greatest value that a code stands for.
-      codebook: the increasing values that codes index, or None where a code stands for itself.
-      block_size: how many elements share a scale, where the type says so.
-      scale_dtype: of the stored scale. One of less than 32 bits that is no power of two is in units of a second,
-        float32 one.
+      name: name of the type in rules and specs.
+      bits: size of a stored code.
+      code_dtype: JAX dtype of the unpacked codes.
+      smallest, largest: smallest and largest value of a code.
+      codebook: increasing values that the codes index; None if a code is its own value.
+      block_size: number of entries that share a scale, if the type prescribes it; else None.
+      scale_dtype: dtype of the stored scales. float8_e4m3fn scales are multiples of a float32 unit.
     """
 
     name: str
@@ -33,7 +33,7 @@ class QType:
 
     @property
     def is_integer(self) -> bool:
-        """Whether codes are evenly spaced integers, which alone can have a zero point."""
+        """Whether codes are evenly spaced integers. Only these can have a zero point."""
         return self.name.startswith("int")
 
 
@@ -87,10 +87,10 @@ QTYPES: Final = {one.name: one for one in _ALL}
 
 
 def qtype(name: str) -> QType:
-    """The type of that name.
+    """Returns the type of that name.
 
     Raises:
-      UnknownName: there is none; names the nearest and all.
+      UnknownName: there is no such type; the message lists the nearest and all of them.
     """
     if name not in QTYPES:
         raise UnknownName(f"Unknown type {name!r}.{nearest(name, QTYPES)} Types: {', '.join(QTYPES)}.")

@@ -1,4 +1,4 @@
-"""From a function of parameters and rules to quantized parameters, and programs that run on them."""
+"""Quantization of a function's parameters by rules, and calls of functions on quantized parameters."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,25 +32,30 @@ __all__ = ["Quantization", "State", "quantized", "unquantized"]
 
 @dataclass(frozen=True, eq=False)
 class Quantization:
-    """What a quantized model remembers: how its programs are to be run, and what was done."""
+    """The plan of a quantized model, by which its programs run.
+
+    Attributes:
+      treatment: rules, method and the plan of each parameter.
+      report: the coverage report.
+    """
 
     treatment: Treatment
     report: Report
     _compiled: Compiled = field(default_factory=Compiled, init=False, repr=False)
 
     def call(self, fn: Callable[..., Any], params: Any, state: "State", *args: Any, **kwargs: Any) -> Any:
-        """`fn(params, *args, **kwargs)` with the quantized parameters in its products.
+        """Computes `fn(params, *args, **kwargs)` with the quantized parameters in its products.
 
-        `fn` is traced in float for the shapes of this call, and what was traced is run on `params`. Nothing is patched,
-        so that calls of `fn` itself are not concerned. A call outside of JAX's transformations compiles this once for
-        the shapes of its arguments, unless there are numbers of Python among them, on which `fn` may branch.
+        `fn` is traced in float for the shapes of this call, and the trace runs on `params`. Nothing is patched: direct
+        calls of `fn` are not affected. A call outside of JAX transformations is compiled once per argument shapes,
+        unless an argument is a Python number, on which `fn` may branch.
         """
         return self._run("run", fn, params, state, args, kwargs)
 
     def assign(
         self, fn: Callable[..., Any], params: Any, state: "State", *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """As `call`, of a function that returns a result and new values by path; also those that are really new."""
+        """Calls a function that returns a result and new values by path. Returns only values that really changed."""
         return self._run("assign", fn, params, state, args, kwargs)
 
     def _run(
@@ -62,7 +67,7 @@ class Quantization:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Traces a call and runs it by a method of `Program`."""
+        """Traces a call and runs the trace by the method `how` of `Program`."""
         parameters, state = Parameters.of(params), state._replace(factors=dict(state.factors))
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_quantized)
         fixed = tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)
@@ -78,7 +83,7 @@ class Quantization:
             held = {"ranges": state.ranges, "key": state.key, "factors": state.factors}
             return getattr(program, how)(now.arrays, self.treatment, **held)
 
-        arrays = list(parameters.arrays.values())  # in their order, which that of their names is not
+        arrays = list(parameters.arrays.values())  # a list, as JAX would sort a dict by its keys
         given = [leaf for leaf in leaves if is_array(leaf)]
         identity = (how, fn, parameters.structure, parameters.paths, model, structure, fixed)
         if _is_traced((arrays, given, state)) or not _is_fixed(fixed, identity):
@@ -86,19 +91,19 @@ class Quantization:
         return self._compiled(identity, run, arrays, given, state)
 
     def quantize(self, path: str, tree: Any) -> Any:
-        """One parameter, or all those under a path, as the whole was planned.
+        """Quantizes one parameter, or all parameters under a path, as planned for the model.
 
-        So a checkpoint is quantized as it is read, one part in memory at a time: `quantize_function` and
-        `quantize_model` plan from shapes alone.
+        A checkpoint can therefore be quantized while it is read, with one part in memory at a time:
+        `quantize_function` and `quantize_model` need only shapes for planning.
 
         Args:
-          path: of the array, or of the subtree: "layers/0".
-          tree: floating arrays; what the rules leave in float comes back as it is.
+          path: path of the array or of the subtree, such as "layers/0".
+          tree: floating arrays. Arrays that the rules leave in float are returned unchanged.
 
         Raises:
-          UnknownName: the model has no such parameter; names the nearest.
-          ShapeError: it has another shape there.
-          ArgumentError: it holds NaN or infinities.
+          UnknownName: the model has no such parameter; the message lists the nearest.
+          ShapeError: the parameter has a different shape in the model.
+          ArgumentError: an array contains NaN or infinities.
         """
         part = Parameters.of(tree)
         planned = {row.path: row for row in self.report.parameters}
@@ -109,8 +114,8 @@ class Quantization:
                 raise UnknownName(f"The model has no parameter {full!r}.{nearest(full, planned)}")
             if planned[full].shape != array.shape:
                 raise ShapeError(
-                    f"{full}: an array of shape {list(array.shape)}, where the model was planned with "
-                    f"{list(planned[full].shape)}. Give it in that shape, or plan for the shapes that it has."
+                    f"{full}: an array of shape {list(array.shape)}, but the model was planned with "
+                    f"{list(planned[full].shape)}. Pass an array of that shape, or plan with the shapes of the arrays."
                 )
             spec = self.treatment.specs.get(full)
             arrays[below] = array if spec is None else _parameter(self.treatment.method, array, spec, full)
@@ -118,7 +123,7 @@ class Quantization:
 
 
 _ARRAY: Final = object()
-"""Stands in the place of an array."""
+"""Placeholder for an array in the cache key of a call."""
 
 
 def _is_traced(tree: Any) -> bool:
@@ -126,7 +131,7 @@ def _is_traced(tree: Any) -> bool:
 
 
 def _is_fixed(fixed: Sequence[Any], identity: Any) -> bool:
-    """Whether further calls are likely to have the same identity."""
+    """Returns whether a call is worth caching: its key is hashable and has no Python numbers, which tend to vary."""
     if any(isinstance(leaf, int | float | complex) and not isinstance(leaf, bool) for leaf in fixed):
         return False
     try:
@@ -137,12 +142,12 @@ def _is_fixed(fixed: Sequence[Any], identity: Any) -> bool:
 
 
 class State(NamedTuple):
-    """What a quantized model holds beside its parameters.
+    """Arrays of a quantized model in addition to its parameters.
 
     Attributes:
-      ranges: the static ranges of activations, by site.
-      key: what its gradients are rounded at random with, by methods that do so; None rounds them to the nearest.
-      factors: those of its adapters, by the path of the parameter.
+      ranges: static ranges of activations, by site.
+      key: PRNG key of the stochastic rounding of gradients; None rounds to the nearest.
+      factors: factors of the adapters, by the path of the parameter.
     """
 
     ranges: Mapping[str, Range]
@@ -163,12 +168,12 @@ def quantized(
     """Quantizes the parameters of `fn(params, *args, **kwargs)`.
 
     Args:
-      name: of the method.
+      name: name of the method.
       stream: calls over which static ranges are measured.
-      may_quantize: whether the array at a path is a parameter at all.
+      may_quantize: predicate on paths that is False for arrays that are not parameters.
 
     Returns:
-      All arrays by path, the static ranges by site, and how to run programs with them.
+      All arrays by path, the static ranges by site, and the plan by which programs run.
     """
     chosen = method(name)
     chosen.check(rules)
@@ -198,7 +203,7 @@ def quantized(
 
 
 def _check_trained(treatment: Treatment, rows: Sequence[OpRow]) -> None:
-    """Raises an error if a rule is for products that the method does not train, and for no others."""
+    """Raises an error if a rule applies only to products that the method cannot train."""
     if treatment.method.products is None:
         return
     for number, rule in enumerate(treatment.rules):
@@ -208,18 +213,18 @@ def _check_trained(treatment: Treatment, rows: Sequence[OpRow]) -> None:
         if all(row.computed == "float" for row in mine):
             reasons = "; ".join(dict.fromkeys(f"{row.op}: {row.reason}" for row in mine))
             raise RuleError(
-                f"Rule {number}, {rule}: method {treatment.method.name!r} quantizes none of the operations that it is "
-                f"for. {reasons}. Use method 'qat', give it other parameters, or mark it optional=True."
+                f"Rule {number}, {rule}: method {treatment.method.name!r} quantizes none of the operations that the "
+                f"rule matches. {reasons}. Use method 'qat', change the rule, or mark it optional=True."
             )
 
 
 def unquantized() -> Quantization:
-    """How programs of a model are run that no rule quantizes."""
+    """Returns the plan of a model without rules, which runs in float."""
     return Quantization(Treatment((), method("ptq")), coverage.report("ptq", (), (), ()))
 
 
 def _floats(array: Any) -> Any:
-    """The floats that a quantized parameter stands for, which are quantized anew; any other as it is."""
+    """Dequantizes a quantized parameter, so that new rules can quantize it; returns any other unchanged."""
     if not is_quantized(array):
         return array
     if isinstance(jax.tree.leaves(array)[0], jax.ShapeDtypeStruct):

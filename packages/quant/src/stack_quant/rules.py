@@ -1,4 +1,4 @@
-"""Rules: which parameters and which products are quantized, and how. The first that matches wins."""
+"""Rules: which parameters and products are quantized, and how. The first matching rule applies."""
 
 import dataclasses
 import re
@@ -19,7 +19,7 @@ __all__ = ["Rule", "unmatched"]
 
 @config
 class Rule:
-    r"""What to quantize, and how. A rule that asks for nothing leaves what it matches in float.
+    r"""A rule for parameters or products. A rule without types leaves its matches in float.
 
         Rule(path=r"embedder", weights="int8")
         Rule(path=r"layers/.*/mlp", weights="int4", activations="int4", tile_size=128, weight_calibration="rms,7")
@@ -27,28 +27,31 @@ class Rule:
         Rule(path=r"layers/(0|1)")                                      # left in float
 
     Attributes:
-      path: a regular expression that covers one whole segment, or several in a row, of a parameter's path, which has
-        "/" between its segments: "query" is in "blocks/query/kernel", "quer" is not.
-      op: a regular expression found anywhere in the name of an operation: the named scopes around it, then its own
-        name, with "/" between them: "blocks/attention/dot_general", "decoder/linear". Without a path the rule is for
-        products of two activations; with one, the parameter is left in float in all other operations.
-      weights: the type of the parameter, of `stack_quant.qtypes`.
-      activations: that of what the parameter is multiplied with, quantized at run time; or of both operands.
-      gradients: that of the gradients, in quantized training.
-      tile_size: how many entries along the contracted axis share a scale; None is all of them. Of two numbers, such as
-        (128, 128), the second is how many outputs of a weight share it, too: without one each has a scale of its own.
-      smaller_tiles: where `tile_size` does not divide that axis, the largest tile below that does is taken, and the
-        report says so; where that is less than an eighth of `tile_size`, the smallest one above. Otherwise it is an
-        error.
-      weight_calibration: how the range of a weight is found, of `stack_quant.calibration`.
-      activation_calibration: how that of an activation is.
-      static_ranges: ranges of activations are measured over a stream of batches before, and kept with the model: one of
-        the whole activation, or of each tile, in each of the layers that a scan runs. An average that forgets,
-        "moving,0.99", is always measured so. Otherwise each row of each call has a range of its own.
-      double_quantized: scales of tiles are stored in 8 bits.
-      range_ends: where integers put the ends of a range, of `stack_quant.spec.RANGE_ENDS`. Activations of 8 bits take
-        "exact" in the place of "fitted", which takes three times as long to quantize for less than 1% of the error.
-      optional: that nothing matches is no error.
+      path: regular expression that matches one or several consecutive whole segments of a parameter's path, whose
+        segments are separated by "/": "query" matches "blocks/query/kernel", "quer" does not. None: the rule applies
+        to products of two activations.
+      op: regular expression that is searched in the name of an operation. The name consists of the enclosing named
+        scopes and the operation, separated by "/": "blocks/attention/dot_general", "decoder/linear". With a path, the
+        parameter stays in float in all other operations. None matches all operations.
+      weights: type of the parameter, a name of `stack_quant.qtypes`; None leaves it in float.
+      activations: type of the operand that is multiplied with the parameter, or of both operands of a product of
+        activations. They are quantized at run time; None leaves them in float.
+      gradients: type of the cotangents in quantized training (method "qt"); None leaves them in float.
+      tile_size: number of entries along the contracted axis that share a scale; None: all of them. The second number of
+        a pair, such as (128, 128), is the number of outputs of a weight that share a scale; without it each output has
+        its own.
+      smaller_tiles: if `tile_size` does not divide the axis, use the largest divisor below it and note this in the
+        report. If this divisor is less than an eighth of `tile_size`, use the smallest divisor above. By default a
+        `tile_size` that does not divide the axis is an error.
+      weight_calibration: method of finding the range of a weight, of `stack_quant.calibration`.
+      activation_calibration: method of finding the range of an activation. "moving,0.99" implies static ranges.
+      static_ranges: measure the ranges of activations in advance over a stream of batches and store them with the
+        model. Each activation, or each of its tiles, has one range per layer of a scan. By default each row of each
+        call has its own range.
+      double_quantized: store the scales of tiles in 8 bits.
+      range_ends: position of the ends of a range among integer codes, a name of `stack_quant.spec.RANGE_ENDS`. For
+        8-bit activations "fitted" means "exact": fitting takes three times as long and saves less than 1% of the error.
+      optional: allow the rule to match, or to quantize, nothing. By default this is an error.
     """
 
     path: str | None = None
@@ -67,22 +70,25 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.path is None and self.op is None:
-            raise RuleError(f"{self}: neither path nor op says what it is for. Give one; path='.*' is every parameter.")
+            raise RuleError(f"{self}: neither path nor op is set. Set one; path='.*' matches every parameter.")
         if self.path is None and self.weights is not None:
-            raise RuleError(f"{self}: weights without a path. Say which: path='.*' is every parameter.")
+            raise RuleError(f"{self}: weights without a path. Set a path; path='.*' matches every parameter.")
         for name in ("path", "op"):
             _check_pattern(self, name)
         for kind in (self.weights, self.activations, self.gradients):
             if kind is not None:
                 qtype(kind)
         if self.smaller_tiles and self.tile_size is None:
-            raise RuleError(f"{self}: smaller tiles than none. Say how many entries share a scale: tile_size=128.")
+            raise RuleError(f"{self}: smaller_tiles needs a tile_size, such as tile_size=128.")
         if calibration(self.weight_calibration).name == "moving":
-            raise RuleError(f"{self}: a weight does not come in a stream to average over. Take absmax, or another.")
+            raise RuleError(
+                f"{self}: weight_calibration='moving' averages over a stream of batches, and a weight has only one "
+                "value. Use another calibration, such as absmax."
+            )
         calibration(self.activation_calibration)
         check_range_ends(self.range_ends, [kind for kind in (self.weights, self.activations) if kind is not None])
         if self.is_static and self.activations is None:
-            raise RuleError(f"{self}: ranges of activations that stay in float. Say what activations become, too.")
+            raise RuleError(f"{self}: static ranges of activations that stay in float. Set `activations` to a type.")
 
     @property
     def is_static(self) -> bool:
@@ -91,7 +97,7 @@ class Rule:
 
     @property
     def tiles(self) -> tuple[int | None, int | None]:
-        """How many entries share a scale along the contracted axes, None for all, and the kept ones, None for one."""
+        """Entries that share a scale along the contracted axes (None: all) and along the kept axes (None: one)."""
         return self.tile_size if isinstance(self.tile_size, tuple) else (self.tile_size, None)
 
     def __str__(self) -> str:
@@ -99,30 +105,30 @@ class Rule:
         return f"Rule({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in given)})"
 
     def matches_path(self, path: str) -> bool:
-        """Whether `path` has whole segments that the rule's path covers."""
+        """Returns whether the rule's path matches whole segments of `path`."""
         return self.path is not None and path_matches(self.path, path)
 
     def matches_op(self, name: str) -> bool:
-        """Whether the rule is for the operation of that name; one without `op` is for all."""
+        """Returns whether the rule applies to an operation; a rule without `op` applies to all."""
         return self.op is None or re.search(self.op, name) is not None
 
 
 def unmatched(rule: Rule, number: int, *, paths: Sequence[str], ops: Sequence[str]) -> str:
-    """The message about a rule that matches nothing; names what is near.
+    """Formats the error message for a rule that matches nothing, with the nearest names.
 
     Args:
-      number: the rule's place, from 0.
-      paths: of the parameters that no earlier rule took.
-      ops: the names of the operations.
+      number: index of the rule, from 0.
+      paths: paths of the parameters that no earlier rule matched.
+      ops: names of the operations.
     """
     lines = [f"Rule {number}, {rule}, matches nothing."]
     if rule.path is not None:
-        close = nearest(rule.path, paths) or f" The parameters that are left: {_listed(paths)}."
-        lines.append(f"No parameter that an earlier rule left has it in its path.{close}")
+        close = nearest(rule.path, paths) or f" The remaining parameters: {_listed(paths)}."
+        lines.append(f"Its path matches no parameter, except those of earlier rules.{close}")
     if rule.op is not None:
         close = nearest(rule.op, ops) or f" The operations: {_listed(ops)}."
-        lines.append(f"No operation that it could be for has it in its name.{close}")
-    return " ".join([*lines, "Mend the rule, or mark it optional=True."])
+        lines.append(f"Its op matches no operation.{close}")
+    return " ".join([*lines, "Correct the rule, or mark it optional=True."])
 
 
 def _listed(names: Sequence[str], most: int = 12) -> str:
@@ -135,4 +141,4 @@ def _check_pattern(rule: Rule, name: str) -> None:
     try:
         re.compile(pattern or "")
     except re.error as error:
-        raise RuleError(f"{name}={pattern!r} is no regular expression: {error}.") from None
+        raise RuleError(f"{name}={pattern!r} is not a regular expression: {error}.") from None

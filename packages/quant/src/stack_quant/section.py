@@ -1,4 +1,4 @@
-"""The `quant:` section of a run, and the transform that applies it."""
+"""The `quant:` section of a run config, and the model transform that applies it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +23,13 @@ def _written_out(rules: Any) -> Any:
 
 @config
 class QuantConfig:
-    """By what the model of a run is quantized.
+    """Quantization of a run's model.
 
     Attributes:
-      rules: the first that matches a parameter wins; also one alone, the name of a recipe, or the path of a YAML file
-        that ends in .yaml, in whose place its rules are kept.
-      method: a name of the registry `methods`.
+      rules: rules in order of precedence; the first rule that matches a parameter applies. A single rule, the name of a
+        recipe and the path of a .yaml file are also accepted; a recipe is replaced by its rules when the config is
+        parsed.
+      method: a name of the registry `methods`: "ptq" quantizes a trained model, "qat" and "qt" train it.
     """
 
     rules: Annotated[tuple[Rule, ...], BeforeValidator(_written_out)]
@@ -40,17 +41,19 @@ class QuantConfig:
 
 @dataclass(frozen=True)
 class Quantization:
-    """The `ModelTransform` of `quant:`; quantized training draws its random rounding from the call's `key`.
+    """The `ModelTransform` of `quant:`. Quantized training draws its stochastic rounding from the call's `key`.
 
     Attributes:
-      sample_batch: arrays that the model is called with, or their shapes.
+      recipe: the section of the run config.
+      sample_batch: arguments of a call of the model, by name, as arrays or shapes.
     """
 
     recipe: QuantConfig
     sample_batch: Mapping[str, Any]
 
     def apply(self, model: Any) -> Any:
-        from stack_quant.nnx_model import call_on_batches  # imports flax, which who has a module has
+        # Imports Flax, an optional dependency that is installed if there is an nnx.Module.
+        from stack_quant.nnx_model import call_on_batches
 
         call, method = call_on_batches(model), self.recipe.method
         return quantize_model(model, self.recipe.rules, dict(self.sample_batch), method=method, call=call)
@@ -64,5 +67,5 @@ class Quantization:
         return run_as_program(function, model, *args, **kwargs)
 
     def trained(self, path: tuple[Any, ...], variable: Any) -> bool:
-        """All that is not held as codes."""
+        """Returns whether a variable is trained: every variable that is not stored as codes."""
         return not is_quantized(variable.get_value())

@@ -1,4 +1,4 @@
-"""How to quantize one array."""
+"""The specification by which one array is quantized."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ __all__ = ["RANGE_ENDS", "ArraySpec", "check_range_ends", "range_ends_at_run_tim
 
 RANGE_ENDS: Final = {
     "fitted": "exact or half_step, whichever has the smaller squared error, tile by tile; a given range is exact",
-    "exact": "on the outermost codes: the largest magnitude, and with it constants, masks and one-hot rows, stay exact",
-    "half_step": "half a step beyond, from where they round to the outermost codes: a finer step, Qwix's convention",
+    "exact": "on the outermost codes, so that the largest magnitude, constants, masks and one-hot rows stay exact",
+    "half_step": "half a step beyond the outermost codes, to which they still round; a finer step, as in Qwix",
 }
-"""How integers may map the ends of a range, for int8 onto 127 or onto 127.5.
+"""Mappings of the ends of a range onto integers: for int8, onto 127 or onto 127.5.
 
-On Gaussian weights "half_step" has the smaller error, by 6% in int4 and 0.1% in int8, but no constant, mask or ternary
-weight survives it.
+On Gaussian weights "half_step" has the smaller error, by 6% in int4 and 0.1% in int8, but it changes the values of
+constants, masks and ternary weights.
 """
 
 
 def check_range_ends(name: str, types: Sequence[str]) -> None:
-    """Raises an error unless `name` is one of `RANGE_ENDS` that acts on one of the types."""
+    """Raises an error unless `name` is a key of `RANGE_ENDS` and applies to one of the types."""
     if name not in RANGE_ENDS:
         known = "; ".join(f"{known}: {text}" for known, text in RANGE_ENDS.items())
         raise UnknownName(f"Unknown range_ends {name!r}.{nearest(name, RANGE_ENDS)} There are: {known}.")
@@ -36,32 +36,33 @@ def check_range_ends(name: str, types: Sequence[str]) -> None:
 
 
 def range_ends_at_run_time(name: str, kind: str) -> str:
-    """The choice for arrays that are quantized at each call.
+    """Returns the `range_ends` of arrays that are quantized at each call.
 
     Fitting takes three times as long as rounding alone (2.3 against 0.7 CPU-ms for 2**20 entries). In 8 bits it lowers
     the error by less than 1%, so that "fitted" is "exact" there; in 4 bits by 7%.
     """
     if not qtype(kind).is_integer:
-        return "fitted"  # which leaves other types alone
+        return "fitted"  # has no effect on types that are not integers
     return "exact" if name == "fitted" and qtype(kind).bits == 8 else name
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySpec:
-    """How to quantize one array: a hashable value, checked when it is made.
+    """Specification by which one array is quantized: a hashable value that is validated when it is created.
 
         ArraySpec(type="int8", channel_axes=(1,))                        # weight[d_in, d_out], a scale for each column
         ArraySpec(type="int4", channel_axes=(0, 2), tiles={1: 128})      # [layers, d_in, d_out], tiles along d_in
 
     Attributes:
       type: a name of `stack_quant.qtypes`.
-      channel_axes: those along which every entry has a scale of its own; negative ones count from the end.
-      tiles: by axis, how many entries share a scale. Axes in neither share theirs over all they have.
-      calibration: how the range is found, a name of `stack_quant.calibration` and its arguments: "rms,7".
-      symmetric: around zero, or with a zero point; None leaves it to the calibration: "minmax" and a "fixed" range that
-        is not centred have a zero point.
-      double_quantized: float32 scales are stored in 8 bits, in units of one that the tiles of a channel share.
-      range_ends: where integers put the ends of a range, of `RANGE_ENDS`. Other types have codes there.
+      channel_axes: axes with a separate scale for every entry; negative axes count from the end.
+      tiles: number of entries that share a scale, by axis. Along an axis in neither field, all entries share a scale.
+      calibration: method of finding the range, a name of `stack_quant.calibration` and its arguments: "rms,7".
+      symmetric: whether the range is centred on zero; otherwise codes have a zero point. None: as the calibration
+        requires, so that "minmax" and an off-centre "fixed" range have a zero point.
+      double_quantized: store float32 scales in 8 bits, as multiples of a unit that the tiles of a channel share.
+      range_ends: position of the ends of the range among integer codes, a key of `RANGE_ENDS`. Other types map the
+        ends onto their outermost codes.
     """
 
     type: str = "int8"
@@ -78,7 +79,7 @@ class ArraySpec:
         asymmetric = self.calibrated.asymmetric if self.symmetric is None else not self.symmetric
         if asymmetric and not kind.is_integer:
             raise ArgumentError(
-                f"{kind.name} has no zero point, which {self.calibration!r} or symmetric=False asks for. "
+                f"{kind.name} has no zero point, which {self.calibration!r} or symmetric=False requires. "
                 "Use a symmetric calibration, such as 'absmax', or an integer type."
             )
         object.__setattr__(self, "symmetric", not asymmetric)
@@ -106,11 +107,11 @@ class ArraySpec:
         return calibration(self.calibration)
 
     def tiling(self, shape: tuple[int, ...], name: str = "") -> Tiling:
-        """The tiles of an array of that shape; raises as `stack_quant.tiling.tiling` does."""
+        """Returns the tiles of an array of that shape; raises as `stack_quant.tiling.tiling`."""
         return tiling(shape, self.channel_axes, self.tile_sizes, name)
 
     def unit_axes(self, ndim: int) -> tuple[int, ...]:
-        """The axes along which the tiles of a channel share the unit of their scales, where scales have one."""
+        """Returns the axes along which the tiles of a channel share the unit of their scales, if scales have one."""
         return tuple(axis % ndim for axis in self.tile_sizes)
 
     def _check_block(self, kind: QType) -> None:

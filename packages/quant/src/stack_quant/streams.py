@@ -30,41 +30,45 @@ _LARGEST_OF_ALL = ("absmax", "minmax", "fixed")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RangeStatistics:
-    """What batches so far spanned, whatever their batch and sequence sizes.
+    """Range statistics of the batches so far, which may have any batch and sequence sizes.
 
-    By calibration: the largest of all batches for "absmax" and "minmax"; of "rms" the mean square of all entries; of
-    "percentile" and "mse" the mean of the batches' ranges; of "moving,decay" their mean, in which each batch has
-    `decay` times the weight of the one after it.
+    The range of several batches depends on the calibration:
 
-    Invariant: `low`, if there is one, and `high` have the shape of the scales.
+        absmax, minmax, fixed    the largest range
+        rms                      the root of the mean square of all entries, times factor
+        percentile, mse          the mean of the ranges of the batches
+        moving,decay             their weighted mean; each batch has `decay` times the weight of the next one
+
+    Invariant: `high`, and `low` unless it is None, have the shape of the scales.
 
     Attributes:
-      low: float32, or None for symmetric ranges.
-      weight: float32, how much was seen; 0 before the first batch. Of several statistics in one, along the first axes,
-        it has those axes only.
+      low: float32 lower ends, or None for symmetric ranges.
+      high: float32 upper ends.
+      weight: float32 total weight of the batches, 0 before the first one. If several statistics are stacked along
+        leading axes, it has only these axes.
     """
 
-    low: Any  # JAX also makes trees of shapes and shardings in place of arrays.
+    low: Any  # Any, as JAX also builds this pytree from shapes and shardings
     high: Any
     weight: Any
 
 
 def empty_statistics(spec: ArraySpec, shape: tuple[int, ...]) -> RangeStatistics:
-    """Those of no batch, for arrays of that shape; its axes without channels or tiles may have any size."""
+    """Returns the statistics of zero batches. Axes of `shape` without channels or tiles may have any size."""
     zeros = jnp.zeros(spec.tiling(shape).scale_shape, jnp.float32)
     return RangeStatistics(None if spec.symmetric else zeros, zeros, jnp.float32(0))
 
 
 def observe(statistics: RangeStatistics, array: jax.Array, spec: ArraySpec) -> RangeStatistics:
-    """The statistics with one more batch.
+    """Returns the statistics with one more batch.
 
     Raises:
-      ShapeError: the batch has another number of channels or tiles.
+      ShapeError: the batch has a different number of channels or tiles.
     """
     span = calibrate(array, spec)
     if span.high.shape != statistics.high.shape:
         raise ShapeError(
-            f"A batch of shape {array.shape} has ranges of shape {span.high.shape}; those so far have "
+            f"A batch of shape {array.shape} has ranges of shape {span.high.shape}; earlier batches have "
             f"{statistics.high.shape}. A static range needs channels and tiles along axes of fixed size only: given "
             f"channel_axes={spec.channel_axes} and tiles={spec.tile_sizes}."
         )
@@ -74,7 +78,7 @@ def observe(statistics: RangeStatistics, array: jax.Array, spec: ArraySpec) -> R
     weight = decay * statistics.weight + entries
 
     def with_new(so_far: jax.Array, new: jax.Array) -> jax.Array:
-        """Of magnitudes."""
+        """Combines two ends given as magnitudes."""
         if name in _LARGEST_OF_ALL:
             return jnp.maximum(so_far, new)
         if name == "rms":
@@ -86,14 +90,14 @@ def observe(statistics: RangeStatistics, array: jax.Array, spec: ArraySpec) -> R
 
 
 def merged(part: RangeStatistics, spec: ArraySpec, axis_names: Sequence[str]) -> RangeStatistics:
-    """Of a batch of which each device along some axes of the mesh observed a part: the statistics with all of it.
+    """Merges the statistics of a batch that is sharded over mesh axes, inside of a `shard_map`.
 
-    A "percentile" and an "mse" range of the whole is taken to be the mean of the parts'.
+    The "percentile" or "mse" range of the batch is approximated by the mean of the ranges of the shards.
     """
     names = tuple(axis_names)
 
     def of_all(each: jax.Array) -> jax.Array:
-        """Of magnitudes."""
+        """Combines ends given as magnitudes."""
         match spec.calibrated.name:
             case "rms":
                 return jnp.sqrt(lax.pmean(jnp.square(each), names))
@@ -106,7 +110,7 @@ def merged(part: RangeStatistics, spec: ArraySpec, axis_names: Sequence[str]) ->
 
 
 def observed_range(statistics: RangeStatistics) -> Range:
-    """The range to quantize with; NaN if no batch was seen, which `quantize` refuses."""
+    """Returns the range to quantize with. It is NaN before the first batch, which `quantize` rejects."""
     seen = statistics.weight > 0
     seen = jnp.expand_dims(seen, tuple(range(seen.ndim, statistics.high.ndim)))
     low, high = jax.tree.map(lambda end: jnp.where(seen, end, jnp.nan), (statistics.low, statistics.high))

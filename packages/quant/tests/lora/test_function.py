@@ -120,10 +120,10 @@ def test_an_embedding_is_looked_up_with_its_adapter_merged():
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ([{"path": "v"}], "path='v', matches no parameter that goes into a product"),
+        ([{"path": "v"}], "path='v', matches no parameter in a product"),
         ([{"path": "w"}, {"path": "w|b"}], "Rule 1 of lora"),
-        ([], "no rule of adapters"),
-        ([{"path": "("}], "no regular expression"),
+        ([], "neither an adapter rule nor a list"),
+        ([{"path": "("}], "not a regular expression"),
         ([{"path": "w", "rank": 0}], "nothing would be trained: all that match have rank 0"),
     ],
 )

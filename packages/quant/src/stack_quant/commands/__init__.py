@@ -1,1 +1,1 @@
-"""Subcommands of `stack` that quant brings."""
+"""Subcommands of `stack` in stack-quant."""

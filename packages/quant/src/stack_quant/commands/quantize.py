@@ -1,4 +1,4 @@
-"""`stack quantize`: a trained model to one that is quantized by a recipe, measured before and after."""
+"""`stack quantize`: quantizes a trained model by a recipe and measures its loss before and after."""
 
 import contextlib
 import dataclasses
@@ -29,20 +29,19 @@ def quantize(
 ) -> None:
     """Quantize a trained model: stack quantize RUN --recipe w4a8 --out DIR
 
-    DIR is a run directory that `stack generate` reads. Losses are those of the model's own objective on data that was
-    held out.
+    DIR is a run directory that `stack generate` reads. The loss is the model's training objective on held-out data.
 
     Args:
-      source: a run directory, or one with a Hugging Face checkpoint; FORMAT:DIR where it could be several.
-      recipe: a YAML file of rules, or w8a8, w4, w4a8, nf4 or fp8; by default that which the model was trained by.
+      source: a run directory, or a directory with a Hugging Face checkpoint; FORMAT:DIR if the format is ambiguous.
+      recipe: a YAML file of rules, or w8a8, w4, w4a8, nf4 or fp8; by default the recipe that the model was trained by.
       out: the directory to write; it must not exist.
-      data: documents to calibrate and measure on, as SOURCE or SOURCE:ADDRESS; by default those that the run has.
-      calibration_batches: of the data, over which the static ranges are measured that the recipe may ask for.
-      evaluation_batches: of held-out data, at most; 0 measures nothing.
-      json: print the results, and the report's rows, as JSON.
+      data: documents for calibration and evaluation, as SOURCE or SOURCE:ADDRESS; by default the run's own data.
+      calibration_batches: number of training batches for measuring static ranges, if the recipe has any.
+      evaluation_batches: maximum number of held-out batches for measuring the loss; 0 skips the measurement.
+      json: print the results and the rows of the report as JSON.
     """
     from stack_core.runtime.compile_cache import keep_compiled
-    from stack_quant.checkpoint import quantize_checkpoint  # imports jax, which `stack --help` should not wait for
+    from stack_quant.checkpoint import quantize_checkpoint  # imports JAX, which would slow down `stack --help`
 
     keep_compiled()
     with _progress() as told:
@@ -65,7 +64,7 @@ def quantize(
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on a terminal, a line a stage elsewhere; on standard error."""
+    """Reports progress on standard error: as a bar on a terminal, otherwise as one line per stage."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
         yield lambda stage, done, total: None if done else console.print(stage, markup=False)
@@ -83,6 +82,6 @@ def _facts(result: Any) -> dict[str, Any]:
 
 def _loss(result: Any) -> str:
     if result.loss_before is None:
-        return "not measured, as nothing is held out, or --evaluation-batches is 0"
+        return "not measured: there is no held-out data, or --evaluation-batches is 0"
     change = result.loss_after / result.loss_before - 1
     return f"{result.loss_before:.4f} before, {result.loss_after:.4f} after ({change:+.2%}), {result.targets:,} tokens"

@@ -1,1 +1,1 @@
-"""Adapters of low rank: LoRA, rsLoRA and DoRA, on the products of parameters that rules select by their paths."""
+"""Low-rank adapters (LoRA, rsLoRA, DoRA) for parameters that are selected by rules on their paths."""

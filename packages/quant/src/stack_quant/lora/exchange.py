@@ -1,4 +1,4 @@
-"""Factors of adapters as other packages take and give them."""
+"""Conversion of a module's adapter factors to and from core's `Adapters`."""
 
 import re
 from collections.abc import Sequence
@@ -17,30 +17,33 @@ __all__ = ["adapters_of", "model_with_adapters", "rules_of"]
 
 
 def adapters_of(model: Any) -> Adapters:
-    """The factors of a module that `adapt_module` gave, abstract or not.
+    """Returns the factors of a module adapted by `adapt_module`, which may be abstract.
 
     Raises:
-      QuantError: an adapter takes a product over several axes, which others have no word for.
+      QuantError: an adapter's product has several contracted or several kept axes, which `Adapters` cannot represent.
     """
     factors = getattr(model, FACTORS)
     found: dict[str, LowRankFactors] = {}
     for path, adapter in _of_model(model).items():
         if len(adapter.contracted) != 1 or len(adapter.free) != 1:
-            raise QuantError(f"The adapter of {path} is of a product over several axes. Merge it: stack convert.")
+            raise QuantError(
+                f"The adapter of {path} is for a product over several axes, which cannot be exported. Merge it into "
+                "the parameter by `stack convert`."
+            )
         held = {name: variable.get_value() for name, variable in factors[path].items()}
         found[path] = LowRankFactors(held["down"], held["up"], adapter.scale, held.get("magnitude"))
     return found
 
 
 def model_with_adapters(model: Any, adapters: Adapters) -> Any:
-    """A module that `adapt_module` gave, with other factors, cast to the dtype that it has.
+    """Returns a copy of an adapted module with other factors, cast to the module's dtypes.
 
     Raises:
-      RuleError: they are of other parameters, ranks, shapes or scales; names each.
+      RuleError: the adapters have different parameters, ranks, shapes or scales; the message lists each difference.
     """
     expected = adapters_of(model)
     lines = [f"  {path} has no adapter here" for path in adapters if path not in expected]
-    lines += [f"  {path} has none among those given" for path in expected if path not in adapters]
+    lines += [f"  {path} has no adapter in the given ones" for path in expected if path not in adapters]
     lines += [
         f"  {path}: {_described(adapters[path])} given, {_described(wanted)} here"
         for path, wanted in expected.items()
@@ -49,7 +52,7 @@ def model_with_adapters(model: Any, adapters: Adapters) -> Any:
     if lines:
         listing = "\n".join(lines)
         raise RuleError(
-            f"The adapters are not those of the rules of lora:\n{listing}\nGive each parameter that has one a rule of "
+            f"The adapters do not fit the rules of lora:\n{listing}\nGive each parameter with an adapter a rule with "
             "its rank and alpha (scale is alpha / rank), in the order of the parameters."
         )
     result = nnx.clone(model)
@@ -60,10 +63,10 @@ def model_with_adapters(model: Any, adapters: Adapters) -> Any:
 
 
 def rules_of(adapters: Adapters) -> Sequence[AdapterRule]:
-    """Rules by which a model gets adapters like these, one for each parameter.
+    """Returns rules that give a model these adapters, one rule per parameter.
 
     Raises:
-      RuleError: there are none.
+      RuleError: `adapters` is empty.
     """
     if not adapters:
         raise RuleError("There are no adapters to make rules of.")

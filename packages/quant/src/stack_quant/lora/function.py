@@ -1,4 +1,4 @@
-"""Adapters on a function of parameters, such as a linen module's `apply` or an Equinox module's call."""
+"""Adapters for functions of parameters, such as the `apply` of a linen module or the call of an Equinox module."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,16 +20,19 @@ __all__ = ["AdaptedFunction", "adapt_function"]
 def adapt_function(
     fn: Callable[..., Any], params: Any, rules: AdapterRules, sample_args: Sequence[Any], *, key: jax.Array
 ) -> "tuple[AdaptedFunction, Mapping[str, Factors]]":
-    """Puts adapters on the parameters of `fn(params, *args)` by rules on their paths.
+    """Adds adapters to the parameters of `fn(params, *args)` by rules on their paths.
 
     Args:
-      fn: traced, never patched; or what `quantize_function` returned, for adapters on its quantized `params`.
-      params: a pytree, frozen.
-      rules: in order, or one alone, as `AdapterRule`s or mappings.
-      sample_args: arguments of a call, arrays or shapes.
+      fn: function, which is traced and never patched; or the result of `quantize_function`, for adapters on its
+        quantized `params`.
+      params: pytree of parameters, which stay frozen.
+      rules: one `AdapterRule` or mapping, or a sequence of them in order of precedence.
+      sample_args: arguments of one call, as arrays or shapes.
+      key: PRNG key of the initial factors.
 
     Returns:
-      A function `(factors, params, *args)`, and the factors, what is trained: by path, arrays that change nothing yet.
+      A function `(factors, params, *args)`, and the trainable factors by path. The initial factors do not change the
+      result.
 
     Raises:
       RuleError: a rule matches nothing.
@@ -49,7 +52,7 @@ class AdaptedFunction:
     """A function of factors, parameters and other arguments.
 
     Attributes:
-      function: what is computed and how, without parameters.
+      function: the function with its plan, without parameters.
     """
 
     function: QuantizedModel
@@ -60,7 +63,7 @@ class AdaptedFunction:
         return quantization.call(self.function.function, params, state, *args, **kwargs)
 
     def merged(self, factors: Mapping[str, Factors], params: Any) -> Any:
-        """The parameters with their adapters in them, which the function without adapters takes."""
+        """Merges the adapters into the parameters, for calls of the original function."""
         parameters = Parameters.of(params)
         arrays, adapters = parameters.arrays, self.function.quantization.treatment.adapters
         return parameters.with_arrays(

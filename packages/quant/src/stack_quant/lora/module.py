@@ -1,4 +1,4 @@
-"""Adapters on `nnx` modules: the module's own variables, and one more for each factor."""
+"""Adapters for `nnx` modules, with one variable per factor."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,16 +26,18 @@ def adapt_module(
     seed: int = 0,
     dtype: str = "float32",
 ) -> Any:
-    """An `nnx.Module` with adapters, of a subclass of its class; the module that was given stays as it is.
+    """Returns a copy of an `nnx.Module` with adapters, an instance of a subclass of its class.
 
-    Its variable `lora` holds the factors, by the path of the parameter: down[*lead, *d_in, rank] and
-    up[*lead, rank, *d_out], where the axes lead are those of layers and experts; DoRA's magnitude[*lead, *d_out].
+    The attribute `lora` holds the factors by the path of the parameter: down[*lead, *d_in, rank],
+    up[*lead, rank, *d_out] and, for DoRA, magnitude[*lead, *d_out]. The lead axes are layers and experts.
 
     Args:
-      model: with values, or abstract; some parameters may be quantized.
-      sample_batch: what it is called with, arrays or shapes.
+      model: module with values or shapes; some parameters may be quantized.
+      rules: rules in order of precedence.
+      sample_batch: keyword arguments of a call, as arrays or shapes.
       call: see `quantize_model`.
-      seed: of the factors "down".
+      seed: seed of the factors "down".
+      dtype: dtype of the factors.
 
     Raises:
       RuleError: a rule matches nothing.
@@ -62,10 +64,10 @@ def adapt_module(
 
 
 def merge_module(model: Any) -> Any:
-    """The module without adapters: in the place of each adapted parameter the floats that its products met.
+    """Merges the adapters into the parameters, which become floating arrays.
 
     Raises:
-      QuantError: it has no adapters.
+      QuantError: the module has no adapters.
     """
     quantization = getattr(model, "quantization", None)
     if not isinstance(quantization, Quantization) or not quantization.treatment.adapters:
@@ -85,7 +87,7 @@ def merge_module(model: Any) -> Any:
 
 
 def _factor_variables(adapter: Adapter, factors: Mapping[str, Any], axes: Sequence[str | None] | None) -> Any:
-    """Variables of one parameter's factors; what the parameter says of its axes, they say of theirs."""
+    """Creates the variables of one parameter's factors, with the logical axes of the parameter."""
     names = axes if axes is not None else [None] * len(adapter.shape)
     return nnx.Dict(
         {

@@ -1,4 +1,4 @@
-"""From rules to the adapters of a traced program, and their factors."""
+"""Planning of the adapters of a traced program, and their initial factors."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -24,18 +24,18 @@ def adapted_treatment(
     treatment: Treatment,
     may_adapt: Callable[[str], bool],
 ) -> Treatment:
-    """A treatment with adapters by rules.
+    """Returns the treatment with adapters planned by rules.
 
     Args:
-      arrays: of the parameters, by path; some may be quantized.
-      may_adapt: whether the array at a path is a parameter at all.
+      arrays: parameters by path, some of which may be quantized.
+      may_adapt: predicate on paths that is False for arrays that are not parameters.
 
     Raises:
-      QuantError: it has adapters already.
+      QuantError: the treatment has adapters already.
       RuleError: a rule matches nothing.
     """
     if treatment.adapters:
-        raise QuantError("The model has adapters already. Merge them, or begin with the model that it came from.")
+        raise QuantError("The model has adapters already. Merge them, or start from the model without adapters.")
     shapes = {
         path: tuple(array.shape)
         for path, array in arrays.items()
@@ -47,10 +47,10 @@ def adapted_treatment(
 def factors_of(
     adapters: Mapping[str, Adapter], arrays: Mapping[str, Any], key: jax.Array, dtype: Any
 ) -> dict[str, dict[str, Any]]:
-    """Factors that change nothing, by path; shapes, where the arrays are shapes."""
+    """Returns initial factors by path, which change nothing. If the arrays are shapes, the factors are shapes, too."""
     found = {}
     for path, adapter in adapters.items():
-        # By its name, so that another parameter more or less changes no other's factors.
+        # The key depends on the path alone, so that adding a parameter does not change the factors of the others.
         own = jax.random.fold_in(key, zlib.crc32(path.encode()))
         is_abstract = isinstance(jax.tree.leaves(arrays[path])[0], jax.ShapeDtypeStruct)
 

@@ -1,4 +1,4 @@
-"""Rules: which parameters have adapters, and of what rank. The first that matches wins."""
+"""Rules for adapters: which parameters have them, and of which rank. The first matching rule applies."""
 
 import math
 import re
@@ -20,21 +20,21 @@ __all__ = ["AdapterRule", "AdapterRules", "as_adapter_rules", "plan_adapters"]
 
 @config
 class AdapterRule:
-    r"""Which parameters have adapters.
+    r"""A rule that gives parameters an adapter.
 
         AdapterRule(path=r"attention")                          # every matrix of attention, rank 8
         AdapterRule(path=r"(query|value)/kernel", rank=64, alpha=64, rank_stabilized=True)
 
-    The products of a matched parameter W become x W + s (x D) U, where s is alpha / rank. Parameters without a product,
-    such as biases and norms, stay as they are.
+    Products with a matched parameter W become x W + s (x D) U, where s = alpha / rank. Parameters that are not in a
+    product, such as biases and norms, are not changed.
 
     Attributes:
-      path: a regular expression that covers one whole segment, or several in a row, of a parameter's path.
-      rank: of D and U; 0 leaves what the rule matches without an adapter.
-      alpha: the numerator of s.
-      rank_stabilized: s is alpha / sqrt(rank) (rsLoRA).
-      magnitude: the norms of the outputs' weights are trained apart from their directions (DoRA). The parameter is then
-        formed layer by layer in the products.
+      path: regular expression that matches one or several consecutive whole segments of a parameter's path.
+      rank: rank of the factors D and U; 0 excludes the matched parameters from later rules and gives them no adapter.
+      alpha: numerator of the scale s.
+      rank_stabilized: use s = alpha / sqrt(rank) (rsLoRA) instead of alpha / rank.
+      magnitude: train the norms of the weights of each output separately from their directions (DoRA). Products then
+        compute the full adapted parameter, layer by layer.
 
     Source: Hu et al., LoRA, 2021 (arXiv:2106.09685); Kalajdzievski, rsLoRA, 2023 (arXiv:2312.03732); Liu et al., DoRA,
     2024 (arXiv:2402.09353).
@@ -50,7 +50,7 @@ class AdapterRule:
         try:
             re.compile(self.path)
         except re.error as error:
-            raise RuleError(f"path={self.path!r} is no regular expression: {error}.") from None
+            raise RuleError(f"path={self.path!r} is not a regular expression: {error}.") from None
 
     @property
     def scale(self) -> float:
@@ -58,20 +58,20 @@ class AdapterRule:
 
 
 AdapterRules = AdapterRule | Mapping[str, Any] | Sequence[AdapterRule | Mapping[str, Any]]
-"""One rule or several, as `AdapterRule`s or as mappings with their attributes."""
+"""One rule or several, as `AdapterRule`s or mappings of their fields."""
 
 
 def as_adapter_rules(rules: AdapterRules) -> tuple[AdapterRule, ...]:
-    """Rules from one, or a list, of `AdapterRule`s or mappings.
+    """Parses one or several rules, given as `AdapterRule`s or mappings.
 
     Raises:
-      RuleError: it is no such form, or empty.
-      ConfigError: a rule has a key that rules do not have.
+      RuleError: `rules` has neither form, or is empty.
+      ConfigError: a rule has an unknown key.
     """
     if isinstance(rules, AdapterRule) or isinstance(rules, Mapping):  # noqa: SIM101 (a union of both loses their types)
         rules = [rules]
     if not isinstance(rules, Sequence) or isinstance(rules, str) or not rules:
-        raise RuleError(f"{rules!r} is no rule of adapters, nor a list of some. Give {{path: attention, rank: 8}}.")
+        raise RuleError(f"{rules!r} is neither an adapter rule nor a list of them. Give {{path: attention, rank: 8}}.")
     return tuple(
         rule if isinstance(rule, AdapterRule) else parse(AdapterRule, rule, path=f"rules.{place}")
         for place, rule in enumerate(rules)
@@ -81,15 +81,15 @@ def as_adapter_rules(rules: AdapterRules) -> tuple[AdapterRule, ...]:
 def plan_adapters(
     rules: Sequence[AdapterRule], shapes: Mapping[str, tuple[int, ...]], uses: Sequence[Use]
 ) -> dict[str, Adapter]:
-    """The adapter of each parameter that has one, by path.
+    """Returns the adapters by the path of their parameter.
 
     Args:
-      shapes: of the floating parameters, by path.
-      uses: of parameters, in the order of the program.
+      shapes: shapes of the floating parameters, by path.
+      uses: uses of parameters, in the order of the program.
 
     Raises:
-      RuleError: a rule matches no parameter with a product, or a product that sums over a part of an axis; or all
-        rules that match have rank 0.
+      RuleError: a rule matches no parameter in a product, or a matched product sums over a part of an axis, or all
+        matching rules have rank 0.
     """
     first: dict[str, Use] = {}
     for use in uses:
@@ -110,13 +110,13 @@ def plan_adapters(
         if number not in taken:
             near = nearest(rule.path, first) or f" There are: {', '.join(sorted(first))}."
             raise RuleError(
-                f"Rule {number} of lora, path={rule.path!r}, matches no parameter that goes into a product and that no "
-                f"earlier rule took.{near}"
+                f"Rule {number} of lora, path={rule.path!r}, matches no parameter in a product, except those of "
+                f"earlier rules.{near}"
             )
     if not found:
         raise RuleError(
-            "The rules of lora give no parameter an adapter, so that nothing would be trained: all that match have "
-            "rank 0, which leaves a parameter out. Give one a rank of 1 or more, such as 8."
+            "The rules of lora give no parameter an adapter, so nothing would be trained: all matching rules have rank "
+            "0, which excludes a parameter. Give one of them a rank of 1 or more, such as 8."
         )
     return found
 
@@ -128,12 +128,12 @@ def _adapter(path: str, rule: AdapterRule, shape: tuple[int, ...], use: Use) -> 
 
 
 def _whole_axes(path: str, parts: Sequence[Part], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes that parts make up."""
+    """Returns the axes that parts make up; raises RuleError if they cover an axis only partly."""
     axes = tuple(dict.fromkeys(part.axis for part in parts))
     for axis in axes:
         if math.prod(part.size for part in parts if part.axis == axis) != shape[axis]:
             raise RuleError(
-                f"{path}, of shape {list(shape)}: a product takes a part of axis {axis}, so that it has no adapter. "
-                "Leave it out by a rule of rank 0 before."
+                f"{path}, of shape {list(shape)}: a product uses only a part of axis {axis}, so the parameter cannot "
+                "have an adapter. Exclude it by an earlier rule of rank 0."
             )
     return axes

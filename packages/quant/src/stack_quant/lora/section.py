@@ -1,4 +1,4 @@
-"""The `lora:` section of a run, and the transform that applies it."""
+"""The `lora:` section of a run config, and the model transform that applies it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,11 +15,12 @@ __all__ = ["LoRAConfig", "LowRankAdaptation"]
 
 @config
 class LoRAConfig:
-    """Which parameters of a run's model have adapters; these alone are trained.
+    """Low-rank adapters of a run's model. Only the adapters are trained.
 
     Attributes:
-      rules: the first that matches a parameter wins; also one alone.
-      seed: of the initial factors.
+      rules: rules in order of precedence; the first rule that matches a parameter applies. A single rule is also
+        accepted.
+      seed: seed of the initial factors.
       dtype: dtype of the factors. Updates of bfloat16 factors are rounded stochastically; their moments are float32.
     """
 
@@ -30,20 +31,22 @@ class LoRAConfig:
 
 @dataclass(frozen=True)
 class LowRankAdaptation:
-    """The `ModelTransform` of `lora:`, for models in float and for those that a section before it quantized.
+    """The `ModelTransform` of `lora:`, for models in float and for models quantized by an earlier section.
 
-    It also is `MergesModel` and `AdaptsModels`.
+    It also implements `MergesModel` and `AdaptsModels`.
 
     Attributes:
-      sample_batch: arrays that the model is called with, or their shapes.
+      recipe: the section of the run config.
+      sample_batch: arguments of a call of the model, by name, as arrays or shapes.
     """
 
     recipe: LoRAConfig
     sample_batch: Mapping[str, Any]
 
     def apply(self, model: Any) -> Any:
-        from stack_quant.lora.module import adapt_module  # imports flax, which who has a module has
-        from stack_quant.nnx_model import call_on_batches  # as above
+        # These modules import Flax, an optional dependency that is installed if there is an nnx.Module.
+        from stack_quant.lora.module import adapt_module
+        from stack_quant.nnx_model import call_on_batches
 
         call, recipe = call_on_batches(model), self.recipe
         return adapt_module(model, recipe.rules, self.sample_batch, call=call, seed=recipe.seed, dtype=recipe.dtype)
@@ -51,12 +54,12 @@ class LowRankAdaptation:
     def call(self, function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         from stack_quant.nnx_model import run_as_program  # as above
 
-        if model.quantization.treatment.rules:  # the section before runs the program, with adapters in it
+        if model.quantization.treatment.rules:  # the section `quant:` runs the program, including the adapters
             return function(model, *args, **kwargs)
         return run_as_program(function, model, *args, **kwargs)
 
     def trained(self, path: tuple[Any, ...], variable: Any) -> bool:
-        """The factors alone."""
+        """Returns whether a variable is trained: only the factors of the adapters."""
         from stack_quant.nnx_model import is_factor  # as above
 
         return is_factor(variable)

@@ -1,4 +1,4 @@
-"""Methods: what a model holds in the place of a parameter, and how programs compute with it; a registry by name."""
+"""Methods of quantization, a registry by name: how parameters are stored and how programs compute with them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ __all__ = ["Method", "ProductTypes", "TrainedProducts", "method"]
 
 @dataclass(frozen=True)
 class ProductTypes:
-    """Types of a product that is trained quantized, names of `stack_quant.qtypes`; None leaves what it is for in float.
+    """Types of a product in quantized training. Each is a name of `stack_quant.qtypes`; None leaves an array in float.
 
     Attributes:
-      left, right: of the operands.
-      gradients: of the cotangent.
-      calibrations: how the ranges of the operands are found.
-      range_ends: where integers put the ends of these ranges.
+      left, right: types of the operands.
+      gradients: type of the cotangent.
+      calibrations: calibrations of the left and the right operand.
+      range_ends: position of the ends of a range among integer codes, a key of `stack_quant.spec.RANGE_ENDS`.
     """
 
     left: str | None
@@ -30,12 +30,13 @@ class ProductTypes:
 
 @dataclass(frozen=True)
 class TrainedProducts:
-    """Products of two floating operands that are quantized on their way, and whose gradients are such products again.
+    """Products of floating operands for quantized training: operands and cotangents are quantized within the product.
 
     Attributes:
-      linear: `(left[..., d_in], right[d_in, d_out], dtype, types, key)`, the result as `dtype`; the key may be None.
+      linear: `(left[..., d_in], right[d_in, d_out], dtype, types, key)`, a result of dtype `dtype`. The key may be
+        None.
       convolution: `(left, right, params, types, key)`, with the parameters of the primitive.
-      ragged: `(rows[m, k], right[groups, k, n], group_sizes, types, key)`, the result of the rows' dtype.
+      ragged: `(rows[m, k], right[groups, k, n], group_sizes, types, key)`, a result of the dtype of `rows`.
     """
 
     linear: Callable[..., Any]
@@ -48,15 +49,15 @@ class Method:
     """A method of quantization.
 
     Attributes:
-      name: "ptq".
-      check: raises RuleError where a rule asks for what the method does not do.
-      parameter: `(array, spec, path)` to what the model holds in the parameter's place, a pytree class with
-        `__stack_qview__` or a floating array; `spec` is the `ArraySpec` that the rule and the parameter's uses give.
-      entered: `(held, spec)` to what a program computes with in the place of what the model holds.
-      activation: `(array, spec, range)` to what goes into a product in the place of an activation; where the range is
-        None, it is found at run time.
-      products: what runs in the place of products of two floating operands, or None.
-      keeps_ranges: whether it takes ranges that were measured before; others find those of static rules at each call.
+      name: name in the registry, such as "ptq".
+      check: function of the rules that raises RuleError if the method does not support one of them.
+      parameter: `(array, spec, path)` to the stored form of a parameter: a pytree class with `__stack_qview__`, or a
+        floating array. `spec` is the `ArraySpec` derived from the rule and from the uses of the parameter.
+      entered: `(stored, spec)` to the form of the parameter in a program.
+      activation: `(array, spec, range)` to the form of an activation in a product. If the range is None, it is found
+        at run time.
+      products: replacements of products of two floating operands, or None.
+      keeps_ranges: whether the method uses measured static ranges; other methods find them again at each call.
     """
 
     name: str
@@ -68,13 +69,13 @@ class Method:
     keeps_ranges: bool = False
 
     def __reduce__(self) -> Any:
-        return method, (self.name,)  # it is made of functions, which pickle by where they are only
+        return method, (self.name,)  # pickled by name, as closures such as `check` cannot be pickled
 
 
 def method(name: str) -> Method:
-    """The method of a name.
+    """Returns the method of that name.
 
     Raises:
-      UnknownName: no plugin registers it; names the nearest and all.
+      UnknownName: no plugin registers it; the message lists the nearest and all of them.
     """
     return registries.methods[name]

@@ -1,4 +1,4 @@
-"""Post-training quantization: weights are rounded to the nearest at once, activations as they come."""
+"""Post-training quantization: weights are rounded to the nearest once, activations at run time."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ __all__ = ["PTQ", "as_it_comes", "no_gradients"]
 
 
 def no_gradients(name: str) -> Callable[[Sequence[Rule]], None]:
-    """A `Method.check` of a method that quantizes no gradients."""
+    """Returns a `Method.check` for a method that does not quantize gradients."""
 
     def check(rules: Sequence[Rule]) -> None:
         for number, rule in enumerate(rules):
@@ -45,7 +45,7 @@ def _activation(array: jax.Array, spec: ArraySpec, span: Range | None) -> QArray
 
 @functools.cache
 def as_it_comes(spec: ArraySpec) -> Callable[..., QArray]:
-    """`quantize` by a spec of an array, and a `range` and a `key` by name, whose values nothing looks at."""
+    """Returns a jitted `quantize` by a spec. It takes an array, `range` and `key`, and does not check for NaN."""
     return jax.jit(functools.partial(quantize, spec=spec, name="an activation"))
 
 

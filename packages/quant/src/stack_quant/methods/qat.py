@@ -1,14 +1,15 @@
-"""Quantization-aware training: a model learns with the rounding that quantization after the training will do.
+"""Quantization-aware training: training with the rounding of the later post-training quantization.
 
-Parameters stay floating. In each product a weight w and an activation x are rounded, forward and backward:
+Parameters stay in float. In each product the weight w and the activation x are rounded, forward and backward:
 
     y = Q(x) Q(w),  dL/dw = 1[low <= w <= high] * Q(x)^T dL/dy,  dL/dx = 1[low <= x <= high] * dL/dy Q(w)^T
 
-The rounding has the gradient of the clipping alone (straight through); the range that is clipped to has none. Q is that
-of method "ptq" under the same rules, to whose products these are equal but for the rounding of floating sums.
+The gradient of the rounding is the gradient of the clipping (straight-through estimator); the range has no gradient. Q
+is the same as in method "ptq" under the same rules, so that products agree up to the rounding of floating sums.
 
-Source: Jacob et al., Quantization and Training of Neural Networks, 2018 (arXiv:1712.05877), section 3; the range is
-that of the calibration at each call, and no average over calls; under a rule of static ranges, of the whole array.
+Source: Jacob et al., Quantization and Training of Neural Networks, 2018 (arXiv:1712.05877), section 3. Departures:
+1. The range is calibrated at each call instead of averaged over calls. Under a rule with static ranges it is the range
+   of the whole array.
 """
 
 from typing import Any

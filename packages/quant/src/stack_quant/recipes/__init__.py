@@ -1,4 +1,4 @@
-"""Recipes: rules in YAML files, those beside this one by their names."""
+"""Recipes: rules in YAML files. The files in this directory are available by name."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,27 +12,31 @@ from stack_quant.rules import Rule
 __all__ = ["Recipe", "Rules", "as_rules", "load_recipe", "recipe_names"]
 
 Rules = Rule | str | Path | Mapping[str, Any] | Sequence[Rule | Mapping[str, Any]]
-"""One rule or several, as `Rule`s or as mappings with their attributes; or the name or the path of a recipe."""
+"""One rule or several, as `Rule`s or mappings of their fields; or the name or path of a recipe."""
 
 
 @config
 class Recipe:
-    """Rules in a file: `rules:` followed by a list of mappings, each with the attributes of a `Rule`."""
+    """The contents of a recipe file.
+
+    Attributes:
+      rules: list of mappings with the fields of `Rule`, in order of precedence.
+    """
 
     rules: tuple[Rule, ...]
 
 
 def recipe_names() -> tuple[str, ...]:
-    """The names of all recipes that come with this package."""
+    """Returns the names of the recipes in this package."""
     return tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.yaml")))
 
 
 def load_recipe(recipe: str | Path) -> tuple[Rule, ...]:
-    """The rules of a recipe: a name, such as "w4a8", or the path of a YAML file.
+    """Loads the rules of a recipe: a name, such as "w4a8", or the path of a YAML file.
 
     Raises:
-      UnknownName: it is neither; names the nearest and all.
-      ConfigError: the file is no mapping with a list `rules`, or a rule has a key that rules do not have.
+      UnknownName: there is no such recipe; the message lists the nearest and all of them.
+      ConfigError: the file is not a mapping with a list `rules`, or a rule has an unknown key.
       RuleError: a rule contradicts itself.
     """
     path = Path(recipe)
@@ -48,10 +52,10 @@ def load_recipe(recipe: str | Path) -> tuple[Rule, ...]:
 
 
 def as_rules(rules: Any) -> tuple[Rule, ...]:
-    """Rules from any form in which they may be given, those of `Rules`.
+    """Parses rules in any of the forms of `Rules`.
 
     Raises:
-      RuleError: it is no such form, or a rule contradicts itself.
+      RuleError: `rules` has none of these forms, or a rule contradicts itself.
       ConfigError, UnknownName: as `load_recipe`.
     """
     if isinstance(rules, str | Path):
@@ -62,8 +66,8 @@ def as_rules(rules: Any) -> tuple[Rule, ...]:
         return (rules,)
     if not isinstance(rules, Sequence):
         raise RuleError(
-            f"{rules!r} is no rule and no list of rules. Give Rule(path='.*', weights='int8'), a list of such, or the "
-            f"name of a recipe: {', '.join(recipe_names())}."
+            f"{rules!r} is neither a rule nor a list of rules. Give Rule(path='.*', weights='int8'), a list of rules, "
+            f"or the name of a recipe: {', '.join(recipe_names())}."
         )
     return tuple(_rule(rule, place) for place, rule in enumerate(rules))
 

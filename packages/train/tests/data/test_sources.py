@@ -202,7 +202,7 @@ class TestTables:
     def test_datasets_name_what_is_wrong(self, dataset: Path) -> None:
         with pytest.raises(DataError, match=r"holds the splits train, test. Did you mean 'train'"):
             DatasetsSource(f"{dataset}:trai")
-        with pytest.raises(DataError, match="is no dataset on disk"):
+        with pytest.raises(DataError, match="is not a dataset on disk"):
             DatasetsSource(f"{dataset.parent}/nothing")
         with pytest.raises(DataError, match="no column 'body'"):
             DatasetsSource(f"{dataset}:train", text_field="body")

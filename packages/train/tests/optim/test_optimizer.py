@@ -111,13 +111,13 @@ def test_muon_orthogonalizes_each_matrix_of_a_stack():
         ({"name": "adamw", "schedule": {"warm_up_steps": 3}}, "Did you mean 'warmup_steps'"),
         ({"name": "schedule_free", "schedule": {"decay": "cosine"}}, "takes 'constant'"),
         ({"name": "schedule_free", "ema_decay": 0.9}, "averages the weights already"),
-        ({"name": "schedule_free", "beta1": 0.0}, "needs more than that"),
+        ({"name": "schedule_free", "beta1": 0.0}, "requires a value above 0"),
         ({"name": "adamw", "groups": {"embeding": {}}}, "Did you mean 'embedding'"),
         (
             {"name": "adamw", "groups": {"layer": {}, "scale": {}}},
-            "no parameter that an earlier group left has 'scale'",
+            "'scale' matches no parameter outside of earlier groups",
         ),
-        ({"name": "adamw", "groups": {"(": {}}}, "no regular expression"),
+        ({"name": "adamw", "groups": {"(": {}}}, "not a regular expression"),
         ({"name": "adamw", "groups": {"scale": {"rate": 2}}}, "rate"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Documents packed into rows that they fit into best: a plan, made once from their lengths."""
+"""Best-fit packing of documents into rows, planned once from their lengths."""
 
 import bisect
 from collections.abc import Iterator
@@ -15,20 +15,21 @@ __all__ = ["BestFitPacking", "best_fit"]
 def best_fit(
     lengths: Int64[np.ndarray, " pieces"], capacity: int
 ) -> tuple[Int64[np.ndarray, " pieces"], Int64[np.ndarray, " rows_and_1"]]:
-    """Puts pieces into rows of `capacity`, the longest first, each into the fullest row that has room for it.
+    """Packs pieces into rows of `capacity`, longest first, each into the fullest row that has room.
 
     Args:
-      lengths: from 1 to `capacity`; pieces of equal length keep their order.
+      lengths: length of each piece, from 1 to `capacity`; pieces of equal length keep their order.
+      capacity: length of a row.
 
     Returns:
-      The pieces, row after row, and where each row starts among them.
+      The indices of the pieces in row order, and the offset of each row in them: row i is [offsets[i], offsets[i + 1]).
 
     Source: best-fit decreasing, Johnson, 1973; for training, Ding et al., Fewer Truncations Improve Language Modeling,
     2024 (arXiv:2404.10830).
     """
     rows: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # by the room that is left
-    rooms: list[int] = []  # sorted, those of `with_room`
+    with_room: dict[int, list[int]] = {}  # rows by free space
+    rooms: list[int] = []  # sorted keys of `with_room`
     for piece in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[piece])
         at = bisect.bisect_left(rooms, length)
@@ -51,16 +52,16 @@ def best_fit(
 
 
 class BestFitPacking:
-    """Rows of whole documents; only documents longer than a row are cut, into rows of their own and a rest.
+    """Rows of complete documents; only documents longer than a row are cut, into full rows and a remainder.
 
-    It has the interface of `Packing`, and differs from it:
-      1. a document starts in the row that it fits into, not where another ends, so that few are cut
-      2. rows hold padding: of every row, what no document fits into
-      3. a row holds the same documents in every epoch; only the order of rows changes
+    It has the interface of `Packing`, with three differences:
+      1. few documents are cut, because a document goes to a row with enough room
+      2. every row may end with padding
+      3. a row contains the same documents in every epoch; only the order of rows changes
 
     Args:
       tokens, offsets, documents, seq_tokens: as for `Packing`.
-      seed: by which documents of equal length are shuffled; None keeps their order.
+      seed: seed of the shuffle of documents of equal length; None keeps their order.
     """
 
     def __init__(
@@ -89,11 +90,11 @@ class BestFitPacking:
 
     @property
     def fill(self) -> float:
-        """The share of places that hold a token."""
+        """The fraction of positions that are not padding."""
         return self.targets / (self.rows * self._seq_tokens) if self.rows else 0.0
 
     def batch(self, row_ids: Int64[np.ndarray, " batch"]) -> dict[str, Shaped[np.ndarray, "batch ..."]]:
-        """Returns rows as `Packing.batch` does."""
+        """Returns the arrays of rows, as `Packing.batch` does."""
         shape = (len(row_ids), self._seq_tokens)
         batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "positions", "segment_ids")}
         batch["targets"][:] = IGNORED_TARGET
@@ -111,7 +112,7 @@ class BestFitPacking:
         return batch | {"row_ids": np.asarray(row_ids, np.int64)}
 
     def pieces(self, row_id: int) -> list[Piece]:
-        """The documents of a row, in order."""
+        """Returns the pieces of documents in a row, in order."""
         return list(self._pieces(row_id % self.rows))
 
     def _pieces(self, row: int) -> Iterator[Piece]:

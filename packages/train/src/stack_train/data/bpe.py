@@ -40,14 +40,18 @@ def trained_bpe(
     cache_dir: Path,
     fewer: bool = False,
 ) -> HuggingFaceTokenizer:
-    """Returns the BPE of a source, from the cache when the same documents and settings were met before.
+    """Trains a BPE on a source, or loads it from the cache if the documents and settings are the same.
 
     Args:
-      sample_bytes: UTF-8 bytes to train on at most, from training documents chosen by the digest of their text.
-      fewer: accept fewer tokens than `vocab_size` where the sample has too few distinct words.
+      source: source of the documents.
+      vocab_size: number of tokens, special tokens included.
+      sample_bytes: maximum number of UTF-8 bytes to train on, from training documents selected by digest.
+      validation_fraction: fraction of the documents held out for validation, which are not trained on.
+      cache_dir: directory of cached tokenizers.
+      fewer: accept fewer tokens than `vocab_size` if the sample has too few distinct words.
 
     Raises:
-      ConfigError: `vocab_size` has no room for the 256 bytes and the special tokens.
+      ConfigError: `vocab_size` is smaller than the 256 bytes and the special tokens.
       DataError: the sample has too few distinct words for `vocab_size`.
     """
     if vocab_size < _SMALLEST:
@@ -70,7 +74,11 @@ def trained_bpe(
 
 
 def _sample(source: DataSource, sample_bytes: int, validation_fraction: float) -> Iterator[str]:
-    """Yields the texts to train on, in the source's order; the last one chosen is cut to fit `sample_bytes`."""
+    """Yields texts of up to `sample_bytes` to train on, in the source's order.
+
+    Documents are selected in order of their digest, which makes the sample random but reproducible. The last selected
+    document is cut.
+    """
     facts = [
         (text_digest(document.text), len(document.text.encode("utf-8"))) for document in documents_with_text(source)
     ]
@@ -80,6 +88,7 @@ def _sample(source: DataSource, sample_bytes: int, validation_fraction: float) -
     before_bytes = np.cumsum(sizes_bytes[training]) - sizes_bytes[training]
     take_bytes = np.zeros(len(facts), np.int64)
     take_bytes[training] = np.clip(sample_bytes - before_bytes, 0, sizes_bytes[training])
+    # Not strict: if the documents have changed since the first pass, `check_unchanged` reports it.
     for document, take in zip(documents_with_text(source), take_bytes, strict=False):
         if take:
             yield document.text.encode("utf-8")[:take].decode("utf-8", "ignore")
@@ -100,7 +109,7 @@ def _train(sample: Iterator[str], vocab_size: int, fewer: bool) -> Tokenizer:
     if (learned := tokenizer.get_vocab_size()) < vocab_size and not fewer:
         raise DataError(
             f"The documents are too few to learn data.vocab_size={vocab_size} tokens: {learned} were found that occur "
-            f"more than once. Set data.vocab_size to {learned} or less, raise data.tokenizer_bytes, or give more text."
+            f"more than once. Lower data.vocab_size to {learned}, raise data.tokenizer_bytes, or add text."
         )
     bos_id = tokenizer.token_to_id(_BOS)
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{_BOS} $A", special_tokens=[(_BOS, bos_id)])

@@ -1,7 +1,7 @@
-"""A directory of results that are expensive to compute, each complete or absent.
+"""An on-disk cache of expensive results with atomic entries.
 
-An entry is built in a temporary folder beside its place and renamed into it, so that a killed process leaves no half
-entry behind and two processes that build the same one do not meet: the first rename wins, the second result is dropped.
+An entry is built in a temporary folder and then renamed, so a killed process leaves no partial entry. If two processes
+build the same entry, the first rename wins and the second result is discarded.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ _ABANDONED_S = 24 * 3600
 
 
 def digest_of(*parts: Any) -> str:
-    """Returns a hexadecimal digest of plain values."""
+    """Returns the hexadecimal SHA-256 digest of JSON-compatible values."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def cached(entry: Path, build: Callable[[Path], None]) -> Path:
-    """Returns `entry`, a folder, after `build(folder)` has filled it if it was not there, or was damaged.
+    """Returns the folder `entry`, after building it with `build(folder)` if it is missing or damaged.
 
     Raises:
       DataError: the cache cannot be written.
@@ -54,7 +54,10 @@ def cached(entry: Path, build: Callable[[Path], None]) -> Path:
 
 
 def _remove_abandoned(entry: Path) -> None:
-    """Removes what killed processes left of this entry; a living one writes to its folder more than once a day."""
+    """Deletes folders that killed processes left for this entry.
+
+    A folder is abandoned if it has not been written to for a day.
+    """
     for folder in entry.parent.glob(f".{entry.name[:16]}-*"):
         with contextlib.suppress(OSError):
             touched_s = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
@@ -69,6 +72,7 @@ def _publish(folder: Path, entry: Path) -> None:
             entry.rename(damaged)
         shutil.rmtree(damaged, ignore_errors=True)
     try:
+        # Fails if another process has published the entry, whose result is then used.
         folder.rename(entry)
     except OSError:
         if not _is_complete(entry):
@@ -81,7 +85,7 @@ def _write_manifest(folder: Path) -> None:
 
 
 def _is_complete(entry: Path) -> bool:
-    """Whether every file has the size it was written with; a machine's crash can lose the contents of a renamed one."""
+    """Checks that every file has its original size: a crash of the machine can lose the contents of renamed files."""
     try:
         sizes_bytes = json.loads((entry / _MANIFEST).read_text(encoding="utf-8"))
         return all((entry / name).stat().st_size == size for name, size in sizes_bytes.items())

@@ -1,4 +1,4 @@
-"""Captions of images in files: a text file beside each, or a line of a folder's `metadata.jsonl`."""
+"""Captions of image files, from a text file per image or from a folder's `metadata.jsonl`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +14,13 @@ _NAMED = 10
 
 
 def captions_of(images: Sequence[str]) -> list[str]:
-    """Returns the caption of each image, without spaces around it.
+    """Returns the caption of each image, without surrounding whitespace.
 
-    It stands in the text file of the same name, `cat.txt` of `cat.png`; or else in the image's folder in
-    `metadata.jsonl`, under "text" of the line whose "file_name" is the image's, as in Hugging Face's image folders.
+    The caption of `cat.png` is the text of `cat.txt`. Without that file, it is the "text" of the line with "file_name"
+    `cat.png` in the folder's `metadata.jsonl`, as in Hugging Face's image folders.
 
     Raises:
-      DataError: images have no caption, or a file is malformed; names and counts them.
+      DataError: images have no caption, or a file is malformed; the message counts and lists them.
     """
     tables: dict[Path, dict[str, str]] = {}
     captions: list[str] = []
@@ -45,11 +45,11 @@ def captions_of(images: Sequence[str]) -> list[str]:
 
 
 def _table(path: Path) -> dict[str, str]:
-    """Captions by the images' names; of no file, none."""
+    """Reads captions by image name; returns an empty dict if the file does not exist."""
     if not path.is_file():
         return {}
     found = {}
-    for number, line in enumerate(read_text(path).split("\n"), 1):  # JSON may hold other ends of lines in its strings
+    for number, line in enumerate(read_text(path).split("\n"), 1):  # not splitlines: JSON strings may contain U+2028
         if not line.strip():
             continue
         try:

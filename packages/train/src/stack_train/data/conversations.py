@@ -1,4 +1,4 @@
-"""Conversations as tokens, and which of the tokens the assistant wrote."""
+"""Tokenized conversations with a mask of the assistant's tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +22,12 @@ Mask = Bool[np.ndarray, " tokens"]
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation as tokens.
+    """A tokenized conversation.
 
     Attributes:
-      supervised: whether the assistant wrote each token, the one that ends its turn included.
+      name: name of the record, for messages.
+      tokens: int32 token ids.
+      supervised: mask of the assistant's tokens, including tokens that end its turns.
     """
 
     name: str
@@ -34,14 +36,15 @@ class Conversation:
 
 
 class Tokenization:
-    """Makes tokens of conversations, by the tokenizer's chat template.
+    """Tokenizes conversations with a chat template, and finds the assistant's tokens.
 
-    The assistant's text is what `{% generation %}` encloses. A template without that block is rendered with and without
-    each of the assistant's turns: what a turn adds behind the generation prompt is the assistant's. That holds only
-    where a conversation's beginning is rendered alike whatever follows, so other templates are refused.
+    The assistant's text is enclosed in `{% generation %}` blocks. A template without these blocks is rendered with and
+    without each assistant turn; the text that a turn adds after the generation prompt is the assistant's. This requires
+    that the beginning of a conversation is rendered independently of its continuation. Other templates are rejected.
 
     Args:
-      template: None where conversations are pairs of plain texts alone.
+      tokenizer: tokenizer of the rendered text.
+      template: chat template; None if all conversations are pairs of plain texts.
     """
 
     def __init__(self, tokenizer: HuggingFaceTokenizer, template: ChatTemplate | None) -> None:
@@ -49,31 +52,32 @@ class Tokenization:
 
     @classmethod
     def by_template_of(cls, tokenizer: HuggingFaceTokenizer) -> "Tokenization":
-        """Uses the tokenizer's own chat template, if it has one.
+        """Creates a tokenization with the tokenizer's own chat template, if it has one.
 
         Raises:
-          ChatTemplateError: it is no template.
+          ChatTemplateError: the template is malformed.
         """
         source = tokenizer.chat_template
         return cls(tokenizer, None if source is None else ChatTemplate(source, tokenizer.special_tokens))
 
     def conversation(self, name: str, record: Mapping[str, Any]) -> Conversation:
-        """Reads a record: `messages`, or `prompt` and `completion`, each a text or a list of messages.
+        """Tokenizes a record with `messages`, or with `prompt` and `completion`, each a text or a list of messages.
 
-        A token is learned if any of its characters is the assistant's: " Paris" of "A: {% generation %}Paris" is one
-        token. transformers returns the same mask (`return_assistant_tokens_mask`), with two exceptions: here, a special
-        token that ends a turn right behind its block is learned, too, and spaces count although a tokenizer leaves them
-        out of its offsets. The template also gets the record's `tools` and `chat_template_kwargs`.
+        A token is supervised if any of its characters is the assistant's: " Paris" of "A: {% generation %}Paris" is one
+        token. The mask is the same as in transformers (`return_assistant_tokens_mask`), with two exceptions: here, a
+        special token that ends a turn directly after its block is supervised, and a token's spaces count even if the
+        tokenizer leaves them out of its offsets. The template also receives the record's `tools` and
+        `chat_template_kwargs`.
 
         Raises:
-          DataError: the record has another form, or the assistant wrote nothing in it; names it.
-          ChatTemplateError: the template does not take its messages; names the record.
+          DataError: the record is malformed, or has no token of the assistant.
+          ChatTemplateError: the template rejects the messages.
         """
         if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
             if unread := [field for field in TEMPLATE_FIELDS if record.get(field)]:
                 raise DataError(
-                    f"{name}: {' and '.join(unread)} go to a chat template, which a prompt and a completion that are "
-                    "texts do not pass. Write them as lists of messages."
+                    f"{name}: {' and '.join(unread)} are for a chat template, which is not used if prompt and "
+                    "completion are plain texts. Write them as lists of messages."
                 )
             return self._of_texts(name, record["prompt"], record["completion"])
         prompt, answer = messages_of(name, record)
@@ -85,6 +89,7 @@ class Tokenization:
         try:
             options = self._template.options_of(record)
             text, spans = self._spans(name, [*prompt, *answer], options)
+            # Assistant turns of the prompt are not supervised.
             first = len(self._spans(name, prompt, options)[1]) if _has_assistant(prompt) else 0
         except ChatTemplateError as error:
             raise ChatTemplateError(f"{name}: {error}", parameter=error.parameter) from error
@@ -103,17 +108,18 @@ class Tokenization:
             raise DataError("The tokenizer has no end-of-text token, which ends every completion. Name its eos_token.")
         head, both = self._tokenizer.encode(prompt), self._tokenizer.encode(prompt + completion)
         begins = np.arange(len(both)) >= len(head)
-        if both[: len(head)] != head:  # a token spans the end of the prompt
+        if both[: len(head)] != head:  # a token crosses the end of the prompt
             tail = self._tokenizer.encode(completion, add_special_tokens=False)
             if b"".join(map(self._tokenizer.token_bytes, tail)) == completion.encode():
-                both, begins = [*head, *tail], np.arange(len(head) + len(tail)) >= len(head)  # as in generation
-            else:  # a tokenizer that puts a space before each text, which the completion does not have
+                # Prompt and completion are tokenized separately, as in generation.
+                both, begins = [*head, *tail], np.arange(len(head) + len(tail)) >= len(head)
+            else:  # the tokenizer adds a space before each text, which the completion does not have
                 _, offsets = self._tokenizer.encode_with_offsets(prompt + completion)
                 begins = np.append(np.zeros(len(both) - len(offsets), bool), offsets[:, 1] > len(prompt))
         return Conversation(name, np.asarray([*both, eos_id], np.int32), np.append(begins, True))
 
     def _end_of_turn(self, ids: Ids, offsets: Offsets, inside: Mask, end: int) -> Mask:
-        """Marks the special token right after a turn, which a template may write outside of its generation block."""
+        """Marks the special token directly after a turn, which some templates write outside of the generation block."""
         found = np.zeros(len(ids), bool)
         places = np.flatnonzero(inside)
         if len(places) and not self._tokenizer.is_special(int(ids[places[-1]])):
@@ -123,7 +129,7 @@ class Tokenization:
         return found
 
     def _spans(self, name: str, messages: Messages, options: Mapping[str, Any]) -> tuple[str, list[Span]]:
-        """Renders messages, and finds the begin and end of each of the assistant's turns in the text's characters."""
+        """Renders messages, and returns the text with the begin and end of each assistant turn in characters."""
         assert self._template is not None
         if self._template.marks_generation:
             return self._template.render_spans(messages, **options)
@@ -145,7 +151,7 @@ class Tokenization:
 
 
 def messages_of(name: str, record: Mapping[str, Any]) -> tuple[Messages, Messages]:
-    """Splits a record's messages into its prompt, of which nothing is learned, and what follows.
+    """Splits a record's messages into the prompt, which is not supervised, and the rest.
 
     Raises:
       DataError: the record has neither messages nor prompt and completion.

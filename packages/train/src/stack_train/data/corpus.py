@@ -1,4 +1,4 @@
-"""The documents of a source as one long memory-mapped array of tokens."""
+"""Tokenized documents of a source in a memory-mapped array."""
 
 import array
 import hashlib
@@ -25,14 +25,16 @@ _GROUP_CHARACTERS = 2_000_000
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents that have text, in the source's order; each ends with the end-of-text token.
+    """The nonempty documents of a source, in order, each ending with the end-of-text token.
 
-    Document i is tokens[offsets[i]:offsets[i + 1]], its text has digests[i], and
-    offsets[0] == 0, offsets[-1] == len(tokens).
+    Document i is tokens[offsets[i]:offsets[i + 1]], with offsets[0] == 0 and offsets[-1] == len(tokens). All arrays are
+    memory-mapped.
 
     Attributes:
-      tokens: uint16, or uint32 where the vocabulary needs it; this array and the others are mapped from disk.
-      content_digest: of tokens, offsets and digests; the same documents and tokenizer give the same everywhere.
+      tokens: token ids, uint16 for vocabularies of up to 65,536 tokens and uint32 for larger ones.
+      offsets: start of each document in `tokens`, and their length.
+      digests: digest of each document's text.
+      content_digest: digest of tokens, offsets and digests, which is the same on all machines.
     """
 
     tokens: UInt[np.ndarray, " tokens"]
@@ -43,20 +45,20 @@ class Corpus:
     _name_offsets: Int64[np.ndarray, " documents_and_1"]
 
     def name(self, document: int) -> str:
-        """Where a document came from: a path, or "path:line"."""
+        """Returns the origin of a document: a path, or "path:line"."""
         start, end = self._name_offsets[document : document + 2]
         return self._names[start:end].tobytes().decode("utf-8")
 
 
 def tokenize(source: DataSource, tokenizer: HuggingFaceTokenizer, cache_dir: Path) -> Corpus:
-    """Returns a source's corpus, from the cache when these documents met this tokenizer before.
+    """Tokenizes a source, or loads its corpus from the cache if documents and tokenizer are the same.
 
-    Documents are read and encoded in groups of some megabytes, so memory does not grow with the source beyond 40 bytes
-    a document; one document is held whole.
+    Documents are read and encoded in groups of some megabytes. Memory grows with the source by only 40 bytes per
+    document; each single document must fit into memory.
 
     Raises:
-      DataError: a document cannot be read, none has text, the tokenizer has no end-of-text token, or the documents
-        changed while they were read.
+      DataError: a document cannot be read, all documents are empty, the tokenizer has no end-of-text token, or the
+        documents changed while they were read.
     """
     eos_id = tokenizer.eos_id
     if eos_id is None:
@@ -75,6 +77,7 @@ def tokenize(source: DataSource, tokenizer: HuggingFaceTokenizer, cache_dir: Pat
 
 
 def _write(folder: Path, documents: Iterable[Document], tokenizer: HuggingFaceTokenizer, eos_id: int) -> None:
+    # Little-endian on all machines, so that the content digest is the same.
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32).newbyteorder("<")
     offsets, name_offsets, digests = array.array("q", [0]), array.array("q", [0]), array.array("Q")
     content = hashlib.sha256()
@@ -103,7 +106,7 @@ def _ended(ids: Int64[np.ndarray, " tokens"], eos_id: int) -> Int64[np.ndarray, 
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents in lists of about `_GROUP_CHARACTERS`, which the tokenizer encodes in parallel."""
+    """Yields lists of documents of about `_GROUP_CHARACTERS` in total, which the tokenizer encodes in parallel."""
     group: list[Document] = []
     characters = 0
     for document in documents:

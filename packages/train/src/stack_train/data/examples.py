@@ -1,4 +1,4 @@
-"""Examples that stay whole, laid into rows of equal length: a plan that is made once."""
+"""Packing of uncut examples into rows of equal length, planned once."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -13,14 +13,16 @@ from stack_train.data.conversations import Conversation
 __all__ = ["TooLong", "fitting", "laid_out", "plan_rows", "stacked"]
 
 TooLong = Literal["error", "drop", "cut"]
-"""What becomes of an example that is longer than a row."""
+"""Policy for examples longer than a row: raise, leave out, or keep the beginning."""
 
 
 def fitting(examples: Sequence[Conversation], seq_tokens: int, too_long: TooLong) -> list[Conversation]:
-    """The examples that fit a row of `seq_tokens` inputs, which is one token fewer than they have.
+    """Returns the examples that fit a row of `seq_tokens` inputs, after cutting longer ones if `too_long` is "cut".
+
+    An example of n tokens has n - 1 inputs. Cut examples without a token of the assistant are left out.
 
     Raises:
-      DataError: an example is too long and none may be, or none is left, or a cut leaves nothing of the assistant.
+      DataError: an example is too long and `too_long` is "error", or no example is left.
     """
     longer = [example for example in examples if len(example.tokens) > seq_tokens + 1]
     if longer and too_long == "error":
@@ -45,7 +47,7 @@ def fitting(examples: Sequence[Conversation], seq_tokens: int, too_long: TooLong
 def plan_rows(
     lengths: Int64[np.ndarray, " examples"], row_tokens: int, *, packed: bool
 ) -> list[Int64[np.ndarray, " in_row"]]:
-    """Which examples each row holds: best fit, longest first, so that rows are nearly full; or one a row.
+    """Assigns examples to rows: by best fit, longest first, if `packed`; otherwise one example per row.
 
     Source: Ding et al., Fewer Truncations Improve Language Modeling, 2024 (arXiv:2404.10830).
     """
@@ -53,7 +55,7 @@ def plan_rows(
     if not packed:
         return [np.asarray([index]) for index in np.sort(order)]
     rows: list[list[int]] = []
-    by_room: list[list[int]] = [[] for _ in range(row_tokens + 1)]  # rows by the tokens that they have room for
+    by_room: list[list[int]] = [[] for _ in range(row_tokens + 1)]  # rows by number of free tokens
     for index in order:
         length = int(lengths[index])
         room = next((room for room in range(length, row_tokens + 1) if by_room[room]), None)
@@ -68,7 +70,12 @@ def plan_rows(
 
 
 def laid_out(examples: Sequence[Conversation], seq_tokens: int) -> dict[str, Int32[np.ndarray, " seq"]]:
-    """One row: tokens, targets (-100 where the assistant did not write), positions and segment ids, from 1."""
+    """Lays examples into one row.
+
+    Returns:
+      int32[seq] arrays: tokens; targets, -100 for tokens that are not the assistant's; positions; and segment_ids, from
+      1 and 0 in padding.
+    """
     row = {name: np.zeros(seq_tokens, np.int32) for name in ("tokens", "positions", "segment_ids")}
     row["targets"] = np.full(seq_tokens, IGNORED_TARGET, np.int32)
     begin = 0
@@ -83,5 +90,5 @@ def laid_out(examples: Sequence[Conversation], seq_tokens: int) -> dict[str, Int
 
 
 def stacked(rows: Sequence[dict[str, Shaped[np.ndarray, "..."]]]) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
-    """Rows as one batch."""
+    """Stacks rows into a batch."""
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

@@ -1,4 +1,4 @@
-"""The text of a record of a table, and what to do about records without."""
+"""Checked access to the text column of a table."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +9,7 @@ __all__ = ["check_field", "text_of"]
 
 
 def check_field(name: str, fields: Iterable[str], text_field: str) -> None:
-    """Raises a DataError where a table has no such column."""
+    """Raises a DataError if a table has no column `text_field`."""
     known = list(fields)
     if text_field not in known:
         raise DataError(
@@ -19,7 +19,7 @@ def check_field(name: str, fields: Iterable[str], text_field: str) -> None:
 
 
 def text_of(name: str, value: Any, text_field: str) -> str:
-    """Returns a text; raises a DataError where it is none."""
+    """Returns the value of the text column; raises a DataError unless it is a string."""
     if not isinstance(value, str):
         raise DataError(f"{name}: column {text_field!r} holds a {type(value).__name__}; a string was expected.")
     return value

@@ -1,4 +1,4 @@
-"""Files as documents: expanding a glob, reading text, and telling whether any of it changed."""
+"""Access to files of documents: globs, text and change detection."""
 
 import glob
 import hashlib
@@ -12,10 +12,14 @@ __all__ = ["expand_glob", "matching", "read_text", "stat_digest"]
 
 
 def expand_glob(pattern: str, scheme: str) -> tuple[Path, ...]:
-    """Returns the files that match, sorted; `**` matches any number of folders, `~` is the home directory.
+    """Returns the files that match a glob, sorted; `**` matches any number of folders, `~` is the home directory.
+
+    Args:
+      pattern: the glob.
+      scheme: scheme of the data source, for messages.
 
     Raises:
-      DataError: the pattern is empty, matches nothing, or matches folders only.
+      DataError: the pattern is empty, matches nothing, or matches only folders.
     """
     if not pattern:
         raise DataError(f"Source '{scheme}:' lacks its glob. Write for example '{scheme}:data/**/*'.")
@@ -31,13 +35,13 @@ def expand_glob(pattern: str, scheme: str) -> tuple[Path, ...]:
 
 
 def matching(pattern: str) -> list[str]:
-    """Returns the files and folders that a glob matches, unsorted; none is no error."""
-    # `Path.glob` takes no absolute pattern.
+    """Returns the files and folders that match a glob, unsorted; the list may be empty."""
+    # `Path.glob` does not support absolute patterns.
     return glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207
 
 
 def read_text(path: Path) -> str:
-    """Returns a file's text exactly as it is, line ends included.
+    """Returns the text of a UTF-8 file with its original line endings.
 
     Raises:
       DataError: the file cannot be read, or is not UTF-8.
@@ -51,7 +55,7 @@ def read_text(path: Path) -> str:
 
 
 def stat_digest(files: Iterable[tuple[str, Path]], settings: Sequence[str] = ()) -> str:
-    """Returns a digest of (name, size, modification time) of every file, and of `settings`.
+    """Returns a digest of every file's name, size and modification time, and of `settings`.
 
     Raises:
       DataError: a file is missing, or is a socket, a pipe or a device.
@@ -69,12 +73,14 @@ def stat_digest(files: Iterable[tuple[str, Path]], settings: Sequence[str] = ())
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
+    """Returns the error for a file that cannot be read."""
     return DataError(
         f"Cannot read {str(path)!r}: {error.strerror or error}. Make it readable, or leave it out of the source's glob."
     )
 
 
 def undecodable(name: str, error: UnicodeDecodeError) -> DataError:
+    """Returns the error for a file that is not UTF-8."""
     given = error.object[error.start : error.start + 1]
     return DataError(
         f"{name!r} is not UTF-8 text: byte {error.start} is 0x{given.hex()} ({error.reason}). "

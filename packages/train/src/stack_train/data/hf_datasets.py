@@ -1,4 +1,4 @@
-"""The source `datasets:DIRECTORY`: what `Dataset.save_to_disk` of Hugging Face `datasets` has written."""
+"""The source `datasets:DIRECTORY`: a dataset saved by `Dataset.save_to_disk` of Hugging Face `datasets`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +14,10 @@ __all__ = ["DatasetsSource"]
 
 
 class DatasetsSource:
-    """The rows of a dataset on disk, in order, mapped into memory.
+    """The rows of a dataset on disk, in order and memory-mapped; needs stack-train[datasets].
 
-    The address is a directory, or "DIRECTORY:SPLIT" for one that holds several splits. A document's name is
-    "directory:row", rows counted from 1. It needs stack-train[datasets]; nothing is downloaded.
+    The address is a directory, or "DIRECTORY:SPLIT" if the directory contains several splits. A document's name is
+    "directory:row", with rows counted from 1. Nothing is downloaded.
     """
 
     def __init__(self, address: str = "", *, text_field: str = "text") -> None:
@@ -40,20 +40,20 @@ class DatasetsSource:
         return stat_digest(named, settings=[self._text_field])
 
     def _opened(self, address: str) -> tuple[Path, Any]:
-        """The directory of one split, and the split."""
+        """Loads a split; returns its directory and the dataset."""
         directory, split = Path(address).expanduser().absolute(), ""
         if not directory.exists() and ":" in address:
             folder, _, split = address.rpartition(":")
             directory = Path(folder).expanduser().absolute()
         try:
             found = self._library.load_from_disk(str(directory))
-        except (OSError, ValueError) as error:  # FileNotFoundError, too: there is none, or it is none
+        except (OSError, ValueError) as error:  # includes FileNotFoundError: missing, or not a dataset
             raise DataError(
-                f"{str(directory)!r} is no dataset on disk: {error}. Pass a directory that Dataset.save_to_disk wrote."
+                f"{str(directory)!r} is not a dataset on disk: {error}. Pass a directory from Dataset.save_to_disk."
             ) from error
         if not isinstance(found, self._library.DatasetDict):
             if split:
-                raise DataError(f"{str(directory)!r} holds one dataset and no splits. Leave ':{split}' out.")
+                raise DataError(f"{str(directory)!r} holds one dataset without splits. Remove ':{split}'.")
             return directory, found
         if split not in found:
             known = ", ".join(found)

@@ -1,4 +1,4 @@
-"""Batches of labelled images that are held in memory, or in a file that is mapped into it."""
+"""Batches of labelled images in memory or in a memory-mapped file."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ __all__ = ["ImageBatches", "ImageRows", "ImageSettings", "LabelledImages", "as_p
 
 @config
 class ImageSettings:
-    """How images are cut into batches, whatever they are.
+    """Batch settings shared by all image data.
 
-    A batch holds images, float32[batch, height, width, channels] from -1 (black) to 1 (white), and weights,
-    float32[batch]: 1, and 0 of the rows that fill up the last held-out batch.
+    A batch contains images, float32[batch, height, width, channels] from -1 (black) to 1 (white), and weights,
+    float32[batch], which are 1 for images and 0 for rows that fill the last validation batch.
 
     Attributes:
-      batch_size: over all processes.
-      validation_fraction: share of the images that is held out of training; copies of an image stay together.
-      prefetch_batches: batches assembled ahead of the step by a thread; 0 assembles them in the step's thread.
+      batch_size: images per batch, over all processes.
+      validation_fraction: fraction of the images held out for validation; copies of an image go to the same split.
+      prefetch_batches: number of batches that a thread assembles ahead; 0 assembles them in the step's thread.
     """
 
     batch_size: PositiveInt = 64
@@ -41,7 +41,7 @@ class ImageSettings:
         return "images", self.batch_size
 
     def shapes(self, size: int, channels: int, *, labelled: bool) -> Shapes:
-        """The arrays of a batch."""
+        """Returns the shapes and dtypes of a batch's arrays."""
         rows = self.batch_size
         labels = {"labels": jax.ShapeDtypeStruct((rows,), np.int32)} if labelled else {}
         return {
@@ -52,14 +52,17 @@ class ImageSettings:
 
 
 def check_images(model: Any, *, size: int | None, channels: tuple[int, ...], classes: int, what: str) -> None:
-    """Compares images with what a model takes.
+    """Checks that a model accepts images of a size, a number of channels and a number of classes.
 
     Args:
-      size: of the images' sides; None if they can have any.
-      channels: that they can have.
+      model: the model's config.
+      size: side of the images in pixels; None if they can be scaled to any size.
+      channels: numbers of channels that the images can have.
+      classes: number of classes; 0 accepts any.
+      what: name of the data in messages.
 
     Raises:
-      ConfigError: names the model's keys that differ, and what `what` has.
+      ConfigError: the model is not an image model, or differs; the message lists the config keys and expected values.
     """
     if not isinstance(model, ImagesConfig):
         raise ConfigError(f"Data of {what} is for models of images, not for family {model.family!r}; take dit.")
@@ -76,11 +79,11 @@ def check_images(model: Any, *, size: int | None, channels: tuple[int, ...], cla
 
 @runtime_checkable
 class ImageRows(Protocol):
-    """Examples of images, however they are held.
+    """Interface of image datasets, independent of their storage.
 
     Attributes:
-      names: what a person finds each by.
-      facts: what they depend on, for the fingerprint of a saved position.
+      names: readable name of each image.
+      facts: digests and settings that identify the data, for the fingerprint of an iterator state.
     """
 
     @property
@@ -90,21 +93,22 @@ class ImageRows(Protocol):
     def facts(self) -> Mapping[str, Any]: ...
 
     def digests(self) -> UInt64[np.ndarray, " images"]:
-        """Of each image; equal ones are held out of training together."""
+        """Returns the content hash of each image. Duplicates go to the same split."""
         ...
 
     def arrays(self, places: Int64[np.ndarray, " rows"]) -> dict[str, np.ndarray]:
-        """The images of some places, and what goes with each."""
+        """Returns the images at some indices, with their labels or conditions."""
         ...
 
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """Images as they are stored; see `ImageRows`.
+    """Images stored as integers; see `ImageRows`.
 
     Attributes:
-      pixels: of each image, 0 to 255.
-      labels: of each, or None.
+      pixels: uint8 pixels of each image, 0 to 255.
+      labels: class of each image, or None without labels.
+      names: readable name of each image.
     """
 
     pixels: UInt8[np.ndarray, "images height width channels"]
@@ -125,10 +129,10 @@ class LabelledImages:
 
 
 class ImageBatches(Batches):
-    """Rows of images; see `Batches`.
+    """Batches of images; see `Batches`.
 
     Attributes:
-      training, validation: which images are trained on and which are held out.
+      training, validation: indices of the training images and of the held-out images.
     """
 
     def __init__(self, settings: ImageSettings, images: ImageRows, *, seed: int) -> None:
@@ -142,7 +146,7 @@ class ImageBatches(Batches):
         }
 
     def train_iterator(self) -> TrainIterator:
-        """Returns an iterator over training batches, each epoch in a new order; batch i depends on (seed, i) only."""
+        """Returns an iterator over training batches, shuffled in each epoch; batch i depends only on (seed, i)."""
         return iterate_rows(
             len(self.training),
             lambda ids: self._batch(self.training[ids % len(self.training)], ids),
@@ -153,7 +157,7 @@ class ImageBatches(Batches):
         )
 
     def validation_batches(self) -> Iterator[Batch]:
-        """All held-out images once; a row id r is -1 - r of theirs."""
+        """Yields all held-out images once; held-out image r has the row id -1 - r."""
         size = self._settings.batch_size
         for first in range(0, len(self.validation), size):
             rows = np.arange(first, min(first + size, len(self.validation)))
@@ -175,5 +179,5 @@ class ImageBatches(Batches):
 
 
 def as_pixels(images: np.ndarray | jax.Array) -> UInt8[np.ndarray, "images height width channels"]:
-    """Images from -1 to 1 as 0 to 255; what lies beyond is cut off."""
+    """Converts images from [-1, 1] to uint8 pixels from 0 to 255, clipping values outside of the range."""
     return np.round((np.clip(np.asarray(images, np.float32), -1.0, 1.0) + 1.0) * 127.5).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Files of images, cut to squares of one size and kept in the user's cache."""
+"""Image files, cropped and scaled to squares of one size and cached."""
 
 import json
 import warnings
@@ -24,15 +24,21 @@ _NAMED = 10
 _PIXELS, _FACTS = "pixels.npy", "facts.json"
 
 IMAGE_CHANNELS = tuple(_MODES)
-"""Channels that images in files can be read with: grey, or red, green and blue."""
+"""Numbers of channels that image files can be read with: 1 (grey) or 3 (RGB)."""
 
 OnUnreadable = Literal["error", "skip"]
-"""What becomes of files that are no images: an error, or a warning that names and counts them."""
+"""Policy for files that cannot be read as images: raise an error, or skip them with a warning that lists them."""
 
 
 @dataclass(frozen=True)
 class FileImages:
-    """What was found in files; `unreadable` has those that are no images, each with the reason."""
+    """The images read from files.
+
+    Attributes:
+      pixels: uint8 pixels of each image, memory-mapped.
+      names: path of each image.
+      unreadable: path of each file that could not be read as an image, with the reason.
+    """
 
     pixels: UInt8[np.ndarray, "images height width channels"]
     names: Sequence[str]
@@ -42,13 +48,19 @@ class FileImages:
 def read_images(
     files: Sequence[Path], *, size: int, channels: int, unreadable: OnUnreadable, source: str
 ) -> FileImages:
-    """Returns the images of files in one mapped array, made once: the middle square of each, scaled to `size` pixels.
+    """Reads image files into one memory-mapped array: the centre square of each, scaled to `size` x `size` pixels.
+
+    The array is kept in the user's cache.
 
     Args:
-      source: what messages call all files.
+      files: paths of the image files.
+      size: side of the resulting images in pixels.
+      channels: number of channels, one of `IMAGE_CHANNELS`.
+      unreadable: policy for files that cannot be read as images.
+      source: name of the files in messages.
 
     Raises:
-      DataError: Pillow is not installed, a file cannot be read, or none is an image.
+      DataError: Pillow is not installed, a file cannot be read, or no file is an image.
     """
     images = _read(files, size, _MODES[channels])
     if images.unreadable:
@@ -84,7 +96,7 @@ def _read(files: Sequence[Path], size: int, mode: str) -> FileImages:
 
 
 def _decoded(files: Sequence[Path], size: int, mode: str) -> Iterator[tuple[Path, np.ndarray | str]]:
-    """Each file with its pixels, or with the reason why it has none."""
+    """Yields each file with its pixels, or with the reason why it cannot be read."""
     image = pillow()
     for path in files:
         try:
@@ -99,15 +111,15 @@ def _decoded(files: Sequence[Path], size: int, mode: str) -> Iterator[tuple[Path
             ValueError,
             SyntaxError,
             image.DecompressionBombError,
-        ) as error:  # what Pillow's decoders raise
+        ) as error:  # the exceptions of Pillow's decoders
             yield path, f"{type(error).__name__}: {error}"
 
 
 def _report(unreadable: Sequence[str], read: int, policy: OnUnreadable) -> None:
-    """Raises, or warns, of files that are no images."""
+    """Raises an error or warns about files that cannot be read as images."""
     more = f"\n  and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
     listing = "\n  ".join(unreadable[:_NAMED]) + more
-    counted = f"{len(unreadable)} of {len(unreadable) + read} files are no images that can be read"
+    counted = f"{len(unreadable)} of {len(unreadable) + read} files cannot be read as images"
     if policy == "error":
-        raise DataError(f"{counted}:\n  {listing}\nMend or remove them, or set data.unreadable to skip.")
+        raise DataError(f"{counted}:\n  {listing}\nRepair or remove them, or set data.unreadable to skip.")
     warnings.warn(f"{counted}; they are skipped:\n  {listing}", stacklevel=4)

@@ -1,4 +1,4 @@
-"""The source `jsonl:GLOB`: each line is a JSON object, and one of its fields is a document."""
+"""The source `jsonl:GLOB`: one document per line, in a field of a JSON object."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,9 +13,9 @@ __all__ = ["JsonlSource", "jsonl_records"]
 
 
 class JsonlSource:
-    """The records of all files that match a glob, in order; blank lines are skipped; one line at a time is in memory.
+    """The records of all files that match a glob, in order and without blank lines.
 
-    A document's name is "path:line", lines counted from 1.
+    One line at a time is in memory. A document's name is "path:line", with lines counted from 1.
     """
 
     def __init__(self, address: str = "", *, text_field: str = "text") -> None:
@@ -31,10 +31,10 @@ class JsonlSource:
 
 
 def jsonl_records(paths: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of JSONL files, each with its name, "path:line"; one line at a time is in memory.
+    """Yields the objects of JSONL files, each with its name, "path:line"; one line at a time is in memory.
 
     Raises:
-      DataError: a file cannot be read, or a line is no JSON object; see `parse_record`.
+      DataError: a file cannot be read, or a line is not a JSON object; see `parse_record`.
     """
     for path in paths:
         try:

@@ -17,7 +17,7 @@ class OwnRows(Batches):
     """Base class of data that reads only the rows of one process.
 
     Attributes:
-      rows: places in a training batch that are read; None reads all.
+      rows: indices of the rows to read within a training batch; None reads all rows.
     """
 
     rows: Int64[np.ndarray, " own"] | None = None

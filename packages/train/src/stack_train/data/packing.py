@@ -1,4 +1,4 @@
-"""Documents cut into rows of equal length, as a pure function of (seed, epoch, row)."""
+"""Packing of documents into rows of equal length, as a pure function of (seed, epoch, row)."""
 
 import functools
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ __all__ = ["Packing", "Piece"]
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a document that lies in one row: tokens [start_token, end_token) of `document`, targets excluded."""
+    """The part of a document in one row: input tokens [start_token, end_token) of `document`."""
 
     document: int
     start_token: int
@@ -22,29 +22,30 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Order:
-    """One epoch's documents one after another: documents[i] takes the places [ends[i - 1], ends[i]) of the stream."""
+    """The concatenated documents of one epoch: documents[i] occupies positions [ends[i - 1], ends[i])."""
 
     documents: Int64[np.ndarray, " documents"]
     ends: Int64[np.ndarray, " documents"]
 
 
 class Packing:
-    """The rows of an epoch, each a window of `seq_tokens` places of the documents laid one after another.
+    """Rows that are windows of `seq_tokens` positions over the concatenated documents.
 
-    A document of n tokens takes n - 1 places: place k holds token k and has token k + 1 as its target. So the last
-    token (end-of-text) is a target only, and documents of fewer than two tokens take no place. A window that ends
-    inside a document leaves the rest of it to the next row, where it is a segment of its own.
+    A document of n tokens occupies n - 1 positions: position k has token k as its input and token k + 1 as its target.
+    The last token (end-of-text) is therefore only a target, and documents of fewer than two tokens are dropped. If a
+    window ends inside a document, the rest of the document starts the next row as a separate segment.
 
-        rows = ceil(places / seq_tokens)        the same in every epoch
+        rows = ceil(positions / seq_tokens)        the same in every epoch
         row_id = epoch * rows + row
 
-    Only the last row of an epoch holds padding.
+    Only the last row of an epoch contains padding.
 
     Args:
-      tokens: of all documents.
+      tokens: tokens of all documents.
       offsets: document i is tokens[offsets[i]:offsets[i + 1]].
-      documents: the ones to pack.
-      seed: of the order of documents, anew in each epoch; None keeps the order of `documents`.
+      documents: indices of the documents to pack.
+      seq_tokens: positions per row.
+      seed: seed of the order of documents, which changes in each epoch; None keeps the order of `documents`.
     """
 
     def __init__(
@@ -68,10 +69,10 @@ class Packing:
         self._order = functools.lru_cache(maxsize=2)(self._make_order)
 
     def batch(self, row_ids: Int64[np.ndarray, " batch"]) -> dict[str, Shaped[np.ndarray, "batch ..."]]:
-        """Returns rows as int32[batch, seq] arrays, and `row_ids`.
+        """Returns the int32[batch, seq] arrays of rows, and `row_ids`.
 
-        These are tokens; targets, -100 in padding; positions, from 0 in each segment; segment_ids, from 1 in each
-        row and 0 in padding.
+        The arrays are tokens; targets, -100 in padding; positions, from 0 in each segment; and segment_ids, from 1 in
+        each row and 0 in padding.
         """
         epochs, rows = np.divmod(row_ids, self.rows)
         parts = {int(epoch): self._windows(int(epoch), rows[epochs == epoch]) for epoch in np.unique(epochs)}
@@ -85,7 +86,7 @@ class Packing:
         return batch | {"row_ids": np.asarray(row_ids, np.int64)}
 
     def pieces(self, row_id: int) -> list[Piece]:
-        """The documents of a row, in order."""
+        """Returns the pieces of documents in a row, in order."""
         epoch, row = divmod(row_id, self.rows)
         order = self._order(epoch)
         start, end = row * self._seq_tokens, min((row + 1) * self._seq_tokens, self.targets)
@@ -114,7 +115,10 @@ class Packing:
         }
 
     def _make_order(self, epoch: int) -> _Order:
-        """Sorts the documents by random 64-bit numbers: NumPy keeps these streams, but not those of `permutation`."""
+        """Shuffles the documents by sorting random 64-bit integers.
+
+        NumPy keeps raw bit streams stable across versions, but not the results of `permutation`.
+        """
         if self._seed is None:
             return _Order(self._documents, np.cumsum(self._places))
         bits = np.random.PCG64(np.random.SeedSequence([self._seed, epoch]))

@@ -1,4 +1,4 @@
-"""The source `parquet:GLOB`: each row of a table is a record, and one of its columns holds documents."""
+"""The source `parquet:GLOB`: one document per row, in a column of a table."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +15,9 @@ _ROWS_AT_ONCE = 1024
 
 
 class ParquetSource:
-    """The rows of all Parquet files that match a glob, in order; a thousand rows at a time are in memory.
+    """The rows of all Parquet files that match a glob, in order; needs stack-train[parquet].
 
-    A document's name is "path:row", rows counted from 1. It needs stack-train[parquet].
+    1,024 rows at a time are in memory. A document's name is "path:row", with rows counted from 1.
     """
 
     def __init__(self, address: str = "", *, text_field: str = "text") -> None:
@@ -30,7 +30,7 @@ class ParquetSource:
             try:
                 with self._parquet.ParquetFile(path) as file:
                     yield from self._rows(str(path), file)
-            except (OSError, ValueError) as error:  # as which pyarrow raises what is no Parquet
+            except (OSError, ValueError) as error:  # pyarrow's errors for malformed files
                 raise DataError(
                     f"Cannot read {str(path)!r} as Parquet: {error}. Leave it out of the source's glob, or repair it."
                 ) from error

@@ -1,4 +1,4 @@
-"""From a `TextSettings` to batches that a trainer can step through, stop at and resume."""
+"""The text pipeline: resumable training batches and validation batches from a `TextSettings`."""
 
 import functools
 from collections.abc import Iterator
@@ -35,17 +35,19 @@ def build_pipeline(
     packing: str = "windows",
     most_tokens: int = BPE_VOCAB_SIZE,
 ) -> "Pipeline":
-    """Reads, tokenizes and splits what `config` names; what the cache holds is not done again.
+    """Reads, tokenizes and splits the documents of a config, reusing cached results.
 
     Args:
-      seed: of the order of documents and rows.
-      cache_dir: where tokenizers and tokenized corpora are kept; by default `$XDG_CACHE_HOME/stack`.
+      config: source, tokenizer, row length and split.
+      seed: seed of the order of documents and rows.
+      cache_dir: directory of cached tokenizers and tokenized corpora; by default `$XDG_CACHE_HOME/stack`.
       packing: "windows" or "best_fit".
-      most_tokens: of a BPE whose size `config` leaves open; where the documents have fewer words, it has fewer.
+      most_tokens: maximum vocabulary size of a BPE if `config.vocab_size` is None. The BPE is smaller if the documents
+        have too few words.
 
     Raises:
-      ConfigError: settings that contradict each other or the tokenizer.
-      DataError: the source or the tokenizer cannot be read, or holds nothing to train on.
+      ConfigError: settings contradict each other or the tokenizer.
+      DataError: the source or the tokenizer cannot be read, or there is nothing to train on.
       UnknownName: no plugin registers the source's scheme.
     """
     source = open_source(config)
@@ -57,14 +59,15 @@ def build_pipeline(
 class Pipeline(OwnRows):
     """Training and validation batches of one corpus.
 
-    A batch is a dict of NumPy arrays: tokens, targets (-100 where there is none), positions (from 0 in each document),
+    A batch is a dict of NumPy arrays: tokens, targets (-100 in padding), positions (from 0 in each document) and
     segment_ids (0 is padding), each int32[batch_size, seq_tokens], and row_ids, int64[batch_size], for `describe_rows`.
 
     Attributes:
-      tokenizer: what encoded the documents.
-      train_rows, train_targets: in one epoch.
-      validation_batch_count, validation_targets: in one call of `validation_batches`; 0 without validation documents.
-      fingerprint: what the order of batches depends on; saved with each iterator state.
+      tokenizer: tokenizer of the documents.
+      train_rows, train_targets: number of rows and of targets in one epoch.
+      validation_batch_count, validation_targets: number of batches and of targets in one call of `validation_batches`;
+        0 without validation documents.
+      fingerprint: settings and digests that determine the order of batches; saved with each iterator state.
     """
 
     def __init__(
@@ -102,7 +105,7 @@ class Pipeline(OwnRows):
         }
 
     def train_iterator(self) -> TrainIterator:
-        """Returns an iterator over training batches, each epoch in a new order; batch i depends on (seed, i) only."""
+        """Returns an iterator over training batches, shuffled in each epoch; batch i depends only on (seed, i)."""
         return iterate_rows(
             self.train_rows,
             self._training.batch,
@@ -114,9 +117,9 @@ class Pipeline(OwnRows):
         )
 
     def validation_batches(self) -> Iterator[Batch]:
-        """All validation rows once, in the same order each time; the last batch is filled up with rows of padding.
+        """Yields all validation rows once, in a fixed order; the last batch is filled with rows of padding.
 
-        A row id r of these batches is -1 - r of the validation rows' own.
+        The row id of validation row r is -1 - r, which distinguishes it from training rows.
         """
         size = self._config.batch_size
         for first in range(0, self._validation.rows, size):
@@ -125,11 +128,11 @@ class Pipeline(OwnRows):
             yield {name: filled(values, size, name) for name, values in batch.items()}
 
     def write(self, directory: Path) -> None:
-        """Writes the tokenizer under `tokenizer/`, if it is not there yet."""
+        """Writes the tokenizer under `tokenizer/` unless that exists."""
         write_tokenizer(self.tokenizer, directory)
 
     def describe_rows(self, row_ids: Int64[np.ndarray, " rows"]) -> list[str]:
-        """Names the documents of each row, and which of their lines it holds."""
+        """Names the documents of each row, with the lines that the row contains."""
         descriptions = []
         for row_id in map(int, row_ids):
             packing, row = (self._training, row_id) if row_id >= 0 else (self._validation, -1 - row_id)

@@ -1,4 +1,4 @@
-"""Batches of numbered rows: an iterator that can be stopped at and resumed, whatever the rows hold."""
+"""A resumable iterator over batches of numbered rows."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from stack_core.abi.errors import DataError
 
 __all__ = ["Batch", "TrainIterator", "filled", "iterate_rows"]
 
-# Grain computes the number of batches in floating point, which overflows an index for a dataset without end.
+# Grain computes the number of batches in floating point, which overflows an index if the dataset is infinite.
 _ROWS_OF_A_RUN = 1 << 48
 
 Batch = dict[str, np.ndarray]
@@ -29,22 +29,26 @@ def iterate_rows(
     fingerprint: Mapping[str, Any],
     rows_of_batch: Int64[np.ndarray, " own"] | None = None,
 ) -> "TrainIterator":
-    """Returns an iterator over batches of rows, each epoch in a new order; batch i depends on (seed, i) only.
+    """Returns an iterator over batches of rows, shuffled in each epoch; batch i depends only on (seed, i).
 
-    It goes on for 2**48 rows, which no run reaches.
+    The iterator yields at least 2**48 rows, which no run reaches.
 
     Args:
-      rows: of an epoch; row r in epoch e has the id e * rows + r.
-      make_batch: from row ids to arrays that lead with [batch, ...].
-      prefetch_batches: batches assembled ahead by a thread; 0 assembles them when they are asked for.
-      fingerprint: what the order of batches depends on; saved with each state.
-      rows_of_batch: places of a batch that alone are made; None is all. `row_ids` are of all.
+      rows: number of rows in an epoch; row r of epoch e has the id e * rows + r.
+      make_batch: function from row ids to arrays [batch, ...].
+      seed: seed of the order of rows.
+      batch_size: number of rows in a batch.
+      prefetch_batches: number of batches that a thread assembles ahead; 0 assembles each batch on request.
+      fingerprint: settings and digests that determine the order of batches; saved with each state.
+      rows_of_batch: indices within a batch of the rows to make, such as one process's share; None makes all rows.
+        `row_ids` always covers the complete batch.
     """
 
     def batch(ids: Int64[np.ndarray, " batch"]) -> Batch:
         own = ids if rows_of_batch is None else ids[rows_of_batch]
         return make_batch(own) | {"row_ids": np.asarray(ids, np.int64)}
 
+    # Grain only takes seeds of 32 bits.
     order = int(np.random.SeedSequence([seed]).generate_state(1)[0])
     ids = _RowIds(rows).seed(order).shuffle(seed=order).repeat(1 + _ROWS_OF_A_RUN // rows)
     options = grain.ReadOptions(num_threads=min(1, prefetch_batches), prefetch_buffer_size=prefetch_batches)
@@ -52,7 +56,7 @@ def iterate_rows(
 
 
 class _RowIds(grain.MapDataset[np.int64]):
-    """Row ids; Grain counts on through the epochs, and the id of row r in epoch e is e * rows + r."""
+    """Row ids. Grain's index keeps counting across epochs, so row r of epoch e has the id e * rows + r."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -66,9 +70,9 @@ class _RowIds(grain.MapDataset[np.int64]):
 
 
 class TrainIterator(grain.DatasetIterator[Batch]):
-    """Training batches; its state says which data it belongs to.
+    """Iterator over training batches, whose state identifies the data.
 
-    The state is a JSON-compatible dict: {"fingerprint": ..., "batches": how many were taken}.
+    The state is a JSON-compatible dict: {"fingerprint": ..., "batches": number of batches yielded}.
     """
 
     def __init__(self, parent: grain.DatasetIterator[Batch], fingerprint: Mapping[str, Any]) -> None:
@@ -82,19 +86,19 @@ class TrainIterator(grain.DatasetIterator[Batch]):
         return {"fingerprint": dict(self._fingerprint), "batches": self._parent.get_state()["next_index"]}
 
     def set_state(self, state: Any) -> None:
-        """Makes the next batch the one that followed when `state` was taken.
+        """Resumes at the batch that followed `state`.
 
         Raises:
-          DataError: the state belongs to other data, or is none of this iterator's.
+          DataError: the state belongs to other data, or is malformed.
         """
         self._parent.set_state({"next_index": batches_taken(state, self._fingerprint)})
 
 
 def batches_taken(state: Any, fingerprint: Mapping[str, Any]) -> int:
-    """How many batches an iterator had given when it was saved.
+    """Returns the number of batches that an iterator had yielded when its state was saved.
 
     Raises:
-      DataError: the state belongs to other data than `fingerprint` names, or is no such state.
+      DataError: the state's fingerprint differs from `fingerprint`, or the state is malformed.
     """
     if not isinstance(state, Mapping) or set(state) != {"fingerprint", "batches"}:
         raise DataError(f"{state!r} is no state of a training iterator. Restore an undamaged checkpoint.")
@@ -108,7 +112,7 @@ def batches_taken(state: Any, fingerprint: Mapping[str, Any]) -> int:
 
 
 def filled(values: Shaped[np.ndarray, "rows ..."], rows: int, name: str) -> Shaped[np.ndarray, "batch ..."]:
-    """Appends rows of padding up to `rows`; their row ids repeat the last one."""
+    """Pads an array to `rows` rows: targets with -100, row ids with the last id, other arrays with 0."""
     missing = rows - len(values)
     if name == "row_ids":
         return np.append(values, np.repeat(values[-1:], missing))

@@ -1,4 +1,4 @@
-"""What documents a run reads, and how they are cut into rows."""
+"""Settings of text data: documents, tokenizer and rows."""
 
 from typing import Annotated
 
@@ -13,20 +13,21 @@ BPE = "bpe"
 
 @config
 class TextSettings:
-    """What a model is trained on, and how it is cut into batches.
+    """The training documents of a model, and how they become batches.
 
     Attributes:
       source: "scheme" or "scheme:address"; the scheme is a name in the registry `data_sources`.
-      text_field: the key that holds a record's text, for sources of records; None leaves the source's own default.
-      tokenizer: "bpe" trains a byte-level BPE on the source; otherwise the path of a directory or `tokenizer.json`.
-        None takes that of `run.init_from`, and trains a BPE where a run starts from nothing.
-      vocab_size: tokens of the BPE to train, special tokens included; a ready tokenizer must have exactly as many.
-        None takes the model's for the BPE, or as many as the documents have words for, and whatever a ready one has.
-      tokenizer_bytes: UTF-8 bytes of training documents that the BPE is trained on, at most.
-      seq_tokens: tokens in a row.
-      batch_size: rows in a batch, over all processes.
-      validation_fraction: share of the documents that is held out of training.
-      prefetch_batches: batches assembled ahead of the step by a thread; 0 assembles them in the step's thread.
+      text_field: key of a record's text, for sources of records; None uses the source's default.
+      tokenizer: "bpe" to train a byte-level BPE on the source; otherwise the path of a directory or `tokenizer.json`.
+        None uses the tokenizer of `run.init_from`, or trains a BPE if the run starts from scratch.
+      vocab_size: vocabulary size, special tokens included. An existing tokenizer must have exactly this size. None
+        accepts any existing tokenizer, and trains a BPE of the model's size, or smaller if the documents have too few
+        words.
+      tokenizer_bytes: maximum number of UTF-8 bytes of training documents that the BPE is trained on.
+      seq_tokens: tokens per row.
+      batch_size: rows per batch, over all processes.
+      validation_fraction: fraction of the documents held out for validation.
+      prefetch_batches: number of batches that a thread assembles ahead; 0 assembles them in the step's thread.
     """
 
     source: str = "stdlib"
@@ -41,4 +42,5 @@ class TextSettings:
 
     @property
     def trains_tokenizer(self) -> bool:
+        """Whether a BPE is trained on the source."""
         return self.tokenizer in (None, BPE)

@@ -1,4 +1,4 @@
-"""The data source that a config names, read with care."""
+"""Opening and checking the data source of a config."""
 
 import inspect
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ __all__ = ["check_unchanged", "documents_with_text", "open_source"]
 
 
 def open_source(config: TextSettings) -> DataSource:
-    """Returns the source that `config.source` names, "scheme" or "scheme:address".
+    """Opens the source named by `config.source`, "scheme" or "scheme:address".
 
     Raises:
-      ConfigError: `text_field` is set for a source that has no fields.
-      DataError: the address does not lead to documents.
+      ConfigError: `text_field` is set for a source without fields.
+      DataError: there are no documents at the address.
       UnknownName: no plugin registers the scheme.
     """
     scheme, _, address = config.source.partition(":")
@@ -36,20 +36,20 @@ def open_source(config: TextSettings) -> DataSource:
 
 
 def _is_path(scheme: str) -> bool:
-    """Whether somebody wrote files where a scheme belongs."""
+    """Returns whether a scheme looks like a file path or a glob."""
     return bool({"/", "*", ".", "~"} & set(scheme)) or Path(scheme).exists()
 
 
 def documents_with_text(source: DataSource) -> Iterator[Document]:
-    """The documents to learn from; an empty one would only teach that a text may end at once."""
+    """Returns the nonempty documents. An empty one would only train the model to end a text immediately."""
     return (document for document in source.documents() if document.text)
 
 
 def check_unchanged(source: DataSource, fingerprint: str) -> None:
-    """Guards a result that was computed from documents and is to be kept under their fingerprint.
+    """Checks that documents did not change while a result to be cached was computed from them.
 
     Raises:
-      DataError: the fingerprint is another one by now.
+      DataError: the source's fingerprint is no longer `fingerprint`.
     """
     if source.fingerprint() != fingerprint:
-        raise DataError("The documents of the data source changed while they were read. Start again once they rest.")
+        raise DataError("The documents of the data source changed while they were read. Start again afterwards.")

@@ -1,4 +1,4 @@
-"""Which documents are trained on and which are held out."""
+"""Deterministic split of documents into training and validation."""
 
 import hashlib
 
@@ -11,7 +11,7 @@ __all__ = ["split_documents", "text_digest"]
 
 
 def text_digest(text: str) -> int:
-    """Returns 64 bits of a text's BLAKE2b hash."""
+    """Returns the 64-bit BLAKE2b hash of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
 
 
@@ -20,15 +20,16 @@ def split_documents(
 ) -> tuple[Int64[np.ndarray, " training"], Int64[np.ndarray, " validation"]]:
     """Returns the indices of the training and the validation documents, each in order of digest.
 
-    The documents with the lowest digests of their text are held out: round(fraction * documents) of them, at least one
-    when the fraction is not zero, and every copy of their texts. Neither the order of the documents nor where they lie
-    matters.
+    The round(validation_fraction * documents) documents with the lowest digests are held out, at least one if the
+    fraction is not 0, together with every copy of their texts. The split depends neither on the order of the documents
+    nor on their paths.
 
     Args:
-      digests: of the documents' texts.
+      digests: digest of each document's text.
+      validation_fraction: fraction of the documents to hold out.
 
     Raises:
-      DataError: nothing is left to train on.
+      DataError: no document is left to train on.
     """
     if not digests.size:
         raise DataError("The data source holds no text: every document is empty. Point data.source at files with text.")
@@ -40,6 +41,6 @@ def split_documents(
     if held_out == digests.size:
         raise DataError(
             f"data.validation_fraction={validation_fraction} holds out all {digests.size} document(s) of the source "
-            "(copies of one text stay together), so none is left to train on. Give more documents, or set it to 0."
+            "(copies of one text stay together), so none is left to train on. Add documents, or set it to 0."
         )
     return order[held_out:], order[:held_out]

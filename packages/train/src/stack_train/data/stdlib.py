@@ -1,4 +1,4 @@
-"""The source `stdlib`: the running interpreter's own standard library, real text that every machine has."""
+"""The source `stdlib`: the Python standard library of the running interpreter, a corpus present on every machine."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ _EXCLUDED_FOLDERS = frozenset(
 
 
 class StdlibSource:
-    """Each `.py` file of the standard library, tests and installed packages left out; about 11 MB, 600 files.
+    """The `.py` files of the standard library without tests and installed packages; about 11 MB in 600 files.
 
     Raises:
-      DataError: an address was given, or the interpreter carries no sources (an embedded or zipped one).
+      DataError: an address was given, or the interpreter has no source files, such as an embedded or zipped one.
     """
 
     def __init__(self, address: str = "") -> None:
@@ -30,7 +30,7 @@ class StdlibSource:
         if not self._paths:
             raise DataError(
                 f"The standard library at {str(self._root)!r} holds no .py files. "
-                "Use an interpreter that carries its sources, or another source such as 'text:GLOB'."
+                "Use an interpreter that includes its source files, or another source such as 'text:GLOB'."
             )
 
     def documents(self) -> Iterator[Document]:

@@ -1,4 +1,4 @@
-"""The source `text:GLOB`: each file is a document."""
+"""The source `text:GLOB`: one document per file."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ __all__ = ["TextSource"]
 
 
 class TextSource:
-    """The UTF-8 files that match a glob, by path; one file at a time is in memory."""
+    """The UTF-8 files that match a glob, sorted by path; one file at a time is in memory."""
 
     def __init__(self, address: str = "") -> None:
         self._paths = expand_glob(address, "text")

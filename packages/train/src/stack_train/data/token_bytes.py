@@ -1,4 +1,4 @@
-"""What single tokens of a vocabulary stand for, down to parts of characters."""
+"""UTF-8 bytes of single tokens, including tokens that are parts of characters."""
 
 import re
 
@@ -10,16 +10,17 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenBytes:
-    """The UTF-8 of each token of a tokenizer; b"" of an id that is none.
+    """The UTF-8 bytes of each token of a tokenizer; b"" for an unknown id.
 
-    Where bytes are written in the vocabulary, as characters or as names such as <0xE2>, they are read there: decoding
-    such a token alone gives U+FFFD.
+    Decoding a token that is part of a character gives U+FFFD. If the vocabulary spells bytes, as byte-level characters
+    or as names such as <0xE2>, they are read from the token's spelling instead.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._special = {token: each.content for token, each in added.items() if each.special}
+        # Probes the decoder: a byte-level one turns the two characters of the bytes C3 A9 into "é".
         self._has_characters = self._decoded("\u00c3\u00a9") == "\u00e9"
         self._has_names = self._decoded("<0x41>") == "A"
         self._known: dict[int, bytes] = {}
@@ -39,7 +40,7 @@ class TokenBytes:
             return bytes(_BYTES[character] for character in written)
         if self._has_names and (byte := _BYTE.fullmatch(written)):
             return bytes.fromhex(byte[1])
-        # Some decoders drop a space at the beginning of a text, so a token's text is what it adds to another.
+        # Some decoders drop a leading space, so the token is decoded after another copy of itself.
         once, twice = (self._tokenizer.decode([token] * count) for count in (1, 2))
         return twice[len(once) :].encode()
 
@@ -49,7 +50,10 @@ class TokenBytes:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The bytes by the characters that byte-level vocabularies write: their own if printable, else from U+0100 on."""
+    """Returns the byte for each character of byte-level vocabularies.
+
+    Printable bytes are written as the character of the same code, other bytes as characters from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""A tokenizer in the Hugging Face format: `tokenizer.json`, and beside it who plays which special part."""
+"""Tokenizers in the Hugging Face format: `tokenizer.json`, and config files that name the special tokens."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,25 +34,25 @@ _KEPT = (
 
 
 class HuggingFaceTokenizer:
-    """Text to token ids and back; its files are kept byte for byte, the chat template included.
+    """A tokenizer that keeps its files byte for byte, including the chat template.
 
-    The tokens that the tokenizer itself puts before a text, such as a beginning-of-text token, are the same in training
-    documents and in prompts. Only training documents end with the end-of-text token. `encode` drops it from prompts if
-    the tokenizer's own template adds it, because an answer follows.
+    Training documents and prompts start with the same tokens, such as a beginning-of-text token. Only training
+    documents end with the end-of-text token. `encode` drops it from prompts if the tokenizer's template adds it,
+    because a completion follows.
 
     Attributes:
-      vocab_size: the largest token id plus one.
-      eos_id, bos_id, pad_id: the special tokens that `tokenizer_config.json` names, or None.
-      special_tokens: the texts of all that it names, such as `bos_token`.
-      chat_template: Jinja source, or None.
-      digest: changes whenever a text could get other token ids.
+      vocab_size: largest token id plus one.
+      eos_id, bos_id, pad_id: ids of the special tokens named in `tokenizer_config.json`, or None.
+      special_tokens: text of each special token by its role, such as `bos_token`.
+      chat_template: Jinja source of the chat template, or None.
+      digest: hash of everything that determines a text's token ids.
 
     Args:
-      files: contents by file name; `tokenizer.json` is needed, the rest is optional.
-      origin: where the files come from, for messages.
+      files: file contents by file name; only `tokenizer.json` is required.
+      origin: origin of the files, for messages.
 
     Raises:
-      DataError: the files are malformed, or name a special token that the vocabulary lacks.
+      DataError: the files are malformed, or name a special token that is not in the vocabulary.
     """
 
     def __init__(self, files: Mapping[str, bytes], origin: str) -> None:
@@ -78,10 +78,10 @@ class HuggingFaceTokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "HuggingFaceTokenizer":
-        """Reads a directory that holds `tokenizer.json`, or that file and its neighbours.
+        """Loads a tokenizer from a directory, or from the path of its `tokenizer.json`.
 
         Raises:
-          DataError: there is none, or it cannot be read.
+          DataError: `tokenizer.json` does not exist, or a file cannot be read.
         """
         path = Path(path).expanduser()
         directory = path.parent if path.suffix == ".json" else path
@@ -98,16 +98,16 @@ class HuggingFaceTokenizer:
             raise DataError(f"Cannot read the tokenizer at {str(path)!r}: {error}. Make its files readable.") from error
 
     def with_chat_template(self, template: str) -> "HuggingFaceTokenizer":
-        """The same tokenizer with another chat template, Jinja source, which goes where its files go."""
+        """Returns a copy with another chat template (Jinja source), which `save` writes with the other files."""
         return HuggingFaceTokenizer({**self._files, _TEMPLATE: template.encode("utf-8")}, self._origin)
 
     @property
     def vocabulary(self) -> bytes:
-        """The contents of its `tokenizer.json`."""
+        """The contents of `tokenizer.json`."""
         return self._files[_VOCABULARY]
 
     def save(self, directory: Path) -> None:
-        """Writes the tokenizer's files into `directory`, which is made if it is not there."""
+        """Writes the tokenizer's files into `directory`, creating it if necessary."""
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in self._files.items():
             (directory / name).write_bytes(content)
@@ -118,43 +118,43 @@ class HuggingFaceTokenizer:
         return ids[: len(ids) - self._suffix_tokens] if add_special_tokens else ids
 
     def encode_for_encoder(self, text: str) -> list[int]:
-        """Encodes a text for a text encoder, with the special tokens at both ends."""
+        """Encodes a text for a text encoder, keeping the special tokens at both ends."""
         return self._encoded(text, True)
 
     def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < _LONG_CHARACTERS:
             ids = self._for_prompts.encode(text, add_special_tokens=add_special_tokens).ids
-        else:  # as a batch, for which alone it lets go of Python's lock: a long prompt would hold a whole server
+        else:  # only encode_batch releases the GIL; encoding a long prompt would otherwise block a server's threads
             (encoding,) = self._for_prompts.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             ids = encoding.ids
         return [*self._prefix, *ids] if add_special_tokens else ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int64[np.ndarray, " tokens"]]:
-        """Encodes documents, one array of ids each; the names of special tokens in them are ordinary text."""
+        """Encodes documents into one array of ids each; special tokens written in them are ordinary text."""
         encodings = self._for_documents.encode_batch_fast(list(texts))
         return [np.array([*self._prefix, *encoding.ids], np.int64) for encoding in encodings]
 
     def encode_with_offsets(
         self, text: str
     ) -> tuple[Int32[np.ndarray, " tokens"], Int64[np.ndarray, "tokens begin_and_end"]]:
-        """Encodes a text without adding tokens, as chat templates write their own.
+        """Encodes a text without adding special tokens, because chat templates already contain them.
 
         Returns:
-          The ids, and the begin and end of each token in the text's characters, its spaces included.
+          The ids, and the begin and end of each token in characters of the text, including the token's spaces.
         """
         encoding = self._for_prompts.encode(text, add_special_tokens=False)
         return np.asarray(encoding.ids, np.int32), np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
 
     def token_id(self, text: str) -> int | None:
-        """Returns the id of the token with this text, or None if the vocabulary lacks it."""
+        """Returns the id of the token with this text, or None if it is not in the vocabulary."""
         return self._for_prompts.token_to_id(text)
 
     def is_special(self, token: int) -> bool:
-        """Whether a token is none of a text's own, such as one that ends a turn."""
+        """Returns whether a token is a special token, such as an end-of-turn token."""
         return token in self._special_ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of tokens, special tokens left out; bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of tokens without special tokens; invalid UTF-8 becomes U+FFFD."""
         return self._for_prompts.decode([int(index) for index in ids], skip_special_tokens=True)
 
     def token_bytes(self, token: int) -> bytes:
@@ -174,22 +174,23 @@ class HuggingFaceTokenizer:
         return index
 
     def _missing_prefix(self, settings: Mapping[str, Any]) -> tuple[int, ...]:
-        """The beginning-of-text token, where the config asks for it and `tokenizer.json` does not add it itself."""
+        """Returns the beginning-of-text token if the config requires it and `tokenizer.json` does not add it."""
         if not settings.get("add_bos_token") or self.bos_id is None:
             return ()
         return () if self.bos_id in self._for_prompts.encode("").ids else (self.bos_id,)
 
     def _ending_tokens(self) -> int:
-        """Counts the tokens that the tokenizer adds behind a text, if the last of them is the end-of-text token."""
+        """Counts the special tokens that the tokenizer appends to a text, if the last one is the end-of-text token."""
         if self.eos_id is None or not self._for_prompts.num_special_tokens_to_add(is_pair=False):
             return 0
-        encoding = self._for_prompts.encode(self.special_tokens["eos_token"])  # a text that every vocabulary has
+        # Any text would do; every vocabulary can encode this one.
+        encoding = self._for_prompts.encode(self.special_tokens["eos_token"])
         count = encoding.special_tokens_mask[::-1].index(0)
         return count if encoding.ids[-1] == self.eos_id else 0
 
 
 def write_tokenizer(tokenizer: HuggingFaceTokenizer, directory: Path) -> None:
-    """Writes a tokenizer under `tokenizer/` of a run's directory, whole or not at all; one that is there stays."""
+    """Writes a tokenizer atomically under `tokenizer/` of a run's directory; an existing one is kept."""
     destination = directory / "tokenizer"
     if not destination.exists():
         partial = directory / "tokenizer.partial"
@@ -208,7 +209,7 @@ def _parse_vocabulary(content: bytes, origin: str) -> tokenizers.Tokenizer:
 
 
 def _keep_spaces_in_offsets(processor: Any) -> None:
-    """Makes the offsets of tokens include their spaces, which byte-level tokenizers may trim; ids stay the same."""
+    """Includes spaces in token offsets, which byte-level tokenizers may trim. Token ids do not change."""
     if isinstance(processor, tokenizers.processors.Sequence):
         for each in processor:
             _keep_spaces_in_offsets(each)
@@ -229,11 +230,11 @@ def _json(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, Any]:
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     named = {part: token for part, token in settings.items() if part.endswith("_token")}
     texts = {part: token.get("content") if isinstance(token, dict) else token for part, token in named.items()}
-    return {part: text for part, text in texts.items() if isinstance(text, str)}  # "add_bos_token" is no text
+    return {part: text for part, text in texts.items() if isinstance(text, str)}  # skips "add_bos_token", a bool
 
 
 def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> str | None:
-    """The template in its own file, or the config's; a config's list of named ones gives its "default"."""
+    """Returns the template in its own file, or the config's; of a list of named templates, the "default"."""
     if _TEMPLATE in files:
         return files[_TEMPLATE].decode("utf-8")
     template = settings.get("chat_template")

@@ -15,17 +15,19 @@ __all__ = ["AdafactorConfig"]
 
 @config
 class AdafactorConfig(OptimizerConfig):
-    """Second moments as the outer product of their row and column means.
+    """Adafactor, which factors the second moments into row and column means.
 
     Source: Shazeer and Stern, 2018 (arXiv:1804.04235). Departures: (1) the learning rate multiplies weight decay, as in
-    AdamW; (2) the root mean squares by which updates are clipped and scaled are those of stacked layers together.
+    AdamW; (2) updates are clipped and scaled by a root mean square over all layers that are stacked in one array.
 
     Attributes:
-      smallest_factored: arrays whose second largest axis is shorter keep all their second moments.
-      decay_exponent: the second moments' decay after n updates is 1 - n ** -decay_exponent.
-      clip_update: the largest root mean square of an update, before the learning rate.
-      relative_updates: multiplies updates with the root mean square of the parameter, so that `learning_rate` is a
-        relative size of steps.
+      name: selects this optimizer.
+      learning_rate: peak learning rate; a relative step size if `relative_updates`.
+      smallest_factored: smallest second-largest axis at which an array's second moments are factored. Smaller arrays
+        keep unfactored second moments.
+      decay_exponent: exponent of the second moments' decay, 1 - n ** -decay_exponent after n updates.
+      clip_update: maximum root mean square of an update, before the learning rate is applied.
+      relative_updates: whether updates are multiplied by the root mean square of their parameter.
     """
 
     name: Literal["adafactor"] = "adafactor"

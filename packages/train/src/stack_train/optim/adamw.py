@@ -15,7 +15,16 @@ __all__ = ["AdamWConfig"]
 
 @config
 class AdamWConfig(OptimizerConfig):
-    """Adam with decoupled weight decay. Source: Loshchilov and Hutter, 2019 (arXiv:1711.05101)."""
+    """Adam with decoupled weight decay.
+
+    Source: Loshchilov and Hutter, 2019 (arXiv:1711.05101).
+
+    Attributes:
+      name: selects this optimizer.
+      beta1: decay of the first moments.
+      beta2: decay of the second moments.
+      epsilon: term added to the root of the second moments.
+    """
 
     name: Literal["adamw"] = "adamw"
     beta1: Fraction = 0.9

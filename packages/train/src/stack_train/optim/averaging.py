@@ -10,7 +10,13 @@ __all__ = ["AveragedState", "average_weights"]
 
 
 class AveragedState(NamedTuple):
-    """The state of `average_weights`; `average` has the structure of the parameters, in float32."""
+    """The state of `average_weights`.
+
+    Attributes:
+      inner: state of the wrapped transformation.
+      average: average of the parameters, in their structure and in float32.
+      updates_done: int32 scalar, number of updates.
+    """
 
     inner: Any
     average: Any
@@ -18,11 +24,11 @@ class AveragedState(NamedTuple):
 
 
 def average_weights(inner: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
-    """Keeps an exponential moving average of the parameters that a transformation's updates lead to.
+    """Adds an exponential moving average of the updated parameters to a transformation.
 
         average <- d average + (1 - d) params,  d = min(decay, (1 + n) / (10 + n)) after n updates
 
-    The smaller d of early updates forgets the random weights that training starts from.
+    d is smaller in early updates, which removes the random initial weights from the average.
     """
 
     def init(params: Any) -> AveragedState:

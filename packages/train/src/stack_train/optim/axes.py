@@ -1,4 +1,4 @@
-"""What the logical axes of a parameter tell an optimizer."""
+"""Classification of parameters by their logical axes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +8,9 @@ import jax
 __all__ = ["AxesTree", "is_hidden_matrix", "is_matrix", "map_axes", "matrix_axes"]
 
 AxesTree = Any
-"""Nested dicts with, for each parameter, the tuple of its logical axis names; None is an axis without a name."""
+"""Nested dicts with the tuple of logical axis names of each parameter; None is an axis without a name."""
 
+# Axes along which one array holds the parameters of several layers or experts. They come first.
 _STACKED = ("layers", "experts")
 
 
@@ -19,7 +20,7 @@ def map_axes(function: Callable[[tuple[str | None, ...]], Any], axes: AxesTree) 
 
 
 def matrix_axes(axes: tuple[str | None, ...]) -> tuple[int, ...]:
-    """The positions of the axes that are not stacked: stacked ones lead, one array for all layers or experts."""
+    """Returns the positions of the axes that are not stacked, without the leading "layers" and "experts"."""
     stacked = 0
     while stacked < len(axes) and axes[stacked] in _STACKED:
         stacked += 1
@@ -27,10 +28,10 @@ def matrix_axes(axes: tuple[str | None, ...]) -> tuple[int, ...]:
 
 
 def is_matrix(axes: tuple[str | None, ...]) -> bool:
-    """Whether a parameter is a matrix, or a tensor, rather than a scale or a bias."""
+    """Returns whether a parameter has two or more unstacked axes, unlike a scale or a bias."""
     return len(matrix_axes(axes)) >= 2
 
 
 def is_hidden_matrix(axes: tuple[str | None, ...]) -> bool:
-    """Whether a parameter is a matrix between hidden activations, which embeddings and heads are not."""
+    """Returns whether a parameter is a matrix between hidden activations; embeddings and heads are not."""
     return len(matrix_axes(axes)) == 2 and "vocab" not in axes

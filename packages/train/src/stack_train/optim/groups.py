@@ -1,4 +1,4 @@
-"""Groups of parameters that an optimizer treats in a way of their own."""
+"""Parameter groups with their own optimizer settings."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -16,17 +16,17 @@ from stack_train.optim.axes import AxesTree
 __all__ = ["REST", "GroupConfig", "check_groups", "group_names", "group_of"]
 
 REST = "rest"
-"""The group of the parameters that no pattern matches."""
+"""Name of the group of parameters that match no pattern."""
 
 
 @config
 class GroupConfig:
-    """Settings of the parameters whose path a pattern matches.
+    """Settings of the parameters whose path matches a pattern.
 
     Attributes:
-      rate_factor: multiplies the learning rate.
-      weight_decay: in place of the optimizer's; None leaves that.
-      frozen: the parameters are not trained, and the optimizer keeps nothing of them.
+      rate_factor: factor of the learning rate.
+      weight_decay: weight decay of this group; None uses the optimizer's.
+      frozen: whether the parameters are excluded from training. The optimizer keeps no state for frozen parameters.
     """
 
     rate_factor: NonNegativeFloat = 1.0
@@ -38,12 +38,12 @@ class GroupConfig:
 
 
 def group_of(groups: Iterable[str], path: str) -> str | None:
-    """The first pattern that matches the path of a parameter; None if none does."""
+    """Returns the first pattern that matches the path of a parameter, or None."""
     return next((pattern for pattern in groups if path_matches(pattern, path)), None)
 
 
 def group_names(groups: Mapping[str, GroupConfig], axes: AxesTree) -> Any:
-    """The place of every parameter's group among `groups`, or `REST`, in the structure of `axes`."""
+    """Returns the group of every parameter in the structure of `axes`: its index in `groups` as a string, or `REST`."""
     names = {None: REST, **{pattern: str(place) for place, pattern in enumerate(groups)}}
     return jax.tree.map_with_path(
         lambda path, _: names[group_of(groups, path_name(path))], axes, is_leaf=lambda node: isinstance(node, tuple)
@@ -51,24 +51,24 @@ def group_names(groups: Mapping[str, GroupConfig], axes: AxesTree) -> Any:
 
 
 def check_groups(groups: Mapping[str, GroupConfig], paths: Iterable[str]) -> None:
-    """Compares groups with the paths of a model's parameters.
+    """Checks that every group contains a parameter of the model.
 
     Raises:
-      ConfigError: a pattern is malformed, or no parameter is in its group; names what is near.
+      ConfigError: a pattern is malformed, or its group is empty. The message suggests similar path segments.
     """
     paths = tuple(paths)
     for pattern in groups:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"optimizer.groups: {pattern!r} is no regular expression: {error}.") from error
+            raise ConfigError(f"optimizer.groups: {pattern!r} is not a regular expression: {error}.") from error
     taken = {group_of(groups, path) for path in paths}
     for pattern in groups:
         if pattern not in taken:
             raise ConfigError(
-                f"optimizer.groups: no parameter that an earlier group left has {pattern!r} in its path."
-                f"{nearest(pattern, _segments(paths))} A pattern covers whole segments, such as 'embedding' or "
-                f"'attention/.*'. The parameters: {', '.join(paths)}."
+                f"optimizer.groups: {pattern!r} matches no parameter outside of earlier groups."
+                f"{nearest(pattern, _segments(paths))} A pattern matches complete path segments, such as 'embedding' "
+                f"or 'attention/.*'. The parameters: {', '.join(paths)}."
             )
 
 

@@ -15,9 +15,16 @@ __all__ = ["LionConfig"]
 
 @config
 class LionConfig(OptimizerConfig):
-    """The sign of a momentum, in half of Adam's memory. Source: Chen et al., 2023 (arXiv:2302.06675).
+    """Lion: updates by the sign of a momentum, with half of Adam's optimizer memory.
 
-    Its learning rates are 3 to 10 times smaller than Adam's, and its weight decay as many times larger.
+    Learning rates are 3 to 10 times smaller than for Adam, and weight decay is larger by the same factor.
+    Source: Chen et al., 2023 (arXiv:2302.06675).
+
+    Attributes:
+      name: selects this optimizer.
+      learning_rate: peak learning rate.
+      beta1: weight of the momentum in the update, whose remainder is the gradient.
+      beta2: decay of the momentum.
     """
 
     name: Literal["lion"] = "lion"

@@ -1,4 +1,4 @@
-"""Muon, with AdamW for what is no hidden matrix."""
+"""Muon for hidden matrices, and AdamW for all other parameters."""
 
 from typing import Any, Literal
 
@@ -18,14 +18,22 @@ _MUON, _ADAMW = "muon", "adamw"
 
 @config
 class MuonConfig(OptimizerConfig):
-    """Momentum orthogonalized by Newton-Schulz iterations for hidden matrices, one by one where they are stacked.
+    """Muon, which orthogonalizes the momentum of hidden matrices by Newton-Schulz iterations.
 
-    Embeddings, heads, scales, biases and tensors of more than two axes are trained by AdamW, with the same learning
-    rate: `update_rms` gives Muon's updates the size of Adam's. Source: Jordan et al., Muon, 2024; Liu et al., Muon is
-    Scalable for LLM Training, 2025 (arXiv:2502.16982).
+    Each matrix of a stacked array is orthogonalized separately. Embeddings, heads, scales, biases and tensors of more
+    than two axes are trained by AdamW. Both share one learning rate because `update_rms` scales Muon's updates to the
+    size of Adam's. Source: Jordan et al., Muon, 2024; Liu et al., Muon is Scalable for LLM Training, 2025
+    (arXiv:2502.16982).
 
     Attributes:
+      name: selects this optimizer.
+      momentum: decay of Muon's momentum.
+      nesterov: whether Muon uses Nesterov momentum.
+      iterations: number of Newton-Schulz iterations.
       update_rms: root mean square of an orthogonal update; None scales it by sqrt(max(1, d_out / d_in)) instead.
+      adam_beta1: decay of AdamW's first moments.
+      adam_beta2: decay of AdamW's second moments.
+      epsilon: numerical stability term of both, added to a denominator.
     """
 
     name: Literal["muon"] = "muon"
@@ -58,5 +66,5 @@ class MuonConfig(OptimizerConfig):
 
 
 def _dimensions(axes: tuple[str | None, ...]) -> Any:
-    """Which axes of an array of matrices [..., d_in, d_out] a product contracts and keeps; None if it holds none."""
+    """Returns the input and output axis of an array of matrices [..., d_in, d_out], or None for other parameters."""
     return contrib.MuonDimensionNumbers(*matrix_axes(axes)) if is_hidden_matrix(axes) else None

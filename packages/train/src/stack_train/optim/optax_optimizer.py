@@ -1,4 +1,4 @@
-"""Optax transformations in the place of an optimizer's config."""
+"""Adapter from Optax transformations to the optimizer interface."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["OptaxOptimizer", "Optimizer", "as_optimizer"]
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """The methods of an `OptimizerConfig` that a trainer calls; they are documented there."""
+    """The methods of `OptimizerConfig` that a trainer calls; `OptimizerConfig` documents them."""
 
     def check(self, paths: Sequence[str]) -> None: ...
     def freezes(self, path: str) -> bool: ...
@@ -27,12 +27,12 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class OptaxOptimizer:
-    """An `Optimizer` without settings: the transformation has its own schedule, clipping and masks."""
+    """An `Optimizer` around an Optax transformation, which has its own schedule, clipping and masks."""
 
     transformation: optax.GradientTransformation
 
     def check(self, paths: Sequence[str]) -> None:
-        """Accepts every model, as there are no groups."""
+        """Accepts every model because an Optax transformation has no groups."""
 
     def freezes(self, path: str) -> bool:
         return False
@@ -48,10 +48,10 @@ class OptaxOptimizer:
 
 
 def as_optimizer(optimizer: Any) -> Optimizer:
-    """Returns an optimizer's config as it is, and an Optax transformation as an `OptaxOptimizer`.
+    """Returns an optimizer config unchanged, and wraps an Optax transformation in an `OptaxOptimizer`.
 
     Raises:
-      ConfigError: it is neither.
+      ConfigError: `optimizer` is neither.
     """
     if isinstance(optimizer, optax.GradientTransformation):
         return OptaxOptimizer(optimizer)

@@ -1,4 +1,4 @@
-"""What optimizers share: schedule, clipping, groups of parameters, skipped spikes, an average of the weights."""
+"""Base class of optimizer configs: schedule, clipping, parameter groups, spike skipping and weight averaging."""
 
 import abc
 import dataclasses
@@ -23,16 +23,19 @@ __all__ = ["OptimizerConfig", "states_of"]
 
 @config
 class OptimizerConfig(abc.ABC):
-    """An optimizer's settings. A subclass adds the field `name`, fields of its own, and `transformation`.
+    """An optimizer's settings. A subclass adds the field `name`, its own fields and `transformation`.
 
     Attributes:
-      learning_rate: at the peak of the schedule.
-      weight_decay: decoupled from the gradient: each step takes this share times the learning rate from every matrix.
-        Scales of norms and biases are left alone.
-      clip_norm: the largest global norm of the gradients; larger ones are scaled down to it.
-      skip_spikes: skips updates whose gradient norm is a spike or not finite; None applies every update.
-      ema_decay: keeps a moving average of the weights, which is evaluated and exported in their place.
-      groups: parameters with other settings, by a pattern of their paths; the first that matches holds.
+      learning_rate: peak learning rate of the schedule.
+      schedule: learning rate over the run, relative to the peak.
+      weight_decay: decoupled weight decay: each update subtracts learning rate * weight_decay * matrix from every
+        matrix. Norm scales and biases are not decayed.
+      clip_norm: maximum global norm of the gradients; larger gradients are scaled down to it. None disables clipping.
+      skip_spikes: settings for skipping updates whose gradient norm is a spike or not finite; None applies every
+        update.
+      ema_decay: decay of a moving average of the weights, which is evaluated and exported instead of the weights.
+        None keeps no average.
+      groups: settings of parameter groups, by a pattern of parameter paths. The first matching pattern applies.
     """
 
     learning_rate: PositiveFloat = 3e-4
@@ -45,19 +48,19 @@ class OptimizerConfig(abc.ABC):
 
     @abc.abstractmethod
     def transformation(self, rate: optax.Schedule, axes: AxesTree) -> optax.GradientTransformation:
-        """Returns the update rule alone.
+        """Returns the update rule without clipping, groups, spike skipping and averaging.
 
         Args:
-          rate: the learning rate by the number of updates done, which the transformation multiplies with.
-          axes: the logical axes of every parameter. With groups, the trees that the transformation is given lack the
-            parameters of the others (`optax.MaskedNode` stands for each), and `axes` has them all.
+          rate: learning rate by the number of updates done; the transformation applies it.
+          axes: logical axes of every parameter. With groups, `axes` still covers all parameters, while the trees passed
+            to the transformation have `optax.MaskedNode` in place of the other groups' parameters.
         """
 
     def learning_rate_schedule(self, steps: int) -> optax.Schedule:
         return self.schedule.build(self.learning_rate, steps)
 
     def check(self, paths: Sequence[str]) -> None:
-        """Compares the groups with the paths of a model's parameters.
+        """Checks the groups against the paths of a model's parameters.
 
         Raises:
           ConfigError: a group's pattern is malformed, or matches no parameter.
@@ -65,39 +68,43 @@ class OptimizerConfig(abc.ABC):
         check_groups(self.groups, paths)
 
     def freezes(self, path: str) -> bool:
-        """Whether a parameter is in a group that is not trained."""
+        """Returns whether a parameter is in a frozen group."""
         group = group_of(self.groups, path)
         return group is not None and self.groups[group].frozen
 
     def build(self, steps: int, axes: AxesTree) -> optax.GradientTransformation:
-        """Returns the whole optimizer for a run of `steps` updates of the parameters that are not frozen."""
+        """Returns the complete optimizer of the trainable parameters for a run of `steps` updates."""
         update = self._grouped(self.learning_rate_schedule(steps), axes)
         if self.clip_norm is not None:
             update = optax.chain(optax.clip_by_global_norm(self.clip_norm), update)
         if self.ema_decay is not None:
             update = average_weights(update, self.ema_decay)
+        # Spikes are detected on the gradients before clipping, and a skipped update leaves the average unchanged.
         return update if self.skip_spikes is None else skip_spikes(update, self.skip_spikes)
 
     @property
     def averages(self) -> bool:
-        """Whether the parameters to evaluate are others than those that are trained."""
+        """Whether an average of the trained parameters is evaluated in their place."""
         return self.ema_decay is not None
 
     def evaluation_params(self, params: Any, opt_state: Any) -> Any:
-        """The parameters to evaluate and export: their average, where the optimizer keeps one."""
+        """Returns the parameters to evaluate and export: their average if the optimizer keeps one."""
         for state in states_of(opt_state, AveragedState):
             params = jax.tree.map(lambda average, param: average.astype(param.dtype), state.average, params)
         return params
 
     def metrics(self, opt_state: Any, step: jax.Array, steps: int) -> dict[str, Metric]:
-        """What an update reports, from the state after it.
+        """Returns the metrics of an update.
 
         Args:
-          step: updates done before it, the skipped ones included.
+          opt_state: the optimizer's state after the update.
+          step: number of updates before this one, including skipped updates.
+          steps: total number of updates of the run.
         """
         schedule = self.learning_rate_schedule(steps)
         if not isinstance(opt_state, SkippedState):
             return {"learning_rate": Metric.mean(jnp.asarray(schedule(step), jnp.float32))}
+        # A skipped update leaves the inner state alone, so the schedule's own count does not advance.
         skipped_before = opt_state.skipped_in_all - opt_state.skipped
         rate = jnp.asarray(schedule(step - skipped_before), jnp.float32)
         return {"learning_rate": Metric.mean(rate), "skipped": Metric.sum(opt_state.skipped.astype(jnp.float32))}
@@ -116,6 +123,6 @@ class OptimizerConfig(abc.ABC):
 
 
 def states_of(opt_state: Any, kind: type) -> list[Any]:
-    """The states of one kind within an optimizer's state."""
+    """Returns all states of type `kind` within an optimizer's state."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
     return [node for node in nodes if isinstance(node, kind)]

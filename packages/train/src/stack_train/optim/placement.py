@@ -1,4 +1,4 @@
-"""Where the leaves of an optimizer's state lie."""
+"""Sharding of an optimizer's state."""
 
 from typing import Any
 
@@ -9,15 +9,16 @@ __all__ = ["like_parameters"]
 
 
 def like_parameters(state: Any, params: Any, shardings: Any, replicated: NamedSharding) -> Any:
-    """The sharding of every leaf of an optimizer's state: that of the parameter whose path its own path ends with.
+    """Returns the sharding of every leaf of an optimizer's state.
 
-    A leaf that lacks some of its parameter's axes, as a factored moment does, is split along those that it has. All
-    other leaves are replicated.
+    A leaf is sharded like a parameter if the leaf's path ends with the parameter's path. A leaf that lacks some of its
+    parameter's axes, such as a factored moment, is sharded along the axes it has. All other leaves are replicated.
 
     Args:
-      state: the optimizer's state, or its shapes.
-      params: the parameters, or their shapes.
-      shardings: of the parameters, in their structure.
+      state: optimizer state, or its shapes.
+      params: parameters, or their shapes.
+      shardings: shardings of the parameters, in the structure of `params`.
+      replicated: sharding of leaves that match no parameter.
     """
     known = {
         _names(path): (leaf.shape, sharding)
@@ -33,7 +34,7 @@ def like_parameters(state: Any, params: Any, shardings: Any, replicated: NamedSh
 
 
 def _along(shape: tuple[int, ...], param_shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding | None:
-    """The sharding of an array with some of a parameter's axes, in order; None where its axes are others."""
+    """Returns the sharding of an array that has a subset of a parameter's axes, in order; None if it has other axes."""
     spec = (*sharding.spec, *[None] * (len(param_shape) - len(sharding.spec)))
     split: list[Any] = []
     for size, mesh_axes in zip(param_shape, spec, strict=True):

@@ -1,4 +1,4 @@
-"""Learning rates over a run: a warm-up, the peak, a decay."""
+"""Learning-rate schedules: warm-up, peak and decay."""
 
 from typing import Annotated, Literal
 
@@ -15,14 +15,16 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 @config
 class ScheduleConfig:
-    """A linear warm-up to the peak learning rate, then a decay that ends at a fraction of it at the last step.
+    """A linear warm-up to the peak learning rate, then a decay to a fraction of the peak at the last step.
 
-    With `decay_fraction` below 1 the rate stays at its peak first: `decay: linear` with `decay_fraction: 0.2` is the
-    warmup-stable-decay schedule (WSD) of Hu et al., MiniCPM, 2024 (arXiv:2404.06395).
+    With `decay_fraction` below 1, the rate stays at its peak before the decay: `decay: linear` with
+    `decay_fraction: 0.2` is the warmup-stable-decay schedule (WSD) of Hu et al., MiniCPM, 2024 (arXiv:2404.06395).
 
     Attributes:
-      decay_fraction: share of the steps after the warm-up, the last of them, over which the rate decays.
-      final_fraction: learning rate at the last step over that at the peak.
+      warmup_steps: number of warm-up updates; 0 starts at the peak.
+      decay: shape of the decay; "constant" keeps the peak rate.
+      decay_fraction: fraction of the steps after the warm-up over which the rate decays, at the end of the run.
+      final_fraction: learning rate at the last step divided by the peak learning rate.
     """
 
     warmup_steps: NonNegativeInt = 0
@@ -33,7 +35,7 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if self.decay == "constant" and (unused := changed_fields(self, ("decay_fraction", "final_fraction"))):
             raise ConfigError(
-                f"optimizer.schedule.decay is 'constant', so {' and '.join(unused)} would not act. Leave that out, or "
+                f"optimizer.schedule.decay is 'constant', so {' and '.join(unused)} would not act. Remove it, or "
                 "choose decay: cosine or linear."
             )
 
@@ -41,6 +43,7 @@ class ScheduleConfig:
         """Returns the learning rate as a function of the number of updates done."""
         warmup = min(self.warmup_steps, steps)
         decay_steps = max(round((steps - warmup) * self.decay_fraction), 1)
+        # The warm-up starts at peak / (warmup + 1), not at 0, so that the first update changes the weights.
         phases = [(optax.linear_schedule(peak / (warmup + 1), peak, warmup), warmup)] if warmup else []
         if self.decay != "constant" and decay_steps < steps - warmup:
             phases.append((optax.constant_schedule(peak), steps - decay_steps))

@@ -18,13 +18,19 @@ __all__ = ["ScheduleFreeConfig"]
 
 @config
 class ScheduleFreeConfig(OptimizerConfig):
-    """AdamW whose weights are averaged, in the place of a learning rate that decays.
+    """AdamW with weight averaging instead of learning-rate decay.
 
-    The loss is differentiated between the fast weights and their average, and the average is evaluated and exported.
-    Source: Defazio et al., The Road Less Scheduled, 2024 (arXiv:2405.15682).
+    Gradients are computed at an interpolation between the fast weights z and their average x:
+    y = (1 - beta1) z + beta1 x. The average is evaluated and exported. Source: Defazio et al., The Road Less Scheduled,
+    2024 (arXiv:2405.15682).
 
     Attributes:
-      beta1: how far towards the average gradients are taken, above 0.
+      name: selects this optimizer.
+      learning_rate: learning rate after the warm-up.
+      schedule: warm-up of the learning rate; `decay` must be "constant".
+      beta1: weight of the average in the point at which gradients are computed, above 0.
+      beta2: decay of the second moments.
+      epsilon: term added to the root of the second moments.
     """
 
     name: Literal["schedule_free"] = "schedule_free"
@@ -43,7 +49,7 @@ class ScheduleFreeConfig(OptimizerConfig):
                 "a warm-up."
             )
         if self.beta1 == 0:
-            raise ConfigError("optimizer.beta1 is 0; schedule_free needs more than that, such as 0.9.")
+            raise ConfigError("optimizer.beta1 is 0; schedule_free requires a value above 0, such as 0.9.")
 
     def transformation(self, rate: optax.Schedule, axes: AxesTree) -> optax.GradientTransformation:
         fast = optax.chain(
@@ -61,7 +67,8 @@ class ScheduleFreeConfig(OptimizerConfig):
         def average(fast: Any, param: Any) -> Any:
             if _is_masked(fast):
                 return param
-            return ((param - (1 - self.beta1) * fast) / self.beta1).astype(param.dtype)  # `fast` is float32
+            # Solves y = (1 - beta1) z + beta1 x for x. `fast` is float32, so the result is rounded only once.
+            return ((param - (1 - self.beta1) * fast) / self.beta1).astype(param.dtype)
 
         for state in states_of(opt_state, contrib.ScheduleFreeState):
             params = jax.tree.map(average, state.z, params, is_leaf=_is_masked)

@@ -15,7 +15,14 @@ __all__ = ["SgdConfig"]
 
 @config
 class SgdConfig(OptimizerConfig):
-    """Gradient descent with momentum; a momentum of 0 keeps no state. Weight decay is decoupled, as in AdamW."""
+    """Stochastic gradient descent with momentum. Weight decay is decoupled, as in AdamW.
+
+    Attributes:
+      name: selects this optimizer.
+      learning_rate: peak learning rate.
+      momentum: decay of the momentum; 0 keeps no state.
+      nesterov: whether to use Nesterov momentum.
+    """
 
     name: Literal["sgd"] = "sgd"
     learning_rate: PositiveFloat = 0.1

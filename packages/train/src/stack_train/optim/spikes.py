@@ -1,4 +1,4 @@
-"""Skipping updates whose gradients are far out of the ordinary."""
+"""Skipping of updates with outlier gradient norms."""
 
 from typing import Annotated, Any, NamedTuple
 
@@ -14,15 +14,18 @@ __all__ = ["SkippedState", "SpikeConfig", "skip_spikes"]
 
 @config
 class SpikeConfig:
-    """Which updates are skipped: those with a gradient norm that is not finite, or above mean + deviations * std.
+    """Settings for skipping updates whose gradient norm is not finite, or above mean + deviations * std.
 
-    Mean and standard deviation are those of the last finite norms, skipped ones included, so that a level that lasts
-    becomes the ordinary one. Source: OLMo 2, 2025 (arXiv:2501.00656), which does the same to the loss.
+    Mean and standard deviation are computed from the most recent finite norms, including norms of skipped updates.
+    A norm that stays high therefore stops being a spike. Source: OLMo 2, 2025 (arXiv:2501.00656), which applies the
+    same rule to the loss.
 
     Attributes:
-      window_steps: how many norms; nothing but what is not finite is skipped before half of them are known.
-      most_in_a_row: skipped updates after which the next is applied whatever its norm, so that training that is
-        broken ends with an error.
+      window_steps: number of recent norms in mean and standard deviation. Until half of them are known, only updates
+        with a non-finite norm are skipped.
+      deviations: number of standard deviations above the mean from which a norm is a spike.
+      most_in_a_row: maximum number of consecutive skipped updates. The next update is applied regardless of its norm,
+        so that a diverged run fails with an error.
     """
 
     window_steps: Annotated[int, Field(ge=2)] = 128
@@ -34,9 +37,12 @@ class SkippedState(NamedTuple):
     """The state of `skip_spikes`.
 
     Attributes:
-      norms: [window_steps], the last finite ones, in a ring.
-      norms_seen: how many finite norms there were.
-      skipped: whether the last update was.
+      inner: state of the wrapped transformation.
+      norms: float32[window_steps], ring buffer of the most recent finite norms.
+      norms_seen: total number of finite norms.
+      skipped: whether the last update was skipped.
+      skipped_in_a_row: number of consecutive skipped updates, up to the last update.
+      skipped_in_all: total number of skipped updates.
     """
 
     inner: Any
@@ -48,7 +54,7 @@ class SkippedState(NamedTuple):
 
 
 def skip_spikes(inner: optax.GradientTransformation, config: SpikeConfig) -> optax.GradientTransformation:
-    """Leaves parameters and `inner`'s state as they are where `config` says so."""
+    """Wraps a transformation so that spikes update neither the parameters nor the state of `inner`."""
 
     def init(params: Any) -> SkippedState:
         none = jnp.zeros((), jnp.int32)

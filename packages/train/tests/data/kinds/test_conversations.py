@@ -148,7 +148,7 @@ def test_the_template_gets_a_records_tools_and_variables(tmp_path):
             ChatTemplateError,
             "chat_template_kwargs is a list",
         ),
-        ({"prompt": "x", "completion": "y", "tools": TOOLS}, DataError, "tools go to a chat template"),
+        ({"prompt": "x", "completion": "y", "tools": TOOLS}, DataError, "tools are for a chat template"),
         ({"messages": [QUESTION, {**ANSWER, "tool_calls": [{}]}]}, ChatTemplateError, "tool_calls is not supported"),
     ],
 )

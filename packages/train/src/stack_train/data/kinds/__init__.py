@@ -1,1 +1,1 @@
-"""Kinds of data: what `data.kind` selects, one file a kind."""
+"""The data kinds that `data.kind` selects, one file per kind."""

@@ -1,4 +1,4 @@
-"""`data.kind: arrays`: batches of a user's own, from a function."""
+"""`data.kind: arrays`: batches from a user-defined function."""
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,17 +21,18 @@ Make = Callable[..., Iterable[Batch]]
 
 @config
 class ArraysData:
-    """Batches that a function makes: `function(**options)` returns an iterable of mappings of NumPy arrays.
+    """Batches from a function: `function(**options)` returns an iterable of mappings of NumPy arrays.
 
-    Every batch has the names, shapes and dtypes of the first; all arrays lead with [batch, ...]. The function is called
-    again for each epoch and each resume, and must give the same batches each time: a run that is resumed passes over
-    those that it has had.
+    Every batch has the names, shapes and dtypes of the first batch, and all arrays have a leading batch axis. The
+    function is called again for each epoch and each resumption. It must yield the same batches every time because a
+    resumed run skips the batches it has already used.
 
     Attributes:
-      source: "module:function"; in Python, the function itself.
-      validation: likewise, of what is held out; None holds nothing out.
-      options: keyword arguments of both.
-      unit: what rates count, "examples" unless it says otherwise; the number of them is that of a batch's rows.
+      source: function of the training batches as "module:function"; in Python, also the function itself.
+      kind: selects this kind of data.
+      validation: function of the validation batches, in the same form; None disables validation.
+      options: keyword arguments for both functions.
+      unit: unit of reported rates; a batch counts as many units as it has rows.
     """
 
     source: Any
@@ -73,7 +74,7 @@ class ArraysData:
 
 
 class ArraysBatches(Batches):
-    """Batches of a function; see `Batches`."""
+    """Batches from a function; see `Batches`."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class ArraysBatches(Batches):
         return ArraysIterator(lambda: self._checked(self._make(**self._options)), self._name)
 
     def validation_batches(self) -> Iterator[Batch]:
-        """The batches of the validation function, once."""
+        """Returns an iterator over one call of the validation function."""
         return iter(()) if self._validation is None else self._checked(self._validation(**self._options))
 
     def _checked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -107,7 +108,7 @@ class ArraysBatches(Batches):
 
 
 class ArraysIterator:
-    """Goes through an iterable again and again; its state is how many batches were taken."""
+    """An iterator that restarts an iterable after its last batch; its state is the number of batches yielded."""
 
     def __init__(self, batches: Callable[[], Iterator[Batch]], name: str) -> None:
         self._begin, self._name = batches, name
@@ -131,10 +132,10 @@ class ArraysIterator:
         return {"source": self._name, "batches": self._taken}
 
     def set_state(self, state: Any) -> None:
-        """Starts anew and passes over the batches that were taken.
+        """Restarts the iterable and skips the batches that were already yielded.
 
         Raises:
-          DataError: the state is of another source, or none of such an iterator.
+          DataError: the state belongs to another source, or is malformed.
         """
         if not isinstance(state, Mapping) or state.get("source") != self._name or "batches" not in state:
             raise DataError(f"The saved position {state!r} is not one of {self._name}. Restore data.source.")
@@ -144,13 +145,13 @@ class ArraysIterator:
 
 
 def _check_tokens(batch: Batch, model: LanguageModelConfig, what: str) -> None:
-    """Raises a DataError where tokens or targets are none of a language model's, whose embedding would be NaN."""
+    """Raises a DataError if tokens or targets are outside of the vocabulary, whose embeddings would be NaN."""
     for name in ("tokens", "targets"):
         if name not in batch or not batch[name].size:
             continue
         ids = batch[name]
         if not np.issubdtype(ids.dtype, np.integer):
-            raise DataError(f"{what} has {name} of {ids.dtype}; expected integers, the places of the vocabulary.")
+            raise DataError(f"{what} has {name} of {ids.dtype}; expected integer token ids.")
         wrong = (ids >= model.vocab_size) | ((ids < 0) & ((ids != IGNORED_TARGET) | (name == "tokens")))
         if wrong.any():
             raise DataError(
@@ -160,7 +161,7 @@ def _check_tokens(batch: Batch, model: LanguageModelConfig, what: str) -> None:
 
 
 def _function(source: Any) -> Make:
-    """The function that "module:function" names, or that is given itself."""
+    """Returns a function, imported if it is given as "module:function"."""
     if callable(source):
         return source
     module, separator, name = str(source).partition(":")

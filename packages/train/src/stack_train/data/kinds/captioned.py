@@ -1,4 +1,4 @@
-"""`data.kind: captioned`: images with captions, as the latents and the conditions of a text-to-image model."""
+"""`data.kind: captioned`: captioned images, encoded into latents and text conditions."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -27,16 +27,17 @@ from stack_train.diffusion.pipeline import Encoders, encoder_files, open_encoder
 __all__ = ["ENCODERS", "CaptionedData", "EncoderFacts"]
 
 ENCODERS = "encoders.json"
-"""The file of a run that says which encoders it was trained with."""
+"""Name of the file in a run's directory that identifies the encoders used in training."""
 
 _FORMAT = 1
 _LATENTS, _TEXT, _POOLED, _FACTS = "latents.npy", "text.npy", "pooled.npy", "facts.json"
+# Latents should have a standard deviation of 1. Values outside of this range indicate a wrong scaling_factor.
 _LEAST_STD, _MOST_STD = 0.2, 5.0
 
 
 @runtime_checkable
 class TextConditioned(Protocol):
-    """The config of a denoiser of latents that is told a text."""
+    """The config of a denoiser of latents with text conditions."""
 
     image_size: int
     channels: int
@@ -48,19 +49,20 @@ class TextConditioned(Protocol):
 
 @config
 class CaptionedData(ImageSettings):
-    """Images in files, each with a caption, for models that make images of texts; needs stack-train[images].
+    """Captioned image files for text-to-image models; needs stack-train[images].
 
-    Captions stand in text files beside the images, `cat.txt` of `cat.png`, or in a folder's `metadata.jsonl`. The
-    autoencoder of a diffusers directory encodes images and its text encoders encode captions, once: the results are
-    kept in the user's cache and mapped from there.
+    The caption of `cat.png` is in the text file `cat.txt`, or in the folder's `metadata.jsonl`. Images are encoded by
+    the autoencoder of a diffusers directory, and captions by its text encoders. Both are encoded once and then
+    memory-mapped from the user's cache.
 
-    A batch holds "images", the means of latents as a denoiser sees them, "text" and "pooled", and "weights".
+    A batch contains "images", the scaled means of the latents; "text" and "pooled", the text conditions; and "weights".
 
     Attributes:
-      source: image files, as a glob; `**` matches any number of folders.
-      pipeline: a diffusers directory with vae, text_encoder and text_encoder_2; its denoiser, if there, is not read.
-      unreadable: what becomes of files that are no images: "error", or "skip", which names and counts them.
-      encoded_at_once: images, or captions, that pass the encoders together.
+      source: glob of image files; `**` matches any number of folders.
+      pipeline: diffusers directory with vae, text_encoder and text_encoder_2; a denoiser in it is not read.
+      kind: selects this kind of data.
+      unreadable: policy for files that cannot be read as images: "error", or "skip" with a warning that lists them.
+      encoded_at_once: number of images, or captions, in a batch of the encoders.
     """
 
     source: str
@@ -82,17 +84,17 @@ class CaptionedData(ImageSettings):
     def check(self, model: Any) -> None:
         if not isinstance(model, TextConditioned):
             raise ConfigError(
-                f"Data of kind captioned is for denoisers that are told a text, not for family {model.family!r}; take "
+                f"Data of kind captioned is for denoisers with text conditions, not for family {model.family!r}; use "
                 "flux. An autoencoder trains on kind images."
             )
 
     def build(self, *, seed: int, model: Any) -> "CaptionedBatches":
-        """Reads and encodes what the cache does not hold.
+        """Reads and encodes the images and captions that are not in the cache.
 
         Raises:
-          DataError: Pillow is not installed, a file cannot be read, an image has no caption, or latents are far from
-            the scale that a denoiser expects.
-          ConversionError: `pipeline` lacks an encoder, or they do not fit the model.
+          DataError: Pillow is not installed, a file cannot be read, an image has no caption, or the standard deviation
+            of the latents is far from 1.
+          ConversionError: `pipeline` lacks an encoder, or an encoder does not fit the model.
         """
         directory = Path(self.pipeline.removeprefix("hf:")).expanduser()
         encoders = open_encoders(directory, text_tokens=model.text_tokens)
@@ -114,10 +116,14 @@ class CaptionedData(ImageSettings):
 
 @dataclass(frozen=True)
 class EncoderFacts:
-    """Which encoders a denoiser was trained with.
+    """The encoders that a denoiser was trained with.
 
     Attributes:
-      digest: of their files, by name, size and time.
+      directory: absolute path of the diffusers directory.
+      text_tokens: number of tokens per prompt of the T5 encoder.
+      channels: number of channels of the latents.
+      scaling_factor, shift_factor: scale and shift of the latents, from the autoencoder's config.
+      digest: digest of the names, sizes and modification times of the encoders' files.
     """
 
     directory: str
@@ -135,10 +141,10 @@ class EncoderFacts:
         return cls(str(directory), text_tokens, config.latent_channels, *scaling, digest)
 
     def check(self, encoders: Encoders) -> None:
-        """Compares with encoders that a trained denoiser is to be used with.
+        """Checks that a trained denoiser can be used with these encoders.
 
         Raises:
-          DataError: latents have another scale or other channels; names each.
+          DataError: the latents have another scale, shift or number of channels; the message lists the differences.
         """
         config = encoders.autoencoder.config
         pairs = {
@@ -161,7 +167,7 @@ class EncoderFacts:
 
     @classmethod
     def read(cls, run: Path) -> "EncoderFacts":
-        """Raises a DataError where the file is missing or malformed."""
+        """Loads the facts of a run; raises a DataError if the file is missing or malformed."""
         try:
             return cls(**json.loads((run / ENCODERS).read_bytes()))
         except (OSError, ValueError, TypeError) as error:
@@ -170,10 +176,13 @@ class EncoderFacts:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Images and captions as encoders give them.
+    """Encoded images and captions.
 
     Attributes:
-      caption_of: the row of `text` and `pooled` that each image has; equal captions share one.
+      latents: scaled means of the images' latents.
+      text: embeddings of the distinct captions' tokens.
+      pooled: pooled embeddings of the distinct captions.
+      caption_of: row of `text` and `pooled` for each image; images with equal captions share a row.
     """
 
     latents: Float[np.ndarray, "images height width channels"]
@@ -184,7 +193,7 @@ class _Encoded:
 
 @dataclass(frozen=True)
 class _Rows:
-    """See `ImageRows`."""
+    """Encoded images as `ImageRows`."""
 
     encoded: _Encoded
     names: Sequence[str]
@@ -194,7 +203,10 @@ class _Rows:
     @property
     def facts(self) -> Mapping[str, Any]:
         return {"the images and captions (digest)": digest_of(self.digests().tolist(), list(self.names))} | {
-            f"the encoders' {name}": value for name, value in vars(self.encoders).items() if name != "directory"
+            # The directory may move; `digest` identifies its files.
+            f"the encoders' {name}": value
+            for name, value in vars(self.encoders).items()
+            if name != "directory"
         }
 
     def digests(self) -> UInt64[np.ndarray, " images"]:
@@ -210,7 +222,7 @@ class _Rows:
 
 
 class CaptionedBatches(ImageBatches):
-    """Rows of latents and their conditions; writes which encoders made them."""
+    """Batches of latents and conditions; `write` stores the facts of their encoders."""
 
     def __init__(self, settings: ImageSettings, images: _Rows, *, seed: int, facts: EncoderFacts) -> None:
         super().__init__(settings, images, seed=seed)
@@ -223,9 +235,9 @@ class CaptionedBatches(ImageBatches):
 def _encoded(
     encoders: Encoders, facts: EncoderFacts, pixels: np.ndarray, captions: Sequence[str], at_once: int
 ) -> _Encoded:
-    """Latents of images, and conditions of their captions; each is made once and mapped from the cache.
+    """Encodes images and captions, or maps earlier results from the cache.
 
-    Latents come first, and their scale is checked before the captions are encoded, which may take longer.
+    The scale of the latents is checked before the captions are encoded, so that an error does not wait for them.
     """
     different = sorted(set(captions))
     folder = user_cache_dir() / "encoded"
@@ -268,7 +280,10 @@ def _write_texts(folder: Path, encoders: Encoders, captions: Sequence[str], at_o
 def _write_parts(
     folder: Path, inputs: Sequence[Any] | np.ndarray, make: Callable[[Any], Mapping[str, np.ndarray]], at_once: int
 ) -> None:
-    """Fills one mapped array a file, a few rows at once; the last rows are filled up, so that all compile once."""
+    """Writes the results for all inputs to one memory-mapped array per file, `at_once` rows at a time.
+
+    The last batch is padded to `at_once` rows so that the encoders are compiled for a single shape.
+    """
     files: dict[str, Any] = {}
     for first in range(0, len(inputs), at_once):
         rows = list(inputs[first : first + at_once])
@@ -291,6 +306,6 @@ def _check_scale(latents: np.ndarray, facts: EncoderFacts) -> None:
     if not _LEAST_STD <= std <= _MOST_STD:
         raise DataError(
             f"The autoencoder in {facts.directory} gives these images latents with a standard deviation of {std:.3g} "
-            f"after its scaling_factor {facts.scaling_factor:g}; denoisers are trained on ones near 1. "
+            f"after its scaling_factor {facts.scaling_factor:g}; denoisers are trained on values near 1. "
             f"Set scaling_factor in vae/config.json to {facts.scaling_factor / max(std, 1e-9):.4g}."
         )

@@ -1,4 +1,4 @@
-"""`data.kind: chat`: conversations, of which only what the assistant wrote is learned (supervised fine-tuning)."""
+"""`data.kind: chat`: conversations for supervised fine-tuning on the assistant's tokens."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -30,22 +30,23 @@ __all__ = ["ChatBatches", "ChatData", "load_tokenizer"]
 
 @config
 class ChatData:
-    """Conversations in JSONL files, a record a line: `messages`, or `prompt` and `completion`.
+    """Conversations in JSONL files, one record per line: `messages`, or `prompt` and `completion`.
 
-    A message has a `role` and a `content`; a prompt or completion is a text or a list of messages. The model learns the
-    assistant's tokens alone, the one that ends its turn included; of prompt and completion, the completion's. The chat
-    template also gets a record's `tools` and `chat_template_kwargs`.
+    A message has a `role` and a `content`; a prompt or completion is a text or a list of messages. The loss covers only
+    the assistant's tokens, including the token that ends its turn; for a prompt and completion, only the completion's
+    tokens. The chat template also receives a record's `tools` and `chat_template_kwargs`.
 
     Attributes:
-      source: files, as a glob: "chats/*.jsonl".
-      tokenizer: directory of the tokenizer, or its `tokenizer.json`; None takes that of `run.init_from`.
-      chat_template: file with the Jinja source of a template; None takes the tokenizer's own.
-      seq_tokens: tokens in a row.
-      packed: several conversations share a row, as segments that do not see each other.
-      too_long: what becomes of a conversation longer than a row: "error", "drop", or "cut", which keeps its beginning.
-      batch_size: rows in a batch, over all processes.
-      validation_fraction: share of the conversations that is held out of training.
-      prefetch_batches: batches assembled ahead of the step by a thread.
+      source: glob of JSONL files, such as "chats/*.jsonl".
+      kind: selects this kind of data.
+      tokenizer: directory of the tokenizer, or its `tokenizer.json`; None uses the tokenizer of `run.init_from`.
+      chat_template: file with the Jinja source of a chat template; None uses the tokenizer's template.
+      seq_tokens: tokens per row.
+      packed: whether several conversations share a row, as segments that do not attend to each other.
+      too_long: policy for conversations longer than a row: "error", "drop", or "cut", which keeps the beginning.
+      batch_size: rows per batch, over all processes.
+      validation_fraction: fraction of the conversations held out for validation.
+      prefetch_batches: number of batches that a thread assembles ahead; 0 assembles them in the step's thread.
     """
 
     source: str
@@ -72,9 +73,9 @@ class ChatData:
         """Reads and tokenizes every conversation.
 
         Raises:
-          ConfigError: no tokenizer is named.
-          DataError: a record is malformed or too long, or nothing is left to train on.
-          ChatTemplateError: the template does not take a conversation.
+          ConfigError: no tokenizer is configured, or its vocabulary is larger than the model's.
+          DataError: a record is malformed or too long, or no conversation is left to train on.
+          ChatTemplateError: the template rejects a conversation.
         """
         tokenizer = load_tokenizer(self.tokenizer, self.kind, self.chat_template)
         check_vocabulary(tokenizer.vocab_size, model)
@@ -87,10 +88,11 @@ class ChatData:
 
 
 class ChatBatches(OwnRows):
-    """Rows of conversations; see `Batches`.
+    """Batches of conversations; see `Batches`.
 
     Attributes:
-      fingerprint: what the order of batches depends on; saved with each iterator state.
+      tokenizer: tokenizer of the conversations.
+      fingerprint: settings and digests that determine the order of batches; saved with each iterator state.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class ChatBatches(OwnRows):
         }
 
     def train_iterator(self) -> "TrainIterator":
-        from stack_train.data.rows import iterate_rows  # loads Grain, which only a run needs
+        from stack_train.data.rows import iterate_rows  # imports Grain, which only a run needs
 
         return iterate_rows(
             len(self._training),
@@ -124,7 +126,7 @@ class ChatBatches(OwnRows):
         )
 
     def validation_batches(self) -> "Iterator[Batch]":
-        """All held-out rows once; the last batch is filled up with padding. A row id r is -1 - r of these rows' own."""
+        """Yields all held-out rows once; the last batch is filled with padding. Held-out row r has row id -1 - r."""
         from stack_train.data.rows import filled
 
         size = self._config.batch_size
@@ -157,17 +159,22 @@ class ChatBatches(OwnRows):
 
     @cached_property
     def supervised_tokens(self) -> int:
-        """Targets of one epoch."""
+        """Number of supervised targets in one epoch."""
         indices = np.concatenate(self._training)
         return sum(int(self._conversations[index].supervised[1:].sum()) for index in indices)
 
 
 def load_tokenizer(path: str | None, kind: str, chat_template: str | None) -> HuggingFaceTokenizer:
-    """The tokenizer that a section names, with the chat template in a file where it names one.
+    """Loads the tokenizer of a data config.
+
+    Args:
+      path: directory of the tokenizer, or its `tokenizer.json`.
+      kind: kind of data, for messages.
+      chat_template: file with the Jinja source of a chat template; None keeps the tokenizer's template.
 
     Raises:
-      ConfigError: it names no tokenizer.
-      DataError: one of the two cannot be read.
+      ConfigError: `path` is None.
+      DataError: the tokenizer or the template cannot be read.
     """
     if path is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`data.kind: digits`: handwritten digits of 8 x 8 pixels, which scikit-learn brings along."""
+"""`data.kind: digits`: the handwritten digits of 8 x 8 pixels included in scikit-learn."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -18,9 +18,12 @@ _SIZE, _CLASSES = 8, 10
 
 @config
 class DigitsData(ImageSettings):
-    """1,797 real images of the ten digits, in 17 shades of grey; needs stack-train[digits].
+    """1,797 images of handwritten digits in 17 shades of grey; needs stack-train[digits].
 
     Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998.
+
+    Attributes:
+      kind: selects this kind of data.
     """
 
     kind: Literal["digits"] = "digits"
@@ -37,13 +40,13 @@ class DigitsData(ImageSettings):
 
 
 def digits() -> LabelledImages:
-    """All digits, in scikit-learn's order.
+    """Loads all digits, in scikit-learn's order.
 
     Raises:
       DataError: scikit-learn is not installed.
     """
     try:
-        from sklearn import datasets  # takes a second, and brings SciPy
+        from sklearn import datasets  # slow: takes a second and imports SciPy
     except ImportError as error:
         raise DataError(
             f"data.kind digits reads its images from scikit-learn: {error}. Install it: "

@@ -1,4 +1,4 @@
-"""`data.kind: images`: files of images, labelled by the folders that they lie in."""
+"""`data.kind: images`: image files, labelled by folder."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -19,15 +19,16 @@ _NAMED = 10
 
 @config
 class ImagesData(ImageSettings):
-    """Images in files, of any format that Pillow reads; needs stack-train[images].
+    """Image files of any format that Pillow reads; needs stack-train[images].
 
-    Each is cut to its middle square and scaled to the model's `image_size`, in colour or in grey by its `channels`; the
-    result is kept in the user's cache and mapped from there. For a model with classes, the folders that images lie in
-    are the labels, numbered by name.
+    Images are cropped to their centre square, scaled to the model's `image_size` and converted to RGB or grey according
+    to its `channels`. The results are memory-mapped from the user's cache. For a model with classes, an image's label
+    is the index of its folder in the sorted folder names.
 
     Attributes:
-      source: files, as a glob; `**` matches any number of folders.
-      unreadable: what becomes of files that are no images: "error", or "skip", which names and counts them.
+      source: glob of image files; `**` matches any number of folders.
+      kind: selects this kind of data.
+      unreadable: policy for files that cannot be read as images: "error", or "skip" with a warning that lists them.
     """
 
     source: str
@@ -41,10 +42,10 @@ class ImagesData(ImageSettings):
         check_images(model, size=None, channels=IMAGE_CHANNELS, classes=0, what="kind images")
 
     def build(self, *, seed: int, model: Any) -> ImageBatches:
-        """Reads every file that the cache does not hold.
+        """Reads the images, or maps them from the cache.
 
         Raises:
-          DataError: Pillow is not installed, a file cannot be read, or none is an image.
+          DataError: Pillow is not installed, a file cannot be read, or no file is an image.
           ConfigError: there are more folders than the model has classes.
         """
         images = read_images(

@@ -1,4 +1,4 @@
-"""`data.kind: judged`: single answers to prompts, each known to be good or bad."""
+"""`data.kind: judged`: single answers to prompts, each labelled desirable or undesirable."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -24,13 +24,18 @@ __all__ = ["JudgedBatches", "JudgedData"]
 
 @config
 class JudgedData(AnswersData):
-    """Answers in JSONL files, a record a line: `prompt`, `completion`, each a text or a list of messages, and `label`.
+    """Labelled answers in JSONL files, one record per line: `prompt`, `completion` and `label`.
 
-    The label is true where the answer is desirable. A batch holds each answer and, behind the same prompt, that of a
-    record with another prompt, from which KTO estimates a divergence: int32[batch, 2, seq_tokens] arrays, the answer
-    first; `reference_logprobs`, float32[batch, 2]; and `desirable`, float32[batch], 1 or 0.
+    Prompt and completion are texts or lists of messages; the label is true for desirable answers. A batch contains each
+    answer and a mismatched one: the completion of a record with another prompt, after the answer's prompt. KTO
+    estimates the divergence from the reference with the mismatched answers. The arrays are int32[batch, 2, seq_tokens]
+    with the answer first; `reference_logprobs`, float32[batch, 2]; and `desirable`, float32[batch], 1 or 0.
 
-    The fields are those of `PreferenceData`; `batch_size` counts answers.
+    See `PreferenceData` for the other fields.
+
+    Attributes:
+      kind: selects this kind of data.
+      batch_size: answers per batch, over all processes.
     """
 
     kind: Literal["judged"] = "judged"
@@ -45,8 +50,8 @@ class JudgedData(AnswersData):
         """Reads and tokenizes every answer.
 
         Raises:
-          ConfigError: no tokenizer is named.
-          DataError: a record is malformed or too long, or there are not two prompts.
+          ConfigError: no tokenizer is configured, or its vocabulary is larger than the model's.
+          DataError: a record is malformed or too long, or all answers have the same prompt.
         """
         tokenizer = load_tokenizer(self.tokenizer, self.kind, self.chat_template)
         check_vocabulary(tokenizer.vocab_size, model)
@@ -69,7 +74,7 @@ class JudgedData(AnswersData):
 
 
 class JudgedBatches(PreferenceBatches):
-    """Rows of an answer and a mismatched one; see `Batches`."""
+    """Batches of answers and mismatched answers; see `Batches`."""
 
     def __init__(
         self,
@@ -99,10 +104,10 @@ def _checked(name: str, record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _others(prompts: Sequence[Any], source: str) -> list[int]:
-    """For each record, the next one that has another prompt.
+    """Returns, for each record, the index of the next record with another prompt.
 
     Raises:
-      DataError: there are not two prompts.
+      DataError: all records have the same prompt.
     """
     if all(prompt == prompts[0] for prompt in prompts):
         raise DataError(
@@ -118,6 +123,6 @@ def _others(prompts: Sequence[Any], source: str) -> list[int]:
 
 
 def _cut(answer: Conversation, seq_tokens: int) -> Conversation:
-    """An answer without what is beyond a row: a mismatched one is no example, and need not be whole."""
+    """Truncates a mismatched answer to a row. It is not a training example, so it need not be complete."""
     most = seq_tokens + 1
     return Conversation(answer.name, answer.tokens[:most], answer.supervised[:most])

@@ -1,4 +1,4 @@
-"""`data.kind: preferences`: pairs of answers to one prompt, the better of which is known."""
+"""`data.kind: preferences`: pairs of a chosen and a rejected answer to one prompt."""
 
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ _NAMES = ("tokens", "targets", "positions", "segment_ids")
 
 @config
 class AnswersData:
-    """What kinds of answers to prompts share; the fields are described in `PreferenceData`."""
+    """Settings shared by all kinds of answers to prompts; `PreferenceData` documents the fields."""
 
     source: str
     tokenizer: str | None = None
@@ -61,23 +61,27 @@ class AnswersData:
 
 @config
 class PreferenceData(AnswersData):
-    """Pairs in JSONL files, a record a line: `prompt`, `chosen` and `rejected`, each a text or a list of messages.
+    """Preference pairs in JSONL files, one record per line: `prompt`, `chosen` and `rejected`.
 
-    Without `prompt`, what both lists of messages begin with is the prompt. A batch holds both answers of each pair, the
-    chosen first: int32[batch, 2, seq_tokens] arrays, targets -100 in prompts. `reference_logprobs`, float32[batch, 2],
-    are the log-probabilities of the answers by the weights that the run starts from, scored once before its first step
-    and kept in the run's directory with a digest of each pair: no second model is held in memory. Pairs that are added
-    later have none, so that a run does not resume with them.
+    Each of the three is a text or a list of messages. Without `prompt`, the common first messages of both answers are
+    the prompt. A batch contains both answers of each pair, the chosen answer first: int32[batch, 2, seq_tokens] arrays
+    with targets -100 in prompts.
+
+    `reference_logprobs`, float32[batch, 2], are the log-probabilities of the answers under the initial weights of the
+    run. They are scored once before the first step and stored in the run's directory with a digest of each pair, so no
+    second model is kept in memory. A run cannot resume with pairs that were added later and have no score.
 
     Attributes:
-      source: files, as a glob.
-      tokenizer, chat_template: as in `ChatData`.
-      seq_tokens: tokens of a prompt and an answer.
-      too_long: what becomes of a pair of which one is longer: "error", "drop" or "cut".
-      reference: score the answers by the first weights; objectives without a reference need none.
-      batch_size: pairs in a batch, over all processes.
-      validation_fraction: share of the pairs that is held out.
-      prefetch_batches: batches assembled ahead of the step by a thread.
+      source: glob of JSONL files.
+      kind: selects this kind of data.
+      tokenizer: directory of the tokenizer, or its `tokenizer.json`; None uses the tokenizer of `run.init_from`.
+      chat_template: file with the Jinja source of a chat template; None uses the tokenizer's template.
+      seq_tokens: tokens per row, which holds a prompt and one answer.
+      too_long: policy for pairs with an answer longer than a row: "error", "drop", or "cut", which keeps the beginning.
+      reference: whether to score the answers under the initial weights; disable for objectives without a reference.
+      batch_size: pairs per batch, over all processes.
+      validation_fraction: fraction of the pairs held out for validation.
+      prefetch_batches: number of batches that a thread assembles ahead; 0 assembles them in the step's thread.
     """
 
     kind: Literal["preferences"] = "preferences"
@@ -89,8 +93,8 @@ class PreferenceData(AnswersData):
         """Reads and tokenizes every pair.
 
         Raises:
-          ConfigError: no tokenizer is named.
-          DataError: a record is malformed or too long, or nothing is left to train on.
+          ConfigError: no tokenizer is configured, or its vocabulary is larger than the model's.
+          DataError: a record is malformed or too long, or no pair is left to train on.
         """
         tokenizer = load_tokenizer(self.tokenizer, self.kind, self.chat_template)
         check_vocabulary(tokenizer.vocab_size, model)
@@ -104,14 +108,14 @@ class PreferenceData(AnswersData):
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt."""
+    """A chosen and a rejected answer to one prompt."""
 
     chosen: Conversation
     rejected: Conversation
 
 
 class PreferenceBatches(OwnRows, PolicyBatches):
-    """Rows of pairs; see `Batches`. Scores them by the first weights that it is given, if the section asks for it."""
+    """Batches of pairs; see `Batches`. If `config.reference`, pairs are scored under the run's initial weights."""
 
     def __init__(
         self, config: AnswersData, tokenizer: HuggingFaceTokenizer, pairs: Sequence[Pair], *, seed: int
@@ -133,7 +137,7 @@ class PreferenceBatches(OwnRows, PolicyBatches):
         }
 
     def train_iterator(self) -> "TrainIterator":
-        from stack_train.data.rows import iterate_rows  # loads Grain, which only a run needs
+        from stack_train.data.rows import iterate_rows  # imports Grain, which only a run needs
 
         return iterate_rows(
             len(self._training),
@@ -146,7 +150,7 @@ class PreferenceBatches(OwnRows, PolicyBatches):
         )
 
     def validation_batches(self) -> Iterator[Batch]:
-        """All held-out pairs once; the last batch is filled up with pairs of padding, which weigh nothing."""
+        """Yields all held-out pairs once; the last batch is filled with padding, which has no weight in the loss."""
         from stack_train.data.rows import filled
 
         size = self._config.batch_size
@@ -155,7 +159,11 @@ class PreferenceBatches(OwnRows, PolicyBatches):
             yield {name: filled(values, size, name) for name, values in batch.items()}
 
     def update_weights(self, params: Any, version: int, score: Callable[[Any, Batch], Mapping[str, Any]]) -> None:
-        """Scores all pairs by the weights that the run starts from, once; later weights are passed over."""
+        """Scores all pairs under the run's initial weights (version 0), or loads the stored scores; runs only once.
+
+        Raises:
+          DataError: the run has been trained already and the stored scores are missing, damaged or incomplete.
+        """
         if not self._config.reference or self._reference is not None:
             return
         kept = None if self._directory is None else self._directory / _REFERENCE
@@ -168,7 +176,7 @@ class PreferenceBatches(OwnRows, PolicyBatches):
             )
         else:
             self._reference = self._scored(params, score)
-            if kept is not None and jax.process_index() == 0:  # the others scored the same
+            if kept is not None and jax.process_index() == 0:  # all processes have the same scores
                 partial = kept.with_suffix(".partial.npz")
                 np.savez(partial, digests=self._pair_digests, logprobs=self._reference)
                 partial.replace(kept)
@@ -183,7 +191,7 @@ class PreferenceBatches(OwnRows, PolicyBatches):
 
     @property
     def _pair_digests(self) -> UInt64[np.ndarray, " pairs"]:
-        """Digests of the pairs: of their tokens, and which of these are targets."""
+        """Digest of each pair's tokens and supervised positions."""
 
         def text(pair: Pair) -> str:
             arrays = (array for each in (pair.chosen, pair.rejected) for array in (each.tokens, each.supervised))
@@ -192,13 +200,13 @@ class PreferenceBatches(OwnRows, PolicyBatches):
         return np.asarray([text_digest(text(pair)) for pair in self._pairs], np.uint64)
 
     def _read_reference(self, path: Path) -> Float32[np.ndarray, "pairs 2"]:
-        """Reads the log-probabilities of the pairs, by their digests.
+        """Loads the log-probabilities of the pairs by their digests.
 
         Raises:
-          DataError: the file is damaged, or lacks a pair.
+          DataError: the file is damaged, or has no scores for a pair.
         """
         try:
-            with path.open("rb") as file, np.load(file) as stored:  # np.load leaks a file that is no archive
+            with path.open("rb") as file, np.load(file) as stored:  # np.load(path) leaks files that are not archives
                 logprobs = dict(zip(stored["digests"].tolist(), stored["logprobs"], strict=True))
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(
@@ -219,6 +227,7 @@ class PreferenceBatches(OwnRows, PolicyBatches):
         found: list[np.ndarray] = []
         for first in range(0, len(self._pairs), size):
             chosen = np.arange(first, min(first + size, len(self._pairs)))
+            # Repeats the last pair so that all batches have one shape and compile once.
             padded = np.append(chosen, np.repeat(chosen[-1:], size - len(chosen)))
             answers = {name: array.reshape(2 * size, -1) for name, array in self._answers(padded).items()}
             logprobs = np.asarray(score(params, answers)["logprobs"], np.float32).sum(axis=-1)
@@ -229,7 +238,7 @@ class PreferenceBatches(OwnRows, PolicyBatches):
         batch = self._answers(chosen)
         if self._config.reference:
             if self._reference is None:
-                raise DataError("No weights were given yet to score the reference by: call update_weights first.")
+                raise DataError("The reference has not been scored yet: call update_weights first.")
             batch["reference_logprobs"] = self._reference[chosen]
         return batch
 
@@ -257,11 +266,12 @@ def _pair(tokenization: Tokenization, name: str, record: Mapping[str, Any]) -> P
 
 
 def _common(name: str, chosen: Any, rejected: Any) -> tuple[Any, list[Any]]:
-    """The messages that both answers begin with, and what follows in each."""
+    """Splits two lists of messages into their common beginning, the prompt, and the two remainders."""
     if not isinstance(chosen, list) or not isinstance(rejected, list):
         raise DataError(
             f"{name}: the record has no prompt, and its answers are not lists of messages. Write the prompt."
         )
+    # Leaves at least one message to each answer.
     alike = 0
     while alike < min(len(chosen), len(rejected)) - 1 and chosen[alike] == rejected[alike]:
         alike += 1
@@ -271,7 +281,7 @@ def _common(name: str, chosen: Any, rejected: Any) -> tuple[Any, list[Any]]:
 
 
 def fitting_pairs(pairs: Sequence[Pair], seq_tokens: int, too_long: TooLong) -> list[Pair]:
-    """Pairs of which both answers fit."""
+    """Returns the pairs whose answers both fit a row, after cutting them if `too_long` is "cut"; see `fitting`."""
     names = {each.name for each in fitting([pair.chosen for pair in pairs], seq_tokens, too_long)}
     names &= {each.name for each in fitting([pair.rejected for pair in pairs], seq_tokens, too_long)}
     kept = [pair for pair in pairs if pair.chosen.name in names]

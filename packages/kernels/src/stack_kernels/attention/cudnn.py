@@ -1,7 +1,7 @@
-"""`attention` on NVIDIA's GPUs: cuDNN's kernel, by way of `jax.nn`.
+"""`attention` on NVIDIA GPUs: cuDNN's kernel, called through `jax.nn`.
 
-`jax.nn` rounds the lse to the dtype of the operands, so that none is handed on: the gradient runs the kernel forward
-once more.
+`jax.nn` rounds the lse to the dtype of the operands, so no residual is saved: the gradient runs the forward kernel
+again.
 """
 
 import ctypes.util
@@ -22,7 +22,7 @@ from stack_kernels.supports import first_problem, takes_no
 __all__ = ["CUDNN", "is_installed"]
 
 _DTYPES = ("bfloat16", "float16")
-_MOST_FEATURES = 128  # jax asks the device at hand, not the target, whether it takes more
+_MOST_FEATURES = 128  # jax checks the local device, not the target, for support of more
 _MOST_MASK_BYTES = 2**30
 
 
@@ -55,7 +55,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether cuDNN is there, as a wheel or as a library of the system."""
+    """Checks whether cuDNN is available, as a wheel or as a system library."""
     wheel = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
     return wheel is not None or ctypes.util.find_library("cudnn") is not None
 
@@ -92,12 +92,15 @@ def _attention(
 
 
 def _same_segment(of_queries: Any, of_keys: Any) -> Any:
-    """bool[batch, 1, q_seq, kv_seq]."""
+    """Returns the mask of equal segments, bool[batch, 1, q_seq, kv_seq]."""
     return (of_queries[:, :, None] == of_keys[:, None, :])[:, None]
 
 
 def _sees_any(allowed: Any, causal: bool, left: int | None) -> Any:
-    """Which queries may attend to any key, [batch, q_seq, 1, 1]; for the others cuDNN averages all values."""
+    """Returns whether each query may attend to any key, [batch, q_seq, 1, 1].
+
+    For other queries cuDNN averages all values.
+    """
     distance = jnp.arange(allowed.shape[2])[:, None] - jnp.arange(allowed.shape[3])
     if causal:
         allowed &= distance >= 0
@@ -107,9 +110,9 @@ def _sees_any(allowed: Any, causal: bool, left: int | None) -> Any:
 
 
 def _on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as the part of one device, which it is on a mesh already.
+    """Wraps a function as one device's program of a mesh, unless it is inside a `shard_map` already.
 
-    JAX looks for the rule by which the kernel is split in the outermost program alone, and misses it inside of calls.
+    JAX looks up the kernel's partitioning rule only in the outermost program and misses it inside nested calls.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes:

@@ -1,12 +1,12 @@
 """Attention of few queries to many keys, as in decoding, with one product for all heads of a batch row.
 
-Keys [batch, kv_seq, kv_heads * head_dim] are read where they lie. Each query is as wide as all key heads, and zero but
-in its own head's part:
+Keys [batch, kv_seq, kv_heads * head_dim] are read in place. Each query is widened to all key heads and is zero outside
+its own head:
 
     z[(h, i), j] = sum_(h', d) q[i, h, d] [h = h'] k[j, h', d]
 
-which is kv_heads times the work of a product for each head, and needs no transposed copy of keys and values. While the
-queries of all heads are few, such a copy takes longer than all else.
+This takes kv_heads times the work of one product per head, but needs no transposed copy of keys and values. While the
+queries of all heads are few, such a copy would dominate the time.
 """
 
 from typing import Any
@@ -23,17 +23,18 @@ _MOST_ROWS = 64
 
 
 def are_few(q_seq: int, heads: int) -> bool:
-    """Whether the queries of all heads are so few that the way of the keys from memory is what takes the time."""
+    """Checks whether the queries of all heads are so few that reading the keys from memory dominates the time."""
     return q_seq * heads <= _MOST_ROWS
 
 
 def attend_few(tiles: Tiles, operands: Operands, key: Any, value: Any) -> tuple[Any, Any]:
-    """What `attend` gives.
+    """Computes the results of `attend`.
 
     Args:
-      operands: as `attend` takes them.
-      key: [batch, kv_seq, kv_heads, key_dim], which is not read from `operands`.
-      value: [batch, kv_seq, kv_heads, value_dim], likewise.
+      tiles: sizes of tiles, and the options of the scores.
+      operands: as for `attend`; its keys and values are not read.
+      key: [batch, kv_seq, kv_heads, key_dim].
+      value: [batch, kv_seq, kv_heads, value_dim].
     """
     query = operands["query"]
     batch, kv_heads, value_dim = *query.shape[:2], value.shape[3]

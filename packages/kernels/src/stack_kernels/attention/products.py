@@ -1,7 +1,7 @@
-"""Products for each key head, in the form that keeps bf16 operands narrow.
+"""Products per key head, in a form that keeps bf16 operands narrow.
 
-XLA's CPU backend widens bf16 operands that it transposes on the way, as it does those that come token by token, where
-two axes lead: such a product takes three times as long. With one axis it does not.
+XLA's CPU backend widens bf16 operands that it transposes or that arrive token-major with two leading axes, and such a
+product takes three times as long. With one leading axis it does not.
 """
 
 import math
@@ -18,14 +18,14 @@ __all__ = ["by_group", "contract_heads", "merged", "unmixed"]
 
 
 def by_group(subscripts: str, left: Any, right: Any) -> Any:
-    """What `stack_core.ops.building.by_group` gives."""
+    """Computes the same as `stack_core.ops.building.by_group`."""
     batch, kv_heads, group, rows, _ = left.shape
     product = contract_heads(subscripts, left.reshape(batch, kv_heads, group * rows, left.shape[4]), right)
     return product.reshape(batch, kv_heads, group, rows, product.shape[3])
 
 
 def contract_heads(subscripts: str, left: Any, right: Any) -> Any:
-    """`contract` in fp32 of arrays [batch, kv_heads, _, _]; heads that a mesh divides keep an axis of their own."""
+    """Computes `contract` in fp32 for arrays [batch, kv_heads, _, _]. Heads split over a mesh keep their own axis."""
     dtype = accurate_dtype(left.dtype)
     if parts_of("act_heads") > 1:
         return contract(subscripts, left, right, dtype)
@@ -43,9 +43,9 @@ def merged(x: Any) -> Any:
 
 
 def unmixed(products: Any, apart: Callable[[], Any]) -> Any:
-    """Products of queries that are as wide as all heads, zero but in their own; `apart` gives the same head by head.
+    """Guards products of widened queries against NaN and infinity; `apart` computes them head by head.
 
-    A key that is NaN or infinite in one head would make the scores of all NaN, times those zeros: then heads are
-    multiplied apart.
+    A NaN or infinite key in one head, multiplied by the zeros of the widened queries, makes the scores of all heads
+    NaN. In that case the heads are multiplied separately.
     """
     return lax.cond(jnp.all(jnp.isfinite(products)), lambda: products, apart)

@@ -1,4 +1,4 @@
-"""The gradient of attention's sinks, for kernels that leave it to their adapters."""
+"""Gradient of attention's sinks, for kernels that leave it to their adapters."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ __all__ = ["sinks_gradient"]
 
 
 def sinks_gradient(sinks: Any, lse: Any, outputs: Any, cotangents: Any) -> Any:
-    """float32[heads]: the sum of -exp(s - lse) <o, do> over queries.
+    """Computes the gradient of the sinks, float32[heads]: the sum of -exp(s - lse) <o, do> over queries.
 
     Args:
       sinks: s, [heads].
-      lse: [batch, q_seq, heads], with the sinks; -inf, and no gradient, where a query has neither a key nor a sink.
+      lse: [batch, q_seq, heads], including the sinks; -inf, with no gradient, for a query with neither key nor sink.
       outputs: o, [batch, q_seq, heads, features].
-      cotangents: do, likewise.
+      cotangents: do, [batch, q_seq, heads, features].
     """
     shares = jnp.sum(outputs.astype(jnp.float32) * cotangents.astype(jnp.float32), axis=-1)
     weights = jnp.exp(sinks.astype(jnp.float32) - jnp.where(jnp.isneginf(lse), 0, lse))

@@ -1,7 +1,7 @@
 """`attention` on TPUs: the splash kernel of the jax wheel.
 
-The kernel takes whole tiles, averages all values of a tile for a query that may attend to none, and has no scale. Here
-operands are padded to tiles, such queries get zeros, and queries are scaled.
+The kernel requires full tiles, averages all values of a tile for a query that may attend to no key, and has no scale.
+This adapter pads operands to tiles, zeroes the output of such queries, and scales the queries.
 """
 
 import math
@@ -26,22 +26,22 @@ _LANES = 128
 _DEFAULT = 512
 _DTYPES = ("bfloat16", "float32")
 _NOWHERE = np.iinfo(np.int32).min
-"""The segment of keys that no query may attend to."""
+"""Segment id of keys that no query may attend to."""
 
 
 @dataclass(frozen=True)
 class SplashTiles:
-    """How many queries and keys a tile of scores has, multiples of 128."""
+    """Tile size of the scores: queries and keys, multiples of 128."""
 
     queries: int
     keys: int
 
 
 def splash(*, interpret: Any = False) -> OpImplementation:
-    """The implementation.
+    """Builds the implementation.
 
     Args:
-      interpret: True, or `pltpu.InterpretParams`, runs the kernel on any device, operation by operation.
+      interpret: True, or `pltpu.InterpretParams`, interprets the kernel on any device.
     """
     return OpImplementation(
         "attention",
@@ -88,7 +88,10 @@ def _space(call: OpCall, chip: Chip) -> Iterator[SplashTiles]:
 
 @dataclass(frozen=True)
 class _Span:
-    """The keys that a query may attend to by its place, first .. last from itself; None is no limit."""
+    """Keys visible to a query at key position p: p - first .. p + last; None means no limit.
+
+    `offset` is query 0's position.
+    """
 
     first: int | None
     last: int | None
@@ -102,18 +105,18 @@ class _Span:
         return cls(left, right, options["query_offset"])
 
     def is_seen(self, queries: int, keys: int) -> bool:
-        """Whether any query may attend to any key."""
+        """Checks whether any query may attend to any key."""
         sees_first = self.last is None or queries - 1 + self.offset + self.last >= 0
         return sees_first and (self.first is None or self.offset - self.first <= keys - 1)
 
     def ends_before(self, queries: int, keys: int) -> bool:
-        """Whether all queries may attend to the first keys alone."""
+        """Checks whether the visible keys of every query end before the padding."""
         return self.last is not None and queries - 1 + self.offset + self.last < keys
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """A call in the kernel's terms: heads first, whole tiles."""
+    """A call in the kernel's terms: head-major arrays in full tiles."""
 
     scale: float
     span: _Span
@@ -126,7 +129,7 @@ class _Problem:
         return cls(options["scale"], _Span.of(options), options["softcap"], config, interpret)
 
     def kernel(self, heads: int, queries: int, keys: int) -> Any:
-        """The kernel for one row of a batch; it returns the output and, in a tuple, lse[heads, queries]."""
+        """Builds the kernel for one batch row; it returns the output and a tuple with lse[heads, queries]."""
         from jax.experimental.pallas.ops.tpu import splash_attention as library
 
         span, rows, columns = self.span, self.tiles.queries, self.tiles.keys
@@ -152,19 +155,22 @@ class _Problem:
         )
 
     def by_row(self, function: Callable[..., Any], sinks: Any, *arrays: Any) -> Any:
-        """Maps `function(sinks, *row)` over the rows of a batch; inside `jax.shard_map` too, whose types it lacks."""
+        """Maps `function(sinks, *row)` over the batch rows.
+
+        Works inside `jax.shard_map`, whose types the kernel lacks.
+        """
 
         def over_batch(sinks: Any, *arrays: Any) -> Any:
             if isinstance(self.interpret, bool):
                 return jax.vmap(partial(function, sinks))(*arrays)
-            # The TPU's interpreter does not support a grid that `jax.vmap` has extended.
+            # The TPU interpreter does not support a grid extended by `jax.vmap`.
             rows = [function(sinks, *jax.tree.map(lambda x, row=row: x[row], arrays)) for row in range(len(arrays[0]))]
             return jax.tree.map(lambda *of_rows: jnp.stack(of_rows), *rows)
 
         return untyped(over_batch, sinks, *arrays)
 
     def operands(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Query, key and value as [batch, heads, seq, features], and the pair of segments or None."""
+        """Returns query, key and value as [batch, heads, seq, features], and the pair of segment ids or None."""
         query = (arrays["query"].astype(jnp.float32) * self.scale).astype(arrays["query"].dtype)
         return {
             "query": _tiled(query, self.tiles.queries),
@@ -174,7 +180,10 @@ class _Problem:
         }
 
     def _segments(self, arrays: Mapping[str, Any]) -> Any:
-        """int32[batch, seq] of queries and of keys; keys beyond a row's length, or in no row, are nowhere."""
+        """Returns segment ids of queries and keys, int32[batch, seq].
+
+        Keys beyond a row's length and padding get `_NOWHERE`.
+        """
         (batch, q_seq), kv_seq = arrays["query"].shape[:2], arrays["key"].shape[1]
         given, lengths = arrays["segment_ids"], arrays["kv_lengths"]
         padded = kv_seq % self.tiles.keys and not self.span.ends_before(q_seq, kv_seq)
@@ -202,7 +211,7 @@ def _forward(
         return output, lse
 
     output, lse = problem.by_row(of_row, sinks, *operands.values())
-    # The kernel's scores of forbidden keys are finite; NaN is no such score.
+    # The kernel's scores of masked keys are finite. The comparison is False for NaN, so NaN is not masked as empty.
     empty = lse <= kernel.kwargs["mask_value"] / 2
     output = jnp.where(empty[..., None], 0, output)[:, :, :q_seq].swapaxes(1, 2)
     lse = jnp.where(empty, -math.inf, lse)[:, :, :q_seq].swapaxes(1, 2)
@@ -220,7 +229,7 @@ def _backward(
     wants: frozenset[str],
     config: SplashTiles,
 ) -> Mapping[str, Any]:
-    # JAX's own gradient of the kernel would run it forward again.
+    # JAX's own gradient of the kernel would run its forward pass again.
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import _splash_attention_bwd
 
     problem, sinks = _Problem.of(options, config, interpret), _wide(arrays["sinks"])
@@ -239,7 +248,7 @@ def _backward(
         return gradients[3:6]
 
     output, cotangent = (_tiled(x, config.queries) for x in (outputs, cotangents))
-    finite = jnp.where(jnp.isneginf(lse), 0, lse)  # a query that attends to no key has no weights at any lse
+    finite = jnp.where(jnp.isneginf(lse), 0, lse)  # without visible keys the weights are 0 at any lse
     rows = _padded(finite.swapaxes(1, 2), config.queries, axis=2)
     of_query, of_key, of_value = problem.by_row(of_row, sinks, output, rows, cotangent, *operands.values())
     found = {
@@ -263,12 +272,12 @@ def _pair(segments: Any) -> Any:
 
 
 def _tiled(array: Any, tile: int) -> Any:
-    """[batch, seq, heads, features] -> [batch, heads, seq in whole tiles, features]."""
+    """Transposes [batch, seq, heads, features] to [batch, heads, seq, features] and pads seq to full tiles."""
     return _padded(array.swapaxes(1, 2), tile, axis=2)
 
 
 def _untiled(array: Any, like: Any) -> Any:
-    """The inverse of `_tiled`, of the shape of `like`."""
+    """Inverts `_tiled`, with the shape of `like`."""
     return array.swapaxes(1, 2)[:, : like.shape[1]]
 
 

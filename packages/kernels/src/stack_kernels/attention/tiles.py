@@ -1,13 +1,14 @@
-"""Attention of a few batch rows, block of query rows by block of query rows, and its gradient.
+"""Attention of one or more batch rows, one block of query rows at a time, and its gradient.
 
-A block whose keys fit one tile takes their softmax at once; others carry a running softmax over their tiles. Few blocks
-are laid out one by one, each with just the keys that causality and a window leave it; many are one loop. The gradient
-forms weights again, but for those of one tile of few keys: they are kept, no larger than two queries.
+A block whose keys fit one tile takes their softmax in one step; other blocks carry a running softmax over their tiles.
+If there are few blocks they are unrolled, each with only the keys that causality and the window leave; many blocks are
+one loop. The gradient recomputes the weights, except for a single tile of few keys: then they are saved, at no more
+than twice the size of the queries.
 
-Query-like arrays are [batch, kv_heads, group, rows, _], keys and values [batch, kv_heads, keys, _], of two widths.
-XLA's CPU backend runs a product that contracts the rows of both its operands at a third of the speed of others, so that
-for the gradients of keys and values one of them is transposed: the queries, and the sums are
-[batch, kv_heads, _, keys], or, where keys are few, the weights.
+Query-like arrays are [batch, kv_heads, group, rows, _]; keys and values are [batch, kv_heads, keys, _], of two widths.
+XLA's CPU backend runs a product that contracts the rows of both operands at a third of the usual speed. Therefore one
+operand is transposed for the gradients of keys and values: the queries, with sums of shape [batch, kv_heads, _, keys],
+or the weights if keys are few.
 
 Source: Dao, FlashAttention-2, 2023 (arXiv:2307.08691).
 """
@@ -38,20 +39,22 @@ Operands = Mapping[str, Any]
 
 _MOST_LAID_OUT = 8
 
-# The axes of each operand that follow the queries and the keys. An axis of size 1 stands for all.
+# The query axis and the key axis of each operand. An axis of size 1 is broadcast.
 _QUERY_AXES = {"query": 3, "query_positions": 1, "bias": 3, "mask": 3, "q_segments": 1}
 _KEY_AXES = {"key": 2, "value": 2, "bias": 4, "mask": 4, "kv_segments": 1}
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How attention is cut up, and how scores are made.
+    """Tile sizes of attention, and the options of its scores.
 
     Attributes:
-      rows: queries of a block; divides the padded number of queries where blocks are not laid out.
-      keys: the most keys of a tile.
-      window: what is seen to the left and to the right of a query, in keys; None leaves a side open.
-      offset: the key position of query 0, None where it is known only when the program runs.
+      rows: queries per block; divides the padded number of queries if blocks are not unrolled.
+      keys: maximum number of keys per tile.
+      window: number of visible keys left and right of a query; None leaves a side open.
+      offset: key position of query 0; None if it is known only at run time.
+      scale: factor of the products.
+      softcap: softcap of the scores, or None.
     """
 
     rows: int
@@ -65,13 +68,19 @@ class Tiles:
         return self.offset is not None and q_seq <= _MOST_LAID_OUT * self.rows
 
     def keeps_weights(self, query: Any, key: Any) -> bool:
-        """Whether the weights of token-major operands are kept for the gradient: one tile of few keys."""
+        """Checks whether the weights are saved for the gradient (a single tile of few keys).
+
+        Takes token-major operands.
+        """
         kv_seq, head_dim = key.shape[1], key.shape[3]
         fits = query.shape[1] <= self.rows and kv_seq <= self.keys
         return self.offset is not None and fits and _are_few(kv_seq, head_dim)
 
     def bounds(self, start: Any, operands: Operands) -> tuple[Any, Any]:
-        """The first key that queries of the block at `start` may see, and the one after the last; ints if known."""
+        """Returns the first visible key of the block at `start` and the end of its visible keys.
+
+        Ints if statically known.
+        """
         kv_seq = operands["key"].shape[2]
         left, right = self.window
         if self.offset is not None and isinstance(start, int):
@@ -91,7 +100,7 @@ class Tiles:
 
 
 def attend(tiles: Tiles, operands: Operands) -> tuple[Any, Any]:
-    """The output in fp32, of the width of the values, and the log of the softmax's denominator."""
+    """Returns the output in fp32, of the width of the values, and the log of the softmax's denominator."""
     q_seq = operands["query"].shape[3]
     if tiles.laid_out(q_seq):
         starts = range(0, q_seq, tiles.rows)
@@ -102,7 +111,7 @@ def attend(tiles: Tiles, operands: Operands) -> tuple[Any, Any]:
 
 
 def attend_one_tile(tiles: Tiles, operands: Operands) -> tuple[Any, Any, Any]:
-    """What `attend` gives, and the weights of the keys that are seen, in the dtype of the values."""
+    """Returns the results of `attend` and the weights of the visible keys, in the dtype of the values."""
     first, stop = tiles.bounds(0, operands)
     part = _keys_of(operands, first, max(stop - first, 0))
     products = by_group("bhqd,bhkd->bhqk", part["query"], part["key"])
@@ -112,7 +121,7 @@ def attend_one_tile(tiles: Tiles, operands: Operands) -> tuple[Any, Any, Any]:
 
 
 def _in_rows(blocks: Any) -> Any:
-    """[blocks, batch, kv_heads, group, rows, ...] -> [batch, kv_heads, group, blocks * rows, ...]."""
+    """Reshapes [blocks, batch, kv_heads, group, rows, ...] to [batch, kv_heads, group, blocks * rows, ...]."""
     ordered = jnp.moveaxis(blocks, 0, 3)
     return ordered.reshape(*ordered.shape[:3], -1, *ordered.shape[5:])
 
@@ -146,14 +155,15 @@ def _over_tiles(tiles: Tiles, first: Any, stop: Any, visit: Callable[..., Any], 
 
 
 def softmax_average(scores: Any, weigh: Callable[[Any], Any], width: int) -> tuple[Any, Any]:
-    """The average of values with the softmax of their scores, and the log of its denominator; 0 and -inf of no key.
+    """Returns the softmax-weighted average of values and the log of the denominator; 0 and -inf without visible keys.
 
-    Few weights are divided by the denominator, and not the output: XLA's CPU backend is slower at a product that it
-    fuses with what is done to its result, in bf16 by a third.
+    If there are few weights, they are divided by the denominator instead of the output: XLA's CPU backend is slower at
+    a product fused with work on its result, by a third in bf16.
 
     Args:
-      weigh: sums the values with the weights that it is given.
-      width: the size of a value.
+      scores: masked scores, [..., keys].
+      weigh: sums the values with the given weights.
+      width: size of a value.
     """
     if not _are_few(scores.shape[-1], width):
         exponentials = _exponentials(scores)
@@ -163,12 +173,12 @@ def softmax_average(scores: Any, weigh: Callable[[Any], Any], width: int) -> tup
 
 
 def _are_few(keys: int, width: int) -> bool:
-    """Whether the weights of a query are few beside its numbers."""
+    """Checks whether a query has few keys in relation to its width."""
     return keys <= 2 * width
 
 
 def _exponentials(scores: Any) -> RunningSoftmax:
-    """The softmax that weighs, instead of values, the unit vectors: its weights, not yet divided."""
+    """Returns a running softmax whose weighted sums are the exponentials themselves, before division."""
     largest = jnp.max(scores, axis=-1, initial=jnp.finfo(scores.dtype).min)
     weights = jnp.exp(scores - largest[..., None])
     return RunningSoftmax(largest, jnp.sum(weights, axis=-1), weights)
@@ -177,13 +187,18 @@ def _exponentials(scores: Any) -> RunningSoftmax:
 def gradients(
     tiles: Tiles, operands: Operands, *, lse: Any, of_output: Any, of_lse: Any, output: Any = None, weights: Any = None
 ) -> dict[str, Any]:
-    """Gradients in fp32 of the query, the keys, the values and the bias.
+    """Returns the gradients of the query, the keys, the values and the bias, in fp32.
 
     dz_ij = w_ij (do_i v_j - do_i o_i + dlse_i)        w_ij = exp(z_ij - lse_i)
 
     Args:
-      output: left out where `weights` are given: o_i do_i is then found as the mean of do_i v_j.
-      weights: those of `attend_one_tile`; without them each tile's are formed again.
+      tiles: sizes of tiles.
+      operands: operands of `attend`.
+      lse: log of the softmax's denominator.
+      of_output: cotangent of the output.
+      of_lse: cotangent of the lse.
+      output: o; omitted if `weights` are given, since o_i do_i is then the mean of do_i v_j.
+      weights: weights from `attend_one_tile`; without them they are recomputed tile by tile.
     """
     query, key = operands["query"], operands["key"]
     accurate, q_seq = accurate_dtype(query.dtype), query.shape[3]
@@ -225,7 +240,7 @@ def gradients(
 
 
 def _turns_weights(key: Any) -> bool:
-    """Whether weights are transposed for the gradients of keys and values, and not queries."""
+    """Checks whether the weights, rather than the queries, are transposed for the gradients of keys and values."""
     kv_seq, head_dim = key.shape[2:]
     return 2 * kv_seq <= head_dim
 
@@ -233,7 +248,7 @@ def _turns_weights(key: Any) -> bool:
 def _block_gradients(
     tiles: Tiles, operands: Operands, mine: Operands, shared: dict[str, Any], start: Any
 ) -> tuple[dict[str, Any], Any]:
-    """What a block of queries adds to the gradients of what it shares, and the gradient of its queries."""
+    """Adds a block's contribution to the shared gradients; returns them and the gradient of its queries."""
     size = mine["output"].shape[3]
     block = _rows_of(operands, start, size)
 
@@ -258,12 +273,13 @@ def _block_gradients(
 
 def _tile_gradients(tiles: Tiles, part: Operands, mine: Operands, first_key: Any) -> dict[str, Any]:
     products = by_group("bhqd,bhkd->bhqk", part["query"], part["key"])
-    bias = None if part["bias"] is None else part["bias"].astype(products.dtype)  # so is its gradient, then
+    bias = None if part["bias"] is None else part["bias"].astype(products.dtype)  # and so is its gradient
     scores, scores_vjp = jax.vjp(lambda products, bias: tiles.scores(part, products, bias, first_key), products, bias)
     weights = mine["weights"]
     if weights is None:
         weights = jnp.exp(scores - mine["lse"]).astype(mine["output"].dtype)
-    # Formed once: each of the two is the operand of one product and the source of another pass.
+    # The barriers keep XLA from computing the weights and `of_products` twice: each is the operand of a product and is
+    # also read by another pass.
     weights = lax.optimization_barrier(weights)
     wide = merged(weights.astype(scores.dtype))
     of_weights = merged(by_group("bhqd,bhkd->bhqk", mine["output"], part["value"]))
@@ -289,7 +305,7 @@ def _over_turned_rows(turned: Any, weights: Any) -> Any:
 
 
 def _over_rows(values: Any, weights: Any) -> Any:
-    """`weights`, transposed, @ [batch, kv_heads, group, rows, head_dim], likewise."""
+    """Contracts group and rows: transposed `weights` @ [batch, kv_heads, group, rows, head_dim], in fp32."""
     batch, kv_heads, group, rows, keys = weights.shape
     flat = values.reshape(batch, kv_heads, group * rows, values.shape[4])
     turned_weights = jnp.moveaxis(weights, 4, 2).reshape(batch, kv_heads, keys, group * rows)
@@ -313,7 +329,7 @@ def _part(x: Any, axis: int | None, start: Any, size: int) -> Any:
 
 
 def _added(x: Any, part: Any, places: Mapping[int, Any]) -> Any:
-    """Adds a part at its place, by axis; along axes of size 1, which stand for all parts, everywhere."""
+    """Adds a part at its offset per axis; axes of size 1 are broadcast and have no offset."""
     starts: list[Any] = [0] * x.ndim
     for axis, start in places.items():
         if x.shape[axis] > 1:

@@ -1,8 +1,8 @@
-"""`attention` on Hopper and Blackwell: Tokamax's kernels in Mosaic-GPU, forward and backward.
+"""`attention` on Hopper and Blackwell: Tokamax's Mosaic-GPU kernels, forward and backward.
 
-The kernels know neither sinks nor segments, and average all values for a query that may attend to none. Here segments
-become a mask, such queries get zeros, and sinks join the denominator afterwards: with the log-sum-exp that includes
-them, the kernel's own backward pass gives the gradients.
+The kernels support neither sinks nor segments, and average all values for a query that may attend to no key. This
+adapter turns segments into a mask, zeroes the output of such queries, and adds the sinks to the denominator afterwards:
+given the log-sum-exp that includes them, the kernel's own backward pass yields correct gradients.
 """
 
 import importlib
@@ -25,21 +25,21 @@ __all__ = ["TOKAMAX", "HeadTiles"]
 _PLACE = "tokamax._src.ops.attention.pallas_mosaic_gpu"
 _DTYPES = ("bfloat16", "float16")
 _MOST_FEATURES = {("sm90", "forward"): 256, ("sm90", "backward"): 256, ("sm100", "forward"): 256}
-_MOST_OF_BLACKWELLS_GRADIENT = 128  # the shared memory of a block holds no more
+_MOST_OF_BLACKWELLS_GRADIENT = 128  # limit of a block's shared memory
 _SHARED_BYTES = 220 * 2**10
 _MOST_MASK_BYTES = 2**30
-_MOST_MASKED_STAGES = 3  # on Hopper, where a block has 16 barriers and a mask needs some
+_MOST_MASKED_STAGES = 3  # on Hopper, whose blocks have 16 barriers, some used by the mask
 
 
 @dataclass(frozen=True)
 class HeadTiles:
-    """How the kernel cuts a head.
+    """Tile sizes within a head.
 
     Attributes:
-      queries: of a tile, for each of the warpgroups.
-      keys: of a tile; of a Blackwell's backward pass the smaller side of its tiles.
-      stages: tiles of keys that are fetched ahead.
-      persistent: forward: as many blocks as the chip has cores, each of which takes one tile after the other.
+      queries: queries per tile, for each warpgroup.
+      keys: keys per tile; in Blackwell's backward pass, the smaller side of its tiles.
+      stages: number of key tiles that are prefetched.
+      persistent: forward pass only: launch one block per core, each of which processes several tiles in turn.
     """
 
     queries: int
@@ -82,13 +82,16 @@ def _generation(chip: Chip) -> str:
 
 
 def _cuts_bias(call: OpCall) -> bool:
-    """Whether Blackwell's kernel would copy a bias for each query in tiles of 8 queries, the last one not whole."""
+    """Checks whether Blackwell's kernel would copy a per-query bias in tiles of 8 queries with a partial last tile."""
     bias, q_seq = call.arrays["bias"], call.arrays["query"].shape[1]
     return bias is not None and 1 not in bias.shape[2:] and q_seq > 8 and q_seq % 8 != 0
 
 
 def _mask_bytes(call: OpCall) -> int:
-    """Of the mask that `_limits` makes: of all queries and keys, but not of all rows and heads."""
+    """Returns the bytes of the mask that `_limits` builds: all queries and keys.
+
+    Broadcast rows and heads count once.
+    """
     (batch, q_seq), kv_seq, mask = call.arrays["query"].shape[:2], call.arrays["key"].shape[1], call.arrays["mask"]
     rows, heads = (0, 1) if mask is None else mask.shape[:2]
     if call.arrays["segment_ids"] is not None:
@@ -97,7 +100,7 @@ def _mask_bytes(call: OpCall) -> int:
 
 
 def _bias_bytes(call: OpCall) -> int:
-    """Of the gradient of a bias before it is summed over the axes along which the bias is repeated."""
+    """Returns the bytes of the bias gradient before it is summed over broadcast axes."""
     (batch, q_seq, heads), kv_seq, bias = (
         call.arrays["query"].shape[:3],
         call.arrays["key"].shape[1],
@@ -108,7 +111,7 @@ def _bias_bytes(call: OpCall) -> int:
 
 
 def _space(call: OpCall, chip: Chip) -> Iterator[HeadTiles]:
-    """Tiles that fit into shared memory, the ones that Tokamax begins with first."""
+    """Yields tiles that fit into shared memory; Tokamax's first choices come first."""
     generation, backward = _generation(chip), call.direction == "backward"
     if generation not in ("sm90", "sm100"):
         return
@@ -131,7 +134,7 @@ def _fits(call: OpCall, tiles: HeadTiles, generation: str) -> bool:
 
 
 def _shared_bytes(call: OpCall, tiles: HeadTiles, generation: str) -> int:
-    """An upper bound of the shared memory that a block of the kernel takes."""
+    """Returns an upper bound of the shared memory per block."""
     of_key, of_value = (-(-call.arrays[name].shape[3] // 64) * 64 for name in ("query", "value"))
     extras = sum(call.arrays[name] is not None for name in ("bias", "mask", "segment_ids"))
     of_tile = tiles.keys * (of_key + of_value) * 2
@@ -139,7 +142,7 @@ def _shared_bytes(call: OpCall, tiles: HeadTiles, generation: str) -> int:
         rows = tiles.queries * (2 if generation == "sm90" else 1)
         of_stage = of_tile + extras * rows * tiles.keys * 2
         return rows * of_key * 2 + tiles.stages * of_stage + (rows * of_value * 2 if tiles.persistent else 0)
-    if generation == "sm100":  # the larger of its two kernels
+    if generation == "sm100":  # the larger of the two kernels
         held = 128 * (of_key + of_value) * 2 + 2 * 128 * tiles.keys * 2
         return held + tiles.stages * (of_tile + extras * 128 * tiles.keys * 2)
     held = 2 * tiles.queries * (of_key + of_value) * 2 + 2 * tiles.queries * tiles.keys * 2
@@ -186,12 +189,12 @@ def _backward(
     library = importlib.import_module(_PLACE)
     call = {**arrays, **options}
     seen, lse = _seen(call), residuals["lse"]
-    kept = jnp.where(seen, lse, 0).swapaxes(1, 2)  # a query that attends to no key has no weights at any lse
+    kept = jnp.where(seen, lse, 0).swapaxes(1, 2)  # without visible keys the weights are 0 at any lse
     output, cotangent = (jnp.where(seen[..., None], x, 0).astype(x.dtype) for x in (outputs, cotangents))
 
     def gradients(*operands: Any) -> Any:
         output, cotangent, kept, query, key, value, bias, limits = operands
-        forward = library.PallasMosaicGpuFlashAttention()  # whose `bind` knows what is not given
+        forward = library.PallasMosaicGpuFlashAttention()  # its `bind` fills in defaults
         settings = forward.bind(query, key, value, **_options(call, bias, limits)).kwargs
         found, _ = from_tokamax.run(
             library.vjp.PallasMosaicGpuFlashAttentionVjp(),
@@ -256,10 +259,11 @@ def _options(call: Mapping[str, Any], bias: Any, limits: Any) -> dict[str, Any]:
 
 
 def _limits(call: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """A mask [batch, heads, q_seq, kv_seq], and the first key and the end of keys [batch, 1, q_seq] of each query.
+    """Returns the mask of a call and the bounds of its keys.
 
-    Each is None where it masks nothing. Where `causal` alone limits the keys, both bounds are None: the kernel applies
-    it itself.
+    The mask is [batch, heads, q_seq, kv_seq]; the bounds are the first key and the end of the keys of each query,
+    [batch, 1, q_seq]. Each is None if it masks nothing. If `causal` alone limits the keys, both bounds are None,
+    because the kernel applies causality itself.
     """
     q_seq, kv_seq, mask = call["query"].shape[1], call["key"].shape[1], call["mask"]
     if call["segment_ids"] is not None:

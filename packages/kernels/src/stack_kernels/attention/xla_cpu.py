@@ -1,4 +1,4 @@
-"""`attention` on CPUs: one or a few batch rows after the other, so that what is at work stays in the caches."""
+"""`attention` on CPUs: one or a few batch rows at a time, so that the working set stays in the caches."""
 
 import functools
 import math
@@ -26,11 +26,11 @@ _KEYS_OF_FEW = 512
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How large the tiles of scores are.
+    """Sizes of the tiles of scores.
 
     Attributes:
-      rows: the most queries of a tile, of each head.
-      tile_bytes: of the scores that exist at a time, of all heads of the batch rows at work.
+      rows: maximum number of queries per tile, for each head.
+      tile_bytes: bytes of the scores in memory at a time, over all heads of the current batch rows.
     """
 
     rows: int = 128
@@ -60,7 +60,7 @@ def _call(
         "query_offset": query_offset if offset is None else None,
         **{name: call[name] for name in ("bias", "mask", "kv_lengths")},
     }
-    # A cache is longer than what it holds, and its owner may hold it head-major: that is read tile by tile.
+    # A KV cache is longer than its used part and may be stored head-major; such keys are read tile by tile.
     few = are_few(*query.shape[1:3])
     at_once = few and offset is not None and call["kv_lengths"] is None
     rows, keys, batch_rows = _sizes(query, key, config)
@@ -77,9 +77,9 @@ def _call(
 
 
 def _sizes(query: Any, key: Any, config: TileConfig) -> tuple[int, int, int]:
-    """The rows and the keys of a tile, and how many batch rows are attended to at a time.
+    """Returns the rows and keys per tile, and the number of batch rows per iteration.
 
-    A batch that is split over devices is not looped over: each step would be one device's.
+    A batch that is split over devices is not looped over, because each step would run on one device only.
     """
     batch, q_seq, heads, _ = query.shape
     kv_seq = key.shape[1]
@@ -88,21 +88,21 @@ def _sizes(query: Any, key: Any, config: TileConfig) -> tuple[int, int, int]:
     whole = batch if parts_of("batch") > 1 else 1
     fitting = pairs // (heads * min(kv_seq, 4 * _FEWEST_KEYS))
     if rows == q_seq and batch <= 2 * fitting:
-        fitting = batch  # one block, no loop, and no copies of what that gives
+        fitting = batch  # one block: no loop and no copies of its results
     batch_rows = max(count for count in range(whole, batch + 1) if batch % count == 0 and count <= max(fitting, whole))
     heads_at_a_time = math.ceil(batch_rows * heads / (parts_of("batch") * parts_of("act_heads")))
     return rows, _evenly(kv_seq, max(pairs // heads_at_a_time, _FEWEST_KEYS)), batch_rows
 
 
 def _evenly(size: int, most: int) -> int:
-    """The size of parts of no more than `most`, equal up to what makes them a multiple of a vector."""
+    """Returns the size of equal parts of at most `most`, rounded up to a multiple of the vector size."""
     parts = math.ceil(size / most)
     return size if parts == 1 else math.ceil(size / parts / _MULTIPLE) * _MULTIPLE
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attention(tiles: Tiles, at_once: bool, batch_rows: int, operands: Operands) -> tuple[Any, Any]:
-    """The output [batch, q_seq, heads, value_dim], and the lse [batch, q_seq, heads] in fp32."""
+    """Computes the output [batch, q_seq, heads, value_dim] and the lse [batch, q_seq, heads] in fp32."""
 
     def attended(part: Operands) -> tuple[Any, Any]:
         operands = _head_major(tiles, part)
@@ -161,10 +161,13 @@ _attention.defvjp(_forward, _backward)
 
 
 def _over_batch(function: Callable[[Operands], Any], batch_rows: int, operands: Operands) -> Any:
-    """`function` of some batch rows after the other: what it gives for each, [batch, ...], and the sum of what it adds.
+    """Calls `function` on a few batch rows at a time; returns stacked results [batch, ...] and summed results.
 
     Args:
-      function: returns the pair. It gets operands without a batch axis, or with one of size 1, whole.
+      function: returns the pair (results per row, results to sum). Operands without a batch axis, or with one of size
+        1, are passed unsplit.
+      batch_rows: number of rows per call; divides the batch.
+      operands: arguments of the function by name.
     """
     batch = operands["query"].shape[0]
     if batch_rows == batch:
@@ -188,7 +191,7 @@ def _over_batch(function: Callable[[Operands], Any], batch_rows: int, operands: 
 
 
 def _head_major(tiles: Tiles, part: Operands) -> dict[str, Any]:
-    """The operands as `tiles` takes them, filled up to whole tiles: keys that are not there are masked."""
+    """Converts the operands to the form of `tiles`, padded to full tiles with the padding keys masked."""
     batch, q_seq = part["query"].shape[:2]
     kv_seq, kv_heads = part["key"].shape[1:3]
     rows = functools.partial(_padded, multiple=tiles.rows, tiles=tiles, q_seq=q_seq)
@@ -210,25 +213,25 @@ def _head_major(tiles: Tiles, part: Operands) -> dict[str, Any]:
 
 
 def _by_group(x: Any, kv_heads: int) -> Any:
-    """[batch, seq, heads, ...] -> [batch, kv_heads, group, seq, ...]."""
+    """Converts [batch, seq, heads, ...] to [batch, kv_heads, group, seq, ...]."""
     grouped = x.reshape(*x.shape[:2], kv_heads, x.shape[2] // kv_heads, *x.shape[3:])
     return jnp.moveaxis(grouped, 1, 3)
 
 
 def _grouped(x: Any, kv_heads: int) -> Any:
-    """[batch, heads, q_seq, kv_seq] -> [batch, kv_heads, group, q_seq, kv_seq]; a head axis of 1 stays 1."""
+    """Converts [batch, heads, q_seq, kv_seq] to [batch, kv_heads, group, q_seq, kv_seq]; a head axis of 1 stays 1."""
     if x is None or x.shape[1] == 1:
         return None if x is None else x[:, :, None]
     return x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
 
 
 def _token_major(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """The inverse of `_by_group`, without rows that were filled up, in that shape and dtype."""
+    """Inverts `_by_group`, dropping padding rows, with the given shape and dtype."""
     return jnp.moveaxis(x[:, :, :, : shape[1]].astype(dtype), 3, 1).reshape(shape)
 
 
 def _padded(x: Any, axis: int, multiple: int, tiles: Tiles | None = None, q_seq: int = 0) -> Any:
-    """Fills an axis up with zeros to a multiple, unless its size is 1 or its blocks are laid out one by one."""
+    """Zero-pads an axis to a multiple, unless its size is 1 or its blocks are unrolled."""
     if x is None or x.shape[axis] == 1 or x.shape[axis] % multiple == 0 or (tiles and tiles.laid_out(q_seq)):
         return x
     widths = [(0, 0)] * x.ndim

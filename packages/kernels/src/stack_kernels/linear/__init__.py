@@ -1,1 +1,1 @@
-"""Implementations of `linear`, and the product that others share."""
+"""Implementations of `linear`, and the product shared with other ops."""

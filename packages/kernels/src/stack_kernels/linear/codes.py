@@ -1,6 +1,6 @@
-"""Quantized values turned into numbers by arithmetic that XLA's CPU backend vectorizes.
+"""Decoding of quantized values by arithmetic that XLA's CPU backend vectorizes.
 
-Its own conversions of fp8 and 4-bit codes, and its gather from a codebook, take 2 to 5 times what is here.
+XLA's own conversions of fp8 and 4-bit codes, and its gather from a codebook, take 2 to 5 times as long.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ _FOUR_BITS = ("int4", "uint4", "float4_e2m1fn")
 
 @dataclass(frozen=True)
 class Columns:
-    """Some columns of a quantized weight.
+    """A subset of the columns of a quantized weight.
 
     Attributes:
-      stored: [d_in, columns], as they lie in memory.
-      decode: elementwise from `stored`, or any part of it, to values: int8 or uint8 for integer codes of up to 8 bits
-        that stand for themselves, else float32.
-      scale: float32[tiles, columns or 1], of the values as they are decoded.
-      zero_point: of the shape of `scale`, likewise, or None.
+      stored: [d_in, columns], as stored in memory.
+      decode: elementwise function from `stored`, or any part of it, to values: int8 or uint8 for integer codes of up to
+        8 bits without a codebook, else float32.
+      scale: float32[tiles, columns or 1], relative to the decoded values.
+      zero_point: shaped as `scale`, relative to the decoded values; or None.
     """
 
     stored: jax.Array
@@ -40,7 +40,10 @@ class Columns:
     zero_point: jax.Array | None
 
     def dense(self, dtype: DTypeLike) -> jax.Array:
-        """[d_in, columns] as `dtype`. The barrier keeps the conversion out of the product, where it would be slow."""
+        """Dequantizes to [d_in, columns] in `dtype`.
+
+        The barrier keeps the conversion out of the product, where it is slow.
+        """
         view = QView((1, 0), self.decode(self.stored), self.scale, self.zero_point, "columns")
         return lax.optimization_barrier(dequantize(_Shown(view), dtype))
 
@@ -54,10 +57,12 @@ class _Shown:
 
 
 def columns(weight: QuantizedArray) -> tuple[Columns, ...]:
-    """A quantized [d_in, d_out] as all its columns, or as the even and the odd ones where two codes share a byte.
+    """Splits a quantized [d_in, d_out] into even and odd columns if two codes share a byte.
 
-    Codes of 4 bits are never brought into one array: to interleave them costs more than all else. `interleaved` does
-    that to the products, which are smaller.
+    Otherwise returns all columns.
+
+    Codes of 4 bits are never combined in one array, because interleaving them is the dominant cost. `interleaved` does
+    so for the products, which are smaller.
     """
     view = weight.__stack_qview__()
     d_out = view.qvalue.shape[1]
@@ -66,7 +71,7 @@ def columns(weight: QuantizedArray) -> tuple[Columns, ...]:
         decode = _decoder(view.qvalue.dtype, view.codebook)
         return (Columns(_stored(view.qvalue), decode, *parts),)
     pairs = view.qvalue.reshape(-1, d_out // 2, 2)
-    # Behind a barrier, or XLA of jax 0.11 unpacks the codes anew in whatever loop reads them, one by one.
+    # Without the barrier, XLA of jax 0.11 unpacks the codes again, one by one, in every loop that reads them.
     stored = lax.optimization_barrier(lax.bitcast_convert_type(pairs, jnp.int8))
 
     def every_second(half: int) -> Columns:
@@ -77,7 +82,7 @@ def columns(weight: QuantizedArray) -> tuple[Columns, ...]:
 
 
 def interleaved(parts: list[jax.Array]) -> jax.Array:
-    """[rows, d_out] from the products with each of `columns`."""
+    """Combines the products with each of `columns` to [rows, d_out]."""
     if len(parts) == 1:
         return parts[0]
     rows, width = parts[0].shape
@@ -85,19 +90,19 @@ def interleaved(parts: list[jax.Array]) -> jax.Array:
 
 
 def dequantized(array: QuantizedArray, dtype: DTypeLike) -> jax.Array:
-    """What `ops.dequantize` gives, sooner."""
+    """Computes the same as `ops.dequantize`, faster."""
     return dequantize(_Shown(decoded(array.__stack_qview__())), dtype)
 
 
 def decoded(view: QView) -> QView:
-    """The same array with the values in place of their codes, int8, uint8 or float32, and float32 scales of these."""
+    """Replaces the codes by values (int8, uint8 or float32) with float32 scales relative to these values."""
     values = _decoder(view.qvalue.dtype, view.codebook)(_stored(view.qvalue))
     scale, zero_point = _in_units(view)
     return dataclasses.replace(view, qvalue=values, scale=scale, zero_point=zero_point, codebook=None)
 
 
 def _in_units(view: QView) -> tuple[jax.Array, jax.Array | None]:
-    """The scale, times what decoded values must still be multiplied by, and the zero point over it."""
+    """Returns the scale times the unit of decoded values, and the zero point divided by that unit."""
     scale, zero_point = view.scale.astype(jnp.float32), view.zero_point
     unit = np.float32(_UNITS.get(view.qvalue.dtype.name, 1))
     if unit == 1:
@@ -106,7 +111,7 @@ def _in_units(view: QView) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _spread(part: jax.Array, d_out: int) -> jax.Array:
-    """[tiles, d_out or 1]: scales or zero points, each repeated over the columns that it covers."""
+    """Repeats scales or zero points over the columns that they cover: [tiles, d_out or 1]."""
     return part if part.shape[1] in (1, d_out) else jnp.repeat(part, d_out // part.shape[1], axis=1)
 
 
@@ -115,7 +120,7 @@ def _half(part: jax.Array, half: int) -> jax.Array:
 
 
 def _stored(codes: jax.Array) -> jax.Array:
-    """fp8 as bytes: whatever XLA does to fp8 itself, slicing included, it does slowly."""
+    """Returns fp8 as bytes: XLA's CPU backend is slow at every fp8 operation, including slicing."""
     return lax.bitcast_convert_type(codes, jnp.int8) if codes.dtype.name in _FROM_BYTES else codes
 
 
@@ -130,7 +135,7 @@ def _decoder(dtype: jnp.dtype, codebook: jax.Array | None) -> Callable[[jax.Arra
 
 
 def _nibble_decoder(dtype: jnp.dtype, codebook: jax.Array | None, half: int) -> Callable[[jax.Array], jax.Array]:
-    """From int8 bytes that hold two codes of 4 bits, the first in the low half."""
+    """Returns a decoder of int8 bytes that hold two 4-bit codes, the first in the low half."""
 
     def signed(pair: jax.Array) -> jax.Array:
         return pair >> np.int8(4) if half else (pair & np.int8(15) ^ np.int8(8)) - np.int8(8)
@@ -145,7 +150,7 @@ def _nibble_decoder(dtype: jnp.dtype, codebook: jax.Array | None, half: int) -> 
 
 
 def _looked_up(codes: jax.Array, codebook: jax.Array) -> jax.Array:
-    """codebook[codes], in a tree of selections, one bit of the codes a layer; a gather where there are many levels."""
+    """Computes codebook[codes] by a tree of selects, one bit of the code per level, or by a gather for many levels."""
     levels, lowest = codebook.shape[0], codes.dtype.type(0)
     if levels > _SELECTED_LEVELS:
         return jnp.take(codebook, codes.astype(jnp.int32), mode="clip")
@@ -160,9 +165,9 @@ def _looked_up(codes: jax.Array, codebook: jax.Array) -> jax.Array:
     return jnp.broadcast_to(chosen[0], codes.shape)
 
 
-# An fp8 or fp4 code, shifted, is an fp16 number with the same sign, exponent and mantissa but another bias, subnormals
-# included. The power of two between the biases goes into the scale. To widen and to shift right copies the sign; a mask
-# leaves one.
+# An fp8 or fp4 code, shifted, is an fp16 number with the same sign, exponent and mantissa but another exponent bias,
+# including subnormals. The scale absorbs the power of two between the biases. Widening and shifting right copy the sign
+# bit; a mask leaves one copy.
 
 _UNITS = {"float8_e4m3fn": 2.0**8, "float4_e2m1fn": 2.0**14}
 

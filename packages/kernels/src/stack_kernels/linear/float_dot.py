@@ -1,4 +1,4 @@
-"""Products of two operands in fp8 or fp4 through bf16, which holds all of their values."""
+"""Products of two fp8 or fp4 operands through bf16, which represents all of their values exactly."""
 
 import functools
 
@@ -19,16 +19,16 @@ _HELD = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
 
 
 def has_float_dot(x: QView, weight: QView) -> bool:
-    """Whether both are of such types, with one scale a row and one a column, and the processor has tiles of bf16.
+    """Checks for fp8 or fp4 operands with one scale per row and per column, and a processor with bf16 tiles.
 
-    Others multiply bf16 no sooner than fp32.
+    Other processors multiply bf16 no faster than fp32.
     """
     are_held = all(view.qvalue.dtype.name in _HELD and view.zero_point is None for view in (x, weight))
     return are_held and x.scale.shape[-1] == len(weight.scale) == 1 and _has_tiles()
 
 
 def float_dot(x: QView, weight: QuantizedArray) -> jax.Array:
-    """x W in float32[rows, d_out]: the product of any two values is exact, and fp32 sums come before the scales."""
+    """Computes x W in float32[rows, d_out]: products of values are exact and summed in fp32 before scaling."""
     *batch, d_in = x.qvalue.shape
     view = decoded(x)
     rows, scale = _as_bf16(view.qvalue.reshape(-1, d_in)), by_row(view.scale, batch)
@@ -45,5 +45,5 @@ def _has_tiles() -> bool:
 
 
 def _as_bf16(values: jax.Array) -> jax.Array:
-    """Behind a barrier, which keeps the conversion out of the product, where it would be slow."""
+    """Converts to bf16 behind a barrier, which keeps the conversion out of the product, where it is slow."""
     return lax.optimization_barrier(values.astype(jnp.bfloat16))

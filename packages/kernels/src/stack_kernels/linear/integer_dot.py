@@ -16,14 +16,14 @@ from stack_kernels.linear.codes import columns, interleaved
 __all__ = ["by_row", "has_integer_dot", "integer_dot", "rows_of"]
 
 _FEWEST_TILE_ROWS = 64
-"""Below so many entries of d_in a scale, rescaling the sums of each tile costs more than fp32 products do."""
+"""With fewer entries of d_in per scale, rescaling the sums of each tile costs more than fp32 products."""
 
 _MOST_TILE_ROWS = 2**15
-"""So many products of two 8-bit integers, each less its zero point, stay below 2^31 whatever they are."""
+"""The sum of this many products of 8-bit integers, each minus its zero point, is always below 2^31."""
 
 
 class _Part(NamedTuple):
-    """Integers of one operand, and of each tile along d_in the factors and offsets by row or column, or one for all."""
+    """Integers of one operand, with the scale and zero point of each tile along d_in, per row or column or shared."""
 
     codes: jax.Array
     scale: jax.Array
@@ -31,7 +31,7 @@ class _Part(NamedTuple):
 
 
 def has_integer_dot(x: QView, weight: QView) -> bool:
-    """Whether both hold integers of up to 8 bits, scaled in tiles that are long enough along d_in."""
+    """Checks that both operands hold integers of up to 8 bits, in scale tiles that are long enough along d_in."""
     narrow = all(
         view.codebook is None
         and jnp.issubdtype(view.qvalue.dtype, jnp.integer)
@@ -44,13 +44,13 @@ def has_integer_dot(x: QView, weight: QView) -> bool:
 
 
 def integer_dot(x: QView, weight: QuantizedArray) -> jax.Array:
-    """x W in float32[rows, d_out].
+    """Computes x W in float32[rows, d_out].
 
-    Within a tile along d_in, of operands a(q - p) and b(r - s) with scales a, b and zero points p, s,
+    Within a tile along d_in, for operands a(q - p) and b(r - s) with scales a, b and zero points p, s,
 
         y = a b (sum q r - p sum r - s sum q + d p s).
 
-    The sums of r come from the same product, as those of a row of ones beside q.
+    The sums of r come from the same product, through a row of ones appended to q.
     """
     tiles = _tiles(x, weight.__stack_qview__())
     left = rows_of(x)
@@ -66,7 +66,7 @@ def _tiles(x: QView, weight: QView) -> int:
 
 
 def rows_of(x: QView) -> _Part:
-    """[rows, d_in] and, by row, [rows, tiles]."""
+    """Returns integers [rows, d_in] with scales and zero points [rows, tiles]."""
     *batch, d_in = x.qvalue.shape
     zero_point = None if x.zero_point is None else by_row(x.zero_point, batch)
     codes = x.qvalue if jnp.iinfo(x.qvalue.dtype).bits == 8 else x.qvalue.astype(jnp.int8)
@@ -74,7 +74,7 @@ def rows_of(x: QView) -> _Part:
 
 
 def by_row(part: jax.Array, batch: Sequence[int]) -> jax.Array:
-    """[rows, tiles]: scales or zero points of an array[*batch, d_in], each repeated over the rows that it covers."""
+    """Repeats scales or zero points of an array[*batch, d_in] over the rows that they cover: [rows, tiles]."""
     for axis, size in enumerate(batch):
         if part.shape[axis] != size:
             part = jnp.repeat(part, size // part.shape[axis], axis=axis)
@@ -82,7 +82,7 @@ def by_row(part: jax.Array, batch: Sequence[int]) -> jax.Array:
 
 
 def _as_int8(part: _Part) -> _Part:
-    """Unsigned bytes become signed ones, and their zero points lower by as much; zero points become int32 or fp32."""
+    """Converts unsigned bytes to signed ones and shifts their zero points; zero points become int32 or fp32."""
     zero_point = part.zero_point
     if zero_point is not None:
         is_integer = jnp.issubdtype(zero_point.dtype, jnp.integer)
@@ -119,7 +119,7 @@ def _of_one_tile(left: _Part, right: _Part) -> jax.Array:
     rows, d_in = left.codes.shape
     codes = left.codes
     if rows == 1 or left.zero_point is not None:
-        # A product of a single row would take the backend's generic loop, which is many times slower.
+        # A product of a single row takes the backend's generic loop, which is many times slower.
         codes = jnp.concatenate([codes, jnp.ones_like(codes, shape=(1, d_in))])
     sums = lax.dot_general(codes, right.codes, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
     product = sums[:rows]

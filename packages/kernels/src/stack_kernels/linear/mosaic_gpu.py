@@ -1,7 +1,7 @@
-"""`linear` on Hopper with a quantized weight and few rows: codes are decoded in registers, on their way to the product.
+"""`linear` on Hopper with a quantized weight and few rows: codes are decoded in registers just before the product.
 
-Reading the weight bounds such a call, so that the tensor cores' 64 rows may be mostly padding. The weight is cut along
-d_in as well, until each core of the chip has a block; the parts' sums, in fp32, are added afterwards.
+Such a call is bound by reading the weight, so most of the tensor cores' 64 rows may be padding. The weight is also
+split along d_in, until each core of the chip has a block; the partial sums, in fp32, are added afterwards.
 """
 
 import dataclasses
@@ -24,19 +24,19 @@ __all__ = ["MOSAIC_GPU", "SplitTile", "mosaic_gpu"]
 
 _DTYPES = ("bfloat16", "float16")
 _CODE_BITS = {"int8": 8, "int4": 4}
-_ROWS = 64  # of the tensor cores' smallest product
-_ROW_TILE = 8  # rows that are written
+_ROWS = 64  # rows of the smallest tensor-core product
+_ROW_TILE = 8  # granularity of the rows that are written
 _WIDTHS = (128, 64)
 _DEPTHS = (64, 128)
 _PARTS = (1, 2, 4, 8, 16)
 _CORES = 132
-_STEPS = 4  # tiles of the weight that are on their way at once
-_SHARED_BYTES = 200 * 2**10  # of the 227 KiB that a block may have
+_STEPS = 4  # weight tiles in flight
+_SHARED_BYTES = 200 * 2**10  # of the 227 KiB limit per block
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitTile:
-    """How large a tile of d_in and of d_out is, and into how many parts d_in is cut."""
+    """Tile sizes along d_in and d_out, and the number of parts of d_in."""
 
     d_in: int
     d_out: int
@@ -44,10 +44,10 @@ class SplitTile:
 
 
 def mosaic_gpu(*, interpret: Any = None) -> OpImplementation:
-    """The implementation.
+    """Builds the implementation.
 
     Args:
-      interpret: `mosaic_gpu.InterpretGPUParams` of Pallas, from jax 0.11, runs the kernel on the CPU.
+      interpret: `mosaic_gpu.InterpretGPUParams` of Pallas (from jax 0.11) interprets the kernel on the CPU.
     """
     return OpImplementation(
         "linear",
@@ -58,7 +58,7 @@ def mosaic_gpu(*, interpret: Any = None) -> OpImplementation:
         default=lambda call, chip: next(_space(call, chip), None),
         space=_space,
         is_opaque=True,
-        priority=-1,  # it has not run on a GPU: where it is named, or was measured and won
+        priority=-1,  # untested on a GPU: runs only if named or measured as fastest
     )
 
 
@@ -90,7 +90,7 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 
 
 def _space(call: OpCall, chip: Chip) -> Iterator[SplitTile]:
-    """Tiles that divide the weight; first the fewest parts that give each core a block, of wide and shallow tiles."""
+    """Yields tiles that divide the weight: the fewest parts that give each core a block, then wide, shallow tiles."""
     x, weight = call.arrays["x"], call.arrays["weight"]
     if weight_alone(call) is not True:
         return
@@ -115,7 +115,7 @@ def _space(call: OpCall, chip: Chip) -> Iterator[SplitTile]:
 
 
 def _shared_bytes(depth: int, width: int, bits: int, itemsize: int) -> int:
-    """The tiles on their way, the decoded one, and the result in fp32."""
+    """Returns the bytes of the tiles in flight, the decoded tile, and the result in fp32."""
     arriving = _ROWS * depth * itemsize + depth * width * bits // 8 + width * 4
     return _STEPS * arriving + depth * width * itemsize + _ROWS * width * 4
 
@@ -134,21 +134,24 @@ def _linear(x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, config: Spl
 
 
 def _multiply(rows: Any, codes: Any, scale: Any, used_rows: int, config: SplitTile, interpret: Any) -> jax.Array:
-    """float32[parts, rows, d_out], the products with each part of d_in.
+    """Computes the products with each part of d_in, float32[parts, rows, d_out].
 
     Args:
       rows: [64, d_in].
-      scale: float32[tiles, d_out], or None for codes that stand for themselves.
-      used_rows: how many of the rows are written, rounded up to whole tiles.
+      codes: [d_in, d_out].
+      scale: float32[tiles, d_out], or None to use the codes unscaled.
+      used_rows: number of rows to write, rounded up to a multiple of 8.
+      config: tile sizes.
+      interpret: as for `mosaic_gpu`.
     """
-    # Here, since every process that lists the implementations of `linear` imports this file.
+    # Imported here, because every process that lists the implementations of `linear` imports this file.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     d_in, d_out = codes.shape
     written = -(-used_rows // _ROW_TILE) * _ROW_TILE
     steps = d_in // config.d_in // config.parts
-    each = 1 if scale is None else d_in // scale.shape[0] // config.d_in  # tiles of the weight that share scales
+    each = 1 if scale is None else d_in // scale.shape[0] // config.d_in  # weight tiles per scale
 
     def tiled(width: int, dtype: Any) -> tuple[Any, ...]:
         bits = _CODE_BITS.get(jnp.dtype(dtype).name, jnp.dtype(dtype).itemsize * 8)
@@ -209,7 +212,7 @@ def _multiply(rows: Any, codes: Any, scale: Any, used_rows: int, config: SplitTi
 
 
 def _decoded(codes: Any, scale: Any, dtype: Any) -> Any:
-    """Codes [d_in, d_out] times a scale for each column, rounded once."""
+    """Multiplies codes [d_in, d_out] by a scale per column, rounding once."""
     if scale is None:
         return codes.astype(dtype)
     return (codes.astype(jnp.float32) * lax.broadcast_in_dim(scale, codes.shape, (1,))).astype(dtype)

@@ -1,7 +1,7 @@
-"""`linear` on TPUs with a quantized weight: codes are decoded in VMEM, tile by tile, on their way into the product.
+"""`linear` on TPUs with a quantized weight: codes are decoded in VMEM, tile by tile, just before the product.
 
-XLA writes the decoded weight to memory where many rows need it, which costs two to four times the traffic of the codes.
-The gradient to x multiplies by the transpose in the same way. Products of two quantized operands are XLA's.
+If many rows need the weight, XLA writes the decoded weight to memory, at two to four times the traffic of the codes.
+The gradient of x multiplies by the transpose in the same way. Products of two quantized operands are left to XLA.
 """
 
 import functools
@@ -25,17 +25,17 @@ __all__ = ["MOSAIC_TPU", "ProductTile", "mosaic_tpu"]
 
 _DTYPES = ("bfloat16", "float32")
 _CODES = ("int8", "int4", "uint4", "float8_e4m3fn", "float8_e5m2")
-_MOST_LEVELS = 16  # each level of a codebook is a comparison and a selection for every code
-_SUBLANES = 32  # of 8-bit codes; scales are repeated over whole ones
+_MOST_LEVELS = 16  # each level costs a comparison and a select per code
+_SUBLANES = 32  # rows of an 8-bit tile; scales are repeated over full ones
 _ROWS = (512, 256, 128, 64, 32, 16)
 _WIDTHS = (2048, 1024, 512, 256, 128)
-_LONGEST = 4096  # an axis that no width divides is taken whole, up to this
-_VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a kernel has by default on the smallest chip
+_LONGEST = 4096  # longest axis taken unsplit if no width divides it
+_VMEM_BYTES = 12 * 2**20  # of the default 16 MiB per kernel on the smallest chip
 
 
 @dataclass(frozen=True)
 class ProductTile:
-    """How large a tile of rows, of d_in and of d_out is."""
+    """Tile sizes along rows, d_in and d_out."""
 
     rows: int
     d_in: int
@@ -44,12 +44,12 @@ class ProductTile:
 
 @dataclass(frozen=True)
 class _Weight:
-    """A quantized weight as the kernel reads it.
+    """A quantized weight in the form that the kernel reads.
 
     Attributes:
       codes: [d_in, d_out].
       scale: float32[tiles, d_out].
-      levels: float32[levels] that codes index, or None where a code stands for itself.
+      levels: float32[levels] indexed by the codes, or None without a codebook.
     """
 
     codes: Any
@@ -65,10 +65,10 @@ class _Weight:
 
 
 def mosaic_tpu(*, interpret: Any = False) -> OpImplementation:
-    """The implementation.
+    """Builds the implementation.
 
     Args:
-      interpret: True, or `pltpu.InterpretParams`, runs the kernel on any device, operation by operation.
+      interpret: True, or `pltpu.InterpretParams`, interprets the kernel on any device.
     """
     forward, backward = differentiated(lambda wants, **call: (_linear(**call, interpret=interpret), {}))
     return OpImplementation(
@@ -108,7 +108,10 @@ def _supports(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
 
 
 def _space(call: OpCall, chip: Chip) -> Iterator[ProductTile]:
-    """Tiles that divide the weight and fit into VMEM, everything held twice; large and square ones first."""
+    """Yields tiles that divide the weight and fit into VMEM with double buffering.
+
+    Large and square tiles come first.
+    """
     x, weight = call.arrays["x"], call.arrays["weight"]
     if weight_alone(call) is not True:
         return
@@ -132,7 +135,7 @@ def _widths(size: int) -> list[int]:
 
 
 def _held_bytes(rows: int, d_in: int, d_out: int, itemsize: int) -> int:
-    """Operands and results twice, the accumulator of either pass, and the codes while they are decoded, in fp32."""
+    """Bytes of double-buffered operands and results, the accumulator of either pass, and the codes decoded to fp32."""
     return rows * (d_in + d_out) * 2 * itemsize + rows * max(d_in, d_out) * 4 + d_in * d_out * (2 + 4 + itemsize)
 
 
@@ -159,7 +162,7 @@ def _backward(dtype: jnp.dtype, config: ProductTile, interpret: Any, operands: A
     rows, weight = operands
     narrow = cotangent.astype(rows.dtype)
     of_rows = _multiply(narrow, _Weight.of(weight), rows.dtype, config, transposed=True, interpret=interpret)
-    # XLA drops this where the scales are not trained.
+    # XLA drops this if the scales are not trained.
     _, vjp = jax.vjp(lambda weight: contract("ni,io->no", rows, dequantize(weight, rows.dtype), dtype), weight)
     return of_rows, *vjp(cotangent)
 
@@ -170,7 +173,7 @@ _product.defvjp(_forward, _backward)
 def _multiply(
     rows: Any, weight: _Weight, dtype: DTypeLike, config: ProductTile, *, transposed: bool, interpret: Any
 ) -> jax.Array:
-    """rows @ W, or rows @ W.T, tile by tile of the weight; the sum over tiles is kept in fp32."""
+    """Computes rows @ W or rows @ W.T, tile by tile of the weight, with fp32 accumulation over tiles."""
     (d_in, d_out), tiles = weight.codes.shape, weight.scale.shape[0]
     steps = (d_in // config.d_in, d_out // config.d_out)
     of_result, of_sum = (0, 1) if transposed else (1, 0)
@@ -208,7 +211,7 @@ def _multiply(
 
 
 def _kernel(rows: Any, codes: Any, scale: Any, *refs: Any, transposed: bool, by_column: bool, steps: int) -> None:
-    """Adds the product with one tile of the weight. One scale a column multiplies the sum, or the cotangent."""
+    """Adds the product with one weight tile. A scale per column multiplies the sum, or the cotangent."""
     *levels, output, total = refs
     x, values = rows[...], _decoded(codes[...], levels)
     if not by_column:
@@ -234,7 +237,7 @@ def _kernel(rows: Any, codes: Any, scale: Any, *refs: Any, transposed: bool, by_
 
 
 def _decoded(codes: Any, levels: list[Any]) -> Any:
-    """float32, what codes stand for before they are scaled."""
+    """Decodes codes to float32, before scaling."""
     if not levels:
         return codes.astype(jnp.float32)
     places = codes.astype(jnp.int32)

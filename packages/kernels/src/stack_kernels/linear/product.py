@@ -1,4 +1,4 @@
-"""The product of rows with a weight, and its gradients, in forms that XLA's CPU backend has fast kernels for."""
+"""The product of rows with a weight, and its gradients, in forms with fast kernels in XLA's CPU backend."""
 
 import functools
 import math
@@ -22,15 +22,15 @@ _JAX_0_10 = jax.__version_info__ < (0, 11)
 
 @dataclass(frozen=True)
 class Products:
-    """How the three products of a layer are formed, each accumulated in fp32 and returned as the last argument says.
+    """The three products of a layer, each accumulated in fp32 and returned in the dtype of the last argument.
 
-    They have no gradients of their own: `jax.checkpoint` sees into them and may save what they give.
+    They define no custom gradients, so `jax.checkpoint` can look inside and save their results.
 
     Attributes:
       times: (rows[n, d_in], weight[d_in, d_out], dtype) -> rows @ weight.
       row_gradient: (cotangent[n, d_out], weight[d_in, d_out], dtype) -> cotangent @ weight^T.
-      weight_gradient: (columns[d_in, n], cotangent[n, d_out], dtype) -> columns @ cotangent; `columns` are the rows,
-        `transposed`.
+      weight_gradient: (columns[d_in, n], cotangent[n, d_out], dtype) -> columns @ cotangent; `columns` is
+        `transposed(rows)`.
     """
 
     times: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array]
@@ -39,7 +39,10 @@ class Products:
 
 
 def product(rows: jax.Array, weight: jax.Array, dtype: DTypeLike, products: Products | None = None) -> jax.Array:
-    """rows[n, d_in] @ weight[d_in, d_out], accumulated in fp32 and returned as `dtype`; XLA forms it unless told."""
+    """Computes rows[n, d_in] @ weight[d_in, d_out] as `dtype` with fp32 accumulation.
+
+    By XLA unless `products` is given.
+    """
     return _product(products or XLA, jnp.dtype(dtype), *vary_alike(rows, weight))
 
 
@@ -66,8 +69,8 @@ def _backward(
 _product.defvjp(_forward, _backward)
 
 
-# The sums of both gradients run over axes that a mesh may split. JAX derives no sharding of such a sum for Explicit
-# axes, so it gets the operand's.
+# The sums of both gradients may run over axes that a mesh splits. JAX derives no sharding of such a sum for Explicit
+# axes, so the result takes the sharding of the operand.
 def row_gradient(
     products: Products, rows: jax.Array, weight: jax.Array, cotangent: jax.Array, dtype: DTypeLike
 ) -> jax.Array:
@@ -97,9 +100,10 @@ def _times(rows: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def total(parts: jax.Array, axis: int) -> jax.Array:
-    """The sum over an axis, as sums of up to 128 arrays: XLA's own reduction takes half as long again.
+    """Sums over an axis by adding up to 128 slices at a time; XLA's own reduction takes 1.5 times as long.
 
-    They are slices, never of a reshaped array: XLA of jax 0.10 computes `parts` once more for those.
+    The slices are taken from the original array, not from a reshaped one: XLA of jax 0.10 would compute `parts` again
+    for each.
     """
     count = parts.shape[axis]
     addends = next(size for size in range(min(count, _MOST_ADDENDS), 0, -1) if count % size == 0)
@@ -119,11 +123,11 @@ def _is_one_row(rows: jax.Array, weight: jax.Array) -> bool:
 
 
 def _one_row(rows: jax.Array, weight: jax.Array) -> jax.Array:
-    """rows[1, d_in] @ weight[d_in, d_out] in fp32, in one pass over the weight, which is all that its time is.
+    """Computes rows[1, d_in] @ weight[d_in, d_out] in fp32 in one pass over the weight, whose read time dominates.
 
-    Each sum's terms are so far apart that the weight is read in 16 long streams, which processors fetch ahead: all
-    products of a 40M-parameter model read 29 GB/s so in fp32 and 19 in bf16 on two cores, where the backend's own
-    product reads 20 and 11.
+    The terms of each sum are far apart, so that the weight is read in 16 long streams, which processors prefetch. All
+    products of a 40M-parameter model reach 29 GB/s in fp32 and 19 GB/s in bf16 on two cores; the backend's own product
+    reaches 20 and 11.
     """
     x = lax.optimization_barrier(rows.astype(jnp.float32).T).reshape(_STREAMS, -1, 1)
     slices = weight.reshape(_STREAMS, -1, weight.shape[1])
@@ -140,11 +144,11 @@ def _weight_gradient(columns: jax.Array, cotangent: jax.Array, dtype: DTypeLike)
 
 
 def transposed(array: jax.Array) -> jax.Array:
-    """array[n, d] -> [d, n], in blocks of columns.
+    """Transposes array[n, d] to [d, n] in blocks of columns.
 
     XLA folds a plain transpose into the product that follows. That product contracts the leading axes of both operands,
-    and the CPU backend has no narrow kernel for it: bf16 operands are widened, at 0.4 to 0.5 of the speed; in fp32 it
-    runs at 0.8 to 0.95. It does not see through a transpose in blocks.
+    for which the CPU backend has no narrow kernel: bf16 operands are widened, at 0.4 to 0.5 of the speed, and fp32 runs
+    at 0.8 to 0.95. XLA does not fold a blocked transpose.
     """
     rows, columns = array.shape
     block = math.gcd(columns, _BLOCK)
@@ -152,10 +156,10 @@ def transposed(array: jax.Array) -> jax.Array:
 
 
 def _contract_rows(subscripts: str, rows: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """A contraction of rows with a weight.
+    """Contracts rows with a weight.
 
-    A bf16 product of a single row takes the backend's generic loop, 20 to 28 ms at 512 x 32000 where two rows take 2:
-    it gets a second row, of zeros.
+    A bf16 product of a single row takes the backend's generic loop: 20 to 28 ms at 512 x 32000, compared with 2 ms for
+    two rows. Therefore a single row is padded with a row of zeros.
     """
     count = rows.shape[0]
     if count == 1 and rows.dtype == jnp.bfloat16:
@@ -164,4 +168,4 @@ def _contract_rows(subscripts: str, rows: jax.Array, weight: jax.Array, dtype: D
 
 
 XLA = Products(_times, _row_gradient, _weight_gradient)
-"""In forms that XLA's CPU backend has fast kernels for."""
+"""Products in forms with fast kernels in XLA's CPU backend."""

@@ -1,4 +1,4 @@
-"""`linear` on CPUs: products in the forms that are fast there."""
+"""`linear` on CPUs, by products in forms that are fast there."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ __all__ = ["XLA_CPU", "linear", "linear_gradients"]
 def linear(
     products: Products, x: Any, weight: Any, *, bias: Any, preferred_dtype: Any, wants: frozenset[str]
 ) -> tuple[Any, Mapping[str, Any]]:
-    """The op, by those products."""
+    """Computes the op by the given products."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if bias is None:
         result = products.times(rows, weight, preferred_dtype)
@@ -38,7 +38,10 @@ def linear_gradients(
     *,
     wants: frozenset[str],
 ) -> Mapping[str, Any]:
-    """The gradients of the op, by those products; the cotangent is rounded to the dtype of the operands first."""
+    """Computes the gradients of the op by the given products.
+
+    First rounds the cotangent to the dtype of the operands.
+    """
     x, weight = arrays["x"], arrays["weight"]
     rows, cotangent = (array.reshape(math.prod(x.shape[:-1]), array.shape[-1]) for array in (x, cotangents))
     gradients = {"bias": jnp.sum(cotangent.astype(accurate_dtype(x.dtype)), axis=0)} if "bias" in wants else {}

@@ -1,4 +1,4 @@
-"""`linear` on CPUs when an operand is quantized, each scheme in the form that is fast for its codes and its rows."""
+"""`linear` on CPUs with a quantized operand, each scheme in the form that is fast for its codes and its rows."""
 
 import functools
 import math
@@ -26,11 +26,12 @@ _FEW_ROWS = 64
 
 @dataclass(frozen=True)
 class QuantizedConfig:
-    """What a machine may want otherwise.
+    """Settings that depend on the machine.
 
     Attributes:
-      fused_rows: up to so many rows, weights are decoded inside the loop that multiplies them, and never written down.
-      block_bytes: up to 64 rows, weights are decoded so many bytes at a time, which stay in the cache.
+      fused_rows: maximum number of rows for which weights are decoded inside the product's loop, without writing them
+        to memory.
+      block_bytes: size of the blocks in which weights are decoded for up to 64 rows; a block should fit the cache.
     """
 
     fused_rows: int
@@ -45,7 +46,7 @@ CONFIGS = (
 
 
 def supports_quantized(call: OpCall, chip: Chip, config: Any = None) -> bool | str:
-    """For calls with a quantized operand whose other arrays are of at most 32 bits, on a CPU."""
+    """Checks for a quantized operand and no float64 arrays."""
     if not any(is_quantized(array) for array in call.arrays.values()):
         return "no operand is quantized"
     if any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(dict(call.arrays))):
@@ -54,7 +55,7 @@ def supports_quantized(call: OpCall, chip: Chip, config: Any = None) -> bool | s
 
 
 def quantized_product(x: Any, weight: Any, dtype: DTypeLike, config: QuantizedConfig) -> jax.Array:
-    """x[..., d_in] @ weight[d_in, d_out], one or both of them quantized, as `dtype`.
+    """Computes x[..., d_in] @ weight[d_in, d_out] as `dtype`, with one or both operands quantized.
 
     The gradients are those of the product of the dequantized operands.
     """
@@ -78,7 +79,7 @@ def _product(dtype: jnp.dtype, config: QuantizedConfig, x: Any, weight: Any) -> 
 
 
 def _dense_product(dtype: jnp.dtype, x: Any, weight: Any) -> jax.Array:
-    """The definition; its gradients are everybody's."""
+    """Computes the product of the dequantized operands, which defines the result; all gradients are derived from it."""
     floating = next((array.dtype for array in (x, weight) if not is_quantized(array)), jnp.float32)
     if is_quantized(x):
         x = dequantized(x, floating)
@@ -97,7 +98,7 @@ def _forward(dtype: jnp.dtype, config: QuantizedConfig, x: Any, weight: Any) -> 
 def _backward(
     dtype: jnp.dtype, config: QuantizedConfig, operands: tuple[Any, Any], cotangent: jax.Array
 ) -> tuple[Any, Any]:
-    # XLA drops what nobody asks for: the product, and the gradient of a weight whose scales are not trained.
+    # XLA drops unused results: the product, and the gradient of a weight whose scales are not trained.
     _, vjp = jax.vjp(functools.partial(_dense_product, dtype), *operands)
     return vjp(cotangent)
 
@@ -110,7 +111,7 @@ def _shape(array: Any) -> tuple[int, ...]:
 
 
 def _is_better_fused(x: Any, weight: Any, config: QuantizedConfig) -> bool:
-    """Whether a product of two quantized operands is faster in floats: that of few rows, in one pass over the codes."""
+    """Checks whether a product of two quantized operands is faster in floats: few rows, in one pass over the codes."""
     *batch, d_in = _shape(x)
     tiles = weight.__stack_qview__().scale.shape[0]
     return math.prod(batch) <= config.fused_rows and _fused_terms(d_in // tiles) > 0
@@ -127,26 +128,28 @@ def _weight_only(rows: jax.Array, part: Columns, dtype: jnp.dtype, config: Quant
 
 
 def _fused_terms(tile_rows: int) -> int:
-    """How many of a tile's entries along d_in the fused loop adds up in one pass; 0 if none will do."""
+    """Returns how many of a tile's entries along d_in the fused loop adds in one pass.
+
+    0 if no count divides the tile.
+    """
     return next((terms for terms in _FUSED_TERMS if tile_rows % terms == 0), 0)
 
 
 def _fused(rows: jax.Array, part: Columns, terms: int) -> jax.Array:
-    """Sums of `terms` products each in one pass over the codes; the rest of the sum and the scales follow.
+    """Sums `terms` products in one pass over the codes, then the rest of the sum, then applies the scales.
 
-    The terms of a sum are as far apart as the tile allows, so that codes are read in `terms` long streams, each as it
-    lies in memory: processors fetch these ahead. Of 512 x 1408 int8 that come from memory, a row took 39 us so and 66
-    where the terms were neighbours. More than 8 streams, which are often a multiple of 4096 bytes apart, would drive
-    each other out of the first cache.
+    The terms of a sum are as far apart as the tile allows, so that codes are read in `terms` long contiguous streams,
+    which processors prefetch. For 512 x 1408 int8 read from memory, a row took 39 us, and 66 us with neighboring terms.
+    More than 8 streams, often a multiple of 4096 bytes apart, would evict each other from the L1 cache.
     """
     tiles, width = len(part.scale), part.stored.shape[1]
-    # Behind a barrier, or what makes the rows is made again in the loop, which XLA of jax 0.10 then does not vectorize.
+    # Without the barrier, the rows are recomputed in the loop, which XLA of jax 0.10 then does not vectorize.
     x = lax.optimization_barrier(rows.T).reshape(tiles, terms, -1, len(rows), 1)
     stored = part.stored.reshape(tiles, terms, -1, 1, width)
     sums = 0.0
     for term in range(terms):
         sums = sums + x[:, term] * part.decode(stored[:, term]).astype(jnp.float32)
-    sums = lax.optimization_barrier(sums)  # Fused with the second sum, the loop would run along d_in.
+    sums = lax.optimization_barrier(sums)  # Fused with the second sum, it would loop along d_in.
     of_tiles = total(sums, 1)
     if part.zero_point is not None:
         of_tiles = of_tiles - jnp.sum(x, axis=(1, 2)) * part.zero_point.astype(jnp.float32)[:, None]
@@ -154,7 +157,7 @@ def _fused(rows: jax.Array, part: Columns, terms: int) -> jax.Array:
 
 
 def _blocks(part: Columns, rows: jax.Array, config: QuantizedConfig) -> int:
-    """How many blocks of d_in to decode one after the other: a multiple or a divisor of the tiles."""
+    """Returns the number of blocks of d_in that are decoded in turn: a multiple or a divisor of the tiles."""
     d_in, width = part.stored.shape
     tiles = part.scale.shape[0]
     wanted = d_in * width * rows.dtype.itemsize // config.block_bytes

@@ -1,4 +1,4 @@
-"""`linear_attention` on CPUs: its gradient with chunks of tokens in parallel, and only the state from chunk to chunk.
+"""`linear_attention` on CPUs: the gradient processes chunks of tokens in parallel and carries only the state.
 
 In a chunk that begins with the state S, with D_ti = exp(g_(i+1) + ... + g_t) for i <= t and d_t = exp(g_1 + ... + g_t),
 token t writes u_t = b_t (v_t - P_t^T k_t), and
@@ -7,11 +7,11 @@ token t writes u_t = b_t (v_t - P_t^T k_t), and
     O = d Q S + (D * Q K^T) U
     S' = d_C S + (D_C * K)^T U
 
-(I + L)^-1 b [V, d K] needs no S and is formed for all chunks at once.
+(I + L)^-1 b [V, d K] does not depend on S and is computed for all chunks together.
 
 Source: Yang et al., Parallelizing Linear Transformers with the Delta Rule, 2024 (arXiv:2406.06484), with the decay of
-Gated Delta Networks (arXiv:2412.06464). One departure: each exponent of D is a sum of its own, not a difference of
-cumulative sums, which has no value where a token forgets everything, and loses digits after every strong decay.
+Gated Delta Networks (arXiv:2412.06464). One departure: each exponent of D is summed separately, not as a difference of
+cumulative sums, which is undefined if a token forgets everything and loses digits after every strong decay.
 """
 
 import functools
@@ -30,7 +30,7 @@ __all__ = ["XLA_CPU", "Chunks"]
 
 @dataclass(frozen=True)
 class Chunks:
-    """How many tokens make a chunk."""
+    """Number of tokens per chunk."""
 
     tokens: int = 64
 
@@ -50,10 +50,10 @@ def _cpu(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _read(size: int, state: Any, *tokens: Any) -> Any:
-    """o [batch, seq, heads, value_dim] and the last state.
+    """Computes o [batch, seq, heads, value_dim] and the last state.
 
-    Token by token where no gradient is asked for: that takes a fifth to a half of the CPU time of chunks, as the state
-    stays in a cache. With its gradient it takes 1.3 to 2.7 times theirs.
+    Without a gradient it runs token by token, which takes a fifth to a half of the CPU time of chunks, because the
+    state stays in a cache. With its gradient, token by token would take 1.3 to 2.7 times as long as chunks.
     """
     state, output = lax.scan(_read_token, state, tuple(jnp.moveaxis(x, 1, 0) for x in tokens))
     return jnp.moveaxis(output, 0, 1), state
@@ -79,7 +79,7 @@ def _read_chunks(size: int, state: Any, *tokens: Any) -> Any:
 
 
 def _read_token(state: Any, token: Any) -> Any:
-    """The next state, and o [batch, heads, value_dim]."""
+    """Returns the next state and o [batch, heads, value_dim]."""
     query, key, value, decay, beta = token
     state = jnp.exp(decay)[..., None, None] * state
     stored = jnp.einsum("bhkv,bhk->bhv", state, key)
@@ -88,7 +88,10 @@ def _read_token(state: Any, token: Any) -> Any:
 
 
 def _chunks(state: Any, query: Any, key: Any, value: Any, decay: Any, beta: Any) -> Any:
-    """o [chunks, batch, heads, tokens, value_dim] and the last state, from [chunks, batch, heads, tokens, ...]."""
+    """Computes o [chunks, batch, heads, tokens, value_dim] and the last state.
+
+    The tokens are [chunks, batch, heads, tokens, ...].
+    """
     within = _decays(decay)
     since_start = jnp.exp(jnp.cumsum(decay, axis=-1))[..., None]
     strictly = jnp.tril(jnp.ones(within.shape[-2:], bool), -1)
@@ -113,10 +116,11 @@ def _chunks(state: Any, query: Any, key: Any, value: Any, decay: Any, beta: Any)
 
 @jax.custom_vjp
 def _inverse(lower: Any) -> Any:
-    """(I + L)^-1 of strictly lower triangular matrices [..., t, i].
+    """Computes (I + L)^-1 for strictly lower triangular matrices [..., t, i].
 
-    Blocks on the diagonal are inverted in pairs, [[A, 0], [B, C]]^-1 = [[A^-1, 0], [-C^-1 B A^-1, C^-1]], from single
-    entries to the whole. No power of L is formed, which could be large. LAPACK's solver was 50 times slower, batched.
+    Diagonal blocks are inverted in pairs, [[A, 0], [B, C]]^-1 = [[A^-1, 0], [-C^-1 B A^-1, C^-1]], from single entries
+    up to the full matrix. No power of L is formed, because it could be large. LAPACK's batched solver was 50 times
+    slower.
     """
     token = jnp.arange(lower.shape[-1])
     inverse = jnp.broadcast_to(jnp.eye(token.size, dtype=lower.dtype), lower.shape)
@@ -126,7 +130,7 @@ def _inverse(lower: Any) -> Any:
         beside = (of_pair[:, None] == of_pair) & (of_block[:, None] != of_block)
         inverse = inverse - inverse @ jnp.where(beside, lower, 0) @ inverse
         block *= 2
-    return vary_alike(inverse, lower)[0]  # of one token it is 1 whatever L is
+    return vary_alike(inverse, lower)[0]  # with one token it is 1, independent of L
 
 
 def _inverse_forward(lower: Any) -> Any:
@@ -143,7 +147,7 @@ _inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def _decays(decay: Any) -> Any:
-    """D [..., t, i], 0 where i > t."""
+    """Returns D [..., t, i], 0 for i > t."""
     size = decay.shape[-1]
     later = jnp.tril(jnp.ones((size, size), bool), -1)
     sums = jnp.cumsum(jnp.where(later, decay[..., None], 0), axis=-2)
@@ -151,7 +155,10 @@ def _decays(decay: Any) -> Any:
 
 
 def _split(array: Any, size: int) -> Any:
-    """[batch, seq, heads, ...] -> [chunks, batch, heads, tokens, ...]; appended zeros do not change the state."""
+    """Converts [batch, seq, heads, ...] to [chunks, batch, heads, tokens, ...].
+
+    Appended zeros do not change the state.
+    """
     padding = [(0, 0)] * array.ndim
     padding[1] = (0, -array.shape[1] % size)
     padded = jnp.pad(array, padding)
